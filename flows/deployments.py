@@ -23,7 +23,6 @@ from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, Completed, Failed, State
 from prefect.task_runners import ThreadPoolTaskRunner
-from pydantic import ValidationError
 from rich.console import Console
 
 from ttrain.config import NAMES_CODE, Settings, flatten
@@ -32,7 +31,7 @@ from ttrain.core.signals import catching_signals
 from ttrain.core.terminal import escaped, guard_streams, outlast_output, show_warnings
 from ttrain.core.text import timed_lines
 from ttrain.errors import Interrupted, TTrainError, UsageError
-from ttrain.flows import flow_runs, schedule_files
+from ttrain.flows import flow_runs, schedules
 from ttrain.flows.flow_runs import NIGHT_STATES, UNFINISHED
 from ttrain.flows.prefect_run import MAX_CONCURRENT_STAGES
 from ttrain.pipeline.artifact_commands import store_of
@@ -183,28 +182,15 @@ def settings_to_run(home: Path, kind: str, settings: Settings) -> Settings:
     A flow that a user's program calls directly has no deployment, and runs with its arguments. Raises UsageError where the
     parameters set what they may not.
     """
-    if not os.environ.get("PREFECT__FLOW_RUN_ID"):  # a runner or a worker sets it
-        return schedule_files.with_secrets(settings, None)
+    if not os.environ.get("PREFECT__FLOW_RUN_ID"):  # `serve` or a worker sets it
+        return schedules.with_secrets(settings, None)
     from prefect.runtime import deployment
 
-    schedule = schedule_files.read_all(home).get(f"{kind}/{deployment.name}")
-    path = schedule_files.folder_of(home) / f"{kind}-{deployment.name}.json"
-    settings = schedule_files.with_secrets(settings, schedule)
-    try:
-        deployed_settings = _in_this_home(Settings.model_validate(schedule.settings), path) if schedule else Settings()
-        return with_code_of(deployed_settings, settings, kind, path)
-    except ValidationError:
-        raise UsageError(
-            f"{path} has settings of another version of ttrain; make it again with `ttrain pipeline schedule {kind}`"
-        ) from None
-
-
-def _in_this_home(settings: Settings, path: Path) -> Settings:
-    """The settings of a schedule's file, whose webhook lies beside it: in a container the home has another name."""
-    webhook = path.with_suffix(".webhook")
-    if Path(settings.notify.webhook_file or "").name != webhook.name:
-        return settings
-    return settings.replaced({"notify": {"webhook_file": str(webhook)}})
+    full_name = f"{kind}/{deployment.name}"
+    schedule = schedules.read_all(home).get(full_name)
+    deployed = schedules.settings_of(home, schedule) if schedule else Settings()
+    settings = schedules.with_secrets(settings, schedule)
+    return with_code_of(deployed, settings, kind, schedules.path_of(home, full_name))
 
 
 def with_code_of(deployed_settings: Settings, settings: Settings, kind: str, path: Path) -> Settings:

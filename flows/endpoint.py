@@ -9,7 +9,7 @@ import os
 import sys
 
 from ttrain.export import serve_process
-from ttrain.flows.access_control import guarded
+from ttrain.flows.guard import Guard
 from ttrain.store.server_records import ACCESS
 
 
@@ -18,7 +18,7 @@ def main() -> None:
     port, max_requests, *arguments = sys.argv[1:]
     token = os.environ.pop(ACCESS, "")
 
-    serve_process.serve(arguments, max_requests=int(max_requests), guard=lambda app: guarded(app, int(port), token))
+    serve_process.serve(arguments, max_requests=int(max_requests), guard=lambda app: Guard(app, int(port), token))
 
 
 if __name__ == "__main__":

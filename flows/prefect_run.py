@@ -19,7 +19,7 @@ from typing import Any
 
 from ttrain.config import Auth
 from ttrain.errors import Interrupted, NothingNew, TTrainError, UsageError
-from ttrain.flows import flow_runs, history_database, prefect_api, servers
+from ttrain.flows import flow_runs, prefect_api, servers
 from ttrain.flows.flow_runs import TAG, current_flow_run, mark_crashed_runs, sync_client, watching_for_cancellation
 from ttrain.flows.prefect_api import AUTH_STRING, token_environment
 from ttrain.flows.servers import PORT, STOP_SECONDS, prefect_app, token_of, uvicorn_command
@@ -246,7 +246,6 @@ def _worst_first(execution: PipelineRun) -> list[BaseException]:
 
 OWNER = "TTRAIN_SERVER_OWNER"
 RESTARTS = 5  # of a server that keeps dying
-HISTORY_CHECK_SECONDS = 0.5  # spent on each run before its server starts; 1.6 MB take 0.01 s, 94 MB 0.5 s
 
 
 _own: _TemporaryServer | None = None  # the server that this process started
@@ -276,7 +275,7 @@ def start_temporary_server(home: Path, auth: Auth = "token") -> Callable[[], Non
         os.environ.update(token_environment(home, os.environ["PREFECT_API_URL"]))
         lock.release()
         return lambda: None
-    history_database.set_damaged_aside(home, HISTORY_CHECK_SECONDS)
+    servers.prepare_database(home)
     # Below 32768, where ports of outgoing connections begin: a client of an unserved port there may connect to itself
     port = servers.free_port(10_000 + secrets.randbelow(10_000))
     token = token_of(auth, server_records.new_token)  # known to this process and its children alone
@@ -312,8 +311,8 @@ class _TemporaryServer:
         """Wait until the server answers, and restart it from then on if it dies. Raises TTrainError."""
         try:
             servers.wait("prefect", self._port, self._process, self._log_file)
-        except TTrainError:
-            if not history_database.set_damaged_aside(self.home):
+        except TTrainError as error:
+            if not servers.set_database_aside(self.home, str(error)):
                 raise
             servers.end(self._process)
             self._process = self._spawn()
@@ -337,7 +336,6 @@ class _TemporaryServer:
                 self._process = self._spawn()
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        history_database.prepare(self.home)
         command = [*uvicorn_command(owned_app, self._port, "error"), "--timeout-graceful-shutdown", "5"]
         ephemeral = {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_SERVER_UI_ENABLED": "false"}
         ephemeral |= servers.SLOTS_AHEAD

@@ -1,180 +1,104 @@
-"""Deployments with a cron: made, paused, resumed and removed, on the Prefect server that a run would use.
+"""The schedules of a home: one file each, `schedules/<kind>-<name>.json`, the only truth about them.
 
-Prefect's scheduler sets the slots; `flows/serving.py` runs those that are due; `flows/schedule_status.py` lists them.
-Functions import Prefect, after its
-environment is chosen.
+`ttrain pipeline serve` (flows/serve.py) makes the deployments of a Prefect server from these files
+(flows/deploy.py), at its start and where one changes; the server's database is a view. Nothing
+here needs a server, and listing does not import Prefect, which takes 1 s of CPU.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
-from zoneinfo import available_timezones
+from typing import TYPE_CHECKING, Any
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError, available_timezones
 
+from ttrain.core import redact
+from ttrain.core.files import (
+    PRIVATE_FILE,
+    JsonDict,
+    private_directory,
+    read_json,
+    read_object,
+    write_json,
+)
 from ttrain.errors import UsageError
-from ttrain.flows import flow_runs, prefect_run, schedule_files
-from ttrain.flows.flow_runs import TAG, home_tag
-from ttrain.flows.schedule_files import Schedule
-from ttrain.flows.schedule_status import home_of, is_of_home
-from ttrain.flows.slots import YEARS, next_slots
+from ttrain.store.runs import is_alive
 
+if TYPE_CHECKING:
+    from ttrain.config import Settings
+
+KINDS = ("nightly", "full")
+SERVING = "serving.txt"  # in the folder of schedules: the process that serves
+LAST = "last.txt"  # there, too: how the last run of each schedule ended, by full name
+
+CRON_FIELDS = 5
+CRON_YEARS = 5  # one that has not fired by then never does
+KEPT_SLOTS = 100  # in a schedule's file, so that listing it need not import Prefect
 EXAMPLE = 'write "minute hour day month weekday", for example "0 2 * * *" for two at night'
-FIELDS = 5
-KEPT_SLOTS = 100  # in a schedule's file, so that listing it need not import Prefect: three months of nights
 
 
-class RefusedError(UsageError):
-    """The server refuses the deployment."""
+@dataclass(frozen=True)
+class Schedule:
+    """A flow with its settings, and when it runs: `cron` None only when somebody starts it."""
+
+    kind: str
+    name: str
+    cron: str | None
+    timezone: str
+    settings: Mapping[str, Any]
+    pool: str | None = None  # the kind of the work pool whose workers run it, instead of `serve`
+    paused: bool = False
+    slots: list[str] = field(default_factory=list)  # the next ones when it was written
+
+    @property
+    def full_name(self) -> str:
+        """The deployment's name, as Prefect writes it: "nightly/quickstart"."""
+        return f"{self.kind}/{self.name}"
+
+    def next_slot(self) -> datetime | None:
+        """The next slot; None where there is none, or where it is paused."""
+        if self.paused or not self.cron:
+            return None
+        kept = map(datetime.fromisoformat, self.slots)
+        slots = [slot for slot in kept if slot >= datetime.now(UTC)]
+        return next(iter(slots or next_slots(self.cron, self.timezone, 1)), None)
 
 
-def check(cron: str, timezone: str) -> None:
-    """Raise UsageError where the cron is invalid or never fires, or the time zone does not exist."""
-    from prefect.client.schemas.schedules import CronSchedule
-    from pydantic import ValidationError
-
-    _check_form(cron, timezone)
-    try:
-        CronSchedule(cron=cron, timezone=timezone)
-    except ValidationError:
-        raise UsageError(f"--cron is '{cron}', which is not a cron expression; {EXAMPLE}") from None
-    if not next_slots(cron, timezone, 1):
-        raise UsageError(f"--cron is '{cron}', which does not fire in the next {YEARS} years; {EXAMPLE}")
+def folder_of(home: Path) -> Path:
+    return home.resolve() / "schedules"
 
 
-def _check_form(cron: str | None, timezone: str) -> None:
-    """Check what can be checked without Prefect, before a server is started."""
-    if timezone not in available_timezones():
-        raise UsageError(f"--timezone is '{timezone}', which is not a time zone; try Europe/Berlin or UTC")
-    if cron is not None and len(cron.split()) != FIELDS:
-        raise UsageError(f"--cron is '{cron}' but must have five fields; {EXAMPLE}")
+def path_of(home: Path, full_name: str) -> Path:
+    return folder_of(home) / f"{full_name.replace('/', '-', 1)}.json"
 
 
-def create(home: Path, schedule: Schedule) -> bool:
-    """Create or change the deployment; returns whether it existed. A paused one stays paused.
-
-    Raises UsageError for an invalid cron or time zone, or where another home has a deployment of that name on the server.
-    """
-    _check_form(schedule.cron, schedule.timezone)
-    with prefect_client(home) as client:
-        if schedule.cron:
-            check(schedule.cron, schedule.timezone)
-        with schedule_files.changing(home):
-            deployment = _deployment(client, schedule.full_name)
-            if deployment and not is_of_home(deployment.tags, home):
-                raise UsageError(
-                    f"the deployment {schedule.full_name} on {os.environ['PREFECT_API_URL']} belongs to "
-                    f"{home_of(deployment.tags)}; set another name=..., or remove that one"
-                )
-            earlier = deployment or schedule_files.read_all(home).get(schedule.full_name)
-            schedule = replace(schedule, paused=bool(earlier and earlier.paused))
-            apply(home, schedule)
-            schedule_files.write(home, with_slots(schedule))
-        flow_runs.create_automation()
-    return deployment is not None
+def write(home: Path, schedule: Schedule) -> Path:
+    """Write a schedule to a file that its owner alone can read: it has secrets of sources."""
+    path = path_of(home, schedule.full_name)
+    private_directory(path.parent)
+    write_json(path, asdict(schedule), PRIVATE_FILE)
+    return path
 
 
-def with_slots(schedule: Schedule) -> Schedule:
-    """The same schedule with its next slots."""
-    if not schedule.cron:
-        return schedule
-    following = next_slots(schedule.cron, schedule.timezone, KEPT_SLOTS)
-    return replace(schedule, slots=[slot.isoformat() for slot in following])
+def read_all(home: Path) -> dict[str, Schedule]:
+    """The schedules of a home by full name; a damaged file is skipped."""
+    schedules = {}
+    for path in sorted(folder_of(home).glob("*.json")):
+        with contextlib.suppress(TypeError, LookupError):
+            schedule = Schedule(**read_json(path))
+            schedules[schedule.full_name] = schedule
+    return schedules
 
 
-def make_missing(home: Path, full_name: str) -> None:
-    """Create the deployment of a schedule on a server that lacks it, unless the schedule changed meanwhile."""
-    with prefect_client(home) as client, schedule_files.changing(home):
-        schedule = schedule_files.read_all(home).get(full_name)
-        deployment = _deployment(client, full_name)
-        if not schedule:
-            return
-        has_moved = deployment and is_of_home(deployment.tags, home) and home_of(deployment.tags) != str(home.resolve())
-        if not deployment or has_moved:
-            apply(home, schedule)
-
-
-def apply(home: Path, schedule: Schedule) -> None:
-    """Create or change the deployment on the server that the environment names. Raises RefusedError where it refuses."""
-    from prefect.deployments.runner import DeploymentApplyError
-    from prefect.exceptions import PrefectHTTPStatusError
-    from prefect.schedules import Cron
-    from prefect.types.entrypoint import EntrypointType
-
-    from ttrain.core.machine import VERSION
-    from ttrain.flows import deployments
-
-    flow = getattr(deployments, schedule.kind)
-    slots = Cron(schedule.cron, timezone=schedule.timezone, slug="cron") if schedule.cron else None
-    deployment = flow.to_deployment(
-        name=schedule.name,
-        schedule=slots,
-        paused=schedule.paused,
-        parameters={"settings": schedule_files.parameters(schedule)},
-        description=f"{flow.description}\n\nIts home is `{home.resolve()}`.",
-        tags=[TAG, home_tag(home)],
-        version=VERSION,
-        entrypoint_type=EntrypointType.MODULE_PATH,
-    )
-    if not slots:
-        deployment.schedules = []  # removes an earlier cron
-    try:
-        deployment.apply()
-    except DeploymentApplyError as error:
-        cause = error.__cause__
-        if isinstance(cause, PrefectHTTPStatusError) and cause.response.is_client_error:
-            raise RefusedError(
-                f"the Prefect server refuses {schedule.full_name}: {_reason(cause.response)}; where its settings are of "
-                f"another version of ttrain, make it again with `ttrain pipeline schedule {schedule.kind}`, or remove it"
-            ) from None
-        raise cause or error from None  # the server did not answer, or answered with an error
-
-
-def _reason(response: Any) -> str:
-    """Why a server refused a request, without the request, which it repeats: some 100 kB of settings."""
-    with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
-        body = response.json()
-        return str(body.get("detail") or "; ".join(error["msg"] for error in body["exception_detail"]))
-    return f"HTTP {response.status_code}"
-
-
-def pause(home: Path, which: str | None, *, paused: bool) -> str:
-    """Pause or resume a schedule; returns its full name. A paused one's slots pass unused."""
-    schedule = find_schedule(home, which)
-    with prefect_client(home) as client, schedule_files.changing(home):
-        deployment = _deployment(client, schedule.full_name)
-        if schedule.pool and not deployment:
-            raise UsageError(
-                f"{schedule.full_name} is not on the server yet; run `prefect deploy --all` with its prefect.yaml"
-            )
-        if not deployment or not is_of_home(deployment.tags, home):
-            apply(home, replace(schedule, paused=paused))
-        elif paused:
-            client.pause_deployment(deployment.id)
-        else:
-            client.resume_deployment(deployment.id)
-        schedule_files.write(home, replace(schedule, paused=paused))
-    return schedule.full_name
-
-
-def remove(home: Path, which: str | None) -> str:
-    """Remove a schedule, its deployment and its slots to come; what ran stays in Prefect. Returns its full name."""
-    schedule = find_schedule(home, which)
-    with prefect_client(home) as client, schedule_files.changing(home):
-        deployment = _deployment(client, schedule.full_name)
-        if deployment and is_of_home(deployment.tags, home):
-            client.delete_deployment(deployment.id)
-        schedule_files.remove(home, schedule.full_name)
-    return schedule.full_name
-
-
-def find_schedule(home: Path, which: str | None) -> Schedule:
-    """The schedule that "nightly/quickstart", "nightly" or nothing means. Raises UsageError where it is none or several."""
-    schedules = schedule_files.read_all(home)
-    matches = [schedule for name, schedule in schedules.items() if which in (None, name, schedule.kind, schedule.name)]
+def find(home: Path, which: str | None) -> Schedule:
+    """The schedule that "nightly/quickstart", "nightly" or nothing means. Raises UsageError."""
+    schedules = read_all(home)
+    matches = [s for s in schedules.values() if which in (None, s.full_name, s.kind, s.name)]
     if len(matches) == 1:
         return matches[0]
     if not schedules:
@@ -182,30 +106,129 @@ def find_schedule(home: Path, which: str | None) -> Schedule:
     names = ", ".join(schedules)
     if not matches:
         raise UsageError(f"no schedule is called '{which}'; there are: {names}")
-    raise UsageError(f"{f'{chr(39)}{which}{chr(39)} means' if which else 'there are'} several schedules; name one: {names}")
+    meaning = f"'{which}' means" if which else "there are"
+    raise UsageError(f"{meaning} several schedules; name one: {names}")
 
 
-@contextlib.contextmanager
-def prefect_client(home: Path) -> Iterator[Any]:
-    """A client of the server that PREFECT_API_URL names, that `up` or `serve` runs, or that is started for this alone."""
-    wait = prefect_run.begin(home)
-    unopened = flow_runs.sync_client()  # imports Prefect while the server starts
-    wait()
-    with unopened as client:
-        yield client
+def pause(home: Path, which: str | None, *, paused: bool) -> str:
+    """Pause or resume a schedule; returns its full name. The slots of a paused one pass unused."""
+    schedule = find(home, which)
+    if schedule.pool:
+        raise UsageError(f"{schedule.full_name} is on a work pool; pause it on Prefect's page")
+    write(home, replace(schedule, paused=paused))
+    return schedule.full_name
 
 
-def home_filter(home: Path) -> Any:
-    """A filter of the deployments of this home."""
-    from prefect.client.schemas.filters import DeploymentFilter
+def remove(home: Path, which: str | None) -> str:
+    """Remove a schedule; returns its full name. What serves removes its deployment."""
+    schedule = find(home, which)
+    path_of(home, schedule.full_name).unlink(missing_ok=True)
+    return schedule.full_name
 
-    return DeploymentFilter.model_validate({"tags": {"all_": [TAG, home_tag(home)]}})
+
+def served_by(home: Path) -> int | None:
+    """The process that serves this home, if there is one."""
+    process = read_object(folder_of(home) / SERVING)
+    return int(process["pid"]) if process.get("pid") and is_alive(process) else None
 
 
-def _deployment(client: Any, full_name: str) -> Any:
-    from prefect.exceptions import ObjectNotFound
+def last_runs(home: Path) -> JsonDict:
+    """By full name how the last run ended: {"name": ..., "outcome": ..., "slot": ..., "message": ...}."""
+    return read_object(folder_of(home) / LAST)
+
+
+def check_cron(cron: str | None, timezone: str) -> None:
+    """Raise UsageError where the cron is invalid or never fires, or there is no such time zone."""
+    from prefect.client.schemas.schedules import CronSchedule
+
+    if timezone not in available_timezones():
+        raise UsageError(f"--timezone is '{timezone}', which is not a time zone; try Europe/Berlin or UTC")
+    if cron is None:
+        return
+    if len(cron.split()) != CRON_FIELDS:
+        raise UsageError(f"--cron is '{cron}' but must have five fields; {EXAMPLE}")
+    try:
+        CronSchedule(cron=cron, timezone=timezone)
+    except ValueError:
+        raise UsageError(f"--cron is '{cron}', which is not a cron expression; {EXAMPLE}") from None
+    if not next_slots(cron, timezone, 1):
+        raise UsageError(f"--cron is '{cron}', which does not fire in the next {CRON_YEARS} years; {EXAMPLE}")
+
+
+def next_slots(cron: str, timezone: str, count: int) -> list[datetime]:
+    """The next times at which Prefect's scheduler starts a cron, in its time zone."""
+    import asyncio
+
+    from prefect.server.schemas.schedules import CronSchedule
+
+    schedule, start = CronSchedule(cron=cron, timezone=timezone), datetime.now(UTC)
+    end = start + timedelta(days=366 * CRON_YEARS)
+    try:
+        slots = asyncio.run(schedule.get_dates(count, start=start, end=end))
+    except ValueError:  # no date fits
+        return []
+    return [slot.astimezone(ZoneInfo(timezone)) for slot in slots]
+
+
+def with_slots(schedule: Schedule) -> Schedule:
+    """The schedule with its next slots."""
+    if not schedule.cron:
+        return schedule
+    slots = next_slots(schedule.cron, schedule.timezone, KEPT_SLOTS)
+    return replace(schedule, slots=[slot.isoformat() for slot in slots])
+
+
+def local_timezone() -> str:
+    """The name of this machine's time zone: TZ, else where /etc/localtime points, else UTC."""
+    link = os.path.realpath("/etc/localtime").partition("/zoneinfo/")[2]
+    for name in (os.environ.get("TZ", "").removeprefix(":"), link):
+        with contextlib.suppress(ZoneInfoNotFoundError, ValueError, OSError):
+            if name and not name.startswith("/"):
+                return ZoneInfo(name).key
+    return "UTC"
+
+
+def settings_of(home: Path, schedule: Schedule) -> Settings:
+    """The settings of a schedule's file. Raises UsageError for those of another version."""
+    from pydantic import ValidationError
+
+    from ttrain.config import Settings
 
     try:
-        return client.read_deployment_by_name(full_name)
-    except ObjectNotFound:
-        return None
+        return Settings.model_validate(schedule.settings)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        key, rule = ".".join(map(str, wrong["loc"])), wrong["msg"]
+        raise UsageError(
+            f"{path_of(home, schedule.full_name)} has settings of another version of ttrain ({key}: {rule}); make it "
+            f"again with `ttrain pipeline schedule {schedule.kind}`"
+        ) from None
+
+
+def parameters(settings: Mapping[str, Any]) -> JsonDict:
+    """Settings for a server, which shows them to all: no secrets, and none that name code."""
+    from ttrain.config import NAMES_CODE
+
+    tree: JsonDict = copy.deepcopy(redact.masked(settings))
+    for key in NAMES_CODE:
+        *sections, name = key.split(".")
+        section = tree
+        for section_name in sections:
+            section = section.get(section_name) or {}
+        section.pop(name, None)
+    return tree
+
+
+def with_secrets(settings: Settings, schedule: Schedule | None) -> Settings:
+    """The settings with the secrets of their sources: from the schedule, else the environment."""
+    from ttrain.config import Settings
+    from ttrain.config.loading import load
+
+    tree = settings.model_dump()
+    if not redact.has_hidden(tree):
+        return settings
+    if schedule:
+        tree = redact.restored(tree, schedule.settings)
+    if redact.has_hidden(tree):
+        tree = redact.restored(tree, load().settings.model_dump())
+    return Settings.model_validate(tree)

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -28,9 +28,8 @@ from filelock import FileLock
 
 from ttrain.config import Auth
 from ttrain.core.files import private_directory, write_json
+from ttrain.core.sqlite_files import damage_of, set_aside
 from ttrain.errors import TTrainError
-from ttrain.flows import history_database
-from ttrain.flows.access_control import ASSISTANT, UPLOADS, BodyLimited, guarded, hosts_of
 from ttrain.flows.prefect_api import AUTH_STRING, SILENT, unset
 from ttrain.store import server_records
 from ttrain.store.server_records import HOST, SERVER_MARK, Server
@@ -40,8 +39,11 @@ log = logging.getLogger("ttrain")
 PORT = "TTRAIN_SERVER_PORT"
 HOME = "TTRAIN_SERVER_HOME"
 HEALTH = {"prefect": "/api/health", "mlflow": "/health"}
-START_SECONDS = 180.0  # both take 11 s in a fresh home on two idle cores, 24 s where Prefect migrates its database
+START_SECONDS = 180.0  # both take 11 s on two idle cores, 24 s where Prefect makes its database
 STOP_SECONDS = 10.0  # idle servers stop within 2 s
+DATABASE_CHECK_SECONDS = 0.5  # before each start; 1.6 MB take 0.01 s, 94 MB 0.5 s
+# What Prefect's server says of a database that another version of Prefect wrote
+UNKNOWN_REVISION = "Can't locate revision identified by"
 
 # The slots to come that the server makes flow runs of, of each deployment. Its defaults make those of the next hour and at
 # least three: 60 of a cron of every minute.
@@ -70,19 +72,20 @@ def prefect_app(*, final: bool) -> Any:
     os.environ.pop("PREFECT_SERVER_API_AUTH_STRING", None)  # a password for servers of the user's; the token is in its place
     from prefect.server.api.server import create_app
 
-    return guarded_app(BodyLimited(create_app(final=final)), "prefect")
+    return guarded_app(create_app(final=final), "prefect")
 
 
 def tracker_app() -> Any:
     """MLflow's server application over the home's database, in the process of the server that `up` starts."""
-    app = mlflow_client.server_app(Path(os.environ[HOME]))
-    return guarded_app(BodyLimited(app, uploads=UPLOADS), "mlflow", without=[ASSISTANT])
+    return guarded_app(mlflow_client.server_app(Path(os.environ[HOME])), "mlflow")
 
 
-def guarded_app(app: Any, name: str, without: Sequence[str] = ()) -> Any:
-    """The application behind its guards; the health path tells nothing else, and needs no token."""
+def guarded_app(app: Any, name: str) -> Any:
+    """The application behind the guard; the health path tells nothing else, and needs no token."""
+    from ttrain.flows.guard import ASSISTANT, Guard  # with starlette, which only the servers' processes need
+
     port, token = int(os.environ[PORT]), os.environ.get(server_records.ACCESS, "")
-    return guarded(app, port, token, without_token=[HEALTH[name]], without=without)
+    return Guard(app, port, token, open_path=HEALTH[name], refused=ASSISTANT)
 
 
 def token_of(auth: Auth, make: Callable[[], str]) -> str:
@@ -131,12 +134,46 @@ def _wait(home: Path, started: list[tuple[Server, subprocess.Popen[bytes]]], num
     """Wait until the server answers: on another port, where one that was free is taken meanwhile."""
     while True:
         server, process = started[number]
+        port = server.port
         try:
-            wait(server.name, server.port, process, server_records.folder_of(home) / f"{server.name}.log")
+            wait(server.name, port, process, server_records.folder_of(home) / f"{server.name}.log")
             return
         except PortTaken:
-            stop(home, server.name)
-            started[number] = _start(home, server.name, server.port + 1, token, server.owner)
+            port += 1
+        except TTrainError as error:
+            if server.name != "prefect" or not set_database_aside(home, str(error)):
+                raise
+        stop(home, server.name)
+        started[number] = _start(home, server.name, port, token, server.owner)
+
+
+def set_database_aside(home: Path, failure: str = "") -> bool:
+    """Rename Prefect's database where it is damaged, or where `failure` says that another version wrote it.
+
+    It holds only the history of runs: the next server makes a new one. Returns whether it was renamed.
+    """
+    database = database_of(home)
+    damage = damage_of(database, DATABASE_CHECK_SECONDS)
+    if UNKNOWN_REVISION in failure:
+        damage = "it is of another version of Prefect"
+    if damage is None:
+        return False
+    aside = set_aside(database)
+    log.warning("%s cannot be used (%s); it is kept as %s, and a new one begins without the history of runs",
+                database, damage, aside.name)  # fmt: skip
+    return True
+
+
+def prepare_database(home: Path) -> None:
+    """Before a Prefect server starts: set a damaged database aside, and say that making a new one takes long."""
+    private_directory(database_of(home).parent, closes_files=False)
+    set_database_aside(home)
+    if not database_of(home).exists():
+        log.warning("Prefect makes its database in %s, which takes some 15 s, once", database_of(home).parent)
+
+
+def database_of(home: Path) -> Path:
+    return home.resolve() / "prefect" / "prefect.db"
 
 
 def down(home: Path) -> list[str]:
@@ -161,8 +198,7 @@ def _start(home: Path, name: str, wanted_port: int, token: str, owner: str) -> t
     if port != wanted_port:
         log.warning("port %d is taken by another program; %s listens on %d instead", wanted_port, name, port)
     if name == "prefect":
-        history_database.set_damaged_aside(home)
-        history_database.prepare(home)
+        prepare_database(home)
     command, environment = (prefect_command if name == "prefect" else mlflow_command)(home, port)
     path.unlink(missing_ok=True)
     token_variables = {PORT: str(port), server_records.ACCESS: token, AUTH_STRING: token}
@@ -197,9 +233,9 @@ def uvicorn_command(factory: Callable[[], Any], port: int, log_level: str) -> li
 
 def mlflow_command(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
     """Arguments of `python` and environment variables that start the MLflow server."""
-    mlflow_client.prepare(home)  # all or nothing; the server would make it in place, and refuse an older one
+    mlflow_client.prepare(home)  # the server would refuse a damaged one
     private_directory(mlflow_client.database_of(home).parent, closes_files=False)
-    hosts = hosts_of(port)
+    hosts = (f"{HOST}:{port}", f"localhost:{port}")
     environment = {
         HOME: str(home),
         "MLFLOW_SERVER_ALLOWED_HOSTS": ",".join(hosts),

@@ -237,6 +237,24 @@ def test_what_else_no_package_imports(importers: tuple[str, ...], forbidden: tup
     assert offenders == []
 
 
+# Libraries of which ttrain uses public names alone, so that an upgrade breaks nothing in silence.
+PUBLIC_ONLY = ("prefect",)  # and "mlflow", once `tracking/` does not migrate its database
+PRIVATE = re.compile(r"(^|\.)_(?!_)")
+OWN = ("self", "cls", "os")  # `os._exit` is documented
+
+
+@pytest.mark.parametrize("library", PUBLIC_ONLY)
+def test_no_private_name_of_a_library_is_used(library: str) -> None:
+    """Neither a module or name with an underscore, nor such an attribute of anything in a module that imports it."""
+    uses = [found for found in imports() if _below(found.name, library)]
+    offenders = [found.where for found in uses if PRIVATE.search(found.name)]
+    for module in sorted({found.importer for found in uses}):
+        for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and PRIVATE.match(node.attr) and getattr(node.value, "id", "") not in OWN:
+                offenders.append(f"{module}:{node.lineno} uses {ast.unparse(node)}")
+    assert uses and offenders == []
+
+
 # What is no file: a pipe of our own processes, a library's answer, what this process has just written.
 PARSES_ITSELF = ("files", "fork_server", "existing", "model", "layout", "artifacts")
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -64,9 +68,34 @@ def copy_of(finished: Cli, tmp_path: Path) -> Callable[..., Cli]:
     return copy
 
 
+MAKE_DATABASE = """
+import asyncio
+from prefect.server.database import provide_database_interface
+asyncio.run(provide_database_interface().create_db())
+"""
+
+
+@pytest.fixture(scope="session")
+def prefect_database(request: pytest.FixtureRequest) -> Path:
+    """Prefect's own database without runs, which takes 13 s to make: once for each version of Prefect."""
+    folder = request.config.cache.mkdir("prefect-databases") / version("prefect")  # type: ignore[union-attr]
+    path = folder / "prefect.db"
+    folder.mkdir(exist_ok=True)
+    with FileLock(folder / "lock"):
+        if not path.exists():
+            with tempfile.TemporaryDirectory() as temporary:
+                environment = {**os.environ, "PREFECT_HOME": temporary}
+                subprocess.run([sys.executable, "-c", MAKE_DATABASE], env=environment, check=True)
+                shutil.copy(Path(temporary) / "prefect.db", path.with_suffix(".tmp"))
+                path.with_suffix(".tmp").rename(path)
+    return path
+
+
 @pytest.fixture
-def fresh(tmp_path: Path) -> Cli:
-    """An empty home but for the digests of the modules, and the corpus."""
+def fresh(tmp_path: Path, prefect_database: Path) -> Cli:
+    """An empty home but for the digests of the modules and Prefect's database, and the corpus."""
     write_corpus(tmp_path / "data")
     remember_modules(tmp_path / "home")
+    (tmp_path / "home" / "prefect").mkdir(parents=True)
+    shutil.copy(prefect_database, tmp_path / "home" / "prefect")
     return Cli(tmp_path / "home", tmp_path / "data")

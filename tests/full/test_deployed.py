@@ -23,7 +23,7 @@ from support.waiting import wait_until
 
 from ttrain.config import DATASETS, NAMES_CODE, TRAININGS, Settings
 from ttrain.flows import flow_runs, servers
-from ttrain.flows.schedule_files import Schedule
+from ttrain.flows.schedules import Schedule
 from ttrain.pipeline.stage_worker import PROCESS_NAME
 
 LONG = "pretrain.tokens=245760"
@@ -102,7 +102,7 @@ def test_no_parameter_of_a_flow_run_names_code(tmp_path: Path, monkeypatch: pyte
 
     from ttrain.config.loading import load
     from ttrain.errors import UsageError
-    from ttrain.flows import schedule_files
+    from ttrain.flows import schedules
     from ttrain.flows.deployments import settings_to_run, settings_with_changes
 
     mine = ["sft.epochs=2", "notify.command=[bin/tell, me]", "evaluate.suites.sft=mine.yaml", "runtime.loggers=tensorboard"]
@@ -114,7 +114,7 @@ def test_no_parameter_of_a_flow_run_names_code(tmp_path: Path, monkeypatch: pyte
     for kept in (False, True):
         if kept:
             tree = own.model_dump(mode="json")
-            path = schedule_files.write(tmp_path, Schedule("nightly", "quickstart", None, "UTC", tree))
+            path = schedules.write(tmp_path, Schedule("nightly", "quickstart", None, "UTC", tree))
             assert stat.S_IMODE(path.stat().st_mode) == 0o600
         for change in CODE:
             key = change.partition("=")[0]

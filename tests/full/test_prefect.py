@@ -24,8 +24,9 @@ WITHOUT_PREFECT = (
 LIMIT_ON_TAG = """
 import sys
 from pathlib import Path
-from ttrain.flows import schedules
-with schedules.prefect_client(Path(sys.argv[1])) as client:
+from ttrain.flows import flow_runs, prefect_run
+prefect_run.begin(Path(sys.argv[1]))()
+with flow_runs.sync_client() as client:
     client.create_concurrency_limit(tag="trains", concurrency_limit=1)
 """
 # A night as a schedule runs it, of settings that no night can have

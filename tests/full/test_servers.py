@@ -28,7 +28,7 @@ from support.waiting import wait_until
 from ttrain import tracking
 from ttrain.errors import TTrainError
 from ttrain.flows import prefect_api, prefect_run, servers
-from ttrain.flows.access_control import BODY_BYTES
+from ttrain.flows.guard import BODY_BYTES
 from ttrain.store import server_records
 
 STARTED_BY_THE_RUN = """
@@ -212,7 +212,8 @@ def run_with_its_own_server(home: Path) -> Iterator[str]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, **options) as run:
         try:
             assert run.stdout is not None
-            yield run.stdout.readline().decode().strip()
+            lines = (line.decode().strip() for line in run.stdout)
+            yield next(line for line in lines if not line.startswith("Prefect makes its database"))
         finally:
             run.kill()
 

@@ -7,12 +7,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import psutil
 from support.pipeline_home import Cli
 from support.waiting import wait_until
 
+from ttrain.flows import schedules
 from ttrain.pipeline.stage_worker import PROCESS_NAME
 from ttrain.store import server_records
 
@@ -34,22 +35,13 @@ while True:
         connection.sendall(b"HTTP/1.0 200 OK\\r\\n\\r\\n")
 """
 
-# Crons with seconds, which the command line does not take, so that a test need not wait for minutes
-SET_CRON = """
-import sys
-from dataclasses import replace
-from pathlib import Path
-from ttrain.flows import schedules
-home = Path(sys.argv[1])
-kept = schedules.find_schedule(home, None)
-with schedules.prefect_client(home):
-    schedules.apply(home, replace(kept, cron=sys.argv[2]))
-"""
-
 
 def every_five_seconds(cli: Cli, cron: str = "* * * * * */5") -> None:
-    """Give the one schedule of the home, which is served, a slot every five seconds, or by another cron."""
-    subprocess.run([sys.executable, "-c", SET_CRON, str(cli.home), cron], env=cli.environment, check=True)
+    """Give the one schedule of the home, which is served, a slot every five seconds, or by another cron.
+
+    A cron with seconds, which the command line does not take, so that a test need not wait for minutes.
+    """
+    schedules.write(cli.home, replace(schedules.find(cli.home, None), cron=cron, slots=[]))
 
 
 def write_double(home: Path) -> Path:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Literal
+from zoneinfo import ZoneInfo
 
 from typer import Typer
 
@@ -26,6 +28,8 @@ from ttrain.store.layout import home, usable_home
 
 if TYPE_CHECKING:
     from ttrain.config.loading import LoadedSettings
+    from ttrain.core.files import JsonObject
+    from ttrain.flows.schedules import Schedule
     from ttrain.pipeline.labels import Labels
 
 
@@ -136,22 +140,44 @@ def schedule_full(settings_options: SettingsOptions, slots: SlotOptions, cron: C
 @command(schedule_app, "Example:  ttrain pipeline schedule list --json")
 def schedule_list(as_json: AsJson = False) -> None:
     """List the schedules: next slot, outcome of the last one, whether each is paused and served."""
-    from ttrain.flows.schedule_files import served_by
-    from ttrain.flows.schedule_status import common_timezone, list_schedules
+    from ttrain.flows import schedules
 
-    listing, pid = list_schedules(home()), served_by(home())
+    listing, pid = list(schedules.read_all(home()).values()), schedules.served_by(home())
+    last = schedules.last_runs(home())
     if as_json:
-        print_json([{**entry.to_json(), "served_by": pid} for entry in listing])
+        print_json([
+            {
+                "schedule": schedule.full_name, "kind": schedule.kind, "name": schedule.name, "cron": schedule.cron,
+                "timezone": schedule.timezone, "pool": schedule.pool, "paused": schedule.paused,
+                "next": slot.isoformat() if (slot := schedule.next_slot()) else None,
+                "last": last.get(schedule.full_name), "served_by": pid,
+            }
+            for schedule in listing
+        ])  # fmt: skip
         return
     if not listing:
         print("nothing is scheduled; try `ttrain pipeline schedule nightly`")
         return
-    zone = common_timezone(listing)
-    table(("schedule", "cron", f"next ({zone})", f"last ({zone})"), [entry.to_row(zone) for entry in listing])
-    if all(entry.on_server is None for entry in listing):
-        print("no Prefect server answers, so the outcomes of the last slots are unknown")
-    if not pid and not all(entry.schedule.pool for entry in listing):
+    zones = {schedule.timezone for schedule in listing}
+    zone = zones.pop() if len(zones) == 1 else schedules.local_timezone()
+    rows = [_schedule_row(schedule, last.get(schedule.full_name), zone) for schedule in listing]
+    table(("schedule", "cron", f"next ({zone})", f"last ({zone})"), rows)
+    if not pid and not all(schedule.pool for schedule in listing):
         print("no process serves them: keep `ttrain pipeline serve` running, which starts what is due")
+
+
+def _schedule_row(schedule: Schedule, last: JsonObject | None, zone: str) -> tuple[str, str, str, str]:
+    """Name, cron, next slot and outcome of the last one, by the clock of a zone."""
+    cron = schedule.cron or "by hand"
+    if schedule.cron and schedule.timezone != zone:
+        cron = f"{schedule.cron} ({schedule.timezone})"
+    slot, ended = schedule.next_slot(), "none"
+    following = f"{slot.astimezone(ZoneInfo(zone)):%a %Y-%m-%d %H:%M}" if slot else "none"
+    if last is not None:
+        when = datetime.fromisoformat(last["slot"]).astimezone(ZoneInfo(zone))
+        message = f", {last['message']}" if last["message"] else ""
+        ended = f"{last['name']}, {when:%Y-%m-%d %H:%M}: {last['outcome']}{message}"
+    return schedule.full_name, cron, "paused" if schedule.paused else following, ended
 
 
 @command(schedule_app, "Example:  ttrain pipeline schedule pause nightly")
@@ -183,61 +209,54 @@ def serve(
         list[str] | None,
         argument("servers.auth=token or servers.auth=off", metavar="KEY=VALUE"),
     ] = None,
-    unit: Annotated[
-        Literal["systemd", "launchd", "cron"] | None,
-        option("print a service unit that keeps it running"),
-    ] = None,
-    unless_served: Annotated[bool, option("exit at once if another process serves", "--unless-served")] = False,
+    unit: Annotated[Literal["systemd"] | None, option("print a service unit that keeps it running")] = None,
 ) -> None:
     """Run what is scheduled, in the foreground, until SIGTERM or Ctrl-C; a running night then saves its state."""
     if unit is not None:
-        from ttrain.flows import service_files
+        from ttrain.flows import deploy
 
-        print(service_files.unit(unit, usable_home()), end="")
+        print(deploy.unit(usable_home()), end="")
         return
     from ttrain.core.text import timed_lines
-    from ttrain.flows import schedule_files, serving
+    from ttrain.flows import serve
 
     outlast_output()
-    if unless_served and schedule_files.served_by(usable_home()):
-        return
     auth = server_settings(overrides).auth
-    serving.serve(usable_home(), lambda text: print(timed_lines(escaped_lines(text)), flush=True), auth)
+    serve.serve(usable_home(), lambda text: print(timed_lines(escaped_lines(text)), flush=True), auth)
 
 
 def _schedule(kind: str, settings_options: SettingsOptions, options: SlotOptions, cron: str | None) -> None:
-    from ttrain.flows import schedule_files
+    from ttrain.flows import deploy, schedules
     from ttrain.flows.night_plan import check
-    from ttrain.flows.schedule_files import Schedule
     from ttrain.pipeline.provenance import with_absolute_paths
 
     home = usable_home()
     settings = with_absolute_paths(settings_options.load().settings)
     if kind == NIGHTLY:
         check(settings)
-    settings = schedule_files.webhook_in_file(home, kind, settings)
-    timezone, pool = options.timezone or schedule_files.local_timezone(), options.prefect_yaml
-    settings = schedule_files.with_timezone(settings, timezone)
-    schedule = Schedule(kind, settings.name, cron, timezone, settings.model_dump(), pool)
-    if pool is not None:
-        from ttrain.flows import service_files
-
-        print(service_files.prefect_yaml(home, schedule), end="")
+    timezone = options.timezone or schedules.local_timezone()
+    schedules.check_cron(cron, timezone)
+    if settings.nightly.timezone is None:  # the deadline is by the clock of the schedule
+        settings = settings.replaced({"nightly": {"timezone": timezone}})
+    schedule = schedules.Schedule(kind, settings.name, cron, timezone, settings.model_dump(), options.prefect_yaml)
+    before = schedules.read_all(home).get(schedule.full_name)
+    schedule = schedules.with_slots(replace(schedule, paused=bool(before and before.paused)))
+    text = deploy.prefect_yaml(home, schedule) if schedule.pool else ""
+    schedules.write(home, schedule)
+    if text:
+        print(text, end="")
         return
-    from ttrain.flows import schedules
-    from ttrain.flows.slots import next_slots
-
-    was_there = schedules.create(home, schedule)
-    slots = next_slots(cron, schedule.timezone, 3) if cron else []
+    slots = schedule.slots[:3]
     if options.as_json:
-        print_json({"schedule": schedule.full_name, "changed": was_there, "next": [slot.isoformat() for slot in slots]})
+        print_json({"schedule": schedule.full_name, "changed": before is not None, "next": slots})
         return
-    print(f"{'changed' if was_there else 'scheduled'}: {schedule.full_name}")
+    print(f"{'changed' if before else 'scheduled'}: {schedule.full_name}")
     if slots:
-        print(f"next: {', '.join(f'{slot:%a %Y-%m-%d %H:%M}' for slot in slots)} ({schedule.timezone})")
+        times = [f"{datetime.fromisoformat(slot).astimezone(ZoneInfo(timezone)):%a %Y-%m-%d %H:%M}" for slot in slots]
+        print(f"next: {', '.join(times)} ({timezone})")
     else:
         print("no cron: start it in Prefect's UI (`ttrain up`)")
-    if pid := schedule_files.served_by(home):
+    if pid := schedules.served_by(home):
         print(f"process {pid} serves it")
     else:
         print(

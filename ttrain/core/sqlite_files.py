@@ -1,22 +1,15 @@
-"""SQLite files: whether one is damaged, setting a damaged one aside, and creating one from a schema."""
+"""SQLite files: whether one is damaged, and setting a damaged one aside."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import re
 import sqlite3
 import time
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from urllib.parse import quote
 
-from ttrain.core.files import temporary_path
-
 CHECK_STEPS = 10_000  # of SQLite's virtual machine, between two looks at the clock
-# The file need not be durable before it is renamed: without this, migrations flush it some 400 times.
-HASTY = "PRAGMA synchronous = OFF; PRAGMA journal_mode = MEMORY;"
 SIDE_FILES = ("-wal", "-shm", "-journal")
 DAMAGED = ("file is not a database", "disk image is malformed", "malformed database schema", "unsupported file format")
 
@@ -45,42 +38,9 @@ def damage_of(database: Path, seconds: float | None = None) -> str | None:
 
 
 def set_aside(database: Path) -> Path:
-    """Rename the file and what SQLite keeps beside it: `mlflow-damaged-20261121-160222.db`. Returns the new path."""
-    aside = database.with_name(f"{database.stem}-damaged-{datetime.now():%Y%m%d-%H%M%S}{database.suffix}")
+    """Rename the file and what SQLite keeps beside it: `mlflow.db.damaged-20261121-160222`. Returns the new path."""
+    aside = database.with_name(f"{database.name}.damaged-{datetime.now():%Y%m%d-%H%M%S}")
     for ending in (*SIDE_FILES, ""):  # the file last: what is left by a kill in between is set aside next time
         with contextlib.suppress(FileNotFoundError):
             database.with_name(database.name + ending).rename(aside.with_name(aside.name + ending))
     return aside
-
-
-def revision_of_schema(schema: str) -> str:
-    """The revision of Alembic that the text of a schema ends at."""
-    insertion = re.search(r"""INSERT INTO "alembic_version" VALUES\('(\w+)'\)""", schema)
-    return insertion[1] if insertion else ""
-
-
-def create(database: Path, fill: str | Callable[[Path], None]) -> None:
-    """Create a database in a temporary file and rename it: a kill meanwhile leaves no unusable file.
-
-    `fill` is its schema, or fills the temporary file. A database that another process has made meanwhile stays.
-    """
-    temporary = temporary_path(database)
-    temporary.unlink(missing_ok=True)
-    try:
-        if callable(fill):
-            fill(temporary)
-        else:
-            with contextlib.closing(sqlite3.connect(temporary)) as db:
-                db.executescript(f"{HASTY}\n{fill}")
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        if database.exists() and not database.stat().st_size:  # opened, and never written
-            database.unlink(missing_ok=True)
-        try:
-            os.link(temporary, database)
-        except FileExistsError:
-            return
-        except OSError:  # no second names on this disk
-            temporary.replace(database)
-    finally:
-        temporary.unlink(missing_ok=True)

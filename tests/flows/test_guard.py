@@ -1,4 +1,4 @@
-"""The token before a server, and the size of what it takes: a real server with a small application."""
+"""The guard in front of a server: other sites, the token, large bodies; a real server with a small application."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ from websockets.typing import Subprotocol
 from ttrain.core.files import PRIVATE_FILE, write_bytes
 from ttrain.errors import UsageError
 from ttrain.flows import prefect_api, servers
-from ttrain.flows.access_control import UPLOADS, BodyLimited, TokenRequired
+from ttrain.flows.guard import ASSISTANT, BODY_BYTES, UPLOADS, Guard
 from ttrain.store import server_records
 from ttrain.store.server_records import HOST
 
 TOKEN = "a-token_1"
-LIMIT_BYTES = 1000
 SLEEP_SECONDS = 0.01
 
 
@@ -62,12 +61,12 @@ class Application:
 
 
 @contextlib.contextmanager
-def served(app: Any) -> Iterator[None]:
-    """The application behind the port of the environment."""
+def served(app: Any, port: int) -> Iterator[None]:
+    """The application on a port."""
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((HOST, PORT[0]))
+        listening.bind((HOST, port))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
         while not server.started:
@@ -82,42 +81,37 @@ PORT: list[int] = []
 
 @pytest.fixture(scope="module")
 def application() -> Iterator[Application]:
-    """What `up` puts before Prefect, before a small application."""
+    """A small application behind the guard, as `up` puts it before Prefect."""
     app = Application()
     with socket.socket() as probe, pytest.MonkeyPatch.context() as patch:
         probe.bind((HOST, 0))
         PORT[:] = [probe.getsockname()[1]]
         patch.setenv(servers.PORT, str(PORT[0]))
         patch.setenv(server_records.ACCESS, TOKEN)
-        guarded = servers.guarded_app(BodyLimited(app, LIMIT_BYTES, UPLOADS), "prefect")
-    with served(guarded):
+        guarded = servers.guarded_app(app, "prefect")
+    with served(guarded, PORT[0]):
         yield app
 
 
+@contextlib.contextmanager
+def served_elsewhere(app: Any) -> Iterator[int]:
+    """The same application behind a guard of the same token, on another port."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+    with served(Guard(app, port, TOKEN), port):
+        yield port
+
+
 def ask(
-    path: str = "/api/flows", method: str = "GET", body: Any = None, **headers: str
+    path: str = "/api/flows", method: str = "GET", body: Any = None, port: int = 0, **headers: str
 ) -> tuple[int, dict[str, str], bytes]:
     """(status, headers, body)"""
-    with contextlib.closing(HTTPConnection(HOST, PORT[0], timeout=10)) as connection:
+    with contextlib.closing(HTTPConnection(HOST, port or PORT[0], timeout=10)) as connection:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # an answer came before all of a body was sent
             connection.request(method, path, body, headers)
         reply = connection.getresponse()
         return reply.status, {name.lower(): value for name, value in reply.getheaders()}, reply.read()
-
-
-def status_of(app: Any, cookie: str) -> int:
-    """The status that the application gives a request with this cookie, without a server."""
-    sent: list[dict[str, Any]] = []
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    headers = [(b"cookie", cookie.encode())]
-    asyncio.run(app({"type": "http", "method": "GET", "path": "/runs", "headers": headers}, receive, send))
-    return int(sent[0]["status"])
 
 
 def basic(text: str) -> str:
@@ -202,7 +196,7 @@ def test_a_browser_shows_it_once_in_the_address_and_then_in_a_cookie_of_this_ser
     assert status == 200 and b"location.replace" in page and TOKEN.encode() not in page
     assert headers["cache-control"] == "no-store" and headers["referrer-policy"] == "no-referrer"
     cookie, *attributes = headers["set-cookie"].split("; ")
-    assert {"HttpOnly", "SameSite=Strict", "Path=/"} <= set(attributes)
+    assert {"HttpOnly", "SameSite=strict", "Path=/"} <= set(attributes)
     assert TOKEN not in cookie and cookie.startswith(f"ttrain-{PORT[0]}=")
     assert ask("/runs", Cookie=f"other=1; {cookie}")[0] == 200
     assert ask("/runs", "POST", Cookie=cookie)[0] == 200
@@ -210,9 +204,10 @@ def test_a_browser_shows_it_once_in_the_address_and_then_in_a_cookie_of_this_ser
         assert there.recv(timeout=10) == "said before it was asked"
     assert ask("/runs", Cookie=f"{cookie}0")[0] == ask("/runs?token=another")[0] == 401
     assert ask(f"/runs?token={TOKEN}", "POST")[0] == 401, "an address leads a browser in, nothing else"
-    value = cookie.partition("=")[2]
-    there = TokenRequired(application, TOKEN, PORT[0] + 1)
-    assert status_of(there, f"ttrain-{PORT[0] + 1}={value}; {cookie}") == 401, "of another server"
+    with served_elsewhere(application) as port:
+        value = cookie.partition("=")[2]
+        others = f"ttrain-{port}={value}; {cookie}"
+        assert ask("/runs", port=port, Cookie=others)[0] == 401, "of another server"
 
 
 def test_prefects_first_message_may_bring_it(application: Application) -> None:
@@ -233,24 +228,64 @@ def test_prefects_first_message_may_bring_it(application: Application) -> None:
             there.recv(timeout=10)
 
 
-@pytest.mark.parametrize("path", ["/api/flows", f"{UPLOADS[0]}../../x"])
-def test_a_body_beyond_the_limit_is_refused_unread_or_as_it_comes(application: Application, path: str) -> None:
+def test_a_body_that_is_said_to_be_too_large_is_refused_unread_unless_mlflow_writes_it_as_it_comes(
+    application: Application,
+) -> None:
     application.most_bytes = 0
-    shown = {"Authorization": f"Bearer {TOKEN}"}
-    assert ask(path, "POST", b"x" * LIMIT_BYTES, **shown)[::2] == (200, str(LIMIT_BYTES).encode())
-    status, _, text = ask(path, "POST", b"x" * (LIMIT_BYTES + 1), **shown)
-    assert status == 413 and str(LIMIT_BYTES).encode() in text
-    assert ask(path, "POST", iter([b"x" * 300] * 4), **shown)[0] == 413, "in chunks, which say no size"
-    assert ask(path, "POST", iter([b"x" * 300] * 3), **shown)[::2] == (200, b"900")
-    assert application.most_bytes <= LIMIT_BYTES
-    assert ask(path, "POST", b"x" * (LIMIT_BYTES + 1))[0] == 401, "who may not ask learns nothing of limits"
-
-
-def test_a_file_that_mlflow_writes_as_it_comes_may_have_any_size(application: Application) -> None:
-    shown = {"Authorization": f"Bearer {TOKEN}"}
+    shown = {"Authorization": f"Bearer {TOKEN}", "Content-Length": str(BODY_BYTES + 1)}
+    status, _, text = ask("/api/flows", "POST", b"x", **shown)
+    assert status == 413 and str(BODY_BYTES) in text.decode() and application.most_bytes == 0
+    assert ask("/api/flows", "PUT", b"x", **shown)[0] == ask(UPLOADS[0], "POST", b"x", **shown)[0] == 413
+    assert ask("/api/flows", "POST", b"x", **{"Content-Length": shown["Content-Length"]})[0] == 401
     for path in UPLOADS:
-        assert ask(f"{path}1/model.safetensors", "PUT", b"x" * 5 * LIMIT_BYTES, **shown)[2] == str(5 * LIMIT_BYTES).encode()
-    assert ask("/api/flows", "PUT", b"x" * 5 * LIMIT_BYTES, **shown)[0] == 413
+        shown = {"Authorization": f"Bearer {TOKEN}"}
+        size = BODY_BYTES + 1
+        assert ask(f"{path}1/model.safetensors", "PUT", bytes(size), **shown)[2] == str(size).encode()
+
+
+OWN = [
+    {"Host": "127.0.0.1:PORT"},
+    {"Host": "LOCALHOST:PORT"},
+    {"Host": "localhost:PORT", "Origin": "http://127.0.0.1:PORT"},
+]
+FOREIGN = [
+    {"Host": "evil.example:PORT"},
+    {"Host": "127.0.0.1.evil.example:PORT"},
+    {"Host": ""},
+    {"Origin": "http://evil.example"},
+    {"Origin": "null"},
+    {"Origin": "https://127.0.0.1:PORT"},
+    {"Origin": "http://127.0.0.1:1"},
+]
+
+
+@pytest.mark.parametrize("headers", OWN + FOREIGN)
+def test_other_sites_are_refused_even_with_the_token(application: Application, headers: dict[str, str]) -> None:
+    sent = {name: value.replace("PORT", str(PORT[0])) for name, value in headers.items()}
+    status, answered, _ = ask(Authorization=f"Bearer {TOKEN}", **sent)
+    assert status == (200 if headers in OWN else 403)
+    policy = dict(rule.split(" ", 1) for rule in answered["content-security-policy"].split("; "))
+    own = f"ws://127.0.0.1:{PORT[0]} ws://localhost:{PORT[0]}"
+    assert policy["connect-src"] == f"'self' data: blob: {own}" and policy["frame-ancestors"] == "'self'"
+    if "Origin" in sent and headers in FOREIGN:
+        with pytest.raises(InvalidStatus, match="403"):
+            connect(f"ws://{HOST}:{PORT[0]}/api/events/out", subprotocols=[Subprotocol("prefect")], additional_headers=sent)
+
+
+@pytest.mark.parametrize("path", [f"{ASSISTANT}/config", f"{ASSISTANT}/message", f"{ASSISTANT}/sessions/1/stream"])
+def test_the_assistant_of_mlflow_is_there_for_nobody(application: Application, path: str) -> None:
+    assert ask(path, Authorization=f"Bearer {TOKEN}")[0] == 403
+
+
+def test_the_application_still_starts_and_stops() -> None:
+    scopes: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        scopes.append(scope["type"])
+
+    guard: Any = Guard(app, 1, TOKEN)
+    asyncio.run(guard({"type": "lifespan"}, None, None))
+    assert scopes == ["lifespan"]
 
 
 def test_a_proxy_does_not_stand_before_our_own_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

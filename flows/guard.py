@@ -1,0 +1,177 @@
+"""The guard in front of ttrain's servers: 403 to other sites, 401 to who has not the token.
+
+A browser lets any page send requests to 127.0.0.1, and a site whose name is made to point there
+(DNS rebinding) reads the answers, too. Such requests have a foreign Origin or a foreign Host.
+Other accounts of the machine reach the port as well, but do not know the token.
+
+A page loads and contacts nothing but its own server: Prefect's pages contact their maker's
+telemetry host from the browser, whatever its settings say, and an image in a run's description
+may be at any address.
+
+MLflow's server also has an assistant: any program that reaches it may choose the language model
+that it asks, and allow what that wants to run with the rights of the server's account. There is
+no option against it, so its routes are refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from starlette.requests import HTTPConnection
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.websockets import WebSocketClose
+
+from ttrain.core.files import parse_object
+from ttrain.store.server_records import HOST
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+ASSISTANT = "/ajax-api/3.0/mlflow/assistant"
+COOKIE_SECONDS = 30 * 24 * 3600
+BODY_BYTES = 64 << 20  # a run's settings are 0.1 MB, a thousand lines of its log 1 MB
+# Where MLflow writes a PUT to disk as it comes: a checkpoint may have any size. It holds all other
+# bodies in memory.
+UPLOADS = ("/api/2.0/mlflow-artifacts/artifacts/", "/ajax-api/2.0/mlflow-artifacts/artifacts/")
+
+HOST_REFUSED = "this server answers requests to its own address, from its own pages, only"
+TOKEN_REFUSED = (
+    "this server needs its token: open the address that `ttrain up` prints, or send the text "
+    "of the file servers/token in ttrain's home as `Authorization: Bearer TOKEN`\n"
+)
+# A page, not a redirect: a browser that came from a file or from another site sends a strict
+# cookie only where a page of the server itself leads on. `replace` keeps the token out of the
+# history.
+LEAVE_THE_TOKEN = "const there = new URL(location.href); there.searchParams.delete('token'); location.replace(there.href);"
+LANDING = f"<!doctype html><title>ttrain</title><script>{LEAVE_THE_TOKEN}</script>"
+SCRIPT_DIGEST = base64.b64encode(hashlib.sha256(LEAVE_THE_TOKEN.encode()).digest()).decode()
+LANDING_HEADERS = {
+    "Content-Security-Policy": f"default-src 'none'; script-src 'sha256-{SCRIPT_DIGEST}'",
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+class Guard:
+    """An ASGI application that passes on what the server's own pages and the token's owner ask.
+
+    token: empty for a server that asks for none
+    open_path: a path that anybody may GET
+    refused: the beginning of paths that are refused to everybody
+    """
+
+    def __init__(self, app: Any, port: int, token: str, *, open_path: str = "", refused: str = "") -> None:
+        self._app, self._token = app, token.encode()
+        self._open_path, self._refused = open_path, refused
+        self._hosts = (f"{HOST}:{port}", f"localhost:{port}")
+        self._policy = (b"content-security-policy", _policy_of(self._hosts).encode())
+        # Cookies go to all ports of a host: so each server has its own, useless to another one
+        self._cookie_name = f"ttrain-{port}"
+        text = f"cookie {self._cookie_name}".encode()
+        self._cookie = hmac.new(self._token, text, hashlib.sha256).hexdigest()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_policy(message: Message) -> None:
+            """Add the policy; a browser obeys both it and one of the application's own."""
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), self._policy]}
+            await send(message)
+
+        refusal = None if scope["type"] == "lifespan" else self._refusal(HTTPConnection(scope))
+        if refusal is None:
+            await self._app(scope, receive, send_with_policy)
+        elif scope["type"] == "http":
+            await refusal(scope, receive, send_with_policy)
+        elif refusal.status_code == 401 and "prefect" in scope.get("subprotocols", ()):
+            await self._open_socket(scope, receive, send)
+        else:
+            await receive()  # the connection request, which the protocol requires us to read
+            await WebSocketClose(1008)(scope, receive, send)
+
+    def _refusal(self, request: HTTPConnection) -> Response | None:
+        """The answer instead of the application's; None where the request is allowed."""
+        path, method = request.scope["path"], request.scope.get("method", "GET")
+        if not self._is_own(request) or (self._refused and path.startswith(self._refused)):
+            return PlainTextResponse(HOST_REFUSED, 403)
+        if not self._token or (method == "GET" and path == self._open_path):
+            return None
+        if method == "GET" and self._is_token(request.query_params.get("token", "")):
+            return self._landing()
+        if not self._has_token(request):
+            return PlainTextResponse(TOKEN_REFUSED, 401, {"WWW-Authenticate": "Bearer"})
+        length = request.headers.get("content-length", "")
+        is_upload = method == "PUT" and path.startswith(UPLOADS)
+        if length.isdigit() and int(length[:20]) > BODY_BYTES and not is_upload:
+            limit = f"the body of a request may have {BODY_BYTES} bytes; this one has more\n"
+            return PlainTextResponse(limit, 413, {"Connection": "close"})
+        return None
+
+    def _is_own(self, request: HTTPConnection) -> bool:
+        """Whether a request is for this server, and comes from its own pages or from a program."""
+        hosts, origins = request.headers.getlist("host"), request.headers.getlist("origin")
+        own_origins = [f"http://{host}" for host in self._hosts]
+        is_for_us = len(hosts) == 1 and hosts[0].lower() in self._hosts
+        return is_for_us and all(origin.lower() in own_origins for origin in origins)
+
+    def _is_token(self, text: str) -> bool:
+        return hmac.compare_digest(text.encode("utf-8", "replace"), self._token)
+
+    def _has_token(self, request: HTTPConnection) -> bool:
+        """Whether the request has the token; Prefect sends it as Basic, others as a password."""
+        cookie = request.cookies.get(self._cookie_name, "")
+        if hmac.compare_digest(cookie.encode(), self._cookie.encode()):
+            return True
+        scheme, _, text = request.headers.get("authorization", "").strip().partition(" ")
+        if scheme.lower() == "bearer":
+            return self._is_token(text.strip())
+        try:
+            text = base64.b64decode(text.strip(), validate=True).decode("latin-1")
+        except (binascii.Error, ValueError):
+            return False
+        is_password = self._is_token(text) or self._is_token(text.partition(":")[2])
+        return scheme.lower() == "basic" and is_password
+
+    def _landing(self) -> Response:
+        """The first page of a browser, which keeps a cookie and leaves the token behind."""
+        response = HTMLResponse(LANDING, headers=LANDING_HEADERS)
+        response.set_cookie(self._cookie_name, self._cookie, COOKIE_SECONDS, httponly=True, samesite="strict")
+        return response
+
+    async def _open_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A web socket of Prefect's protocol, whose first message must bring the token."""
+        connection = await receive()
+        await send({"type": "websocket.accept", "subprotocol": "prefect"})
+        first = await receive()
+        message = parse_object(first.get("text") or "")
+        if message.get("type") != "auth" or not self._is_token(str(message.get("token"))):
+            await WebSocketClose(1008, "the token is missing or wrong")(scope, receive, send)
+            return
+        replayed = [connection, first]
+
+        async def receive_from_start() -> Message:
+            return replayed.pop(0) if replayed else await receive()
+
+        async def send_but_accept(message: Message) -> None:
+            if message["type"] != "websocket.accept":
+                await send(message)
+
+        await self._app(scope, receive_from_start, send_but_accept)
+
+
+def _policy_of(hosts: tuple[str, ...]) -> str:
+    """The Content-Security-Policy of pages: scripts as Prefect and MLflow need them, no other host.
+
+    Browsers differ in whether 'self' stands for a web socket, so that those are named.
+    """
+    sockets = " ".join(f"ws://{host}" for host in hosts)
+    return (
+        "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; "
+        f"connect-src 'self' data: blob: {sockets}; frame-ancestors 'self'"
+    )

@@ -1,0 +1,286 @@
+"""Schedules of a home, and what is made of them: deployments, a systemd unit, the prefect.yaml of pools."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from zoneinfo import ZoneInfo
+
+import pytest
+import yaml
+
+from ttrain.config import Settings
+from ttrain.config.loading import load
+from ttrain.core.files import write_json
+from ttrain.errors import UsageError
+from ttrain.flows import deploy, schedules
+from ttrain.flows.schedules import Schedule
+from ttrain.pipeline.provenance import with_absolute_paths
+from ttrain.store.runs import this_process
+
+POOLS = ("process", "docker", "kubernetes")
+# A directory whose name holds what shells, systemd and cron each take for something else
+AWKWARD = "a home $HOME 50% 'of' \"it\" \\n"
+
+
+@pytest.fixture(autouse=True)
+def nothing_set_by_the_user(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nor does anything that is chosen for Prefect outlive the test."""
+    before = dict(os.environ)
+    for name in (*deploy.INHERITED, *deploy.SECRETS, "TZ"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+
+
+@pytest.fixture
+def odd_home(tmp_path: Path) -> Path:
+    path = tmp_path / AWKWARD
+    path.mkdir()
+    return path
+
+
+def schedule(pool: str | None = None, *overrides: str, **changes: Any) -> Schedule:
+    settings = with_absolute_paths(load(overrides, environment={}).settings)
+    return Schedule(**{"kind": "nightly", "name": settings.name, "cron": "0 2 * * *", "timezone": "Europe/Berlin",
+                       "settings": settings.model_dump(mode="json"), "pool": pool} | changes)  # fmt: skip
+
+
+def deployment_of(home: Path, made: Schedule) -> dict[str, Any]:
+    """The deployment of a schedule's prefect.yaml."""
+    found: dict[str, Any] = yaml.safe_load(deploy.prefect_yaml(home, made))["deployments"][0]
+    return found
+
+
+def test_a_schedule_is_read_as_it_was_written_and_a_damaged_file_is_none(odd_home: Path) -> None:
+    kept = schedule()
+    path = schedules.write(odd_home, kept)
+    (path.parent / "nightly-damaged.json").write_text('{"kind": 1')
+    (path.parent / "full-of-another-version.json").write_text('{"kind": "full"}')
+    assert schedules.read_all(odd_home) == {"nightly/quickstart": kept}
+    schedules.remove(odd_home, "nightly/quickstart")
+    assert schedules.read_all(odd_home) == {}
+
+
+def test_a_schedule_is_listed_without_a_server_or_prefect(odd_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    following = "2999-01-01T02:00:00+01:00"
+    schedules.write(odd_home, schedule(slots=["2020-01-01T02:00:00+01:00", following]))
+    schedules.write(odd_home, schedule(kind="full", cron=None))
+    last = {"name": "night-000001", "outcome": "Kept", "slot": "2020-01-01T01:00:00+00:00", "message": "worse"}
+    write_json(schedules.folder_of(odd_home) / schedules.LAST, {"nightly/quickstart": last})
+    monkeypatch.setenv("TTRAIN_HOME", str(odd_home))
+    monkeypatch.setitem(sys.modules, "prefect", None)  # importing it is an error
+    full, nightly = listed()
+    assert nightly["next"] == following and nightly["last"] == last and nightly["served_by"] is None
+    assert full["next"] is None and full["last"] is None and full["cron"] is None
+    schedules.pause(odd_home, "nightly", paused=True)
+    write_json(schedules.folder_of(odd_home) / schedules.SERVING, this_process())
+    assert listed()[1] == {**nightly, "paused": True, "next": None, "served_by": os.getpid()}
+    schedules.pause(odd_home, "nightly", paused=False)
+    schedules.remove(odd_home, "full")
+    assert [entry["schedule"] for entry in listed()] == ["nightly/quickstart"]
+
+
+def listed() -> Any:
+    from typer.testing import CliRunner
+
+    from ttrain.cli.main import app
+
+    return json.loads(CliRunner().invoke(app, ["pipeline", "schedule", "list", "--json"]).stdout)
+
+
+def test_paths_are_kept_in_full_and_what_is_elsewhere_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("base", "mine", "pretrain"):  # a folder of a stage's name does not stand for the stage
+        (tmp_path / name).mkdir()
+    loaded = load(
+        ["data.pretrain=[docs/*.jsonl, 'https://example.org/a.jsonl', {path: more, weight: 2}]", "data.sft=~/chats.jsonl",
+         "data.lora=hf://owner/name", "data.tokenizer=/abs/t.jsonl", "tokenizer.existing=base",
+         "notify.webhook=https://hooks.example/secret", "notify.command=[bin/tell, me/too]",
+         "sft.start_from=./mine", "lora.start_from=sft"],
+        environment={},
+    ).settings  # fmt: skip
+    kept = with_absolute_paths(loaded)
+    assert kept.data.paths("pretrain") == (f"{tmp_path}/docs/*.jsonl", "https://example.org/a.jsonl", f"{tmp_path}/more")
+    assert kept.data.weights("pretrain") == (1.0, 1.0, 2.0)
+    assert kept.data.paths("sft") == (str(Path.home() / "chats.jsonl"),)
+    assert kept.data.paths("lora") == ("hf://owner/name",) and kept.data.paths("tokenizer") == ("/abs/t.jsonl",)
+    assert kept.tokenizer.existing == str(tmp_path / "base")
+    assert kept.notify.command == (str(tmp_path / "bin/tell"), "me/too")
+    assert kept.notify.webhook == "https://hooks.example/secret"
+    assert kept.sft.start_from == str(tmp_path / "mine") and kept.lora.start_from == "sft"
+    assert with_absolute_paths(kept) == kept
+    assert with_absolute_paths(Settings()) == Settings()
+
+
+def test_a_secret_is_in_the_file_of_the_user_alone_and_no_server_gets_what_names_code(odd_home: Path) -> None:
+    url = "https://user:word@hooks.example/services/T0/secret"
+    made = schedule(None, f"notify.webhook={url}", "data.lora=https://me:word@data.example/a.jsonl")
+    settings = load([f"notify.webhook={url}", "data.lora=https://me:word@data.example/a.jsonl"], environment={}).settings
+    made = schedule(settings=settings.model_dump())
+    path = schedules.write(odd_home, made)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and "secret" in path.read_text()
+    shown = json.dumps(schedules.parameters(made.settings))
+    assert "word" not in shown and "secret" not in shown and "notify" not in json.loads(shown)
+    kept = schedules.read_all(odd_home)[made.full_name]
+    assert schedules.settings_of(odd_home, kept) == settings
+    from_server = Settings.model_validate(json.loads(shown))
+    restored = schedules.with_secrets(from_server, kept)
+    assert restored.data.paths("lora") == ("https://me:word@data.example/a.jsonl",)
+
+
+def test_settings_of_another_version_are_told_with_their_place_and_the_fix(odd_home: Path) -> None:
+    old = schedule(settings={"pretrain": {"bogus": 1}})
+    with pytest.raises(UsageError, match=r"nightly-quickstart\.json has settings of another version.*pretrain\.bogus"):
+        schedules.settings_of(odd_home, old)
+
+
+def test_what_is_paused_or_removed_on_a_pool_is_so_on_its_server(odd_home: Path) -> None:
+    schedules.write(odd_home, schedule("docker"))
+    with pytest.raises(UsageError, match="pause it on Prefect's page"):
+        schedules.pause(odd_home, None, paused=True)
+
+
+def test_a_name_means_the_one_schedule_that_it_fits(odd_home: Path) -> None:
+    with pytest.raises(UsageError, match="nothing is scheduled"):
+        schedules.find(odd_home, None)
+    schedules.write(odd_home, schedule())
+    assert schedules.find(odd_home, None).full_name == "nightly/quickstart"
+    schedules.write(odd_home, schedule(kind="full"))
+    assert (
+        schedules.find(odd_home, "full").full_name
+        == schedules.find(odd_home, "full/quickstart").full_name
+        == "full/quickstart"
+    )
+    with pytest.raises(UsageError, match=r"there are several schedules.*full/quickstart, nightly/quickstart"):
+        schedules.find(odd_home, None)
+    with pytest.raises(UsageError, match="no schedule is called 'weekly'; there are: full/quickstart"):
+        schedules.find(odd_home, "weekly")
+
+
+@pytest.mark.parametrize(("tz", "expected"), [("Europe/Berlin", "Europe/Berlin"), (":Asia/Tokyo", "Asia/Tokyo")])
+def test_the_machines_own_time_zone_has_a_name(tz: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", tz)
+    assert schedules.local_timezone() == expected
+    monkeypatch.setenv("TZ", "<-03>3")  # a rule without a name
+    ZoneInfo(schedules.local_timezone())
+
+
+@pytest.mark.parametrize(
+    ("cron", "timezone", "rule"),
+    [
+        ("0 2 * *", "UTC", "five fields"),
+        ("0 2 * * * *", "UTC", "five fields"),
+        ("@daily", "UTC", "five fields"),
+        ("61 2 * * *", "UTC", "not a cron"),
+        ("0 2 * * mun", "UTC", "not a cron"),
+        ("H 2 * * *", "UTC", "not a cron"),
+        ("0 0 30 2 *", "UTC", "does not fire in the next"),
+        ("0 2 * * *", "Mars/Base", "try Europe/Berlin"),
+        ("0 2 * * *", "../../etc/passwd", "try Europe/Berlin"),
+    ],
+)
+def test_what_never_fires_is_refused_with_rule_and_example(cron: str, timezone: str, rule: str) -> None:
+    with pytest.raises(UsageError, match=rule) as error:
+        schedules.check_cron(cron, timezone)
+    assert "0 2 * * *" in str(error.value) or "Europe/Berlin" in str(error.value)
+    schedules.check_cron("*/5 1-3 * * mon,fri", "America/New_York")
+
+
+@pytest.mark.parametrize(
+    ("cron", "timezone", "first"),
+    [
+        ("30 2 * * *", "Europe/Berlin", (2027, 3, 27)),  # 02:30 is left out on the 28th
+        ("30 2 * * *", "Europe/Berlin", (2027, 10, 30)),  # and comes twice on the 31st
+        ("30 1 * * *", "America/New_York", (2027, 11, 6)),
+    ],
+)
+def test_a_change_of_the_clock_neither_skips_a_night_nor_doubles_it(
+    cron: str, timezone: str, first: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = datetime(*first, tzinfo=ZoneInfo(timezone))
+    monkeypatch.setattr(schedules, "datetime", SimpleNamespace(now=lambda zone: begin.astimezone(UTC)))
+    slots = schedules.next_slots(cron, timezone, 3)
+    assert [slot.date() for slot in slots] == [begin.date() + timedelta(days=day) for day in range(3)]
+
+
+def test_a_systemd_unit_starts_the_command_in_any_home(odd_home: Path, tmp_path: Path) -> None:
+    text = deploy.unit(odd_home)
+    path = tmp_path / "ttrain.service"
+    path.write_text(text)
+    if shutil.which("systemd-analyze"):
+        command = ["systemd-analyze", "verify", "--user", path]
+        there = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}  # else it judges nothing
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=there)
+        assert (done.returncode, "ttrain.service" in done.stderr) == (0, False), done.stderr
+    [environment] = [line for line in text.splitlines() if line.startswith("Environment=")]
+    assert (
+        environment
+        == 'Environment="TTRAIN_HOME=' + str(odd_home).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%") + '"'
+    )
+    assert "KillMode=mixed" in text and "OOMPolicy=continue" in text
+    with pytest.raises(UsageError, match="a unit cannot hold"):
+        deploy.unit(tmp_path / "two\nlines")
+
+
+@pytest.fixture
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two secrets in the environment."""
+    monkeypatch.setenv("PREFECT_API_KEY", "pnu_confidential")
+    monkeypatch.setenv("PREFECT_API_URL", "https://prefect.example/api")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:confidential@mlflow.example/")
+
+
+@pytest.mark.usefixtures("secret")
+@pytest.mark.parametrize("kind", ["systemd", *POOLS])
+def test_no_secret_stands_in_what_keeps_it_up_but_where_it_belongs_does(kind: str, odd_home: Path) -> None:
+    text = deploy.prefect_yaml(odd_home, schedule(kind)) if kind in POOLS else deploy.unit(odd_home)
+    assert "confidential" not in text
+    assert "https://prefect.example/api" in text
+    assert "PREFECT_API_KEY, MLFLOW_TRACKING_URI" in text
+    if kind == "systemd":
+        assert "\nEnvironmentFile=-%h/.config/ttrain/environment\n" in text
+
+
+def test_the_command_of_a_unit_opens_its_help() -> None:
+    done = subprocess.run([*deploy.command(), "--help"], capture_output=True, text=True, check=True)
+    assert "--unit" in done.stdout
+    assert deploy.command()[-2:] == ["pipeline", "serve"]
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_the_prefect_yaml_of_a_pool_names_the_flow_and_its_settings(pool: str, odd_home: Path, tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    made = schedule(pool, f"data.pretrain={tmp_path}/docs/*.jsonl")
+    from prefect.flows import load_flow_from_entrypoint
+
+    deployment = deployment_of(odd_home, made)
+    assert deployment["work_pool"]["name"] == f"ttrain-{pool}" and deployment["tags"] == ["ttrain", f"home:{odd_home}"]
+    assert [(one["cron"], one["timezone"]) for one in deployment["schedules"]] == [("0 2 * * *", "Europe/Berlin")]
+    flow = load_flow_from_entrypoint(deployment["entrypoint"])
+    given = flow.validate_parameters(deployment["parameters"])
+    assert given["settings"] == Settings.model_validate(made.settings)
+    variables = deployment["work_pool"]["job_variables"]
+    assert variables["env"]["TTRAIN_HOME"] == (str(odd_home) if pool == "process" else "/ttrain")
+    if pool == "docker":
+        assert variables["volumes"] == [f"{odd_home}:/ttrain", f"{tmp_path}/docs:{tmp_path}/docs:ro"]
+
+
+def test_folders_that_only_the_worker_has_are_mounted_and_never_the_whole_disk(odd_home: Path) -> None:
+    made = schedule(
+        "docker", "data.pretrain=/nowhere/docs/", "data.sft=/nowhere/chats/*.jsonl", "data.lora=/nowhere/d/a.jsonl"
+    )
+    volumes = deployment_of(odd_home, made)["work_pool"]["job_variables"]["volumes"]
+    assert volumes[1:] == ["/nowhere/docs:/nowhere/docs:ro", "/nowhere/chats:/nowhere/chats:ro", "/nowhere/d:/nowhere/d:ro"]
+    with pytest.raises(UsageError, match="put it into a folder"):
+        deploy.prefect_yaml(odd_home, schedule("docker", "data.pretrain=/docs.jsonl"))
