@@ -21,7 +21,7 @@ from ttrain.pipeline import registration
 from ttrain.pipeline.tracked_runs import RunContent, id_of, is_tracked
 from ttrain.store import runs
 from ttrain.store.registry import ModelSet, Registry, Version
-from ttrain.tracking.book import Book, noted_bytes
+from ttrain.tracking.book import Book, noted_bytes, open_mirror
 from ttrain.tracking.client import cannot_be_asked, is_installed, rename_aside, tracking_uri
 from ttrain.tracking.mirror import Bound, Mirror, TrackedRun
 from ttrain.tracking.registered import Registration, facts_of, identity_of, number_of, push_aliases, register
@@ -53,14 +53,14 @@ def push(home: Path, names: Sequence[str] | None = None, on_run: Callable[[str],
     """Push these runs, or all that changed since their last push, oldest first; one that fails ends nothing but itself."""
     home, uri = home.resolve(), tracking_uri(home.resolve())
     try:
-        mirror = _open(home)
+        mirror = open_mirror(home)
     except Exception as error:  # MLflow may raise anything
         return [Pushed(name, why=cannot_be_asked(uri, error)) for name in (waiting(home) if names is None else names)]
     done = []
     for name in waiting(home) if names is None else names:
         on_run(name)
         try:
-            with _one_at_a_time, _lock(home, name):
+            with _one_at_a_time, _lock(home):
                 bound = push_run(mirror, name)
             done.append(Pushed(name, bound.run_id if bound else None))
         except Exception as error:
@@ -152,16 +152,9 @@ def _stage_id(content: RunContent, stage: str) -> str:
     return str(entry.get("tracked") or f"{content.record['run']}/{stage}")
 
 
-def _open(home: Path) -> Mirror:
-    """MLflow; if it was made anew, everything is to be pushed again."""
-    mirror = Mirror(home)
-    if mirror.is_new:
-        Book(home, mirror.uri).forget()
-    return mirror
-
-
-def _lock(home: Path, name: str, *, waits: bool = True) -> Any:
-    return exclusive(home / "mlflow" / "locks" / f"{name}.lock", None if waits else refuse)
+def _lock(home: Path, *, waits: bool = True) -> Any:
+    """One push at a time in a home: two that see that a run is missing would both create it."""
+    return exclusive(home / "mlflow" / "push.lock", None if waits else refuse)
 
 
 @dataclass
@@ -227,8 +220,8 @@ class Pusher:
         try:
             with _one_at_a_time:
                 self._push()
-        except Taken:  # another process pushes it at this moment
-            return False
+        except Taken:  # another process pushes at this moment
+            return True
         except Exception as error:  # MLflow may raise anything
             log.debug("from MLflow", exc_info=True)
             self.error = cannot_be_asked(tracking_uri(self.home), error)
@@ -244,19 +237,30 @@ class Pusher:
         return True
 
     def _push(self) -> None:
+        is_first = self._mirror is None
         if self._mirror is None:
-            self._mirror = _open(self.home)
-            if self.content is None:
-                for earlier in waiting(self.home):
-                    push_run(self._mirror, earlier)
+            self._mirror = open_mirror(self.home)
         if self.content is not None:
             bound = self._mirror.push(self.content())
         else:
-            with _lock(self.home, self.run, waits=self._is_at_end):
+            with _lock(self.home, waits=self._is_at_end):
                 bound = self._push_run()
         if bound and not self._is_shown:
             self._is_shown = True
             self.show(bound)
+        if is_first and self.content is None:
+            self._push_earlier(self._mirror)
+
+    def _push_earlier(self, mirror: Mirror) -> None:
+        """Push what earlier runs left; one that fails waits for the next run, or for `ttrain track push`, which says why."""
+        for earlier in waiting(self.home):
+            try:
+                with _lock(self.home, waits=False):
+                    push_run(mirror, earlier)
+            except Exception:
+                log.debug("pushing %s", earlier, exc_info=True)
+                mirror.forget()
+                return
 
     def _push_run(self) -> Bound | None:
         assert self._mirror is not None, "MLflow is open"

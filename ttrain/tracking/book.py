@@ -15,6 +15,7 @@ from ttrain.core.redact import without_user
 from ttrain.store import events
 from ttrain.store.run_evaluations import folder_of
 from ttrain.tracking.client import database_of, own_uri
+from ttrain.tracking.mirror import Mirror
 
 
 class Book:
@@ -94,6 +95,14 @@ class Book:
             status = database_of(self._home).stat()
             return [status.st_size, status.st_mtime_ns]
         return []
+
+
+def open_mirror(home: Path) -> Mirror:
+    """MLflow as the view of a home; if it was made anew, everything is to be pushed again. Raises MLflow's errors."""
+    mirror = Mirror(home)
+    if mirror.is_new:
+        Book(home, mirror.uri).forget()
+    return mirror
 
 
 def noted_bytes(home: Path, run: str) -> int:

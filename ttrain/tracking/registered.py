@@ -18,7 +18,7 @@ from typing import Any
 from ttrain.core.files import exclusive, parse_object
 from ttrain.core.hashing import digest_of
 from ttrain.store.registry import CHAMPION, ModelSet, Registry, Version
-from ttrain.tracking.book import Book
+from ttrain.tracking.book import Book, open_mirror
 from ttrain.tracking.client import cannot_be_asked, database_of, is_installed, own_uri, plain, tracking_uri
 from ttrain.tracking.mirror import Mirror
 
@@ -122,7 +122,7 @@ def take_over_champion(home: Path, name: str) -> None:
     if not is_installed() or (is_own and (not database_of(home).exists() or book.is_seen())):
         return
     try:
-        mirror = Mirror(home, uri)
+        mirror = open_mirror(home)
         number = None if mirror.is_new else _aliases(mirror, name).get(CHAMPION)
         if number is not None and number != book.aliases(name).get(CHAMPION):
             _promote(Registry(home), name, mirror.call("get_model_version", name, number))
