@@ -16,7 +16,7 @@ from support.pipeline_home import Cli, write_corpus
 from support.served import kill_at_work
 from support.waiting import wait_until
 
-from ttrain.core.files import read_json
+from ttrain.store import runs
 
 LONGER = "pretrain.tokens=61440"  # 120 steps
 ADAMW = "pretrain.optim.kind=adamw"
@@ -29,8 +29,7 @@ def sweeps(cli: Cli, command: str, *arguments: str) -> Any:
 
 def trials_of(cli: Cli) -> list[dict[str, Any]]:
     """Records of all runs of trials, the oldest first."""
-    paths = sorted((cli.home / "runs").glob("*.json"), key=lambda path: path.name)
-    return [record for path in paths if "sweep" in (record := read_json(path) or {})]
+    return [record for record in reversed(runs.history(cli.home)) if "sweep" in record]
 
 
 def built(cli: Cli) -> Counter[str]:
