@@ -16,8 +16,8 @@ import psutil
 import pytest
 import typer.main
 
-from ttrain.tracking import client as mlflow_client
 from ttrain.reports import drawing_process, drawings
+from ttrain.tracking import client as mlflow_client
 
 # Collecting the tests loads torch, Prefect and MLflow; looking for garbage among what stays took half of its 14 s, twice.
 gc.disable()

@@ -13,6 +13,7 @@ import pytest
 from support.shard_sets import write_lines
 from support.tiny_models import write_model
 from support.tiny_stages import Home, run_here, stage_settings
+from support.tracked_stores import client_of
 
 from ttrain.cli.evaluate import default_suite, heldout_of
 from ttrain.cli.main import main
@@ -213,7 +214,7 @@ def test_results_are_kept_below_the_run_that_made_the_model(
         assert "in MLflow: eval pretrain" in said(capsys, "pretrain", "--choices", "words.jsonl", "--track")
     finally:
         (here / "home" / "runs" / "full-1.json").unlink()
-    client = tracking.open_reader(here / "home").client
+    client = client_of(here / "home")
     experiment = client.get_experiment_by_name("ttrain").experiment_id
     (found,) = client.search_runs([experiment], f"tags.mlflow.parentRunId = '{run.id}'")
     assert 0 <= found.data.metrics["eval/words/accuracy/pretrain"] <= 1

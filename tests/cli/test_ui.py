@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 from support.browser import Browser, executable
 from support.served import write_double
+from support.tracked_stores import client_of
 from support.waiting import stopwatch
 
 from ttrain import tracking
@@ -58,7 +59,7 @@ def two(tmp_path_factory: pytest.TempPathFactory, add_database: Callable[[Path],
 
 def experiment(home: Path) -> tuple[Any, Any]:
     """(client, experiment)"""
-    client = tracking.open_reader(home).client
+    client = client_of(home)
     return client, client.get_experiment_by_name("ttrain")
 
 

@@ -30,6 +30,7 @@ from ttrain.errors import TTrainError
 from ttrain.flows import prefect_api, prefect_run, servers
 from ttrain.flows.access_control import BODY_BYTES
 from ttrain.store import server_records
+from ttrain.tracking.client import tracking_uri
 
 STARTED_BY_THE_RUN = """
 import os, sys, time
@@ -357,7 +358,7 @@ def test_the_environment_prefers_what_the_user_has_set_and_the_token_is_for_the_
     port = found.mlflow_url.rpartition(":")[2]
     for url in (found.mlflow_url, f"{found.mlflow_url}/"):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
-        assert tracking.tracking_uri(faked_home) == url.replace("//", f"//ttrain:{token}@")
+        assert tracking_uri(faked_home) == url.replace("//", f"//ttrain:{token}@")
         assert server_records.page_with_token(faked_home, f"{url}#/runs").endswith(f":{port}/?token={token}#/runs")
     others = [
         found.prefect_url, f"http://elsewhere:{port}", f"http://localhost:{port}", f"http://127.0.0.1:{port}0",
@@ -366,10 +367,10 @@ def test_the_environment_prefers_what_the_user_has_set_and_the_token_is_for_the_
     ]  # fmt: skip
     for url in others:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
-        assert tracking.tracking_uri(faked_home) == url
+        assert tracking_uri(faked_home) == url
     servers.down(faked_home)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", found.mlflow_url)
-    assert tracking.tracking_uri(faked_home) == found.mlflow_url, "another account's program may have its port now"
+    assert tracking_uri(faked_home) == found.mlflow_url, "another account's program may have its port now"
 
 
 def test_the_token_is_in_a_file_of_its_owner_and_in_no_argument(faked_home: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from support.kill_points import killed_everywhere
 from support.paths import ROOT
+from support.tracked_stores import client_of
 from support.waiting import stopwatch
 
 from ttrain import tracking
@@ -213,7 +214,7 @@ def test_only_finished_runs_of_the_experiment_count(tmp_path: Path, pristine: Pa
     home = tmp_path / "home"
     shutil.copytree(pristine / "mlflow", home / "mlflow")
     run_id = held(home).parents[1].name
-    client = tracking.open_reader(home).client
+    client = client_of(home)
     for status in ("RUNNING", "FAILED", "FINISHED"):
         client.update_run(run_id, status=status)
         assert (store_of(home).find(STAGE, KEY) is not None) == (status == "FINISHED"), status

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ttrain.tracking.model_description import CHARACTERS, DECISION, HERE, add_decision, is_ours, marked, set_description
 
 from ttrain.pipeline import registration
 from ttrain.pipeline.lineage import History
 from ttrain.pipeline.model_card import Exported
 from ttrain.store.layout import Artifact
-from ttrain.tracking.model_description import CHARACTERS, DECISION, HERE, add_decision, is_ours, marked, set_description
 
 TRAINED = {"steps": 40, "tokens": 40960, "train_seconds": 2.0, "precision": "bf16", "device": "cpu", "ranks": 2}
 SHARDS = {"train": {"rows": 1150, "tokens": 77478, "bytes": 9}, "heldout": {"rows": 12, "tokens": 6, "bytes": 7}}
