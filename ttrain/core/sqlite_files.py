@@ -45,8 +45,8 @@ def damage_of(database: Path, seconds: float | None = None) -> str | None:
 
 
 def set_aside(database: Path) -> Path:
-    """Rename the file and what SQLite keeps beside it: `mlflow-damaged-20261121-160222.db`. Returns the new path."""
-    aside = database.with_name(f"{database.stem}-damaged-{datetime.now():%Y%m%d-%H%M%S}{database.suffix}")
+    """Rename the file and what SQLite keeps beside it: `mlflow.db.damaged-20261121-160222`. Returns the new path."""
+    aside = database.with_name(f"{database.name}.damaged-{datetime.now():%Y%m%d-%H%M%S}")
     for ending in (*SIDE_FILES, ""):  # the file last: what is left by a kill in between is set aside next time
         with contextlib.suppress(FileNotFoundError):
             database.with_name(database.name + ending).rename(aside.with_name(aside.name + ending))

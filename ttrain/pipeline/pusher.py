@@ -22,7 +22,7 @@ from ttrain.pipeline.tracked_runs import RunContent, id_of, waiting_records
 from ttrain.store import runs
 from ttrain.store.registry import ModelSet, Registry, Version
 from ttrain.tracking.book import Book, noted_bytes
-from ttrain.tracking.client import cannot_be_asked, is_installed, rename_aside, tracking_uri
+from ttrain.tracking.client import cannot_be_asked, is_installed, own_uri, rename_aside, tracking_uri
 from ttrain.tracking.mirror import Bound, Mirror, TrackedRun
 from ttrain.tracking.registered import Registration, facts_of, identity_of, number_of, push_aliases, register
 from ttrain.tracking.views import refresh_views
@@ -65,6 +65,9 @@ def push(home: Path, names: Sequence[str] | None = None, on_run: Callable[[str],
             done.append(Pushed(name, bound.run_id if bound else None))
         except Exception as error:
             log.debug("from MLflow", exc_info=True)
+            if mirror.is_own and is_damage(error):
+                rename_aside(home, error)
+                return push(home, on_run=on_run)  # all runs, to a new database
             mirror.forget()
             done.append(Pushed(name, why=cannot_be_asked(uri, error)))
     return done
@@ -188,17 +191,20 @@ class Pusher:
             log.info("MLflow is not installed, so nothing is tracked; to track runs: pip install mlflow")
 
     def finish(self) -> bool:
-        """Push for the last time; waits as long as MLflow answers. Returns whether everything is there."""
+        """Push for the last time; waits as long as MLflow answers. Returns whether everything is there.
+
+        The home's own database always answers, though making it takes ten seconds on a slow disk.
+        """
         if not self._thread.is_alive():
             return True
         self._is_at_end = True
         self._stop.set()
-        asked = time.monotonic()
+        asked, uri = time.monotonic(), tracking_uri(self.home)
         while self._thread.is_alive():
             self._thread.join(0.05)
             answered, patience = (self._mirror.answered, self._mirror.patience) if self._mirror else (0.0, 0.0)
-            if time.monotonic() - max(asked, answered) > SILENT_SECONDS + patience:
-                self._warn(f"MLflow at {without_user(tracking_uri(self.home))} does not answer")
+            if uri != own_uri(self.home) and time.monotonic() - max(asked, answered) > SILENT_SECONDS + patience:
+                self._warn(f"MLflow at {without_user(uri)} does not answer")
                 return False
         if self.error:
             self._warn(self.error)

@@ -1,0 +1,227 @@
+"""Servers that are dead, hang, fail or lose their answers: nothing is lost, nothing is doubled, nobody waits."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.outage_proxy import Proxy, mlflow_server
+from support.recorded_homes import BEGAN, Made, make_run, rows_of
+from support.tracked_stores import client_of, pushed, steps, tracked
+from support.waiting import stopwatch, wait_until
+
+from ttrain.config import Settings
+from ttrain.core.files import write_json
+from ttrain.pipeline import pusher
+from ttrain.pipeline.stage_worker import TRACKED
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.registry import Registry
+from ttrain.store.runs import RunRecord
+from ttrain.tracking.client import cannot_be_asked
+from ttrain.tracking.mirror import Mirror, TrackedRun
+
+STAGE, KEY = "sft", "a" * 64
+WEIGHTS = 100_000  # bytes
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One real server for all tests, which tell their runs by their experiments."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
+        patch.setattr(pusher, "INTERVAL_SECONDS", 0.02)
+        patch.setattr(pusher, "RETRY_SECONDS", 0.1)
+        patch.setattr(pusher, "SILENT_SECONDS", 3.0)
+        with mlflow_server(tmp_path_factory.mktemp("server")) as url:
+            patch.setenv("MLFLOW_TRACKING_URI", url)
+            Mirror(tmp_path_factory.mktemp("first")).experiment_id("first")  # its first answers take seconds
+            yield url
+
+
+@pytest.fixture
+def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    between = Proxy(server)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", between.url)
+    yield between
+    between.mode = "well"
+    between.close()
+
+
+def also(*values: object) -> Any:
+    """Values of a test that take too long for the default run."""
+    return pytest.param(*values, marks=pytest.mark.soak)
+
+
+def only(home: Path, identity: str) -> Any:
+    [run] = tracked(home, identity, home.parent.name)
+    return run
+
+
+def whole_run(home: Path, before: Callable[[int], object] = lambda part: None) -> tuple[str, bool]:
+    """A run that trains a model and is pushed meanwhile; `before` each part something may happen to the server. Returns its
+    name, and whether the end was pushed."""
+    before(1)
+    settings = Settings().replaced({"tracking": {"experiment": home.parent.name}, "notify": {"webhook": "hf_abc"}})
+    record, store = RunRecord(home, "full", [STAGE], settings.model_dump(mode="json")), ArtifactStore(home)
+    work, identity = store.work(STAGE, KEY), f"{record.run}/{STAGE}"
+    curve, model = work / "output" / "run" / "metrics.jsonl", work / "output" / "model"
+    curve.parent.mkdir(parents=True)
+    model.mkdir()
+    write_json(work / TRACKED, {"run": record.run, "id": identity})
+    lines = [f"{json.dumps(row)}\n" for row in rows_of([5 / step for step in range(1, 61)], BEGAN)]
+    record.stage(STAGE, outcome="running", key=KEY, tracked=identity)
+    follower = pusher.Pusher(home, record.run)
+    follower.start()
+    before(2)
+    curve.write_text("".join(lines[:30]))
+    follower.page()  # a push
+    before(3)
+    curve.write_text("".join(lines))
+    follower.page()
+    before(4)
+    (model / "weights").write_bytes(b"w" * WEIGHTS)
+    (model / "config.json").write_text("{}")
+    manifest = {"result": {"steps": 60}, "inputs": {}, "ingredients": {"settings": {}}, "provenance": {"run": record.run}}
+    artifact = store.publish(STAGE, KEY, work / "output", manifest)
+    record.stage(STAGE, outcome="completed", seconds=1.0, key=KEY)
+    member = Registry(home).register_model(f"{home.parent.name}-sft", artifact, record.run)
+    assert member.version == "1"
+    before(5)
+    record.finish("completed", {"eval/bits_per_byte": 1.5})
+    return record.run, follower.finish()
+
+
+def assert_all_is_there(home: Path, name: str) -> None:
+    run, stage = only(home, name), only(home, f"{name}/{STAGE}")
+    assert (run.info.status, stage.info.status) == ("FINISHED", "FINISHED")
+    for metric in ("loss", "tokens"):
+        assert steps(home, stage.info.run_id, metric) == list(range(1, 61)), "0 lost, 0 doubled"
+    assert stage.data.tags["mlflow.parentRunId"] == run.info.run_id
+    assert (run.data.metrics["eval/bits_per_byte"], run.data.params["notify.webhook"]) == (1.5, "***")
+    mlflow = client_of(home)
+    sizes = {file.path: file.file_size for file in mlflow.list_artifacts(stage.info.run_id, f"{STAGE}/model")}
+    assert (sizes[f"{STAGE}/model/weights"], sizes[f"{STAGE}/model/config.json"]) == (WEIGHTS, 2)
+    [version] = mlflow.search_model_versions(f"run_id = '{stage.info.run_id}'")
+    assert (version.name, version.version) == (f"{home.parent.name}-sft", 1)
+
+
+@pytest.mark.parametrize("mode", ["dead", also("hanging"), also("no replies"), also("error")])
+def test_what_an_outage_from_the_start_missed_is_there_after_a_push(
+    proxy: Proxy, tmp_path: Path, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    proxy.mode = mode
+    name, is_there = whole_run(tmp_path / "home")
+    assert not is_there
+    [warning] = [record.getMessage() for record in caplog.records if "MLflow at" in record.getMessage()]
+    assert "`ttrain track push`" in warning and "\n" not in warning and len(warning) < 300
+    proxy.mode = "well"
+    pushed(tmp_path / "home")
+    assert_all_is_there(tmp_path / "home", name)
+
+
+@pytest.mark.parametrize(
+    ("part", "mode"), [(3, "no replies"), also(4, "hanging"), also(2, "no replies"), also(3, "error"), also(5, "dead")]
+)
+def test_what_an_outage_in_the_middle_missed_is_there_after_a_push(
+    proxy: Proxy, tmp_path: Path, part: int, mode: str
+) -> None:
+    def outage(at: int) -> None:
+        proxy.mode = mode if at == part else "well" if at == part + 1 else proxy.mode
+
+    name, _ = whole_run(tmp_path / "home", outage)
+    proxy.mode = "well"
+    pushed(tmp_path / "home", [name])
+    assert_all_is_there(tmp_path / "home", name)
+
+
+def test_an_outage_that_ends_before_the_run_needs_no_further_push(proxy: Proxy, tmp_path: Path) -> None:
+    name, is_there = whole_run(tmp_path / "home", lambda part: setattr(proxy, "mode", "dead" if part == 2 else "well"))
+    assert is_there
+    assert_all_is_there(tmp_path / "home", name)
+
+
+def test_an_answer_that_was_lost_doubles_nothing(proxy: Proxy, tmp_path: Path) -> None:
+    """Neither the run, nor points that are no number: MLflow's key of a point has a column for NaN."""
+    losses = [math.inf if step % 2 else None for step in range(6)]
+    rows = [{"step": step, "time": BEGAN + step, "metrics": {"loss": loss}} for step, loss in enumerate(losses)]
+    run = TrackedRun("lost", "full", "lost", tmp_path.name, BEGAN, rows=rows, params={"lr": 1}, texts={"a.txt": "a"})
+    for _ in range(3):  # the run is made, then its parameters, then its points
+        proxy.mode = "no replies"
+        with pytest.raises(Exception, match="failed with exception"):
+            Mirror(tmp_path).push(run)
+    proxy.mode = "well"
+    assert (bound := Mirror(tmp_path).push(run))
+    [found] = tracked(tmp_path, "lost", tmp_path.name)
+    assert found.info.run_id == bound.run_id
+    points = client_of(tmp_path).get_metric_history(bound.run_id, "loss")
+    assert sorted(point.step for point in points) == list(range(6)) and all(math.isnan(point.value) for point in points)
+
+
+def test_an_interrupted_upload_goes_on_where_it_was(proxy: Proxy, tmp_path: Path) -> None:
+    files = {f"part-{number}": tmp_path / f"part-{number}" for number in range(5)}
+    for number, path in enumerate(files.values()):
+        path.write_bytes(bytes([number]) * 1000)
+    real, sent = proxy.forward, list[str]()
+
+    def three_arrive(request: Any, body: bytes) -> tuple[int, bytes, str]:
+        if request.command == "PUT":
+            sent.append(request.path.rpartition("/")[2])
+            if len(sent) > 3:
+                return 500, b"{}", "application/json"
+        return real(request, body)
+
+    run = TrackedRun("uploads", "full", "uploads", tmp_path.name, BEGAN, "FINISHED", files=files)
+    proxy.forward = three_arrive  # type: ignore[method-assign]
+    with pytest.raises(Exception, match="500"):
+        Mirror(tmp_path).push(run)
+    proxy.forward = real  # type: ignore[method-assign]
+    proxy.requests.clear()
+    assert (bound := Mirror(tmp_path).push(run))
+    uploaded = [request.rpartition("/")[2] for request in proxy.requests if request.startswith("PUT")]
+    assert uploaded == ["part-3", "part-4"], "what had arrived is not sent again"
+    sizes = {file.path: file.file_size for file in client_of(tmp_path).list_artifacts(bound.run_id)}
+    assert sizes == dict.fromkeys(files, 1000)
+    assert client_of(tmp_path).get_run(bound.run_id).info.status == "FINISHED"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mode", ["hanging", "dead"])
+def test_a_silent_server_holds_up_the_end_of_a_run_for_ten_seconds_at_most(
+    proxy: Proxy, tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pusher, "SILENT_SECONDS", 10.0)
+    monkeypatch.setattr(pusher, "INTERVAL_SECONDS", 3.0)
+    monkeypatch.setattr(pusher, "RETRY_SECONDS", 30.0)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+    make_run(tmp_path, "full-20261121-100000-0001a", [Made(STAGE)])
+    proxy.mode = mode
+    follower = pusher.Pusher(tmp_path, "full-20261121-100000-0001a")
+    follower.start()
+    wait_until(lambda: bool(proxy.requests) or mode == "dead", 30)
+    waited = stopwatch()
+    assert not follower.finish()
+    assert waited() < (12 if mode == "hanging" else 3)
+
+
+@pytest.mark.parametrize(
+    ("mode", "fix"), [("no page", "set MLFLOW_TRACKING_URI"), ("no entry", "set MLFLOW_TRACKING_USERNAME")]
+)
+def test_a_server_that_is_no_mlflow_is_told_with_what_helps(proxy: Proxy, tmp_path: Path, mode: str, fix: str) -> None:
+    proxy.mode = mode
+    make_run(tmp_path, name := "full-20261121-100000-0001a", [Made(STAGE)])
+    [failed] = pusher.push(tmp_path)
+    assert (failed.run, failed.run_id) == (name, None)
+    assert proxy.url in failed.why and fix in failed.why and {"no page": "404", "no entry": "401"}[mode] in failed.why
+    proxy.mode = "well"
+    assert len(pushed(tmp_path)) == 1
+
+
+def test_a_server_that_does_not_answer_is_told_in_a_short_line_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = "API request to http://127.0.0.1:9/api failed with exception HTTPConnectionPool(host='127.0.0.1', port=9): Max retries"
+    assert cannot_be_asked("http://me:hidden@127.0.0.1:9", ConnectionError(raw)) == (
+        "MLflow at http://127.0.0.1:9 does not answer; start it, or set MLFLOW_TRACKING_URI to another one"
+    )
