@@ -35,6 +35,7 @@ from ttrain.flows.prefect_api import AUTH_STRING, SILENT, unset
 from ttrain.store import server_records
 from ttrain.store.server_records import HOST, SERVER_MARK, Server
 from ttrain.tracking import client as mlflow_client
+from ttrain.tracking import mirror
 
 log = logging.getLogger("ttrain")
 PORT = "TTRAIN_SERVER_PORT"
@@ -197,7 +198,7 @@ def uvicorn_command(factory: Callable[[], Any], port: int, log_level: str) -> li
 
 def mlflow_command(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
     """Arguments of `python` and environment variables that start the MLflow server."""
-    mlflow_client.prepare(home)  # all or nothing; the server would make it in place, and refuse an older one
+    mirror.prepare(home)  # the server would refuse a damaged one
     private_directory(mlflow_client.database_of(home).parent, closes_files=False)
     hosts = hosts_of(port)
     environment = {

@@ -65,7 +65,7 @@ def make_run(
     began = BEGAN + 1000 * number
     for made in stages:
         if made.outcome == "completed":
-            _artifact(home, name, made, began)
+            make_artifact(home, name, made, began)
     tree = Settings.model_validate(dict(settings or {})).model_dump(mode="json")
     listed = [{"name": one.stage, "outcome": one.outcome, "key": one.key, "seconds": 5.5, **one.noted} for one in stages]
     record = {
@@ -82,7 +82,8 @@ def make_run(
     return run_id
 
 
-def _artifact(home: Path, run: str, made: Made, began: float) -> None:
+def make_artifact(home: Path, run: str, made: Made, began: float) -> None:
+    """Put the artifact of a stage into the store."""
     directory = home / "store" / made.stage / made.key
     (directory / "run").mkdir(parents=True, exist_ok=True)
     for name, text in made.texts.items():

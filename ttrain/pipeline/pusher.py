@@ -24,7 +24,15 @@ from ttrain.store.registry import ModelSet, Registry, Version
 from ttrain.tracking.book import Book, noted_bytes
 from ttrain.tracking.client import cannot_be_asked, is_installed, own_uri, rename_aside, tracking_uri
 from ttrain.tracking.mirror import Bound, Mirror, TrackedRun
-from ttrain.tracking.registered import Registration, facts_of, identity_of, number_of, push_aliases, register
+from ttrain.tracking.registered import (
+    Registration,
+    facts_of,
+    identity_of,
+    number_of,
+    push_aliases,
+    register,
+    take_over_champion,
+)
 from ttrain.tracking.views import refresh_views
 
 log = logging.getLogger("ttrain")
@@ -53,7 +61,7 @@ def push(home: Path, names: Sequence[str] | None = None, on_run: Callable[[str],
     """Push these runs, or all that changed since their last push, oldest first; one that fails ends nothing but itself."""
     home, uri = home.resolve(), tracking_uri(home.resolve())
     try:
-        mirror = _open(home)
+        mirror = Mirror(home)
     except Exception as error:  # MLflow may raise anything
         return [Pushed(name, why=cannot_be_asked(uri, error)) for name in (waiting(home) if names is None else names)]
     done = []
@@ -115,6 +123,8 @@ def _register(mirror: Mirror, content: RunContent, bound: Bound) -> None:
             numbers[version.name] = register(mirror, _model(mirror, content, version, bound))
         else:
             numbers[version.name] = number  # another run's, which describes it
+    for name in sorted(Registry(content.home).read()["sets"]):
+        take_over_champion(mirror, name)  # before the home's own alias replaces it
     for name in {model_set.name for model_set in content.sets}:
         push_aliases(mirror, Registry(content.home), name)
 
@@ -148,14 +158,6 @@ def _set(content: RunContent, model_set: ModelSet, numbers: dict[str, str], boun
 def _stage_id(content: RunContent, stage: str) -> str:
     entry = next(entry for entry in content.record["stages"] if entry["name"] == stage)
     return str(entry.get("tracked") or f"{content.record['run']}/{stage}")
-
-
-def _open(home: Path) -> Mirror:
-    """MLflow; if it was made anew, everything is to be pushed again."""
-    mirror = Mirror(home)
-    if mirror.is_new:
-        Book(home, mirror.uri).forget()
-    return mirror
 
 
 def _lock(home: Path, name: str, *, waits: bool = True) -> Any:
@@ -246,7 +248,7 @@ class Pusher:
 
     def _push(self) -> None:
         if self._mirror is None:
-            self._mirror = _open(self.home)
+            self._mirror = Mirror(self.home)
             if self.content is None:
                 for earlier in waiting(self.home):
                     push_run(self._mirror, earlier)

@@ -32,9 +32,10 @@ class Book:
         found: JsonDict = self._read().get("runs", {})
         return found
 
-    def aliases(self, name: str) -> dict[str, str]:
-        """The aliases of a registered model, as they were pushed last."""
-        return dict(self._read().get("aliases", {}).get(name, {}))
+    def aliases(self, name: str) -> dict[str, str] | None:
+        """The aliases of a registered model, as they were pushed last; None if they never were."""
+        noted: dict[str, str] | None = self._read().get("aliases", {}).get(name)
+        return noted
 
     def is_seen(self) -> bool:
         """Whether MLflow is as the last push left it; asked of the home's own database alone."""

@@ -71,6 +71,12 @@ def database_of(home: Path) -> Path:
     return home.resolve() / "mlflow" / "mlflow.db"
 
 
+def is_missing(home: Path) -> bool:
+    """Whether the home's own database is still to be made; an empty file is none."""
+    database = database_of(home)
+    return not database.exists() or not database.stat().st_size
+
+
 def artifacts_of(home: Path) -> str:
     """The artifact root as a URI: a plain path with a space, % or # would be misread."""
     return (home.resolve() / "mlflow" / "artifacts").as_uri()
@@ -106,7 +112,7 @@ def open_client(uri: str, home: Path) -> tuple[Any, bool]:
     database = database_of(home)
     private_directory(database.parent, closes_files=False)
     with exclusive(database.with_name("mlflow.lock")):  # two that start at once would both make the tables
-        is_new = not database.exists() or not database.stat().st_size
+        is_new = is_missing(home)
         try:
             client = _open_own(uri, is_new=is_new)
         except Exception as error:
@@ -126,18 +132,12 @@ def rename_aside(home: Path, error: Exception) -> None:
     )
 
 
-def prepare(home: Path) -> None:
-    """Make or open the home's own database before a server does, which would refuse a damaged one."""
-    if is_installed():
-        open_client(own_uri(home), home)
-
-
 _addresses: dict[str, str] = {}  # by URI of a database: the URI by which this process opened it last
 
 
 def _open_own(uri: str, *, is_new: bool) -> Any:
-    """Open the home's own database. MLflow keeps its connections by address, also those to a file that was replaced: so a new
-    file has a new one, which differs in the seconds for which SQLite waits for a lock."""
+    """Open the home's own database. MLflow keeps its connections by address, also those to a file that was replaced:
+    so a new file has another address, which differs in the seconds for which SQLite waits for a lock."""
     if is_new or uri not in _addresses:
         _addresses[uri] = f"{uri}?timeout={LOCK_SECONDS + next(_openings)}"
     client = import_module("mlflow").MlflowClient(_addresses[uri], _addresses[uri])
