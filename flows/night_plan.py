@@ -36,6 +36,7 @@ from ttrain.stages import (
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, Artifacts
 from ttrain.store.registry import Registry
+from ttrain.tracking.registered import take_over_champions
 
 # Inputs of the evaluation: what is held out for each training stage.
 HELDOUT_PARTS = frozenset(row.part for row in TRAINING_STAGES.values() if row.part)
@@ -237,6 +238,7 @@ def _new_inputs(settings: Settings, store: ArtifactStore, nights: Nights) -> tup
 
 def current_champion(settings: Settings, store: ArtifactStore) -> Champion | None:
     """The registered champion with the artifacts of its models; None if there is none."""
+    take_over_champions(store.root, settings.name)
     champion = Registry(store.root).champion(settings.name)
     if champion is None:
         return None

@@ -34,6 +34,7 @@ from ttrain.flows.prefect_api import AUTH_STRING, SILENT, unset
 from ttrain.store import server_records
 from ttrain.store.server_records import HOST, SERVER_MARK, Server
 from ttrain.tracking import client as mlflow_client
+from ttrain.tracking import mirror
 
 log = logging.getLogger("ttrain")
 PORT = "TTRAIN_SERVER_PORT"
@@ -233,7 +234,7 @@ def uvicorn_command(factory: Callable[[], Any], port: int, log_level: str) -> li
 
 def mlflow_command(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
     """Arguments of `python` and environment variables that start the MLflow server."""
-    mlflow_client.prepare(home)  # the server would refuse a damaged one
+    mirror.prepare(home)  # the server would refuse a damaged one
     private_directory(mlflow_client.database_of(home).parent, closes_files=False)
     hosts = (f"{HOST}:{port}", f"localhost:{port}")
     environment = {

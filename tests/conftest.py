@@ -18,6 +18,7 @@ import typer.main
 
 from ttrain.reports import drawing_process, drawings
 from ttrain.tracking import client as mlflow_client
+from ttrain.tracking import mirror
 
 # Collecting the tests loads torch, Prefect and MLflow; looking for garbage among what stays took half of its 14 s, twice.
 gc.disable()
@@ -130,7 +131,7 @@ def real_drawings() -> Iterator[None]:
 def migrated_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """MLflow's, of a home without runs: migrating takes 1 s."""
     home = tmp_path_factory.mktemp("migrated")
-    mlflow_client.prepare(home)
+    mirror.prepare(home)
     return mlflow_client.database_of(home)
 
 

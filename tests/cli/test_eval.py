@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.recorded_homes import make_run
 from support.shard_sets import write_lines
 from support.tiny_models import write_model
 from support.tiny_stages import Home, run_here, stage_settings
+from support.tracked_stores import client_of
 
 from ttrain.cli.evaluate import default_suite, heldout_of
 from ttrain.cli.main import main
 from ttrain.config import Evaluate, EvaluateConfig, Promotion
-from ttrain.core.files import write_json
 from ttrain.errors import UsageError
 from ttrain.evaluate import baselines
 from ttrain.evaluate.promotion import decide
@@ -198,24 +199,15 @@ def test_a_name_on_the_hub_is_taken_from_its_cache(here: Path, monkeypatch: pyte
 def test_results_are_kept_below_the_run_that_made_the_model(
     here: Path, add_database: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from ttrain import tracking
-
     add_database(here / "home")
-    tracker = tracking.open_store(here / "home", "ttrain")
-    run = tracker.start_run("full-1", tags={"ttrain.run": "full-1"}, params={})
-    run.finish("FINISHED")
-    tracker.close()
-    settings = {"tracking": {"experiment": "ttrain"}}
-    record = {"run": "full-1", "stages": [], "tracking": {"run_id": run.id}, "settings": settings}
-    (here / "home" / "runs").mkdir(exist_ok=True)
-    write_json(here / "home" / "runs" / "full-1.json", record)
+    run_id = make_run(here / "home", "full-1", [], tracked=True)
     try:
         assert "in MLflow: eval pretrain" in said(capsys, "pretrain", "--choices", "words.jsonl", "--track")
     finally:
         (here / "home" / "runs" / "full-1.json").unlink()
-    client = tracking.open_reader(here / "home").client
+    client = client_of(here / "home")
     experiment = client.get_experiment_by_name("ttrain").experiment_id
-    (found,) = client.search_runs([experiment], f"tags.mlflow.parentRunId = '{run.id}'")
+    (found,) = client.search_runs([experiment], f"tags.mlflow.parentRunId = '{run_id}'")
     assert 0 <= found.data.metrics["eval/words/accuracy/pretrain"] <= 1
     (data,) = found.inputs.dataset_inputs
     assert (data.dataset.name, json.loads(data.dataset.profile)) == ("words", {"items": len(CHOICES)})

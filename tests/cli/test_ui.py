@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -12,39 +11,34 @@ from urllib.parse import urlsplit
 
 import pytest
 from support.browser import Browser, executable
+from support.recorded_homes import BEGAN, Made, make_artifact
 from support.served import write_double
-from support.waiting import stopwatch
+from support.tracked_stores import client_of, pushed
 
-from ttrain import tracking
 from ttrain.cli import tracking as ui
+from ttrain.config import Settings
 from ttrain.errors import TTrainError
 from ttrain.flows import servers
 from ttrain.store import server_records
 from ttrain.store.runs import RunRecord, record_cached
-from ttrain.tracking import MlflowStore, TrackedRun, mlflow_views, open_store
+from ttrain.tracking import views
+from ttrain.tracking.mirror import Mirror
 
-SETTINGS = {"model.layers": 2, "sft.optim.lr": 1e-3, "runtime.devices": 1}
+SETTINGS = {"model": {"layers": 2}, "sft": {"optim": {"lr": 1e-3}}}
 FIGURES = {"eval/bits_per_byte": 1.5, "eval/chat_loss_sft": 4.1, "sft/validation_loss": 4.2, "total/device_hours": 0.5}
-CURVE = [{"step": tokens, "metrics": {"Curves/sft loss": 9 - tokens / 1000}} for tokens in (512, 1024, 1536)]
+CURVE = [{"step": step, "tokens": 512 * step, "time": BEGAN, "metrics": {"loss": 9 - step / 2}} for step in (1, 2, 3)]
 
 
-def track(home: Path, params: Mapping[str, object], metrics: Mapping[str, float]) -> tuple[str, str]:
+def track(home: Path, settings: Mapping[str, object], metrics: Mapping[str, float]) -> tuple[str, str]:
     """(name, id) of a finished run of a pipeline with one stage, on record and tracked."""
-    store = open_store(home, "ttrain")
-    assert isinstance(store, MlflowStore)
-    record = RunRecord(home, "full", ["sft"], {"tracking": {"experiment": "ttrain"}})
-    parent = store.start_run(record.run, tags={"ttrain.pipeline": "full", "ttrain.run": record.run}, params=params)
-    child = store.start_run("sft", parent=parent, tags={"ttrain.stage": "sft", "ttrain.key": record.run}, params={})
-    assert isinstance(parent, TrackedRun) and isinstance(child, TrackedRun) and parent.id is not None
-    assert parent.log_metrics(CURVE)
-    parent.log_summary(metrics)
-    for run in (child, parent):
-        run.finish("FINISHED")
+    record = RunRecord(home, "full", ["sft"], Settings().replaced(dict(settings)).model_dump(mode="json"))
+    made = Made("sft", key=record.run, texts={"run/metrics.jsonl": "".join(f"{json.dumps(row)}\n" for row in CURVE)})
+    make_artifact(home, record.run, made, BEGAN)
     record.stage("sft", outcome="completed", key=record.run)
-    record.note(tracking={"run_id": parent.id})
     record.finish("completed", metrics)
-    store.close()
-    return record.run, parent.id
+    [run_id] = pushed(home, [record.run])
+    assert run_id
+    return record.run, run_id
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +47,14 @@ def two(tmp_path_factory: pytest.TempPathFactory, add_database: Callable[[Path],
     home = tmp_path_factory.mktemp("two") / "a home #1 50%"
     add_database(home)
     older = track(home, SETTINGS, FIGURES)
-    return home, dict([older, track(home, {**SETTINGS, "sft.optim.lr": 2e-4}, {**FIGURES, "eval/chat_loss_sft": 4.4})])
+    return home, dict(
+        [older, track(home, {**SETTINGS, "sft": {"optim": {"lr": 2e-4}}}, {**FIGURES, "eval/chat_loss_sft": 4.4})]
+    )
 
 
 def experiment(home: Path) -> tuple[Any, Any]:
     """(client, experiment)"""
-    client = tracking.open_reader(home).client
+    client = client_of(home)
     return client, client.get_experiment_by_name("ttrain")
 
 
@@ -92,15 +88,13 @@ def running(two: tuple[Path, dict[str, str]]) -> Iterator[Path]:
 
 def test_the_table_has_the_figures_that_differ_then_the_settings(two: tuple[Path, dict[str, str]]) -> None:
     home, runs = two
-    pages = tracking.addresses(home, ["ttrain"])
-    assert pages is not None and pages.experiment == "ttrain"
-    saved = view(home, mlflow_views.TABLE)
+    pages = ui._pages(home, [])
+    assert pages.experiment == "ttrain"
+    saved = view(home, views.TABLE)
     state = json.loads(saved["state"])
     assert state["selectedColumns"][:-2] == ["metrics.`eval/chat_loss_sft`", "params.`sft.optim.lr`"], "no constant column"
     assert state["columnOrder"][1:] == state["selectedColumns"]
-    assert (
-        pages.table.endswith("&workflowType=machine_learning") and f"viewStateShareKey={mlflow_views.TABLE}" in pages.table
-    )
+    assert pages.table.endswith("&workflowType=machine_learning") and f"viewStateShareKey={views.TABLE}" in pages.table
     client, found = experiment(home)
     listed = client.search_runs([found.experiment_id], state["searchFilter"], order_by=[f"{state['orderByKey']} DESC"])
     assert [run.info.run_name for run in listed] == list(runs)[::-1]  # pipelines alone, the newest first
@@ -108,78 +102,44 @@ def test_the_table_has_the_figures_that_differ_then_the_settings(two: tuple[Path
 
 def test_what_did_not_change_is_not_written_and_what_a_user_wrote_stays(two: tuple[Path, dict[str, str]]) -> None:
     home, _ = two
-    tracking.addresses(home, ["ttrain"])
-    before = view(home, mlflow_views.TABLE)
+    mirror = Mirror(home)
+    before = view(home, views.TABLE)
     client, found = experiment(home)
-    client.set_experiment_tag(found.experiment_id, tracking.NOTE, "mine")
-    tracking.addresses(home, ["ttrain"])
-    assert view(home, mlflow_views.TABLE) == before
-    assert experiment(home)[1].tags[tracking.NOTE] == "mine"
-    client.set_experiment_tag(found.experiment_id, f"mlflow.sharedViewState.{mlflow_views.CURVES}", '{"name": 7')
-    tracking.addresses(home, ["ttrain"])
-    assert json.loads(view(home, mlflow_views.CURVES)["state"])["selectedColumns"], "a damaged view is written anew"
-
-
-def test_no_two_of_the_newest_runs_have_one_colour_and_what_a_user_chose_stays(two: tuple[Path, dict[str, str]]) -> None:
-    home, runs = two
-    client, found = experiment(home)
-    first, second = runs.values()
-    for run in (first, second):
-        client.set_tag(run, mlflow_views.RUN_COLOUR, mlflow_views.COLOURS[0])
-    client.delete_tag(second, mlflow_views.RUN_COLOUR)
-    mlflow_views.write_views(client, found.experiment_id)
-    colours = [client.get_run(run).data.tags[mlflow_views.RUN_COLOUR] for run in (first, second)]
-    assert colours == list(mlflow_views.COLOURS[:2])
-
-
-def test_the_end_of_a_run_brings_the_views_up_to_date_and_a_silent_server_is_left_alone(
-    two: tuple[Path, dict[str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    home, _ = two
-    client, found = experiment(home)
-    client.set_experiment_tag(found.experiment_id, f"mlflow.sharedViewState.{mlflow_views.TABLE}", "")
-    store = open_store(home, "ttrain")
-    tracking.refresh_views(store)
-    assert "params.`sft.optim.lr`" in json.loads(view(home, mlflow_views.TABLE)["state"])["selectedColumns"]
-    tracking.refresh_views(tracking.NullStore())
-    with socket.socket() as deaf:  # takes connections, and never answers
-        deaf.bind(("127.0.0.1", 0))
-        deaf.listen()
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{deaf.getsockname()[1]}")
-        with monkeypatch.context() as patch:
-            patch.setattr("ttrain.tracking.client.PROBE_SECONDS", 0.1)
-            silent = open_store(home, "ttrain")
-        waited = stopwatch()
-        tracking.refresh_views(silent)
-        assert waited() < 1
+    client.set_experiment_tag(found.experiment_id, views.NOTE, "mine")
+    views.refresh_views(mirror, "ttrain")
+    assert view(home, views.TABLE) == before
+    assert experiment(home)[1].tags[views.NOTE] == "mine"
+    client.set_experiment_tag(found.experiment_id, f"mlflow.sharedViewState.{views.CURVES}", '{"name": 7')
+    views.refresh_views(mirror, "ttrain")
+    assert json.loads(view(home, views.CURVES)["state"])["selectedColumns"], "a damaged view is written anew"
 
 
 def test_runs_without_an_evaluation_are_judged_by_their_validation() -> None:
     only_trained = {"pretrain/validation_loss": 3.0, "pretrain/tokens": 5.0}
     evaluated = {**only_trained, "eval/bits_per_byte": 1.0}
-    assert mlflow_views.figures([evaluated]) == (["eval/bits_per_byte"], [])
-    assert mlflow_views.figures([only_trained]) == (["pretrain/validation_loss"], [])
-    assert mlflow_views.figures([evaluated, {**only_trained, "pretrain/validation_loss": 2.0}]) == (
+    assert views.figures([evaluated]) == (["eval/bits_per_byte"], [])
+    assert views.figures([only_trained]) == (["pretrain/validation_loss"], [])
+    assert views.figures([evaluated, {**only_trained, "pretrain/validation_loss": 2.0}]) == (
         ["eval/bits_per_byte"], ["pretrain/validation_loss"],
     )  # fmt: skip
-    assert mlflow_views.figures([]) == ([], [])
+    assert views.figures([]) == ([], [])
     same = {"eval/bits_per_byte": 1.0, "pretrain/tokens": 5.0}
     runs = [{**same, "eval/chat_loss_sft": 2.0}, {**same, "eval/chat_loss_sft": 3.0}, {}]
-    assert mlflow_views.figures(runs) == (["eval/chat_loss_sft"], []), "what is the same in all is no column"
-    assert mlflow_views.varying(mlflow_views.EXTRA_METRICS, runs) == []
+    assert views.figures(runs) == (["eval/chat_loss_sft"], []), "what is the same in all is no column"
+    assert views.varying(views.EXTRA_METRICS, runs) == []
 
 
 def test_settings_that_shape_the_models_come_first_and_paths_lists_and_data_are_no_columns() -> None:
     first = {"runtime.devices": "1", "lora.rank": "4", "model.layers": "2", "same": "x"}
     second = {"runtime.devices": "2", "lora.rank": "8", "model.layers": "3", "same": "x", "tokenizer.seed": "1"}
-    assert mlflow_views.differing([first, second]) == ["model.layers", "lora.rank", "runtime.devices"]
+    assert views.differing([first, second]) == ["model.layers", "lora.rank", "runtime.devices"]
     many = [{f"sft.{number}": str(run) for number in range(30)} for run in range(2)]
-    assert len(mlflow_views.differing(many)) == mlflow_views.MOST_SETTINGS == 4
+    assert len(views.differing(many)) == views.MOST_SETTINGS == 4
     lists = {"data.sft": "['a.jsonl']", "lora.targets": "['q_proj']", "evaluate.suites.sft": "('mine.yaml',)"}
     texts = {"sft.start_from": "runs/mine", "notify.webhook_file": "C:\\hook", "evaluate.prompt": "what is it " * 9}
     first = {**lists, **texts, "data.weights": "1", "sft.optim.lr": "0.001"}
     second = {**dict.fromkeys([*lists, *texts], "[]"), "data.weights": "2", "sft.optim.lr": "0.002"}
-    assert mlflow_views.differing([first, second]) == ["sft.optim.lr"], "neither paths nor lists nor data"
+    assert views.differing([first, second]) == ["sft.optim.lr"], "neither paths nor lists nor data"
 
 
 def test_of_settings_that_tell_the_same_runs_apart_one_gives_way_to_others() -> None:
@@ -187,16 +147,16 @@ def test_of_settings_that_tell_the_same_runs_apart_one_gives_way_to_others() -> 
     sizes = {"model.heads": "3", "model.hidden_size": "48"}
     others = (sizes, {"model.layers": "3"}, {"pretrain.seed": "2"}, {"sft.seed": "2"})
     runs = [base, *({**base, **other} for other in others)]
-    assert mlflow_views.differing(runs) == ["model.heads", "model.layers", "pretrain.seed", "sft.seed"]
-    assert mlflow_views.differing(runs[:2]) == ["model.heads", "model.hidden_size"]
+    assert views.differing(runs) == ["model.heads", "model.layers", "pretrain.seed", "sft.seed"]
+    assert views.differing(runs[:2]) == ["model.heads", "model.hidden_size"]
 
 
 def test_the_largest_view_fits_into_a_tag() -> None:
-    longest = [f"params.`{'x' * 60}{number}`" for number in range(mlflow_views.MOST_SETTINGS)]
-    judged = (*mlflow_views.JUDGED_BY, *mlflow_views.JUDGED_BY.values(), *mlflow_views.EXTRA_METRICS)
+    longest = [f"params.`{'x' * 60}{number}`" for number in range(views.MOST_SETTINGS)]
+    judged = (*views.JUDGED_BY, *views.JUDGED_BY.values(), *views.EXTRA_METRICS)
     longest += [f"metrics.`{name}`" for name in judged]
-    state = mlflow_views.compact(mlflow_views.state_of(longest))
-    assert len(mlflow_views.compact({"name": "x" * 60, "createdAt": 1, "updatedAt": 1, "state": state})) < 5000
+    state = views.compact(views.state_of(longest))
+    assert len(views.compact({"name": "x" * 60, "createdAt": 1, "updatedAt": 1, "state": state})) < 5000
 
 
 def test_a_browser_gets_the_token_in_a_file_that_no_other_account_can_read_not_as_an_argument(

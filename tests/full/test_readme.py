@@ -15,7 +15,7 @@ import pytest
 from support.pipeline_home import Cli
 from support.snippets import PAGES, ROOT, commands, snippets
 
-from ttrain import tracking
+from ttrain.tracking.mirror import prepare
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = [f"ttrain {command.text}" for command in commands("README.md")]
@@ -126,7 +126,7 @@ def test_the_page_of_tracking_opens_registered_models(finished: Any, tmp_path: P
     (snippet,) = [snippet for snippet in snippets("python") if snippet.page == "docs/tracking.md"]
     shutil.copytree(finished.home / "mlflow", tmp_path / "home" / "mlflow")  # MLflow notes what was opened
     moved = Cli(tmp_path / "home", finished.data)
-    tracking.repair_moved_home(moved.home)  # which points a copied home's places at itself
+    prepare(moved.home)  # which points a copied home's places at itself
     python(snippet.text.replace("quickstart", "tiny-test").replace("-sft/3", "-sft/1"), moved)
 
 

@@ -25,11 +25,12 @@ from support.paths import ROOT
 from support.served import processes_of, write_double
 from support.waiting import wait_until
 
-from ttrain import tracking
 from ttrain.errors import TTrainError
 from ttrain.flows import prefect_api, prefect_run, servers
 from ttrain.flows.guard import BODY_BYTES
 from ttrain.store import server_records
+from ttrain.tracking.client import tracking_uri
+from ttrain.tracking.mirror import Mirror, TrackedRun
 
 STARTED_BY_THE_RUN = """
 import os, sys, time
@@ -114,9 +115,8 @@ def asking(url: str, token: str | None, data: bytes | None = None, **headers: st
 def test_the_real_servers_start_show_a_run_to_who_has_the_token_and_leave_nothing(
     real_home: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = tracking.open_store(real_home, "test")
-    run: Any = store.start_run("run", run_id=None, parent_run_id=None, tags={}, params={})
-    run.store.client.log_text(run.id, "kept", "report.md")
+    run = Mirror(real_home).push(TrackedRun("run", "full", "run", "test", 1.0, texts={"report.md": "kept"}))
+    assert run
     port, other = ports()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port))
@@ -136,19 +136,19 @@ def test_the_real_servers_start_show_a_run_to_who_has_the_token_and_leave_nothin
     chosen = prefect_api.prefect_environment(real_home)
     assert chosen["PREFECT_API_URL"] == found.prefect_api_url and chosen["PREFECT_API_AUTH_STRING"] == token
     with urllib.request.urlopen(
-        asking(f"{found.mlflow_url}/ajax-api/2.0/mlflow/artifacts/list?run_id={run.id}", token)
+        asking(f"{found.mlflow_url}/ajax-api/2.0/mlflow/artifacts/list?run_id={run.run_id}", token)
     ) as reply:
         assert [file["path"] for file in json.load(reply)["files"]] == ["report.md"]
-    with urllib.request.urlopen(asking(f"{found.mlflow_url}/get-artifact?path=report.md&run_uuid={run.id}", token)) as reply:
+    with urllib.request.urlopen(
+        asking(f"{found.mlflow_url}/get-artifact?path=report.md&run_uuid={run.run_id}", token)
+    ) as reply:
         assert reply.read() == b"kept"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", found.mlflow_url)  # the home's own server, by its address
-    there: Any = tracking.open_store(real_home, "by address")
-    told = there.start_run("told", run_id=None, parent_run_id=None, tags={}, params={})
     large_file = real_home / "weights.bin"
     large_file.write_bytes(bytes(BODY_BYTES + 1))
-    told.store.client.log_artifact(told.id, str(large_file))
-    assert told.store.client.list_artifacts(told.id)[0].file_size == BODY_BYTES + 1
-    there.close()
+    there = Mirror(real_home)
+    upload = there.push(TrackedRun("sent", "full", "sent", "by address", 1.0, files={"weights.bin": large_file}))
+    assert upload and dict(there.sizes(upload.run_id)) == {"weights.bin": BODY_BYTES + 1}
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     large_file.unlink()
     databases = [real_home / "mlflow" / "mlflow.db", real_home / "prefect" / "prefect.db"]
@@ -358,7 +358,7 @@ def test_the_environment_prefers_what_the_user_has_set_and_the_token_is_for_the_
     port = found.mlflow_url.rpartition(":")[2]
     for url in (found.mlflow_url, f"{found.mlflow_url}/"):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
-        assert tracking.tracking_uri(faked_home) == url.replace("//", f"//ttrain:{token}@")
+        assert tracking_uri(faked_home) == url.replace("//", f"//ttrain:{token}@")
         assert server_records.page_with_token(faked_home, f"{url}#/runs").endswith(f":{port}/?token={token}#/runs")
     others = [
         found.prefect_url, f"http://elsewhere:{port}", f"http://localhost:{port}", f"http://127.0.0.1:{port}0",
@@ -367,10 +367,10 @@ def test_the_environment_prefers_what_the_user_has_set_and_the_token_is_for_the_
     ]  # fmt: skip
     for url in others:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
-        assert tracking.tracking_uri(faked_home) == url
+        assert tracking_uri(faked_home) == url
     servers.down(faked_home)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", found.mlflow_url)
-    assert tracking.tracking_uri(faked_home) == found.mlflow_url, "another account's program may have its port now"
+    assert tracking_uri(faked_home) == found.mlflow_url, "another account's program may have its port now"
 
 
 def test_the_token_is_in_a_file_of_its_owner_and_in_no_argument(faked_home: Path) -> None:

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 from support.kill_points import killed_everywhere
 from support.paths import ROOT
+from support.tracked_stores import client_of
 from support.waiting import stopwatch
 
-from ttrain import tracking
 from ttrain.core.files import read_json
 from ttrain.errors import ArtifactError
 from ttrain.pipeline.artifact_commands import DamagedArtifact, InTracker, set_aside
@@ -30,6 +30,8 @@ from ttrain.pipeline.plan import explain
 from ttrain.stages import STAGES
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, write_manifest
+from ttrain.store.registry import Registry
+from ttrain.tracking.mirror import Mirror, TrackedRun
 
 STAGE, KEY, EXPERIMENT = "shards-sft", "k" * 64, "ttrain"
 HELDOUT = {"heldout/index.json": b"[1]", "heldout/00.arrow": b"heldout rows"}
@@ -63,15 +65,13 @@ def make(home: Path, stage: str = STAGE, files: Mapping[str, bytes] | None = Non
     return store.publish(stage, KEY, output, {**MANIFEST, **manifest})
 
 
-def track(home: Path, artifact: Artifact, status: str = "FINISHED", experiment: str = EXPERIMENT) -> tracking.TrackedRun:
+def track(home: Path, artifact: Artifact, status: str = "FINISHED", experiment: str = EXPERIMENT) -> None:
     """As a run does when its stage has ended."""
     tags = {"ttrain.stage": artifact.stage, "ttrain.key": artifact.key}
-    opened = tracking.open_store(home, experiment)
-    run = opened.start_run(artifact.stage, run_id=None, parent_run_id=None, tags=tags, params={})
-    assert isinstance(run, tracking.TrackedRun)
-    run.log_directory(artifact.path, artifact.stage)
-    run.finish(status)
-    return run
+    run = TrackedRun(f"{artifact.path}", "full", artifact.stage, experiment, time.time(), status, tags=tags)
+    paths = (path for path in artifact.path.rglob("*") if path.is_file())
+    run.files = {f"{artifact.stage}/{path.relative_to(artifact.path).as_posix()}": path for path in paths}
+    assert Mirror(home).push(run)
 
 
 def store_of(home: Path) -> ArtifactStore:
@@ -134,9 +134,8 @@ def test_a_registered_adapter_is_fetched_with_the_model_it_goes_onto(
     }
     track(first, make(first, "sft", model))
     made = make(first, "lora", adapter, inputs={"base": {"stage": "sft", "key": KEY, "content": ""}})
-    run, tags = track(first, made), {"ttrain.stage": "lora", "ttrain.key": KEY, "ttrain.content": made.content}
-    tracking.open_store(first, EXPERIMENT).register_model("mine-lora", run=run, artifact_path="lora/adapter", tags=tags)
-    run.store.finish_uploads()  # its files go over the network, in the background
+    track(first, made)
+    Registry(second).register_model("mine-lora", made, "full")
     reference = resolve("mine-lora/1", second)
     assert reference.adapter == ArtifactStore(second).path("lora", KEY) / "adapter"
     assert reference.model == ArtifactStore(second).path("sft", KEY) / "model"
@@ -213,7 +212,7 @@ def test_only_finished_runs_of_the_experiment_count(tmp_path: Path, pristine: Pa
     home = tmp_path / "home"
     shutil.copytree(pristine / "mlflow", home / "mlflow")
     run_id = held(home).parents[1].name
-    client = tracking.open_reader(home).client
+    client = client_of(home)
     for status in ("RUNNING", "FAILED", "FINISHED"):
         client.update_run(run_id, status=status)
         assert (store_of(home).find(STAGE, KEY) is not None) == (status == "FINISHED"), status
@@ -324,7 +323,7 @@ def test_a_moved_home_fetches_from_itself(bare_home: Path, tmp_path: Path) -> No
 def test_a_server_that_does_not_answer_is_a_miss_soon_and_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("ttrain.tracking.client.PROBE_SECONDS", 0.3)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:secret@127.0.0.1:{silent.getsockname()[1]}")
         store, waited = store_of(tmp_path / "home"), stopwatch()

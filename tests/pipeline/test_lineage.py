@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from support.data_commands import in_process
+from support.tracked_stores import pushed
 
-from ttrain import tracking
 from ttrain.cli import evaluate
 from ttrain.config import Settings
 from ttrain.core.files import write_json
@@ -25,6 +25,7 @@ from ttrain.store.layout import Artifact
 from ttrain.store.model_files import MODEL
 from ttrain.store.registry import Registry
 from ttrain.tracking import datasets
+from ttrain.tracking.mirror import Mirror, TrackedRun
 
 RUN = "full-20261121-160222-1a2b4"
 SHA = "5" * 64
@@ -77,7 +78,12 @@ def make(home: Path, tokenizer: str = "a1b2c3d") -> dict[str, Artifact]:
     stages = [{"name": name, "key": one.key, "outcome": "completed"} for name, one in made.items()]
     record = {"run": RUN, "pipeline": "full", "outcome": "completed", "started_unix": 1.0, "seconds": 1.0, "stages": stages}
     (home / "runs").mkdir(exist_ok=True)
-    told = {"metrics": {}, "settings": {}, "process": {"pid": 1, "started": 0}, "model_set": "mine/1"}
+    told = {
+        "metrics": {},
+        "settings": Settings(name="mine").model_dump(mode="json"),
+        "process": {"pid": 1, "started": 0},
+        "model_set": "mine/1",
+    }
     write_json(home / "runs" / f"{RUN}.json", {**record, **told})
     registry, names = Registry(home), {"mine-base": "pretrain", "mine-sft": "sft"}
     members = [registry.register_model(name, made[stage], RUN) for name, stage in names.items()]
@@ -97,17 +103,8 @@ def tracked(tmp_path_factory: pytest.TempPathFactory, add_database: Callable[[Pa
     """The same, which MLflow knows, with a run for each stage; its set is champion."""
     home = tmp_path_factory.mktemp("tracked") / "home"
     add_database(home)
-    artifacts = make(home)
-    opened = tracking.open_store(home, "ttrain")
-    assert isinstance(opened, tracking.MlflowStore)
-    parent = opened.start_run(RUN, tags={"ttrain.pipeline": "full"}, params={})
-    for stage, artifact in artifacts.items():
-        tags = {"ttrain.stage": stage, "ttrain.key": artifact.key, "ttrain.content": artifact.content}
-        run = opened.start_run(stage, parent=parent, tags={**tags, "ttrain.run": RUN}, params={})
-        run.log_directory(artifact.path, stage)
-        run.finish("FINISHED")
-    parent.finish("FINISHED")
-    opened.close()
+    make(home)
+    pushed(home)
     Registry(home).promote("mine", "1")
     return home
 
@@ -276,24 +273,20 @@ def test_the_digest_of_a_data_set_is_that_of_its_files_and_how_they_are_read(tmp
 
 
 def test_mlflow_lists_each_data_set_of_a_run_once_with_digest_counts_and_places(tracked: Path) -> None:
-    opened = tracking.open_store(tracked, "ttrain")
-    assert isinstance(opened, tracking.MlflowStore)
-    run = opened.start_run("reads", tags={}, params={})
     data = datasets.data_of(ArtifactStore(tracked).latest("shards-pretrain"))
-    for _ in range(2):
-        run.log_inputs(data)
-    assert run.id is not None
-    found = {one.dataset.name: one for one in opened.client.get_run(run.id).inputs.dataset_inputs}
-    assert len(opened.client.get_run(run.id).inputs.dataset_inputs) == 2
+    mirror, run = Mirror(tracked), TrackedRun("reads", "full", "reads", "reading", 1.0, inputs=[*data, *data])
+    bound = mirror.push(run)
+    assert bound and Mirror(tracked).push(run)
+    [listed_run] = mirror.client.search_runs([bound.experiment_id], f"dataset.digest = '{data[0].digest}'")
+    assert listed_run.info.run_id == bound.run_id
+    found = {one.dataset.name: one for one in listed_run.inputs.dataset_inputs}
+    assert len(listed_run.inputs.dataset_inputs) == 2
     train = found["pretrain"]
     assert train.dataset.digest == data[0].digest
     assert json.loads(train.dataset.profile) == {"documents": 80, "bytes": 2700}
     listed = json.loads(train.dataset.source)["listed"]
     assert listed == [{"name": "docs.jsonl", "sha256": SHA, "location": "/data/docs.jsonl"}]
     assert {tag.key: tag.value for tag in train.tags} == {"mlflow.data.context": "training", "tokens": "700"}
-    runs = opened.client.search_runs([opened.experiment_id()], f"dataset.digest = '{data[0].digest}'")
-    assert [one.info.run_id for one in runs] == [run.id]
-    opened.close()
 
 
 def test_a_list_of_files_that_mlflow_would_refuse_is_cut_and_counted() -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from support.recorded_homes import Made, falling, make_run
-from support.tracked_stores import opened
 from typer.testing import CliRunner
 
 from ttrain.cli.main import app
@@ -19,8 +18,7 @@ from ttrain.errors import UsageError
 from ttrain.reports import facts
 from ttrain.reports.compare import ComparedMetric, RunComparison, compare, labels, sections
 from ttrain.reports.sections import Answers
-from ttrain.tracking import read_runs
-from ttrain.tracking.datasets import DataInput
+from ttrain.store.run_views import read_runs
 
 A, B, C = "full-20261121-100000-0001a", "full-20261121-110000-0002b", "full-20261121-120000-0003c"
 METRICS = {"eval/bits_per_byte": 2.5, "eval/documents": 50.0, "eval/document_bytes": 740.0, "tok/unk_rate": 0.0}
@@ -166,19 +164,6 @@ def test_runs_without_artifacts_are_not_said_to_have_the_same_data(tmp_path: Pat
         == lines(comparison.code)
         == {"artifacts that are gone": ("shards-pretrain", "shards-pretrain")}
     )
-
-
-def test_data_of_runs_whose_artifacts_are_elsewhere_is_told_as_mlflow_lists_it(tmp_path: Path) -> None:
-    """As trials of a sweep on another machine: they leave no files in MLflow."""
-    store = opened(tmp_path)
-    for name, digit in ((A, "a"), (B, "b")):
-        run = store.start_run(name, tags={"ttrain.pipeline": "full"}, params={})
-        tags = {"ttrain.stage": "shards-sft", "ttrain.key": digit * 64, "ttrain.run": name}
-        child = store.start_run("shards-sft", parent=run, tags=tags, params={})
-        child.log_inputs([DataInput("sft", digit * 12, "training", {"documents": 9}, None)])
-    store.close()
-    told = ("aaaaaaaaaaaa documents 9", "bbbbbbbbbbbb documents 9")
-    assert lines(compared(tmp_path, A, B).data) == {"shards-sft: sft": told}
 
 
 def test_other_tokenizers_and_other_held_out_data_are_warned_of(tmp_path: Path) -> None:

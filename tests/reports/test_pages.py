@@ -20,13 +20,12 @@ from PIL import Image
 from support.browser import Browser, executable
 from support.recorded_homes import BEGAN, NONE_SUCH, TOKENS_PER_STEP, Made, falling, make_run
 
-from ttrain.core.files import write_json
 from ttrain.errors import TTrainError
 from ttrain.reports import charts, drawing_process, drawings
 from ttrain.reports.html import script_json
 from ttrain.reports.report import comparison_page, find_problems, report_of
 from ttrain.store import runs
-from ttrain.tracking import Point, RunView, read_local, read_run, read_runs
+from ttrain.store.run_views import Point, RunView, read_run, read_runs
 
 A, B = "full-20261121-100000-0001a", "full-20261121-110000-0002b"
 pytestmark = pytest.mark.usefixtures("real_drawings")
@@ -334,13 +333,12 @@ def test_a_run_that_ended_before_its_first_stage_has_a_page_too(tmp_path: Path) 
 
 def test_a_night_s_page_shows_its_decision_with_the_reason(tmp_path: Path) -> None:
     make_run(tmp_path, A, [Made("pretrain")])
-    undecided = report_of(tmp_path, read_local(tmp_path, A))
+    undecided = report_of(tmp_path, read_run(tmp_path, A))
     decision = {"promote": False, "metric": "bits_per_byte", "challenger": 1.9, "champion": 1.8, "difference": -0.1}
     decision |= {"interval": None, "samples": 3, "reason": "worse by <b>0.1</b>"}
-    (tmp_path / "nightly" / "mine").mkdir(parents=True)
-    write_json(tmp_path / "nightly" / "mine" / "night-000002.json", {"run": A, "decision": decision})
+    make_run(tmp_path, A, [Made("pretrain")], night="night-000002", decision=decision)
     said = '<p class="remark">night-000002: kept: worse by &lt;b&gt;0.1&lt;/b&gt;</p>'
-    assert said in report_of(tmp_path, read_local(tmp_path, A)) and "night-" not in undecided
+    assert said in report_of(tmp_path, read_run(tmp_path, A)) and "night-" not in undecided
 
 
 def test_what_preference_tuning_is_judged_by_is_shown_at_once_and_its_loss_is_no_loss_of_tokens() -> None:

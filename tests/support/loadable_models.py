@@ -19,7 +19,7 @@ from ttrain.evaluate.baselines import greedy
 from ttrain.model import adapters, factory
 from ttrain.stages import new_model
 from ttrain.store.model_files import weights_digest
-from ttrain.tracking.model_description import ADAPTER, MODEL
+from ttrain.tracking.loadable import ADAPTER, MODEL
 
 TALKATIVE = {"tie_embeddings": False, "init_std": 0.3}  # small weights repeat the last token for ever
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from support.waiting import wait_until
 
-from ttrain.tracking import client
+from ttrain.tracking.mirror import prepare
 
 # Without uvicorn and its workers, whose start takes 6 s on two cores: the same routes, the same database, in 2 s.
 SERVER = """
@@ -50,7 +50,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 def mlflow_server(directory: Path) -> Iterator[str]:
     """The address of a server whose database and artifacts, which it hands on itself, lie in `directory`."""
     port = free_port()
-    client.prepare(directory)  # its 67 migrations take 1 s
+    prepare(directory)  # its 67 migrations take 1 s
     quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "MLFLOW_SERVER_DISABLE_SECURITY_MIDDLEWARE": "true"}
     with (directory / "server.log").open("wb") as log:
         process = subprocess.Popen(

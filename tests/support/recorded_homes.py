@@ -1,4 +1,4 @@
-"""Homes with runs on record, made in milliseconds: records, artifacts with curves, and the same in a real MLflow."""
+"""Homes with runs on record, made in milliseconds: records, artifacts with curves, and where asked for in a real MLflow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from support.tracked_stores import opened
+from support.tracked_stores import pushed
 
 from ttrain.config import Settings
 from ttrain.core.files import write_json
@@ -65,21 +65,25 @@ def make_run(
     began = BEGAN + 1000 * number
     for made in stages:
         if made.outcome == "completed":
-            _artifact(home, name, made, began)
+            make_artifact(home, name, made, began)
     tree = Settings.model_validate(dict(settings or {})).model_dump(mode="json")
-    run_id = _track(home, name, stages, metrics or {}, outcome, began) if tracked else None
-    told = [{"name": one.stage, "outcome": one.outcome, "key": one.key, "seconds": 5.5, **one.noted} for one in stages]
+    listed = [{"name": one.stage, "outcome": one.outcome, "key": one.key, "seconds": 5.5, **one.noted} for one in stages]
     record = {
         "run": name, "pipeline": name.split("-")[0], "outcome": outcome, "started": "", "started_unix": began,
-        "seconds": 60.5, "process": NONE_SUCH, "stages": told, "metrics": dict(metrics or {}), "settings": tree,
-        "tracking": {"run_id": run_id, "url": None}, **noted,
+        "seconds": 60.5, "process": NONE_SUCH, "stages": listed, "metrics": dict(metrics or {}), "settings": tree,
+        "tracking": {"run_id": None, "url": None}, **noted,
     }  # fmt: skip
     (home / "runs").mkdir(parents=True, exist_ok=True)
     write_json(home / "runs" / f"{name}.json", record)
+    if not tracked:
+        return None
+    [run_id] = pushed(home, [name])
+    write_json(home / "runs" / f"{name}.json", {**record, "tracking": {"run_id": run_id, "url": None}})
     return run_id
 
 
-def _artifact(home: Path, run: str, made: Made, began: float) -> None:
+def make_artifact(home: Path, run: str, made: Made, began: float) -> None:
+    """Put the artifact of a stage into the store."""
     directory = home / "store" / made.stage / made.key
     (directory / "run").mkdir(parents=True, exist_ok=True)
     for name, text in made.texts.items():
@@ -99,26 +103,6 @@ def _artifact(home: Path, run: str, made: Made, began: float) -> None:
         "provenance": {"ttrain": "0", "python": "3.11.9", "platform": "Linux", "libraries": {"torch": "2.13.0"}, "run": run},
     }  # fmt: skip
     write_manifest(directory, manifest)
-
-
-def _track(home: Path, name: str, stages: Sequence[Made], metrics: Mapping[str, float], outcome: str, began: float) -> str:
-    """By the client that the pipeline uses."""
-    store = opened(home)
-    parent = store.start_run(name, tags={"ttrain.pipeline": "full"}, params={})
-    for made in stages:
-        if made.outcome != "completed":
-            continue
-        tags = {"ttrain.stage": made.stage, "ttrain.key": made.key, "ttrain.run": name}
-        child = store.start_run(made.stage, parent=parent, tags=tags, params={"stage": made.stage})
-        assert child.log_metrics(rows_of(made.losses, began))
-        child.log_summary({"final/loss": 1.5})
-        child.log_directory(home / "store" / made.stage / made.key, made.stage)
-        child.finish("FINISHED")
-    parent.log_summary(metrics)
-    parent.finish("FINISHED" if outcome == "completed" else "KILLED")
-    store.close()
-    assert parent.id is not None
-    return parent.id
 
 
 def alive() -> dict[str, Any]:

@@ -1,23 +1,51 @@
-"""The tracker of a home, as tests open it, and what they tell it."""
+"""MLflow's view of a home, as tests fill, read and compare it."""
 
 from __future__ import annotations
 
+import sqlite3
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from ttrain.tracking import MlflowStore, TrackedRun, open_store
+from ttrain.pipeline import pusher
+from ttrain.tracking.client import database_of, tracking_uri
 
 
-def opened(home: Path, experiment: str = "ttrain") -> MlflowStore:
-    store = open_store(home, experiment)
-    assert isinstance(store, MlflowStore)
-    return store
+def pushed(home: Path, names: Sequence[str] | None = None) -> list[str | None]:
+    """Push runs, or all that changed; returns MLflow's ids of them. No push fails."""
+    done = pusher.push(home, names)
+    assert [one.why for one in done if one.why] == []
+    return [one.run_id for one in done]
 
 
-def started(store: MlflowStore, name: str = "stage") -> TrackedRun:
-    return store.start_run(name, tags={}, params={"lr": 0.02})
+def client_of(home: Path) -> Any:
+    from mlflow import MlflowClient
+
+    uri = tracking_uri(home.resolve())
+    return MlflowClient(uri, uri)
 
 
-def row(step: int) -> dict[str, Any]:
-    """A line of a curve."""
-    return {"step": step, "tokens": step, "time": 1.7e9 + step, "metrics": {"loss": 1.0 / step}}
+def tracked(home: Path, identity: str, experiment: str = "ttrain") -> list[Any]:
+    """The runs in MLflow with this id of ours: one, if all is well."""
+    client = client_of(home)
+    found = client.get_experiment_by_name(experiment)
+    return list(client.search_runs([found.experiment_id], f"tags.`ttrain.id` = '{identity}'")) if found else []
+
+
+def steps(home: Path, run_id: str, key: str = "loss") -> list[int]:
+    """All steps that MLflow has of a metric, doubled ones twice."""
+    return sorted(point.step for point in client_of(home).get_metric_history(run_id, key))
+
+
+def files_of(run: Any) -> dict[str, Path]:
+    """The files of a run in a home's own MLflow, by path."""
+    root = Path(run.info.artifact_uri.removeprefix("file://"))
+    return {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()}
+
+
+def rows_of_database(home: Path) -> dict[str, list[Any]]:
+    """All rows of the home's own database, by table."""
+    with closing(sqlite3.connect(database_of(home))) as db:
+        tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        return {table: sorted(map(repr, db.execute(f'SELECT * FROM "{table}"'))) for table in tables}

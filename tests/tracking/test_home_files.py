@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from support.paths import ROOT
 from support.tracked_stores import opened
+from ttrain.tracking.uploads import LINK_FROM_BYTES
 
 from ttrain.errors import TrackingError
 from ttrain.tracking import MlflowStore, NullStore, TrackedRun, open_store, prepare, repair_moved_home, tracking_uri
 from ttrain.tracking import database as databases
-from ttrain.tracking.uploads import LINK_FROM_BYTES
 
 
 @pytest.fixture

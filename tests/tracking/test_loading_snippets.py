@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from support.loadable_models import adapted, fresh, said_with_ttrain, said_without_ttrain
+from ttrain.tracking.model_description import ADAPTER, BASE, MODEL, LoadableModel, loadable
 
 from ttrain.export import export
 from ttrain.pipeline.registration import evaluation_tables
@@ -21,7 +22,6 @@ from ttrain.pipeline.run_models import Registered
 from ttrain.reports import summary
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
-from ttrain.tracking.model_description import ADAPTER, BASE, MODEL, LoadableModel, loadable
 
 NEW_TOKENS, PROMPT = 10, "The man"
 EXAMPLES = ("The first", "What is it?")

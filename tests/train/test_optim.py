@@ -16,7 +16,6 @@ from torch import nn
 
 from ttrain.config import Optim
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.tracking.delivery import group_params
 from ttrain.train import optim
 from ttrain.train.distributed import Ranks
 from ttrain.train.optim import Optimizers
@@ -108,14 +107,6 @@ def test_the_groups_tell_what_is_in_them_and_norms_biases_and_embeddings_do_not_
             "names": ["embedding.weight", "linear.bias", "norm.weight"],
         },
     ]  # fmt: skip
-
-
-def test_the_groups_become_parameters_of_the_tracked_run() -> None:
-    found = group_params({"optimizer_groups": optim.build(Small(), Optim(weight_decay=0.3)).groups(), "steps": 3})
-    assert found["optim.groups.0.weight_decay"] == 0.3
-    assert found["optim.groups.0.names"] == ["linear.weight"]
-    assert {name.split(".")[2] for name in found} == {"0", "1"}
-    assert group_params({"steps": 3}) == {}, "a stage that does not train"
 
 
 def numbers(tensor: torch.Tensor) -> Any:

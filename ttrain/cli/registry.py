@@ -42,8 +42,10 @@ def models_list(
     """List the sets, the newest first: aliases, metric, run, and the promotion decision."""
     from ttrain.config.training import BITS_PER_BYTE
     from ttrain.store.registry import CHAMPION, Registry
+    from ttrain.tracking.registered import take_over_champions
 
     metric = metric or BITS_PER_BYTE.name
+    take_over_champions(home(), name)
     model_sets = Registry(home()).sets(name)
     if as_json:
         print_json([model_set.to_json() for model_set in model_sets])
@@ -90,8 +92,10 @@ def models_promote(
 ) -> None:
     """Make a set the champion, regardless of its figures: nights continue from it and compare with it."""
     from ttrain.store.registry import CHAMPION, Registry
+    from ttrain.tracking.registered import take_over_champions
 
     root = home()
+    take_over_champions(root, name)
     registry = Registry(root)
     chosen = _find_set(root, registry.sets(name), which, name)
     already = CHAMPION in chosen.aliases
@@ -103,7 +107,9 @@ def models_promote(
 def models_rollback(name: Name = None, as_json: AsJson = False) -> None:
     """Make the previous champion the champion again; each further call goes one back."""
     from ttrain.store.registry import Registry
+    from ttrain.tracking.registered import take_over_champions
 
+    take_over_champions(home(), name)
     registry = Registry(home())
     _print(registry.rollback(_only_name(registry.sets(name), name)), "is champion again", as_json)
 

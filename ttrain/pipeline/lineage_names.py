@@ -16,9 +16,10 @@ from ttrain.store import references, runs
 from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.model_files import ADAPTER, Reference, weights_digest
-from ttrain.store.registry import Registry, Version
+from ttrain.store.registry import CHAMPION, Registry, Version
 from ttrain.store.run_views import read_run
 from ttrain.tracking.artifact_source import MlflowArtifacts
+from ttrain.tracking.registered import take_over_champions
 
 SHORTEST_KEY = 6
 
@@ -107,6 +108,8 @@ def _directory(store: ArtifactStore, text: str) -> LineageTarget | None:
 
 def _registered(home: Path, text: str, model: references.Registered) -> LineageTarget:
     """Find a registered set or model."""
+    if model.alias == CHAMPION:
+        take_over_champions(home, model.name)
     found = Registry(home).resolve(model)
     if isinstance(found, Version):
         return LineageTarget(text, "model", str(found), ((found.stage, found.key),), versions=(found,))

@@ -39,7 +39,8 @@ from ttrain.store.model_files import (
     weight_files,
     weights_digest,
 )
-from ttrain.store.registry import ModelSet, Registry
+from ttrain.store.registry import CHAMPION, ModelSet, Registry
+from ttrain.tracking.registered import take_over_champions
 
 MODEL_DIRECTORY, ADAPTER_DIRECTORY = "model", "adapter"  # of an artifact
 
@@ -236,6 +237,8 @@ class _Resolver:
 
     def _registered(self, text: str, model: references.Registered) -> Reference:
         """The artifact in the store if it is there, else the files in MLflow. A set stands for its last model."""
+        if model.alias == CHAMPION:
+            take_over_champions(self.store.root, model.name)
         resolved = Registry(self.store.root).resolve(model)
         version = resolved.last if isinstance(resolved, ModelSet) else resolved
         assert version is not None, "a set has a model"

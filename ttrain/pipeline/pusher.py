@@ -21,10 +21,18 @@ from ttrain.pipeline import registration
 from ttrain.pipeline.tracked_runs import RunContent, id_of, is_tracked
 from ttrain.store import runs
 from ttrain.store.registry import ModelSet, Registry, Version
-from ttrain.tracking.book import Book, noted_bytes, open_mirror
-from ttrain.tracking.client import cannot_be_asked, is_installed, rename_aside, tracking_uri
+from ttrain.tracking.book import Book, noted_bytes
+from ttrain.tracking.client import cannot_be_asked, is_installed, own_uri, rename_aside, tracking_uri
 from ttrain.tracking.mirror import Bound, Mirror, TrackedRun
-from ttrain.tracking.registered import Registration, facts_of, identity_of, number_of, push_aliases, register
+from ttrain.tracking.registered import (
+    Registration,
+    facts_of,
+    identity_of,
+    number_of,
+    push_aliases,
+    register,
+    take_over_champion,
+)
 from ttrain.tracking.views import NAME, refresh_view
 
 log = logging.getLogger("ttrain")
@@ -53,7 +61,7 @@ def push(home: Path, names: Sequence[str] | None = None, on_run: Callable[[str],
     """Push these runs, or all that changed since their last push, oldest first; one that fails ends nothing but itself."""
     home, uri = home.resolve(), tracking_uri(home.resolve())
     try:
-        mirror = open_mirror(home)
+        mirror = Mirror(home)
     except Exception as error:  # MLflow may raise anything
         return [Pushed(name, why=cannot_be_asked(uri, error)) for name in (waiting(home) if names is None else names)]
     done = []
@@ -65,6 +73,9 @@ def push(home: Path, names: Sequence[str] | None = None, on_run: Callable[[str],
             done.append(Pushed(name, bound.run_id if bound else None))
         except Exception as error:
             log.debug("from MLflow", exc_info=True)
+            if mirror.is_own and is_damage(error):
+                rename_aside(home, error)
+                return push(home, on_run=on_run)  # all runs, to a new database
             mirror.forget()
             done.append(Pushed(name, why=cannot_be_asked(uri, error)))
     return done
@@ -114,6 +125,8 @@ def _register(mirror: Mirror, content: RunContent, bound: Bound) -> None:
             numbers[version.name] = register(mirror, _model(mirror, content, version, bound))
         else:
             numbers[version.name] = number  # another run's, which describes it
+    for name in sorted(Registry(content.home).read()["sets"]):
+        take_over_champion(mirror, name)  # before the home's own alias replaces it
     for name in {model_set.name for model_set in content.sets}:
         push_aliases(mirror, Registry(content.home), name)
 
@@ -186,17 +199,20 @@ class Pusher:
             log.info("MLflow is not installed, so nothing is tracked; to track runs: pip install mlflow")
 
     def finish(self) -> bool:
-        """Push for the last time; waits as long as MLflow answers. Returns whether everything is there."""
+        """Push for the last time; waits as long as MLflow answers. Returns whether everything is there.
+
+        The home's own database always answers, though making it takes ten seconds on a slow disk.
+        """
         if not self._thread.is_alive():
             return True
         self._is_at_end = True
         self._stop.set()
-        asked = time.monotonic()
+        asked, uri = time.monotonic(), tracking_uri(self.home)
         while self._thread.is_alive():
             self._thread.join(0.05)
             answered, patience = (self._mirror.answered, self._mirror.patience) if self._mirror else (0.0, 0.0)
-            if time.monotonic() - max(asked, answered) > SILENT_SECONDS + patience:
-                self._warn(f"MLflow at {without_user(tracking_uri(self.home))} does not answer")
+            if uri != own_uri(self.home) and time.monotonic() - max(asked, answered) > SILENT_SECONDS + patience:
+                self._warn(f"MLflow at {without_user(uri)} does not answer")
                 return False
         if self.error:
             self._warn(self.error)
@@ -239,7 +255,7 @@ class Pusher:
     def _push(self) -> None:
         is_first = self._mirror is None
         if self._mirror is None:
-            self._mirror = open_mirror(self.home)
+            self._mirror = Mirror(self.home)
         if self.content is not None:
             bound = self._mirror.push(self.content())
         else:

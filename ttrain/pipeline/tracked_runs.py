@@ -76,9 +76,10 @@ class RunContent:
 
     @cached_property
     def artifacts(self) -> dict[str, Artifact]:
-        """The artifacts of the run's finished stages."""
+        """The artifacts of the run's finished stages: not one that a later run finished."""
         keyed = ((entry["name"], entry["key"]) for entry in self.record["stages"] if entry.get("key"))
-        return {name: artifact for name, key in keyed if (artifact := self.store.find(name, key))}
+        found = {name: artifact for name, key in keyed if (artifact := self.store.find(name, key))}
+        return {name: artifact for name, artifact in found.items() if self._made(artifact) or self._reused(name)}
 
     @cached_property
     def made(self) -> dict[str, Artifact]:
@@ -143,6 +144,9 @@ class RunContent:
         """The settings that are not the defaults, without secrets."""
         changed = facts.changed_settings(dict(flatten(self.record["settings"])))
         return masked({name: value for name, (value, _) in changed.items()})
+
+    def _reused(self, stage: str) -> bool:
+        return any(entry["name"] == stage and entry["outcome"] == "cached" for entry in self.record["stages"])
 
     def _made(self, artifact: Artifact) -> bool:
         entry = next(entry for entry in self.record["stages"] if entry["name"] == artifact.stage)

@@ -15,7 +15,6 @@ from ttrain.core.redact import without_user
 from ttrain.store import events
 from ttrain.store.run_evaluations import folder_of
 from ttrain.tracking.client import database_of, own_uri
-from ttrain.tracking.mirror import Mirror
 
 
 class Book:
@@ -33,9 +32,10 @@ class Book:
         found: JsonDict = self._read().get("runs", {})
         return found
 
-    def aliases(self, name: str) -> dict[str, str]:
-        """The aliases of a registered model, as they were pushed last."""
-        return dict(self._read().get("aliases", {}).get(name, {}))
+    def aliases(self, name: str) -> dict[str, str] | None:
+        """The aliases of a registered model, as they were pushed last; None if they never were."""
+        noted: dict[str, str] | None = self._read().get("aliases", {}).get(name)
+        return noted
 
     def is_seen(self) -> bool:
         """Whether MLflow is as the last push left it; asked of the home's own database alone."""
@@ -95,14 +95,6 @@ class Book:
             status = database_of(self._home).stat()
             return [status.st_size, status.st_mtime_ns]
         return []
-
-
-def open_mirror(home: Path) -> Mirror:
-    """MLflow as the view of a home; if it was made anew, everything is to be pushed again. Raises MLflow's errors."""
-    mirror = Mirror(home)
-    if mirror.is_new:
-        Book(home, mirror.uri).forget()
-    return mirror
 
 
 def noted_bytes(home: Path, run: str) -> int:

@@ -14,6 +14,7 @@ import re
 import sqlite3
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -40,6 +41,10 @@ ENVIRONMENT = {
 KEY_CHARACTERS = 250  # of a name, by MLflow's rule
 DIGEST_CHARACTERS = 8  # 32 bits, among the few names that differ in refused characters alone
 MADE = re.compile(rf"--[0-9a-f]{{{DIGEST_CHARACTERS}}}$")  # the end of a name that `clean` made
+LOCK_SECONDS = 30
+_openings = count()
+SILENT = "does not answer"
+NO_ANSWER = re.compile("failed with (timeout )?exception|Max retries exceeded|Connection (refused|aborted)|Read timed out")
 # Columns of MLflow's database that hold locations on disk (3.17): a home that was moved or copied writes into itself
 LOCATIONS = (
     ("experiments", "artifact_location"),
@@ -64,6 +69,12 @@ def own_uri(home: Path) -> str:
 
 def database_of(home: Path) -> Path:
     return home.resolve() / "mlflow" / "mlflow.db"
+
+
+def is_missing(home: Path) -> bool:
+    """Whether the home's own database is still to be made; an empty file is none."""
+    database = database_of(home)
+    return not database.exists() or not database.stat().st_size
 
 
 def artifacts_of(home: Path) -> str:
@@ -101,14 +112,14 @@ def open_client(uri: str, home: Path) -> tuple[Any, bool]:
     database = database_of(home)
     private_directory(database.parent, closes_files=False)
     with exclusive(database.with_name("mlflow.lock")):  # two that start at once would both make the tables
-        is_new = not database.exists() or not database.stat().st_size
+        is_new = is_missing(home)
         try:
-            client = _open_own(uri)
+            client = _open_own(uri, is_new=is_new)
         except Exception as error:
             if "locked" in str(error) or is_disk_full(error) or is_new:
                 raise
             rename_aside(home, error)
-            client, is_new = _open_own(uri), True
+            client, is_new = _open_own(uri, is_new=True), True
         _move_into(home, client)
     return client, is_new
 
@@ -121,14 +132,15 @@ def rename_aside(home: Path, error: Exception) -> None:
     )
 
 
-def prepare(home: Path) -> None:
-    """Make or open the home's own database before a server does, which would refuse a damaged one."""
-    if is_installed():
-        open_client(own_uri(home), home)
+_addresses: dict[str, str] = {}  # by URI of a database: the URI by which this process opened it last
 
 
-def _open_own(uri: str) -> Any:
-    client = import_module("mlflow").MlflowClient(uri, uri)
+def _open_own(uri: str, *, is_new: bool) -> Any:
+    """Open the home's own database. MLflow keeps its connections by address, also those to a file that was replaced:
+    so a new file has another address, which differs in the seconds for which SQLite waits for a lock."""
+    if is_new or uri not in _addresses:
+        _addresses[uri] = f"{uri}?timeout={LOCK_SECONDS + next(_openings)}"
+    client = import_module("mlflow").MlflowClient(_addresses[uri], _addresses[uri])
     client.search_experiments(max_results=1)
     client.search_registered_models(max_results=1)  # opens the registry's half too, before threads start
     return client
@@ -164,13 +176,15 @@ def server_app(home: Path) -> Any:
 def cannot_be_asked(uri: str, error: Exception) -> str:
     """One line: which MLflow, what it answered, what helps."""
     cause, fix = first_line(error), ""
+    if NO_ANSWER.search(str(error)):
+        cause = SILENT
     if uri.startswith("http"):
         fix = "; start it, or set MLFLOW_TRACKING_URI to another one"
     if "error code 401 " in cause or "error code 403 " in cause:
         fix = "; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
     if is_disk_full(error):
         fix = "; free some space on its disk"
-    return f"MLflow at {without_user(uri)}: {cause}{fix}"
+    return f"MLflow at {without_user(uri)}{'' if cause == SILENT else ':'} {cause}{fix}"
 
 
 def first_line(error: Exception) -> str:

@@ -22,7 +22,18 @@ from ttrain.core.redact import masked
 from ttrain.core.text import is_number
 from ttrain.store.runs import MetricRow, parse_row, time_in_name
 from ttrain.tracking import datasets
-from ttrain.tracking.client import artifacts_of, clean, local_path, open_client, own_uri, plain, tracking_uri
+from ttrain.tracking.book import Book
+from ttrain.tracking.client import (
+    artifacts_of,
+    clean,
+    is_installed,
+    is_missing,
+    local_path,
+    open_client,
+    own_uri,
+    plain,
+    tracking_uri,
+)
 from ttrain.tracking.datasets import DataInput
 
 log = logging.getLogger("ttrain")
@@ -90,7 +101,11 @@ class Mirror:
         self.uri = uri or tracking_uri(self.home)
         self.is_own = self.uri == own_uri(self.home)
         self.is_local = not self.uri.startswith(("http", "databricks", "uc"))  # its files are on disks of this machine
+        if self.is_own and is_missing(self.home):
+            Book(self.home, self.uri).forget()  # first: a kill meanwhile leaves nothing that is taken for pushed
         self.client, self.is_new = open_client(self.uri, self.home)
+        if self.is_new:
+            Book(self.home, self.uri).forget()
         self.bound: dict[str, Bound] = {}  # by id
         self.answered = time.monotonic()  # when MLflow answered last
         self.patience = 0.0  # seconds that the present request may take beyond the usual, for a large file
@@ -252,6 +267,12 @@ class Mirror:
                 yield from self.sizes(run_id, entry.path)
             else:
                 yield entry.path, entry.file_size
+
+
+def prepare(home: Path) -> None:
+    """Make or open the home's own database before a server does, which would refuse a damaged one."""
+    if is_installed():
+        Mirror(home, own_uri(home.resolve()))
 
 
 class CurveReader:

@@ -18,7 +18,7 @@ from typing import Any
 from ttrain.core.files import exclusive, parse_object
 from ttrain.core.hashing import digest_of
 from ttrain.store.registry import CHAMPION, ModelSet, Registry, Version
-from ttrain.tracking.book import Book, open_mirror
+from ttrain.tracking.book import Book
 from ttrain.tracking.client import cannot_be_asked, database_of, is_installed, own_uri, plain, tracking_uri
 from ttrain.tracking.mirror import Mirror
 
@@ -110,26 +110,36 @@ def push_aliases(mirror: Mirror, registry: Registry, name: str) -> None:
         book.note_aliases(model, aliases)
 
 
-def take_over_champion(home: Path, name: str) -> None:
-    """Make the set champion here whose alias somebody moved on MLflow's page, or another home on a shared server.
+def take_over_champions(home: Path, model: str | None = None) -> None:
+    """Make the sets champion here whose alias somebody moved on MLflow's page, or another home on a shared server: of this
+    pipeline, `model`, or of all that are registered here.
 
-    A champion that MLflow has, and that is another than the one pushed last, counts; an alias that was removed does not. If
-    MLflow does not answer, the home's own champion stays.
+    If MLflow does not answer, the home's own champions stay.
     """
-    uri = tracking_uri(home)
-    book = Book(home, uri)
-    is_own = uri == own_uri(home)
-    if not is_installed() or (is_own and (not database_of(home).exists() or book.is_seen())):
+    uri, state = tracking_uri(home), Registry(home).read()
+    names = {*state["sets"], *([model] if model and model not in state["models"] else [])}
+    book, is_own = Book(home, uri), uri == own_uri(home)
+    if not names or not is_installed() or (is_own and (not database_of(home).exists() or book.is_seen())):
         return
     try:
-        mirror = open_mirror(home)
-        number = None if mirror.is_new else _aliases(mirror, name).get(CHAMPION)
-        if number is not None and number != book.aliases(name).get(CHAMPION):
-            _promote(Registry(home), name, mirror.call("get_model_version", name, number))
-            push_aliases(mirror, Registry(home), name)
+        mirror = Mirror(home, uri)
+        for name in sorted(names):
+            take_over_champion(mirror, name)
         book.note_seen()
     except Exception as error:  # MLflow may raise anything
         log.warning("whether the champion was moved in MLflow is not known: %s", cannot_be_asked(uri, error))
+
+
+def take_over_champion(mirror: Mirror, name: str) -> None:
+    """Take over the champion that MLflow has of a pipeline, if it is another than was pushed last.
+
+    An alias that was removed there does not count, nor one of the home's own database whose pushes are not known.
+    """
+    number, noted = _aliases(mirror, name).get(CHAMPION), Book(mirror.home, mirror.uri).aliases(name)
+    if number is None or number == (noted or {}).get(CHAMPION) or (noted is None and mirror.is_own):
+        return
+    _promote(Registry(mirror.home), name, mirror.call("get_model_version", name, number))
+    push_aliases(mirror, Registry(mirror.home), name)
 
 
 def _promote(registry: Registry, name: str, version: Any) -> None:
