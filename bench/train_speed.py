@@ -10,8 +10,8 @@ pretrain` as it is: tracking, curves, log, progress, checkpoints, documents kept
 `compiled` has runtime.compile. `bare` is a loop with the allocator setting and the same mask, `transformers` is
 transformers.Trainer (needs `pip install accelerate`) as its users run it.
 
-tune: seconds of a step with what runtime.tune=auto chooses within its minute, against the fastest of all choices, both
-measured once more in turns; without the optimizer, without compiling.
+tune: seconds of a step with the rows_per_device that runtime.tune=auto chooses, against the fastest of all sizes, measured
+once more in turns; without the optimizer, without compiling.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ import argparse
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,7 @@ from train_common import CORES, SIZES, Size
 
 # Side, what it is compared with, and the least ratio of their tokens a second.
 COMPARED = (("plain", "bare", 0.98), ("plain", "transformers", 1.15), ("ranks", "plain", 1.1), ("compiled", "plain", 0))
-MOST_MEMORY, MOST_TUNED = 0.65, 1.03
+MOST_MEMORY, MOST_TUNED = 0.65, 1.1
 SIDES = ("plain", "ranks", "compiled", "bare", "transformers")
 
 
@@ -109,48 +107,41 @@ class RandomRows:
 
 
 def compare_tuned(options: argparse.Namespace, directory: Path, table: Table) -> None:
-    """What the search finds, against all choices."""
+    """What the search finds, against all sizes."""
     name = options.size
-    result = common.measure(search_choices, name, options.rounds, **train_common.allocator()).result
-    print(f"  {name}: {result['choice']} after {result['seconds']:.0f} s; of {result['choices']} choices the fastest is "
-          f"{result['best']}; the settings take {result['start']:.3f} s a step")  # fmt: skip
-    table.ratio(f"{name}: s of a step, tuned, the fastest choice", result["tuned"], result["fastest"], most=MOST_TUNED)
+    result = common.measure(search_sizes, name, options.rounds, **train_common.allocator()).result
+    print(f"  {name}: rows_per_device={result['size']} after {result['seconds']:.0f} s; the fastest is {result['best']}")
+    table.ratio(f"{name}: s of a step, tuned, the fastest size", result["tuned"], result["fastest"], most=MOST_TUNED)
 
 
-def search_choices(name: str, rounds: str) -> dict[str, Any]:
-    """Seconds of a step of the settings, of what the search chose, and of the fastest of all choices."""
+def search_sizes(name: str, rounds: str) -> dict[str, Any]:
+    """Seconds of a step with what the search chose, and with the fastest of all sizes."""
     import torch
 
     from ttrain.config import Pretrain
     from ttrain.data.loader import ShuffledOrder
     from ttrain.stages import tuning
-    from ttrain.store.tunings import Choice
     from ttrain.train.distributed import Ranks
     from ttrain.train.language_modeling import LanguageModeling
     from ttrain.train.precision import resolve_precision
 
     torch.set_num_threads(CORES)
     size, device = SIZES[name], torch.device("cpu")
-    rows = RandomRows(size)
-    subject = tuning.Subject(
-        LanguageModeling(Pretrain(), train_common.random_model(size)), rows,
-        ShuffledOrder(len(rows), size.rows_per_step, len(rows), 1), resolve_precision("auto", device), Ranks(0, 1, device),
-    )  # fmt: skip
-    start = Choice(size.rows_per_step, "records", 512, False)
-    axes = tuning.axes_of(start, fixed=frozenset({"compile"}), rows=size.rows_per_step, row_length=size.row_length)
+    rows, ranks = RandomRows(size), Ranks(0, 1, device)
+    task = LanguageModeling(Pretrain(), train_common.random_model(size))
+    order = ShuffledOrder(len(rows), size.rows_per_step, len(rows), 1)
+    timer = tuning.StepTimer(task, rows, order, resolve_precision("auto", device), ranks)
+    sizes = tuning.sizes(order, ranks)
     began = time.monotonic()
-    choice = tuning.tune(subject, start, axes, {}, home=None, stop=lambda: False)
+    chosen = tuning.fastest(timer.seconds, sizes, ranks, lambda: time.monotonic() > began + tuning.BUDGET_SECONDS)
     seconds = time.monotonic() - began
-    names = [axis.name for axis in axes]
-    choices = [replace(start, **dict(zip(names, values, strict=True))) for values in product(*(a.values for a in axes))]
-    taken = {one: subject.seconds_of_a_step(one) for one in choices}
-    best = min(taken, key=taken.__getitem__)
-    turns: dict[Choice, list[float]] = {one: [] for one in (start, choice, best)}
+    turns: dict[int, list[float]] = {each: [] for each in sizes}
     for _ in range(int(rounds)):
-        for one, times in turns.items():
-            times.append(subject.seconds_of_a_step(one))
-    figures = {label: min(turns[one]) for label, one in (("start", start), ("tuned", choice), ("fastest", best))}
-    return {**figures, "choice": str(choice), "best": str(best), "choices": len(choices), "seconds": seconds}
+        for each, times in turns.items():
+            times.append(timer.seconds(each))
+    least = {each: min(times) for each, times in turns.items()}
+    best = min(least, key=least.__getitem__)
+    return {"size": chosen, "best": best, "tuned": least[chosen], "fastest": least[best], "seconds": seconds}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Ranks that are killed, stopped, dead-locked or fail end the others and say why; nothing is left of them."""
+"""Ranks that are killed, stopped or fail end the others and say why; nothing is left of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ttrain.pipeline.stage_worker import PROCESS_NAME
 from ttrain.stages import PRETRAIN, STAGES
 from ttrain.store.layout import Artifact
 
-LIMIT_SECONDS = 2.0
+LIMIT_SECONDS = 5.0
 SEEDS = itertools.count(1)
 
 
@@ -38,10 +38,11 @@ class Bed:
 
     home: Home
     seed: int = field(default_factory=lambda: next(SEEDS))
+    runtime: dict[str, float] = field(default_factory=dict)
 
     def run(self, act: Callable[[str], None] = lambda line: None, steps: int = 400, signum: int = 0) -> Artifact:
         training = {"optim": {"kind": "adamw"}, "seed": self.seed}
-        settings = stage_settings(steps, training, devices=2, rank_timeout_seconds=LIMIT_SECONDS)
+        settings = stage_settings(steps, training, devices=2, **self.runtime)
         inputs = self.home.pretrain_inputs()
         return launch.build(PRETRAIN, settings, self.home.store, inputs, Watcher(act, signum)).artifact
 
@@ -114,18 +115,12 @@ def test_a_killed_rank_ends_the_others_and_is_named(bed: Bed) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.soak)])
-def test_a_stopped_rank_ends_the_others_and_is_named(bed: Bed, rank: int) -> None:
+def test_a_stopped_rank_ends_all_after_the_timeout(bed: Bed, rank: int) -> None:
+    bed.runtime = {"rank_timeout_seconds": LIMIT_SECONDS}
     message, seconds = bed.fail(lambda line: workers()[rank].suspend())
-    assert re.search(rf"failed on rank {1 - rank}: rank {rank} has not answered for \d+ s at sum \d+", message), message
-    assert "the last checkpoint is complete: run the same command again" in message
-    assert LIMIT_SECONDS < seconds < LIMIT_SECONDS + 15
-
-
-@pytest.mark.soak
-def test_a_rank_that_hangs_ends_the_others_and_is_named(bed: Bed, sabotage: Callable[[str], None]) -> None:
-    sabotage("hang")
-    message, seconds = bed.fail()
-    assert re.search(r"rank 1 has not come for \d+ s at sum 6, and does not compute either", message), message
+    waited = rf"failed on rank {1 - rank}: another rank ended while rank {1 - rank} was .*, or it hangs: .*imed out"
+    assert re.search(waited, message), message
+    assert "run the same command again, which continues at the last checkpoint" in message
     assert LIMIT_SECONDS < seconds < LIMIT_SECONDS + 15
 
 
@@ -136,23 +131,14 @@ def test_a_rank_that_raises_ends_the_others_and_its_own_reason_is_told(bed: Bed,
     assert seconds < 20
 
 
-@pytest.mark.parametrize("what", ["save slowly", pytest.param("write the curve slowly", marks=pytest.mark.soak)])
-def test_a_first_rank_whose_disk_is_slow_is_waited_for(bed: Bed, sabotage: Callable[[str], None], what: str) -> None:
-    sabotage(what)
-    artifact = bed.run(steps=8)
-    assert (artifact.result["steps"], artifact.result["ranks"]) == (8, 2)
-    assert logged_steps(curve(artifact.path / "run" / "metrics.jsonl"), "loss") == [*range(1, 9)], "one rank writes, once"
-
-
 @pytest.mark.soak
 def test_two_ranks_leave_one_checkpoint_of_a_step_however_slow_the_disk_of_the_first_is(
     bed: Bed, sabotage: Callable[[str], None]
 ) -> None:
-    """Each file takes 0.6 s, a checkpoint longer than a rank may be silent; the second rank may write none."""
+    """Each file takes 0.6 s; the second rank may write none."""
     sabotage("a slow disk")
     artifact = bed.run(steps=8)
-    writes = (artifact.path / "run" / "log.txt").read_text().count("rank 0 writes")
-    assert 0.6 * writes / 2 > LIMIT_SECONDS, "each of two checkpoints took longer"
+    assert "rank 0 writes" in (artifact.path / "run" / "log.txt").read_text()
     kept = sorted(path.name for path in (artifact.path / "checkpoints").iterdir() if path.is_dir())
     assert kept == ["step-00000004", "step-00000008"]
     assert all((artifact.path / "checkpoints" / name / "state.json").is_file() for name in kept)
@@ -270,12 +256,3 @@ def test_a_stage_whose_disk_became_read_only_names_it(tmp_path: Path, monkeypatc
         StageFailed, match=f"without a result; the disk of {tmp_path} has become read-only: make it writable"
     ):
         processes._result(group, STAGES["sft"], Settings(), tmp_path, log_path, 0, False)
-
-
-def test_a_rank_that_gives_up_ends_though_the_disk_takes_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would hang for ever, with all that the others wait for."""
-    codes: list[int] = []
-    monkeypatch.setattr(os, "_exit", codes.append)
-    with pytest.raises(OSError, match="No such file"):
-        stage_worker._give_up(tmp_path / "gone", 1, "rank 0 has not come")
-    assert codes == [1]

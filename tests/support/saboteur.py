@@ -8,7 +8,6 @@ import time
 from typing import Any
 
 from ttrain.pipeline import stage_worker as worker
-from ttrain.train.callbacks import MetricsFile
 from ttrain.train.distributed import Ranks
 
 
@@ -21,19 +20,12 @@ def main() -> int:
             print("now", flush=True)
             if what == "raise":
                 raise ZeroDivisionError("of rank 1")
-            if what == "hang":
-                time.sleep(600)
-        if self.rank == 0 and len(sums) == 6 and what == "save slowly":
-            with self.busy("saving"):
-                time.sleep(3)
         return proper(self, values)
 
     patched: Any = Ranks
     patched.sum = sum_
     if what == "a slow disk":
         delay_writes()
-    if what == "write the curve slowly":
-        delay_sixth_line()
     return worker.main()
 
 
@@ -55,18 +47,6 @@ def delay_writes() -> None:
 
     patched: Any = Ranks
     patched.__init__ = of_rank
-
-
-def delay_sixth_line() -> None:
-    log = MetricsFile.log
-
-    def slowly(self: MetricsFile, record: Any) -> None:
-        if record.step == 6:
-            time.sleep(5)
-        log(self, record)
-
-    patched: Any = MetricsFile
-    patched.log = slowly
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ from ttrain.train.callbacks import Callback, LogRecord, StepRecord
 from ttrain.train.checkpoint import Checkpoints
 from ttrain.train.distributed import Ranks
 from ttrain.train.language_modeling import LanguageModeling
-from ttrain.train.local_group import LocalGroup
 from ttrain.train.optim import Optimizers
 from ttrain.train.task import LossSum, TrainingTask
 from ttrain.train.trainer import Cadence, Trainer, TrainerOptions
@@ -215,10 +214,8 @@ def in_ranks(
     *,
     seconds: float = 60,
     compiles: bool = False,
-    local: bool = True,
 ) -> list[Any]:  # fmt: skip
-    """What `work` returns on each of `world` ranks, which are forks of this process and talk through gloo; with `local`
-    also as those of one machine do.
+    """What `work` returns on each of `world` ranks, which are forks of this process and talk through gloo.
 
     They hang where none of them has computed for `seconds`. A fork costs nothing where torch is loaded already, and with
     `compiles` its compiler, too; one thread each, since OpenMP's threads do not survive it.
@@ -234,7 +231,7 @@ def in_ranks(
             torch.set_num_threads(1)
             os.environ["LOCAL_WORLD_SIZE"] = str(world)
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-            found = work(Ranks(rank, world, CPU, local=LocalGroup(rank, world) if local else None))
+            found = work(Ranks(rank, world, CPU))
             store.with_suffix(f".{rank}").write_bytes(pickle.dumps(found))
             dist.barrier()
             status = 0

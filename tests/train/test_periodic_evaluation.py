@@ -331,7 +331,7 @@ def test_shards_of_a_model_cannot_be_asked(encoder: Encoder, stage_home: Home) -
 def test_what_watches_is_in_no_key_and_early_stopping_is(tmp_path: Path) -> None:
     modules = code_digests("ttrain.stages.pretrain", DigestCache(tmp_path / "digests.json"))
     assert {"ttrain.train.early_stopping", "ttrain.train.trainer"} <= set(modules)
-    watching = ("callbacks", "monitor", "guards", "periodic_evaluation", "watchdog")
+    watching = ("callbacks", "monitor", "guards", "periodic_evaluation")
     assert not {"ttrain.stages.callbacks", "ttrain.evaluate.run", *(f"ttrain.train.{name}" for name in watching)} & set(
         modules
     )

@@ -109,13 +109,6 @@ def test_the_weights_are_equal_to_the_bit_on_both_ranks_and_rank_0_alone_tells_i
             assert first[figure] == second[figure], (name, figure)
 
 
-def test_ranks_that_share_no_memory_come_to_the_same_bits(two: Any, tmp_path: Path) -> None:
-    """Ranks of several machines, over gloo alone."""
-    name = "odd number of micro-batches"
-    found = in_ranks(2, tmp_path / "ranks", lambda ranks: fit(tmp_path, ranks, **CASES[name]), local=False)
-    assert found == two[1][name]
-
-
 def test_an_overflow_of_one_rank_is_skipped_and_a_stop_that_one_is_asked_for_is_followed_by_both(two: Any) -> None:
     root, found = two
     for rank in found["fp16 that overflows on one rank"]:
@@ -125,8 +118,7 @@ def test_an_overflow_of_one_rank_is_skipped_and_a_stop_that_one_is_asked_for_is_
     assert [path.name for path in (root / name / "checkpoints").glob("step-*")] == ["step-00000003"]
 
 
-@pytest.mark.parametrize("local", [True, False])
-def test_a_rank_that_fails_takes_the_other_with_it(tmp_path: Path, local: bool) -> None:
+def test_a_rank_that_fails_takes_the_other_with_it(tmp_path: Path) -> None:
     def work(ranks: Ranks) -> None:
         def end(passes: int) -> float:
             if passes == 2 and not ranks.first:
@@ -142,5 +134,5 @@ def test_a_rank_that_fails_takes_the_other_with_it(tmp_path: Path, local: bool) 
         os._exit(7)  # the other one does not come to leave
 
     with pytest.raises(AssertionError):
-        in_ranks(2, tmp_path / "ranks", work, local=local)
+        in_ranks(2, tmp_path / "ranks", work)
     assert (tmp_path / "told").read_text().startswith("another rank ended while rank 0 was")

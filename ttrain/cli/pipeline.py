@@ -148,10 +148,8 @@ def pipeline_plan(
     from ttrain import api
     from ttrain.config import flatten, rules
     from ttrain.config.loading import IS_NONE, IS_SET
-    from ttrain.core.machine import processor
     from ttrain.pipeline import launch
     from ttrain.pipeline.plan import trained_on
-    from ttrain.store import tunings
 
     pipeline, settings_options = _pipeline_and_settings(pipeline, settings_options)
     to_plan, loaded = options.to_plan(), settings_options.load()
@@ -178,7 +176,6 @@ def pipeline_plan(
         if origin.endswith((IS_SET, IS_NONE)) and (section := key.removesuffix(".start_from")) != key
     }
     automatic |= launch.rules_of_rows(planned.settings, planned.stages, packs=show_rules)
-    tuned = tunings.of_machine(layout.home(), processor()) if loaded.settings.runtime.tune == "auto" else []
     if as_json:
         auto = {key: asdict(rule) for key, rule in automatic.items()}
         print_json(
@@ -187,15 +184,12 @@ def pipeline_plan(
                 **needs,
                 "trained_on": trained_on(planned.settings, planned.stages),
                 "auto": auto,
-                "tuned": tuned,
             }
         )
         return
     _print_plan(planned)
     for key, rule in automatic.items() if show_rules else ():
         print_escaped(f"{key} is {json.dumps(rule.value)} by rule: {rule.reason}")
-    for tuning in tuned if show_rules else ():
-        print_escaped(f"tuned on this machine: {tuning}")
     for name, size in needs.get("memory_bytes", {}).items():
         print(f"{name}: {format_size(size)}, plus activations")
     waiting = sum(stage.state == "run" for stage in planned)

@@ -55,7 +55,7 @@ class Runtime(Section):
     node_rank: int = setting(0, "which of them this one is; 0 publishes", ge=0)
     rendezvous: str | None = setting(None, "host:port of node 0, where nodes meet", pattern=r"^\S+:\d{1,5}$")
     rank_timeout_seconds: float = setting(
-        20.0, "ranks that do not answer, or all wait, for so long (or five of their steps) are ended", gt=0
+        600.0, "a rank that waits for another for so long ends the stage: torch's timeout of collectives", gt=0
     )
     threads: int | None = setting(None, "threads of a rank; empty: the cores divided by the ranks", ge=1)
     rows_per_device: int = setting(16, "rows of one micro-batch on one rank", ge=1)
@@ -76,8 +76,8 @@ class Runtime(Section):
     )
     tune: Annotated[Literal["off", "auto"], BeforeValidator(off_as_a_word)] = setting(
         "off",
-        "auto: where deterministic is false, measure for at most a minute which rows_per_device, attention, "
-        "loss_chunk_tokens and compile are fastest, and remember it",
+        "auto: where deterministic is false, measure for about a minute at most which rows_per_device is fastest, and "
+        "remember it",
     )
     loss_chunk_tokens: int | None = setting(
         None, "tokens whose logits are in memory at once; empty: chosen, 0: all of a micro-batch", ge=0

@@ -25,7 +25,7 @@ PACKAGE_DIRECTORY = Path(__file__).parents[1]
 NON_RESULT_PACKAGES = ("cli", "config", "core", "errors", "pipeline", "reports", "store", "tracking")
 NON_RESULT_MODULES = (
     "stages.callbacks", "stages.job", "stages.tuning", "train.callbacks", "train.guards", "train.monitor",
-    "train.periodic_evaluation", "train.watchdog",
+    "train.periodic_evaluation",
 )  # fmt: skip
 NON_RESULT_NAMES = frozenset(f"{PACKAGE}.{name}" for name in (*NON_RESULT_PACKAGES, *NON_RESULT_MODULES))
 SECOND_HEAD = "model.multi_token"  # which pretraining gives to an existing model too

@@ -21,7 +21,6 @@ from ttrain.config import Runtime, Training
 from ttrain.core.text import first_of, format_size
 from ttrain.data.packing import Rows
 from ttrain.doctor.parts import Check, Learner, make_check, select_rows, trainer_of
-from ttrain.store.tunings import Tuning
 from ttrain.train import native
 from ttrain.train.distributed import Ranks
 from ttrain.train.precision import DTYPES, Precision, has_bf16
@@ -33,7 +32,6 @@ TRIES = 20
 EMULATED = 0.5  # of the speed of fp32: what is computed in other numbers is slower still
 SAMPLING_SECONDS = 0.002
 MEASURED_ROWS = 3
-SHOWN_TUNINGS = 3
 
 
 @dataclass(frozen=True)
@@ -185,15 +183,6 @@ def threads(runtime: Runtime, cores: int) -> Check:
     figure = f"{runtime.devices} x {each} threads on {cores} cores"
     fix = f"set runtime.threads={max(1, cores // runtime.devices)}, or fewer runtime.devices: threads wait for each other"
     return make_check("threads", each * runtime.devices <= cores, figure, fix)
-
-
-def tuning(runtime: Runtime, remembered: Sequence[Tuning]) -> Check:
-    """What is remembered of this machine as fastest; not ok where tuning is asked for, and nothing can be tuned."""
-    shown = "; ".join(map(str, remembered[:SHOWN_TUNINGS]))
-    rest_note = f"; and {len(remembered) - SHOWN_TUNINGS} more" if len(remembered) > SHOWN_TUNINGS else ""
-    figure = f"runtime.tune={runtime.tune}; {f'{shown}{rest_note}' if shown else 'nothing is remembered of this machine'}"
-    fix = "set runtime.deterministic=false, or runtime.tune=off: every choice changes the last bits of the weights"
-    return make_check("tuning", not (runtime.tune == "auto" and runtime.deterministic), figure, fix)
 
 
 def versions(required: Sequence[str], pins: Mapping[str, str]) -> Check:

@@ -44,7 +44,6 @@ from ttrain.train.checkpoint import Checkpoints, read
 from ttrain.train.checkpoint_format import list_checkpoints as checkpoints_in
 from ttrain.train.checkpoint_format import step_of
 from ttrain.train.distributed import Ranks, full_tensor
-from ttrain.train.local_group import LocalGroup
 from ttrain.train.precision import Precision
 from ttrain.train.step_figures import NonFinite
 from ttrain.train.training_options import Origin
@@ -378,7 +377,7 @@ def _be_rank(rank: int, parent: int, directory: Path, learner: Learner, rows: In
     logging.getLogger("ttrain").setLevel(logging.ERROR)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
-    ranks = Ranks(rank, RANKS, CPU, local=LocalGroup(rank, RANKS))
+    ranks = Ranks(rank, RANKS, CPU)
     loss, gradients = first_step(learner, rows, ranks, rows_per_device=1)
     save_file({name: gradient.contiguous() for name, gradient in gradients.items()}, directory / f"gradients{rank}")
     (directory / f"loss{rank}").write_text(json.dumps(loss))

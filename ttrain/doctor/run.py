@@ -16,7 +16,7 @@ import transformers
 from ttrain.config import Section, Settings, ShardsConfig, SourceConfig, Training
 from ttrain.config.training import NONE, TRAINING_STAGES, TRAININGS
 from ttrain.core.files import ProgressWriter, temporary_directory
-from ttrain.core.machine import processor, usable_cores
+from ttrain.core.machine import usable_cores
 from ttrain.data import chat, locations
 from ttrain.data import records as sources
 from ttrain.data.encoder import Encoder, open_tokenizer
@@ -46,7 +46,6 @@ from ttrain.stages import (
 from ttrain.stages.job import StageContext
 from ttrain.stages.rows import check_left_out, open_rows, resolved
 from ttrain.stages.shards import heldout_records
-from ttrain.store import tunings
 from ttrain.store.layout import Artifact
 from ttrain.train import precision
 from ttrain.train.precision import Precision
@@ -86,7 +85,6 @@ class Doctor:
             "precision": lambda: machine.chosen_precision(self.config.precision, computed_in),
             "native kernels": lambda: machine.native_kernels(computed_in),
             "threads": lambda: machine.threads(runtime, usable_cores()),
-            "tuning": lambda: machine.tuning(runtime, tunings.of_machine(self.home, processor())),
         })  # fmt: skip
         with temporary_directory("doctor") as directory:
             try:

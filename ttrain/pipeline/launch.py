@@ -196,7 +196,7 @@ def _has_intact_parts(artifact: Artifact) -> bool:
 def remove_earlier_results(work: Path) -> None:
     """Remove the results and progress of an earlier attempt, so that they are not taken for this one's."""
     stage_worker.clear(work)
-    for path in (work / PROGRESS, *work.glob("rendezvous-*"), *work.glob("rank*.beat")):
+    for path in (work / PROGRESS, *work.glob("rendezvous-*")):
         path.unlink(missing_ok=True)
 
 

@@ -35,7 +35,6 @@ from ttrain.errors import DamagedFile, DataError, Interrupted, NothingNew, RankL
 from ttrain.pipeline.system_metrics import SystemMetrics, file_name
 from ttrain.stages.job import StageContext
 from ttrain.store import integrity
-from ttrain.train import watchdog
 
 JOB, PROGRESS = "job.json", "progress.json"
 
@@ -113,7 +112,6 @@ def main() -> int:
     stop = StopFlag(stops_by_itself=not spec["uses_ranks"])
     resend_ignored(stop.take_back)
     with exclusive(work.with_name(f"{work.name}.process.lock")) if rank == 0 else contextlib.nullcontext():
-        watchdog.start(work, rank, world, lambda why: _give_up(work, rank, why), spec["runtime"]["rank_timeout_seconds"])
         with sample_system_metrics(work, spec):
             outcome = _run(work, spec, stop, rank)
         write(work, rank, outcome)
@@ -219,17 +217,6 @@ def sample_system_metrics(work: Path, spec: JsonDict) -> Iterator[None]:
         yield
     finally:
         metrics.stop()
-
-
-def _give_up(work: Path, rank: int, why: str) -> None:
-    """End this rank from the watchdog thread; the main thread may be blocked forever."""
-    message = f"{why}; all ranks were ended, the last checkpoint is complete: run the same command again"
-    try:
-        log.error("%s", message)
-        sys.stdout.flush()
-        write(work, rank, {"outcome": "failed", "error": message, "kind": RankLost.__name__})
-    finally:
-        os._exit(1)  # also where a full disk takes no result
 
 
 RESULT = "result.json"

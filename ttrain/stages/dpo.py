@@ -37,8 +37,7 @@ def run(config: Section, job: StageContext) -> Figures:
 
     figures = training.fit(settings, trained, job, ranks, encoder, task=task, batches=batches)
     if settings.adapter != "none" and ranks.first:
-        with ranks.busy("merging the adapter"):
-            merge(job.inputs["base"] / "model", job.output)
+        merge(job.inputs["base"] / "model", job.output)
     ranks.barrier()
     return {**figures, "answers" if settings.loss == "kto" else "pairs": figures.pop("target_tokens")}
 

@@ -272,7 +272,8 @@ def _load(name: str, job: StageContext, device: torch.device) -> nn.Module:
 
 def join_ranks(runtime: Runtime) -> Ranks:
     """Join the other ranks on this machine, and share its cores with them."""
-    return Ranks.join(precision.resolve_device(runtime.device, share_cores(runtime.threads)))
+    device = precision.resolve_device(runtime.device, share_cores(runtime.threads))
+    return Ranks.join(device, runtime.rank_timeout_seconds)
 
 
 def _shared_scores(data: Data, settings: Evaluate, job: StageContext, ranks: Ranks) -> dict[str, Scores]:
@@ -282,8 +283,6 @@ def _shared_scores(data: Data, settings: Evaluate, job: StageContext, ranks: Ran
         name: _scores(_load(name, job, ranks.device), data, settings, job, number, ranks)
         for number, name in enumerate(_models(job))
     }
-    if ranks.watch:
-        ranks.watch.close()
     torch.set_num_threads(job.runtime.threads or os.cpu_count() or 1)
     return scores_by_model
 

@@ -61,7 +61,7 @@ def start(runtime: Runtime) -> Ranks:
     set_deterministic(runtime.deterministic)
     device = precision.resolve_device(runtime.device, local_rank)
     limit_memory(limit_bytes(runtime), device)
-    return Ranks.join(device)
+    return Ranks.join(device, runtime.rank_timeout_seconds)
 
 
 def loader_of(rows: BatchSource, order: Order, runtime: Runtime, ranks: Ranks) -> Loader:
@@ -149,19 +149,17 @@ def train(
         with explain_out_of_memory(limit_bytes(runtime), runtime.rows_per_device):
             result = trainer.fit()
     finally:
-        with ranks.busy("saving"):
-            checkpoints.close()
+        checkpoints.close()
     if result.stop_reason == INTERRUPTED:
         raise Interrupted(f"stopped after step {result.step} of {order.steps}; the state is saved")
     _check_steps(config, result)
     weights = trainer.parallel.whole(trained.state())
     if ranks.first:
         _check_weights(config, weights, trained.model)
-        with ranks.busy("writing the model"):
-            directory = job.output / trained.directory
-            checkpoint_format.write_model(directory, trained.files, weights, trained.weights_file, trained.left_out)
-            if (step := plateau_end(config.schedule, order.steps)) is not None:
-                plateau.write(job.output, step)
+        directory = job.output / trained.directory
+        checkpoint_format.write_model(directory, trained.files, weights, trained.weights_file, trained.left_out)
+        if (step := plateau_end(config.schedule, order.steps)) is not None:
+            plateau.write(job.output, step)
     ranks.barrier()
     warned = guards.counts(job.run_directory / GUARDS)
     return {**_figures(trainer, result, runtime, trained.model), "guard_warnings": warned}

@@ -22,7 +22,7 @@ from ttrain.stages.job import Figures, Inputs, StageContext
 from ttrain.stages.new_model import tokenizer_files
 from ttrain.stages.rows import open_rows, order_of, resolved, validation_batches, with_replay
 from ttrain.stages.trainable_model import TrainableModel, loader_of, start, train
-from ttrain.stages.tuning import TUNED, tuned
+from ttrain.stages.tuning import tuned
 from ttrain.train import checkpoint, leakage_check, precision
 from ttrain.train.checkpoint import Snapshot
 from ttrain.train.distributed import Ranks
@@ -102,7 +102,7 @@ def fit(
     runtime = job.runtime
     if isinstance(learner, LanguageModeling):  # what it measures are passes of next-token prediction
         runtime = tuned(learner, rows, order, job, ranks, computed_in)
-    chosen = {} if runtime is job.runtime else {"tuned": {name: getattr(runtime, name) for name in TUNED}}
+    chosen = {} if runtime is job.runtime else {"tuned": {"rows_per_device": runtime.rows_per_device}}
     job = replace(job, runtime=runtime)
     loader = loader_of(batches("train", rows), order, runtime, ranks)
     validation = _validation(config, batches("heldout", heldout), order, runtime)

@@ -265,17 +265,16 @@ class LogLines(Callback):
 
 
 class CallbackList:
-    """Dispatches events to the callbacks of rank 0, the only rank with any, and announces this to the waiting ranks."""
+    """Dispatches events to the callbacks of rank 0, the only rank with any."""
 
     def __init__(self, callbacks: Sequence[Callback], ranks: Ranks, order: Order) -> None:
         self.callbacks = list(callbacks) if ranks.first else []
-        self._ranks, self._order = ranks, order
+        self._order = order
 
     def dispatch(self, event: str, *arguments: Any) -> None:
         """Call the hook of this name on every callback."""
-        with self._ranks.busy(event):
-            for callback in self.callbacks:
-                _call(callback, event, *arguments)
+        for callback in self.callbacks:
+            _call(callback, event, *arguments)
 
     def epoch_start(self, step: int, *, continued: bool) -> None:
         """Dispatch `epoch_start` for epochs whose first row is in this step, or in which the run begins."""

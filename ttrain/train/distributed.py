@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -16,12 +16,6 @@ from torch import Tensor
 
 from ttrain.core.signals import RENDEZVOUS
 from ttrain.errors import RankLost
-from ttrain.train import watchdog
-from ttrain.train.local_group import LocalGroup, PeerLost
-from ttrain.train.watchdog import Watchdog
-
-# Fallback below the watchdog: for a lost machine, and for waits in which a GPU keeps the process busy.
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 NETWORK_WORDS = ("gloo", "nccl", "connection closed by peer", "connection reset")
 
@@ -33,16 +27,16 @@ class Ranks:
     rank: int
     world: int
     device: torch.device
-    watch: Watchdog | None = None
-    local: LocalGroup | None = None  # without it they exchange through torch's process group
 
     @classmethod
-    def join(cls, device: torch.device) -> Ranks:
-        """Join the process group with the rank from torchrun's environment variables: gloo, and NCCL on CUDA. Ranks that
-        are all on the CPU of one machine join a `LocalGroup` besides."""
+    def join(cls, device: torch.device, timeout_seconds: float) -> Ranks:
+        """Join the process group with the rank from torchrun's environment variables: gloo, and NCCL on CUDA.
+
+        A rank that waits for another one for longer than `timeout_seconds` fails.
+        """
         world = int(os.environ.get("WORLD_SIZE", "1"))
         rank = int(os.environ.get("RANK", "0"))
-        ranks = cls(rank, world, device, watchdog.current())
+        ranks = cls(rank, world, device)
         if world > 1:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
@@ -50,9 +44,8 @@ class Ranks:
             store = dist.FileStore(file, world) if file else None  # type: ignore[attr-defined]  # torch's export
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             with ranks._naming_lost_ranks("joining"):
-                dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
-                if device.type == "cpu" and ranks.on_one_machine and LocalGroup.is_available():
-                    ranks = replace(ranks, local=LocalGroup(rank, world))
+                timeout = timedelta(seconds=timeout_seconds)
+                dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
         return ranks
 
     @property
@@ -70,9 +63,7 @@ class Ranks:
         no rank waits for its GPU."""
         if self.world == 1:
             return values
-        with self.watch.arriving() if self.watch else contextlib.nullcontext(), self._naming_lost_ranks():
-            if self.local is not None:
-                return self.local.sum(values)
+        with self._naming_lost_ranks():
             tensor = torch.tensor(values, dtype=torch.float64)
             dist.all_reduce(tensor)
             return [float(value) for value in tensor.tolist()]
@@ -85,10 +76,7 @@ class Ranks:
         return figures
 
     def gather(self, numbers_N: Tensor) -> Tensor:
-        """The numbers of all ranks, [W, N], on their device; each has as many. They may be overwritten by the next ones."""
-        if self.local is not None:
-            with self._naming_lost_ranks():
-                return self.local.gather(numbers_N)
+        """The numbers of all ranks, [W, N], on their device; each has as many."""
         gathered_WN = numbers_N.new_empty((self.world, len(numbers_N)))
         with self._naming_lost_ranks():  # as bytes: not every backend knows bf16
             dist.all_gather([*gathered_WN.view(torch.uint8)], numbers_N.view(torch.uint8))
@@ -99,21 +87,14 @@ class Ranks:
         if self.world == 1:
             return sorted(names)
         gathered: list[list[str]] = [[] for _ in range(self.world)]
-        with self._doing(watchdog.WAITING), self._naming_lost_ranks():
+        with self._naming_lost_ranks():
             dist.all_gather_object(gathered, sorted(names))
         return sorted({name for some in gathered for name in some})
-
-    def busy(self, activity: str) -> contextlib.AbstractContextManager[None]:
-        """Announce work other than a step, such as "saving", for which the other ranks wait longer."""
-        return self._doing(activity, busy=True)
-
-    def _doing(self, activity: str, *, busy: bool = False) -> contextlib.AbstractContextManager[None]:
-        return self.watch.doing(activity, busy=busy) if self.watch else contextlib.nullcontext()
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.world > 1:
-            with self._doing(watchdog.WAITING), self._naming_lost_ranks():
+            with self._naming_lost_ranks():
                 dist.barrier()
 
     @contextlib.contextmanager
@@ -121,26 +102,26 @@ class Ranks:
         """Turn the network error that a lost rank causes into RankLost."""
         try:
             yield
-        except (RuntimeError, PeerLost) as error:
+        except RuntimeError as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise RankLost(f"another rank ended while rank {self.rank} was {activity}: {reason}") from error
+            raise RankLost(
+                f"another rank ended while rank {self.rank} was {activity}, or it hangs: {reason}; run the same command "
+                f"again, which continues at the last checkpoint"
+            ) from error
 
     @contextlib.contextmanager
     def exchanging(self) -> Iterator[None]:
         """Turn network errors for a lost rank into RankLost; used around backward passes, which exchange gradients."""
         try:
             yield
-        except (RuntimeError, PeerLost) as error:
-            by_network = isinstance(error, PeerLost) or any(word in str(error).lower() for word in NETWORK_WORDS)
-            if self.world > 1 and by_network:
+        except RuntimeError as error:
+            if self.world > 1 and any(word in str(error).lower() for word in NETWORK_WORDS):
                 with self._naming_lost_ranks("exchanging gradients"):
                     raise
             raise
 
     def leave(self) -> None:
         """Leave the process group."""
-        if self.local is not None:
-            self.local.close()
         if self.world > 1 and dist.is_initialized():
             dist.destroy_process_group()
 

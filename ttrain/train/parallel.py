@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import cast, final
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,6 @@ from ttrain.data.loader import MicroBatch
 from ttrain.errors import UsageError
 from ttrain.train.compiling import CompiledLayers, layers_of
 from ttrain.train.distributed import Ranks, full_tensor, shard_like
-from ttrain.train.local_group import LocalGroup
 
 
 class Parallel:
@@ -53,13 +52,11 @@ class Replicated(Parallel):
 
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
         self._ddp: nn.parallel.DistributedDataParallel | None = None
+        self._bare, self._saved_buffers = module, list[str]()
         if ranks.world > 1:
             # No device_ids: with them DDP moves all tensors to the GPU, also those that are read on the CPU.
-            # Running statistics of normalization are those of rank 0, which are saved in checkpoints.
-            saved_buffers = {name for name, _ in module.named_buffers()} & {*module.state_dict()}
-            self._ddp = nn.parallel.DistributedDataParallel(
-                module, gradient_as_bucket_view=True, forward_sync_buffers=bool(saved_buffers)
-            )
+            self._ddp = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True, forward_sync_buffers=False)
+            self._saved_buffers = sorted({name for name, _ in module.named_buffers()} & {*module.state_dict()})
             self.loss_factor = float(ranks.world)
         self.module = self._ddp or module
 
@@ -67,35 +64,9 @@ class Replicated(Parallel):
         if self._ddp is not None:
             self._ddp.require_backward_grad_sync = last
 
-
-@final
-class InSharedMemory(Parallel):
-    """Every rank has the whole model, all on the CPU of one machine; gradients are summed in memory that they share."""
-
-    def __init__(self, module: nn.Module, group: LocalGroup) -> None:
-        self.module, self._group = module, group
-        broadcast((*module.parameters(), *module.buffers()))
-        self._saved_buffers = sorted({name for name, _ in module.named_buffers()} & {*module.state_dict()})
-        self._trained: dict[torch.dtype, list[Tensor]] = {}
-        for parameter in module.parameters():
-            if parameter.requires_grad and parameter.numel():
-                self._trained.setdefault(parameter.dtype, []).append(parameter)
-        self._rows_WN = {
-            dtype: group.shared_tensor(sum(p.numel() for p in parameters), dtype)
-            for dtype, parameters in self._trained.items()
-        }
-
     def finish(self) -> None:
-        for dtype, parameters in self._trained.items():
-            counts = self._group.sum([float(parameter.grad is not None) for parameter in parameters])
-            for parameter in parameters:
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            self._group.all_reduce([cast(Tensor, parameter.grad) for parameter in parameters], self._rows_WN[dtype])
-            for parameter, count in zip(parameters, counts, strict=True):
-                if not count:  # no rank has used it, so the optimizer must not touch it
-                    parameter.grad = None
         # Running statistics are those of rank 0, which are saved in checkpoints. A module may replace its buffers.
-        broadcast([self.module.get_buffer(name) for name in self._saved_buffers])
+        broadcast([self._bare.get_buffer(name) for name in self._saved_buffers])
 
 
 @final
@@ -154,10 +125,8 @@ def parallelize(module: nn.Module, ranks: Ranks, *, parallel: str, reduction: st
         return Tree(module, ranks)
     if parallel == "fsdp" and ranks.world > 1:
         return Sharded(module, ranks)
-    if ranks.local is not None:
-        with ranks.exchanging():
-            return InSharedMemory(module, ranks.local)
-    return Replicated(module, ranks)
+    with ranks.exchanging():
+        return Replicated(module, ranks)
 
 
 def tree_order(micro_batches: Sequence[MicroBatch], parts: int, world: int) -> list[MicroBatch]:

@@ -131,8 +131,7 @@ class Trainer:
             if reason == STOPPED or (reason == COMPLETED and self.task.config.early_stopping):
                 kept_step, kept = self._restore_best()
             if self.checkpoints and self.ranks.first:
-                with self.ranks.busy("saving"):
-                    self.checkpoints.wait() if reason == INTERRUPTED else self.checkpoints.end(kept_step)
+                self.checkpoints.wait() if reason == INTERRUPTED else self.checkpoints.end(kept_step)
             self.callback_list.dispatch("end", self.step)
         except BaseException as error:
             self.callback_list.failed(error)
@@ -279,8 +278,7 @@ class Trainer:
         if self.task.config.nonfinite != "raise" and step > max(0, self._saved):
             self._save(step)
         if self.checkpoints and self.ranks.first:
-            with self.ranks.busy("saving"):
-                self.checkpoints.wait()
+            self.checkpoints.wait()
         raise error
 
     def _validate_quickly(self) -> None:
@@ -337,9 +335,8 @@ class Trainer:
             if not self.ranks.first:
                 return
             metric = self.counters.validation_loss if step == self.step and self._validates(step) else None
-            with self.ranks.busy("saving"):
-                snapshot = self._buffers.take(step, weights, optimizer, resume.state_of(self, step))
-                self.checkpoints.save(snapshot, metric=metric)
+            snapshot = self._buffers.take(step, weights, optimizer, resume.state_of(self, step))
+            self.checkpoints.save(snapshot, metric=metric)
         self.callback_list.dispatch("saved", step)
 
     def _restore(self, snapshot: Snapshot) -> None:
@@ -367,8 +364,7 @@ class Trainer:
         if self.checkpoints is None:
             return self.step, self.counters
         if self.ranks.first:
-            with self.ranks.busy("saving"):
-                self.checkpoints.wait()
+            self.checkpoints.wait()
         self.ranks.barrier()
         best = self.checkpoints.best()
         if best is None:
