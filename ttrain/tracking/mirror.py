@@ -369,10 +369,12 @@ def _bound(entity: Any) -> Bound:
 
 
 def _new_points(rows: Iterable[MetricRow], bound: Bound) -> Iterator[MetricPoint]:
-    """The points after the last step that MLflow has of their metric."""
+    """The points after the last step that MLflow has of their metric; of several rows of a step the first counts."""
     last = dict(bound.steps)
     for point in points_of(rows):
-        if point[3] > last.get(point[0], -1):
+        key, step = point[0], point[3]
+        if step > last.get(key, -1):
+            last[key] = step
             yield point
 
 
