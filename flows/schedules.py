@@ -61,8 +61,8 @@ class Schedule:
         return f"{self.kind}/{self.name}"
 
     def next_slot(self) -> datetime | None:
-        """The next slot; None where there is none, or where it is paused."""
-        if self.paused or not self.cron:
+        """The next slot, which passes unused where the schedule is paused; None without a cron."""
+        if not self.cron:
             return None
         kept = map(datetime.fromisoformat, self.slots)
         slots = [slot for slot in kept if slot >= datetime.now(UTC)]
