@@ -10,6 +10,7 @@ import textwrap
 from importlib import resources
 from pathlib import Path
 from string import Template
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -55,13 +56,16 @@ def unit(home: Path) -> str:
     variables = {"TTRAIN_HOME": str(home.resolve()), **_addresses()}
     for text in (*command(), *variables.values()):
         if not text.isprintable():
-            raise UsageError(f"{text!r} has characters that a unit cannot hold; choose another directory")
+            rule = "has characters that a unit cannot hold"
+            raise UsageError(f"{text!r} {rule}; choose another directory")
+    lines = [f"Environment={_quoted(f'{name}={value}')}" for name, value in variables.items()]
+    note = "Not written here: {}. Put NAME=value lines into ~/.config/ttrain/environment, mode 600."
     return _filled(
         "ttrain.service",
-        secrets=_secrets_note("Not written here: {}. Put NAME=value lines into ~/.config/ttrain/environment, mode 600."),
+        secrets=_secrets_note(note),
         home=str(home.resolve()).replace("%", "%%"),
         command=" ".join(_quoted(word).replace("$", "$$") for word in command()),
-        variables="\n".join(f"Environment={_quoted(f'{name}={value}')}" for name, value in variables.items()),
+        variables="\n".join(lines),
     )
 
 
@@ -85,22 +89,25 @@ def prefect_yaml(home: Path, schedule: Schedule) -> str:
         "environment": {"TTRAIN_HOME": inside, **_addresses()},
         "volumes": [f"{home.resolve()}:{HOME_INSIDE}", *mounts],
     }
-    settings = yaml.safe_dump(parameters(schedule.settings), sort_keys=False, allow_unicode=True, width=100)
+    shown = parameters(schedule.settings)
+    settings = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True, width=100)
     return _filled(
         f"prefect-{schedule.pool}.yaml",
         secrets=_secrets_note("Set where the worker runs, not here: {}"),
         flow=schedule.kind,
         version=VERSION,
         settings=textwrap.indent(settings, " " * 6).rstrip(),
-        **{name: json.dumps(value, ensure_ascii=False) for name, value in values.items()},  # JSON is YAML, too
+        # JSON is YAML, too
+        **{name: json.dumps(value, ensure_ascii=False) for name, value in values.items()},
     )
 
 
 def _data_folders(schedule: Schedule) -> list[str]:
-    """The folders of this machine that hold the data, each once; of a glob its part without wildcards."""
+    """The folders of this machine that hold the data; of a glob its part without wildcards."""
     sources = [source for sources in schedule.settings["data"].values() for source in sources]
     paths = [source["path"] if isinstance(source, dict) else source for source in sources]
-    fixed = [re.split(r"/[^/]*[*?[]", path)[0].rstrip("/") for path in paths if path.startswith("/")]
+    here = [path for path in paths if path.startswith("/")]
+    fixed = [re.split(r"/[^/]*[*?[]", path)[0].rstrip("/") for path in here]
     is_file = {path: bool(Path(path).suffix) and not Path(path).is_dir() for path in fixed}
     folders = [path.rpartition("/")[0] if is_file[path] else path for path in fixed]
     if "" in folders:
@@ -110,19 +117,20 @@ def _data_folders(schedule: Schedule) -> list[str]:
 
 def _filled(template: str, **values: str) -> str:
     """A file of templates/ with its $names filled in."""
-    text = resources.files("ttrain.flows").joinpath("templates", template).read_text(encoding="utf-8")
-    return Template(text).substitute(values)
+    path = resources.files("ttrain.flows").joinpath("templates", template)
+    return Template(path.read_text(encoding="utf-8")).substitute(values)
 
 
 def _addresses() -> dict[str, str]:
     """The servers that the environment names; without those whose address holds a password."""
     named = {name: os.environ[name] for name in INHERITED if os.environ.get(name)}
-    return {name: url for name, url in named.items() if "@" not in url.partition("://")[2].partition("/")[0]}
+    return {name: url for name, url in named.items() if "@" not in urlsplit(url).netloc}
 
 
 def _secrets_note(text: str) -> str:
-    """A comment with the names of the variables that are needed there, but that others may not read."""
-    names = [name for name in (*SECRETS, *INHERITED) if os.environ.get(name) and name not in _addresses()]
+    """A comment with the names of the variables that are needed there, but must not be shown."""
+    given = [name for name in (*SECRETS, *INHERITED) if os.environ.get(name)]
+    names = [name for name in given if name not in _addresses()]
     return f"# {text.format(', '.join(names))}\n" if names else ""
 
 

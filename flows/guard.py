@@ -49,7 +49,11 @@ TOKEN_REFUSED = (
 # A page, not a redirect: a browser that came from a file or from another site sends a strict
 # cookie only where a page of the server itself leads on. `replace` keeps the token out of the
 # history.
-LEAVE_THE_TOKEN = "const there = new URL(location.href); there.searchParams.delete('token'); location.replace(there.href);"
+LEAVE_THE_TOKEN = """
+const there = new URL(location.href);
+there.searchParams.delete('token');
+location.replace(there.href);
+"""
 LANDING = f"<!doctype html><title>ttrain</title><script>{LEAVE_THE_TOKEN}</script>"
 SCRIPT_DIGEST = base64.b64encode(hashlib.sha256(LEAVE_THE_TOKEN.encode()).digest()).decode()
 LANDING_HEADERS = {
@@ -67,7 +71,15 @@ class Guard:
     refused: the beginning of paths that are refused to everybody
     """
 
-    def __init__(self, app: Any, port: int, token: str, *, open_path: str = "", refused: str = "") -> None:
+    def __init__(
+        self,
+        app: Any,
+        port: int,
+        token: str,
+        *,
+        open_path: str = "",
+        refused: str = "",
+    ) -> None:
         self._app, self._token = app, token.encode()
         self._open_path, self._refused = open_path, refused
         self._hosts = (f"{HOST}:{port}", f"localhost:{port}")
@@ -141,7 +153,8 @@ class Guard:
     def _landing(self) -> Response:
         """The first page of a browser, which keeps a cookie and leaves the token behind."""
         response = HTMLResponse(LANDING, headers=LANDING_HEADERS)
-        response.set_cookie(self._cookie_name, self._cookie, COOKIE_SECONDS, httponly=True, samesite="strict")
+        name, value = self._cookie_name, self._cookie
+        response.set_cookie(name, value, COOKIE_SECONDS, httponly=True, samesite="strict")
         return response
 
     async def _open_socket(self, scope: Scope, receive: Receive, send: Send) -> None:

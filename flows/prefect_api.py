@@ -1,18 +1,15 @@
-"""Prefect's environment, and requests to a Prefect server by its REST API. Does not import Prefect."""
+"""Prefect's environment, and whether a Prefect server answers. Does not import Prefect."""
 
 from __future__ import annotations
 
 import base64
-import json
 import os
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
 
-from ttrain.core.files import JsonObject, parse_json
 from ttrain.errors import UsageError
 from ttrain.nightly.notify import NoRedirect
 from ttrain.store import server_records
@@ -55,36 +52,21 @@ def token_environment(home: Path, api_url: str) -> dict[str, str]:
 
 def status_of(api_url: str, home: Path) -> int | None:
     """The HTTP status with which a Prefect server answers us, as its own client would ask; None where none is there."""
+    environment = {**os.environ, **token_environment(home, api_url)}
+    headers = {}
+    if text := environment.get(AUTH_STRING):
+        headers["Authorization"] = f"Basic {base64.b64encode(text.encode()).decode()}"
+    elif key := environment.get("PREFECT_API_KEY"):
+        headers["Authorization"] = f"Bearer {key}"
     try:
-        with _request(api_url, home, "/version") as response:
+        request = urllib.request.Request(f"{api_url.rstrip('/')}/version", headers=headers)
+        opener = urllib.request.build_opener(NoRedirect)
+        with opener.open(request, timeout=ANSWER_SECONDS) as response:
             return int(response.status)
     except urllib.error.HTTPError as error:
         return error.code
     except (OSError, ValueError):
         return None
-
-
-def ask(api_url: str, home: Path, path: str, body: JsonObject | None = None) -> Any:
-    """The answer of a Prefect server, parsed: GET, or POST with a body. None where there is no such thing (404)."""
-    try:
-        with _request(api_url, home, path, body) as response:
-            return parse_json(response.read())
-    except urllib.error.HTTPError as error:
-        if error.code == HTTPStatus.NOT_FOUND:
-            return None
-        raise
-
-
-def _request(api_url: str, home: Path, path: str, body: JsonObject | None = None) -> Any:
-    environment = {**os.environ, **token_environment(home, api_url)}
-    headers = {"Content-Type": "application/json"}
-    if text := environment.get(AUTH_STRING):
-        headers["Authorization"] = f"Basic {base64.b64encode(text.encode()).decode()}"
-    elif key := environment.get("PREFECT_API_KEY"):
-        headers["Authorization"] = f"Bearer {key}"
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"{api_url.rstrip('/')}{path}", data, headers)
-    return urllib.request.build_opener(NoRedirect).open(request, timeout=ANSWER_SECONDS)
 
 
 def check_prefect_server(home: Path) -> None:

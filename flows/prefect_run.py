@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import importlib.util
 import logging
@@ -22,7 +21,7 @@ from ttrain.errors import Interrupted, NothingNew, TTrainError, UsageError
 from ttrain.flows import flow_runs, prefect_api, servers
 from ttrain.flows.flow_runs import TAG, current_flow_run, mark_crashed_runs, sync_client, watching_for_cancellation
 from ttrain.flows.prefect_api import AUTH_STRING, token_environment
-from ttrain.flows.servers import PORT, STOP_SECONDS, prefect_app, token_of, uvicorn_command
+from ttrain.flows.servers import PORT, prefect_app, token_of, uvicorn_command
 from ttrain.pipeline import plan as plan_table
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.recipe import Recipe
@@ -246,6 +245,8 @@ def _worst_first(execution: PipelineRun) -> list[BaseException]:
 
 OWNER = "TTRAIN_SERVER_OWNER"
 RESTARTS = 5  # of a server that keeps dying
+WATCH_SECONDS = 0.2  # between two looks of the server for its owner
+END_SECONDS = 8.0  # for its last events to be written; 2 s on an idle machine
 
 
 _own: _TemporaryServer | None = None  # the server that this process started
@@ -280,7 +281,6 @@ def start_temporary_server(home: Path, auth: Auth = "token") -> Callable[[], Non
     port = servers.free_port(10_000 + secrets.randbelow(10_000))
     token = token_of(auth, server_records.new_token)  # known to this process and its children alone
     server = _own = _TemporaryServer(port, home, token)
-    atexit.register(server.end)  # atexit comes after Prefect has sent its last logs and events
     os.environ["PREFECT_API_URL"] = server.url
     os.environ[AUTH_STRING] = token  # in place of a password for another server
 
@@ -304,7 +304,6 @@ class _TemporaryServer:
         self.url, self.home, self.token = f"http://{HOST}:{port}/api", home, token
         self._port, self._owner = port, os.getpid()
         self._log_file = server_records.folder_of(home) / "own.log"
-        self._lock, self._is_ending = threading.Lock(), False
         self._process = self._spawn()
 
     def wait(self) -> None:
@@ -314,29 +313,19 @@ class _TemporaryServer:
         except TTrainError as error:
             if not servers.set_database_aside(self.home, str(error)):
                 raise
-            servers.end(self._process)
+            self._process.kill()
             self._process = self._spawn()
             servers.wait("prefect", self._port, self._process, self._log_file)
         threading.Thread(target=self._keep, name="own-server", daemon=True).start()
 
-    def end(self) -> None:
-        """End the server; does nothing in a forked child, which inherits the atexit handler."""
-        if os.getpid() == self._owner:
-            with self._lock:
-                self._is_ending = True
-            servers.end(self._process)
-
     def _keep(self) -> None:
         for _ in range(RESTARTS):
             code = self._process.wait()
-            with self._lock:
-                if self._is_ending:
-                    return
-                log.warning("the Prefect server of this run ended with code %d; it is started again", code)
-                self._process = self._spawn()
+            log.warning("the Prefect server of this run ended with code %d; it is started again", code)
+            self._process = self._spawn()
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        command = [*uvicorn_command(owned_app, self._port, "error"), "--timeout-graceful-shutdown", "5"]
+        command = [*uvicorn_command(owned_app, self._port, "error"), "--timeout-graceful-shutdown", "2"]
         ephemeral = {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_SERVER_UI_ENABLED": "false"}
         ephemeral |= servers.SLOTS_AHEAD
         token_variables = {PORT: str(self._port), server_records.ACCESS: self.token, AUTH_STRING: self.token}
@@ -347,8 +336,8 @@ class _TemporaryServer:
 def owned_app() -> Any:
     """Prefect's server application, in the server's process; ends that process when its owner is gone.
 
-    SIGTERM and SIGHUP do not: who stops all processes at once, as systemd does, stops the owner too, which still has to
-    report to it.
+    The owner does not wait for it: writing the last events takes 2 s. SIGTERM and SIGHUP do not end it: who stops all
+    processes at once, as systemd does, stops the owner too, which still has to report to it.
     """
     owner = int(os.environ[OWNER])
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -356,9 +345,9 @@ def owned_app() -> Any:
 
     def watch() -> None:
         while os.getppid() == owner:
-            time.sleep(1.0)
+            time.sleep(WATCH_SECONDS)
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(STOP_SECONDS)
+        time.sleep(END_SECONDS)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

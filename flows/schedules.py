@@ -1,8 +1,8 @@
-"""The schedules of a home: one file each, `schedules/<kind>-<name>.json`, the only truth about them.
+"""The schedules of a home: one file each, `schedules/<kind>-<name>.json`.
 
 `ttrain pipeline serve` (flows/serve.py) makes the deployments of a Prefect server from these files
-(flows/deploy.py), at its start and where one changes; the server's database is a view. Nothing
-here needs a server, and listing does not import Prefect, which takes 1 s of CPU.
+(flows/deploy.py), at its start and where one changes: they are the truth, the server's database
+is a view. Nothing here needs a server, and listing does not import Prefect, which takes 1 s.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Schedule:
         return f"{self.kind}/{self.name}"
 
     def next_slot(self) -> datetime | None:
-        """The next slot; None where there is none, or where it is paused."""
-        if self.paused or not self.cron:
+        """The next slot, which passes unused where the schedule is paused; None without a cron."""
+        if not self.cron:
             return None
         kept = map(datetime.fromisoformat, self.slots)
         slots = [slot for slot in kept if slot >= datetime.now(UTC)]
@@ -133,7 +133,7 @@ def served_by(home: Path) -> int | None:
 
 
 def last_runs(home: Path) -> JsonDict:
-    """By full name how the last run ended: {"name": ..., "outcome": ..., "slot": ..., "message": ...}."""
+    """How the last run of each schedule ended, by full name: its name, outcome, slot, message."""
     return read_object(folder_of(home) / LAST)
 
 
@@ -142,7 +142,8 @@ def check_cron(cron: str | None, timezone: str) -> None:
     from prefect.client.schemas.schedules import CronSchedule
 
     if timezone not in available_timezones():
-        raise UsageError(f"--timezone is '{timezone}', which is not a time zone; try Europe/Berlin or UTC")
+        rule = "which is not a time zone; try Europe/Berlin or UTC"
+        raise UsageError(f"--timezone is '{timezone}', {rule}")
     if cron is None:
         return
     if len(cron.split()) != CRON_FIELDS:
@@ -152,7 +153,8 @@ def check_cron(cron: str | None, timezone: str) -> None:
     except ValueError:
         raise UsageError(f"--cron is '{cron}', which is not a cron expression; {EXAMPLE}") from None
     if not next_slots(cron, timezone, 1):
-        raise UsageError(f"--cron is '{cron}', which does not fire in the next {CRON_YEARS} years; {EXAMPLE}")
+        rule = f"which does not fire in the next {CRON_YEARS} years"
+        raise UsageError(f"--cron is '{cron}', {rule}; {EXAMPLE}")
 
 
 def next_slots(cron: str, timezone: str, count: int) -> list[datetime]:
@@ -198,10 +200,11 @@ def settings_of(home: Path, schedule: Schedule) -> Settings:
         return Settings.model_validate(schedule.settings)
     except ValidationError as error:
         wrong = error.errors()[0]
-        key, rule = ".".join(map(str, wrong["loc"])), wrong["msg"]
+        place, rule = ".".join(map(str, wrong["loc"])), wrong["msg"]
+        path = path_of(home, schedule.full_name)
         raise UsageError(
-            f"{path_of(home, schedule.full_name)} has settings of another version of ttrain ({key}: {rule}); make it "
-            f"again with `ttrain pipeline schedule {schedule.kind}`"
+            f"{path} has settings of another version of ttrain ({place}: {rule}); "
+            f"make it again with `ttrain pipeline schedule {schedule.kind}`"
         ) from None
 
 

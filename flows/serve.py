@@ -1,4 +1,4 @@
-"""`ttrain pipeline serve`: make the deployments of a home, and run what is due, until it is stopped.
+"""`ttrain pipeline serve`: make the deployments of a home, and run what is due.
 
 Prefect's scheduler says what is due; each flow run is `python -m prefect.engine` in a process of
 its own. Prefect's `Runner` is not used, since with it nights would end without having saved: it
@@ -80,9 +80,10 @@ def serve_lock(home: Path) -> Iterator[None]:
             write_json(folder / schedules.SERVING, this_process(), PRIVATE_FILE)
             yield
     except Taken:
+        pid = schedules.served_by(home)
         raise UsageError(
-            f"{home.resolve()} is served already, by process {schedules.served_by(home)}; stop that one first, or "
-            f"leave it: it also serves schedules that are added later"
+            f"{home.resolve()} is served already, by process {pid}; stop that one first, "
+            f"or leave it: it also serves schedules that are added later"
         ) from None
 
 

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import secrets
-import signal
 import socket
 import subprocess
 import sys
@@ -313,16 +312,6 @@ def stop(home: Path, name: str) -> bool:
         raise TTrainError(f"the {name} server does not end; its processes: {', '.join(str(one.pid) for one in family)}")
     (server_records.folder_of(home) / f"{name}.json").unlink(missing_ok=True)
     return bool(processes)
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """End our own server, which ignores SIGTERM."""
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 def start_lock(home: Path) -> FileLock:

@@ -85,7 +85,7 @@ def test_a_schedule_is_listed_without_a_server_or_prefect(odd_home: Path, monkey
     assert full["next"] is None and full["last"] is None and full["cron"] is None
     schedules.pause(odd_home, "nightly", paused=True)
     write_json(schedules.folder_of(odd_home) / schedules.SERVING, this_process())
-    assert listed()[1] == {**nightly, "paused": True, "next": None, "served_by": os.getpid()}
+    assert listed()[1] == {**nightly, "paused": True, "served_by": os.getpid()}
     schedules.pause(odd_home, "nightly", paused=False)
     schedules.remove(odd_home, "full")
     assert [entry["schedule"] for entry in listed()] == ["nightly/quickstart"]

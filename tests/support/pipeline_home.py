@@ -8,16 +8,16 @@ import json
 import logging
 import os
 import random
+import signal
 import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import psutil
 import pytest
 from support.waiting import wait_until
 
@@ -110,11 +110,10 @@ class Cli:
         from ttrain.flows import prefect_run
 
         load_stages()
-        ends: list[Callable[[], object]] = []
         at_exit: list[Any] = threading._threading_atexits  # type: ignore[attr-defined]
         earlier, loggers = list(at_exit), [logging.getLogger(), logging.getLogger("ttrain")]
         handlers = [(logger, logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
-        with mock.patch.object(prefect_run, "atexit", SimpleNamespace(register=ends.append)):
+        with mock.patch.object(prefect_run, "RESTARTS", 0):
             try:
                 return self.here(*arguments)
             finally:
@@ -127,8 +126,9 @@ class Cli:
                 for logger, own, level, propagates in handlers:  # Prefect's send what is said outside a flow, too
                     logger.handlers[:], logger.propagate = own, propagates
                     logger.setLevel(level)
-                for end in ends:
-                    end()
+                if prefect_run._own:
+                    prefect_run._own._process.send_signal(signal.SIGINT)
+                    prefect_run._own._process.wait()
                 prefect_run._own = None
                 prefect_run.reread_environment()
 
@@ -153,10 +153,21 @@ class Cli:
         return found
 
     def rows(self, database: str, query: str, *values: object) -> list[tuple[Any, ...]]:
-        """What a query of the home's database gives, `mlflow` or `prefect`."""
+        """What a query of the home's database gives, `mlflow` or `prefect`, once the server of the last run has ended."""
+        wait_until(lambda: not self._own_servers(), 30)
         path = self.home / database / f"{database}.db"
         with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
             return connection.execute(query, values).fetchall()
+
+    def _own_servers(self) -> list[psutil.Process]:
+        """The Prefect servers of runs in this home, which end after their runs."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                is_own = any(word.endswith(":owned_app") for word in process.cmdline())
+                if is_own and process.environ().get("TTRAIN_HOME") == str(self.home):
+                    found.append(process)
+        return found
 
     def checkpoints(self) -> list[Path]:
         """Of a pretraining that is not finished."""
