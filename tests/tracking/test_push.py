@@ -234,11 +234,8 @@ def shown(home: Path) -> dict[str, Any]:
         (one.name, one.version): (one.description, one.tags, names.get(one.run_id), one.source.split("/", 1)[0])
         for one in mlflow.search_model_versions()
     }
-    return {
-        "runs": runs,
-        "versions": versions,
-        "aliases": {one.name: one.aliases for one in mlflow.search_registered_models()},
-    }
+    aliases = {one.name: one.aliases for one in mlflow.search_registered_models()}
+    return {"runs": runs, "versions": versions, "aliases": aliases}
 
 
 @pytest.fixture(scope="module")
