@@ -278,7 +278,8 @@ def test_the_command_names_the_run_that_keeps_everything_and_believes_another_ma
     (path,) = (user_home.store.root / "runs").glob("full-*.json")
     write_json(path, {**read_json(path), "process": {"pid": 1, "started": 1.0, "host": "elsewhere"}})
     for days, removed, running in ((6, 0, {path.stem: "elsewhere"}), (8, 1, {})):
-        os.utime(path, (time.time() - days * DAY, time.time() - days * DAY))
+        for written in (path, path.with_suffix(".events.jsonl")):
+            os.utime(written, (time.time() - days * DAY, time.time() - days * DAY))
         told = json.loads(printed(capsys, "artifacts", "clean", "--dry-run", "--json"))
         assert (len(told["removed"]), told["running"]) == (removed, running)
         text = " ".join(printed(capsys, "artifacts", "clean").split())

@@ -194,7 +194,7 @@ def test_names_that_mlflow_would_refuse_are_shown_apart_and_lead_nowhere(tracked
     run.params = dict.fromkeys(names, "x" * 7000)
     assert (bound := mirror.push(run))
     data = client_of(tracked_home).get_run(bound.run_id).data
-    assert {data.metrics[clean(name)] for name in names} == set(values[name] for name in names)
+    assert {data.metrics[clean(name)] for name in names} == {values[name] for name in names}
     for number, name in enumerate(PIECES):
         assert mirror.push(TrackedRun(str(number), A, name, "odd", BEGAN, "FINISHED")), name
     assert {path for path in tracked_home.parent.rglob("*") if tracked_home not in path.parents} == outside
