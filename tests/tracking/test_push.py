@@ -176,8 +176,8 @@ def test_secrets_are_masked_everywhere(tracked_home: Path) -> None:
 
 
 PIECES = (
-    "..", "/", "//", "\\", "%2e%2e", "\0", "\n", "\x1b[2J", "\u202e", "\uff0e\uff0e", "\ud800", "~root", "C:", "file:///etc",
-    "a", " ", ".hidden", "*", "$HOME", "\u00e9", "e\u0301", "\u5929", "\U0001f600", "x" * 300, "y" * 3000, "'", '"', ":", "@",
+    "..", "/", "//", "\\", "%2e%2e", "\0", "\n", "\x1b[2J", "\u202e", "\uff0e\uff0e", "\ud800", "~root", "C:", "file:///etc", "a",
+    " ", ".hidden", "*", "$HOME", "\u00e9", "e\u0301", "\u5929", "\U0001f600", "x" * 300, "y" * 3000, "'", '"', ":", "@",
 )  # fmt: skip
 APART = ("source:r&d", "source:r#d", "source:r_d", "source:", "a/./b", "a/b", "", "_", "y" * 260, "y" * 261, "y" * 250)
 
@@ -192,7 +192,8 @@ def test_names_that_mlflow_would_refuse_are_shown_apart_and_lead_nowhere(tracked
     values = {name: float(number) for number, name in enumerate(names)}
     run = TrackedRun("all", A, "\0\ud800" * 300, "odd", BEGAN, "FINISHED", tags=dict.fromkeys(names, "\0"), summary=values)
     run.params = dict.fromkeys(names, "x" * 7000)
-    assert (bound := mirror.push(run))
+    bound = mirror.push(run)
+    assert bound
     data = client_of(tracked_home).get_run(bound.run_id).data
     assert {data.metrics[clean(name)] for name in names} == {values[name] for name in names}
     for number, name in enumerate(PIECES):
