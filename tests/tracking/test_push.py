@@ -176,8 +176,8 @@ def test_secrets_are_masked_everywhere(tracked_home: Path) -> None:
 
 
 PIECES = (
-    "..", "/", "//", "\\", "%2e%2e", "\0", "\n", "\x1b[2J", "\u202e", "\uff0e\uff0e", "\ud800", "~root", "C:", "file:///etc", "a",
-    " ", ".hidden", "*", "$HOME", "\u00e9", "e\u0301", "\u5929", "\U0001f600", "x" * 300, "y" * 3000, "'", '"', ":", "@",
+    "..", "/", "//", "\\", "%2e%2e", "\0", "\n", "\x1b[2J", "\u202e", "\uff0e\uff0e", "\ud800", "~root", "C:", "file:///etc",
+    "a", " ", ".hidden", "*", "$HOME", "\u00e9", "e\u0301", "\u5929", "\U0001f600", "x" * 300, "y" * 3000, "'", '"', ":",
 )  # fmt: skip
 APART = ("source:r&d", "source:r#d", "source:r_d", "source:", "a/./b", "a/b", "", "_", "y" * 260, "y" * 261, "y" * 250)
 
