@@ -17,7 +17,6 @@ from support.kill_points import number_printed_by
 
 from ttrain.cli.main import main
 from ttrain.core.files import exclusive, read_json, temporary_path, write_json
-from ttrain.core.sqlite_files import create
 from ttrain.errors import UsageError
 from ttrain.nightly.records import needed_keys
 from ttrain.pipeline.garbage_collection import clean_run
@@ -137,11 +136,10 @@ def test_what_is_damaged_goes_by_the_same_rules_unless_its_manifest_may_be_good(
 
 
 def test_what_a_killed_process_was_writing_goes_wherever_it_is_in_the_home(user_home: Home) -> None:
-    root, ended, databases = user_home.store.root, subprocess.Popen(["true"]), list[Path]()
+    root, ended = user_home.store.root, subprocess.Popen(["true"])
     root.mkdir()
     ended.wait()
-    create(root / "mlflow.db", lambda path: (databases.append(path), path.touch()))
-    names = [path.name.replace(str(os.getpid()), "{}") for path in (*databases, temporary_path(root / "digests.json"))]
+    names = [temporary_path(root / "digests.json").name.replace(str(os.getpid()), "{}")]
     dead, living = ([root / name.format(pid) for name in names] for pid in (ended.pid, os.getpid()))
     for path in (*dead, *living, root / f".young.{ended.pid}.tmp"):
         path.touch()
