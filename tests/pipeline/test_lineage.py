@@ -78,12 +78,8 @@ def make(home: Path, tokenizer: str = "a1b2c3d") -> dict[str, Artifact]:
     stages = [{"name": name, "key": one.key, "outcome": "completed"} for name, one in made.items()]
     record = {"run": RUN, "pipeline": "full", "outcome": "completed", "started_unix": 1.0, "seconds": 1.0, "stages": stages}
     (home / "runs").mkdir(exist_ok=True)
-    told = {
-        "metrics": {},
-        "settings": Settings(name="mine").model_dump(mode="json"),
-        "process": {"pid": 1, "started": 0},
-        "model_set": "mine/1",
-    }
+    settings = Settings(name="mine").model_dump(mode="json")
+    told = {"metrics": {}, "settings": settings, "process": {"pid": 1, "started": 0}, "model_set": "mine/1"}
     write_json(home / "runs" / f"{RUN}.json", {**record, **told})
     registry, names = Registry(home), {"mine-base": "pretrain", "mine-sft": "sft"}
     members = [registry.register_model(name, made[stage], RUN) for name, stage in names.items()]

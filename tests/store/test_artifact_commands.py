@@ -17,7 +17,6 @@ from support.kill_points import number_printed_by
 
 from ttrain.cli.main import main
 from ttrain.core.files import exclusive, read_json, temporary_path, write_json
-from ttrain.core.sqlite_files import create
 from ttrain.errors import UsageError
 from ttrain.nightly.records import needed_keys
 from ttrain.pipeline.garbage_collection import clean_run
@@ -137,11 +136,10 @@ def test_what_is_damaged_goes_by_the_same_rules_unless_its_manifest_may_be_good(
 
 
 def test_what_a_killed_process_was_writing_goes_wherever_it_is_in_the_home(user_home: Home) -> None:
-    root, ended, databases = user_home.store.root, subprocess.Popen(["true"]), list[Path]()
+    root, ended = user_home.store.root, subprocess.Popen(["true"])
     root.mkdir()
     ended.wait()
-    create(root / "mlflow.db", lambda path: (databases.append(path), path.touch()))
-    names = [path.name.replace(str(os.getpid()), "{}") for path in (*databases, temporary_path(root / "digests.json"))]
+    names = [temporary_path(root / "digests.json").name.replace(str(os.getpid()), "{}")]
     dead, living = ([root / name.format(pid) for name in names] for pid in (ended.pid, os.getpid()))
     for path in (*dead, *living, root / f".young.{ended.pid}.tmp"):
         path.touch()
@@ -278,7 +276,8 @@ def test_the_command_names_the_run_that_keeps_everything_and_believes_another_ma
     (path,) = (user_home.store.root / "runs").glob("full-*.json")
     write_json(path, {**read_json(path), "process": {"pid": 1, "started": 1.0, "host": "elsewhere"}})
     for days, removed, running in ((6, 0, {path.stem: "elsewhere"}), (8, 1, {})):
-        os.utime(path, (time.time() - days * DAY, time.time() - days * DAY))
+        for written in (path, path.with_suffix(".events.jsonl")):
+            os.utime(written, (time.time() - days * DAY, time.time() - days * DAY))
         told = json.loads(printed(capsys, "artifacts", "clean", "--dry-run", "--json"))
         assert (len(told["removed"]), told["running"]) == (removed, running)
         text = " ".join(printed(capsys, "artifacts", "clean").split())

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from ttrain.cli.main import main
-from ttrain.core.files import read_json, write_json
+from ttrain.core.files import write_json
 from ttrain.core.hashing import digest_of
 from ttrain.nightly import records
 from ttrain.pipeline import garbage_collection
 from ttrain.pipeline.plan import key_of
 from ttrain.pipeline.recipe import Planned
 from ttrain.pipeline.stage_worker import JOB
-from ttrain.store import runs
+from ttrain.store import events, runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, write_manifest
 
@@ -61,9 +61,10 @@ class Home:
         began = time.time() - age
         record.note(outcome=outcome, started_unix=began, started=datetime.fromtimestamp(began, UTC).isoformat())
         name = f"full-{datetime.fromtimestamp(began, UTC):%Y%m%d-%H%M%S}-{record.run[-4:]}"
-        told = {**read_json(record.path), "run": name}
+        path = self.store.root / "runs" / f"{name}.json"
         record.path.unlink()
-        write_json(self.store.root / "runs" / f"{name}.json", told)
+        events.path_of(record.path).rename(events.path_of(path))
+        write_json(path, {**record.snapshot(), "run": name})
         return record
 
     def work(self, stage: str, key: str, age: float = LONG_AGO, reads: Mapping[str, Artifact] | None = None) -> Path:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.pipeline import pusher
-from ttrain.tracking.client import database_of, tracking_uri
+from ttrain.tracking.client import database_of, local_path, tracking_uri
 
 
 def pushed(home: Path, names: Sequence[str] | None = None) -> list[str | None]:
     """Push runs, or all that changed; returns MLflow's ids of them. No push fails."""
     done = pusher.push(home, names)
-    assert [one.why for one in done if one.why] == []
+    assert (why := [one.why for one in done if one.why]) == [], why
     return [one.run_id for one in done]
 
 
@@ -40,7 +40,8 @@ def steps(home: Path, run_id: str, key: str = "loss") -> list[int]:
 
 def files_of(run: Any) -> dict[str, Path]:
     """The files of a run in a home's own MLflow, by path."""
-    root = Path(run.info.artifact_uri.removeprefix("file://"))
+    root = local_path(run.info.artifact_uri)
+    assert root
     return {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()}
 
 

@@ -7,14 +7,12 @@ import shutil
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import yaml
 from support.loadable_models import adapted, fresh, said_with_ttrain, said_without_ttrain
-from ttrain.tracking.model_description import ADAPTER, BASE, MODEL, LoadableModel, loadable
 
 from ttrain.export import export
 from ttrain.pipeline.registration import evaluation_tables
@@ -22,6 +20,7 @@ from ttrain.pipeline.run_models import Registered
 from ttrain.reports import summary
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
+from ttrain.tracking.loadable import ADAPTER, BASE, MODEL, LoadableModel, loadable
 
 NEW_TOKENS, PROMPT = 10, "The man"
 EXAMPLES = ("The first", "What is it?")
@@ -114,7 +113,7 @@ def test_mlflow_opens_every_kind_of_model_and_adapter_which_says_what_it_says_he
 
 def test_an_adapter_whose_base_does_not_come_along_has_a_card_and_says_nothing_to_mlflow(tmp_path: Path) -> None:
     found = loadable(artifact(tmp_path, "lora"), ADAPTER, base=None, card="# card", examples=EXAMPLES)
-    assert (set(found.texts), found.files, found.tags) == ({"README.md"}, {}, {})
+    assert (set(found.texts), found.files) == ({"README.md"}, {})
     tokenizer = loadable(artifact(tmp_path, "tokenizer"), "", base=None, card="", examples=EXAMPLES)
     assert (tokenizer.texts, tokenizer.files) == ({}, {})
 
@@ -137,25 +136,15 @@ def test_a_base_goes_along_only_onto_the_disk_where_it_lies(tmp_path: Path) -> N
     base = fresh(store.path("sft", "b" * 64))
     adapter = adapted(tmp_path / "lora", base)
     made = artifact(adapter.parent, "lora", {"base": {"stage": "sft", "key": "b" * 64}})
-    run: Any = SimpleNamespace(artifact_uri=None)
-    here, other_disk, elsewhere = f"{tmp_path.as_uri()}/not/there/yet", "file:///proc", "mlflow-artifacts:/1"
-    for place, whole in ((here, True), (other_disk, False), (elsewhere, False)):
-        run.artifact_uri = place
-        found = Registered(made, "mine", store).extra_files(run, EXAMPLES)
-        assert found.is_whole is whole, place
+    for is_local in (True, False):
+        found = Registered(made, "mine", store).extra_files(EXAMPLES, is_local=is_local)
+        assert found.is_whole is is_local
         assert "# mine-lora" in found.texts["README.md"], "the card is there all the same"
     (base / "config.json").write_text("no JSON")
     damaged = artifact(base.parent, "sft")
     (base / "model.safetensors").write_bytes(b"cut")
-    found = Registered(damaged, "mine", store).extra_files(run, EXAMPLES)
+    found = Registered(damaged, "mine", store).extra_files(EXAMPLES, is_local=True)
     assert found.texts.get("README.md") is None, "and it does not raise"
-
-
-def test_a_version_says_what_it_is_made_of_and_how(tmp_path: Path) -> None:
-    made = artifact(tmp_path, "sft", {"base": {"stage": "pretrain", "key": "b" * 64}})
-    tags = Registered(made, "mine", ArtifactStore(tmp_path)).tags
-    assert tags["ttrain.input.base"] == "b" * 64 and tags["ttrain.key"] == "k" * 64
-    assert (tags["ttrain.seed"], tags["ttrain.commit"], tags["ttrain.run"]) == ("4", "c0ffee", "full-1")
 
 
 def test_the_evaluation_is_a_table_and_the_answers_of_the_models_stand_side_by_side() -> None:

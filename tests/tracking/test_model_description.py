@@ -5,15 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-
-import pytest
-from ttrain.tracking.model_description import CHARACTERS, DECISION, HERE, add_decision, is_ours, marked, set_description
 
 from ttrain.pipeline import registration
 from ttrain.pipeline.lineage import History
 from ttrain.pipeline.model_card import Exported
+from ttrain.pipeline.registration import HERE
 from ttrain.store.layout import Artifact
 
 TRAINED = {"steps": 40, "tokens": 40960, "train_seconds": 2.0, "precision": "bf16", "device": "cpu", "ranks": 2}
@@ -83,55 +80,3 @@ def test_a_set_begins_with_the_metric_of_its_last_model_and_names_its_models() -
     both = {"eval/bits_per_byte": 1.25, "eval/chat_loss_sft": 5.0}
     text = registration.of_set("mine", "full-1", models, both, intervals={"chat_loss_sft": [4.9, 5.1]})
     assert text.startswith("chats loss **5.000** (4.900 to 5.100)\n\n"), "of the last model that is judged"
-
-
-def test_a_text_of_ours_is_told_from_one_that_somebody_edited() -> None:
-    ours = marked("# A\n\ntext with \ud800 and \0")
-    assert is_ours(ours) and is_ours("") and is_ours(None)
-    assert not is_ours(ours.replace("text", "my text")) and not is_ours("mine") and not is_ours(f"{ours}, and mine")
-    long = marked("é" * 9000)
-    assert len(long) <= CHARACTERS and is_ours(long)
-
-
-class Registry:
-    """MLflow's client, as far as it is asked: one version."""
-
-    def __init__(self) -> None:
-        self.version = SimpleNamespace(name="mine", version=3, description=None)
-        self.writes = 0
-
-    def update_model_version(self, name: str, version: str, description: str) -> None:
-        assert (name, version) == ("mine", "3")
-        self.version.description, self.writes = description, self.writes + 1
-
-
-@pytest.fixture
-def registry() -> Registry:
-    return Registry()
-
-
-def test_a_description_is_written_once_and_again_where_it_is_another(registry: Registry) -> None:
-    for text in (f"see {HERE}", f"see {HERE}", "better"):
-        set_description(registry, registry.version, text)
-    assert registry.writes == 2 and registry.version.description == marked("better")
-    set_description(registry, registry.version, "")
-    assert registry.writes == 2, "an entry of an earlier ttrain brings none"
-
-
-def test_a_decision_stands_below_whatever_is_written_and_is_replaced_by_the_next(registry: Registry) -> None:
-    set_description(registry, registry.version, "what it is")
-    add_decision(registry, registry.version, "kept")
-    add_decision(registry, registry.version, "promoted")
-    assert registry.version.description == marked(f"what it is{DECISION}promoted")
-    set_description(registry, registry.version, "what it is, with figures")
-    assert registry.version.description == marked(f"what it is, with figures{DECISION}promoted")
-
-
-def test_what_a_user_wrote_stays(registry: Registry) -> None:
-    registry.version.description = "my best one"
-    set_description(registry, registry.version, "what it is")
-    assert registry.version.description == "my best one"
-    add_decision(registry, registry.version, "promoted")
-    assert registry.version.description == f"my best one{DECISION}promoted"
-    set_description(registry, registry.version, "what it is")
-    assert registry.version.description == f"my best one{DECISION}promoted"

@@ -177,7 +177,7 @@ def test_secrets_are_masked_everywhere(tracked_home: Path) -> None:
 
 PIECES = (
     "..", "/", "//", "\\", "%2e%2e", "\0", "\n", "\x1b[2J", "\u202e", "\uff0e\uff0e", "\ud800", "~root", "C:", "file:///etc",
-    "a", " ", ".hidden", "*", "$HOME", "\u00e9", "e\u0301", "\u5929", "\U0001f600", "x" * 300, "y" * 3000, "'", '"', ":", "@",
+    "a", " ", ".hidden", "*", "$HOME", "\u00e9", "e\u0301", "\u5929", "\U0001f600", "x" * 300, "y" * 3000, "'", '"', ":",
 )  # fmt: skip
 APART = ("source:r&d", "source:r#d", "source:r_d", "source:", "a/./b", "a/b", "", "_", "y" * 260, "y" * 261, "y" * 250)
 
@@ -192,9 +192,10 @@ def test_names_that_mlflow_would_refuse_are_shown_apart_and_lead_nowhere(tracked
     values = {name: float(number) for number, name in enumerate(names)}
     run = TrackedRun("all", A, "\0\ud800" * 300, "odd", BEGAN, "FINISHED", tags=dict.fromkeys(names, "\0"), summary=values)
     run.params = dict.fromkeys(names, "x" * 7000)
-    assert (bound := mirror.push(run))
+    bound = mirror.push(run)
+    assert bound
     data = client_of(tracked_home).get_run(bound.run_id).data
-    assert {data.metrics[clean(name)] for name in names} == set(values[name] for name in names)
+    assert {data.metrics[clean(name)] for name in names} == {values[name] for name in names}
     for number, name in enumerate(PIECES):
         assert mirror.push(TrackedRun(str(number), A, name, "odd", BEGAN, "FINISHED")), name
     assert {path for path in tracked_home.parent.rglob("*") if tracked_home not in path.parents} == outside
@@ -234,11 +235,8 @@ def shown(home: Path) -> dict[str, Any]:
         (one.name, one.version): (one.description, one.tags, names.get(one.run_id), one.source.split("/", 1)[0])
         for one in mlflow.search_model_versions()
     }
-    return {
-        "runs": runs,
-        "versions": versions,
-        "aliases": {one.name: one.aliases for one in mlflow.search_registered_models()},
-    }
+    aliases = {one.name: one.aliases for one in mlflow.search_registered_models()}
+    return {"runs": runs, "versions": versions, "aliases": aliases}
 
 
 @pytest.fixture(scope="module")

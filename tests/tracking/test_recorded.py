@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from support.tiny_stages import Home, planned, stage_settings
+from support.tracked_stores import client_of, files_of, tracked
 
 from ttrain.config import Settings
 from ttrain.errors import StageFailed, UsageError
@@ -17,8 +18,6 @@ from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.labels import labels_of
 from ttrain.pipeline.progress_display import Display
 from ttrain.stages import PRETRAIN
-
-mlflow = pytest.importorskip("mlflow")
 
 
 def run(home: Home, settings: Settings, **options: Any) -> tuple[Any, Any, Path]:
@@ -32,15 +31,9 @@ def run(home: Home, settings: Settings, **options: Any) -> tuple[Any, Any, Path]
         pass
     finally:
         execution.finish(outcome)
-    client = mlflow.MlflowClient(f"sqlite:///{home.store.root}/mlflow/mlflow.db")
-    parent = client.get_run(execution.tracked_run)
-    (child,) = client.search_runs([parent.info.experiment_id], f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'")
+    name = execution.record.run
+    [parent], [child] = tracked(home.store.root, name), tracked(home.store.root, f"{name}/pretrain")
     return parent, child, execution.log.path
-
-
-def files(tracked: Any) -> dict[str, Path]:
-    root = Path(tracked.info.artifact_uri.removeprefix("file://"))
-    return {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()}
 
 
 def test_a_stage_has_the_machine_its_texts_and_the_run_one_log(stage_home: Home) -> None:
@@ -48,18 +41,17 @@ def test_a_stage_has_the_machine_its_texts_and_the_run_one_log(stage_home: Home)
     parent, child, log = run(stage_home, settings)
     assert "night" not in {**parent.data.tags, **child.data.tags}
     assert {"loss", "system/cpu_utilization_percentage", "system/system_memory_usage_megabytes"} <= {*child.data.metrics}
-    texts = sorted(name for name in files(child) if "/samples/" in name)
+    texts = sorted(name for name in files_of(child) if "/samples/" in name)
     assert texts == [f"pretrain/run/samples/step-{step:08d}.txt" for step in (3, 6)]
-    assert all(files(child)[name].read_text(encoding="utf-8").startswith("=== ") for name in texts)
-    client = mlflow.MlflowClient(f"sqlite:///{stage_home.store.root}/mlflow/mlflow.db")
-    curve = client.get_metric_history(child.info.run_id, "eval/documents/bits_per_byte")
+    assert all(files_of(child)[name].read_text(encoding="utf-8").startswith("=== ") for name in texts)
+    curve = client_of(stage_home.store.root).get_metric_history(child.info.run_id, "eval/documents/bits_per_byte")
     assert [point.step for point in curve] == [3, 6] and curve[0].value > curve[1].value
-    assert "eval/time_share" in child.data.metrics and "pretrain/run/evaluations/step-00000006.json" in files(child)
-    told = files(parent)[log.name].read_text()
+    assert "eval/time_share" in child.data.metrics and "pretrain/run/evaluations/step-00000006.json" in files_of(child)
+    told = files_of(parent)[log.name].read_text()
     assert told == log.read_text()
     assert " pretrain: started: never run before\n" in told and " pretrain: step 6/6 " in told
     assert " pretrain: completed after " in told
-    assert "step 6/6" in files(child)["pretrain/run/log.txt"].read_text()
+    assert "step 6/6" in files_of(child)["pretrain/run/log.txt"].read_text()
 
 
 def test_a_stage_that_failed_leaves_its_texts_and_logs_too(stage_home: Home) -> None:
@@ -70,9 +62,9 @@ def test_a_stage_that_failed_leaves_its_texts_and_logs_too(stage_home: Home) -> 
     }
     parent, child, log = run(stage_home, stage_settings(40, training, sample_every_steps=1))
     assert (parent.info.status, child.info.status) == ("FAILED", "FAILED")
-    assert "pretrain/run/samples/step-00000001.txt" in files(child)
-    assert "step 1/40" in files(child)["log.txt"].read_text()
-    told = files(parent)[log.name].read_text().splitlines()
+    assert "pretrain/run/samples/step-00000001.txt" in files_of(child)
+    assert "step 1/40" in files_of(child)["log.txt"].read_text()
+    told = files_of(parent)[log.name].read_text().splitlines()
     assert " pretrain: failed: " in told[-1] and "loss" in told[-1]
 
 
@@ -90,7 +82,7 @@ def test_a_note_tags_and_the_night_mode_stand_in_mlflow_and_on_the_page_and_in_n
     again = PipelineRun("full", stage_settings(2), stage_home.store, Display(Console(quiet=True)), planned("pretrain"))
     assert again.run_stage(PRETRAIN, stage_home.pretrain_inputs(), lambda line: None)[1] == "cached"
     again.finish("completed")
-    page = files(parent)["report.html"].read_text()
+    page = files_of(parent)["report.html"].read_text()
     assert "why: &lt;b&gt;" in page and "purpose=a smaller rate" in page and "x1" not in json.dumps(record["tags"])
 
 

@@ -14,6 +14,7 @@ from typer import Exit
 
 from ttrain.cli.options import AsJson, argument, command, command_group, option
 from ttrain.core.files import PRIVATE_FILE, write_bytes
+from ttrain.core.redact import without_user
 from ttrain.core.terminal import console, print_escaped, print_json, print_plain
 from ttrain.core.text import counted
 from ttrain.errors import UsageError
@@ -118,6 +119,9 @@ def _pages(root: Path, references_: Sequence[str]) -> Addresses:
         ids.append(run_id)
         experiments.append(noted["experiment_id"])
     newest = next((name for name in runs.names(root) if notes.get(name, {}).get("run_id")), None)
+    uri = tracking_uri(root)
+    if newest is None and uri.startswith("http") and runs.names(root):
+        raise UsageError(f"MLflow at {without_user(uri)} has no run of {root}; `ttrain track push --all` brings them there")
     if newest is None:
         raise UsageError(f"nothing is tracked in {root} yet; begin with `ttrain pipeline run full`")
     record = runs.read(root, names[0][0] if names else newest) or {}

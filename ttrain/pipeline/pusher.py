@@ -60,6 +60,8 @@ class Pushed:
 def push(home: Path, names: Sequence[str] | None = None, on_run: Callable[[str], object] = lambda run: None) -> list[Pushed]:
     """Push these runs, or all that changed since their last push, oldest first; one that fails ends nothing but itself."""
     home, uri = home.resolve(), tracking_uri(home.resolve())
+    if not runs.names(home):
+        return []  # and no database is made
     try:
         mirror = Mirror(home)
     except Exception as error:  # MLflow may raise anything

@@ -287,7 +287,9 @@ def _seems_alive(home: Path, run: RecordedRun) -> bool:
     """Whether a run's process runs; one of another machine, which shares this home, is assumed to for some days."""
     if run["process"].get("host", platform.node()) == platform.node():
         return is_alive(run["process"])
-    last_written = events.path_of(home / "runs" / f"{run['run']}.json").stat().st_mtime
+    path = home / "runs" / f"{run['run']}.json"
+    noted = events.path_of(path)  # which a kill right after the claim of the name leaves unwritten
+    last_written = (noted if noted.exists() else path).stat().st_mtime
     return time.time() - last_written < ELSEWHERE_DAYS * 86400
 
 
