@@ -104,7 +104,7 @@ class RunContent:
             float(record["started_unix"]),
             status_of(record["outcome"]),
             ended=float(record["started_unix"]) + record["seconds"] if record.get("seconds") is not None else None,
-            tags=self._tags(),
+            tags=self._tags(flat),
             params=facts.parameters(flat),  # nothing that differs in every run: runs are compared
             summary={**record["metrics"], **(decision_metrics(record["decision"]) if record.get("decision") else {})},
             inputs=[data for artifact in self.artifacts.values() for data in datasets.data_of(artifact)],
@@ -160,11 +160,13 @@ class RunContent:
         tags |= {"ttrain.prefect.flow_run_id": flow_run.get("flow_run_id"), "ttrain.prefect.url": flow_run.get("url")}
         return {name: str(value) for name, value in tags.items() if value}
 
-    def _tags(self) -> dict[str, str]:
+    def _tags(self, settings: JsonObject) -> dict[str, str]:
         record, sweep = self.record, self.record.get("sweep") or {}
+        by_rule = {f"rule.{name}": str(value) for name, value in facts.set_by_rule(settings).items()}
         named = {"ttrain.night": record.get("night"), "ttrain.sweep": sweep.get("name"), "ttrain.trial": sweep.get("trial")}
         tags = {
             **self._common_tags(),
+            **by_rule,
             "ttrain.pipeline": record["pipeline"],
             NAME: str(record["settings"].get("name", "")),
             **source_tags(record["pipeline"], record.get("user")),

@@ -56,10 +56,17 @@ def as_yaml(value: Any) -> str:
 
 
 def parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Of all settings by dotted name, those that are parameters of a run in MLflow: what is not the default, and the ten
-    that most comparisons are about."""
-    changed = changed_settings(settings)
-    return {name: value for name, value in settings.items() if name in changed or name in MAIN_SETTINGS}
+    """Of all settings by dotted name, those that are parameters of a run in MLflow: what is not the default, and of the ten
+    that most comparisons are about those that no rule has set."""
+    changed, by_rule = changed_settings(settings), set_by_rule(settings)
+    shown = {name for name in (*changed, *MAIN_SETTINGS) if name not in by_rule}
+    return {name: value for name, value in settings.items() if name in shown}
+
+
+def set_by_rule(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that have the value which a rule gives them."""
+    automatic = rules.automatic(settings)
+    return {name: settings[name] for name, value in automatic.items() if settings.get(name) in (value, str(value))}
 
 
 def row_tallies(result: Result) -> dict[str, Result]:
