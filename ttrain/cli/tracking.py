@@ -104,6 +104,9 @@ def _pages(root: Path, references_: Sequence[str]) -> Addresses:
     from ttrain.tracking.views import Addresses
 
     names = [_run_and_stage(root, text) for text in references_]
+    nothing = UsageError(f"nothing is tracked in {root} yet; begin with `ttrain pipeline run full`")
+    if not runs.names(root):
+        raise nothing
     failed = [one.why for one in pusher.push(root) if one.why]
     if failed:
         raise UsageError(failed[0])
@@ -119,7 +122,7 @@ def _pages(root: Path, references_: Sequence[str]) -> Addresses:
         experiments.append(noted["experiment_id"])
     newest = next((name for name in runs.names(root) if notes.get(name, {}).get("run_id")), None)
     if newest is None:
-        raise UsageError(f"nothing is tracked in {root} yet; begin with `ttrain pipeline run full`")
+        raise nothing
     record = runs.read(root, names[0][0] if names else newest) or {}
     settings = record.get("settings", {})
     return Addresses(
