@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import json
 import subprocess
 import sys
@@ -29,8 +30,8 @@ SMOOTH = (
     "runtime.sample_every_steps=20",
 )
 # Of the second run: other models from the base on.
-CHANGED = ("model.layers=3", "sft.optim.lr=3e-4")
-LABELS = ("--note", "One layer more, and a third of the rate for SFT.")
+CHANGED = ("model.layers=3", "sft.epochs=8")
+LABELS = ("--note", "Deeper, longer SFT")
 IMAGES = ROOT / "docs" / "images"
 # MLflow opens its chat over the page the first time, and greets with what is not about training.
 QUIET = {
@@ -38,8 +39,12 @@ QUIET = {
     "mlflow.assistant.panelOpen_v1": "false",
     "mlflow.workflowType_v1": '"machine_learning"',
 }
-HIDE_CHAT = "document.head.append(Object.assign(document.createElement('style'), {textContent: '%s {display: none}'}))"
-CHAT = "[data-assistant-ui], [aria-label*=Assistant]"
+HIDE = "document.head.append(Object.assign(document.createElement('style'), {textContent: '%s {display: none}'}))"
+TOOLS = "[data-assistant-ui], [aria-label*=Assistant], .modebar"
+TABLE = "document.querySelector('.ag-root-wrapper')"
+ROWS = "document.querySelector('.ag-center-cols-container')"
+CHARTS = "document.querySelector('.js-plotly-plot')"
+MAIN = "document.querySelector('main')"
 # Of a report: the cards, the first two curves, and the answers to the last two prompts.
 CROP = """
 const hide = part => part.style.display = 'none';
@@ -75,42 +80,45 @@ def main() -> None:
 
 
 def take_of_mlflow(cli: Cli, runs: list[str]) -> None:
-    """The table of the runs, their curves, MLflow's own comparison, and the page of a run."""
+    """The table of the runs, their curves, MLflow's own comparison, and the page of a run, without toolbars."""
     with served(cli, runs) as pages, Browser(width=1600, height=620) as browser:
-        browser.open(pages["table"].partition("#")[0])
-        for name, value in QUIET.items():
-            browser.evaluate(f"localStorage.setItem({json.dumps(name)}, {json.dumps(value)})")
 
-        def go(url: str, ready: str) -> None:
+        def go(url: str, ready: str, click: str = "") -> None:
             browser.open("about:blank")  # else MLflow changes the view, not the page
             browser.open(url)
             browser.wait_for(ready)
-            browser.evaluate(HIDE_CHAT % CHAT)
+            browser.evaluate(click or "0")
+            browser.evaluate(HIDE % TOOLS)
             browser.settle()
 
-        go(pages["table"], "document.querySelectorAll('[role=gridcell][col-id*=\"eval/\"]').length > 1")
-        (IMAGES / "mlflow-runs.png").write_bytes(browser.picture())
-        browser.resize(1500, 900)
-        go(pages["curves"], "document.querySelectorAll('.js-plotly-plot .lines').length > 3")
-        (IMAGES / "mlflow-curves.png").write_bytes(browser.picture())
-        browser.resize(1500, 1700)
-        switches = "document.querySelectorAll('button[role=switch]')"
-        go(pages["url"], f"{switches}.length > 1")
-        browser.evaluate(f"{switches}.forEach(one => one.click())")
-        browser.settle()
-        (IMAGES / "mlflow-compare.png").write_bytes(browser.picture())
-    with served(cli, runs[-1:]) as pages, Browser(width=1500, height=1000) as browser:
         browser.open(pages["table"].partition("#")[0])
         for name, value in QUIET.items():
             browser.evaluate(f"localStorage.setItem({json.dumps(name)}, {json.dumps(value)})")
-        browser.open("about:blank")
-        browser.open(pages["url"])
+        go(pages["table"], "document.querySelectorAll('[role=gridcell][col-id*=\"eval/\"]').length > 1")
+        save(browser, "mlflow-runs.png", TABLE, ROWS)
+        browser.resize(1500, 1150)
+        go(pages["curves"], "document.querySelectorAll('.js-plotly-plot .lines').length > 3")
+        save(browser, "mlflow-curves.png", f"{CHARTS}.closest('[style*=grid], [class*=grid]') || {CHARTS}")
+        browser.resize(1500, 1700)
+        switches = "document.querySelectorAll('button[role=switch]')"
+        go(pages["url"], f"{switches}.length > 1", f"{switches}.forEach(one => one.click())")
+        save(browser, "mlflow-compare.png", MAIN)
+        browser.resize(1500, 1000)
         more = "[...document.querySelectorAll('button')].find(one => one.innerText == 'Show more')"
-        browser.wait_for(f"Boolean({more})")
-        browser.evaluate(f"{more}.click()")
-        browser.evaluate(HIDE_CHAT % CHAT)
-        browser.settle()
-        (IMAGES / "mlflow-run.png").write_bytes(browser.picture())
+        go(addresses(cli, runs[-1:])["url"], f"Boolean({more})", f"{more}.click()")
+        save(browser, "mlflow-run.png", MAIN)
+
+
+def save(browser: Browser, name: str, element: str, last: str = "") -> None:
+    """Save what the window shows of an element, down to the end of the last one."""
+    bounds = (
+        f"[[{element}, {last or element}].map(one => one.getBoundingClientRect())]"
+        ".map(([top, end]) => [top.x, top.y, Math.min(top.right, innerWidth) - top.x, "
+        "Math.min(end.bottom, innerHeight) - top.y])[0]"
+    )
+    clip = dict(zip(("x", "y", "width", "height"), browser.evaluate(bounds), strict=True))
+    picture = browser.send("Page.captureScreenshot", format="png", clip={**clip, "scale": 1})
+    (IMAGES / name).write_bytes(base64.b64decode(picture["data"]))
 
 
 def take_of_pages(cli: Cli, runs: list[str], folder: Path) -> None:
@@ -137,10 +145,16 @@ def take_of_pages(cli: Cli, runs: list[str], folder: Path) -> None:
 def served(cli: Cli, runs: list[str]) -> Iterator[dict[str, Any]]:
     """The addresses that `ttrain up` names, while it serves them."""
     try:
-        output = cli("up", *runs, "--json", settings=False)  # with what it says while it starts the servers
-        yield json.loads(output[output.index("{") : output.rindex("}") + 1])
+        yield addresses(cli, runs)
     finally:
         cli("down", settings=False)
+
+
+def addresses(cli: Cli, runs: list[str]) -> dict[str, Any]:
+    """The addresses that `ttrain up` names; it starts the servers unless they run."""
+    output = cli("up", *runs, "--json", settings=False)  # with what it says while it starts the servers
+    found: dict[str, Any] = json.loads(output[output.index("{") : output.rindex("}") + 1])
+    return found
 
 
 if __name__ == "__main__":

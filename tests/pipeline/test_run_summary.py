@@ -12,6 +12,7 @@ from ttrain.config import TRAININGS, flatten
 from ttrain.config.loading import load
 from ttrain.pipeline import run_summary
 from ttrain.reports import facts, summary
+from ttrain.store.runs import RunRecord
 
 RUN = {
     "run": "full-1",
@@ -39,7 +40,7 @@ def test_the_step_of_a_curve_is_its_tokens() -> None:
 
 
 def test_the_names_of_curves_fit_the_titles_of_mlflows_charts_and_stand_first() -> None:
-    names = [name.format(stage=stage) for name in run_summary.CURVES.values() for stage in TRAININGS]
+    names = [run_summary.curve_name(stage, metric) for metric in run_summary.TITLES for stage in TRAININGS]
     assert max(map(len, names)) <= 27 and max(names) < min(["champion/x", "eval/x", "lora/x"])
 
 
@@ -67,10 +68,10 @@ def test_a_long_curve_keeps_a_thousand_losses_its_end_and_every_validation() -> 
 
 def test_the_settings_file_of_a_run_gives_the_same_settings(tmp_path: Path) -> None:
     settings = load(["sft.optim.lr=2e-4", "model.layers=6", "sft.optim.betas=[0.9, 0.99]"], environment={}).settings
-    changed = run_summary.deviations(settings)
+    everything = dict(flatten(settings.model_dump(mode="json")))
+    changed = {name: value for name, (value, _) in facts.changed_settings(everything).items()}
     by_rule = {"model.tie_embeddings", "pretrain.optim.head_lr"}
     assert set(changed) == {"sft.optim.lr", "model.layers", "sft.optim.betas", *by_rule}
-    everything = dict(flatten(settings.model_dump(mode="json")))
     text = run_summary.as_yaml(changed, everything)
     (tmp_path / "settings.yaml").write_text(text, encoding="utf-8")
     assert load(files=[tmp_path / "settings.yaml"], environment={}).settings == settings
@@ -80,23 +81,47 @@ def test_the_settings_file_of_a_run_gives_the_same_settings(tmp_path: Path) -> N
     assert masked.startswith("task:\n  size: 3\n\n#") and "***" not in masked, "no setting becomes its mask"
 
 
-def test_the_parameters_of_a_run_are_what_is_not_the_default_and_ten_others() -> None:
+def test_the_parameters_of_a_run_are_what_is_not_the_default_and_ten_that_no_rule_sets() -> None:
     settings = load(["sft.optim.lr=2e-4", "runtime.threads=1"], environment={}).settings
     params = facts.parameters(dict(flatten(settings.model_dump(mode="json"))))
-    assert set(params) == {*facts.MAIN_SETTINGS, "runtime.threads"} and len(facts.MAIN_SETTINGS) == 10
+    assert set(params) == {*facts.MAIN_SETTINGS, "runtime.threads"} - {"pretrain.optim.lr"}, "a rule sets that"
 
 
-def test_a_description_begins_with_what_came_of_the_settings_that_count() -> None:
-    changed = {"runtime.devices": 2, "name": "mine", "sft.optim.lr": 2e-4, **{f"model.z{i}": i for i in range(5)}}
-    first, *rest = run_summary.description(RUN, changed, {"eval/bits_per_byte": 1.44659}).split("\n")
-    settings = "model.z0=0, model.z1=1, model.z2=2, model.z3=3, model.z4=4, sft.optim.lr=0.0002"
-    assert first == f"1.4466 bits per byte: {settings}, and 2 more settings"
+def test_a_description_is_the_note_then_what_is_unusual_and_the_metric(tmp_path: Path) -> None:
+    run = {**RUN, "note": "Three\nepochs", "settings": {"name": "mine"}}
+    first, second, _, third, *rest = run_summary.description(tmp_path, run, {"eval/bits_per_byte": 1.44659}).split("\n")
+    assert (first, second, third) == ("Three  ", "epochs", "the first run of mine: 1.4466 bits per byte")
     table = [row for row in rest if row.startswith("| lora")]
     assert table == ["| lora | failed | – | a &lt;b>line \\| with bars |"]
     assert "ttrain report full-1" in rest[-1]
-    failed = run_summary.description({**RUN, "outcome": "failed", "error": "disk full"}, {}, {}, (), {"mine": "2"})
-    assert failed.startswith("failed: the default settings\n\n**failed**: disk full\n")
-    assert "Registered: [mine version 2](#/models/mine/versions/2)." in failed
+    failed = {**run, "note": "", "outcome": "failed", "error": "disk full"}
+    text = run_summary.description(tmp_path, failed, {}, (), {"mine": "2"})
+    assert text.startswith("the first run of mine\n\n**failed**: disk full\n")
+    assert "Registered: [mine version 2](#/models/mine/versions/2)." in text
+
+
+def test_usual_is_the_most_common_setting_of_the_earlier_runs_of_the_name(tmp_path: Path) -> None:
+    def record(**changes: object) -> dict[str, Any]:
+        settings = {"name": "mine", "sft": {"epochs": 1, "seed": 1}, "model": {"layers": 2}, **changes}
+        run = RunRecord(tmp_path, "full", [], settings)
+        run.finish("completed", {})
+        return run.snapshot()
+
+    first, second = record(), record(model={"layers": 3})
+    record(name="other", model={"layers": 9})
+    third, fourth = record(sft={"epochs": 3, "seed": 2}), record()
+    texts = [run_summary.difference(tmp_path, run) for run in (first, second, third, fourth)]
+    assert texts == [
+        "the first run of mine",
+        "`model.layers=3`",
+        "`sft.epochs=3`, `sft.seed=2`",  # of two values the older one is usual
+        "the usual settings",
+    ]
+
+
+def test_charts_of_later_stages_come_later() -> None:
+    names = [run_summary.curve_name(stage, "loss") for stage in TRAININGS]
+    assert names == sorted(names) and names[-1] == "Curves/then lora loss"
 
 
 def test_figures_are_as_short_as_a_table_needs_them_and_counts_are_whole() -> None:

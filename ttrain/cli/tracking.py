@@ -105,6 +105,9 @@ def _pages(root: Path, references_: Sequence[str]) -> Addresses:
     from ttrain.tracking.views import Addresses
 
     names = [_run_and_stage(root, text) for text in references_]
+    nothing = UsageError(f"nothing is tracked in {root} yet; begin with `ttrain pipeline run full`")
+    if not runs.names(root):
+        raise nothing
     failed = [one.why for one in pusher.push(root) if one.why]
     if failed:
         raise UsageError(failed[0])
@@ -123,7 +126,7 @@ def _pages(root: Path, references_: Sequence[str]) -> Addresses:
     if newest is None and uri.startswith("http") and runs.names(root):
         raise UsageError(f"MLflow at {without_user(uri)} has no run of {root}; `ttrain track push --all` brings them there")
     if newest is None:
-        raise UsageError(f"nothing is tracked in {root} yet; begin with `ttrain pipeline run full`")
+        raise nothing
     record = runs.read(root, names[0][0] if names else newest) or {}
     settings = record.get("settings", {})
     return Addresses(

@@ -113,7 +113,6 @@ def description(
     registered, by name, which become links in MLflow.
     """
     bits = metrics.get(BITS_PER_BYTE.of_run)
-    metric = "" if bits is None else f"{bits:.4f} {BITS_PER_BYTE.label}"
     stages = [tuple(map(_cell, summary.status_row(stage)[:4])) for stage in run["stages"]]
     links = [
         f"[{name} version {version}](#/models/{quote(name, safe='')}/versions/{version})"
@@ -121,8 +120,7 @@ def description(
     ]
     parts = [
         note(run["note"]) if run.get("note") else "",
-        _cell(difference(home, run)),
-        metric,
+        difference(home, run) + (f": {bits:.4f} {BITS_PER_BYTE.label}" if bits is not None else ""),
         f"**{run['outcome']}**: {_cell(run['error'])}" if run.get("error") else "",
         summary.markdown(measured, ("evaluation", "", "")) if measured else "",
         summary.markdown(stages, ("stage", "outcome", "time", "figures")),
@@ -136,8 +134,8 @@ def description(
 def difference(home: Path, run: RecordedRun) -> str:
     """How the settings of a run differ from the usual ones of its `name`.
 
-    The usual value of a setting is the most common one of the earlier runs, the newest of them
-    if several are. So an experiment that changed one setting is not held against the next one.
+    The usual value of a setting is the most common one of the earlier runs, the oldest of them
+    if several are: what one experiment changed is not usual for the next one.
     """
     name = run["settings"].get("name")
     earlier = []
@@ -153,10 +151,11 @@ def difference(home: Path, run: RecordedRun) -> str:
     by_rule = facts.set_by_rule(settings)  # they follow from other settings
     changes = []
     for setting in sorted(settings, key=by_weight):
-        values = [str(record.get(setting)) for record in earlier]
-        is_usual = str(settings[setting]) == Counter(values).most_common(1)[0][0]
-        if not is_usual and setting not in by_rule and settings[setting] != HIDDEN:
-            changes.append(f"{setting}={_value(settings[setting])}")
+        values = Counter(str(record[setting]) for record in reversed(earlier) if setting in record)
+        usual = values.most_common(1)[0][0] if values else str(settings[setting])
+        if str(settings[setting]) != usual and setting not in by_rule and settings[setting] != HIDDEN:
+            value = _value(settings[setting]).replace("`", "'")
+            changes.append(f"`{setting}={value}`")  # marks where the note ends, in tables too
     if len(changes) > SHOWN_SETTINGS:
         changes[SHOWN_SETTINGS:] = [f"and {len(changes) - SHOWN_SETTINGS} more settings"]
     return ", ".join(changes) or "the usual settings"
