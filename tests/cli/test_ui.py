@@ -1,52 +1,40 @@
-"""The pages that `ttrain up --open` opens: views of a real MLflow and its server, in a real browser where there is one."""
+"""The pages that `ttrain up --open` opens: a view of a real MLflow and its server, in a real browser where there is one."""
 
 from __future__ import annotations
 
-import json
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 from support.browser import Browser, executable
-from support.recorded_homes import BEGAN, Made, make_artifact
+from support.recorded_homes import Made, make_run
 from support.served import write_double
-from support.tracked_stores import client_of, pushed
 
 from ttrain.cli import tracking as ui
-from ttrain.config import Settings
 from ttrain.errors import TTrainError
 from ttrain.flows import servers
+from ttrain.pipeline import pusher
 from ttrain.store import server_records
-from ttrain.store.runs import RunRecord, record_cached
-from ttrain.tracking import views
+from ttrain.store.runs import record_cached
 
-SETTINGS = {"model": {"layers": 2}, "sft": {"optim": {"lr": 1e-3}}}
-FIGURES = {"eval/bits_per_byte": 1.5, "eval/chat_loss_sft": 4.1, "sft/validation_loss": 4.2, "total/device_hours": 0.5}
-CURVE = [{"step": step, "tokens": 512 * step, "time": BEGAN, "metrics": {"loss": 9 - step / 2}} for step in (1, 2, 3)]
-
-
-def track(home: Path, settings: Mapping[str, object], metrics: Mapping[str, float]) -> tuple[str, str]:
-    """(name, id) of a finished run of a pipeline with one stage, on record and tracked."""
-    record = RunRecord(home, "full", ["sft"], Settings().replaced(dict(settings)).model_dump(mode="json"))
-    made = Made("sft", key=record.run, texts={"run/metrics.jsonl": "".join(f"{json.dumps(row)}\n" for row in CURVE)})
-    make_artifact(home, record.run, made, BEGAN)
-    record.stage("sft", outcome="completed", key=record.run)
-    record.finish("completed", metrics)
-    [run_id] = pushed(home, [record.run])
-    assert run_id
-    return record.run, run_id
+METRICS = {"eval/chat_loss_sft": 4.1, "sft/validation_loss": 4.2}
+OLDER, NEWER = "full-20261128-160222-1a2b4", "full-20261128-170222-1a2b4"
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory, add_database: Callable[[Path], None]) -> tuple[Path, dict[str, str]]:
-    """(home, {name: id}) with two runs, the newer one with another learning rate."""
+    """(home, {name: id}) with two runs, the newer one with other epochs."""
     home = tmp_path_factory.mktemp("two") / "a home #1 50%"
     add_database(home)
-    older = track(home, SETTINGS, FIGURES)
-    newer = track(home, {**SETTINGS, "sft": {"optim": {"lr": 2e-4}}}, {**FIGURES, "eval/chat_loss_sft": 4.4})
-    return home, dict([older, newer])
+    for number, (name, epochs) in enumerate({OLDER: 1, NEWER: 3}.items()):
+        settings = {"name": "mine", "sft": {"epochs": epochs}}
+        stages = [Made("sft", [9 - epochs * step / 10 for step in range(8)])]
+        make_run(home, name, stages, number=number, settings=settings, metrics=METRICS)
+    done = pusher.push(home)
+    assert [one.why for one in done] == ["", ""]
+    return home, {one.run: str(one.run_id) for one in done}
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +48,7 @@ def served(two: tuple[Path, dict[str, str]]) -> Iterator[dict[str, str]]:
     servers.stop(home, "mlflow")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def running(two: tuple[Path, dict[str, str]]) -> Iterator[Path]:
     """The home of `two`, whose server is a double."""
     home, _ = two
@@ -72,28 +60,14 @@ def running(two: tuple[Path, dict[str, str]]) -> Iterator[Path]:
         servers.down(home)
 
 
-def test_the_table_is_the_view_of_the_newest_run(two: tuple[Path, dict[str, str]]) -> None:
-    home, runs = two
-    pages = ui._pages(home, [])
-    assert (pages.experiment, pages.name) == ("ttrain", "quickstart")
-    client, found = client_of(home), client_of(home).get_experiment_by_name("ttrain")
-    [saved] = [
-        text for tag, text in found.tags.items() if tag.startswith(views.VIEW) and tag[len(views.VIEW) :] in pages.table
-    ]
-    state = json.loads(json.loads(saved)["state"])
-    assert state["selectedColumns"][-1] == "params.`sft.optim.lr`"
-    listed = client.search_runs([found.experiment_id], state["searchFilter"])
-    assert [run.info.run_name for run in listed] == list(runs)[::-1]  # pipelines alone, the newest first
-
-
 def test_a_browser_gets_the_token_in_a_file_that_no_other_account_can_read_not_as_an_argument(
     running: Path, two: tuple[Path, dict[str, str]]
 ) -> None:
     home, server = running, server_records.live_server(running, "mlflow")
     assert server is not None
-    pages, newest = ui.links_of(home, server.url, ("latest",)), list(two[1].values())[-1]
+    pages, newest = ui.links_of(home, server.url, ("latest",)), two[1][NEWER]
     page = pages["url"]
-    assert f":{server.port}/?token=" in pages["table"]
+    assert f":{server.port}/?token=" in pages["table"] and "viewStateShareKey=ttrain-mine" in pages["table"]
     assert urlsplit(page).fragment.startswith(f"/experiments/1/runs/{newest}?")
     there = ui.redirect_page(home, page)
     token = (home / "servers" / "token").read_text().strip()
@@ -104,10 +78,10 @@ def test_a_browser_gets_the_token_in_a_file_that_no_other_account_can_read_not_a
 
 
 def test_the_page_of_a_cached_run_is_that_of_the_run_it_equals(running: Path, two: tuple[Path, dict[str, str]]) -> None:
-    older, server = next(iter(two[1])), server_records.live_server(running, "mlflow")
-    record_cached(running, "again", [], {}, {}, older)
+    server = server_records.live_server(running, "mlflow")
+    record_cached(running, "again", [], {}, {}, OLDER)
     try:
-        assert server and f"/runs/{two[1][older]}?" in ui.links_of(running, server.url, ("again",))["url"]
+        assert server and f"/runs/{two[1][OLDER]}?" in ui.links_of(running, server.url, ("again",))["url"]
     finally:
         [path] = (running / "runs").glob("again-*.json")
         path.unlink()
@@ -115,57 +89,61 @@ def test_the_page_of_a_cached_run_is_that_of_the_run_it_equals(running: Path, tw
 
 @pytest.mark.soak  # a browser, for what only another version of MLflow breaks
 @pytest.mark.skipif(executable() is None, reason="no Chromium is installed")
-def test_mlflows_own_pages_show_which_run_is_better_and_why(
-    served: dict[str, str], two: tuple[Path, dict[str, str]]
-) -> None:
-    _, runs = two
-    # In the order in which they are seen, which is not that of the document; what MLflow has of its own aside
+def test_mlflows_own_pages_show_which_run_is_better_and_why(served: dict[str, str]) -> None:
+    # In the order in which they are seen, which is not that of the document
     headers = (
         "[...document.querySelectorAll('[role=columnheader][col-id]')]"
         ".sort((one, other) => one.getAttribute('aria-colindex') - other.getAttribute('aria-colindex'))"
-        ".map(one => one.getAttribute('col-id')).filter(id => /^(metrics|params)\\./.test(id)).join()"
+        ".map(one => one.getAttribute('col-id')).filter(id => /^(metrics|params)\\.|Description/.test(id)).join()"
     )
-    cells = "[...document.querySelectorAll('[role=gridcell][col-id=\"params.`sft.optim.lr`\"]')].map(one => one.innerText)"
+    columns = "attributes.`Description`,metrics.`eval/chat_loss_sft`,params.`sft.epochs`"
+    texts = (
+        "[...document.querySelectorAll('[role=gridcell][col-id=\"attributes.`Description`\"]')].map(one => one.innerText)"
+    )
     with Browser() as browser:
         browser.open(served["table"])
-        browser.wait_for(f"{headers} === 'metrics.`eval/bits_per_byte`,metrics.`eval/chat_loss_sft`,params.`sft.optim.lr`'")
-        browser.wait_for(f"{cells}.join() === '0.0002,0.001'")  # of two rows: the stages' runs are none of them
+        browser.wait_for(f"{headers} === '{columns}'")
+        shown = browser.wait_for(f"{texts}.length === 2 && {texts}.every(Boolean) && {texts}")
+        assert [text[:14] for text in shown] == ["`sft.epochs=3`", "the first run "]
 
         browser.open("about:blank")
         browser.open(served["curves"])
         text = browser.wait_for("document.body.innerText.includes('Step') && document.body.innerText")
-        assert text.index("Curves\n(1)") < text.index("eval\n(2)")
-        assert all(f"{name} (Curves/sft loss)" in text for name in runs)
+        assert text.index("Curves\n(2)") < text.index("eval\n(1)")
+        assert all(f"{name} (Curves/sft loss)" in text for name in (OLDER, NEWER))
 
         browser.open("about:blank")
         browser.open(served["url"])
         switches = "document.querySelectorAll('button[role=switch]')"
         browser.wait_for(f"{switches}.length > 1")
         browser.evaluate(f"{switches}[0].click()")  # show differences only
-        rows = (
-            "[...document.querySelectorAll('table')].map(one => one.innerText).filter(one => one.includes('sft.optim.lr'))"
-        )
+        rows = "[...document.querySelectorAll('table')].map(one => one.innerText).filter(one => one.includes('sft.epochs'))"
         [differing] = browser.wait_for(f"{rows}.length && !{rows}[0].includes('model.layers') && {rows}")
-        assert differing.split() == ["sft.optim.lr", "0.001", "0.0002"]
+        assert differing.split() == ["sft.epochs", "1.0", "3.0"]
 
 
 @pytest.mark.parametrize(
-    ("runs", "uri", "message"),
-    [
-        (["nope"], None, "there is no run 'nope'"),
-        (["latest:nope"], None, "has no stage 'nope'; there is sft"),
-        ([], "http://me:hidden@127.0.0.1:9", "MLflow at http://127.0.0.1:9 has no run of"),
-    ],
-    ids=["no run", "no stage", "silent"],
+    ("run", "message"),
+    [("nope", "there is no run 'nope'"), ("latest:nope", "has no stage 'nope'; there is sft")],
+    ids=["no run", "no stage"],
 )
-def test_what_cannot_be_shown_is_said(
-    two: tuple[Path, dict[str, str]], monkeypatch: pytest.MonkeyPatch, runs: list[str], uri: str | None, message: str
-) -> None:
-    if uri:
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+def test_what_cannot_be_shown_is_said(two: tuple[Path, dict[str, str]], run: str, message: str) -> None:
     with pytest.raises(TTrainError) as error:
-        ui.links_of(two[0], "http://127.0.0.1:9", runs)
-    assert message in str(error.value) and "hidden" not in str(error.value)
+        ui.links_of(two[0], "http://127.0.0.1:9", [run])
+    assert message in str(error.value)
+
+
+def test_of_an_mlflow_that_does_not_answer_there_are_no_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(tmp_path, OLDER, [Made("sft")])
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hidden@127.0.0.1:9")
+    with pytest.raises(TTrainError) as error:
+        ui.links_of(tmp_path, "http://127.0.0.1:9", [])
+    assert "MLflow at http://127.0.0.1:9" in str(error.value) and "hidden" not in str(error.value)
+
+
+def test_without_runs_there_is_the_table_of_the_newest_name(two: tuple[Path, dict[str, str]]) -> None:
+    links = ui.links_of(two[0], "http://127.0.0.1:9", [])
+    assert set(links) == {"table", "curves", "experiment"} and "viewStateShareKey=ttrain-mine" in links["table"]
 
 
 def test_a_home_where_nothing_was_tracked_is_left_as_it_is(tmp_path: Path) -> None:
