@@ -6,8 +6,8 @@
 
 speed: S is a model of hidden size 512, Q the quickstart's, see SIZES in train_common.py. All sides have AdamW, bf16 autocast
 over fp32 weights where the CPU has bf16 (else fp32), the same rows and the same tokens a step. `plain` is `ttrain stage run
-pretrain` as it is: tracking, curves, log, progress, checkpoints, documents kept apart by a mask; `ranks` is one rank a core,
-`compiled` has runtime.compile. `bare` is a loop with the allocator setting and the same mask, `transformers` is
+pretrain` as it is: tracking, curves, log, progress, checkpoints, documents kept apart by a mask; `compiled` has
+runtime.compile. `bare` is a loop with the allocator setting and the same mask, `transformers` is
 transformers.Trainer (needs `pip install accelerate`) as its users run it.
 
 tune: seconds of a step with the rows_per_device that runtime.tune=auto chooses, against the fastest of all sizes, measured
@@ -30,9 +30,9 @@ from common import Cost, Table
 from train_common import CORES, SIZES, Size
 
 # Side, what it is compared with, and the least ratio of their tokens a second.
-COMPARED = (("plain", "bare", 0.98), ("plain", "transformers", 1.15), ("ranks", "plain", 1.1), ("compiled", "plain", 0))
+COMPARED = (("plain", "bare", 0.98), ("plain", "transformers", 1.15), ("compiled", "plain", 0))
 MOST_MEMORY, MOST_TUNED = 0.65, 1.1
-SIDES = ("plain", "ranks", "compiled", "bare", "transformers")
+SIDES = ("plain", "compiled", "bare", "transformers")
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +83,6 @@ def sides_of(size: Size, text: Path, directory: Path) -> dict[str, Callable[[], 
 
     return {
         "plain": ours,
-        "ranks": lambda: ours(f"runtime.devices={CORES}", f"runtime.rows_per_device={max(1, size.rows_per_step // CORES)}"),
         "compiled": lambda: ours("runtime.compile=true"),
         "bare": lambda: common.measure(train_peers.train_bare, *work, **train_common.allocator()),
         "transformers": transformers,

@@ -403,5 +403,5 @@ def test_a_failure_exits_with_1_and_wrong_settings_with_2(surroundings: Path, ca
     write_lines(surroundings / "docs.jsonl", [{"txt": "no"}] * 9)
     run = in_process(capsys)
     done = run("doctor", "data.pretrain=docs.jsonl", *TINY)
-    assert done.code == 1 and "BAD data" in done.out and "; fix: " in done.out and "1 of 6 checks" in done.out
+    assert done.code == 1 and "BAD data" in done.out and "; fix: " in done.out and "1 of 5 checks" in done.out
     assert run("doctor", "pretrain.precision=tf32", "runtime.device=cpu").code == 2

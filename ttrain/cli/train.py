@@ -274,12 +274,11 @@ def doctor(
     for name, value in environment_of(loaded.settings).items():
         if name.startswith(READ_BY_C):
             os.environ.setdefault(name, value)
-    planned = (
-        api.plan("full", loaded.settings).stages if (home() / "store").is_dir() else []
-    )  # no need to read all data to find nothing
+    # Without a store all data would be read to find nothing.
+    plan = api.plan("full", loaded.settings) if (home() / "store").is_dir() else None
     artifacts = {
         planned_stage.stage.name: planned_stage.artifact
-        for planned_stage in planned
+        for planned_stage in (plan.stages if plan else ())
         if planned_stage.artifact and planned_stage.state == "cached"
     }
     from ttrain.data.inspect import lines
@@ -295,7 +294,7 @@ def doctor(
                 _print(check)
     failures = [check for check in checks if not check.ok]
     if as_json:
-        print_json({"checks": checks})
+        print_json({"checks": checks, "estimate": plan.estimate.to_json() if plan else None})
     else:
         heading, views = examination.shown
         if views:
@@ -305,6 +304,8 @@ def doctor(
             of_records = (lines(view, record, examination.special, LINE_WIDTH) for record in records)
             print_spans(islice(chain.from_iterable(of_records), SHOWN_LINES))
             print()
+        for line in (*plan.estimate.lines(), *plan.estimate.remarks()) if plan else ():
+            print(line)
         verdict = f"{len(failures)} of {len(checks)} checks are not ok" if failures else f"all {len(checks)} checks are ok"
         print(f"{examined}: {verdict}, in {time.monotonic() - began:.0f} s")
     if failures:

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import gc
 import shutil
-import threading
 import timeit
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from ttrain.data.packing import Rows
 from ttrain.doctor.parts import Check, Learner, make_check, select_rows, trainer_of
 from ttrain.train import native
 from ttrain.train.distributed import Ranks
+from ttrain.train.monitor import peak_memory
 from ttrain.train.precision import DTYPES, Precision, has_bf16
 from ttrain.train.schedules import decay_start, steps_of
 
@@ -30,7 +30,6 @@ GB = 1e9
 MATMUL, MATMUL_ELSEWHERE = 512, 4096  # rows of a matrix, on a CPU and elsewhere
 TRIES = 20
 EMULATED = 0.5  # of the speed of fp32: what is computed in other numbers is slower still
-SAMPLING_SECONDS = 0.002
 MEASURED_ROWS = 3
 
 
@@ -83,22 +82,11 @@ def memory_growth(work: Callable[[], object], device: torch.device) -> int:
         work()
         return torch.cuda.max_memory_allocated(device) - before
     _give_back_freed()
-    process, ended = psutil.Process(), threading.Event()
-    before = peak = process.memory_info().rss
-
-    def watch() -> None:
-        nonlocal peak
-        while not ended.wait(SAMPLING_SECONDS):
-            peak = max(peak, process.memory_info().rss)
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        work()
-    finally:
-        ended.set()
-        thread.join()
-    return int(max(peak, process.memory_info().rss) - before)
+    before = int(psutil.Process().memory_info().rss)
+    with contextlib.suppress(OSError):  # not on Linux: the peak is that of the process so far
+        Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory begins again
+    work()
+    return max(0, peak_memory(torch.device("cpu")) - before)
 
 
 def memory(footprint: Footprint, runtime: Runtime, device: torch.device, available: float) -> Check:

@@ -9,9 +9,9 @@ import json
 import logging
 import math
 import os
-import time
 import warnings
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 from ttrain.core.files import temporary_directory
 from ttrain.core.machine import SAFE_PATH
@@ -202,7 +202,7 @@ ROWS, ODD = 7, 3  # of a step, which 3 do not divide
 
 GRADIENTS, LOSSES = 1e-6, 1e-5  # largest relative distance in fp32
 
-RANKS, RANK_SECONDS = 2, 300.0
+RANKS, RANK_TIMEOUT = 2, timedelta(minutes=5)
 
 LEARNT_STEPS, LEARNT = 10, 0.02  # steps on one batch, and by which share they lower its loss at least
 
@@ -344,26 +344,14 @@ def first_step(learner: Learner, rows: InMemoryRows, ranks: Ranks, *, rows_per_d
 
 def spawned(learner: Learner, rows: InMemoryRows) -> list[Step]:
     """A first step that RANKS processes share, as each of them computes it. Raises TTrainError where one fails."""
+    os.environ |= SAFE_PATH  # the interpreters are started without -P
     with temporary_directory("doctor") as directory:
-        deadline = time.monotonic() + RANK_SECONDS
-        launch: Any = start_processes  # not forked: a fork of a process with threads hangs
-        added = SAFE_PATH.keys() - os.environ.keys()
-        os.environ |= SAFE_PATH
         try:
-            ranks = launch(_be_rank, (os.getpid(), directory, learner, rows), RANKS, join=False, start_method="spawn")
-        finally:
-            for name in added:  # what else this process starts is not ours
-                del os.environ[name]
-        try:
-            while not ranks.join(timeout=max(0.0, deadline - time.monotonic())):
-                if time.monotonic() >= deadline:
-                    raise TTrainError(f"{RANKS} processes did not take a step together within {RANK_SECONDS:.0f} s")
+            # Not forked: a fork of a process with threads hangs.
+            spawn(_be_rank, (os.getpid(), directory, learner, rows), RANKS)  # type: ignore[no-untyped-call]
         except (ProcessRaisedException, ProcessExitedException) as error:
             reason = str(error).strip().splitlines()[-1]
             raise TTrainError(f"{RANKS} processes did not take a step together: {reason}") from None
-        finally:
-            for process in ranks.processes:
-                process.kill()
         return [
             (json.loads((directory / f"loss{rank}").read_text()), load_file(directory / f"gradients{rank}"))
             for rank in range(RANKS)
@@ -376,7 +364,8 @@ def _be_rank(rank: int, parent: int, directory: Path, learner: Learner, rows: In
     warnings.simplefilter("ignore")  # what is wrong with a rank is in its error, and the doctor gave the others
     logging.getLogger("ttrain").setLevel(logging.ERROR)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
+    store = f"file://{directory}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=RANK_TIMEOUT)
     ranks = Ranks(rank, RANKS, CPU)
     loss, gradients = first_step(learner, rows, ranks, rows_per_device=1)
     save_file({name: gradient.contiguous() for name, gradient in gradients.items()}, directory / f"gradients{rank}")
