@@ -35,9 +35,8 @@ from ttrain.errors import DataError, UsageError
 from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
 from ttrain.evaluate.generation import answers
 from ttrain.evaluate.items import Items, SuiteFiles, digests, sampled
-from ttrain.evaluate.log_likelihood import beginning, log_likelihoods
+from ttrain.evaluate.log_likelihood import beginning, log_likelihoods, score_pairs
 from ttrain.evaluate.task_result import LN2, Metric, TaskResult
-from ttrain.evaluate.tree_attention import Scorer
 
 if TYPE_CHECKING:
     from lm_eval.api.task import Task
@@ -285,7 +284,7 @@ class HarnessModel(LM):  # type: ignore[misc]  # the harness has no types
                 pairs.append((tuple(context), tuple(continuation)))
                 owners.append(number)
         totals = [0.0] * len(requests)
-        for number, (nats, _) in zip(owners, Scorer(self._subject).score(pairs, self._progress), strict=True):
+        for number, (nats, _) in zip(owners, score_pairs(self._subject, pairs, self._progress), strict=True):
             totals[number] -= nats
         return totals
 
