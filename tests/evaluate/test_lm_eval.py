@@ -89,7 +89,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # a task file finds its data beside itself, wherever the command is run
 
 
-def read(place: Path, name: str, **settings: Any) -> Items[lm_eval_tasks.HarnessDocument]:
+def read(place: Path, name: str, **settings: Any) -> Items[lm_eval_tasks.HarnessItem]:
     return lm_eval_tasks.read("theirs", HarnessTask(task=f"{name}.yaml", **settings), SuiteFiles(place))
 
 
@@ -229,12 +229,9 @@ def test_a_suite_that_allows_code_runs_the_python_of_its_task_files(place: Path,
 
 
 def test_what_includes_itself_or_is_no_yaml_is_an_error_and_no_loop(tmp_path: Path) -> None:
-    (tmp_path / "task.yaml").write_text("include: task.yaml\ntask: mine\n")
-    with pytest.raises(DataError, match="Include cycle"):
-        read(tmp_path, "task")
-    for text in ("a: [", "[" * 2000, "a: !unknown b"):
+    for text in ("include: task.yaml\ntask: mine\n", "a: [", "a: !unknown b"):
         (tmp_path / "task.yaml").write_text(text)
-        with pytest.raises(DataError, match=r"theirs\.task: cannot read .*task\.yaml"):
+        with pytest.raises(DataError, match=r"theirs\.task is task\.yaml, whose data or task file cannot be read"):
             read(tmp_path, "task")
 
 
@@ -271,13 +268,6 @@ def test_a_template_of_a_task_file_reaches_no_module(tmp_path: Path) -> None:
     assert utils.apply_template("{{ question | regex_replace('b', 'c') }} {{ choices | join(', ') }}", {
         "question": "abc", "choices": ["x", "y"]
     }) == "acc x, y"  # fmt: skip
-
-
-def test_merges_that_stand_for_billions_are_refused(tmp_path: Path) -> None:
-    lines = ["a0: &a0 {x: 1}", *(f"a{n}: &a{n}\n  <<: [*a{n - 1}, *a{n - 1}]" for n in range(1, 26))]
-    (tmp_path / "bomb.yaml").write_text("\n".join(lines))
-    with pytest.raises(DataError, match="it holds more than 25,000 values"):
-        lm_eval_tasks.check_task_file(tmp_path / "bomb.yaml", "tasks.theirs.task")
 
 
 def test_without_the_harness_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
