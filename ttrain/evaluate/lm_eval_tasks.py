@@ -16,21 +16,19 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lm_eval
 import yaml
-from lm_eval import utils
-from lm_eval.api import metrics as harness_metrics
-from lm_eval.api import registry
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from ttrain.config.evaluate import HarnessTask
-from ttrain.core.files import JsonDict, user_path
+from ttrain.core.files import JsonDict
 from ttrain.errors import DataError, UsageError
 from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
 from ttrain.evaluate.generation import answers
@@ -48,7 +46,7 @@ ROW_CHARACTERS = 2000  # from the end of a prompt, shown in a row of results
 
 DEFAULT_LENGTH, DEFAULT_TOKENS = 2048, 256  # the defaults of the harness's own model
 
-FIX = "to run it with your full rights, read the file and the module that it names, then set allow_code: true in the suite"
+MEANS = {"mean", "nanmean", "perplexity", "weighted_perplexity", "bits_per_byte"}  # by the names of its functions
 
 log = logging.getLogger("ttrain")
 
@@ -144,7 +142,7 @@ def _figures(tasks: Sequence[Task], values: Mapping[tuple[str, str], Mapping[int
         means |= task.aggregation() or {}
     figures: list[Metric] = []
     for (metric, name), by_document in values.items():
-        figure = _figure(_label(metric, name), by_document, count, means.get(metric), higher.get(metric, True))
+        figure = _figure(_label(metric, name), by_document, count, means.get(metric), higher=higher.get(metric, True))
         if figure is None:
             log.warning("%s is not a mean over items; it is not shown", metric)
         else:
@@ -152,24 +150,21 @@ def _figures(tasks: Sequence[Task], values: Mapping[tuple[str, str], Mapping[int
     return figures
 
 
-def _figure(name: str, by_document: Mapping[int, Any], count: int, mean: Any, higher: bool) -> Metric | None:
+def _figure(name: str, by_document: Mapping[int, Any], count: int, mean: Any, *, higher: bool) -> Metric | None:
     """Express the metric as sums over items, by the harness's aggregation; None if it is not a quotient of sums."""
     kind = getattr(mean, "__name__", "")
-    if kind not in {"mean", "nanmean", "perplexity", "weighted_perplexity", "bits_per_byte"}:
-        return None
     sums, sizes = [0.0] * count, [0.0] * count
     for number, value in by_document.items():
         amount, size = value if isinstance(value, tuple | list) else (value, 1.0)
-        if not isinstance(amount, int | float):
+        if kind not in MEANS or not isinstance(amount, int | float):
             return None
         if not (kind == "nanmean" and math.isnan(amount)):
             sums[number], sizes[number] = float(amount), float(size)
-    if kind in {"mean", "nanmean"}:
+    if kind in ("mean", "nanmean"):
         return Metric(name, tuple(sums), tuple(sizes), higher_is_better=higher, unit="")
     costs = tuple(-amount for amount in sums)  # the harness gives log-likelihoods
-    if kind == "bits_per_byte":
-        return Metric(name, costs, tuple(sizes), higher_is_better=False, unit="bits per byte", factor=1 / LN2)
-    return Metric(name, costs, tuple(sizes), higher_is_better=False, unit="", shown="exp")
+    metric = Metric(name, costs, tuple(sizes), higher_is_better=False, unit="", shown="exp")
+    return replace(metric, unit="bits per byte", factor=1 / LN2, shown=None) if kind == "bits_per_byte" else metric
 
 
 @contextlib.contextmanager
@@ -273,27 +268,24 @@ class HarnessModel(LM):  # type: ignore[misc]  # the harness has no types
 
 def _load_tasks(spec: HarnessTask, files: SuiteFiles, setting: str) -> dict[str, Task]:
     """Load the harness's tasks by the name of a task or group, or from a task file."""
-    if not files.allow_code:
-        sandbox_templates()
-    path = None
-    if Path(spec.task).suffix in {".yaml", ".yml"}:
-        path = files.file(spec.task).resolve()
-        if not path.is_file():
-            raise UsageError(
-                f"{setting} is {path}, which is not a file; a suite's paths are relative to the suite's own file"
-            )
-    elif spec.task not in (names := task_index().all_tasks):
+    path = files.file(spec.task).resolve() if spec.task.endswith((".yaml", ".yml")) else None
+    if path is None and spec.task not in (names := task_index().all_tasks):
         near = difflib.get_close_matches(spec.task, names, n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else "; `lm-eval ls tasks` lists them all"
         raise UsageError(f"{setting} is {spec.task!r}, which lm-evaluation-harness does not know{hint}")
+    if path and not path.is_file():
+        raise UsageError(f"{setting} is {path}, which is not a file; a suite's paths are relative to the suite's own file")
+    if path and not files.allow_code:
+        raise UsageError(
+            f"{setting} is {path}: a task file may run Python, by its functions, metrics and templates; read it and "
+            "the files that it names, then set allow_code: true in the suite"
+        )
     try:
-        source: Any = spec.task if path is None else _source(path, allow_code=files.allow_code)
+        source = _task_or_group(path) if path else spec.task
         # A group may name any task; relative paths in a task file are relative to it.
-        manager = TaskManager(include_defaults=False) if isinstance(source, dict) else task_index()
+        manager = TaskManager(include_defaults=False) if source == str(path) else task_index()
         with _quiet(), contextlib.chdir(path.parent if path else Path.cwd()):
             tasks: dict[str, Task] = manager.load(source)["tasks"]
-    except RunsPython as error:
-        raise UsageError(f"{setting} is {path}, which runs Python: {error}; {FIX}") from None
     except Exception as error:  # from `datasets`, the network or the file: many types without a common base
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise DataError(
@@ -310,75 +302,14 @@ def task_index() -> Any:
     return TaskManager()
 
 
-# --- task files -----------------------------------------------------------------------------------------------------------
-# `!function` in a task file imports a module, and a metric that is not the harness's own is a script that the library
-# `evaluate` runs. Without `allow_code` the harness gets a file's contents, not its path, so that it opens no file itself.
-# It renders prompt templates in an environment that reaches every module (0.4.13), so they get a sandbox.
-class RunsPython(Exception):
-    """What in a task file runs Python."""
-
-
 class TaskFile(yaml.CSafeLoader):
     """Reads a task file with the names of its functions as texts."""
 
 
-class CodelessTaskFile(yaml.CSafeLoader):
-    """Refuses a task file that names a function."""
-
-
-def _refuse(loader: yaml.CSafeLoader, node: yaml.Node) -> None:
-    mark = node.start_mark
-    raise RunsPython(f"!function {node.value} in {mark.name}, line {mark.line + 1}")
-
-
 TaskFile.add_constructor("!function", lambda loader, node: node.value)
-CodelessTaskFile.add_constructor("!function", _refuse)
 
 
-def _source(path: Path, *, allow_code: bool) -> Any:
-    """What the harness loads for a task file: the tasks of a group, which it cannot open by its path, else one task."""
-    if allow_code:
-        config = yaml.load(path.read_bytes(), TaskFile)
-        return config["task"] if "group" in config else str(path)
-    config = _contents(path)
-    return config["task"] if "group" in config else config
-
-
-def _contents(path: Path) -> JsonDict:
-    """A task file with what it includes. Raises RunsPython."""
-    with path.open("rb") as file:
-        own: JsonDict = yaml.load(file, CodelessTaskFile)
-    included = own.pop("include", [])
-    config: JsonDict = {}
-    for name in [included] if isinstance(included, str) else included:
-        config |= _contents(path.parent / user_path(name))
-    return _checked(config | own, path)
-
-
-def _checked(config: JsonDict, path: Path) -> JsonDict:
-    """The settings of a task or group, with the contents of the files that a group names. Raises RunsPython."""
-    assert harness_metrics, "the import fills the registry"
-    for metric in config.get("metric_list") or ():
-        if metric.get("hf_evaluate") or metric["metric"] not in list(registry.metric_registry):
-            raise RunsPython(f"the metric {metric['metric']!r} in {path} is not the harness's own but a script")
-    if isinstance(config.get("task"), list):
-        config["task"] = [_member(member, path) for member in config["task"]]
-    return config
-
-
-def _member(member: str | JsonDict, path: Path) -> str | JsonDict:
-    if isinstance(member, dict):
-        return _checked(member, path)
-    file = path.parent / user_path(member)
-    return _contents(file) if file.is_file() else member
-
-
-def sandbox_templates() -> None:
-    """Make the harness render the templates of task files in Jinja's sandbox."""
-    from jinja2 import BaseLoader, StrictUndefined
-    from jinja2.sandbox import SandboxedEnvironment
-
-    if not isinstance(utils.env, SandboxedEnvironment):
-        sandboxed = SandboxedEnvironment(loader=BaseLoader(), undefined=StrictUndefined, keep_trailing_newline=True)
-        sandboxed.filters.update(utils.env.filters)
-        utils.env = sandboxed
+def _task_or_group(path: Path) -> str | list[Any]:
+    """A task file's path, or the tasks of a group file, which the harness cannot open by its path."""
+    config = yaml.load(path.read_bytes(), TaskFile)
+    return list(config["task"]) if "group" in config else str(path)
