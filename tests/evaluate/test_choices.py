@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Sequence
@@ -84,7 +85,7 @@ def check(subject: EvaluatedModel) -> None:
 @pytest.mark.parametrize(
     "options",
     [{}, {"kind": "moyun"}, {"kind": "mistral"}, {"kind": "mistral", "fields": {"sliding_window": 8}}, {"kind": "bloom"}],
-    ids=["shares", "few positions", "windows", "a window that hides the beginning of a context", "takes no mask"],
+    ids=["shares", "few positions", "windows", "a window that hides the beginning of a context", "positions by distance"],
 )
 def test_what_is_shared_scores_as_rows_of_their_own(encoder: Encoder, options: dict[str, Any]) -> None:
     check(subject_of(model_of(encoder, **options), encoder, max_length=128))
@@ -110,18 +111,16 @@ def test_a_score_does_not_depend_on_its_batch_which_has_a_limit(encoder: Encoder
     assert max(rows * width for rows, width in watched.shapes if rows > 1 or batch_tokens == 1) > 0.7 * batch_tokens
 
 
-def test_a_model_whose_mask_does_nothing_is_found_out(encoder: Encoder) -> None:
-    class Deaf(type(model_of(encoder))):  # type: ignore[misc]
-        """Drops the mask that it is given."""
-
-        def get_decoder(self) -> Any:
-            raise AttributeError("none")
-
-        def forward(self, input_ids: Tensor, attention_mask: Any = None, **others: Any) -> Any:
-            return super().forward(input_ids=input_ids, **others)
-
+def test_a_model_that_keeps_no_keys_is_scored_by_whole_rows(encoder: Encoder) -> None:
     model = model_of(encoder)
-    model.__class__ = Deaf
+    decoder = model.get_decoder()
+    forward = decoder.forward
+
+    @functools.wraps(forward)
+    def without_cache(*arguments: Any, past_key_values: Any = None, use_cache: bool = False, **more: Any) -> Any:
+        return forward(*arguments, use_cache=False, **more)
+
+    decoder.forward = without_cache
     check(subject_of(model, encoder))
 
 

@@ -89,8 +89,8 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # a task file finds its data beside itself, wherever the command is run
 
 
-def read(place: Path, name: str, **settings: Any) -> Items[lm_eval_tasks.HarnessDocument]:
-    return lm_eval_tasks.read("theirs", HarnessTask(task=f"{name}.yaml", **settings), SuiteFiles(place))
+def read(place: Path, name: str, **settings: Any) -> Items[lm_eval_tasks.HarnessItem]:
+    return lm_eval_tasks.read("theirs", HarnessTask(task=f"{name}.yaml", **settings), SuiteFiles(place, allow_code=True))
 
 
 def asked(place: Path, name: str, subject: EvaluatedModel, **settings: Any) -> TaskResult:
@@ -175,41 +175,15 @@ def test_what_the_harness_does_not_have_is_refused(place: Path) -> None:
         read(place, "broken")
 
 
-RUNS = "!function evil.run"
-BODY = json.dumps({**COMMON, **TASKS["words"]})[1:-1]
-
-
 @pytest.mark.parametrize(
-    ("files", "where"),
-    [
-        ({"task.yaml": f"task: mine\nprocess_docs: {RUNS}\n"}, "task.yaml, line 2"),
-        ({"task.yaml": f"{{task: mine, {BODY}, process_docs: {RUNS}}}"}, "task.yaml, line 1"),
-        ({"task.yaml": "task: mine\nprocess_docs: !<!function> evil.run\n"}, "task.yaml, line 2"),
-        ({"task.yaml": f"task: mine\nunused: [&a {{b: {RUNS}}}]\nprocess_docs: *a\n"}, "task.yaml, line 2"),
-        ({"task.yaml": "task: mine\ninclude: sub/base.yaml\n", "sub/base.yaml": "include: [more.yaml]\n",
-          "sub/more.yaml": f"\n\nclass: {RUNS}\n"}, "sub/more.yaml, line 3"),
-        ({"task.yaml": "x: &x {include: base}\ntask: mine\n<<: *x\n", "base": f"a: {RUNS}\n"}, "base, line 1"),
-        ({"task.yaml": "include: task.yaml\ntask: mine\nmetric_list: [{metric: acc, aggregation: !function evil.run}]\n"},
-         "task.yaml, line 3"),
-        ({"task.yaml": "group: all\ntask:\n- other.yaml\n", "other.yaml": f"task: mine\ndoc_to_text: {RUNS}\n"},
-         "other.yaml, line 2"),
-        ({"task.yaml": f"group: all\ntask:\n- task: words\n  doc_to_text: {RUNS}\n"}, "task.yaml, line 4"),
-        ({"task.yaml": "task: mine\nmetric_list: [{metric: ./evil.py}]\n"}, "task.yaml is not the harness's own"),
-        ({"task.yaml": "task: mine\nmetric_list: [{metric: acc, hf_evaluate: true}]\n"}, "task.yaml is not the harness"),
-    ],
-    ids=range(11),
-)  # fmt: skip
-def test_a_task_file_that_runs_python_is_refused_with_its_line_and_runs_none(
-    tmp_path: Path, files: dict[str, str], where: str
-) -> None:
-    (tmp_path / "sub").mkdir()
-    for code in (tmp_path / "evil.py", tmp_path / "sub" / "evil.py"):
-        code.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef run(*given): return given[0]\n")
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    with pytest.raises(UsageError, match=r"theirs\.task is .*task\.yaml, which runs Python: .*allow_code: true") as refusal:
-        read(tmp_path, "task")
-    assert where in str(refusal.value)
+    "line", ["process_docs: !function evil.run", "metric_list: [{metric: ./evil.py}]", "include: base.yaml"]
+)
+def test_a_task_file_needs_leave_to_run_python_and_runs_none_before(tmp_path: Path, line: str) -> None:
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef run(*rows): return rows[0]\n")
+    (tmp_path / "base.yaml").write_text("process_docs: !function evil.run\n")
+    (tmp_path / "task.yaml").write_text(f"task: mine\n{line}\n")
+    with pytest.raises(UsageError, match=r"theirs\.task is .*task\.yaml: a task file may run Python.*allow_code: true"):
+        lm_eval_tasks.read("theirs", HarnessTask(task="task.yaml"), SuiteFiles(tmp_path))
     assert not (tmp_path / "ran").exists()
 
 
@@ -224,17 +198,14 @@ def test_a_suite_that_allows_code_runs_the_python_of_its_task_files(place: Path,
     [items] = run.read([loaded], {"documents": []})
     assert len(items.items) == 1
     suite.write_text("tasks: {theirs: {kind: harness, task: mine.yaml}}\n")
-    with pytest.raises(UsageError, match=r"line .*; to run it with your full rights, .* set allow_code: true"):
+    with pytest.raises(UsageError, match="may run Python"):
         run.read([suites.load(str(suite))], {})
 
 
 def test_what_includes_itself_or_is_no_yaml_is_an_error_and_no_loop(tmp_path: Path) -> None:
-    (tmp_path / "task.yaml").write_text("include: task.yaml\ntask: mine\n")
-    with pytest.raises(DataError, match="Include cycle"):
-        read(tmp_path, "task")
-    for text in ("a: [", "[" * 2000, "a: !unknown b"):
+    for text in ("include: task.yaml\ntask: mine\n", "a: [", "a: !unknown b"):
         (tmp_path / "task.yaml").write_text(text)
-        with pytest.raises(DataError, match=r"theirs\.task: cannot read .*task\.yaml"):
+        with pytest.raises(DataError, match=r"theirs\.task is task\.yaml, whose data or task file cannot be read"):
             read(tmp_path, "task")
 
 
@@ -258,26 +229,6 @@ def test_a_group_counts_every_item_and_shows_each_task(
     accuracy, exact = (next(one for one in outcome.figures if one.name == name) for name in ("acc", "exact_match"))
     assert (sum(accuracy.sizes), sum(exact.sizes)) == (ITEMS, ITEMS)
     (place / "both.yaml").unlink()
-
-
-def test_a_template_of_a_task_file_reaches_no_module(tmp_path: Path) -> None:
-    from lm_eval import utils
-
-    lm_eval_tasks.sandbox_templates()
-    touched = tmp_path / "touched"
-    with pytest.raises(Exception, match=r"unsafe|undefined|access"):
-        utils.apply_template(f"{{{{ cycler.__init__.__globals__.os.system('touch {touched}') }}}}", {})
-    assert not touched.exists()
-    assert utils.apply_template("{{ question | regex_replace('b', 'c') }} {{ choices | join(', ') }}", {
-        "question": "abc", "choices": ["x", "y"]
-    }) == "acc x, y"  # fmt: skip
-
-
-def test_merges_that_stand_for_billions_are_refused(tmp_path: Path) -> None:
-    lines = ["a0: &a0 {x: 1}", *(f"a{n}: &a{n}\n  <<: [*a{n - 1}, *a{n - 1}]" for n in range(1, 26))]
-    (tmp_path / "bomb.yaml").write_text("\n".join(lines))
-    with pytest.raises(DataError, match="it holds more than 25,000 values"):
-        lm_eval_tasks.check_task_file(tmp_path / "bomb.yaml", "tasks.theirs.task")
 
 
 def test_without_the_harness_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,24 +1,19 @@
-"""A small chat model with a second head, and a home for commands."""
+"""A small chat model, and a home for commands."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from safetensors.torch import save_file
 from support.data_commands import Run, in_process
 from support.tiny_models import speaker, write_model
-from torch import nn
 
 from ttrain.inference.loading import LoadedModel
-from ttrain.store.model_files import SECOND_HEAD
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = write_model(tmp_path_factory.mktemp("model"))
-    save_file(nn.Linear(16, len(speaker(directory).encoder)).state_dict(), directory / SECOND_HEAD)
-    return directory
+    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

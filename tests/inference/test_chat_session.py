@@ -243,18 +243,12 @@ def test_in_a_pipe_a_line_goes_in_and_an_answer_comes_out(one: LoadedModel, dire
     assert plain.endswith("\n") and plain.count("\n") == expected[0].count("\n") + 1
 
 
-def test_two_models_answer_side_by_side_and_speculation_tells_its_share(directory: Path, tmp_path: Path, pipe: Pipe) -> None:
+def test_two_models_answer_side_by_side(directory: Path, tmp_path: Path, pipe: Pipe) -> None:
     other = write_model(tmp_path / "other", seed=2)
     reply = pipe(b"Who?\n", directory, "--versus", other, "--json").json
     answers = [chat_with(speaker(place)).ask("Who?").text for place in (directory, other)]
     assert [each["answer"] for each in reply["answers"]] == answers
     assert answers[0] != answers[1]
-    told = pipe(b"Who?\n", directory, "--speculative", "--json").json
-    assert told["answer"] == answers[0]
-    assert told["speculative"]["drafted"] > 0
-    assert 0 <= told["speculative"]["acceptance"] <= 1
-    refused = pipe(b"Who?\n", other, "--speculative")
-    assert refused.code == 2 and "--speculative needs a second head" in refused.err
 
 
 def write_adapter(directory: Path, base: Path, seed: int) -> Path:

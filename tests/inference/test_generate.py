@@ -1,4 +1,4 @@
-"""Answers: the same in a batch as alone, the same with the second head as without, and a sample of the model's shares."""
+"""Answers: the same in a batch as alone, and a sample of the model's shares."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import save_file
 from support.tiny_adapters import disturb, save_adapter
 from support.tiny_models import NEVER, ending_with, greedy, reference, speaker, write_model
-from torch import nn
 
 from ttrain.config import Lora, Moe
 from ttrain.errors import ArtifactError, DataError, UsageError
@@ -21,7 +20,7 @@ from ttrain.inference.generate import Completion, KVCache, TextStream, completio
 from ttrain.inference.loading import LoadedModel, load
 from ttrain.inference.sampling import Sampling, sampling
 from ttrain.model import adapters, factory
-from ttrain.store.model_files import SECOND_HEAD, Reference
+from ttrain.store.model_files import Reference
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -35,24 +34,22 @@ LONG = Sampling(max_tokens=9)
 
 
 @pytest.fixture(scope="module")
-def headed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LoadedModel]:
-    """The model of a shape, with a second head that knows what it says."""
+def model_of_shape(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LoadedModel]:
+    """The model of a shape."""
 
     @cache
     def make(shape: str) -> LoadedModel:
-        place = write_model(tmp_path_factory.mktemp(shape), **SHAPES[shape])
-        save_file(fitted_head(speaker(place), PROMPTS[1], 10).state_dict(), place / SECOND_HEAD)
-        return speaker(place)
+        return speaker(write_model(tmp_path_factory.mktemp(shape), **SHAPES[shape]))
 
     return make
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, "experts"])
 def test_greedy_answers_are_those_of_whole_passes_alone_and_in_a_padded_batch(
-    shape: str, headed: Callable[[str], LoadedModel], tmp_path: Path
+    shape: str, model_of_shape: Callable[[str], LoadedModel], tmp_path: Path
 ) -> None:
     experts = {"kind": "qwen3", "moe": Moe(experts=4, top_k=2)}
-    one = headed(shape) if shape in SHAPES else speaker(write_model(tmp_path, **experts))
+    one = model_of_shape(shape) if shape in SHAPES else speaker(write_model(tmp_path, **experts))
     prompts = [*PROMPTS, [2]]
     expected = [greedy(one.model, prompt, 9) for prompt in prompts]
     assert len({tuple(ids) for ids in expected}) == len(prompts)
@@ -165,59 +162,6 @@ def test_a_lead_of_the_template_is_not_shown(directory: Path) -> None:
         assert completion_text(encoder, Completion(ids, ended=True, seconds=0.0), lead) == shown
 
 
-# --- the second head ----------------------------------------------------------------------------------------------------
-
-
-def fitted_head(one: Any, prompt: list[int], tokens: int) -> nn.Linear:
-    """A head that knows, for the states that the model passes through, which token it says after the next one."""
-    ids = [*prompt, *greedy(one.model, prompt, tokens)]
-    found: list[torch.Tensor] = []
-    handle = one.model.get_output_embeddings().register_forward_pre_hook(lambda module, inputs: found.append(inputs[0]))
-    with torch.inference_mode():
-        one.model(input_ids=torch.tensor([ids]))
-    handle.remove()
-    hidden_TD = found[0][0, len(prompt) - 1 : -2]
-    wanted_TV = nn.functional.one_hot(torch.tensor(ids[len(prompt) + 1 :]), one.model.config.vocab_size).float()
-    head = nn.Linear(hidden_TD.shape[1], wanted_TV.shape[1], bias=False)
-    head.weight.data = torch.linalg.lstsq(hidden_TD, wanted_TV).solution.T.contiguous()
-    return head
-
-
-@pytest.mark.parametrize(("shape", "temperature"), [*((shape, 0.0) for shape in SHAPES), ("window", 0.8)])
-def test_the_second_head_changes_no_token(shape: str, temperature: float, headed: Callable[[str], LoadedModel]) -> None:
-    one = ending_with(headed(shape))
-    settings = Sampling(max_tokens=14, temperature=temperature, top_p=0.9, repetition_penalty=1.1 if temperature else 1.0)
-    for prompt in PROMPTS[:2]:
-        heard: list[int] = []
-        (plain,) = generate(one, [prompt], settings)
-        (said,) = generate(one, [prompt], settings, draft=True, on_tokens=heard.extend)
-        assert said.ids == plain.ids == heard
-        assert len(said.ids) == 14
-        assert said.drafts is not None
-        assert said.drafts.passes + said.drafts.accepted in (14, 15)  # the last guess may be one too many
-        assert said.drafts.drafted == said.drafts.passes - 1
-        if prompt == PROMPTS[1] and not temperature:
-            assert said.drafts.accepted >= 4  # it knows the first ten states, of which it is asked at every second
-
-
-def test_a_right_guess_that_ends_the_answer_ends_it(headed: Callable[[str], LoadedModel]) -> None:
-    one = headed("llama")
-    free = greedy(one.model, PROMPTS[1], 8)
-    for stop in free[1:7]:  # said on its own, or as a guess
-        (plain,) = generate(ending_with(one, stop), [PROMPTS[1]], LONG)
-        (said,) = generate(ending_with(one, stop), [PROMPTS[1]], LONG, draft=True)
-        assert (said.ids, said.ended) == (plain.ids, True)
-
-
-def test_without_a_second_head_or_with_a_damaged_one_it_is_said(tmp_path: Path) -> None:
-    write_model(tmp_path)
-    with pytest.raises(UsageError, match=r"model.multi_token.keep_head=true"):
-        generate(speaker(tmp_path), [[2]], LONG, draft=True)
-    (tmp_path / SECOND_HEAD).write_bytes(b"nothing")
-    with pytest.raises(ArtifactError, match=SECOND_HEAD):
-        speaker(tmp_path)
-
-
 # --- what a conversation keeps ------------------------------------------------------------------------------------------
 
 
@@ -229,8 +173,8 @@ def positions_of(one: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_later_turns_are_answered_as_from_scratch(shape: str, headed: Callable[[str], LoadedModel]) -> None:
-    one = ending_with(headed(shape))
+def test_later_turns_are_answered_as_from_scratch(shape: str, model_of_shape: Callable[[str], LoadedModel]) -> None:
+    one = ending_with(model_of_shape(shape))
     short = Sampling(max_tokens=5)
     kept, history = KVCache(one), list(PROMPTS[1])
     for turn in range(5):
@@ -239,21 +183,20 @@ def test_later_turns_are_answered_as_from_scratch(shape: str, headed: Callable[[
         if turn == 4:
             history = [77]  # nothing is in common
         (fresh,) = generate(one, [history], short)
-        (said,) = generate(one, [history], short, kv_cache=kept, draft=turn % 2 == 1)
+        (said,) = generate(one, [history], short, kv_cache=kept)
         assert said.ids == fresh.ids
         history += [*said.ids, 60 + turn, 70 + turn]
 
 
-@pytest.mark.parametrize("draft", [False, True])
-def test_a_turn_computes_what_is_new_in_it(draft: bool, directory: Path) -> None:
+def test_a_turn_computes_what_is_new_in_it(directory: Path) -> None:
     one = ending_with(speaker(directory))
     kept, short = KVCache(one), Sampling(max_tokens=4)
-    (first,) = generate(one, [PROMPTS[1]], short, kv_cache=kept, draft=draft)
+    (first,) = generate(one, [PROMPTS[1]], short, kv_cache=kept)
     seen = positions_of(one)
-    generate(one, [[*PROMPTS[1], *first.ids, 60, 61, 62]], short, kv_cache=kept, draft=draft)
+    generate(one, [[*PROMPTS[1], *first.ids, 60, 61, 62]], short, kv_cache=kept)
     assert seen[0] == 4  # three new tokens, and the last one of the answer, which went through no pass
     seen.clear()
-    generate(one, [PROMPTS[1][:5]], short, kv_cache=kept, draft=draft)
+    generate(one, [PROMPTS[1][:5]], short, kv_cache=kept)
     assert seen[0] == 1
 
 
@@ -284,7 +227,6 @@ def test_an_adapter_answers_as_peft_does(kind: str, directory: Path, tmp_path: P
     expected = [greedy(adapted.eval(), prompt, 8) for prompt in PROMPTS[:2]]
     assert [said.ids for said in generate(one, PROMPTS[:2], Sampling(max_tokens=8))] == expected
     assert expected[0] != greedy(factory.load(directory), PROMPTS[0], 8)
-    assert [generate(one, [prompt], Sampling(max_tokens=8), draft=True)[0].ids for prompt in PROMPTS[:2]] == expected
     assert one.max_length == 128 - (3 if kind == "prefix" else 0)
 
 

@@ -110,7 +110,6 @@ def chat(
     ] = None,
     gate: Annotated[Path | None, option("a gate's directory: it picks the expert for each question")] = None,
     system: System = "",
-    speculative: Annotated[bool, option("the model's second head guesses ahead", "--speculative")] = False,
     as_json: Annotated[bool, option("a line of JSON for each answer", "--json")] = False,
     *,
     sampling: SamplingOptions,
@@ -142,9 +141,9 @@ def chat(
         selectors.append(gate_router.GateSelector(gate, device=loading_options.device, dtype=loading_options.dtype))
     for number, reference in enumerate(references):
         adapters_of_model = more_adapters if number == 0 else []
-        selectors.append(_selector([reference, *adapters_of_model], loading_options, needs_second_head=speculative))
+        selectors.append(_selector([reference, *adapters_of_model], loading_options))
     names = [reference.text for reference in references] or [str(gate)]
-    chats = [Chat(selector, settings, system=system, draft=speculative) for selector in selectors]
+    chats = [Chat(selector, settings, system=system) for selector in selectors]
     in_terminal = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
     shown: chat_screen.ChatScreen
     if in_terminal:
@@ -159,14 +158,11 @@ def chat(
     chat_screen.run(shown, chats)
 
 
-def _selector(references: list[Reference], options: LoadingOptions, *, needs_second_head: bool) -> ModelSelector:
-    """Load a model, or adapters on one base between which the chat switches. Raises UsageError for a missing second head."""
+def _selector(references: list[Reference], options: LoadingOptions) -> ModelSelector:
+    """Load a model, or adapters on one base between which the chat switches."""
     from ttrain.inference import gate_router
-    from ttrain.inference.loading import need_second_head
 
     loaded_models = _load(references, options)
-    if needs_second_head:
-        need_second_head(loaded_models[0])
     return gate_router.AdapterSelector(loaded_models) if len(loaded_models) > 1 else gate_router.single_model(*loaded_models)
 
 

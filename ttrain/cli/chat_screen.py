@@ -187,8 +187,6 @@ def _reply_summary(reply: Reply) -> str:
     if "probabilities" in reply.choice:
         share = max(reply.choice["probabilities"])
         parts.insert(0, f"{reply.by} ({share:.0%})")
-    if reply.drafts:
-        parts.append(str(reply.drafts))
     if reply.stop != "end":
         parts.append({"length": "cut at the longest answer", "interrupted": "stopped"}[reply.stop])
     if reply.forgotten:

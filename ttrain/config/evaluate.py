@@ -245,7 +245,7 @@ class Suite(Section):
     """Tasks by name, in the order in which a table shows them."""
 
     tasks: dict[str, Annotated[Task, Field(discriminator="kind")]] = Field(min_length=1)
-    allow_code: bool = setting(False, "run the Python that task files of lm-evaluation-harness name")
+    allow_code: bool = setting(False, "open task files of lm-evaluation-harness, which may run Python")
 
     @field_validator("tasks")
     @classmethod

@@ -48,7 +48,7 @@ class MultiToken(Section):
     """A second head that predicts the token after the next one (arXiv:2404.19737); the loss is ce1 + weight * ce2."""
 
     weight: float = setting(0.3, "of the second head's loss", gt=0)
-    keep_head: bool = setting(True, "keep its weights beside the model, for speculative decoding; never inside it")
+    keep_head: bool = setting(True, "keep its weights beside the model, for SFT to train further; never inside it")
 
 
 class Model(Section):

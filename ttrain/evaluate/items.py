@@ -53,7 +53,7 @@ class LeftOut(NamedTuple):
 class SuiteFiles:
     """Where a suite's data comes from: paths in it are relative to `base`; `heldout` has the records of a run's held-out
     parts ("documents", "chats", "pairs", "domain"), which tasks name instead of a file; `options` has the command-line
-    option that gave a task's file, such as "--choices"; `allow_code`: whether task files of the harness may run Python."""
+    option that gave a task's file, such as "--choices"; `allow_code`: whether task files of the harness are opened."""
 
     base: Path
     heldout: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)

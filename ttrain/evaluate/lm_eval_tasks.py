@@ -13,31 +13,28 @@ import io
 import logging
 import math
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lm_eval
 import yaml
-from lm_eval import utils
-from lm_eval.api import metrics as harness_metrics
-from lm_eval.api import registry
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
+from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from ttrain.config import yaml_text
 from ttrain.config.evaluate import HarnessTask
-from ttrain.core.files import JsonDict, user_path
+from ttrain.core.files import JsonDict
 from ttrain.errors import DataError, UsageError
 from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
 from ttrain.evaluate.generation import answers
 from ttrain.evaluate.items import Items, SuiteFiles, digests, sampled
-from ttrain.evaluate.log_likelihood import beginning, log_likelihoods
+from ttrain.evaluate.log_likelihood import beginning, log_likelihoods, score_pairs
 from ttrain.evaluate.task_result import LN2, Metric, TaskResult
-from ttrain.evaluate.tree_attention import Scorer
 
 if TYPE_CHECKING:
     from lm_eval.api.task import Task
@@ -47,190 +44,127 @@ EXAMPLES_SEED = 1234  # the harness's default, so that prompts equal those of pu
 
 ROW_CHARACTERS = 2000  # from the end of a prompt, shown in a row of results
 
+DEFAULT_LENGTH, DEFAULT_TOKENS = 2048, 256  # the defaults of the harness's own model
+
+MEANS = {"mean", "nanmean", "perplexity", "weighted_perplexity", "bits_per_byte"}  # by the names of its functions
+
 log = logging.getLogger("ttrain")
 
 
-@dataclass(frozen=True, eq=False)
-class HarnessDocument:
-    """An item: the harness's task, the task's own document, and its requests to a model."""
+class HarnessItem(NamedTuple):
+    """A document of a task, by its number there."""
 
     task: Task
-    name: str
-    content: Any
-    requests: tuple[Instance, ...]
+    number: int
 
 
-def read(task: str, spec: HarnessTask, files: SuiteFiles) -> Items[HarnessDocument]:
+def read(task: str, spec: HarnessTask, files: SuiteFiles) -> Items[HarnessItem]:
     """Read the documents of the task, or of all tasks of a group, with their prompts.
 
     Raises UsageError if the harness does not know the task, or would run Python of a task file; DataError if the data cannot
     be loaded.
     """
     setting = files.setting(task, "task")
-    documents: list[HarnessDocument] = []
-    for name, harness_task in _load_tasks(spec, files, setting).items():
-        documents += _documents(name, harness_task, spec, setting)
-    documents = sampled(documents, spec.limit, spec.seed)
-    numbers_by_name: dict[str, list[int]] = defaultdict(list)
-    for number, document in enumerate(documents):
-        numbers_by_name[document.name].append(number)
-    several = numbers_by_name if len(numbers_by_name) > 1 else {}
-    groups = {f"task={name}": tuple(numbers) for name, numbers in several.items()}
-    identities = [
-        [
-            document.name,
-            [list(map(str, request.args)) for request in document.requests],
-            str(document.task.doc_to_target(document.content)),
-        ]
-        for document in documents
-    ]
-    return Items(task, spec, tuple(documents), digests(identities), groups=groups)
+    tasks = _load_tasks(spec, files, setting)
+    for name, harness_task in tasks.items():
+        if getattr(harness_task, "UNSAFE_CODE", False) or getattr(harness_task, "MULTIMODAL", False):
+            raise UsageError(f"{setting} is {name}, which runs model-written code or needs images; remove it from the suite")
+        default_shots = harness_task.get_config("num_fewshot")
+        if default_shots != 0:  # as in the harness, a task that says 0 takes no examples
+            shots = default_shots or 0 if spec.shots is None else spec.shots
+            harness_task.set_config(key="num_fewshot", value=shots)
+    documents = [HarnessItem(one, number) for one in tasks.values() for number in range(len(one.eval_docs))]
+    items = sampled(documents, spec.limit, spec.seed)
+    identities: list[object] = []
+    groups: dict[str, tuple[int, ...]] = {}
+    for name, numbers in _numbers_by_task(items).items():
+        groups[f"task={name}"] = tuple(range(len(identities), len(identities) + len(numbers)))
+        identities += _identities(tasks[name], numbers)
+    return Items(task, spec, tuple(items), digests(identities), groups=groups if len(groups) > 1 else {})
 
 
-def run(items: Items[HarnessDocument], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
-    """Run the model and let the harness judge its answers: a metric for each of the task's that is a mean over items."""
-    model = HarnessModel(subject, progress)
-    requests: dict[str, list[Instance]] = defaultdict(list)
-    for document in items.items:
-        for request in document.requests:
-            request.resps.clear()
-            request.filtered_resps.clear()
-            requests[request.request_type] += [request] * (request.repeats or 1)
-    for kind, some in requests.items():
-        for request, answer in zip(some, getattr(model, kind)(some), strict=True):
-            request.resps.append(answer)
-    figures, rows = _collect_metrics(items.items)
+def _identities(task: Task, numbers: list[int]) -> Iterator[object]:
+    """What each document of the task asks, and by what it is judged."""
+    task.set_fewshot_seed(seed=EXAMPLES_SEED)
+    with _quiet():
+        task.build_all_requests(samples=numbers)
+    requests: dict[int, list[list[str]]] = defaultdict(list)
+    targets: dict[int, str] = {}
+    for request in task.instances:
+        requests[request.doc_id].append(list(map(str, request.args)))
+        targets[request.doc_id] = str(task.doc_to_target(request.doc))
+    for number, prompts in sorted(requests.items()):
+        yield [task.task_name, prompts, targets[number]]
+
+
+def _numbers_by_task(items: Sequence[HarnessItem]) -> dict[str, list[int]]:
+    numbers_by_task: dict[str, list[int]] = defaultdict(list)
+    for item in items:
+        numbers_by_task[item.task.task_name].append(item.number)
+    return numbers_by_task
+
+
+def run(items: Items[HarnessItem], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
+    """Let the harness run the model and judge its answers: a metric for each of the task's that is a mean over items.
+
+    By `evaluate`, since `simple_evaluate` seeds torch, also in the middle of a training.
+    """
+    tasks = {item.task.task_name: item.task for item in items.items}
+    for task in tasks.values():
+        task.set_fewshot_seed(seed=EXAMPLES_SEED)
+    model, numbers = HarnessModel(subject, progress), _numbers_by_task(items.items)
+    with _quiet():
+        samples = lm_eval.evaluate(model, {"tasks": tasks}, samples=numbers, bootstrap_iters=0)["samples"]
+    places = {(item.task.task_name, item.number): place for place, item in enumerate(items.items)}
+    rows: list[JsonDict] = [{} for _ in items.items]
+    values: dict[tuple[str, str], dict[int, Any]] = defaultdict(dict)
+    for name, judged in samples.items():
+        for sample in judged:
+            place = places[name, sample["doc_id"]]
+            prompt, responses = sample["arguments"][0][0], sample["resps"]
+            rows[place] |= {"task": name, "prompt": _shown(prompt), "responses": [_shown(some[0]) for some in responses]}
+            for metric in sample["metrics"]:
+                value = values[metric, sample["filter"]][place] = sample[metric]
+                label = _label(metric, sample["filter"])
+                rows[place][label] = value if isinstance(value, int | float | str) else _shown(value)
+    figures = _figures(list(tasks.values()), values, len(rows))
     if not figures:
         raise DataError(f"tasks.{items.task}: {items.spec} has no metric that is a mean over items; choose another task")
     return items.result(subject.name, figures, rows)
 
 
-def _collect_metrics(documents: Sequence[HarnessDocument]) -> tuple[list[Metric], list[JsonDict]]:
-    """Compute the harness's own metrics, by metric and filter, and the rows with those of each document."""
-    for task in {id(document.task): document.task for document in documents}.values():
-        task._instances = [request for document in documents if document.task is task for request in document.requests]
-        task.apply_filters()
-    values: dict[tuple[str, str], dict[int, Any]] = defaultdict(dict)
+def _figures(tasks: Sequence[Task], values: Mapping[tuple[str, str], Mapping[int, Any]], count: int) -> list[Metric]:
+    """The metrics that are means over items."""
     higher: dict[str, bool] = {}
     means: dict[str, Callable[[Any], Any]] = {}
-    rows: list[JsonDict] = []
-    for number, document in enumerate(documents):
-        row: JsonDict = {"task": document.name, "asked": _shown(document.requests[0].args[0])}
-        for name in document.requests[0].filtered_resps:
-            metrics = document.task.process_results(
-                document.content, [request.filtered_resps[name] for request in document.requests]
-            )
-            for metric, value in metrics.items():
-                values[metric, name][number] = value
-                row[_label(metric, name)] = value if isinstance(value, int | float | str) else _shown(value)
-            higher |= document.task.higher_is_better() or {}
-            means |= document.task.aggregation() or {}
-        row["said"] = [_shown(request.resps[0]) for request in document.requests]
-        rows.append(row)
-    figures = []
+    for task in tasks:
+        higher |= task.higher_is_better() or {}
+        means |= task.aggregation() or {}
+    figures: list[Metric] = []
     for (metric, name), by_document in values.items():
-        figure = _figure(_label(metric, name), by_document, len(documents), means.get(metric), higher.get(metric, True))
+        figure = _figure(_label(metric, name), by_document, count, means.get(metric), higher=higher.get(metric, True))
         if figure is None:
             log.warning("%s is not a mean over items; it is not shown", metric)
         else:
             figures.append(figure)
-    return figures, rows
+    return figures
 
 
-def _figure(name: str, by_document: Mapping[int, Any], count: int, mean: Any, higher: bool) -> Metric | None:
+def _figure(name: str, by_document: Mapping[int, Any], count: int, mean: Any, *, higher: bool) -> Metric | None:
     """Express the metric as sums over items, by the harness's aggregation; None if it is not a quotient of sums."""
     kind = getattr(mean, "__name__", "")
-    if kind not in {"mean", "nanmean", "perplexity", "weighted_perplexity", "bits_per_byte"}:
-        return None
     sums, sizes = [0.0] * count, [0.0] * count
     for number, value in by_document.items():
         amount, size = value if isinstance(value, tuple | list) else (value, 1.0)
-        if not isinstance(amount, int | float):
+        if kind not in MEANS or not isinstance(amount, int | float):
             return None
         if not (kind == "nanmean" and math.isnan(amount)):
             sums[number], sizes[number] = float(amount), float(size)
-    if kind in {"mean", "nanmean"}:
+    if kind in ("mean", "nanmean"):
         return Metric(name, tuple(sums), tuple(sizes), higher_is_better=higher, unit="")
     costs = tuple(-amount for amount in sums)  # the harness gives log-likelihoods
-    if kind == "bits_per_byte":
-        return Metric(name, costs, tuple(sizes), higher_is_better=False, unit="bits per byte", factor=1 / LN2)
-    return Metric(name, costs, tuple(sizes), higher_is_better=False, unit="", shown="exp")
-
-
-def _load_tasks(spec: HarnessTask, files: SuiteFiles, setting: str) -> dict[str, Task]:
-    """Load the harness's tasks by the name of a task or group, or from a task file."""
-    from lm_eval.tasks import TaskManager
-
-    if not files.allow_code:
-        sandbox_templates()
-    source: Any = spec.task
-    directory = Path.cwd()
-    if Path(spec.task).suffix in {".yaml", ".yml"}:
-        path = files.file(spec.task).resolve()
-        if not path.is_file():
-            raise UsageError(
-                f"{setting} is {path}, which is not a file; a suite's paths are relative to the suite's own file"
-            )
-        if not files.allow_code:
-            check_task_file(path, setting)
-        source, directory = _task_or_group(path, setting), path.parent
-        # A group may name any task
-        manager = task_index() if isinstance(source, list) else TaskManager(include_defaults=False)
-    else:
-        manager = task_index()
-        if source not in manager.all_tasks:
-            near = difflib.get_close_matches(source, manager.all_tasks, n=3)
-            hint = f"; did you mean {' or '.join(near)}?" if near else "; `lm-eval ls tasks` lists them all"
-            raise UsageError(f"{setting} is {source!r}, which lm-evaluation-harness does not know{hint}")
-    try:
-        with _quiet(), contextlib.chdir(directory):  # relative paths in a task file are relative to it
-            tasks: dict[str, Task] = manager.load(source)["tasks"]
-    except Exception as error:  # from `datasets`, the network or the file: many types without a common base
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise DataError(
-            f"{setting} is {spec.task}, whose data or task file cannot be read: {reason}. Data of the Hub must be in "
-            "the cache of `datasets`, or in a directory of their name, such as allenai/ai2_arc, in the working directory; "
-            "your own task file names local data in dataset_kwargs.data_files"
-        ) from error
-    return tasks
-
-
-@functools.cache
-def task_index() -> Any:
-    """Index the harness's own tasks: 14,000 files, which take eight seconds to read."""
-    from lm_eval.tasks import TaskManager
-
-    return TaskManager()
-
-
-def _task_or_group(path: Path, setting: str) -> str | list[Any]:
-    """Return a task file's path, or the tasks of a group file, which the harness cannot open by its path."""
-    try:
-        text = path.read_text("utf-8")
-        group = re.search(r"^group\s*:", text, re.MULTILINE) and yaml_text.parse(text)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{setting}: cannot read {path}: {error}") from None
-    return list(group.get("task") or []) if isinstance(group, dict) else str(path)
-
-
-def _documents(name: str, task: Task, spec: HarnessTask, setting: str) -> Iterator[HarnessDocument]:
-    """Yield the task's documents with their requests, as `lm_eval.evaluator.simple_evaluate` builds them."""
-    if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
-        raise UsageError(f"{setting} is {name}, which runs model-written code or needs images; remove it from the suite")
-    default_shots = task.get_config("num_fewshot")
-    if spec.shots is not None and default_shots != 0:
-        task.set_config(key="num_fewshot", value=spec.shots)
-    elif default_shots is None:
-        task.set_config(key="num_fewshot", value=0)
-    task.set_fewshot_seed(seed=EXAMPLES_SEED)
-    with _quiet():
-        task.build_all_requests()
-        contents = dict(task.doc_iterator())
-    requests: dict[int, list[Instance]] = defaultdict(list)
-    for request in task.instances:
-        requests[request.doc_id].append(request)
-    for number, some in requests.items():
-        yield HarnessDocument(task, name, contents[number], tuple(sorted(some, key=lambda request: request.idx)))
+    metric = Metric(name, costs, tuple(sizes), higher_is_better=False, unit="", shown="exp")
+    return replace(metric, unit="bits per byte", factor=1 / LN2, shown=None) if kind == "bits_per_byte" else metric
 
 
 @contextlib.contextmanager
@@ -255,22 +189,36 @@ def _shown(value: object) -> str:
     return str(value)[-ROW_CHARACTERS:]
 
 
-DEFAULT_LENGTH, DEFAULT_TOKENS = 2048, 256  # the defaults of the harness's own model
+def _loud(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Give standard error, with our own display, back to the model while the harness is silenced."""
+
+    @functools.wraps(method)
+    def answered(model: HarnessModel, requests: Sequence[Instance]) -> Any:
+        with contextlib.redirect_stderr(model._stderr):
+            return method(model, requests)
+
+    return answered
 
 
 class HarnessModel(LM):  # type: ignore[misc]  # the harness has no types
-    """Answers the three kinds of requests that tasks make."""
+    """Answers the three kinds of requests that tasks make.
+
+    An `LM` and no `TemplateLM`: that one gives a continuation that merges into its context the probability 1.
+    """
 
     def __init__(self, subject: EvaluatedModel, progress: ProgressCallback) -> None:
         super().__init__()
         self._subject, self._progress = subject, progress
+        self._stderr = sys.stderr
 
-    def loglikelihood(self, requests: Sequence[Instance], **others: Any) -> list[tuple[float, bool]]:
+    @_loud
+    def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
         """(log-likelihood, whether it is the greedy continuation) of each continuation after its context."""
         costs = log_likelihoods(self._subject, [request.args for request in requests], self._progress)
         return [(-cost.nats, cost.greedy) for cost in costs]
 
-    def loglikelihood_rolling(self, requests: Sequence[Instance], **others: Any) -> list[float]:
+    @_loud
+    def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
         """Log-likelihood of each whole text, in the harness's windows: they overlap by one token, the last one is full."""
         encoded = self._subject.encoder.encode([request.args[0] for request in requests])
         start = beginning(self._subject)[-1]
@@ -285,11 +233,13 @@ class HarnessModel(LM):  # type: ignore[misc]  # the harness has no types
                 pairs.append((tuple(context), tuple(continuation)))
                 owners.append(number)
         totals = [0.0] * len(requests)
-        for number, (nats, _) in zip(owners, Scorer(self._subject).score(pairs, self._progress), strict=True):
+        scores = score_pairs(self._subject, pairs, self._progress)
+        for number, (nats, _) in zip(owners, scores, strict=True):
             totals[number] -= nats
         return totals
 
-    def generate_until(self, requests: Sequence[Instance], **others: Any) -> list[str]:
+    @_loud
+    def generate_until(self, requests: Sequence[Instance]) -> list[str]:
         """Greedy answer to each prompt, up to the first of its stop texts."""
         texts = [""] * len(requests)
         alike: dict[tuple[tuple[str, ...], int], list[int]] = {}
@@ -316,112 +266,50 @@ class HarnessModel(LM):  # type: ignore[misc]  # the harness has no types
         return texts
 
 
-# --- task files that run Python --------------------------------------------------------------------------------------------
-# `!function` in such a file imports a module, and a metric that is not the harness's own is a script that the library
-# `evaluate` runs. Included files and the files that a group names count as well; the harness's own do not. Prompt templates
-# can run Python, too: the harness renders them in an environment that reaches every module (0.4.13), so they get a sandbox.
-FUNCTION = "!function"
-MAX_BYTES, MAX_FILES = yaml_text.MOST_BYTES, 1000
-FIX = "to run it with your full rights, read the file and the module that it names, then set allow_code: true in the suite"
+def _load_tasks(spec: HarnessTask, files: SuiteFiles, setting: str) -> dict[str, Task]:
+    """Load the harness's tasks by the name of a task or group, or from a task file."""
+    path = files.file(spec.task).resolve() if spec.task.endswith((".yaml", ".yml")) else None
+    if path is None and spec.task not in (names := task_index().all_tasks):
+        near = difflib.get_close_matches(spec.task, names, n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else "; `lm-eval ls tasks` lists them all"
+        raise UsageError(f"{setting} is {spec.task!r}, which lm-evaluation-harness does not know{hint}")
+    if path and not path.is_file():
+        raise UsageError(f"{setting} is {path}, which is not a file; a suite's paths are relative to the suite's own file")
+    if path and not files.allow_code:
+        raise UsageError(
+            f"{setting} is {path}: a task file may run Python, by its functions, metrics and templates; read it and "
+            "the files that it names, then set allow_code: true in the suite"
+        )
+    try:
+        source = _task_or_group(path) if path else spec.task
+        # A group may name any task; relative paths in a task file are relative to it.
+        manager = TaskManager(include_defaults=False) if source == str(path) else task_index()
+        with _quiet(), contextlib.chdir(path.parent if path else Path.cwd()):
+            tasks: dict[str, Task] = manager.load(source)["tasks"]
+    except Exception as error:  # from `datasets`, the network or the file: many types without a common base
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise DataError(
+            f"{setting} is {spec.task}, whose data or task file cannot be read: {reason}. Data of the Hub must be in "
+            "the cache of `datasets`, or in a directory of their name, such as allenai/ai2_arc, in the working directory; "
+            "your own task file names local data in dataset_kwargs.data_files"
+        ) from error
+    return tasks
 
 
-def check_task_file(path: Path, setting: str) -> None:
-    """Raise UsageError, with file and line, if the task file at `path` or one that it reads runs Python.
-
-    Raises DataError for a file that cannot be read.
-    """
-    pending, visited = [path.resolve()], set[Path]()
-    while pending:
-        file = pending.pop()
-        if file in visited or file.is_relative_to(Path(lm_eval.__file__).resolve().parent):  # one of the harness
-            continue
-        visited.add(file)
-        if len(visited) > MAX_FILES:
-            raise DataError(f"{setting}: {path} reads more than {MAX_FILES} files; split it")
-        try:
-            tree = _parsed(file)
-        except _FunctionCall as call:
-            name, line = call.args
-            message = f"{setting} is {path}, which runs Python: {FUNCTION} {name} in {file}, line {line}; {FIX}"
-            raise UsageError(message) from None
-        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-            raise DataError(f"{setting}: cannot read {file}: {' '.join(str(error).split())}") from None
-        for metric in _metrics(tree):
-            if not _is_metric_of_the_harness(metric):
-                script = metric["metric"]
-                raise UsageError(
-                    f"{setting} is {path}, which runs Python: the metric {script!r} in {file} is not the harness's own "
-                    f"but a script; {FIX}"
-                )
-        pending += [linked.resolve() for linked in _files_named(tree, file.parent, path.parent) if linked.is_file()]
+@functools.cache
+def task_index() -> Any:
+    """Index the harness's own tasks: 14,000 files, which take eight seconds to read."""
+    return TaskManager()
 
 
-def sandbox_templates() -> None:
-    """Make the harness render the templates of task files in Jinja's sandbox."""
-    from jinja2 import BaseLoader, StrictUndefined
-    from jinja2.sandbox import SandboxedEnvironment
-
-    if not isinstance(utils.env, SandboxedEnvironment):
-        sandboxed = SandboxedEnvironment(loader=BaseLoader(), undefined=StrictUndefined, keep_trailing_newline=True)
-        sandboxed.filters.update(utils.env.filters)
-        utils.env = sandboxed
+class TaskFile(yaml.CSafeLoader):
+    """Reads a task file with the names of its functions as texts."""
 
 
-class _FunctionCall(Exception):
-    """A file names a function, which the harness would import: (name, line)."""
+TaskFile.add_constructor("!function", lambda loader, node: node.value)
 
 
-def _parsed(file: Path) -> Any:
-    """The contents of a file. Raises _FunctionCall."""
-    if file.stat().st_size > MAX_BYTES:
-        raise ValueError(f"it has more than {MAX_BYTES:,} bytes")
-    return yaml.load(file.read_bytes().decode("utf-8-sig"), _Loader)
-
-
-class _Loader(yaml_text.Loader):
-    """Loads the harness's files, within the limits of settings files, without importing the functions that they name."""
-
-    tags = yaml_text.PLAIN | {FUNCTION}
-
-
-def _refuse(loader: yaml.Loader, node: yaml.Node) -> None:
-    raise _FunctionCall(node.value, node.start_mark.line + 1)
-
-
-_Loader.add_constructor(FUNCTION, _refuse)
-
-
-def _nested(tree: Any) -> Iterator[Any]:
-    """Yield every value in a tree, each once, so that nested aliases do not multiply."""
-    pending, visited = [tree], set[int]()
-    while pending:
-        value = pending.pop()
-        if id(value) not in visited:
-            visited.add(id(value))
-            yield value
-            pending += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-
-
-def _metrics(tree: Any) -> Iterator[dict[str, Any]]:
-    for value in _nested(tree):
-        listed = value.get("metric_list") if isinstance(value, dict) else None
-        for metric in listed if isinstance(listed, list) else ():
-            if isinstance(metric, dict) and "metric" in metric:
-                yield metric
-
-
-def _is_metric_of_the_harness(metric: dict[str, Any]) -> bool:
-    assert harness_metrics, "the import fills the registry"
-    return metric.get("hf_evaluate") is not True and metric["metric"] in list(registry.metric_registry)
-
-
-def _files_named(tree: Any, directory: Path, working_directory: Path) -> Iterator[Path]:
-    """Yield the files that a file includes, in its own directory, and a group's task files, in the working directory."""
-    if not isinstance(tree, dict):
-        return
-    for key in ("include", "task"):
-        references = tree.get(key)
-        for name in references if isinstance(references, list) else [references]:
-            if isinstance(name, str):
-                yield directory / name
-                yield working_directory / user_path(name)
+def _task_or_group(path: Path) -> str | list[Any]:
+    """A task file's path, or the tasks of a group file, which the harness cannot open by its path."""
+    config = yaml.load(path.read_bytes(), TaskFile)
+    return list(config["task"]) if "group" in config else str(path)

@@ -2,17 +2,38 @@
 
 Texts are encoded and contexts cut as in lm-evaluation-harness (`TemplateLM._encode_pair` and
 `HFLM._loglikelihood_tokens` of https://github.com/EleutherAI/lm-evaluation-harness), so that scores can be compared with it.
+
+On a CPU the keys and values of a context are computed once for all its continuations, and what it begins with, such as
+worked examples, once for all contexts. A GPU takes about as long for one row as for many, so there rows are only batched.
+
+Letters in names: B rows, T positions, N targets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import inspect
+import operator
+from collections.abc import Iterator, Sequence
+from itertools import groupby, takewhile
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from ttrain.data.jinja_templates import BOS
+from ttrain.data.packing import IGNORE
 from ttrain.errors import DataError, UsageError
 from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
-from ttrain.evaluate.tree_attention import Ids, Pair, Scorer
+from ttrain.evaluate.token_losses import PROBED_TOKENS, TokenLosses, causal_of
+
+Ids = tuple[int, ...]
+Pair = tuple[Ids, Ids]  # context and continuation, neither of them empty
+Score = tuple[float, bool]  # nats of a continuation, whether every token was the most likely one
+
+LEAST_SAVED = 64  # tokens that two passes must save to be faster than one over whole rows
+CACHED = 4  # a token with cached keys and values takes about a quarter of the memory of a computed one
 
 
 class Likelihood(NamedTuple):
@@ -38,7 +59,7 @@ def log_likelihoods(
         pieces += fitted
         owners += [number] * len(fitted)
         cuts.append(cut)
-    scored = Scorer(subject).score(pieces, progress)
+    scored = score_pairs(subject, pieces, progress)
     nats, greedy = [0.0] * len(pairs), [True] * len(pairs)
     for number, (cost, every) in zip(owners, scored, strict=True):
         nats[number] += cost
@@ -109,3 +130,120 @@ def fit(context: Ids, continuation: Ids, max_length: int | None) -> tuple[list[P
         for start in range(0, len(continuation), size)
     ]
     return pieces, len(context) - min(len(context), max_length + 1 - size)
+
+
+def score_pairs(subject: EvaluatedModel, pairs: Sequence[Pair], progress: ProgressCallback) -> list[Score]:
+    """Score each pair; equal, up to the rounding of sums (1e-5 nats in fp32), for any batches."""
+    scores: list[Score] = [(0.0, True)] * len(pairs)
+    if not pairs:
+        return scores
+    losses = TokenLosses(subject.model)
+    start_cache = StartCache(subject, losses)
+    shares = start_cache.works(pairs[0][0][:PROBED_TOKENS])
+    done = 0
+    for start, numbers in _batches(pairs, shares=shares, most=subject.batch_tokens):
+        inputs = start_cache.repeated(start, len(numbers)) if start else {}
+        ids_BT, labels_BT = _laid_out([pairs[number] for number in numbers], len(start))
+        nats_N, likeliest_N = losses.with_greedy(ids_BT.to(subject.device), labels_BT, **inputs)
+        lengths = [len(pairs[number][1]) for number in numbers]
+        nats_by_row = torch.split(nats_N.double().cpu(), lengths)
+        likeliest_by_row = torch.split(likeliest_N.cpu(), lengths)
+        for number, nats, likeliest in zip(numbers, nats_by_row, likeliest_by_row, strict=True):
+            scores[number] = float(nats.sum()), bool(likeliest.all())
+        done += len(numbers)
+        progress(done, len(pairs))
+    return scores
+
+
+@final
+class StartCache:
+    """Keys and values of what the rows of a batch begin with; the next batch computes only what it has not in common."""
+
+    def __init__(self, subject: EvaluatedModel, losses: TokenLosses) -> None:
+        self._device, self._losses = subject.device, losses
+        self._config = getattr(causal_of(subject.model), "config", None)
+        self._ids: Ids = ()
+        self._cache: Any = None
+
+    def works(self, ids: Ids) -> bool:
+        """Whether it saves time here, and each layer keeps all keys and values, which a window does not."""
+        parts = self._losses.parts(torch.tensor([ids], device=self._device))
+        if self._device.type != "cpu" or self._config is None or parts is None:
+            return False
+        if "past_key_values" not in inspect.signature(parts[0].forward).parameters:
+            return False
+        self._cache = DynamicCache(config=self._config)
+        if not all(type(layer) is DynamicLayer for layer in self._cache.layers):
+            return False
+        self._extend(ids)
+        return all(layer.get_seq_length() == len(ids) for layer in self._cache.layers)
+
+    def repeated(self, ids: Ids, rows: int) -> dict[str, Any]:
+        """Inputs with the keys and values of `ids` in every row; a pass adds to copies of them."""
+        self._extend(ids)
+        states = [
+            (layer.keys.expand(rows, -1, -1, -1), layer.values.expand(rows, -1, -1, -1)) for layer in self._cache.layers
+        ]
+        return {"past_key_values": DynamicCache(states), "use_cache": True}
+
+    def _extend(self, ids: Ids) -> None:
+        same = _common(self._ids, ids)
+        if same < len(self._ids):
+            self._cache.crop(same - len(self._ids))
+        if same < len(ids):
+            ids_1T = torch.tensor([ids[same:]], device=self._device)
+            no_labels_1T = torch.full(ids_1T.shape, IGNORE)
+            self._losses(ids_1T, no_labels_1T, past_key_values=self._cache, use_cache=True)
+        self._ids = ids
+
+
+def _batches(pairs: Sequence[Pair], *, shares: bool, most: int) -> Iterator[tuple[Ids, list[int]]]:
+    """Yield (shared beginning, numbers of pairs): a context's continuations where it `shares` enough, else whole rows.
+
+    The contexts come in order, so that neighbours have much in common.
+    """
+    order = sorted(range(len(pairs)), key=lambda number: pairs[number])
+    groups = [list(group) for _, group in groupby(order, key=lambda number: pairs[number][0])]
+    starts = [pairs[group[0]][0][:-1] for group in groups]  # the last token predicts
+    in_common = [0, *map(_common, starts, starts[1:]), 0]
+    separate: list[int] = []
+    for at, (start, group) in enumerate(zip(starts, groups, strict=True)):
+        saved = max(in_common[at], in_common[at + 1]) + len(start) * (len(group) - 1)
+        if shares and saved >= LEAST_SAVED:
+            for numbers in _of_like_length(pairs, group, most, start_tokens=len(start)):
+                yield start, numbers
+        else:
+            separate += group
+    for numbers in _of_like_length(pairs, separate, most, start_tokens=0):
+        yield (), numbers
+
+
+def _of_like_length(pairs: Sequence[Pair], numbers: Sequence[int], most: int, *, start_tokens: int) -> Iterator[list[int]]:
+    """Batch rows, the longest first, with at most `most` padded tokens."""
+
+    def tokens(number: int) -> int:
+        return len(pairs[number][0]) + len(pairs[number][1]) - 1 - start_tokens
+
+    longest_first = sorted(numbers, key=tokens, reverse=True)
+    while longest_first:
+        count = max(1, most // (tokens(longest_first[0]) + start_tokens // CACHED))
+        yield longest_first[:count]
+        longest_first = longest_first[count:]
+
+
+def _laid_out(pairs: Sequence[Pair], start_tokens: int) -> tuple[Tensor, Tensor]:
+    """(ids, labels) of rows without their first tokens, which are cached; padded on the right, where nothing sees it."""
+    rows = [(*context, *continuation)[start_tokens:] for context, continuation in pairs]
+    T = max(map(len, rows)) - 1
+    ids_BT = torch.full((len(rows), T), rows[0][0])  # some models warn about a pad token without a mask
+    labels_BT = torch.full((len(rows), T), IGNORE)
+    for b, (row, (_, continuation)) in enumerate(zip(rows, pairs, strict=True)):
+        end = len(row) - 1  # the last token is a target only
+        ids_BT[b, :end] = torch.tensor(row[:-1])
+        labels_BT[b, end - len(continuation) : end] = torch.tensor(continuation)
+    return ids_BT, labels_BT
+
+
+def _common(first: Ids, second: Ids) -> int:
+    """Length of the common beginning."""
+    return sum(takewhile(bool, map(operator.eq, first, second)))

@@ -6,7 +6,6 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -16,7 +15,7 @@ from torch.nn import functional as F
 from ttrain.data.packing import IGNORE
 from ttrain.train.losses import SLICE_ENTRIES, default_chunk_tokens
 
-Parts = tuple[Callable[..., Any], nn.Module]  # the decoder and the output head of a model
+Parts = tuple[nn.Module, nn.Module]  # the decoder and the output head of a model
 PROBED_TOKENS = 8
 MARK = 100.0  # so large that a cap, a scale or a shift between the head and the logits would change it
 
@@ -42,18 +41,35 @@ class TokenLosses:
         `input_ids_BT[t]`. `inputs` go to the model unchanged. Uses no_grad, not inference_mode, which would make tables that
         the model caches unusable in training.
         """
+        return self._score(input_ids_BT, labels_BT, inputs, greedy=False)[0]
+
+    def with_greedy(self, input_ids_BT: Tensor, labels_BT: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
+        """The nats of each label, and whether it is the most likely token, both of shape [N]."""
+        return self._score(input_ids_BT, labels_BT, inputs, greedy=True)
+
+    def parts(self, input_ids_BT: Tensor) -> Parts | None:
+        """The decoder and the head, if the logits are just the head of the decoder's output."""
+        if not self._probed:
+            with torch.no_grad():
+                self._parts = plain_parts(self._model, input_ids_BT[:1, :PROBED_TOKENS])
+            self._probed = True
+        return self._parts
+
+    def _score(
+        self, input_ids_BT: Tensor, labels_BT: Tensor, inputs: dict[str, Any], *, greedy: bool
+    ) -> tuple[Tensor, Tensor]:
         live_N = (labels_BT.flatten() != IGNORE).nonzero()[:, 0]
         device = input_ids_BT.device
         labels_N = labels_BT.flatten()[live_N].to(device)
+        inputs = {"use_cache": False, **inputs, "input_ids": input_ids_BT}
+        parts = self.parts(input_ids_BT)
         with torch.no_grad():
-            if not self._probed:
-                self._parts, self._probed = plain_parts(self._model, input_ids_BT[:1, :PROBED_TOKENS]), True
-            if self._parts is None:
-                logits_BTV = self._model(input_ids=input_ids_BT, use_cache=False, **inputs).logits
-                return _costs(logits_BTV.flatten(0, 1), live_N.to(device), labels_N, None)
-            decoder, head = self._parts
-            hidden_BTD = decoder(input_ids=input_ids_BT, use_cache=False, **inputs).last_hidden_state
-            return _costs(hidden_BTD.flatten(0, 1), live_N.to(device), labels_N, head)
+            if parts is None:
+                logits_BTV = self._model(**inputs).logits
+                return _costs(logits_BTV.flatten(0, 1), live_N.to(device), labels_N, None, greedy=greedy)
+            decoder, head = parts
+            hidden_BTD = decoder(**inputs).last_hidden_state
+            return _costs(hidden_BTD.flatten(0, 1), live_N.to(device), labels_N, head, greedy=greedy)
 
 
 def causal_of(model: Any) -> Any:
@@ -92,11 +108,17 @@ def plain_parts(model: Any, input_ids_BT: Tensor) -> Parts | None:
     return (decoder, head) if torch.equal(head_input, hidden) and torch.equal(marked.float(), logits.float()) else None
 
 
-def _costs(states: Tensor, live_N: Tensor, labels_N: Tensor, head: nn.Module | None) -> Tensor:
-    """Nats of the labels, from hidden states and the head, or from logits; log-sum-exp in fp32 or the states' wider type."""
+def _costs(
+    states: Tensor, live_N: Tensor, labels_N: Tensor, head: nn.Module | None, *, greedy: bool
+) -> tuple[Tensor, Tensor]:
+    """(nats of the labels, whether each is the most likely token; empty unless `greedy`).
+
+    From hidden states and the head, or from logits; log-sum-exp in fp32 or the states' wider type.
+    """
     on_cpu = states.device.type == "cpu"
     chunk = default_chunk_tokens(states.device)
     costs: list[Tensor] = []
+    likeliest: list[Tensor] = []
     for start in range(0, len(live_N), chunk):
         rows_C, labels_C = live_N[start : start + chunk], labels_N[start : start + chunk]
         chosen = states.index_select(0, rows_C)
@@ -107,4 +129,7 @@ def _costs(states: Tensor, live_N: Tensor, labels_N: Tensor, head: nn.Module | N
             F.cross_entropy(logits.to(wide), labels, reduction="none")
             for logits, labels in zip(torch.split(logits_CV, slice_tokens), torch.split(labels_C, slice_tokens), strict=True)
         ]
-    return torch.cat(costs) if costs else torch.zeros(0, device=states.device)
+        if greedy:
+            likeliest.append(logits_CV.argmax(-1) == labels_C)
+    nothing = torch.zeros(0, device=states.device)
+    return torch.cat(costs) if costs else nothing, torch.cat(likeliest) if likeliest else nothing.bool()

@@ -222,7 +222,7 @@ def _second_head(reference: Reference, work: Path, request: Request) -> Iterator
             raise UsageError(f"--keep-head is given, but {reference.model} holds no {SECOND_HEAD}; leave --keep-head out")
         return
     if not request.keep_head:
-        yield "its second head is left out; --keep-head writes it beside the model, for ttrain chat --speculative"
+        yield "its second head is left out; --keep-head writes it beside the model"
         return
     write_tensors(head, work / SECOND_HEAD, dtype=request.dtype)
 

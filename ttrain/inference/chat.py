@@ -12,7 +12,7 @@ from ttrain.data.chat import lead_text, prompt_ids
 from ttrain.data.chat_templates import Message
 from ttrain.errors import DataError, UsageError
 from ttrain.inference import generate
-from ttrain.inference.generate import Drafts, KVCache, TextStream
+from ttrain.inference.generate import KVCache, TextStream
 from ttrain.inference.loading import LoadedModel
 from ttrain.inference.sampling import Sampling
 
@@ -32,15 +32,13 @@ class Reply:
     stop: str
     seconds: float
     forgotten: int  # messages that no longer fitted into the context
-    drafts: Drafts | None
     choice: JsonDict
 
     def to_json(self) -> JsonDict:
-        fields: JsonDict = {
+        return {
             "answer": self.text, "model": self.by, "tokens": self.tokens, "stop": self.stop,
-            "seconds": round(self.seconds, 3), "forgotten": self.forgotten,
+            "seconds": round(self.seconds, 3), "forgotten": self.forgotten, **self.choice,
         }  # fmt: skip
-        return {**fields, **({"speculative": self.drafts.to_json()} if self.drafts else {}), **self.choice}
 
 
 @dataclass(eq=False)
@@ -50,7 +48,6 @@ class Chat:
     choose: ModelSelector
     sampling: Sampling
     system: str = ""
-    draft: bool = False
     _turns: list[Message] = field(default_factory=list)
     _kv_caches: dict[LoadedModel, KVCache] = field(default_factory=dict)
     _question_count: int = 0  # over the whole chat, so that repeating a question can give another answer
@@ -101,7 +98,7 @@ class Chat:
         completion = None
         try:
             (completion,) = generate.generate(
-                loaded_model, [ids], self.sampling, numbers=[self._question_count], on_tokens=hear, draft=self.draft,
+                loaded_model, [ids], self.sampling, numbers=[self._question_count], on_tokens=hear,
                 kv_cache=self._kv_caches.setdefault(loaded_model, KVCache(loaded_model)),
             )  # fmt: skip
         except KeyboardInterrupt:
@@ -117,7 +114,6 @@ class Chat:
             stop="interrupted" if completion is None else "end" if completion.ended else "length",
             seconds=completion.seconds if completion else 0.0,
             forgotten=forgotten,
-            drafts=completion.drafts if completion else None,
             choice=choice,
         )
 

@@ -1,11 +1,10 @@
-"""Text generation through transformers' `generate`: batches, a streamed answer, its KV cache, speculative decoding.
+"""Text generation through transformers' `generate`: batches, a streamed answer, its KV cache.
 
-Letters in names: B rows, T positions, V vocabulary.
+Letters in names: B rows, T positions.
 """
 
 from __future__ import annotations
 
-import inspect
 import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,10 +28,9 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
-from ttrain.core.files import JsonDict
 from ttrain.data.encoder import Encoder
-from ttrain.errors import ArtifactError, DataError, UsageError
-from ttrain.inference.loading import LoadedModel, need_second_head
+from ttrain.errors import ArtifactError, DataError
+from ttrain.inference.loading import LoadedModel
 from ttrain.inference.sampling import Sampling
 
 OnTokens = Callable[[list[int]], None]
@@ -46,7 +44,6 @@ class Completion:
     ids: list[int]
     ended: bool
     seconds: float  # of the whole batch
-    drafts: Drafts | None = None
 
 
 def generate(
@@ -56,13 +53,12 @@ def generate(
     *,
     numbers: Sequence[int] | None = None,
     on_tokens: OnTokens | None = None,
-    draft: bool = False,
     kv_cache: KVCache | None = None,
 ) -> list[Completion]:
     """Generate answers to a batch of prompts (token ids).
 
     `numbers` identify rows: an answer depends on the seed and its own number, never on the rest of the batch.
-    `on_tokens` gets the tokens of a single answer as they come. `draft`: speculative decoding, with the same result.
+    `on_tokens` gets the tokens of a single answer as they come.
     `kv_cache`: that of the conversation to which a single prompt belongs.
     Raises DataError for a prompt that leaves no room for an answer.
     """
@@ -72,13 +68,6 @@ def generate(
     began = time.monotonic()
     processors = logits_processors(sampling, numbers, longest)
     processors.insert(0, _FiniteScores(loaded_model.name))
-    if draft:
-        (prompt,) = prompts
-        answer_ids, drafts = generate_speculatively(
-            loaded_model, prompt, processors, new_tokens=new_tokens, kv_cache=kv_cache,
-            on_token=lambda token: on_tokens and on_tokens([token]),
-        )  # fmt: skip
-        return [_completion(loaded_model, answer_ids, time.monotonic() - began, drafts)]
     pad = int(loaded_model.model.generation_config.pad_token_id)
     ids_BT = torch.full((len(prompts), longest), pad, dtype=torch.long)
     mask_BT = torch.zeros_like(ids_BT)
@@ -226,117 +215,9 @@ def logits_processors(sampling: Sampling, numbers: Sequence[int], prompt_tokens:
     return LogitsProcessorList(processors)
 
 
-def _completion(loaded_model: LoadedModel, ids: list[int], seconds: float, drafts: Drafts | None = None) -> Completion:
+def _completion(loaded_model: LoadedModel, ids: list[int], seconds: float) -> Completion:
     end = next((at for at, token in enumerate(ids) if token in loaded_model.stop_ids), None)
-    return Completion(ids if end is None else ids[:end], end is not None, seconds, drafts)
-
-
-# --- speculative decoding -------------------------------------------------------------------------------------------------
-# With a second head of the model itself (arXiv:1811.03115, arXiv:2404.19737): the hidden state from which the head predicts
-# the next token also feeds a second head, which guesses the token after that. The guess goes through the model together with
-# the token before it: if the model itself agrees, one pass has produced two tokens. Every token is the model's own choice,
-# so the second head only changes the speed.
-
-
-@dataclass
-class Drafts:
-    """Acceptance statistics of the second head, and the number of passes through the model."""
-
-    drafted: int = 0
-    accepted: int = 0
-    passes: int = 0
-
-    def to_json(self) -> JsonDict:
-        return {**vars(self), "acceptance": self.accepted / self.drafted if self.drafted else None}
-
-    def __str__(self) -> str:
-        share = f"{self.accepted / self.drafted:.0%} of " if self.drafted else ""
-        return f"{share}{self.drafted} guesses accepted"
-
-
-def generate_speculatively(
-    loaded_model: LoadedModel,
-    prompt: Sequence[int],
-    processors: LogitsProcessorList,
-    *,
-    new_tokens: int,
-    on_token: Callable[[int], object],
-    kv_cache: KVCache | None = None,
-) -> tuple[list[int], Drafts]:
-    """(tokens of the answer including the stop token, statistics of the guesses).
-
-    The processors see each position once, in order, as in `generate`, so sampling under a seed gives the same answer.
-    """
-    head = need_second_head(loaded_model)
-    model, drafts = _IncrementalModel(loaded_model, kv_cache.take(prompt) if kv_cache else None), Drafts()
-    ids_T = torch.tensor(list(prompt), device=loaded_model.device)
-    answer_ids: list[int] = []
-    guess: int | None = None
-    with torch.inference_mode():
-        while True:
-            guesses = [] if guess is None else [guess]
-            candidates_T = torch.cat([ids_T, ids_T.new_tensor(guesses)])
-            logits_TV, hidden_TD = model(candidates_T, positions=1 + len(guesses))
-            drafts.passes += 1
-            drafts.drafted += len(guesses)
-            for at in range(1 + len(guesses)):
-                prefix_T = candidates_T[: len(ids_T)]
-                scores_V = processors(prefix_T[None], logits_TV[at][None].float())[0]
-                token = int(scores_V.argmax())
-                is_right = at < len(guesses) and token == guess
-                drafts.accepted += is_right
-                answer_ids.append(token)
-                ids_T = torch.cat([ids_T, ids_T.new_tensor([token])])
-                ends = token in loaded_model.stop_ids
-                if not ends:
-                    on_token(token)
-                if ends or len(answer_ids) == new_tokens:
-                    model.keep(len(ids_T) - 1)
-                    if kv_cache:
-                        kv_cache.put(ids_T.tolist(), model.cache)
-                    return answer_ids, drafts
-                if not is_right:
-                    break
-            model.keep(len(ids_T) - 1)  # the last token has not been fed to the model
-            guess = int(head(hidden_TD[at]).argmax())
-
-
-class _IncrementalModel:
-    """Computes logits and hidden states of the last positions of a growing row, whose last token may be removed."""
-
-    def __init__(self, loaded_model: LoadedModel, cache: Any) -> None:
-        """`cache`: holds the beginning of the row; None: created if the model uses one."""
-        self._model = loaded_model.model
-        self._head = loaded_model.causal.get_output_embeddings()
-        self.cache = cache
-        if cache is None and loaded_model.uses_cache:
-            self.cache = DynamicCache(config=loaded_model.causal.config)
-            self.cache.activate_past_recording()  # without it, layers with a sliding window cannot be cropped
-        self._fed = cache.get_seq_length() if cache is not None else 0  # positions in the cache
-        self._keeps = "logits_to_keep" in inspect.signature(loaded_model.causal.forward).parameters
-
-    def __call__(self, ids_T: Tensor, positions: int) -> tuple[Tensor, Tensor]:
-        """(logits, hidden states) of the last positions."""
-        hidden_states: list[Tensor] = []
-        handle = self._head.register_forward_pre_hook(lambda module, inputs: hidden_states.append(inputs[0]))
-        try:
-            only_last = {"logits_to_keep": positions} if self._keeps else {}
-            cached = {"past_key_values": self.cache} if self.cache is not None else {}
-            out = self._model(input_ids=ids_T[None, self._fed :], use_cache=self.cache is not None, **cached, **only_last)
-        finally:
-            handle.remove()
-        if self.cache is not None:
-            self.cache = out.past_key_values  # another object if a prefix stands before the text
-        if len(hidden_states) != 1:
-            raise UsageError("--speculative does not fit this model: its output head is not a module that it calls")
-        self._fed = len(ids_T) if self.cache is not None else 0
-        return out.logits[0, -positions:], hidden_states[0][0, -positions:]
-
-    def keep(self, tokens: int) -> None:
-        """Crop the cache to the first `tokens` positions."""
-        if self.cache is not None and self._fed > tokens:
-            self.cache.crop(tokens - self._fed)
-            self._fed = tokens
+    return Completion(ids if end is None else ids[:end], end is not None, seconds)
 
 
 class KVCache:

@@ -1,4 +1,4 @@
-"""Loads a chat model from a reference: weights, adapter, tokenizer, and the second head if there is one."""
+"""Loads a chat model from a reference: weights, adapter, tokenizer."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from ttrain.core.files import temporary_directory
 from ttrain.data import existing
 from ttrain.data.encoder import Encoder, open_tokenizer
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.evaluate.token_losses import causal_of
-from ttrain.model import adapters, factory, multi_token
+from ttrain.model import adapters, factory
 from ttrain.store.model_files import Reference
 from ttrain.train import precision
 from ttrain.train.precision import DTYPES
@@ -34,7 +33,6 @@ class LoadedModel:
     begin_ids    tokens before a text that is to be continued
     stop_ids     tokens that end an answer
     max_length   positions the model accepts; None if it has no limit
-    second_head  predicts the token after the next from the same hidden state; None if there is none
     can_chat     whether its tokenizer has a chat template whose tokens the model knows
     """
 
@@ -44,7 +42,6 @@ class LoadedModel:
     begin_ids: tuple[int, ...]
     stop_ids: tuple[int, ...]
     max_length: int | None
-    second_head: nn.Linear | None
     can_chat: bool
 
     @property
@@ -80,13 +77,12 @@ def load(reference: Reference, *, device: str = "auto", dtype: str = "fp32") -> 
     target_device = precision.resolve_device(device)
     reference.verify()
     model: Any = factory.load(reference.model)
-    head = _second_head(model, reference.model, target_device, DTYPES[dtype])
     if reference.adapter is not None:
         model = adapters.load(model, reference.adapter, reference.base_digest)
         if not model.active_peft_config.is_prompt_learning:
             model = adapters.merge(model)  # as fast as the base
     model = _move_to(model, target_device, DTYPES[dtype])
-    return with_tokenizer(reference.text, model, reference.tokenizer, second_head=head)
+    return with_tokenizer(reference.text, model, reference.tokenizer)
 
 
 def load_adapters(references: Sequence[Reference], *, device: str = "auto", dtype: str = "fp32") -> list[LoadedModel]:
@@ -103,7 +99,6 @@ def load_adapters(references: Sequence[Reference], *, device: str = "auto", dtyp
         reference.verify()
     target_device, digest = precision.resolve_device(device), first.base_digest
     model: Any = factory.load(first.model)
-    head = _second_head(model, first.model, target_device, DTYPES[dtype])
     model = adapters.load(model, first.directory, digest, adapter_name(0))
     for number, reference in enumerate(other_references, start=1):
         adapters.add(model, reference.directory, digest, adapter_name(number))
@@ -111,7 +106,7 @@ def load_adapters(references: Sequence[Reference], *, device: str = "auto", dtyp
     loaded_models = []
     for number, reference in enumerate(references):
         adapters.switch(model, adapter_name(number))  # the number of positions left depends on the adapter
-        loaded_models.append(with_tokenizer(reference.text, model, reference.tokenizer, second_head=head))
+        loaded_models.append(with_tokenizer(reference.text, model, reference.tokenizer))
     return loaded_models
 
 
@@ -135,15 +130,13 @@ def _move_to(model: Any, target_device: torch.device, dtype: torch.dtype) -> Any
     return model
 
 
-def with_tokenizer(name: str, model: Any, tokenizer: Path, *, second_head: nn.Linear | None = None) -> LoadedModel:
+def with_tokenizer(name: str, model: Any, tokenizer: Path) -> LoadedModel:
     """Combine a loaded model with the tokenizer of a directory; puts the model in eval mode."""
     encoder, begins, can_chat = _encoder(tokenizer)
-    return with_encoder(name, model, encoder, begins, can_chat=can_chat, second_head=second_head)
+    return with_encoder(name, model, encoder, begins, can_chat=can_chat)
 
 
-def with_encoder(
-    name: str, model: Any, encoder: Encoder, begins: tuple[int, ...], *, can_chat: bool, second_head: nn.Linear | None = None
-) -> LoadedModel:
+def with_encoder(name: str, model: Any, encoder: Encoder, begins: tuple[int, ...], *, can_chat: bool) -> LoadedModel:
     """Combine a loaded model with an open tokenizer; replaces its generation settings and puts it in eval mode."""
     causal = causal_of(model)
     config, model_eos = causal.config.get_text_config(), causal.generation_config.eos_token_id
@@ -156,7 +149,6 @@ def with_encoder(
         begin_ids=begins,
         stop_ids=tuple(sorted(stops)),
         max_length=_max_length(model, config),
-        second_head=second_head,
         can_chat=can_chat,
     )
     for module in {id(module): module for module in (model, causal)}.values():
@@ -201,22 +193,3 @@ def _encoder(directory: Path) -> tuple[Encoder, tuple[int, ...], bool]:
     with temporary_directory("tokenizer") as temporary:
         existing.install(existing.files_in(directory), temporary, "own" if can_chat else "ttrain")
         return Encoder(temporary), tuple(begins), can_chat
-
-
-def _second_head(model: PreTrainedModel, directory: Path, device: torch.device, dtype: torch.dtype) -> nn.Linear | None:
-    """Load the second head beside the weights, detached from the model, so that it is not saved or counted with it."""
-    if not multi_token.attach_from(model, directory):
-        return None
-    head: nn.Linear = getattr(model, multi_token.NAME)
-    delattr(model, multi_token.NAME)
-    return head.to(device, dtype).eval()
-
-
-def need_second_head(loaded: LoadedModel) -> nn.Linear:
-    """The second head. Raises UsageError if the model has none."""
-    if loaded.second_head is None:
-        raise UsageError(
-            f"--speculative needs a second head, but there is none beside the model of '{loaded.name}'; train one with "
-            "model.multi_token.keep_head=true, or leave --speculative out"
-        )
-    return loaded.second_head
