@@ -11,7 +11,6 @@ from support.located_files import ROW
 from support.tiny_data import make_tokenizer
 from support.web import Site, served
 
-from ttrain.data import remote
 from ttrain.data.blocks import BlockRecipe
 from ttrain.stages.shards import recipe_of
 
@@ -49,8 +48,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    """An empty server; what fails is tried again at once."""
+    """An empty server."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(remote, "PAUSES_SECONDS", (0.0, 0.0, 0.0))
     with served(Site({})) as opened:
         yield opened

@@ -5,7 +5,6 @@ Files that are cut, damaged, unreadable or bombs are refused by name, in bounded
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
 import os
@@ -24,8 +23,7 @@ from support.shard_sets import texts_in
 
 from ttrain.config import Reading, Runtime, Shards, ShardsConfig
 from ttrain.core.files import ProgressWriter
-from ttrain.core.sandbox import Sandbox
-from ttrain.data import parquet, tokenizer
+from ttrain.data import tokenizer
 from ttrain.data.blocks import BlockRecipe
 from ttrain.data.chat import encode_chat, prompt_ids
 from ttrain.data.chat_templates import Message
@@ -252,32 +250,6 @@ def test_what_is_appended_while_a_file_is_read_is_left_out_and_one_that_becomes_
     with pytest.raises(CannotRead, match="shorter while it was read") as raised:
         build(path, recipe, 1 << 17, Changing(lambda: os.truncate(path, 100_000)))
     assert str(path) in str(raised.value)
-
-
-LIST = pa.ListArray.from_arrays(pa.array([0, 20_000_000], pa.int32()), pa.nulls(20_000_000))
-INDEXES = pa.Array.from_buffers(pa.int32(), 100_000, [None, pa.py_buffer(bytes(400_000))])
-BOMBS = {
-    "a list of nulls in one row": (LIST, "unpacks to"),
-    "one long text": (pa.array(["a" * 50_000_000]), "unpacks to"),
-    "a text in all rows": (
-        pa.DictionaryArray.from_arrays(INDEXES, ["a" * 10_000]), r"unpacks to more than 100 times .* 1 MiB, at its row"
-    ),
-}  # fmt: skip
-
-
-def test_a_small_parquet_file_that_unpacks_to_gigabytes_is_refused(
-    tmp_path: Path, recipe: BlockRecipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "bomb.parquet"
-    small = Sandbox(parquet.answer, seconds=5, seconds_per_result=5, memory_bytes=512 << 20, preloaded=("pyarrow.parquet",))
-    monkeypatch.setattr(parquet, "OUTPUT_BYTES", 1 << 20)
-    with contextlib.closing(small):
-        monkeypatch.setattr(parquet, "SANDBOX", small)
-        for column, reason in BOMBS.values():
-            pq.write_table(pa.table({"text": column}), path, compression="zstd", write_statistics=False)
-            assert path.stat().st_size < 20_000
-            with pytest.raises(DataError, match=rf"bomb.parquet {reason}.*; fetch it again, or write it as JSON Lines"):
-                build(path, recipe)
 
 
 def test_rows_of_parquet_are_numbered_through_empty_groups(tmp_path: Path, recipe: BlockRecipe) -> None:

@@ -85,8 +85,8 @@ def test_files_of_a_data_set_are_named_by_path_or_glob(online: FakeHub, pattern:
     ("pattern", "says"),
     [
         ("hf://owner/other", "no data set owner/other.*hf auth login"),
-        ("hf://owner/gated", "gated.*accept its conditions"),
-        ("hf://owner/some-set@v9", "no branch, tag or commit 'v9'"),
+        ("hf://owner/gated", "no data set owner/gated.*accept its conditions"),
+        ("hf://owner/some-set@v9", "no data set owner/some-set@v9; correct it"),
         ("hf://owner/some-set/nowhere", "there is no such file: owner/some-set holds .*README.md"),
         ("hf://owner", "not the name of a data set.*hf://owner/name"),
         ("hf://owner/.some--set", "does not allow this name"),
@@ -98,10 +98,8 @@ def test_what_the_hub_does_not_have_is_said_with_its_cure(online: FakeHub, patte
 
 
 def test_a_file_is_fetched_once_and_read_from_the_cache_offline(online: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "PAUSES_SECONDS", (0.0, 0.0, 0.0))
     data = online.commits[NEW]["data/train-00000-of-00002.jsonl"] = ROW * 10_000
     location = expand("hf://owner/some-set")[0]
-    online.failing_downloads = 2  # a download that fails on the server is tried again
     assert read(location) == data
     asked = len(online.site.asked)
     assert read(location) == data

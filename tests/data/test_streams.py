@@ -1,12 +1,11 @@
 """Reading input files: nothing is lost, changed or held in memory whole, and what is damaged says so with its name.
 
-Parquet rows, and files behind URLs: broken connections, failing servers, damaged pages.
+Parquet rows, and files behind URLs.
 """
 
 from __future__ import annotations
 
 import bz2
-import errno
 import gzip
 import io
 import lzma
@@ -15,12 +14,12 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import fsspec
+import orjson
 import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -31,9 +30,8 @@ from support.paths import ROOT
 from support.streamed_files import SMALL, TABLE, TEXT, read, table_bytes, written
 from support.web import Site
 
-from ttrain.data import decompress, streams
-from ttrain.data.streams import CHUNK_BYTES
-from ttrain.errors import DataError
+from ttrain.data import parquet, streams
+from ttrain.errors import CannotRead, DataError
 
 # SMALL as the zstd command packs it, with its checksum, which pyarrow does not write.
 ZSTD_SMALL = bytes.fromhex(
@@ -63,7 +61,8 @@ SKIPPABLE = b"\x53\x2a\x4d\x18" + (5).to_bytes(4, "little") + b"aside"
 def test_every_member_and_frame_arrives_in_bounded_pieces_whatever_the_name(tmp_path: Path, data: bytes) -> None:
     pieces = list(streams.chunks(str(written(tmp_path, data, "文件 名 (1) #%20.zst"))))
     assert b"".join(pieces) == TEXT
-    assert all(0 < len(piece) <= CHUNK_BYTES for piece in pieces)
+    assert all(pieces)
+    assert len(pieces) > 1 and max(map(len, pieces)) < len(TEXT)
 
 
 def test_a_mark_is_left_out_at_the_very_start_only(tmp_path: Path) -> None:
@@ -83,8 +82,17 @@ def test_plain_is_said_of_uncompressed_text_on_this_machine_alone(tmp_path: Path
     assert streams.is_plain(f"file://{written(tmp_path, b'')}")
     assert not any(streams.is_plain(str(written(tmp_path, pack(SMALL)))) for pack in PACKS.values())
     assert not streams.is_plain("memory://rows.jsonl")
-    with pytest.raises(DataError, match="UTF-16"):
-        streams.is_plain(str(written(tmp_path, SMALL.decode().encode("utf-16"))))
+    assert not streams.is_plain(str(written(tmp_path, SMALL.decode().encode("utf-16"))))
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
+def test_utf_16_with_its_mark_is_read_as_utf_8(tmp_path: Path, encoding: str) -> None:
+    text = "他🏽\n" * 400_000 + "half a pair: \ud83d\n"
+    data = (text if encoding == "utf-16" else f"\ufeff{text}").encode(encoding, "surrogatepass")
+    for packed in (data, gzip.compress(data, 1)):
+        assert read(written(tmp_path, packed)) == text.encode("utf-8", "surrogatepass")
+    with pytest.raises(DataError, match="truncated"):
+        read(written(tmp_path, data[:-1]))
 
 
 # --- cut and damaged
@@ -137,25 +145,6 @@ def test_what_follows_an_archive_and_is_none_is_an_error(tmp_path: Path, pack: P
             read(written(tmp_path, pack(SMALL) + garbage))
 
 
-class Failing(io.BytesIO):
-    """A disk that fails after some bytes."""
-
-    def read(self, size: int | None = -1) -> bytes:
-        data = super().read(size)
-        if self.tell() > 300_000:
-            raise OSError(errno.EIO, "the disk is broken")
-        return data
-
-
-@pytest.mark.parametrize("pack", PACKS.values(), ids=list(PACKS))
-def test_a_disk_that_fails_is_not_taken_for_a_damaged_archive(pack: Pack) -> None:
-    data = pack(os.urandom(350_000))
-    pieces = decompress.unpacked(Failing(data), data[:512])
-    assert pieces is not None
-    with pytest.raises(OSError, match="the disk is broken"):
-        list(pieces)
-
-
 def test_a_wrong_checksum_at_the_end_is_an_error_although_all_bytes_are_there(tmp_path: Path) -> None:
     for data in (gzip.compress(SMALL)[:-8] + bytes(4) + gzip.compress(SMALL)[-4:], ZSTD_SMALL[:-4] + bytes(4)):
         with pytest.raises(DataError, match="corrupt"):
@@ -167,18 +156,6 @@ def test_a_damaged_beginning_is_not_taken_for_text_where_the_name_says_archive(t
         with pytest.raises(DataError, match="corrupt"):
             read(written(tmp_path, b"X" + pack(SMALL)[1:], f"rows.jsonl.{ending}"))
         assert read(written(tmp_path, SMALL, f"rows.jsonl.{ending}")) == SMALL, "a wrong name alone does no harm"
-        long = b'{"text":"' + "é".encode() * 400 + b'"}\n'
-        assert read(written(tmp_path, long, f"rows.jsonl.{ending}")) == long, "a character across the end of the head"
-
-
-def test_an_archive_that_asks_for_too_much_memory_is_told_from_a_damaged_one(tmp_path: Path) -> None:
-    """The header of an xz block says with one byte, after 21 01, how large its dictionary is (xz format, 3.1 and 5.3.1)."""
-    data = lzma.compress(SMALL)
-    header = bytearray(data[12 : 12 + 4 * data[12]])
-    header[header.index(b"\x21\x01") + 2] = 36  # 1 GiB
-    patched = data[:12] + header + zlib.crc32(header).to_bytes(4, "little") + data[12 + len(header) + 4 :]
-    with pytest.raises(DataError, match="smaller dictionary"):
-        read(written(tmp_path, patched))
 
 
 # --- what is no text
@@ -224,7 +201,7 @@ def arrow_bytes(table: pa.Table) -> bytes:
 def test_another_format_is_named_instead_of_read_as_lines(tmp_path: Path, data: bytes, what: str) -> None:
     path = written(tmp_path, data)
     with pytest.raises(DataError, match=what) as raised:
-        read(path)
+        list(streams.json_lines(str(path), "text"))
     assert str(path) in str(raised.value)
 
 
@@ -238,7 +215,7 @@ NOT_FILES: dict[str, Callable[[Path], object]] = {
 def test_what_is_not_a_regular_file_is_refused_by_name(tmp_path: Path, make: Callable[[Path], object]) -> None:
     path = tmp_path / "rows.jsonl"
     make(path)
-    for function in (streams.open_stream, streams.is_plain, streams.is_parquet, streams.parquet_groups, read):
+    for function in (streams.open_stream, streams.is_plain, streams.is_parquet, parquet.groups, read):
         with pytest.raises(DataError, match="cannot read") as raised:
             function(str(path))
         assert str(path) in str(raised.value)
@@ -256,63 +233,42 @@ def test_files_behind_urls_of_any_kind_are_read(tmp_path: Path, site: Site) -> N
         assert read(location) == TEXT
         with streams.open_stream(location) as stream:
             assert stream.read(100) == packed[:100]
-            assert stream.seek(50) == 50
-            assert stream.read() == packed[50:], "as it is stored"
+            assert stream.read() == packed[100:], "as it is stored"
     site.files = {"/a b.jsonl": TEXT}
     site.asked.clear()
     assert read(f"{site.url}/a%20b.jsonl?key=1") == TEXT
     assert site.requests("GET") == [("/a b.jsonl", "")], "one request for its bytes"
 
 
-@pytest.mark.parametrize("ranges", [True, False])
-def test_a_broken_connection_is_taken_up_where_it_broke(site: Site, ranges: bool) -> None:
-    data = gzip.compress(TEXT, 1)
-    site.files, site.ranges = {"/rows": data}, ranges
-    third = len(data) // 3
-    site.breaks = [third, third if ranges else 2 * third]
-    assert read(f"{site.url}/rows") == TEXT
-    assert [wanted for _, wanted in site.requests("GET")] == ["", f"bytes={third}-", f"bytes={2 * third}-"]
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, zstd], ids=["plain", "gzip", "zstd"])
+def test_a_broken_connection_is_an_error_and_no_shorter_file_nor_a_damaged_one(site: Site, pack: Pack) -> None:
+    data = pack(TEXT)
+    site.files, site.breaks = {"/rows": data}, [len(data) // 3]
+    with pytest.raises(CannotRead, match=f"cannot read {site.url}/rows"):
+        read(f"{site.url}/rows")
 
 
 def test_an_archive_that_its_server_calls_an_encoding_is_read_as_it_is_stored(site: Site) -> None:
-    data = gzip.compress(TEXT, 1)
-    site.files, site.encoding = {"/rows.jsonl.gz": data}, "gzip"
-    site.breaks = [len(data), len(data) // 3]  # the first request looks for its size, which the header of an encoding hides
+    site.files, site.encoding = {"/rows.jsonl.gz": gzip.compress(TEXT, 1)}, "gzip"
     assert read(f"{site.url}/rows.jsonl.gz") == TEXT
-    assert site.requests("GET")[-1] == ("/rows.jsonl.gz", f"bytes={len(data) // 3}-")
 
 
-def test_a_server_that_fails_for_a_while_is_asked_again_and_one_that_always_fails_is_an_error(site: Site) -> None:
-    site.files = {"/rows.jsonl": SMALL}
-    site.statuses = [503, 503, 500, 502, 429, 408]  # each time the two requests for its size, too
-    assert read(f"{site.url}/rows.jsonl") == SMALL
-    site.asked.clear()
-    site.breaks = [0] * 100
-    with pytest.raises(DataError) as raised:
-        read(f"{site.url}/rows.jsonl")
-    assert f"{site.url}/rows.jsonl" in str(raised.value)
-    assert len(site.requests("GET")) == 4, "once, and three times more"
-
-
-def test_a_refusal_is_told_at_once_and_a_server_that_is_gone_is_an_error(site: Site) -> None:
-    for number, (status, reason) in enumerate(((404, "no such file"), (403, "403")), start=1):
+def test_a_refusal_a_failure_and_a_server_that_is_gone_are_told_apart(site: Site) -> None:
+    for status, reason in ((404, "no such file"), (403, "403"), (503, "503")):
         site.statuses = [status] * 100
-        with pytest.raises(DataError, match=reason) as raised:
+        with pytest.raises(CannotRead, match=reason) as raised:
             read(f"{site.url}/rows.jsonl")
         assert f"{site.url}/rows.jsonl" in str(raised.value)
-        assert len(site.requests("HEAD")) == number
-    with pytest.raises(DataError, match="connect"):
+    with pytest.raises(CannotRead, match="connect"):
         read("http://127.0.0.1:1/rows.jsonl")
 
 
-def test_a_file_that_changes_between_two_parts_is_not_put_together(site: Site) -> None:
-    site.files, site.breaks = {"/rows.jsonl": TEXT}, [1_500_000]
-    with pytest.raises(DataError, match="changed while it was read"):
-        for _ in streams.chunks(f"{site.url}/rows.jsonl"):
-            site.files["/rows.jsonl"] = TEXT[::-1]
-
-
 # --- parquet
+
+
+def rows_in(path: str, first_group: int, last_group: int) -> list[tuple[int, dict[str, Any]]]:
+    lines = parquet.lines(path, first_group, last_group)
+    return [(number, orjson.loads(line)) for number, line in lines]
 
 
 def test_parquet_rows_are_numbered_through_the_file_and_come_by_group(tmp_path: Path) -> None:
@@ -320,28 +276,28 @@ def test_parquet_rows_are_numbered_through_the_file_and_come_by_group(tmp_path: 
         assert not streams.is_parquet(str(written(tmp_path, data)))
     nested = [{"messages": [{"role": "user", "content": None}], "x": None}, {"messages": [], "x": 1.5}]
     path = str(written(tmp_path, table_bytes(pa.Table.from_pylist(nested))))
-    assert list(streams.parquet_rows(path, 0, 1)) == [(1, nested[0]), (2, nested[1])]
+    assert rows_in(path, 0, 1) == [(1, {"messages": nested[0]["messages"]}), (2, nested[1])]
     path = str(written(tmp_path, table_bytes(TABLE, row_group_size=1000), "no ending"))
     assert streams.is_parquet(path)
-    groups = streams.parquet_groups(path)
+    groups = parquet.groups(path)
     assert [rows for rows, _ in groups] == [1000, 1000, 500] and all(size > 1000 for _, size in groups)
-    rows = list(streams.parquet_rows(path, 0, 3))
+    rows = rows_in(path, 0, 3)
     assert rows == list(enumerate(TABLE.to_pylist(), start=1))
-    assert list(streams.parquet_rows(path, 1, 2)) == rows[1000:2000]
-    assert list(streams.parquet_rows(path, 1, 1)) == []
-    assert next(streams.parquet_rows(path, 2, 3)) == rows[2000]
+    assert rows_in(path, 1, 2) == rows[1000:2000]
+    assert rows_in(path, 1, 1) == []
+    assert rows_in(path, 2, 3) == rows[2000:]
 
 
 def test_text_of_parquet_that_is_no_utf8_costs_its_value_alone(tmp_path: Path) -> None:
     text = pa.array([b"before", b"\xff", b"after"]).view(pa.string())
     nested = pa.ListArray.from_arrays(pa.array([0, 1, 2, 3]), pa.array([b"a", b"\xff", b"c"]).view(pa.string()))
     path = str(written(tmp_path, table_bytes(pa.table({"text": text, "list": nested}))))
-    assert [row["text"] for _, row in streams.parquet_rows(path, 0, 1)] == ["before", None, "after"]
-    assert [row["list"] for _, row in streams.parquet_rows(path, 0, 1)] == [["a"], None, ["c"]]
+    assert [row.get("text") for _, row in rows_in(path, 0, 1)] == ["before", None, "after"]
+    assert [row.get("list") for _, row in rows_in(path, 0, 1)] == [["a"], None, ["c"]]
 
 
 def parquet_rows(path: str) -> list[dict[str, Any]]:
-    return [row for _, row in streams.parquet_rows(path, 0, len(streams.parquet_groups(path)))]
+    return [row for _, row in rows_in(path, 0, len(parquet.groups(path)))]
 
 
 PARQUET = table_bytes(TABLE, row_group_size=1000, write_page_checksum=True)
@@ -390,12 +346,13 @@ def test_parquet_that_counts_its_rows_wrongly_is_a_data_error(tmp_path: Path) ->
 
 
 MEMORY = f"""{PEAK}
+from ttrain.data import parquet
 path, count = sys.argv[1], 0
-for _ in streams.parquet_rows(path, 0, 1):
+for _ in parquet.lines(path, 0, 1):
     break
 before = peak()
-for _, row in streams.parquet_rows(path, 1, 2):
-    count += len(row["text"])
+for _, line in parquet.lines(path, 1, 2):
+    count += len(line) - len('{{"text":""}}')
 print(count, peak() - before)
 """
 
@@ -416,18 +373,9 @@ def test_a_large_group_of_parquet_costs_no_memory(tmp_path: Path) -> None:
     assert more_kib < 50 << 10
 
 
-def test_parquet_over_http_is_read_by_parts_and_refused_where_the_server_gives_none(site: Site) -> None:
-    wide = pa.table({"text": TABLE["text"], "noise": [os.urandom(2000) for _ in range(2500)]})
-    site.files = {"/rows.parquet": table_bytes(wide, row_group_size=500)}
+def test_parquet_over_http_is_read_by_parts(site: Site) -> None:
+    site.files = {"/rows.parquet": table_bytes(TABLE, row_group_size=500)}
     location = f"{site.url}/rows.parquet"
     assert streams.is_parquet(location)
-    site.asked.clear()
-    site.breaks = [10, 10]
-    texts = [(number, row["text"]) for number, row in streams.parquet_rows(location, 1, 2)]
+    texts = [(number, row["text"]) for number, row in rows_in(location, 1, 2)]
     assert texts == [(n + 1, f"row {n}") for n in range(500, 1000)]
-    spans = [wanted.removeprefix("bytes=").split("-") for _, wanted in site.requests("GET")]
-    assert sum(int(last) - int(first) for first, last in spans) < 0.6 * len(site.files["/rows.parquet"])
-    site.ranges = False
-    with pytest.raises(DataError, match="whole files only") as raised:
-        parquet_rows(location)
-    assert location in str(raised.value)

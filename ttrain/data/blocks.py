@@ -169,7 +169,8 @@ def read(block: Block, max_line_bytes: int) -> bytes:
     """The block as JSON lines, a line that is too long cut just above the limit. Raises DataError if it cannot be read."""
     if block.is_parquet:
         with streams.noting_faults(block.location):
-            return b"\n".join(rows for _, rows in parquet.pieces(block.location, block.start, block.end))
+            rows = parquet.lines(block.location, block.start, block.end)
+            return b"\n".join(line for _, line in rows)
     if block.data is not None:
         return block.data
     data, in_line, remaining_bytes = bytearray(), 0, block.end - block.start

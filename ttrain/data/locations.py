@@ -182,10 +182,10 @@ def _remote_files(pattern: str) -> list[str]:
         if magic:
             root = path[: path.rfind("/", 0, magic.start()) + 1]
             depth = None if "**" in path else path[len(root) :].count("/") + 1
-            matches = list(filter(_glob(path).match, remote.retried(lambda: _files_below(files, root, depth))))
+            matches = list(filter(_glob(path).match, _files_below(files, root, depth)))
         elif _is_folder(remote.info(pattern), pattern):
             root = path.rstrip("/") + "/"
-            listed = remote.retried(lambda: _files_below(files, root, None))
+            listed = _files_below(files, root, None)
             shown = [match for match in listed if not _is_hidden(match.removeprefix(root))]
             matches = _data_files(shown, pattern.rstrip("/"))
         else:
@@ -218,6 +218,11 @@ def _is_folder(details: dict[str, object], location: str) -> bool:
     """Whether the location is a folder; over HTTP, a page of links whose name has none of our extensions."""
     is_page = details.get("mimetype") == "text/html" and not name(location).endswith((*ROWS, *TEXTS))
     return is_page or details["type"] == "directory"
+
+
+def is_text(location: str) -> bool:
+    """Whether its name is that of a text, packed or not."""
+    return name(location).lower().endswith(TEXTS)
 
 
 def _hub_files(pattern: str) -> list[str]:

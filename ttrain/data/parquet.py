@@ -1,98 +1,99 @@
-"""Parquet to JSON lines, in a child of `core.sandbox`: 355 bytes can unpack to 20 GB, and a damaged page can crash it.
-
-Pages state their own number of values, so no figure of the footer shows beforehand how much memory a batch takes. The
-child has a memory limit, and its output is bounded by the size of the file.
-"""
+"""Read parquet rows as JSON Lines, some megabytes at a time."""
 
 from __future__ import annotations
 
 import contextlib
 import decimal
-import os
-from collections.abc import Generator, Iterator
-from pathlib import Path
+from collections.abc import Iterator
+from typing import Any
 
 import orjson
 
-from ttrain.core.sandbox import BudgetExceeded, Sandbox, WorkFailed
-from ttrain.data import locations, streams
+from ttrain.data import remote, streams
 from ttrain.data.tools import PARQUET_TYPE
 from ttrain.errors import DataError
 
-SECONDS, MEMORY_BYTES = 60.0, 2 << 30  # of a batch, which takes 10 ms and some megabytes
-# Limit of a file's size as JSON. Text compresses to a tenth, and so do texts that a dictionary stores once.
-OUTPUT_BYTES, OUTPUT_BYTES_PER_BYTE = 64 << 20, 100
-ROW_BYTES = 64  # what a row counts for besides its JSON: a billion rows of one letter are work, too
-PIECE_BYTES = 1 << 19
+BATCH_ROWS = 1024
+BATCH_BYTES = 8 << 20
+BUFFER_BYTES = 1 << 20  # a column is read by pages: 19 MB instead of 209 for a group of 200 MB
 OPTIONS = orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_NON_STR_KEYS  # a map may have numbers as keys
-FIX = "fetch it again, or write it as JSON Lines if its content is intended"
 
 
 def groups(location: str) -> list[tuple[int, int]]:
     """(rows, bytes before compression) of every row group."""
-    return [(rows, size) for piece in _request(location, None) for rows, size in orjson.loads(piece)]
+    with _opened(location) as file:
+        return _groups_of(file)
 
 
 def lines(location: str, first_group: int, last_group: int) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, JSON) of the rows of the groups `first_group` to `last_group`, the last one not included.
+    """(number from 1, JSON) of the rows of the groups `first_group` to `last_group`, without the last.
 
-    Raises DataError for a file that is damaged, or unpacks to more than its size allows.
+    Raises DataError for a file that is damaged.
     """
-    for first, rows in pieces(location, first_group, last_group):
-        yield from enumerate(rows.split(b"\n"), start=first)
+    with _opened(location) as file:
+        sizes = _groups_of(file)
+        number = end = sum(rows for rows, _ in sizes[:first_group])
+        for group in range(first_group, last_group):
+            rows, group_bytes = sizes[group]
+            end += rows
+            row_bytes = max(1, group_bytes // max(1, rows))
+            batch_rows = max(1, min(BATCH_ROWS, BATCH_BYTES // row_bytes))
+            for batch in file.iter_batches(batch_rows, row_groups=[group], use_threads=False):
+                for row in _values(batch):
+                    number += 1
+                    yield number, _as_line(row)
+            if number != end:  # the checksum of a page leaves out its header
+                raise DataError(f"{location} is corrupt: the row count of a group is wrong; fetch it again")
 
 
-def pieces(location: str, first_group: int, last_group: int) -> Iterator[tuple[int, bytes]]:
-    """(number of the first, rows as JSON lines without the last newline) of the same rows, in chunks."""
-    with contextlib.closing(_request(location, (first_group, last_group))) as results:
-        for result in results:
-            first, _, rows = result.partition(b"\n")
-            yield int(first), rows
+@contextlib.contextmanager
+def _opened(location: str) -> Iterator[Any]:
+    import pyarrow as pa
+    from pyarrow.parquet import ParquetFile
+
+    path = streams.local_file(location)
+    options = {"buffer_size": BUFFER_BYTES, "pre_buffer": False, "page_checksum_verification": True}
+    with streams.data_errors(location), contextlib.ExitStack() as stack:
+        source = path or stack.enter_context(remote.open_file(location, in_parts=True))
+        try:
+            file = stack.enter_context(ParquetFile(source, **options))
+            if sum(rows for rows, _ in _groups_of(file)) != file.metadata.num_rows:
+                raise DataError(f"{location} is corrupt: the row counts of its groups do not add up; fetch it again")
+            yield file
+        except (pa.ArrowException, OSError, ValueError) as error:  # ValueError of names that are not UTF-8
+            if path is None or getattr(error, "errno", None):  # of the network or the disk
+                raise
+            raise DataError(f"{location} is truncated or corrupt: {remote.reason(error)}; fetch it again") from None
 
 
-def _request(location: str, chosen: tuple[int, int] | None) -> Generator[bytes]:
-    directory = None if locations.is_remote(location) else str(Path.cwd())
+def _groups_of(file: Any) -> list[tuple[int, int]]:
+    groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+    return [(group.num_rows, group.total_byte_size) for group in groups]
+
+
+def _values(batch: Any) -> Any:
+    """The rows of a batch, each as an object; text that is not UTF-8 becomes None."""
     try:
-        yield from SANDBOX.stream(orjson.dumps([location, directory, chosen, OUTPUT_BYTES]))
-    except BudgetExceeded as error:
-        raise DataError(f"{location} unpacks to too much data, or is corrupt: {error}; {FIX}") from None
-    except WorkFailed as error:
-        raise DataError(f"{location} is corrupt: {error}; fetch it again") from None
+        # Asked for maps as objects, Arrow takes five times as long.
+        return batch.to_pylist(maps_as_pydicts="lossy" if "map<" in str(batch.schema) else None)
+    except UnicodeDecodeError:
+        names = batch.schema.names
+        return [{name: _value(batch[name][row]) for name in names} for row in range(batch.num_rows)]
 
 
-def answer(request: bytes) -> Iterator[bytes]:
-    """In the child: the groups as one JSON list, or chunks of rows: the number of the first row, then one row per line."""
-    location, directory, chosen, given_bytes = orjson.loads(request)
-    if directory is not None:
-        os.chdir(directory)
-    if chosen is None:
-        yield orjson.dumps(streams.parquet_groups(location))
-        return
-    with streams.open_stream(location) as stream:
-        remaining_bytes = given_bytes + OUTPUT_BYTES_PER_BYTE * stream.seek(0, os.SEEK_END)
-    rows, size, last = list[bytes](), 0, 0
-    for last, values in streams.parquet_rows(location, *chosen):
-        # A column that is null in a row stands for a key that it lacks; a row of nulls alone says what is null.
-        row = values
-        if None in values.values():
-            row = {name: value for name, value in values.items() if value is not None} or values
-        line = orjson.dumps(row, default=_as_json, option=OPTIONS)
-        rows.append(line)
-        size += len(line) + ROW_BYTES
-        if size >= PIECE_BYTES:
-            if size > remaining_bytes:
-                raise DataError(
-                    f"{location} unpacks to more than {OUTPUT_BYTES_PER_BYTE} times its size plus {given_bytes >> 20} MiB, "
-                    f"at its row {last:,}; {FIX}"
-                )
-            yield _piece(last, rows)
-            rows, size, remaining_bytes = [], 0, remaining_bytes - size
-    if rows:
-        yield _piece(last, rows)
+def _value(scalar: Any) -> Any:
+    try:
+        return scalar.as_py(maps_as_pydicts="lossy")
+    except UnicodeDecodeError:
+        return None
 
 
-def _piece(last: int, rows: list[bytes]) -> bytes:
-    return b"%d\n%b" % (last - len(rows) + 1, b"\n".join(rows))
+def _as_line(values: dict[str, Any]) -> bytes:
+    """A column that is null stands for a key that the row lacks; a row of nulls says what is null."""
+    row = values
+    if None in values.values():
+        row = {name: value for name, value in values.items() if value is not None} or values
+    return orjson.dumps(row, default=_as_json, option=OPTIONS)
 
 
 def _as_json(value: object) -> object:
@@ -103,12 +104,3 @@ def _as_json(value: object) -> object:
     if isinstance(value, decimal.Decimal):
         return orjson.Fragment(format(value, "f"))
     return {PARQUET_TYPE: type(value).__name__}
-
-
-SANDBOX = Sandbox(
-    answer,
-    seconds=SECONDS,
-    seconds_per_result=SECONDS,
-    memory_bytes=MEMORY_BYTES,
-    preloaded=("pyarrow.parquet",),
-)

@@ -313,6 +313,8 @@ TOO_LONG = "line longer than reading.max_line_bytes={}; raise it, or split the t
 
 NULS = "not valid JSON: only NUL bytes, as a crash of the writing machine leaves; write the line again"
 
+WIDE = "not valid UTF-8: NUL bytes between the letters, as UTF-16 has; convert the file with iconv"
+
 NOT_UTF8 = "not valid UTF-8; write the row again as UTF-8, or convert the file with iconv"
 
 
@@ -522,6 +524,8 @@ def _reason(line: bytes, error: str) -> str:
         return NOT_UTF8
     if not line.strip(b"\0\r"):
         return NULS
+    if b"\0" in line[:4]:
+        return WIDE
     if line.startswith(BOM_UTF8):
         return "not valid JSON: a byte order mark, which may stand at the start of a file only"
     return f"not valid JSON: {error.split(': line')[0]}"

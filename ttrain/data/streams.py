@@ -1,42 +1,39 @@
-"""Read text and rows from local or remote input files, unpacked by their first bytes, not by their names.
+"""Read text from local or remote files, unpacked by their first bytes, not by their names.
 
-Pieces and batches are bounded, so memory is too. A file that is cut, damaged or not UTF-8 raises a DataError with its
-name, and is never taken for a shorter file.
+Pieces are bounded, so memory is too. A file that is cut or damaged raises a DataError with its name,
+and is never taken for a shorter file: `bz2.BZ2File` and `lzma.LZMAFile`, which fsspec uses, leave out
+a member that is damaged, and what follows it, without an error.
 """
 
 from __future__ import annotations
 
+import bz2
 import codecs
 import io
 import itertools
-from collections.abc import Iterator
+import lzma
+import os
+import zlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from ttrain.data import decompress, formats, locations, remote
+from ttrain.data import formats, locations, remote
 from ttrain.data.formats import Format
-from ttrain.data.remote import RemoteFile, reason
-from ttrain.errors import CannotRead, DataError
+from ttrain.errors import CannotRead, DataError, TTrainError
 
-CHUNK_BYTES = decompress.PIECE_BYTES
-HEAD_BYTES = 512
-BATCH_ROWS, BATCH_BYTES = 1024, 8 << 20
-REMOTE_BUFFER_BYTES = 8 << 20  # of every column, one request each
-PARQUET_MAGIC = b"PAR1"
-FETCH_AGAIN = "fetch or compress it again"
-OTHER_FORMATS = {
-    PARQUET_MAGIC: ("a parquet file", "unpack it"),
-    b"ARROW1": ("an Arrow file", "write it as parquet"),
-    b"PK\x03\x04": ("a zip archive", "unpack it"),
-    b"PK\x05\x06": ("an empty zip archive", "fetch it again"),
-    b"7z\xbc\xaf\x27\x1c": ("a 7z archive", "unpack it"),
-    b"\x04\x22\x4d\x18": ("an lz4 archive", "unpack it"),
-    b"version https://git-lfs": ("a pointer of Git LFS", "run `git lfs pull` where it was cloned"),
-    b"<!DOCTYPE html": ("a web page", "name the file that the page links to, not the page"),
-    b"<html": ("a web page", "name the file that the page links to, not the page"),
+CHUNK_BYTES = 1 << 20
+PACKED_BYTES = 1 << 13  # read at once: gzip unpacks them to at most 8 MiB
+DECODERS: dict[bytes, Callable[[], Any]] = {
+    b"\x1f\x8b": partial(zlib.decompressobj, wbits=zlib.MAX_WBITS | 16),
+    b"BZh": bz2.BZ2Decompressor,
+    b"\xfd7zXZ\0": lzma.LZMADecompressor,
 }
-TAR_PLACE, TAR_MAGIC = 257, b"ustar"
+ZSTD = (b"\xb5\x2f\xfd", b"\x2a\x4d\x18")  # bytes 1 to 3 of a frame, and of one that is to be skipped
+UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+FETCH_AGAIN = "fetch or compress it again"
 
 
 @contextmanager
@@ -44,8 +41,12 @@ def data_errors(location: str) -> Iterator[None]:
     """Raise an error of the file system as DataError, which names the location."""
     try:
         yield
-    except OSError as error:
-        raise CannotRead(f"cannot read {location}: {error.strerror or error}") from None
+    except Exception as error:
+        # File systems behind URLs have errors of their own.
+        is_of_files = isinstance(error, OSError) or locations.is_remote(location)
+        if isinstance(error, TTrainError) or not is_of_files:
+            raise
+        raise CannotRead(f"cannot read {location}: {remote.reason(error)}") from None
 
 
 @contextmanager
@@ -60,11 +61,11 @@ def noting_faults(location: str) -> Iterator[None]:
         raise
 
 
-def open_stream(location: str) -> BinaryIO:
-    """Open the stored bytes as a seekable stream. Raises DataError if they cannot be read."""
+def open_stream(location: str) -> io.BufferedReader:
+    """Open the stored bytes, to read from the front. Raises DataError if they cannot be read."""
     path = local_file(location)
     with data_errors(location):
-        return path.open("rb") if path else io.BufferedReader(RemoteFile(location), CHUNK_BYTES)
+        return path.open("rb") if path else io.BufferedReader(remote.open_file(location), CHUNK_BYTES)
 
 
 def local_file(location: str) -> Path | None:
@@ -87,172 +88,130 @@ def local_file(location: str) -> Path | None:
 
 def is_parquet(location: str) -> bool:
     """Whether the file begins like a parquet file."""
-    return _head(location).startswith(PARQUET_MAGIC)
+    return _head(location).startswith(b"PAR1")
 
 
 def is_plain(location: str) -> bool:
-    """Whether it is a local file of uncompressed JSON Lines, any part of which can be read by its offset.
+    """Whether it is a local file of JSON Lines in UTF-8, any part of which can be read by its offset.
 
     Raises DataError if it is neither that nor a format that `json_lines` reads.
     """
     if locations.is_remote(location):
         return False
-    head = _head(location, formats.HEAD_BYTES)
-    if decompress.is_packed(head):
+    head = _head(location)
+    if is_packed(head) or head.startswith(UTF16) or _is_damaged_archive(head, location):
         return False
-    _check_text(head[:HEAD_BYTES], location, head)
-    return formats.format_of(head[_mark_bytes(head) :], location, lambda: head) is Format.LINES
+    return formats.format_of(head.removeprefix(codecs.BOM_UTF8), location) is Format.LINES
 
 
 def json_lines(location: str, text_field: str) -> Iterator[bytes]:
-    """The text as JSON Lines, in bounded pieces: as it is, or converted from a JSON array or a `.txt` file.
+    """The text as JSON Lines, as it is, or converted from a JSON array or a `.txt` file.
 
-    A `.txt` file is a row with `text_field` only. Raises DataError like `chunks`, and for text of another format.
+    A `.txt` file is a row with `text_field` only. Raises DataError like `chunks`, and for text of
+    another format.
     """
     pieces = chunks(location)
-    beginning = _beginning(pieces, formats.HEAD_BYTES)
-    form = formats.format_of(beginning[: formats.HEAD_BYTES], location, lambda: _head(location))
-    yield from formats.as_json_lines(itertools.chain([beginning] if beginning else [], pieces), form, location, text_field)
+    beginning = next(pieces, b"")
+    form = formats.format_of(beginning[: formats.HEAD_BYTES], location)
+    whole = itertools.chain([beginning], pieces)
+    yield from formats.as_json_lines(whole, form, location, text_field)
 
 
-def _beginning(pieces: Iterator[bytes], size: int) -> bytes:
-    """The first pieces, joined: at least `size` bytes, if there are as many."""
-    beginning = bytearray()
-    for piece in pieces:
-        beginning += piece
-        if len(beginning) >= size:
-            break
-    return bytes(beginning)
-
-
-def _head(location: str, size: int = HEAD_BYTES) -> bytes:
+def _head(location: str) -> bytes:
     with data_errors(location), open_stream(location) as stream:
-        return stream.read(size)
+        return stream.read(formats.HEAD_BYTES)
 
 
 def chunks(location: str) -> Iterator[bytes]:
-    """The text, decompressed, without the mark at its very start, in pieces of at most `CHUNK_BYTES`.
+    """The text in UTF-8, unpacked, without the mark at its very start, in bounded pieces.
 
-    Raises DataError for a file that is cut, damaged, of another format or encoding, or cannot be read.
+    The first one has at least `formats.HEAD_BYTES`, if the text has as many. Raises DataError for a
+    file that is cut or damaged, or cannot be read.
     """
-    try:
-        with data_errors(location), open_stream(location) as stream:
-            head = stream.read(HEAD_BYTES)
-            size = 0 if locations.is_remote(location) else stream.seek(0, io.SEEK_END)
-            stream.seek(0)
-            pieces = decompress.unpacked(stream, head)
-            if pieces is None:
-                _check_text(head, location, head)
-                stream.seek(_mark_bytes(head))
-                while piece := stream.read(CHUNK_BYTES):
-                    yield piece
-                if stream.tell() < size:
-                    raise EOFError("it became shorter while it was read")
-            else:
-                yield from _text(pieces, location, head)
-    except EOFError as error:
-        raise DataError(f"{location} is truncated: {error}; {FETCH_AGAIN}") from None
-    except ValueError as error:
-        fix = (
-            "compress it again with a smaller dictionary, without --long" if "memory" in str(error).lower() else FETCH_AGAIN
-        )
-        raise DataError(f"{location} is corrupt or cannot be unpacked: {error}; {fix}") from None
+    with data_errors(location), open_stream(location) as stream:
+        pieces = _unpacked(stream, location)
+        beginning = bytearray()
+        while len(beginning) < formats.HEAD_BYTES and (piece := next(pieces, b"")):
+            beginning += piece
+        if beginning.startswith(UTF16) and not beginning.startswith(codecs.BOM_UTF32_LE):
+            yield from _from_utf16(itertools.chain([bytes(beginning)], pieces), location)
+            return
+        if text := bytes(beginning).removeprefix(codecs.BOM_UTF8):
+            yield text
+        yield from pieces
 
 
-def _text(pieces: Iterator[bytes], location: str, stored_head: bytes) -> Iterator[bytes]:
-    beginning = _beginning(pieces, HEAD_BYTES)
-    _check_text(beginning, location, stored_head, in_archive=True)
-    for at in range(_mark_bytes(beginning), len(beginning), CHUNK_BYTES):
-        yield beginning[at : at + CHUNK_BYTES]
-    yield from pieces
+def _from_utf16(pieces: Iterator[bytes], location: str) -> Iterator[bytes]:
+    """The same text in UTF-8; half of a pair of surrogates stays one, which costs its row."""
+    decoder = codecs.getincrementaldecoder("utf-16")("surrogatepass")
+    for piece in pieces:
+        yield decoder.decode(piece).encode("utf-8", "surrogatepass")
+    if decoder.getstate()[0]:
+        raise DataError(f"{location} is truncated: it ends within a character; {FETCH_AGAIN}")
 
 
-def _mark_bytes(head: bytes) -> int:
-    return len(codecs.BOM_UTF8) if head.startswith(codecs.BOM_UTF8) else 0
+def is_packed(head: bytes) -> bool:
+    """Whether the first bytes are those of an archive that is unpacked."""
+    return head.startswith(tuple(DECODERS)) or head[1:4] in ZSTD
 
 
-def _check_text(head: bytes, location: str, stored_head: bytes, *, in_archive: bool = False) -> None:
-    """Raise DataError if the first bytes show that this is not UTF-8 text."""
-    inside = "holds" if in_archive else "is"
-    formats.check_encoding(head, location, lambda: stored_head)
-    for magic, (format_name, fix) in OTHER_FORMATS.items():
+def _is_damaged_archive(head: bytes, location: str) -> bool:
+    """Whether the first bytes are neither an archive's, as its name says, nor those of JSON."""
+    is_json = head.removeprefix(codecs.BOM_UTF8).lstrip().startswith((b"{", b"["))
+    return location.endswith(locations.PACKED) and bool(head) and not is_json
+
+
+def _unpacked(stream: io.BufferedReader, location: str) -> Iterator[bytes]:
+    head = stream.peek()
+    if head[1:4] in ZSTD:
+        return _frames(stream, location)
+    for magic, new_decoder in DECODERS.items():
         if head.startswith(magic):
-            raise DataError(f"{location} {inside} {format_name}, not lines of text; {fix}")
-    if head[TAR_PLACE:].startswith(TAR_MAGIC):
-        raise DataError(f"{location} {inside} a tar archive, not lines of text; unpack it")
-    if in_archive and decompress.is_packed(head):
-        raise DataError(f"{location} is compressed twice; unpack it once")
-    is_cut_magic = bool(head) and any(magic.startswith(head) for magic in decompress.MAGICS)
-    if not in_archive and location.endswith(locations.PACKED) and (is_cut_magic or formats.is_binary(head)):
-        raise DataError(f"{location} is corrupt: its first bytes match neither its extension nor text; {FETCH_AGAIN}")
+            return _members(stream, location, new_decoder)
+    if _is_damaged_archive(head, location):
+        raise DataError(f"{location} is corrupt: it begins neither like an archive nor like JSON; {FETCH_AGAIN}")
+    return _plain(stream, location)
 
 
-def parquet_groups(location: str) -> list[tuple[int, int]]:
-    """(rows, bytes before compression) of every row group."""
-    with _parquet(location) as file:
-        return _groups_of(file)
+def _plain(stream: io.BufferedReader, location: str) -> Iterator[bytes]:
+    missing = 0 if locations.is_remote(location) else os.fstat(stream.fileno()).st_size
+    while piece := stream.read(CHUNK_BYTES):
+        missing -= len(piece)
+        yield piece
+    if missing > 0:
+        raise DataError(f"{location} is truncated: it became shorter while it was read; {FETCH_AGAIN}")
 
 
-def parquet_rows(location: str, first_group: int, last_group: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(row number in the file, from 1; the row) of the groups `first_group` to `last_group`, the latter not included.
+def _members(stream: io.BufferedReader, location: str, new_decoder: Callable[[], Any]) -> Iterator[bytes]:
+    """Unpack all members. Zeros after a member are padding; anything else there is damage."""
+    decoder = new_decoder()
+    while data := stream.read(PACKED_BYTES):
+        while data:
+            if decoder.eof:
+                data = data.lstrip(b"\0")
+                if not data:
+                    break
+                decoder = new_decoder()
+            try:
+                piece = decoder.decompress(data)
+            except (zlib.error, lzma.LZMAError, OSError) as error:  # the last is of bz2
+                raise DataError(f"{location} is corrupt: {error}; {FETCH_AGAIN}") from None
+            if piece:
+                yield piece
+            data = decoder.unused_data
+    if not decoder.eof:
+        raise DataError(f"{location} is truncated: it ends within its compressed data; {FETCH_AGAIN}")
 
-    Text that is not UTF-8 becomes None, so that only its row is rejected. At most `BATCH_ROWS` rows are in memory, fewer
-    where they are large, and some megabytes of each column.
-    """
-    with _parquet(location) as file:
-        groups = _groups_of(file)
-        number = end = sum(rows for rows, _ in groups[:first_group])
-        for group, (rows, group_bytes) in enumerate(groups[first_group:last_group], start=first_group):
-            end += rows
-            batch_rows = max(1, min(BATCH_ROWS, BATCH_BYTES // max(1, group_bytes // max(1, rows))))
-            for batch in file.iter_batches(batch_rows, row_groups=[group], use_threads=False):
-                for row in _values(batch):
-                    number += 1
-                    yield number, row
-            if number != end:  # the checksum of a page leaves out its header
-                raise DataError(f"{location} is corrupt: the row count of a group is wrong; fetch it again")
 
-
-@contextmanager
-def _parquet(location: str) -> Iterator[Any]:
+def _frames(stream: io.BufferedReader, location: str) -> Iterator[bytes]:
+    """Unpack all frames of a zstd file with pyarrow: Python has no zstd before 3.14."""
     import pyarrow as pa
-    from pyarrow.parquet import ParquetFile
 
-    path = local_file(location)
-    source = str(path) if path else io.BufferedReader(RemoteFile(location, in_parts=True), CHUNK_BYTES)
-    # Through a buffer, a column of a row group is read page by page: 19 MB instead of 209 MB for a group of 200 MB.
-    buffer_bytes = CHUNK_BYTES if path else REMOTE_BUFFER_BYTES
     try:
-        with ParquetFile(source, buffer_size=buffer_bytes, pre_buffer=False, page_checksum_verification=True) as file:
-            if sum(rows for rows, _ in _groups_of(file)) != file.metadata.num_rows:
-                raise DataError(f"{location} is corrupt: the row counts of its groups do not add up; fetch it again")
-            yield file
-    except MemoryError:  # Arrow's memory errors are a subclass
-        raise
-    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError if a name is not UTF-8
-        raise DataError(f"{location} is truncated or corrupt: {reason(error)}; fetch it again") from None
-    finally:
-        if not isinstance(source, str):
-            source.close()
-
-
-def _groups_of(file: Any) -> list[tuple[int, int]]:
-    """(rows, bytes before compression) of every row group."""
-    groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
-    return [(group.num_rows, group.total_byte_size) for group in groups]
-
-
-def _values(batch: Any) -> Any:
-    """The rows of a batch, each as an object."""
-    try:
-        # Asked for maps as objects, Arrow takes five times as long.
-        return batch.to_pylist(maps_as_pydicts="lossy" if "map<" in str(batch.schema) else None)
-    except UnicodeDecodeError:
-        return [{name: _value(batch[name][row]) for name in batch.schema.names} for row in range(batch.num_rows)]
-
-
-def _value(scalar: Any) -> Any:
-    try:
-        return scalar.as_py(maps_as_pydicts="lossy")
-    except UnicodeDecodeError:
-        return None
+        unpacking = pa.CompressedInputStream(pa.PythonFile(stream, "r"), "zstd")
+        while piece := unpacking.read(CHUNK_BYTES):
+            yield piece
+    except OSError as error:
+        if error.errno is not None:  # of the disk
+            raise
+        raise DataError(f"{location} is truncated or corrupt: {error}; {FETCH_AGAIN}") from None
