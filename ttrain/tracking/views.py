@@ -12,14 +12,13 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 from ttrain.config import by_weight
 from ttrain.config.training import PRIMARY_METRICS, VALIDATION_LOSS
 from ttrain.core.files import parse_json
 from ttrain.tracking.mirror import FAILED, KILLED, Mirror
 
-VIEW = "mlflow.sharedViewState."  # beginning of the tag
 NAME = "ttrain.name"  # tag of the runs of pipelines; the runs of their stages have none
 NEWEST_RUNS = 30  # the runs whose metrics and settings choose the columns
 MOST_SETTINGS = 12  # with them the tag has 3,000 of the 5,000 characters that MLflow takes
@@ -44,50 +43,47 @@ class Addresses:
         if not self.run_ids:
             return self.table
         if len(self.run_ids) == 1:
-            return f"{self._runs}/{self.run_ids[0]}?workflowType=machine_learning"
-        runs = quote(_compact(self.run_ids), safe="")
-        experiments = quote(_compact(self.experiment_ids), safe="")
-        query = f"runs={runs}&experiments={experiments}&workflowType=machine_learning"
+            page = f"#/experiments/{self.experiment_ids[0]}/runs/{self.run_ids[0]}"
+            return f"{page}?workflowType=machine_learning"
+        lists = {"runs": json.dumps(self.run_ids), "experiments": json.dumps(self.experiment_ids)}
+        query = urlencode({**lists, "workflowType": "machine_learning"}, quote_via=quote)
         return f"#/compare-runs?{query}"
 
     @property
     def table(self) -> str:
         """The table of the runs of this name: what they are, their metrics, what differs."""
-        view = _view_id(self.name)
-        return f"{self._runs}?viewStateShareKey={view}&workflowType=machine_learning"
+        query = f"viewStateShareKey=ttrain-{self.name}&workflowType=machine_learning"
+        return f"#/experiments/{self.experiment_ids[0]}/runs?{query}"
 
     @property
     def curves(self) -> str:
         """The curves of the runs of the table."""
         return f"{self.table}&compareRunsMode=CHART"
 
-    @property
-    def _runs(self) -> str:
-        return f"#/experiments/{self.experiment_ids[0]}/runs"
-
 
 def refresh_view(mirror: Mirror, experiment: str, name: str) -> None:
     """Bring the view of the runs with this `name` up to date. Raises MLflow's errors."""
     experiment_id = mirror.experiment_id(experiment)
-    tag = f"{VIEW}{_view_id(name)}"
-    chosen = f"tags.`{NAME}` = '{name}'"
-    chosen += f" and attributes.status != '{FAILED}' and attributes.status != '{KILLED}'"
+    chosen = f"tags.`{NAME}` = '{name}' and attributes.status != '{FAILED}' and attributes.status != '{KILLED}'"
     runs = mirror.call("search_runs", [experiment_id], chosen, max_results=NEWEST_RUNS)
-    columns = ["attributes.`Description`"]
-    columns += [f"metrics.`{key}`" for key in deciding([run.data.metrics for run in runs])]
-    columns += [f"params.`{key}`" for key in differing([run.data.params for run in runs])]
-    state = _compact(
+    columns = [
+        "attributes.`Description`",
+        *(f"metrics.`{key}`" for key in deciding([run.data.metrics for run in runs])),
+        *(f"params.`{key}`" for key in differing([run.data.params for run in runs])),
+    ]
+    state = json.dumps(
         {
             "searchFilter": chosen,
             "selectedColumns": columns,
-            "columnOrder": ["attributes.`Run Name`", *columns],  # MLflow puts others behind: "Created"
+            "columnOrder": ["attributes.`Run Name`", *columns],  # MLflow puts others behind: "Duration"
         }
     )
-    present = mirror.call("get_experiment", experiment_id).tags.get(tag)
-    if present is None or parse_json(present).get("state") != state:
+    tag = f"mlflow.sharedViewState.ttrain-{name}"
+    present = mirror.call("get_experiment", experiment_id).tags.get(tag, "{}")
+    if parse_json(present).get("state") != state:
         title = f"{name}: which is better, and why"
-        view = _compact({"name": title, "createdAt": int(1000 * time.time()), "state": state})
-        mirror.call("set_experiment_tag", experiment_id, tag, view)
+        view = {"name": title, "createdAt": int(1000 * time.time()), "state": state}
+        mirror.call("set_experiment_tag", experiment_id, tag, json.dumps(view))
 
 
 def deciding(runs: Sequence[Mapping[str, float]]) -> list[str]:
@@ -95,14 +91,13 @@ def deciding(runs: Sequence[Mapping[str, float]]) -> list[str]:
 
     A model is judged by its evaluation, in runs without one by its validation loss.
     """
-    chosen = []
+    columns: list[str] = []
     for stage, metric in PRIMARY_METRICS.items():
         loss = f"{stage}/{VALIDATION_LOSS}"
-        if any(metric.of_run in run for run in runs):
-            chosen.append(metric.of_run)
-        if any(loss in run and metric.of_run not in run for run in runs):
-            chosen.append(loss)
-    return chosen
+        lacks_evaluation = any(loss in run and metric.of_run not in run for run in runs)
+        columns += [metric.of_run] * any(metric.of_run in run for run in runs)
+        columns += [loss] * lacks_evaluation
+    return columns
 
 
 def differing(runs: Sequence[Mapping[str, str]]) -> list[str]:
@@ -112,21 +107,10 @@ def differing(runs: Sequence[Mapping[str, str]]) -> list[str]:
     and long texts are left to the description.
     """
     names = sorted({name for run in runs for name in run}, key=by_weight)
-    columns = []
-    for name in names:
-        values = {run.get(name) for run in runs}
-        if len(values) > 1 and all(_fits(value) for value in values if value is not None):
-            columns.append(name)
-    return columns[:MOST_SETTINGS]
+    values = {name: {run.get(name, "") for run in runs} for name in names}
+    varied = [name for name in names if len(values[name]) > 1 and all(map(_fits, values[name]))]
+    return varied[:MOST_SETTINGS]
 
 
 def _fits(value: str) -> bool:
     return len(value) <= LONGEST_SETTING and not set(value) & set("[{(/\\")
-
-
-def _view_id(name: str) -> str:
-    return f"ttrain-{name}"
-
-
-def _compact(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"))
