@@ -12,7 +12,7 @@ import copy
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError, available_timezones
@@ -27,6 +27,7 @@ from ttrain.core.files import (
     write_json,
 )
 from ttrain.errors import UsageError
+from ttrain.flows.slots import YEARS, next_slots
 from ttrain.store.runs import is_alive
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ SERVING = "serving.txt"  # in the folder of schedules: the process that serves
 LAST = "last.txt"  # there, too: how the last run of each schedule ended, by full name
 
 CRON_FIELDS = 5
-CRON_YEARS = 5  # one that has not fired by then never does
 KEPT_SLOTS = 100  # in a schedule's file, so that listing it need not import Prefect
 EXAMPLE = 'write "minute hour day month weekday", for example "0 2 * * *" for two at night'
 
@@ -153,23 +153,8 @@ def check_cron(cron: str | None, timezone: str) -> None:
     except ValueError:
         raise UsageError(f"--cron is '{cron}', which is not a cron expression; {EXAMPLE}") from None
     if not next_slots(cron, timezone, 1):
-        rule = f"which does not fire in the next {CRON_YEARS} years"
+        rule = f"which does not fire in the next {YEARS} years"
         raise UsageError(f"--cron is '{cron}', {rule}; {EXAMPLE}")
-
-
-def next_slots(cron: str, timezone: str, count: int) -> list[datetime]:
-    """The next times at which Prefect's scheduler starts a cron, in its time zone."""
-    import asyncio
-
-    from prefect.server.schemas.schedules import CronSchedule
-
-    schedule, start = CronSchedule(cron=cron, timezone=timezone), datetime.now(UTC)
-    end = start + timedelta(days=366 * CRON_YEARS)
-    try:
-        slots = asyncio.run(schedule.get_dates(count, start=start, end=end))
-    except ValueError:  # no date fits
-        return []
-    return [slot.astimezone(ZoneInfo(timezone)) for slot in slots]
 
 
 def with_slots(schedule: Schedule) -> Schedule:

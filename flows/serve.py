@@ -12,6 +12,7 @@ run whose process is gone is marked as crashed, and the next slot continues its 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -29,7 +30,7 @@ from ttrain.config import Auth
 from ttrain.core.files import PRIVATE_FILE, Taken, exclusive, private_directory, refuse, write_json
 from ttrain.core.signals import handling_signals
 from ttrain.errors import Interrupted, TTrainError, UsageError
-from ttrain.flows import deploy, flow_runs, prefect_api, prefect_run, schedules, servers
+from ttrain.flows import deploy, flow_runs, prefect_api, prefect_run, schedules, servers, slots
 from ttrain.flows.schedules import Schedule
 from ttrain.store import server_records
 from ttrain.store.runs import this_process
@@ -202,6 +203,7 @@ class ScheduleServer:
             return
         due = client.get_scheduled_flow_runs_for_deployments(list(served), datetime.now(UTC))
         new = [run for run in due if run.id not in self._running]
+        new = [run for run in new if not postpone(client, run, served[run.deployment_id])]
         for run in new[: max(0, RUNS_AT_ONCE - len(self._running))]:
             self._start(client, run, served[run.deployment_id])
 
@@ -301,3 +303,16 @@ class ScheduleServer:
         last = {"name": run.name, "outcome": state.name, "slot": slot, "message": state.message}
         outcomes = {**schedules.last_runs(self._home), schedule.full_name: last}
         write_json(schedules.folder_of(self._home) / schedules.LAST, outcomes, PRIVATE_FILE)
+
+
+def postpone(client: Any, run: Any, schedule: Schedule) -> bool:
+    """Move a slot that Prefect starts on the date before its own to its date; returns whether it was one."""
+    from prefect.states import Scheduled
+
+    if not schedule.cron or not run.auto_scheduled or run.run_count:
+        return False
+    moved = asyncio.run(slots.on_its_date(run.expected_start_time, schedule.cron, schedule.timezone))
+    if moved <= datetime.now(UTC):
+        return False
+    client.set_flow_run_state(run.id, Scheduled(scheduled_time=moved), force=True)
+    return True

@@ -9,9 +9,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from zoneinfo import ZoneInfo
 
@@ -195,23 +193,6 @@ def test_what_never_fires_is_refused_with_rule_and_example(cron: str, timezone: 
         schedules.check_cron(cron, timezone)
     assert "0 2 * * *" in str(error.value) or "Europe/Berlin" in str(error.value)
     schedules.check_cron("*/5 1-3 * * mon,fri", "America/New_York")
-
-
-@pytest.mark.parametrize(
-    ("cron", "timezone", "first"),
-    [
-        ("30 2 * * *", "Europe/Berlin", (2027, 3, 27)),  # 02:30 is left out on the 28th
-        ("30 2 * * *", "Europe/Berlin", (2027, 10, 30)),  # and comes twice on the 31st
-        ("30 1 * * *", "America/New_York", (2027, 11, 6)),
-    ],
-)
-def test_a_change_of_the_clock_neither_skips_a_night_nor_doubles_it(
-    cron: str, timezone: str, first: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begin = datetime(*first, tzinfo=ZoneInfo(timezone))
-    monkeypatch.setattr(schedules, "datetime", SimpleNamespace(now=lambda zone: begin.astimezone(UTC)))
-    slots = schedules.next_slots(cron, timezone, 3)
-    assert [slot.date() for slot in slots] == [begin.date() + timedelta(days=day) for day in range(3)]
 
 
 def test_a_systemd_unit_starts_the_command_in_any_home(odd_home: Path, tmp_path: Path) -> None:
