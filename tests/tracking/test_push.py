@@ -309,6 +309,7 @@ def _push_often(home: str, times: int) -> None:
         pushed(Path(home), [A])
 
 
+@pytest.mark.soak  # two minutes
 def test_two_processes_that_push_one_run_fifty_times_make_it_once(tmp_path: Path) -> None:
     make_run(home := tmp_path / "home", A, [TOKENIZER, PRETRAIN])
     context = multiprocessing.get_context("forkserver")

@@ -76,7 +76,7 @@ def test_a_note_tags_and_the_night_mode_stand_in_mlflow_and_on_the_page_and_in_n
     parent, child, log = run(stage_home, by_night, labels=labels)
     assert parent.data.tags["night"] == child.data.tags["night"] == "1"
     assert parent.data.tags["purpose"] == "a smaller rate" and parent.data.tags["hub.token"] == "***"
-    assert parent.data.tags["mlflow.note.content"].startswith("why: &lt;b>  \n***\n\ncompleted: ")
+    assert parent.data.tags["mlflow.note.content"].startswith("why: &lt;b>  \n***\n\n`pretrain.tokens=512`")
     record = json.loads(log.with_suffix(".json").read_text())
     assert record["note"] == "why: <b>\n***" and record["tags"] == {"purpose": "a smaller rate", "hub.token": "***"}
     again = PipelineRun("full", stage_settings(2), stage_home.store, Display(Console(quiet=True)), planned("pretrain"))

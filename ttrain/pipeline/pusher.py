@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ttrain.config.training import MODEL_STAGES
 from ttrain.core.files import JsonDict, Taken, exclusive, refuse
 from ttrain.core.redact import without_user
 from ttrain.core.sqlite_files import is_damage
@@ -150,9 +151,8 @@ def _set(content: RunContent, model_set: ModelSet, numbers: dict[str, str], boun
     """A set as MLflow shows it: it opens as the last of its models, and is referenced, not copied."""
     last = model_set.last
     source = f"models:/{last.name}/{numbers[last.name]}" if last and last.name in numbers else bound.artifact_uri
-    models = {
-        member.name: content.artifacts[stage] for stage, member in model_set.members.items() if stage in content.artifacts
-    }
+    stages = [stage for stage in ("tokenizer", *MODEL_STAGES) if stage in model_set.members and stage in content.artifacts]
+    models = {model_set.members[stage].name: content.artifacts[stage] for stage in stages}  # the last one is judged
     note, evaluation = str(content.record.get("note") or ""), content.artifacts.get("evaluate")
     intervals = evaluation.result.get("intervals", {}) if evaluation else {}
     text = registration.of_set(model_set.name, model_set.run, models, model_set.metrics, intervals=intervals, note=note)
