@@ -2,7 +2,7 @@
 
     python bench/train_speed.py [--size S] [--path FILE.jsonl]     about 35 minutes on two cores
     python bench/train_speed.py --size tiny --rounds 1 --sides plain,bare
-    python bench/train_speed.py --only tune --size Q               4 minutes
+    python bench/train_speed.py --only tune --size Q               1 minute
 
 speed: S is a model of hidden size 512, Q the quickstart's, see SIZES in train_common.py. All sides have AdamW, bf16 autocast
 over fp32 weights where the CPU has bf16 (else fp32), the same rows and the same tokens a step. `plain` is `ttrain stage run

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,15 @@ from support.tiny_data import VOCAB, NumberedRows
 from support.tiny_trainers import CPU, Held, in_ranks, settings_of_training, tiny_model
 from torch import nn
 
+from ttrain import api
 from ttrain.config import Optim, Runtime, Schedule, Training
 from ttrain.core.machine import usable_cores
 from ttrain.data.packing import IGNORE, Batch
 from ttrain.doctor import machine, model
 from ttrain.doctor.parts import Check, InMemoryRows, Learner, run_check, select_rows, unevenly_masked
+from ttrain.doctor.run import Doctor
 from ttrain.errors import TTrainError, UsageError
+from ttrain.pipeline.estimate import Estimate, StageEstimate
 from ttrain.train import native
 from ttrain.train.checkpoint import WEIGHTS
 from ttrain.train.distributed import Ranks
@@ -397,6 +401,21 @@ def test_the_command_examines_a_training_from_end_to_end(surroundings: Path, cap
     assert all({*check} == {"name", "ok", "figure", "cure"} and check["cure"] is None for check in checks)
     assert done.code == 0
     assert [path.name for path in surroundings.iterdir()] == ["docs.jsonl"]
+
+
+def test_in_a_home_with_artifacts_it_ends_with_the_passes_and_the_time_of_the_plan(
+    surroundings: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    estimate = Estimate((StageEstimate("pretrain", 120.0, 20_000, 3.4),), "the quickstart's rate")
+    monkeypatch.setattr(api, "plan", lambda pipeline, settings: SimpleNamespace(stages=(), estimate=estimate))
+    monkeypatch.setattr(Doctor, "checks", lambda self: iter([Check("disk", True, "enough")]))
+    write_lines(surroundings / "docs.jsonl", [{"text": "one"}])
+    run = in_process(capsys)
+    assert "takes about" not in run("doctor", "data.pretrain=docs.jsonl", *TINY).out
+    (surroundings / "home" / "store").mkdir(parents=True)
+    assert "by the quickstart's rate: pretrain 2 min (3.4 passes)" in run("doctor", "data.pretrain=docs.jsonl", *TINY).out
+    done = run("doctor", "--json", "data.pretrain=docs.jsonl", *TINY)
+    assert done.json["estimate"]["stages"][0]["passes"] == 3.4
 
 
 def test_a_failure_exits_with_1_and_wrong_settings_with_2(surroundings: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,11 +5,10 @@ Forward and backward passes over rows of the run are timed; the model stays as i
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,35 +130,25 @@ class StepTimer:
         module: Any = self.task.build_model().to(self.ranks.device)
         module.train()
         reserved = torch.empty(STATES * count_parameters(module, trained=True), device=self.ranks.device)
-        seconds: list[float] = []
         devices = [self.ranks.device] if self.ranks.device.type == "cuda" else []
         try:
             with torch.random.fork_rng(devices):
-                for number in range(WARMUPS + REPEATS):
-                    batch = self.rows.batch(self.order.step_rows(number % self.order.steps)[:rows_per_device])
-                    with _timed(self.ranks.device, seconds):
-                        self._pass(module, batch)
+                seconds = [self._seconds_of_pass(module, number, rows_per_device) for number in range(WARMUPS + REPEATS)]
         finally:
             module.zero_grad(set_to_none=True)
             del reserved
         micro_batches = -(-self.order.rows_per_step // rows_per_device)
         return min(seconds[WARMUPS:]) * -(-micro_batches // self.ranks.world)
 
-    def _pass(self, module: Any, batch: Any) -> None:
+    def _seconds_of_pass(self, module: Any, number: int, rows_per_device: int) -> float:
+        batch = self.rows.batch(self.order.step_rows(number % self.order.steps)[:rows_per_device])
+        began = time.perf_counter()
         with self.precision.autocast():
             loss = self.task.train_step(module, batch, self.ranks.device)
         (loss.total / max(1, loss.count)).backward()  # type: ignore[no-untyped-call]  # torch's
-
-
-@contextlib.contextmanager
-def _timed(device: torch.device, seconds: list[float]) -> Iterator[None]:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    yield
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    seconds.append(time.perf_counter() - began)
+        if self.ranks.device.type == "cuda":
+            torch.cuda.synchronize(self.ranks.device)
+        return time.perf_counter() - began
 
 
 def recall(path: Path | None, key: str) -> int:
@@ -178,12 +167,10 @@ def _described(
     task: LanguageModeling, rows: Rows, order: Order, runtime: Runtime, ranks: Ranks, precision: Precision
 ) -> Mapping[str, Any]:
     """All on which the fastest size depends, as JSON: another machine, shape, version or setting is measured again."""
-    module = task.build_model()
-    installed = versions()
-    is_cuda = ranks.device.type == "cuda"
+    module, installed = task.build_model(), versions()
     return {
         "processor": processor(),
-        "device": torch.cuda.get_device_name(ranks.device) if is_cuda else ranks.device.type,
+        "device": torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else ranks.device.type,
         "ranks": ranks.world,
         "versions": {"ttrain": VERSION, **{name: installed.get(name) for name in LIBRARIES}},
         "model": type(module.causal).__name__,
