@@ -311,8 +311,9 @@ def postpone(client: Any, run: Any, schedule: Schedule) -> bool:
 
     if not schedule.cron or not run.auto_scheduled or run.run_count:
         return False
-    moved = asyncio.run(slots.on_its_date(run.expected_start_time, schedule.cron, schedule.timezone))
-    if moved <= datetime.now(UTC):
+    slot = run.expected_start_time
+    moved = asyncio.run(slots.on_its_date(slot, schedule.cron, schedule.timezone))
+    if moved <= max(slot, datetime.now(UTC)):
         return False
     client.set_flow_run_state(run.id, Scheduled(scheduled_time=moved), force=True)
     return True
