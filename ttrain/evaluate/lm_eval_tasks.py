@@ -79,12 +79,12 @@ def read(task: str, spec: HarnessTask, files: SuiteFiles) -> Items[HarnessItem]:
     groups: dict[str, tuple[int, ...]] = {}
     for name, numbers in _numbers_by_task(items).items():
         groups[f"task={name}"] = tuple(range(len(identities), len(identities) + len(numbers)))
-        identities += _identities(tasks[name], numbers)
+        identities += _identities(tasks[name], numbers if spec.limit else None)
     return Items(task, spec, tuple(items), digests(identities), groups=groups if len(groups) > 1 else {})
 
 
-def _identities(task: Task, numbers: list[int]) -> Iterator[object]:
-    """What each document of the task asks, and by what it is judged."""
+def _identities(task: Task, numbers: list[int] | None) -> Iterator[object]:
+    """What each of the documents asks, and by what it is judged; None: all of the task."""
     task.set_fewshot_seed(seed=EXAMPLES_SEED)
     with _quiet():
         task.build_all_requests(samples=numbers)
@@ -112,7 +112,8 @@ def run(items: Items[HarnessItem], subject: EvaluatedModel, progress: ProgressCa
     tasks = {item.task.task_name: item.task for item in items.items}
     for task in tasks.values():
         task.set_fewshot_seed(seed=EXAMPLES_SEED)
-    model, numbers = HarnessModel(subject, progress), _numbers_by_task(items.items)
+    model = HarnessModel(subject, progress)
+    numbers = _numbers_by_task(items.items) if items.spec.limit else None
     with _quiet():
         samples = lm_eval.evaluate(model, {"tasks": tasks}, samples=numbers, bootstrap_iters=0)["samples"]
     places = {(item.task.task_name, item.number): place for place, item in enumerate(items.items)}
