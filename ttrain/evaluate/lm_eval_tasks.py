@@ -46,7 +46,8 @@ ROW_CHARACTERS = 2000  # from the end of a prompt, shown in a row of results
 
 DEFAULT_LENGTH, DEFAULT_TOKENS = 2048, 256  # the defaults of the harness's own model
 
-MEANS = {"mean", "nanmean", "perplexity", "weighted_perplexity", "bits_per_byte"}  # by the names of its functions
+# Aggregations of the harness that are quotients of sums, by the names of its functions
+MEANS = {"mean", "nanmean", "perplexity", "weighted_perplexity", "bits_per_byte"}
 
 log = logging.getLogger("ttrain")
 
@@ -67,20 +68,25 @@ def read(task: str, spec: HarnessTask, files: SuiteFiles) -> Items[HarnessItem]:
     setting = files.setting(task, "task")
     tasks = _load_tasks(spec, files, setting)
     for name, harness_task in tasks.items():
-        if getattr(harness_task, "UNSAFE_CODE", False) or getattr(harness_task, "MULTIMODAL", False):
+        if any(getattr(harness_task, flag, False) for flag in ("UNSAFE_CODE", "MULTIMODAL")):
             raise UsageError(f"{setting} is {name}, which runs model-written code or needs images; remove it from the suite")
         default_shots = harness_task.get_config("num_fewshot")
         if default_shots != 0:  # as in the harness, a task that says 0 takes no examples
             shots = default_shots or 0 if spec.shots is None else spec.shots
             harness_task.set_config(key="num_fewshot", value=shots)
-    documents = [HarnessItem(one, number) for one in tasks.values() for number in range(len(one.eval_docs))]
+    documents: list[HarnessItem] = []
+    for harness_task in tasks.values():
+        count = len(harness_task.eval_docs)
+        documents += [HarnessItem(harness_task, number) for number in range(count)]
     items = sampled(documents, spec.limit, spec.seed)
     identities: list[object] = []
     groups: dict[str, tuple[int, ...]] = {}
     for name, numbers in _numbers_by_task(items).items():
         groups[f"task={name}"] = tuple(range(len(identities), len(identities) + len(numbers)))
         identities += _identities(tasks[name], numbers if spec.limit else None)
-    return Items(task, spec, tuple(items), digests(identities), groups=groups if len(groups) > 1 else {})
+    if len(groups) == 1:
+        groups = {}
+    return Items(task, spec, tuple(items), digests(identities), groups=groups)
 
 
 def _identities(task: Task, numbers: list[int] | None) -> Iterator[object]:
@@ -105,9 +111,11 @@ def _numbers_by_task(items: Sequence[HarnessItem]) -> dict[str, list[int]]:
 
 
 def run(items: Items[HarnessItem], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
-    """Let the harness run the model and judge its answers: a metric for each of the task's that is a mean over items.
+    """Let the harness run the model and judge its answers.
 
-    By `evaluate`, since `simple_evaluate` seeds torch, also in the middle of a training.
+    The result has each metric of the task that is a mean over items. By `evaluate`, since
+    `simple_evaluate` asks git and pip for versions, which takes 1.5 s, and may seed torch in the
+    middle of a training.
     """
     tasks = {item.task.task_name: item.task for item in items.items}
     for task in tasks.values():
@@ -115,19 +123,21 @@ def run(items: Items[HarnessItem], subject: EvaluatedModel, progress: ProgressCa
     model = HarnessModel(subject, progress)
     numbers = _numbers_by_task(items.items) if items.spec.limit else None
     with _quiet():
-        samples = lm_eval.evaluate(model, {"tasks": tasks}, samples=numbers, bootstrap_iters=0)["samples"]
+        judged = lm_eval.evaluate(model, {"tasks": tasks}, samples=numbers, bootstrap_iters=0)
     places = {(item.task.task_name, item.number): place for place, item in enumerate(items.items)}
     rows: list[JsonDict] = [{} for _ in items.items]
     values: dict[tuple[str, str], dict[int, Any]] = defaultdict(dict)
-    for name, judged in samples.items():
-        for sample in judged:
+    for name, samples in judged["samples"].items():
+        for sample in samples:
             place = places[name, sample["doc_id"]]
-            prompt, responses = sample["arguments"][0][0], sample["resps"]
-            rows[place] |= {"task": name, "prompt": _shown(prompt), "responses": [_shown(some[0]) for some in responses]}
+            row = rows[place]
+            row["task"] = name
+            row["prompt"] = _shown(sample["arguments"][0][0])
+            row["responses"] = [_shown(first) for first, *_ in sample["resps"]]
             for metric in sample["metrics"]:
                 value = values[metric, sample["filter"]][place] = sample[metric]
-                label = _label(metric, sample["filter"])
-                rows[place][label] = value if isinstance(value, int | float | str) else _shown(value)
+                is_plain = isinstance(value, int | float | str)
+                row[_label(metric, sample["filter"])] = value if is_plain else _shown(value)
     figures = _figures(list(tasks.values()), values, len(rows))
     if not figures:
         raise DataError(f"tasks.{items.task}: {items.spec} has no metric that is a mean over items; choose another task")
@@ -143,7 +153,8 @@ def _figures(tasks: Sequence[Task], values: Mapping[tuple[str, str], Mapping[int
         means |= task.aggregation() or {}
     figures: list[Metric] = []
     for (metric, name), by_document in values.items():
-        figure = _figure(_label(metric, name), by_document, count, means.get(metric), higher=higher.get(metric, True))
+        label, is_higher_better = _label(metric, name), higher.get(metric, True)
+        figure = _figure(label, by_document, count, means.get(metric), higher=is_higher_better)
         if figure is None:
             log.warning("%s is not a mean over items; it is not shown", metric)
         else:
@@ -165,7 +176,9 @@ def _figure(name: str, by_document: Mapping[int, Any], count: int, mean: Any, *,
         return Metric(name, tuple(sums), tuple(sizes), higher_is_better=higher, unit="")
     costs = tuple(-amount for amount in sums)  # the harness gives log-likelihoods
     metric = Metric(name, costs, tuple(sizes), higher_is_better=False, unit="", shown="exp")
-    return replace(metric, unit="bits per byte", factor=1 / LN2, shown=None) if kind == "bits_per_byte" else metric
+    if kind == "bits_per_byte":
+        return replace(metric, unit="bits per byte", factor=1 / LN2, shown=None)
+    return metric
 
 
 @contextlib.contextmanager
@@ -191,7 +204,7 @@ def _shown(value: object) -> str:
 
 
 def _loud(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Give standard error, with our own display, back to the model while the harness is silenced."""
+    """Give standard error, with our own display, back to the model while the harness is silent."""
 
     @functools.wraps(method)
     def answered(model: HarnessModel, requests: Sequence[Instance]) -> Any:
@@ -204,7 +217,8 @@ def _loud(method: Callable[..., Any]) -> Callable[..., Any]:
 class HarnessModel(LM):  # type: ignore[misc]  # the harness has no types
     """Answers the three kinds of requests that tasks make.
 
-    An `LM` and no `TemplateLM`: that one gives a continuation that merges into its context the probability 1.
+    An `LM`, not a `TemplateLM`, which gives a continuation that merges into its context the
+    probability 1.
     """
 
     def __init__(self, subject: EvaluatedModel, progress: ProgressCallback) -> None:
@@ -278,8 +292,8 @@ def _load_tasks(spec: HarnessTask, files: SuiteFiles, setting: str) -> dict[str,
         raise UsageError(f"{setting} is {path}, which is not a file; a suite's paths are relative to the suite's own file")
     if path and not files.allow_code:
         raise UsageError(
-            f"{setting} is {path}: a task file may run Python, by its functions, metrics and templates; read it and "
-            "the files that it names, then set allow_code: true in the suite"
+            f"{setting} is {path}: a task file may run Python, by its functions, metrics and templates; "
+            "read it and the files that it names, then set allow_code: true in the suite"
         )
     try:
         source = _task_or_group(path) if path else spec.task
@@ -311,6 +325,6 @@ TaskFile.add_constructor("!function", lambda loader, node: node.value)
 
 
 def _task_or_group(path: Path) -> str | list[Any]:
-    """A task file's path, or the tasks of a group file, which the harness cannot open by its path."""
+    """A task file's path, or the tasks of a group file, which the harness cannot open by path."""
     config = yaml.load(path.read_bytes(), TaskFile)
     return list(config["task"]) if "group" in config else str(path)
