@@ -24,6 +24,7 @@ import lm_eval
 import yaml
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
@@ -44,7 +45,7 @@ EXAMPLES_SEED = 1234  # the harness's default, so that prompts equal those of pu
 
 ROW_CHARACTERS = 2000  # from the end of a prompt, shown in a row of results
 
-DEFAULT_LENGTH, DEFAULT_TOKENS = 2048, 256  # the defaults of the harness's own model
+DEFAULT_LENGTH = 2048  # of the harness's own model
 
 # Aggregations of the harness that are quotients of sums, by the names of its functions
 MEANS = {"mean", "nanmean", "perplexity", "weighted_perplexity", "bits_per_byte"}
@@ -259,18 +260,12 @@ class HarnessModel(LM):  # type: ignore[misc]  # the harness has no types
         texts = [""] * len(requests)
         alike: dict[tuple[tuple[str, ...], int], list[int]] = {}
         for number, request in enumerate(requests):
-            options = dict(request.args[1])
-            if options.get("do_sample"):
+            options = normalize_gen_kwargs(request.args[1])
+            if options["do_sample"]:
                 raise UsageError(
                     f"task {request.task_name} has do_sample: true, but ttrain evaluates greedily; remove the task"
                 )
-            until = options.get("until") or ()
-            stops = (until,) if isinstance(until, str) else tuple(until)
-            tokens = next(
-                (options[key] for key in ("max_gen_toks", "max_new_tokens", "max_tokens") if options.get(key)),
-                DEFAULT_TOKENS,
-            )
-            alike.setdefault((stops, int(tokens)), []).append(number)
+            alike.setdefault((tuple(options["until"]), options["max_gen_toks"]), []).append(number)
         for (stops, tokens), numbers in alike.items():
             room, longest = self._subject.room(tokens)
             encoded = self._subject.encoder.encode([requests[number].args[0] for number in numbers])
