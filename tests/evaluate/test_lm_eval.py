@@ -161,7 +161,9 @@ def test_a_limit_draws_items_by_the_seed_and_two_models_are_asked_the_same(
     assert read(place, "words", limit=4, seed=2).digests != some.digests
     assert read(place, "choices", shots=1).digests != read(place, "choices").digests
     other = as_evaluated_model(speaker(write_model(tmp_path / "other", seed=2)))
+    random_state = torch.get_rng_state()
     first, second, again = (lm_eval_tasks.run(some, model, lambda done, total: None) for model in (subject, other, subject))
+    assert torch.equal(torch.get_rng_state(), random_state)  # of a training that is evaluated meanwhile
     assert first.figures == again.figures != second.figures
     assert not math.isnan(second.primary.value)
 
@@ -228,6 +230,9 @@ def test_a_group_counts_every_item_and_shows_each_task(
     assert outcome.groups == {"task=words": tuple(range(ITEMS)), "task=answers": tuple(range(ITEMS, 2 * ITEMS))}
     accuracy, exact = (next(one for one in outcome.figures if one.name == name) for name in ("acc", "exact_match"))
     assert (sum(accuracy.sizes), sum(exact.sizes)) == (ITEMS, ITEMS)
+    of_one_task = asked(place, "both", subject, limit=1)
+    assert (len(of_one_task.items), of_one_task.groups) == (1, {})
+    assert all(figure.sizes == (1.0,) for figure in of_one_task.figures)
     (place / "both.yaml").unlink()
 
 

@@ -24,6 +24,7 @@ import lm_eval
 import yaml
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
@@ -44,9 +45,10 @@ EXAMPLES_SEED = 1234  # the harness's default, so that prompts equal those of pu
 
 ROW_CHARACTERS = 2000  # from the end of a prompt, shown in a row of results
 
-DEFAULT_LENGTH, DEFAULT_TOKENS = 2048, 256  # the defaults of the harness's own model
+DEFAULT_LENGTH = 2048  # of the harness's own model
 
-MEANS = {"mean", "nanmean", "perplexity", "weighted_perplexity", "bits_per_byte"}  # by the names of its functions
+# Aggregations of the harness that are quotients of sums, by the names of its functions
+MEANS = {"mean", "nanmean", "perplexity", "weighted_perplexity", "bits_per_byte"}
 
 log = logging.getLogger("ttrain")
 
@@ -67,24 +69,29 @@ def read(task: str, spec: HarnessTask, files: SuiteFiles) -> Items[HarnessItem]:
     setting = files.setting(task, "task")
     tasks = _load_tasks(spec, files, setting)
     for name, harness_task in tasks.items():
-        if getattr(harness_task, "UNSAFE_CODE", False) or getattr(harness_task, "MULTIMODAL", False):
+        if any(getattr(harness_task, flag, False) for flag in ("UNSAFE_CODE", "MULTIMODAL")):
             raise UsageError(f"{setting} is {name}, which runs model-written code or needs images; remove it from the suite")
         default_shots = harness_task.get_config("num_fewshot")
         if default_shots != 0:  # as in the harness, a task that says 0 takes no examples
             shots = default_shots or 0 if spec.shots is None else spec.shots
             harness_task.set_config(key="num_fewshot", value=shots)
-    documents = [HarnessItem(one, number) for one in tasks.values() for number in range(len(one.eval_docs))]
+    documents: list[HarnessItem] = []
+    for harness_task in tasks.values():
+        count = len(harness_task.eval_docs)
+        documents += [HarnessItem(harness_task, number) for number in range(count)]
     items = sampled(documents, spec.limit, spec.seed)
     identities: list[object] = []
     groups: dict[str, tuple[int, ...]] = {}
     for name, numbers in _numbers_by_task(items).items():
         groups[f"task={name}"] = tuple(range(len(identities), len(identities) + len(numbers)))
-        identities += _identities(tasks[name], numbers)
-    return Items(task, spec, tuple(items), digests(identities), groups=groups if len(groups) > 1 else {})
+        identities += _identities(tasks[name], numbers if spec.limit else None)
+    if len(groups) == 1:
+        groups = {}
+    return Items(task, spec, tuple(items), digests(identities), groups=groups)
 
 
-def _identities(task: Task, numbers: list[int]) -> Iterator[object]:
-    """What each document of the task asks, and by what it is judged."""
+def _identities(task: Task, numbers: list[int] | None) -> Iterator[object]:
+    """What each of the documents asks, and by what it is judged; None: all of the task."""
     task.set_fewshot_seed(seed=EXAMPLES_SEED)
     with _quiet():
         task.build_all_requests(samples=numbers)
@@ -105,28 +112,33 @@ def _numbers_by_task(items: Sequence[HarnessItem]) -> dict[str, list[int]]:
 
 
 def run(items: Items[HarnessItem], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
-    """Let the harness run the model and judge its answers: a metric for each of the task's that is a mean over items.
+    """Let the harness run the model and judge its answers.
 
-    By `evaluate`, since `simple_evaluate` seeds torch, also in the middle of a training.
+    The result has each metric of the task that is a mean over items. By `evaluate`, since
+    `simple_evaluate` asks git and pip for versions, which takes 1.5 s, and may seed torch in the
+    middle of a training.
     """
     tasks = {item.task.task_name: item.task for item in items.items}
     for task in tasks.values():
         task.set_fewshot_seed(seed=EXAMPLES_SEED)
-    model, numbers = HarnessModel(subject, progress), _numbers_by_task(items.items)
+    model = HarnessModel(subject, progress)
+    numbers = _numbers_by_task(items.items) if items.spec.limit else None
     with _quiet():
-        samples = lm_eval.evaluate(model, {"tasks": tasks}, samples=numbers, bootstrap_iters=0)["samples"]
+        judged = lm_eval.evaluate(model, {"tasks": tasks}, samples=numbers, bootstrap_iters=0)
     places = {(item.task.task_name, item.number): place for place, item in enumerate(items.items)}
     rows: list[JsonDict] = [{} for _ in items.items]
     values: dict[tuple[str, str], dict[int, Any]] = defaultdict(dict)
-    for name, judged in samples.items():
-        for sample in judged:
+    for name, samples in judged["samples"].items():
+        for sample in samples:
             place = places[name, sample["doc_id"]]
-            prompt, responses = sample["arguments"][0][0], sample["resps"]
-            rows[place] |= {"task": name, "prompt": _shown(prompt), "responses": [_shown(some[0]) for some in responses]}
+            row = rows[place]
+            row["task"] = name
+            row["prompt"] = _shown(sample["arguments"][0][0])
+            row["responses"] = [_shown(first) for first, *_ in sample["resps"]]
             for metric in sample["metrics"]:
                 value = values[metric, sample["filter"]][place] = sample[metric]
-                label = _label(metric, sample["filter"])
-                rows[place][label] = value if isinstance(value, int | float | str) else _shown(value)
+                is_plain = isinstance(value, int | float | str)
+                row[_label(metric, sample["filter"])] = value if is_plain else _shown(value)
     figures = _figures(list(tasks.values()), values, len(rows))
     if not figures:
         raise DataError(f"tasks.{items.task}: {items.spec} has no metric that is a mean over items; choose another task")
@@ -142,7 +154,8 @@ def _figures(tasks: Sequence[Task], values: Mapping[tuple[str, str], Mapping[int
         means |= task.aggregation() or {}
     figures: list[Metric] = []
     for (metric, name), by_document in values.items():
-        figure = _figure(_label(metric, name), by_document, count, means.get(metric), higher=higher.get(metric, True))
+        label, is_higher_better = _label(metric, name), higher.get(metric, True)
+        figure = _figure(label, by_document, count, means.get(metric), higher=is_higher_better)
         if figure is None:
             log.warning("%s is not a mean over items; it is not shown", metric)
         else:
@@ -164,7 +177,9 @@ def _figure(name: str, by_document: Mapping[int, Any], count: int, mean: Any, *,
         return Metric(name, tuple(sums), tuple(sizes), higher_is_better=higher, unit="")
     costs = tuple(-amount for amount in sums)  # the harness gives log-likelihoods
     metric = Metric(name, costs, tuple(sizes), higher_is_better=False, unit="", shown="exp")
-    return replace(metric, unit="bits per byte", factor=1 / LN2, shown=None) if kind == "bits_per_byte" else metric
+    if kind == "bits_per_byte":
+        return replace(metric, unit="bits per byte", factor=1 / LN2, shown=None)
+    return metric
 
 
 @contextlib.contextmanager
@@ -190,7 +205,7 @@ def _shown(value: object) -> str:
 
 
 def _loud(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Give standard error, with our own display, back to the model while the harness is silenced."""
+    """Give standard error, with our own display, back to the model while the harness is silent."""
 
     @functools.wraps(method)
     def answered(model: HarnessModel, requests: Sequence[Instance]) -> Any:
@@ -203,7 +218,8 @@ def _loud(method: Callable[..., Any]) -> Callable[..., Any]:
 class HarnessModel(LM):  # type: ignore[misc]  # the harness has no types
     """Answers the three kinds of requests that tasks make.
 
-    An `LM` and no `TemplateLM`: that one gives a continuation that merges into its context the probability 1.
+    An `LM`, not a `TemplateLM`, which gives a continuation that merges into its context the
+    probability 1.
     """
 
     def __init__(self, subject: EvaluatedModel, progress: ProgressCallback) -> None:
@@ -244,18 +260,12 @@ class HarnessModel(LM):  # type: ignore[misc]  # the harness has no types
         texts = [""] * len(requests)
         alike: dict[tuple[tuple[str, ...], int], list[int]] = {}
         for number, request in enumerate(requests):
-            options = dict(request.args[1])
-            if options.get("do_sample"):
+            options = normalize_gen_kwargs(request.args[1])
+            if options["do_sample"]:
                 raise UsageError(
                     f"task {request.task_name} has do_sample: true, but ttrain evaluates greedily; remove the task"
                 )
-            until = options.get("until") or ()
-            stops = (until,) if isinstance(until, str) else tuple(until)
-            tokens = next(
-                (options[key] for key in ("max_gen_toks", "max_new_tokens", "max_tokens") if options.get(key)),
-                DEFAULT_TOKENS,
-            )
-            alike.setdefault((stops, int(tokens)), []).append(number)
+            alike.setdefault((tuple(options["until"]), options["max_gen_toks"]), []).append(number)
         for (stops, tokens), numbers in alike.items():
             room, longest = self._subject.room(tokens)
             encoded = self._subject.encoder.encode([requests[number].args[0] for number in numbers])
@@ -277,8 +287,8 @@ def _load_tasks(spec: HarnessTask, files: SuiteFiles, setting: str) -> dict[str,
         raise UsageError(f"{setting} is {path}, which is not a file; a suite's paths are relative to the suite's own file")
     if path and not files.allow_code:
         raise UsageError(
-            f"{setting} is {path}: a task file may run Python, by its functions, metrics and templates; read it and "
-            "the files that it names, then set allow_code: true in the suite"
+            f"{setting} is {path}: a task file may run Python, by its functions, metrics and templates; "
+            "read it and the files that it names, then set allow_code: true in the suite"
         )
     try:
         source = _task_or_group(path) if path else spec.task
@@ -310,6 +320,6 @@ TaskFile.add_constructor("!function", lambda loader, node: node.value)
 
 
 def _task_or_group(path: Path) -> str | list[Any]:
-    """A task file's path, or the tasks of a group file, which the harness cannot open by its path."""
+    """A task file's path, or the tasks of a group file, which the harness cannot open by path."""
     config = yaml.load(path.read_bytes(), TaskFile)
     return list(config["task"]) if "group" in config else str(path)

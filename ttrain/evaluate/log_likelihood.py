@@ -3,8 +3,9 @@
 Texts are encoded and contexts cut as in lm-evaluation-harness (`TemplateLM._encode_pair` and
 `HFLM._loglikelihood_tokens` of https://github.com/EleutherAI/lm-evaluation-harness), so that scores can be compared with it.
 
-On a CPU the keys and values of a context are computed once for all its continuations, and what it begins with, such as
-worked examples, once for all contexts. A GPU takes about as long for one row as for many, so there rows are only batched.
+On a CPU the keys and values of a context are computed once for all its continuations, and what it
+begins with, such as worked examples, once for all contexts. A GPU takes about as long for one row
+as for many, so there rows are only batched.
 
 Letters in names: B rows, T positions, N targets.
 """
@@ -33,7 +34,7 @@ Pair = tuple[Ids, Ids]  # context and continuation, neither of them empty
 Score = tuple[float, bool]  # nats of a continuation, whether every token was the most likely one
 
 LEAST_SAVED = 64  # tokens that two passes must save to be faster than one over whole rows
-CACHED = 4  # a token with cached keys and values takes about a quarter of the memory of a computed one
+CACHED = 4  # a token with cached keys and values takes a quarter of the memory of a computed one
 
 
 class Likelihood(NamedTuple):
@@ -157,7 +158,10 @@ def score_pairs(subject: EvaluatedModel, pairs: Sequence[Pair], progress: Progre
 
 @final
 class StartCache:
-    """Keys and values of what the rows of a batch begin with; the next batch computes only what it has not in common."""
+    """Keys and values of what the rows of a batch begin with.
+
+    The next batch computes only what it has not in common with the last one.
+    """
 
     def __init__(self, subject: EvaluatedModel, losses: TokenLosses) -> None:
         self._device, self._losses = subject.device, losses
@@ -166,7 +170,7 @@ class StartCache:
         self._cache: Any = None
 
     def works(self, ids: Ids) -> bool:
-        """Whether it saves time here, and each layer keeps all keys and values, which a window does not."""
+        """Whether it saves time here, and each layer keeps all keys and values, unlike a window."""
         parts = self._losses.parts(torch.tensor([ids], device=self._device))
         if self._device.type != "cpu" or self._config is None or parts is None:
             return False
@@ -181,9 +185,9 @@ class StartCache:
     def repeated(self, ids: Ids, rows: int) -> dict[str, Any]:
         """Inputs with the keys and values of `ids` in every row; a pass adds to copies of them."""
         self._extend(ids)
-        states = [
-            (layer.keys.expand(rows, -1, -1, -1), layer.values.expand(rows, -1, -1, -1)) for layer in self._cache.layers
-        ]
+        states: list[tuple[Tensor, Tensor]] = []
+        for layer in self._cache.layers:
+            states.append((layer.keys.expand(rows, -1, -1, -1), layer.values.expand(rows, -1, -1, -1)))
         return {"past_key_values": DynamicCache(states), "use_cache": True}
 
     def _extend(self, ids: Ids) -> None:
@@ -198,9 +202,10 @@ class StartCache:
 
 
 def _batches(pairs: Sequence[Pair], *, shares: bool, most: int) -> Iterator[tuple[Ids, list[int]]]:
-    """Yield (shared beginning, numbers of pairs): a context's continuations where it `shares` enough, else whole rows.
+    """Yield (shared beginning, numbers of pairs).
 
-    The contexts come in order, so that neighbours have much in common.
+    A batch has the continuations of one context where that saves enough, if the model `shares`,
+    else whole rows. The contexts come in order, so that neighbours have much in common.
     """
     order = sorted(range(len(pairs)), key=lambda number: pairs[number])
     groups = [list(group) for _, group in groupby(order, key=lambda number: pairs[number][0])]
@@ -218,7 +223,13 @@ def _batches(pairs: Sequence[Pair], *, shares: bool, most: int) -> Iterator[tupl
         yield (), numbers
 
 
-def _of_like_length(pairs: Sequence[Pair], numbers: Sequence[int], most: int, *, start_tokens: int) -> Iterator[list[int]]:
+def _of_like_length(
+    pairs: Sequence[Pair],
+    numbers: Sequence[int],
+    most: int,
+    *,
+    start_tokens: int,
+) -> Iterator[list[int]]:
     """Batch rows, the longest first, with at most `most` padded tokens."""
 
     def tokens(number: int) -> int:
@@ -232,7 +243,10 @@ def _of_like_length(pairs: Sequence[Pair], numbers: Sequence[int], most: int, *,
 
 
 def _laid_out(pairs: Sequence[Pair], start_tokens: int) -> tuple[Tensor, Tensor]:
-    """(ids, labels) of rows without their first tokens, which are cached; padded on the right, where nothing sees it."""
+    """(ids, labels) of rows without their first tokens, which are cached.
+
+    Rows are padded on the right, where nothing sees it.
+    """
     rows = [(*context, *continuation)[start_tokens:] for context, continuation in pairs]
     T = max(map(len, rows)) - 1
     ids_BT = torch.full((len(rows), T), rows[0][0])  # some models warn about a pad token without a mask
