@@ -85,7 +85,7 @@ def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> N
             raise
         log.warning(
             "%s: %d of the first %d rows are bad, and more than reading.rejected_fraction=%g of all rows end the run; "
-            "`ttrain data validate %s` lists them",
+            "`ttrain data check %s` lists them",
             setting, tally.rejected.total(), tally.rows, reading.rejected_fraction,
             " ".join(map(shlex.quote, tally.bad_rows)),
         )  # fmt: skip
