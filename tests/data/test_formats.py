@@ -198,8 +198,8 @@ def test_an_array_that_is_cut_or_followed_by_something_is_refused(tmp_path: Path
 
 
 def test_an_array_that_is_too_large_to_be_read_whole_names_jq(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "WHOLE_BYTES", 10)
-    with pytest.raises(DataError, match=r"more than 1 GiB; .* run `jq -c '\.\[\]' < rows.json > rows.converted.jsonl`"):
+    monkeypatch.setattr(formats, "ARRAY_BYTES", 10)
+    with pytest.raises(DataError, match=r"more than 1 GiB; run `jq -c '\.\[\]' < rows.json > rows.converted.jsonl`"):
         list(as_json_lines([b'[{"text":', b'"a"}]'], Format.ARRAY, "rows.json", "text"))
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from ttrain.core import redact
-from ttrain.core.files import JsonDict, read_json, write_json
+from ttrain.core.files import JsonDict, read_object, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.core.text import first_line
 from ttrain.errors import CannotRead, UsageError
@@ -182,7 +182,7 @@ def _cached_listing(repo: str, revision: str | None) -> tuple[str, tuple[str, ..
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    if stored := read_json(_listing_path(repo, revision or "main")):
+    if stored := read_object(_listing_path(repo, revision or "main")):
         return stored["commit"], tuple(stored["files"])
     try:
         folder = Path(snapshot_download(repo, repo_type="dataset", revision=revision, local_files_only=True))
