@@ -34,7 +34,7 @@ from ttrain.errors import DataError, UsageError
 from ttrain.store.runs import remove_interrupted_writes
 
 SMALL_BYTES = 32 << 20  # files of this size together are encoded in this process: starting others takes a second
-SMALL_UNENCODED_BYTES = 256 << 20  # the same where they are only read, at 65 to 170 MB a second
+SMALL_UNENCODED_BYTES = 64 << 20  # the same where they are only counted, at 55 MB a second
 LINE_WIDTH = 100  # of text in a pipe
 
 SMALLEST_SHARE = 0.001  # of a script that is named
