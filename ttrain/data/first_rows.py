@@ -40,12 +40,9 @@ def read(location: str, reading: Reading, *, with_parquet: bool = False, tally: 
     if locations.is_text(location):
         tally.rows += 1
         return [FirstRow(1, {reading.text_field: "..."})]
-    if streams.is_parquet(location):
-        found = records.records([location], tally, reading.max_line_bytes) if with_parquet else iter(())
-    else:
-        text = streams.json_lines(location, reading.text_field)
-        numbered = records.lines(text, reading.max_line_bytes)
-        found = records.parsed(numbered, location, tally, reading.max_line_bytes)
+    if streams.is_parquet(location) and not with_parquet:
+        return []
+    found = records.records([location], tally, reading.max_line_bytes, reading.text_field)
     return [FirstRow(line, values) for _, line, values in itertools.islice(found, ROWS)]
 
 
