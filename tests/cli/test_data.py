@@ -8,16 +8,17 @@ import random
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.data_commands import Run, chat, documents, texts, train, write
 
-from ttrain.data import inspect, validate
+from ttrain.data import check, inspect
+from ttrain.data.check import script_of, scripts_of
 from ttrain.data.encoder import Encoder
 from ttrain.data.shards import ShardSet
-from ttrain.data.validate import script_of
 from ttrain.reports.summary import key_figures
 
 
@@ -36,7 +37,7 @@ def test_a_file_that_cannot_be_used_is_named_and_does_not_hide_the_others(run: R
     data, reason = UNUSABLE[name]
     (tmp_path / name).write_bytes(data)
     before = documents(tmp_path / "good.jsonl", 3).read_bytes()
-    done = run("data", "validate", name, "good.jsonl", "--json")
+    done = run("data", "check", name, "good.jsonl", "--json")
     bad, good = done.json
     assert done.code == 1
     assert_adds_up(bad)
@@ -45,7 +46,7 @@ def test_a_file_that_cannot_be_used_is_named_and_does_not_hide_the_others(run: R
     assert (good["file"], good["kept"], "error" in good) == ("good.jsonl", 3, False)
     assert run("data", "shard", name, "--tokenizer", "nowhere", "--out", "out").code in (1, 2)
     assert not (tmp_path / "out" / "train").exists()
-    refused = run("data", "validate", "good.jsonl", "--rejected", str(tmp_path / "good.jsonl"))
+    refused = run("data", "check", "good.jsonl", "--rejected", str(tmp_path / "good.jsonl"))
     assert refused.code == 2 and "--rejected" in refused.err
     assert (tmp_path / "good.jsonl").read_bytes() == before, "the quarantine never takes the place of an input"
 
@@ -56,35 +57,33 @@ def test_rows_before_the_place_where_a_file_is_cut_are_counted(
     whole = documents(tmp_path / "a.jsonl", 2000).read_bytes()
     (tmp_path / "cut.gz").write_bytes(gzip.compress(whole)[:-9])
     documents(tmp_path / "b.jsonl", 3, 7)
-    monkeypatch.setattr(validate, "BLOCK_BYTES", 2000)
-    cut, other = run("data", "validate", "cut.gz", "b.jsonl", "--json").json
+    monkeypatch.setattr(check, "BLOCK_BYTES", 2000)
+    cut, other = run("data", "check", "cut.gz", "b.jsonl", "--json").json
     assert 100 < cut["rows"] == cut["kept"] < 2000 and "truncated" in cut["error"]
     assert other["kept"] == 3 and "error" not in other
 
 
 def test_a_missing_file_is_a_mistake_of_the_command(run: Run, tmp_path: Path) -> None:
     documents(tmp_path / "good.jsonl", 3)
-    done = run("data", "validate", "good.jsonl", "gone.jsonl", "--json")
+    done = run("data", "check", "good.jsonl", "gone.jsonl", "--json")
     assert done.code == 2
     assert [(value["file"], value["rows"], "error" in value) for value in done.json] == [
         ("good.jsonl", 3, False), ("gone.jsonl", 0, True),
     ]  # fmt: skip
-    assert run("data", "validate", "gone.jsonl", "--json").json["error"].startswith("FILE is 'gone.jsonl'")
-    for command in ("shard", "stats"):
-        more = ["--tokenizer", "t", "--out", "out"] if command == "shard" else []
-        assert run("data", command, "gone.jsonl", *more).code == 2
+    assert run("data", "check", "gone.jsonl", "--json").json["error"].startswith("FILE is 'gone.jsonl'")
+    assert run("data", "shard", "gone.jsonl", "--tokenizer", "t", "--out", "out").code == 2
 
 
 def test_one_percent_of_bad_rows_pass_and_one_more_does_not(run: Run, tmp_path: Path) -> None:
     rows = [{"text": one} for one in texts(990)]
     write(tmp_path / "some.jsonl", [*rows, *[{"body_text": 1, "id": 2}] * 10])
     write(tmp_path / "more.jsonl", [*rows, *[{"body_text": 1, "id": 2}] * 11])
-    assert run("data", "validate", "some.jsonl", "--json").code == 0
-    done = run("data", "validate", "more.jsonl", "--json")
+    assert run("data", "check", "some.jsonl", "--json").code == 0
+    done = run("data", "check", "more.jsonl", "--json")
     assert done.code == 1
     assert "11 of 1001 rows are bad" in done.json["error"] and "more.jsonl:991" in done.json["error"]
     assert done.json["keys_seen"]["text"] == 990 and done.json["keys_seen"]["id"] > 0
-    assert run("data", "validate", "more.jsonl", "--max-rejected", "0.02").code == 0
+    assert run("data", "check", "more.jsonl", "--max-rejected", "0.02").code == 0
 
 
 def test_blocks_packing_and_processes_change_neither_counts_nor_line_numbers(
@@ -96,12 +95,12 @@ def test_blocks_packing_and_processes_change_neither_counts_nor_line_numbers(
         rows.append(rng.choice([{"text": one}, {"text": one}, b"", b"{broken", {"text": ""}, {"text": "again"}, [one]]))
     plain = write(tmp_path / "a.jsonl", rows)
     (tmp_path / "b.bin").write_bytes(gzip.compress(plain.read_bytes()))
-    monkeypatch.setattr(validate, "BLOCK_BYTES", 2000)
+    monkeypatch.setattr(check, "BLOCK_BYTES", 2000)
     bad = [(number, row) for number, row in enumerate(rows, start=1) if row == b"{broken" or isinstance(row, list)]
     values = []
     for name, in_processes in (("a.jsonl", False), ("b.bin", True)):
         monkeypatch.setattr("ttrain.cli.data_reports.SMALL_UNENCODED_BYTES", 0 if in_processes else 10**9)
-        done = run("data", "validate", name, "--json", "--max-rejected", "1", "--rejected", "bad.jsonl", "--workers", "2")
+        done = run("data", "check", name, "--json", "--max-rejected", "1", "--rejected", "bad.jsonl", "--workers", "2")
         quarantine = [json.loads(line) for line in (tmp_path / "bad.jsonl").read_bytes().splitlines()]
         assert [row["line"] for row in quarantine] == [number for number, _ in bad]
         assert {row["file"] for row in quarantine} == {name}
@@ -119,9 +118,9 @@ def test_blocks_packing_and_processes_change_neither_counts_nor_line_numbers(
 def test_a_row_is_a_duplicate_of_one_in_an_earlier_file_too(run: Run, tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.jsonl"):
         documents(tmp_path / name, 20)
-    first, second = run("data", "validate", "a.jsonl", "b.jsonl", "--json").json
+    first, second = run("data", "check", "a.jsonl", "b.jsonl", "--json").json
     assert (first["kept"], first["duplicates"], second["kept"], second["skipped"]) == (20, 0, 0, {"duplicate": 20})
-    done = run("data", "validate", "a.jsonl", "b.jsonl", "--json", "--keep-duplicates")
+    done = run("data", "check", "a.jsonl", "b.jsonl", "--json", "--keep-duplicates")
     assert done.code == 0 and [value["kept"] for value in done.json] == [20, 20]
     assert [value["duplicates"] for value in done.json] == [0, 20]
 
@@ -130,54 +129,46 @@ def test_the_kind_is_said_and_can_be_set(run: Run, tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [chat(one, one) for one in texts(5)])
     write(tmp_path / "b.jsonl", [{"instruction": one, "output": one, "text": one} for one in texts(5)])
     documents(tmp_path / "c.jsonl", 5)
-    done = run("data", "validate", "a.jsonl", "b.jsonl", "c.jsonl", "--json")
+    done = run("data", "check", "a.jsonl", "b.jsonl", "c.jsonl", "--json")
     assert [value["kind"] for value in done.json] == ["chats", "chats", "documents"]
-    assert run("data", "validate", "b.jsonl", "--kind", "documents", "--json").json["kept"] == 5
+    assert run("data", "check", "b.jsonl", "--kind", "documents", "--json").json["kept"] == 5
     write(tmp_path / "d.jsonl", [{**chat(one, one), "poem": one} for one in texts(5)])
-    assert run("data", "validate", "d.jsonl", "--text-field", "poem", "--json").json["kind"] == "documents"
+    assert run("data", "check", "d.jsonl", "--text-field", "poem", "--json").json["kind"] == "documents"
     done = run("data", "shard", "a.jsonl", "c.jsonl", "--tokenizer", "t", "--out", "out")
     assert done.code == 2
     assert "a.jsonl holds chats but c.jsonl documents; shard them apart, or set --kind" in done.err.replace("\n", " ")
 
 
-# --- stats --------------------------------------------------------------------------------------------------------------
+# --- what is measured
 
 
-def test_statistics_of_shards_are_those_of_their_records(
+def test_shards_are_shown_with_the_counts_of_their_rows(
     run: Run, tmp_path: Path, tok: Path, talks: list[dict[str, Any]]
 ) -> None:
-    value = run("data", "stats", "out", "--row-length", "64", "--json").json
-    part, found = value["parts"]["train"], ShardSet(tmp_path / "out" / "train")
-    rows = inspect.rows_of(found, Encoder(tok), 64)
-    assert (part["documents"], part["tokens"], part["kind"]) == (12, found.tokens, "chats")
-    assert part["rows"] == json.loads(json.dumps(rows.counts()))
-    assert part["lengths"]["max"] == found.lengths.max() and part["lengths"]["records"] == 12
-    assert (value["duplicates"], value["files"][0]["name"], value["files"][0]["tokens"]) == (0, "chats.jsonl", found.tokens)
-    table = run("data", "stats", "out").out
-    assert "##" in table and "fill" in table and "chats.jsonl" in table
-    summary = tmp_path / "out" / "run" / "summary.json"
-    summary.unlink()
-    assert run("data", "stats", "out", "--json").json["parts"]["train"]["rows"] is None
+    value = run("data", "show", "out", "--row-length", "64", "--json").json
+    rows = inspect.rows_of(ShardSet(tmp_path / "out" / "train"), Encoder(tok), 64)
+    assert value["kind"] == "chats" and value["counts"] == json.loads(json.dumps(rows.counts()))
+    assert re.search(r"fill +\d", run("data", "show", "out", "--row-length", "64").out)
 
 
 def test_statistics_of_a_file_count_scripts_lengths_and_duplicates(run: Run, tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [{"text": "abc 12"}, {"text": "東京abc!"}, {"text": "москва"}, {"text": "abc 12"}, b"["])
-    done = run("data", "stats", "a.jsonl", "--json")
+    done = run("data", "check", "a.jsonl", "--json", "--max-rejected", "1")
     value = done.json
     assert done.code == 0
     assert (value["documents"], value["duplicates"], value["bytes"]) == (4, 1, 6 + 10 + 12 + 6)
     assert value["letters"] == 3 + 5 + 6 + 3
     assert value["scripts"] == {"Latin": 9 / 17, "Cyrillic": 6 / 17, "Han": 2 / 17}
-    assert value["lengths"]["histogram"] == [[4, 7, 2], [8, 15, 2]]
-    assert [value["lengths"]["percentiles"][percent] for percent in ("50", "99")] == [6, 12]
-    assert "by their script" in run("data", "stats", "a.jsonl").out
+    assert [value["lengths"][name] for name in ("mean", "min", "50 %", "99 %", "max")] == [8.5, 6, 6, 12, 12]
+    out = run("data", "check", "a.jsonl", "--max-rejected", "1").out
+    assert "Latin 52.9%, Cyrillic 35.3%, Han 11.8%" in " ".join(out.split())
 
 
 def test_scripts_are_told_by_letters_alone() -> None:
     expected = {"a": "Latin", "Ａ": "Latin", "é": "Latin", "ﾊ": "Katakana", "漢": "Han", "あ": "Hiragana", "한": "Hangul",
-                "ж": "Cyrillic", "λ": "Greek", "ש": "Hebrew", "ع": "Arabic", "अ": "Devanagari", "1": None, " ": None,
-                "。": None, "🙂": None}  # fmt: skip
+                "ж": "Cyrillic", "λ": "Greek", "ש": "Hebrew", "ع": "Arabic", "अ": "Devanagari"}  # fmt: skip
     assert {letter: script_of(letter) for letter in expected} == expected
+    assert scripts_of(Counter("a1 。🙂\n")) == {"Latin": 1}
 
 
 def test_a_trained_tokenizer_says_what_it_read(run: Run, tmp_path: Path) -> None:
@@ -242,10 +233,9 @@ def test_a_pipe_gets_no_colours_and_nothing_heavy_is_loaded(tmp_path: Path, tok:
     commands = [
         ["tokenizer", "train", "a.jsonl", "--out", "tok", "--vocab-size", "300"],
         ["tokenizer", "inspect", "tok", "--text", "a fox"],
-        ["data", "validate", "a.jsonl"],
+        ["data", "check", "a.jsonl"],
         ["data", "shard", "a.jsonl", "--tokenizer", "tok", "--out", "out"],
-        ["data", "inspect", "out"],
-        ["data", "stats", "out", "a.jsonl"],
+        ["data", "show", "out"],
     ]
     code = COMMANDS.format(commands=commands)
     done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, timeout=120, check=False)
@@ -258,8 +248,8 @@ def test_texts_of_answers_that_are_not_read_are_counted_and_printed(run: Run, to
     turn = {"role": "assistant", "content": "4", "reasoning_content": "2 and 2."}
     rows = [{"messages": [{"role": "user", "content": f"{n} + 2?"}, turn]} for n in range(3)]
     write(tmp_path / "chats.jsonl", rows)
-    assert run("data", "validate", "chats.jsonl", "--json").json["unread_keys"] == {"reasoning_content": 3}
-    assert re.search(r"not read: chats.jsonl +rows *\nreasoning_content +3", run("data", "validate", "chats.jsonl").out)
+    assert run("data", "check", "chats.jsonl", "--json").json["unread_keys"] == {"reasoning_content": 3}
+    assert re.search(r"not read: chats.jsonl +rows *\nreasoning_content +3", run("data", "check", "chats.jsonl").out)
     command = ("data", "shard", "chats.jsonl", "--tokenizer", tok, "--out", "chats")
     for _ in range(2):  # the second reads the counts of the blocks
         assert re.search("texts not read +3: reasoning_content 3", run(*command).out)
@@ -277,7 +267,7 @@ def test_pairs_are_validated_sharded_counted_and_shown_part_by_part(run: Run, to
     rated = {"prompt": "Q", "completion": "yes", "label": False}
     rows = [PAIR, rated, bad, *({**PAIR, "prompt": f"Question {n}"} for n in range(300))]
     write(tmp_path / "pairs.jsonl", rows)
-    validated = run("data", "validate", "pairs.jsonl", "--json").json
+    validated = run("data", "check", "pairs.jsonl", "--json").json
     assert (validated["kind"], validated["kept"]) == ("pairs", 302)
     [reason] = validated["rejected"]
     assert reason == "'chosen' and 'rejected' are equal; write two different answers, or leave the row out"
@@ -286,11 +276,11 @@ def test_pairs_are_validated_sharded_counted_and_shown_part_by_part(run: Run, to
     ).json
     assert_adds_up(made["rows"])
     assert made["kind"] == "pairs" and made["heldout"]["rows"] + made["train"]["rows"] == 302
-    part = run("data", "stats", "out", "--tokenizer", tok, "--json").json["parts"]["train"]
-    assert part["rows"]["pairs"] + part["rows"]["rated_answers"] == made["train"]["rows"]
-    shown = run("data", "inspect", "out", "--tokenizer", tok, "--row-length", "64", "--rows", "300")
+    counts = run("data", "show", "out", "--tokenizer", tok, "--json").json["counts"]
+    assert counts["pairs"] + counts["rated_answers"] == made["train"]["rows"]
+    shown = run("data", "show", "out", "--tokenizer", tok, "--row-length", "64", "--rows", "300")
     assert shown.code == 0
     assert "-- prompt of pair 0 of the row" in shown.out and "-- rejected of pair 1 of the row" in shown.out
     assert "\x1b[31mNear" not in shown.out
-    records = run("data", "inspect", "out", "--tokenizer", tok, "--records", "--json").json["records"]
+    records = run("data", "show", "out", "--tokenizer", tok, "--records", "--json").json["records"]
     assert records[0]["headings"] == ["prompt", "chosen", "rejected"] and set(records[0]["segments"]) <= {0, 1, 2}

@@ -1,4 +1,4 @@
-"""`ttrain data shard` and `inspect`: only what is new is tokenized, nothing is overwritten, nothing raw is shown."""
+"""`ttrain data shard` and `show`: only what is new is tokenized, nothing is overwritten, nothing raw is shown."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_too_many_bad_rows_leave_no_set_but_what_was_made_is_used_again(run: Run
     done = run("data", "shard", "a.jsonl", "--tokenizer", tok, "--out", "out", "--json")
     assert done.code == 1 and "a.jsonl: 1 of 51 rows are bad" in done.err and "a.jsonl:51" in done.err
     assert done.json["rows"]["rejected"] and "error" in done.json
-    assert run("data", "inspect", "out").code == 2
+    assert run("data", "show", "out").code == 2
     assert [json.loads(line)["line"] for line in Path(done.json["quarantine"]).read_bytes().splitlines()] == [51]
     again = run("data", "shard", "a.jsonl", "--tokenizer", tok, "--out", "out", "--json", "--max-rejected", "0.02")
     assert (again.code, again.json["encoded_blocks"], again.json["documents"]) == (0, 0, 50)
@@ -95,7 +95,7 @@ def test_a_second_writer_waits_for_the_first(run: Run, tmp_path: Path, tok: Path
 def test_records_are_shown_with_their_ids_mask_and_text(
     run: Run, tmp_path: Path, tok: Path, talks: list[dict[str, Any]]
 ) -> None:
-    shown = run("data", "inspect", "out", "--records", "--rows", "12", "--json").json["records"]
+    shown = run("data", "show", "out", "--records", "--rows", "12", "--json").json["records"]
     for record, talk in zip(shown, talks, strict=True):
         messages = tuple(Message(**turn) for turn in talk["messages"])
         assert (record["ids"], record["live"]) == encode_chat(Encoder(tok), messages)
@@ -108,7 +108,7 @@ def test_records_are_shown_with_their_ids_mask_and_text(
 def test_every_learnt_token_is_underlined_once_in_the_packed_rows(
     run: Run, tmp_path: Path, tok: Path, talks: list[dict[str, Any]]
 ) -> None:
-    done = run("data", "inspect", "out", "--rows", "1000", "--row-length", "48", "--json")
+    done = run("data", "show", "out", "--rows", "1000", "--row-length", "48", "--json")
     rows = done.json["rows"]
     encoder, found = Encoder(tok), ShardSet(tmp_path / "out" / "train")
     learnt = sum((found.row(number)[1] != 0).sum() for number in range(len(found)))
@@ -116,7 +116,7 @@ def test_every_learnt_token_is_underlined_once_in_the_packed_rows(
     assert all(len({len(row[key]) for key in ("ids", "live", "segments", "pieces")}) == 1 for row in rows)
     assert max(max(row["segments"]) for row in rows) > 0
     assert not any(encoder.pad_id in row["ids"] for row in rows)
-    out = run("data", "inspect", "out", "--rows", "1000", "--row-length", "48").out
+    out = run("data", "show", "out", "--rows", "1000", "--row-length", "48").out
     pieces = [escaped(piece) for row in rows for piece, live in zip(row["pieces"], row["live"], strict=True) if live]
     assert sum(line.count("^") for line in out.splitlines() if not line.strip(" ^")) == sum(map(cell_len, pieces))
     assert "-- record 1 of the row" in out
@@ -125,27 +125,27 @@ def test_every_learnt_token_is_underlined_once_in_the_packed_rows(
 def test_documents_go_on_in_the_next_row(run: Run, tmp_path: Path, tok: Path) -> None:
     documents(tmp_path / "a.jsonl", 10)
     shard(run, tok, "a.jsonl", "--out", "docs")
-    rows = run("data", "inspect", "docs", "--rows", "1000", "--row-length", "32", "--json").json["rows"]
+    rows = run("data", "show", "docs", "--rows", "1000", "--row-length", "32", "--json").json["rows"]
     stream = ShardSet(tmp_path / "docs" / "train")
     assert sum(sum(row["live"]) for row in rows) == stream.tokens - len(stream)
     ids = [number for row in rows for number, live in zip(row["ids"], row["live"], strict=True) if live]
     firsts = set(stream.starts.tolist())
     assert ids == [number for place, number in enumerate(stream.stream(0, stream.tokens).tolist()) if place not in firsts]
-    first, again = (run("data", "inspect", "docs", "--rows", "4", "--seed", "3", "--json").json for _ in range(2))
+    first, again = (run("data", "show", "docs", "--rows", "4", "--seed", "3", "--json").json for _ in range(2))
     assert first == again
 
 
 def test_control_characters_of_the_data_do_not_reach_the_terminal(
     run: Run, tmp_path: Path, talks: list[dict[str, Any]], tok: Path
 ) -> None:
-    out, as_json = (run("data", "inspect", "out", "--records", *more).out for more in ((), ("--json",)))
+    out, as_json = (run("data", "show", "out", "--records", *more).out for more in ((), ("--json",)))
     assert not set(out + as_json) & set("\x1b\x07\x9b\u202e")
     assert ESCAPES in "".join(json.loads(as_json)["records"][0]["pieces"])
     assert all(shown in out for shown in ("\\x1b[31mred", "\\x07bell", "\\x9b1m", "\\u202e"))
     write(tmp_path / "a.jsonl", [{ESCAPES: 1}, {"messages": [{"role": ESCAPES, "content": "a"}]}, ESCAPES.encode()])
     (tmp_path / ESCAPES).write_bytes((tmp_path / "a.jsonl").read_bytes())
     for more in (("--kind", "chats"), (ESCAPES,), ("--json", ESCAPES)):
-        done = run("data", "validate", "a.jsonl", *more)
+        done = run("data", "check", "a.jsonl", *more)
         assert done.code == 1 and not set(done.out + done.err) & set("\x1b\x07\x9b\u202e")
     done = run("data", "shard", "a.jsonl", "--kind", "documents", "--tokenizer", tok, "--out", "of-bad")
     assert done.code == 1 and "1b[31mred" in done.err and not set(done.out + done.err) & set("\x1b\x07\x9b\u202e")
@@ -158,16 +158,16 @@ def test_the_tokenizer_is_found_by_its_digest_and_another_is_refused(
     shutil.copytree(tok, tmp_path / "mine")
     tokenizer.save(tokenizer.train(texts(30, 9), 330), tmp_path / "other")
     shard(run, tmp_path / "mine", "a.jsonl", "--out", "out")
-    assert run("data", "inspect", "out/train").code == 0
-    refused = run("data", "inspect", "out", "--tokenizer", "other")
+    assert run("data", "show", "out/train").code == 0
+    refused = run("data", "show", "out", "--tokenizer", "other")
     assert refused.code == 1 and Encoder(tmp_path / "other").digest[:12] in refused.err
     (tmp_path / "mine").rename(tmp_path / "moved")
-    assert run("data", "inspect", "out").code == 2
-    assert run("data", "inspect", "out", "--tokenizer", "moved").code == 0
+    assert run("data", "show", "out").code == 2
+    assert run("data", "show", "out", "--tokenizer", "moved").code == 0
     store = ArtifactStore(tmp_path / "home")
     for key, name in enumerate(("moved", "other")):
         store.publish("tokenizer", str(key) * 64, tmp_path / name, {"inputs": {}, "ingredients": {}, "result": {}})
-    found = run("data", "inspect", "out", "--json").json["tokenizer"]
+    found = run("data", "show", "out", "--json").json["tokenizer"]
     assert found == str(store.path("tokenizer", "0" * 64))
 
 

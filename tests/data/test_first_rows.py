@@ -95,7 +95,7 @@ def test_too_many_bad_rows_of_a_small_file_are_refused_with_the_first(tmp_path: 
 def test_bad_rows_among_the_first_of_many_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = written(tmp_path / "chats.jsonl", *BAD, *[CHAT] * 30)
     first_rows.check("data.sft", "chats", [path, written(tmp_path / "good.jsonl", CHAT)], Reading())
-    assert "data.sft: 3 of the first " in caplog.text and f"`ttrain data validate {path}` lists them" in caplog.text
+    assert "data.sft: 3 of the first " in caplog.text and f"`ttrain data check {path}` lists them" in caplog.text
     first_rows.check("data.sft", "chats", [path], Reading(rejected_fraction=0.5))
     assert caplog.text.count("are bad") == 1
 

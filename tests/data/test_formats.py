@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from ttrain.config import Reading
 from ttrain.data import formats, locations, records
+from ttrain.data.check import Report, check, kind_of
 from ttrain.data.formats import Format, as_json_lines, format_of
 from ttrain.data.records import Tally, TextDocument, document_parser, read
 from ttrain.data.sharding import Here
-from ttrain.data.validate import Report, kind_of, validate
 from ttrain.errors import DataError
 
 TEXTS = ("他是这里的一个人，我们不在。", 'A "quoted"\nline, with a comma.', "Last.")
@@ -30,7 +30,7 @@ READING = Reading(heldout_fraction=0.0, rejected_fraction=0.0)
 
 
 def report_on(path: Path, reading: Reading = READING) -> Report:
-    (report,) = validate([str(path)], reading, pool=Here())
+    (report,) = check([str(path)], reading, pool=Here())
     return report
 
 
@@ -198,8 +198,8 @@ def test_an_array_that_is_cut_or_followed_by_something_is_refused(tmp_path: Path
 
 
 def test_an_array_that_is_too_large_to_be_read_whole_names_jq(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "WHOLE_BYTES", 10)
-    with pytest.raises(DataError, match=r"more than 1 GiB; .* run `jq -c '\.\[\]' < rows.json > rows.converted.jsonl`"):
+    monkeypatch.setattr(formats, "ARRAY_BYTES", 10)
+    with pytest.raises(DataError, match=r"more than 1 GiB; run `jq -c '\.\[\]' < rows.json > rows.converted.jsonl`"):
         list(as_json_lines([b'[{"text":', b'"a"}]'], Format.ARRAY, "rows.json", "text"))
 
 

@@ -27,11 +27,11 @@ from ttrain.data import tokenizer
 from ttrain.data.blocks import BlockRecipe
 from ttrain.data.chat import encode_chat, prompt_ids
 from ttrain.data.chat_templates import Message
+from ttrain.data.check import check
 from ttrain.data.encoder import Encoder
 from ttrain.data.jinja_templates import SPECIAL_TOKENS
 from ttrain.data.records import NOT_UTF8, NULS
 from ttrain.data.sharding import Here
-from ttrain.data.validate import validate
 from ttrain.errors import CannotRead, DataError
 from ttrain.stages import shards
 from ttrain.stages.job import StageContext
@@ -217,7 +217,7 @@ def test_a_file_that_cannot_be_read_whole_is_one_error_with_its_name_and_leaves_
         assert raised.value.files == (() if isinstance(raised.value, CannotRead) else (str(path),))
         assert isinstance(raised.value, CannotRead) == (says == "cannot read")
         assert not list(tmp_path.glob("shards-*/*/index.json"))
-        (report,) = validate([str(path)], READING, pool=Here(), kind=kind)
+        (report,) = check([str(path)], READING, pool=Here(), kind=kind)
         assert report.error == str(raised.value)
 
 

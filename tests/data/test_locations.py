@@ -89,7 +89,11 @@ def test_what_is_not_there_is_said_with_setting_value_and_cure(folder: Path, mon
 def test_a_pipe_or_a_link_to_nothing_is_refused_and_never_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jsonl")
     (tmp_path / "dangling.jsonl").symlink_to(tmp_path / "nothing")
-    for pattern, reason in (("pipe.jsonl", "is a pipe"), ("p*.jsonl", "is a pipe"), ("dangling.jsonl", "cannot be read")):
+    for pattern, reason in (
+        ("pipe.jsonl", "is a pipe or a device"),
+        ("p*.jsonl", "is a pipe or a device"),
+        ("dangling.jsonl", "cannot be read"),
+    ):
         with pytest.raises(UsageError, match=rf"data\.pretrain is .*\.jsonl {reason}"):
             expand(str(tmp_path / pattern))
 

@@ -12,9 +12,9 @@ from ttrain.data import sharding
 from ttrain.data.assembly import ShardSetResult
 from ttrain.data.blocks import BlockRecipe
 from ttrain.data.built_blocks import DataFile
+from ttrain.data.check import check
 from ttrain.data.sharding import Here
 from ttrain.data.shards import ShardSet
-from ttrain.data.validate import validate
 
 READING = Reading(heldout_fraction=0.0, rejected_fraction=1.0)
 BOM = b"\xef\xbb\xbf"
@@ -32,16 +32,16 @@ def build(path: Path, recipe: BlockRecipe, block_bytes: int = 1 << 20, pool: Any
 def outcome(path: Path, recipe: BlockRecipe, block_bytes: int = 1 << 20) -> tuple[Outcome, list[int]]:
     """What became of a file's rows, without what is nothing, and the lines of the bad ones; rows are accounted for.
 
-    Validating the file, which encodes nothing, has to say the same.
+    Checking the file, which encodes nothing, has to say the same.
     """
     built, output = build(path, recipe, block_bytes)
-    (report,) = validate(
+    (report,) = check(
         [str(path)], READING.model_copy(update={"max_line_bytes": recipe.max_line_bytes}), pool=Here(), kind=recipe.kind
     )
     for tally in (built.tallies["train"], report.tally):
         assert tally.rows == tally.kept + tally.skipped.total() + tally.rejected.total()
-    found, validated = built.tallies["train"].to_json(), report.tally.to_json()
-    assert found == validated
+    found, checked = built.tallies["train"].to_json(), report.tally.to_json()
+    assert found == checked
     listed = [json.loads(line) for line in (output / "run" / "rejected.jsonl").read_bytes().splitlines()]
     assert Counter(row["reason"] for row in listed) == Counter(found["rejected"]), "one line for each rejected row"
     assert {row["file"] for row in listed} <= {str(path)}

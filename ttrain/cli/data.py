@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 data_app = command_group(
     "data",
     "Data",
-    help="Check, shard, inspect and count training data.",
-    epilog="Begin with:  ttrain data validate docs.jsonl",
+    help="Check, shard and show training data.",
+    epilog="Begin with:  ttrain data check docs.jsonl",
 )
 tokenizer_app = command_group(
     "tokenizer",
@@ -81,7 +81,7 @@ def data_shard(
     """Tokenize files into Arrow shards. A second call with other files tokenizes only the new ones."""
     from ttrain.cli import data_reports
     from ttrain.data import inspect, locations
-    from ttrain.data.validate import kind_of_all
+    from ttrain.data.check import kind_of_all
 
     reading = _reading(
         text_field, heldout_fraction=heldout_fraction, rejected_fraction=max_rejected, limit=limit, rounds=rounds,
@@ -104,11 +104,11 @@ def data_shard(
 
 @command(
     data_app,
-    "Examples:  ttrain data validate docs.jsonl\n\n"
-    "ttrain data validate chats/ --kind chats --rejected bad.jsonl --json\n\n"
-    "ttrain data validate pairs.jsonl --kind pairs",
+    "Examples:  ttrain data check docs.jsonl\n\n"
+    "ttrain data check chats/ --kind chats --rejected bad.jsonl --json\n\n"
+    "ttrain data check pairs.jsonl --kind pairs",
 )
-def data_validate(
+def data_check(
     files: Files,
     kind: Kind = "auto",
     text_field: TextField = None,
@@ -119,7 +119,7 @@ def data_validate(
     workers: Workers = None,
     as_json: AsJson = False,
 ) -> None:
-    """Count what `data shard` would keep, skip and reject, without tokenizing anything."""
+    """Count what `data shard` would keep, skip and reject, with lengths, scripts and copies, and write nothing."""
     from ttrain.cli import data_reports
 
     reading = _reading(
@@ -130,9 +130,9 @@ def data_validate(
 
 @command(
     data_app,
-    "Examples:  ttrain data inspect shards\n\nttrain data inspect $(ttrain artifacts path shards-sft) --records --seed 1",
+    "Examples:  ttrain data show shards\n\nttrain data show $(ttrain artifacts path shards-sft) --records --seed 1",
 )
-def data_inspect(
+def data_show(
     shards: Annotated[Path, argument("shards, the directory with train/ and heldout/, or an artifact", metavar="SHARDS")],
     rows: Annotated[int, option("how many", min=1)] = 3,
     row_length: RowLength = 256,
@@ -155,42 +155,18 @@ def data_inspect(
     shown: list[TokenView] = [show(shard_set if records else packed, number, pieces) for number in numbers]
     if as_json:
         print_json({"shards": str(shard_directory), "tokenizer": str(encoder.directory), "kind": shard_set.index["kind"],
+                    "counts": packed.counts(),
                     "records" if records else "rows": [entry.to_json() for entry in shown]})  # fmt: skip
         return
     unit = "record" if records else "row"
-    print(f"{len(shard_set):,} records, {len(packed):,} rows of {row_length} tokens; tokenizer {encoder.directory}")
+    counts = {name: count for name, count in packed.counts().items() if count}
+    print(f"{len(shard_set):,} records in {shard_directory}; tokenizer {encoder.directory}")
+    data_reports.show([counts], as_json=False)
     for entry in shown:
         beyond = 0 if records else max(0, len(entry.ids) - row_length)  # after the last input of a row that is full
         targets_only = f", {beyond} of them only as a target" if beyond else ""
         print(f"\n{unit} {entry.number}: {len(entry.ids)} tokens{targets_only}; {sum(entry.live)} count in the loss")
         data_reports.print_tokens(entry, pieces.special)
-
-
-@command(
-    data_app, "Examples:  ttrain data stats shards --row-length 512\n\nttrain data stats docs.jsonl chats.parquet --json"
-)
-def data_stats(
-    paths: Annotated[list[str], argument("shards, or files as of `data shard`", metavar="PATH")],
-    row_length: RowLength = 256,
-    kind: Kind = "auto",
-    text_field: TextField = None,
-    tokenizer: TokenizerDirectory = None,
-    near_duplicates: NearDuplicates = None,
-    workers: Workers = None,
-    as_json: AsJson = False,
-) -> None:
-    """Count documents, tokens, bytes and duplicates; lengths, how full rows get, and the scripts of raw files."""
-    from ttrain.cli import data_reports
-    from ttrain.data import inspect
-
-    reading = _reading(  # near-duplicates are counted beside exact ones, not with them
-        text_field, rejected_fraction=1.0, deduplicate=bool(near_duplicates), near_duplicates=near_duplicates
-    )
-    directories = [path for path in paths if inspect.holds_shards(Path(path))]
-    store = ArtifactStore(home())
-    shards = [inspect.report_on_shards(Path(path), row_length, tokenizer, store) for path in directories]
-    files = [path for path in paths if path not in directories]
-    data_reports.report_on(files, reading, _kind(kind, text_field), workers, measured=True, shards=shards, as_json=as_json)
 
 
 @command(
@@ -373,7 +349,7 @@ def scan_directories(
     with contextlib.closing(pool.map(contamination.scan, iter(tasks))) as results:
         for number, ((location, first), scanned) in enumerate(zip(places, results, strict=True), 1):
             numbered = [occurrence._replace(record=first + occurrence.record) for occurrence in scanned.matches]
-            scans.append((location, scanned._replace(matches=numbered)))  # as `ttrain data inspect --records` numbers them
+            scans.append((location, scanned._replace(matches=numbered)))  # as `ttrain data show --records` numbers them
             progress(number)
     return contamination.report(against, scans)
 

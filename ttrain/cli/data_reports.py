@@ -25,22 +25,22 @@ from ttrain.data import inspect, locations, sharding
 from ttrain.data.assembly import REJECTED
 from ttrain.data.blocks import BLOCKS, PARTS
 from ttrain.data.built_blocks import DataFile, Pool
+from ttrain.data.check import Report, check
 from ttrain.data.encoder import Encoder
 from ttrain.data.inspect import SUMMARY, TokenView
 from ttrain.data.sharding import Here, Processes
 from ttrain.data.shards import COUNTED, INDEX
-from ttrain.data.validate import Report, validate
 from ttrain.errors import DataError, UsageError
 from ttrain.store.runs import remove_interrupted_writes
 
 SMALL_BYTES = 32 << 20  # files of this size together are encoded in this process: starting others takes a second
-SMALL_UNENCODED_BYTES = 256 << 20  # the same where they are only read, at 65 to 170 MB a second
+SMALL_UNENCODED_BYTES = 64 << 20  # the same where they are only counted, at 55 MB a second
 LINE_WIDTH = 100  # of text in a pipe
 
-BAR_WIDTH = 40
 SMALLEST_SHARE = 0.001  # of a script that is named
 SHOWN_BAD_ROWS = 10
-OVERVIEW = ("file", "kind", "rows", "kept", "skipped", "rejected")
+OVERVIEW = ("file", "kind", "rows", "kept", "skipped", "rejected", "duplicates")
+LENGTHS = ("mean", "min", "5 %", "50 %", "95 %", "max")  # in bytes
 # The figures of a report and what they are called, in the order in which they are printed.
 FIGURES = {
     "path": "path", "kind": "kind", "vocab_size": "vocabulary", "rows": "rows", "kept": "  kept", "skipped": "  skipped",
@@ -54,48 +54,46 @@ FIGURES = {
     "peak_memory_mib": "memory at most, MiB", "digest": "digest", "template": "template", "out": "written to",
     "quarantine": "bad rows in",
 }  # fmt: skip
-UNKNOWN_ROWS = "unknown without the tokenizer; name it with --tokenizer"
 Table = tuple[tuple[str, ...], Sequence[Sequence[object]]]
 
 
-def show(reports: Sequence[JsonObject], *, as_json: bool, is_overview: bool = False) -> None:
-    """Print reports as JSON, one of them without a list around it, or as tables; as an overview in one row each."""
+def show(reports: Sequence[JsonObject], *, as_json: bool) -> None:
+    """Print reports as JSON, one of them without a list around it, or as tables."""
     if as_json:
         print_json(reports if len(reports) > 1 else reports[0])
         return
-    if is_overview and reports:
-        table(OVERVIEW, [[_shown(name, report[name]) for name in OVERVIEW] for report in reports])
-    elif not is_overview:
-        for number, (header, rows) in enumerate(section for report in reports for section in _tables(report)):
-            if number:
-                print()
-            table(header, rows)
-    if is_overview:
-        for report in reports:
-            if unread := report.get("unread_keys"):
-                table((f"texts of answers that are not read: {report['file']}", "rows"), list(unread.items()))
-    bad = [(line,) for report in reports for line in report.get("first_rejected", ())]
-    if bad:
+    for number, (header, rows) in enumerate(section for report in reports for section in _tables(report)):
+        if number:
+            print()
+        table(header, rows)
+    _show_bad_rows(reports)
+
+
+def _show_bad_rows(reports: Sequence[JsonObject]) -> None:
+    if bad := [(line,) for report in reports for line in report.get("first_rejected", ())]:
         table(("first bad rows",), bad[:SHOWN_BAD_ROWS])
+
+
+def _show_checks(reports: Sequence[JsonObject]) -> None:
+    """Print what was counted of files: outcomes of their rows, lengths and scripts, texts that are not read."""
+    table(OVERVIEW, [[_shown(name, report.get(name)) for name in OVERVIEW] for report in reports])
+    print()
+    table(("file", "bytes", *LENGTHS, "letters, by their script"), [_measures(report) for report in reports])
+    for report in reports:
+        if unread := report.get("unread_keys"):
+            table((f"texts of answers that are not read: {report['file']}", "rows"), list(unread.items()))
+    _show_bad_rows(reports)
 
 
 def _tables(report: JsonObject) -> Iterator[Table]:
     """(header, rows) of each table: figures, lengths, scripts; of shards for each part; special tokens and files."""
-    for name, part in report.get("parts", {}).items():
-        yield from _tables({**part, "file": f"{report['path']}, {name}"})
     figures = {**report, **(report["rows"] if isinstance(report.get("rows"), Mapping) else {})}
-    if "rows" in report and report["rows"] is None:
-        figures["rows"] = UNKNOWN_ROWS
     if not figures.get("rejected"):
         figures.pop("quarantine", None)
     yield (
         (report.get("file", "property"), ""),
         [(label, _shown(name, figures[name])) for name, label in FIGURES.items() if figures.get(name) not in (None, "")],
     )
-    if lengths := report.get("lengths"):
-        yield from _lengths(lengths, report["kind"])
-    if "scripts" in report:
-        yield ("letters, by their script", ""), list(_scripts(report["scripts"]))
     if "special_tokens" in report:
         tokens = [(token["id"], token["token"], token["name"] or "") for token in report["special_tokens"]]
         yield ("id", "special token", "name"), tokens
@@ -105,25 +103,12 @@ def _tables(report: JsonObject) -> Iterator[Table]:
         yield tuple(names), [[_shown(name, file.get(name, "")) for name in names] for file in report["files"]]
 
 
-def _lengths(lengths: JsonObject, kind: str) -> Iterator[Table]:
-    if not lengths["records"]:
-        return
-    most = max(count for _, _, count in lengths["histogram"])
-    bars = [
-        (f"{low:,} to {high:,}", f"{count:,}", "#" * -(-BAR_WIDTH * count // most))
-        for low, high, count in lengths["histogram"]
-    ]
-    yield (f"length in {lengths['unit']}", kind, ""), bars
-    percentiles = {f"{share} %": length for share, length in lengths["percentiles"].items()}
-    shares = {"mean": f"{lengths['mean']:,.1f}", "min": lengths["min"], **percentiles, "max": lengths["max"]}
-    yield tuple(shares), [[_shown(name, value) for name, value in shares.items()]]
-
-
-def _scripts(shares: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    shown = {script: share for script, share in shares.items() if share >= SMALLEST_SHARE}
-    yield from ((script, f"{share:.1%}") for script, share in shown.items())
-    if len(shown) < len(shares):
-        yield f"{len(shares) - len(shown)} others", f"{1 - sum(shown.values()):.1%}"
+def _measures(report: JsonObject) -> list[str]:
+    """File, bytes, lengths, and the scripts of at least a thousandth of the letters."""
+    lengths = report.get("lengths", {})
+    scripts = [f"{name} {share:.1%}" for name, share in report["scripts"].items() if share >= SMALLEST_SHARE]
+    shown = [_shown(name, lengths.get(name)) for name in LENGTHS]
+    return [report["file"], _shown("bytes", report["bytes"]), *shown, ", ".join(scripts)]
 
 
 def _shown(name: str, value: object) -> str:
@@ -165,10 +150,15 @@ def _total_bytes(sources: Iterable[str]) -> int | None:
 
 
 def report_on(
-    patterns: Sequence[str], reading: Reading, kind: str | None, workers: int | None, *, as_json: bool,
-    measured: bool = False, rejected: Path | None = None, shards: Sequence[JsonObject] = (),
-) -> None:  # fmt: skip
-    """Print the reports on files, after those on `shards`. Exits with 2 if a file is missing, with 1 if one is unusable."""
+    patterns: Sequence[str],
+    reading: Reading,
+    kind: str | None,
+    workers: int | None,
+    *,
+    rejected: Path | None,
+    as_json: bool,
+) -> None:
+    """Print the reports on files. Exits with 2 if a file is missing, with 1 if one is unusable."""
     sources: dict[str, None] = {}
     missing = []
     for pattern in patterns:
@@ -183,12 +173,14 @@ def report_on(
         pool = stack.enter_context(pool_for(sources, workers, SMALL_UNENCODED_BYTES))
         file = stack.enter_context(output_file(rejected)) if rejected else None
         progress = stack.enter_context(bar("reading", "bytes", _total_bytes(sources) if has_text else None))
-        reports = validate(
-            list(sources), reading, pool=pool, kind=kind, measured=measured, progress=progress,
+        reports = check(
+            list(sources), reading, pool=pool, kind=kind, progress=progress,
             quarantine=(lambda row: file.write(orjson.dumps(row) + b"\n")) if file else None,
         )  # fmt: skip
-    shown = [*reports, *missing] if as_json else reports
-    show([*shards, *(report.to_json() for report in shown)], as_json=as_json, is_overview=not measured)
+    if as_json:
+        show([report.to_json() for report in (*reports, *missing)], as_json=True)
+    elif reports:
+        _show_checks([report.to_json() for report in reports])
     failed = [report.error for report in (*reports, *missing) if report.error]
     for message in failed:
         print(f"error: {escaped(message)}", file=sys.stderr)

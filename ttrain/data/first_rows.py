@@ -37,15 +37,12 @@ def read(location: str, reading: Reading, *, with_parquet: bool = False, tally: 
     Those of parquet need pyarrow, which takes 0.2 s to load. Raises DataError for a file of another format.
     """
     tally = tally or Tally()
-    if location.endswith(locations.TEXTS):
+    if locations.is_text(location):
         tally.rows += 1
         return [FirstRow(1, {reading.text_field: "..."})]
-    if streams.is_parquet(location):
-        found = records.records([location], tally, reading.max_line_bytes) if with_parquet else iter(())
-    else:
-        text = streams.json_lines(location, reading.text_field)
-        numbered = records.lines(text, reading.max_line_bytes)
-        found = records.parsed(numbered, location, tally, reading.max_line_bytes)
+    if streams.is_parquet(location) and not with_parquet:
+        return []
+    found = records.records([location], tally, reading.max_line_bytes, reading.text_field)
     return [FirstRow(line, values) for _, line, values in itertools.islice(found, ROWS)]
 
 
@@ -85,7 +82,7 @@ def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> N
             raise
         log.warning(
             "%s: %d of the first %d rows are bad, and more than reading.rejected_fraction=%g of all rows end the run; "
-            "`ttrain data validate %s` lists them",
+            "`ttrain data check %s` lists them",
             setting, tally.rejected.total(), tally.rows, reading.rejected_fraction,
             " ".join(map(shlex.quote, tally.bad_rows)),
         )  # fmt: skip

@@ -13,7 +13,7 @@ from ttrain.data import locations
 from ttrain.errors import DataError
 
 HEAD_BYTES = 1 << 16  # of a text, from which its format is told
-WHOLE_BYTES = 1 << 30  # an array or a document is read whole
+ARRAY_BYTES = 1 << 30  # an array is read whole
 OTHER_FORMATS = {
     b"\x1f\x8b": ("compressed twice", "unpack it once"),
     b"BZh": ("compressed twice", "unpack it once"),
@@ -37,6 +37,8 @@ _PRETTY = re.compile(rb'\{[ \t]*\r?\n\s*"')  # a brace alone is not a row of JSO
 _VALUE_LINE = re.compile(rb"^[ \t]*[{\[]", re.MULTILINE)
 _BLANK = re.compile(r"[ \t\r\n]*")
 _SEPARATOR = re.compile(r"[ \t\r\n]*(?:,[ \t\r\n]*|(?=\]))")
+_ESCAPED = re.compile(rb'[\x00-\x1f"\\]')
+_ESCAPES = {bytes([code]): json.dumps(chr(code))[1:-1].encode() for code in (*range(32), ord('"'), ord("\\"))}
 _FROM_CSV = (
     'import csv,json,sys;sys.stdin.reconfigure(encoding="utf-8-sig",newline="");'
     '[print(json.dumps(row)) for row in csv.DictReader(sys.stdin,delimiter="{}")]'
@@ -92,20 +94,27 @@ def as_json_lines(pieces: Iterable[bytes], form: Format, location: str, text_fie
 
 
 def _document_line(pieces: Iterable[bytes], location: str, text_field: str) -> Iterator[bytes]:
-    data = _whole(pieces, location)
-    if b"\0" in data:
-        raise DataError(
-            f"{location} is binary, not text: its byte {data.index(0)} is NUL; leave it out, "
-            "or convert it with iconv if it is text in another encoding"
-        )
-    row = {text_field: data.decode("utf-8", "surrogateescape")}
-    line = json.dumps(row, ensure_ascii=False, separators=(",", ":"))
-    yield line.encode("utf-8", "surrogateescape") + b"\n"
+    yield b"{" + json.dumps(text_field, ensure_ascii=False).encode() + b':"'
+    offset = 0
+    for piece in pieces:
+        if b"\0" in piece:
+            raise DataError(
+                f"{location} is binary, not text: its byte {offset + piece.index(0)} is NUL; leave it out, "
+                "or convert it with iconv if it is text in another encoding"
+            )
+        yield _ESCAPED.sub(lambda match: _ESCAPES[match[0]], piece)
+        offset += len(piece)
+    yield b'"}\n'
 
 
 def _array_lines(pieces: Iterable[bytes], location: str) -> Iterator[bytes]:
     """Each element as it is written, so that numbers and keys stay what they are in JSON Lines."""
-    data = _whole(pieces, location)
+    data = bytearray()
+    for piece in pieces:
+        data += piece
+        if len(data) > ARRAY_BYTES:
+            command = f"jq -c '.[]' {_names(location)}"
+            raise DataError(f"{location} is one JSON array of more than 1 GiB; run `{command}`")
     text = data.decode("utf-8", "surrogateescape")  # bytes that are not UTF-8 cost their row alone
     del data
     decoder = json.JSONDecoder()
@@ -126,16 +135,6 @@ def _array_lines(pieces: Iterable[bytes], location: str) -> Iterator[bytes]:
             f"{location} has more after the JSON array that it begins with, at character {at + 1}; "
             "write one array, or one JSON object a line"
         )
-
-
-def _whole(pieces: Iterable[bytes], location: str) -> bytearray:
-    data = bytearray()
-    for piece in pieces:
-        data += piece
-        if len(data) > WHOLE_BYTES:
-            command = f"jq -c '.[]' {_names(location)}"
-            raise DataError(f"{location} is one array or one text of more than 1 GiB; of an array, run `{command}`")
-    return data
 
 
 def _damaged(location: str, reason: object) -> DataError:

@@ -14,17 +14,16 @@ from ttrain.core.files import JsonDict, read_json, read_object
 from ttrain.core.terminal import escaped
 from ttrain.data.blocks import PARTS
 from ttrain.data.encoder import Encoder
-from ttrain.data.packing import IGNORE, Array, Rows
+from ttrain.data.packing import IGNORE, Rows
 from ttrain.data.pair_rows import PairBatch, answer_rows
 from ttrain.data.record_rows import DocumentRows
-from ttrain.data.shards import COUNTED, INDEX, ShardSet
+from ttrain.data.shards import INDEX, ShardSet
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import MANIFEST
 
 SUMMARY = Path("run", "summary.json")
 LONGEST = 20  # tokens that `describe` shows
-PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 
 
 @dataclass(frozen=True)
@@ -115,33 +114,6 @@ def encoder_of(folder: Path, tokenizer_directory: Path | None, store: ArtifactSt
     )
 
 
-def report_on_shards(path: Path, row_length: int, tokenizer: Path | None, store: ArtifactStore) -> JsonDict:
-    """Figures of every part of a set of shards, and fields of its summary, as JSON. Raises UsageError if there are none.
-
-    Without the tokenizer, whose token ends a turn, chats and pairs have no rows.
-    """
-    parts = {}
-    for name, directory in parts_of(path).items():
-        shards = ShardSet(directory)
-        index, encoder = shards.index, None
-        if index["kind"] != "documents" or tokenizer is not None:
-            with contextlib.suppress(UsageError):
-                encoder = encoder_of(directory, tokenizer, store)
-        has_rows = index["kind"] == "documents" or encoder is not None
-        parts[name] = {
-            "kind": index["kind"],
-            **{count: index[count] for count in COUNTED if count != "rows"},
-            "documents": index["rows"],
-            "bytes_per_token": index["bytes"] / max(1, index["tokens"]),
-            "shards": len(index["shards"]),
-            "lengths": lengths_json(shards.lengths, "tokens"),
-            "rows": rows_of(shards, encoder, row_length).counts() if has_rows else None,
-        }
-        summary = summary_of(directory)
-    figures = {"duplicates": summary.get("duplicates"), "near_duplicates": near_duplicates_of(summary)}
-    return {"path": str(path), "parts": parts, **figures, "files": summary.get("files")}
-
-
 def near_duplicates_of(summary: Mapping[str, Any]) -> int | None:
     """Near-duplicates that were left out of a set of shards; None where they were not looked for."""
     figures = summary.get("near_duplicates")
@@ -154,27 +126,6 @@ def rows_of(shards: ShardSet, encoder: Encoder | None, row_length: int) -> Rows:
         return DocumentRows(shards, row_length, encoder.pad_id if encoder else 0)
     assert encoder is not None, "a turn of a chat ends with a token of its tokenizer"
     return answer_rows(shards, row_length, encoder)
-
-
-def lengths_json(lengths: Array, unit: str) -> JsonDict:
-    """Mean, percentiles and a histogram of powers of two: [from, to, records] with both ends included."""
-    if not len(lengths):
-        return {"unit": unit, "records": 0, "histogram": []}
-    percentiles = np.percentile(lengths, PERCENTILES, method="inverted_cdf").tolist()
-    powers, counts = np.unique(np.ceil(np.log2(np.maximum(lengths, 1) + 1)).astype(int), return_counts=True)
-    by_power = dict(zip(powers.tolist(), counts.tolist(), strict=True))
-    return {
-        "unit": unit,
-        "records": len(lengths),
-        "mean": float(lengths.mean()),
-        "min": int(lengths.min()),
-        "max": int(lengths.max()),
-        "percentiles": {str(share): int(value) for share, value in zip(PERCENTILES, percentiles, strict=True)},
-        "histogram": [
-            [1 << power >> 1, (1 << power) - 1, by_power.get(power, 0)]
-            for power in range(int(powers.min()), int(powers.max()) + 1)
-        ],
-    }
 
 
 def row_numbers(count: int, rows: int, seed: int | None) -> list[int]:

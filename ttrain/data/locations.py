@@ -27,10 +27,6 @@ ROWS = (*LINES, *(kind + packed for kind in LINES for packed in PACKED), ".parqu
 TEXTS = (".txt", *(".txt" + packed for packed in PACKED))  # of one document each
 TABLES = (".json", ".csv", ".tsv")  # read only if they are named explicitly
 LOCAL = ("file://", "local://")
-KINDS = {
-    stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
-}  # fmt: skip
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 # How the Hub finds the split of a file in its path: the word between separators or digits, so that "constraints" is none.
 _TRAIN = re.compile(r"(?:^|[-._ 0-9/])train(?:ing)?(?:[-._ 0-9/]|$)")
@@ -68,7 +64,6 @@ def version(location: str) -> str | None:
     if not is_remote(location):
         return None
     if location.startswith(remote.PREFIX):
-        assert remote.parse(location).is_pinned, f"{location} is not a pinned file"
         return location
     try:
         digest = remote.version_in(remote.info(location), location)
@@ -136,11 +131,13 @@ def _local_files(pattern: str) -> list[str]:
     matches = local_matches(local_path(pattern))
     for match in matches:
         try:
-            kind = irregular_kind(Path(match).stat().st_mode)
+            is_file = stat.S_ISREG(Path(match).stat().st_mode)
         except OSError as error:
             raise UsageError(f"{match} cannot be read: {error.strerror}") from None
-        if kind:
-            raise UsageError(f"{match} is {kind}, which cannot be read twice; write its output to a file and name that file")
+        if not is_file:
+            raise UsageError(
+                f"{match} is a pipe or a device, which cannot be read twice; write its output to a file and name that file"
+            )
     return matches
 
 
@@ -167,11 +164,6 @@ def _in_folder(root: Path) -> list[str]:
             paths += [str(Path(directory) / file) for file in files if not file.startswith(".")]
         visited.add(real)
     return _data_files(paths, str(root))
-
-
-def irregular_kind(mode: int) -> str | None:
-    """What a file of this mode is, if it is not a regular one."""
-    return None if stat.S_ISREG(mode) else KINDS.get(stat.S_IFMT(mode), "not a regular file")
 
 
 def _remote_files(pattern: str) -> list[str]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import re
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from ttrain.core import redact
-from ttrain.core.files import JsonDict, read_json, write_json
+from ttrain.core.files import JsonDict, read_object, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.core.text import first_line
 from ttrain.errors import CannotRead, UsageError
@@ -29,7 +28,6 @@ TIMEOUT_SECONDS = 10.0
 FORM = "write hf://owner/name, hf://owner/name@revision or hf://owner/name/path, where the path may be a glob"
 # `datasets/` is how fsspec and pandas spell it. Revisions with a slash are those of converted files and of pull requests.
 _LOCATION = re.compile(r"hf://(?:datasets/)?([\w.-]+/[\w.-]+)(?:@(refs/(?:convert|pr)/[^/]+|[^/]+))?(?:/(.*))?", re.DOTALL)
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def is_http(location: str) -> bool:
@@ -114,18 +112,12 @@ def is_missing(error: BaseException) -> bool:
     return status_of(error) in (404, 410)
 
 
-@dataclass(frozen=True)
-class HubLocation:
+class HubLocation(NamedTuple):
     """A parsed `hf://` location. An empty path is the whole data set; no revision is its main branch."""
 
     repo: str
     revision: str | None
     path: str
-
-    @property
-    def is_pinned(self) -> bool:
-        """Whether the location is one file of one commit, which never changes."""
-        return bool(self.path and self.revision and _COMMIT.fullmatch(self.revision))
 
 
 def parse(location: str) -> HubLocation:
@@ -175,7 +167,6 @@ def fetch(location: str) -> Path:
     from huggingface_hub import hf_hub_download
 
     hub = parse(location)
-    assert hub.is_pinned, f"{location} is not a pinned file: what names inputs goes through locations.expand"
     try:
         return Path(hf_hub_download(hub.repo, hub.path, repo_type="dataset", revision=hub.revision))
     except Exception as error:
@@ -191,7 +182,7 @@ def _cached_listing(repo: str, revision: str | None) -> tuple[str, tuple[str, ..
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    if stored := read_json(_listing_path(repo, revision or "main")):
+    if stored := read_object(_listing_path(repo, revision or "main")):
         return stored["commit"], tuple(stored["files"])
     try:
         folder = Path(snapshot_download(repo, repo_type="dataset", revision=revision, local_files_only=True))

@@ -13,6 +13,7 @@ import io
 import itertools
 import lzma
 import os
+import stat
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -81,8 +82,8 @@ def local_file(location: str) -> Path | None:
         path = locations.local_path(location)
     with data_errors(location):
         mode = path.stat().st_mode
-    if kind := locations.irregular_kind(mode):
-        raise CannotRead(f"cannot read {location}: it is {kind}; name a file")
+    if not stat.S_ISREG(mode):
+        raise CannotRead(f"cannot read {location}: it is a folder, a pipe or a device; name a file")
     return path
 
 

@@ -25,7 +25,7 @@ LABELS = "labels and mask"
 
 REPLACEMENT = "\ufffd"  # what bytes that form no character are decoded to
 
-FIX = "look at the rows with `ttrain data inspect`; the tokenizer's template or the code that makes rows has a fault"
+FIX = "look at the rows with `ttrain data show`; the tokenizer's template or the code that makes rows has a fault"
 
 
 def document_labels(rows: Rows, encoder: Encoder) -> Check:

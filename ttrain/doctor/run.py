@@ -99,7 +99,7 @@ class Doctor:
                 raise
             except TTrainError as error:
                 yield Check(
-                    "data", False, str(error), "fix the data or the setting; `ttrain data validate` lists every bad row"
+                    "data", False, str(error), "fix the data or the setting; `ttrain data check` lists every bad row"
                 )
                 return
             counts = rows.counts()

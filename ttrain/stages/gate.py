@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ttrain.config import Expert, Gate, GateConfig
 from ttrain.core.files import read_json, write_json
 from ttrain.core.hashing import digest_of, sha256_file
-from ttrain.data import chat, validate
+from ttrain.data import chat, check
 from ttrain.data import records as sources
 from ttrain.data.records import Conversation, Record, Tally, TextDocument
 from ttrain.errors import DataError, Interrupted, UsageError
@@ -189,7 +189,7 @@ def content_digest(records: Sequence[Record]) -> str:
 def _distinct(locations: Sequence[str], settings: Gate) -> Iterator[Record]:
     tally, content_hashes = Tally(), set[bytes]()
     for location in locations:
-        kind = validate.kind_of(location, MAX_LINE_BYTES)
+        kind = check.kind_of(location, MAX_LINE_BYTES)
         parse = sources.parse_conversation if kind == "chats" else sources.document_parser(settings.text_field)
         for record in sources.read([location], parse, tally, MAX_LINE_BYTES, settings.text_field):
             key = sources.content_hash(record)

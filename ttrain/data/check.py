@@ -1,15 +1,17 @@
-"""Validate files: count what sharding would keep, skip and reject, with the same reader and parser, without encoding."""
+"""Check files: what sharding would keep, skip and reject, with the same reader and parser, without writing anything.
+
+Beside the counts: copies, lengths and scripts.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import tempfile
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import IO
 
 import numpy as np
 
@@ -21,7 +23,6 @@ from ttrain.data.assembly import DUPLICATE, is_first
 from ttrain.data.blocks import QUARANTINED_ROWS, Block, BlockRecipe
 from ttrain.data.built_blocks import Flags, Pool
 from ttrain.data.common_parts import Places
-from ttrain.data.inspect import lengths_json
 from ttrain.data.near_duplicates import NEAR_DUPLICATE, SimilarityRule, Sketches
 from ttrain.data.overlap import Hashes
 from ttrain.data.records import FIRST_REJECTED, BadRows, Tally
@@ -30,24 +31,18 @@ from ttrain.errors import DataError, UsageError
 LOOKED_AT = 100  # good rows whose keys decide the kind
 BLOCK_BYTES = 8 << 20  # what one worker takes at a time
 KEYS_SHOWN = 20
-CODE_POINTS = 0x110000
-COUNTED_CHARACTERS = 2_000_000  # characters are counted in groups of this size: a table of all code points is 9 MB
-OTHER, HAN = "Other", "Han"
-# First words of Unicode names of letters that are not the name of the script.
-SCRIPT_OF = {"Cjk": HAN, "Ideographic": HAN, "Modifier": OTHER, "Mathematical": OTHER, "Micro": "Greek", "Feminine": "Latin",
-             "Masculine": "Latin", "Kelvin": "Latin", "Angstrom": "Latin", "Ohm": "Greek"}  # fmt: skip
+PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 
 
 @dataclass
 class Report:
-    """Counts of the rows of a file, or of a block of one; if `measured`, with lengths and scripts of the good rows.
+    """Counts of the rows of a file, or of a block of one, with lengths and letters of the good rows.
 
     `error` says why the file cannot be used; the counts are then those up to the error.
     """
 
     file: str
     kind: str = "documents"
-    measured: bool = False
     tally: Tally = field(default_factory=Tally)
     duplicates: int = 0
     near_duplicates: int | None = None  # None: they were not looked for
@@ -57,7 +52,7 @@ class Report:
     keys: list[Hashes] = field(default_factory=list)  # 16 bytes of each kept row, of shape [rows, 2]
     sketches: list[Sketches] = field(default_factory=list)  # of each kept row, if near-duplicates are looked for
     sizes: list[Places] = field(default_factory=list)  # bytes of each good row's text
-    letters: Counter[str] = field(default_factory=Counter)  # by their script
+    letters: Counter[str] = field(default_factory=Counter)
 
     def add(self, block: Report) -> None:
         """Add the next block of the file."""
@@ -88,11 +83,15 @@ class Report:
         figures["keys_seen"] = dict(self.tally.keys_seen.most_common(KEYS_SHOWN))
         if self.error:
             figures["error"] = self.error
-        if self.measured:
-            lengths = np.concatenate([np.zeros(0, np.int64), *self.sizes])
-            total = self.letters.total()
-            figures |= {"documents": len(lengths), "bytes": int(lengths.sum()), "lengths": lengths_json(lengths, "bytes")}
-            figures |= {"letters": total, "scripts": {name: n / total for name, n in self.letters.most_common()}}
+        lengths = np.concatenate([np.zeros(0, np.int64), *self.sizes])
+        scripts = scripts_of(self.letters)
+        total = scripts.total()
+        figures |= {"documents": len(lengths), "bytes": int(lengths.sum()), "letters": total}
+        figures["scripts"] = {name: count / total for name, count in scripts.most_common()}
+        if len(lengths):
+            shares = np.percentile(lengths, PERCENTILES, method="inverted_cdf").tolist()
+            figures["lengths"] = {"mean": float(lengths.mean()), "min": int(lengths.min()), "max": int(lengths.max())}
+            figures["lengths"] |= {f"{share} %": int(value) for share, value in zip(PERCENTILES, shares, strict=True)}
         return figures
 
 
@@ -118,24 +117,23 @@ def kind_of_all(locations: Sequence[str], max_line_bytes: int) -> str:
     return next(filter(None, by_kind), "documents")
 
 
-def validate(
+def check(
     locations: Sequence[str],
     reading: Reading,
     *,
     pool: Pool,
     kind: str | None = None,
-    measured: bool = False,
     quarantine: Callable[[JsonDict], object] | None = None,
     progress: Callable[[int], None] = lambda size: None,
 ) -> list[Report]:
     """A report on each file; a row that equals an earlier one in any file is skipped as "duplicate", and a document that is
     as similar as `reading.near_duplicates` as "near-duplicate". For these the files are read a second time.
 
-    `kind` None: by the keys of each file's rows. `measured`: with lengths and scripts. `quarantine` receives the bad rows,
-    `progress` the bytes read so far. Memory use is some blocks, and 16 bytes a row (56 for a moment at the end; with
-    near-duplicates 100 more).
+    `kind` None: by the keys of each file's rows. `quarantine` receives the bad rows,
+    `progress` the bytes read so far. Memory use is some blocks, and 24 bytes a row (64 for a moment at the end; with
+    near-duplicates 100 more, and the texts of those that may be some).
     """
-    reports = {name: Report(name, measured=measured, tally=Tally(quarantine=quarantine)) for name in locations}
+    reports = {name: Report(name, tally=Tally(quarantine=quarantine)) for name in locations}
     rule = SimilarityRule(reading.near_duplicates) if reading.near_duplicates else None
     tasks = _tasks(reports.values(), kind, reading, QUARANTINED_ROWS if quarantine else FIRST_REJECTED, rule)
     size = 0
@@ -153,28 +151,30 @@ def validate(
     return list(reports.values())
 
 
-def examine(block: Block, recipe: BlockRecipe, listed: int, measured: bool, rule: SimilarityRule | None) -> Report:
+def examine(block: Block, recipe: BlockRecipe, listed: int, rule: SimilarityRule | None) -> Report:
     """The report on a block, with the first `listed` bad rows."""
     bad_rows = BadRows(listed)
     tally = Tally(quarantine=bad_rows)
-    report = Report(block.location, recipe.kind, measured, tally, bad_rows=bad_rows)
-    hashes, texts, plain = list[bytes](), list[str](), list[bytes]()
+    report = Report(block.location, recipe.kind, tally, bad_rows=bad_rows)
+    hashes = list[bytes]()
+    texts = list[str]()
     try:
         data = blocks.read(block, recipe.max_line_bytes)
         report.bytes = len(data)
         for _, record in blocks.records(data, block, recipe, tally):
             hashes.append(records.content_hash(record))
-            if measured:
-                texts.append(blocks.text_of(record))
-            if rule and recipe.kind == "documents":
-                plain.append(overlap.plain(blocks.text_of(record)))
+            texts.append(blocks.text_of(record))
     except DataError as error:
         report.error = str(error)
     report.keys.append(np.frombuffer(b"".join(hashes), ">u8").astype(np.uint64).reshape(-1, 2))
     report.sizes.append(np.array([len(text.encode("utf-8")) for text in texts], np.int64))
-    report.letters = count_letters(texts)
-    if rule:  # chats have no shingles
-        report.sketches.append(near_duplicates.sketches_of(plain or [b""] * len(hashes), rule))
+    # numpy counts 100 MB of text a second, `Counter` 30
+    counts = np.bincount(np.frombuffer("".join(texts).encode("utf-32-le"), "<u4"))
+    report.letters.update({chr(code): int(counts[code]) for code in np.flatnonzero(counts).tolist()})
+    if rule:
+        is_chat = recipe.kind != "documents"  # chats have no shingles
+        plain = [b"" if is_chat else overlap.plain(text) for text in texts]
+        report.sketches.append(near_duplicates.sketches_of(plain, rule))
     return report
 
 
@@ -191,14 +191,14 @@ def plain_texts(block: Block, recipe: BlockRecipe, first: int, wanted: frozenset
 
 def _tasks(
     reports: Iterable[Report], kind: str | None, reading: Reading, listed: int, rule: SimilarityRule | None
-) -> Iterator[tuple[Block, BlockRecipe, int, bool, SimilarityRule | None]]:
+) -> Iterator[tuple[Block, BlockRecipe, int, SimilarityRule | None]]:
     """The blocks of every file. An error in a file ends that file only."""
     for number, report in enumerate(reports):
         try:
             report.kind = kind or kind_of(report.file, reading.max_line_bytes) or "documents"
             recipe = _recipe(report, reading)
             for block in blocks.cut(report.file, number, BLOCK_BYTES, recipe):
-                yield block, recipe, listed, report.measured, rule
+                yield block, recipe, listed, rule
         except DataError as error:
             report.error = str(error)
 
@@ -226,21 +226,18 @@ def _mark_duplicates(reports: Sequence[Report], *, deduplicate: bool) -> Flags:
 def _mark_near_duplicates(
     reports: Sequence[Report], reading: Reading, rule: SimilarityRule, present: Flags, pool: Pool
 ) -> None:
-    """Count the documents that are near-duplicates, as sharding does. Their texts are spooled to a temporary file."""
+    """Count the documents that are near-duplicates, as sharding does. The texts of candidates are held in memory."""
     sketches = [Sketches.none(rule), *(sketch for report in reports for sketch in report.sketches)]
     counts = np.concatenate([sketch.counts for sketch in sketches])
     candidates = near_duplicates.candidates(
         lambda band: np.concatenate([sketch.keys[band] for sketch in sketches]), rule, counts, present, present
     )
-    with tempfile.TemporaryFile() as spool:
-        places = _spool(reports, reading, candidates.positions, spool, pool)
+    texts = _texts_at(candidates.positions, reports, reading, pool)
 
-        def shingles(position: int) -> Hashes:
-            start, length = places.get(position, (0, 0))
-            spool.seek(start)
-            return near_duplicates.shingles_of(spool.read(length))
+    def shingles(position: int) -> Hashes:
+        return near_duplicates.shingles_of(texts.get(position, b""))
 
-        dropped = near_duplicates.confirm(candidates, counts, present, shingles, rule)
+    dropped = near_duplicates.confirm(candidates, counts, present, shingles, rule)
     positions = np.array([near.position for near in dropped], np.int64)
     ends = np.cumsum([sum(len(sketch.counts) for sketch in report.sketches) for report in reports])
     files = np.bincount(ends.searchsorted(positions, "right"), minlength=len(reports))
@@ -250,54 +247,38 @@ def _mark_near_duplicates(
         report.sketches.clear()
 
 
-def _spool(
-    reports: Sequence[Report], reading: Reading, positions: Places, spool: IO[bytes], pool: Pool
-) -> dict[int, tuple[int, int]]:
-    """Write the plain texts of documents, by position among all, to a file; returns (start, length) of each."""
+def _texts_at(positions: Places, reports: Sequence[Report], reading: Reading, pool: Pool) -> dict[int, bytes]:
+    """The plain texts of documents by their position among all; the files are read a second time."""
 
     def tasks() -> Iterator[tuple[Block, BlockRecipe, int, frozenset[int]]]:
         first = 0
         for number, report in enumerate(reports):
-            recipe, start = _recipe(report, reading), first
+            recipe = _recipe(report, reading)
+            end = first
             first += sum(len(sketch.counts) for sketch in report.sketches)
             with contextlib.suppress(DataError):  # at the end of a file that could not be read to it
                 cut = blocks.cut(report.file, number, BLOCK_BYTES, recipe)
                 for sketch, block in zip(report.sketches, cut, strict=False):
-                    end = start + len(sketch.counts)
+                    start, end = end, end + len(sketch.counts)
                     wanted = positions[positions.searchsorted(start) : positions.searchsorted(end)]
                     if len(wanted):
                         yield block, recipe, start, frozenset(wanted.tolist())
-                    start = end
 
-    places: dict[int, tuple[int, int]] = {}
     with contextlib.closing(pool.map(plain_texts, tasks())) as results:
-        for position, text in itertools.chain.from_iterable(results):
-            places[position] = (spool.tell(), len(text))
-            spool.write(text)
-    return places
+        return dict(itertools.chain.from_iterable(results))
 
 
-def count_letters(texts: Sequence[str]) -> Counter[str]:
-    """Number of letters per script; digits, punctuation and white space do not count.
-
-    numpy counts 100 MB of text a second, `collections.Counter` 30.
-    """
-    joined = "".join(texts)
-    counts = np.zeros(CODE_POINTS, np.int64)
-    for start in range(0, len(joined), COUNTED_CHARACTERS):
-        characters = joined[start : start + COUNTED_CHARACTERS].encode("utf-32-le")
-        counts += np.bincount(np.frombuffer(characters, "<u4"), minlength=CODE_POINTS)
-    letters: Counter[str] = Counter()
-    for code in np.flatnonzero(counts).tolist():
-        if script := script_of(chr(code)):
-            letters[script] += int(counts[code])
-    return letters
+def scripts_of(letters: Counter[str]) -> Counter[str]:
+    """Number of letters per script; digits, punctuation and white space do not count."""
+    scripts: Counter[str] = Counter()
+    for letter, count in letters.items():
+        if letter.isalpha():
+            scripts[script_of(letter)] += count
+    return scripts
 
 
-def script_of(letter: str) -> str | None:
-    """Script of a letter, by the first word of its Unicode name: "Latin", "Han", ...; None if it is not a letter."""
-    if not unicodedata.category(letter).startswith("L"):
-        return None
-    name = unicodedata.name(letter, "")
-    first = name.removeprefix("FULLWIDTH ").removeprefix("HALFWIDTH ").split(" ")[0].split("-")[0].title()
-    return SCRIPT_OF.get(first, first or OTHER)
+def script_of(letter: str) -> str:
+    """Script of a letter, by the first word of its Unicode name: "Latin", "Han", ..."""
+    name = unicodedata.name(letter, "OTHER").removeprefix("FULLWIDTH ").removeprefix("HALFWIDTH ")
+    first = re.split("[ -]", name)[0].title()
+    return "Han" if first == "Cjk" else first
