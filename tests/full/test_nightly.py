@@ -155,7 +155,7 @@ POINTS = [
 
 
 def killed(cli: Cli, number: int, when: str) -> int | None:
-    """How a night ends that is killed at that rename of its record; of the registry: store/test_registry."""
+    """How a night ends that is killed at that rename of its record; of the registry: store/test_model_registry."""
     replace, renames = Path.replace, itertools.count(1)
 
     def dying(path: Path, target: Path) -> Path:

@@ -23,7 +23,7 @@ from ttrain.flows.full import full
 from ttrain.pipeline.plan import plan
 from ttrain.stages.callbacks import description
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.tracking import loggers
+from ttrain.tracking import extras, loggers
 from ttrain.tracking.loggers import Logger, make_loggers
 from ttrain.train.callbacks import LogRecord, MetricsFile
 from ttrain.train.trainer import Cadence
@@ -322,14 +322,14 @@ def test_a_logger_that_raises_costs_one_warning_and_not_the_training(
 
 
 @pytest.mark.parametrize(
-    ("name", "found"), [*((name, None) for name in loggers.EXTRAS), ("wandb", ModuleSpec("wandb", None, is_package=True))]
+    ("name", "found"), [*((name, None) for name in extras.EXTRAS), ("wandb", ModuleSpec("wandb", None, is_package=True))]
 )
 def test_a_logger_that_is_not_installed_is_refused_with_the_command_that_installs_it(
     name: str, found: ModuleSpec | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where there is a directory of its name, as services leave one where one stands."""
-    monkeypatch.setattr(loggers, "find_spec", lambda name: found)
-    extra = loggers.EXTRAS[name]
+    monkeypatch.setattr(extras, "find_spec", lambda name: found)
+    extra = extras.EXTRAS[name]
     for refuse in (
         lambda: make_loggers([name], tmp_path, ABOUT),
         lambda: plan(full, Settings.model_validate({"runtime": {"loggers": [name]}}), ArtifactStore(tmp_path)),

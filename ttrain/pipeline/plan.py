@@ -25,7 +25,7 @@ from ttrain.store import references, runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, Artifacts
 from ttrain.store.runs import RecordedRun
-from ttrain.tracking import loggers
+from ttrain.tracking import extras
 
 # Settings that name files or other stages: the key has the digests of those instead.
 COUNTED_BY_BYTES = (
@@ -109,7 +109,7 @@ def plan(
     Raises UsageError if a stage that must be in the store is missing, a logger is not installed, or
     `runtime.eval_suite` cannot be used.
     """
-    loggers.check(settings.runtime.loggers)  # now, not after the stages before the first training
+    extras.check(settings.runtime.loggers)  # now, not after the stages before the first training
     check_suite(settings)
     graph = graph_of(recipe, settings)
     required_by = {f"--force {name}": name for name in sorted(rerun.force)}

@@ -14,29 +14,16 @@ import secrets
 import shutil
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, final
 
-from ttrain.errors import UsageError
 from ttrain.store.runs import read_rows
+from ttrain.tracking import extras
 from ttrain.train.callbacks import Callback, LogRecord
 
-# The packages that are imported, and the extra of ttrain that installs each.
-EXTRAS: Final = {"tensorboard": "tb", "wandb": "wandb", "swanlab": "swanlab"}
 METRICS, SAMPLES = "metrics.jsonl", "samples"  # samples/step-00000100.txt and so on
 
 log = logging.getLogger("ttrain")
-
-
-def check(names: Iterable[str]) -> None:
-    """Raise UsageError, with the command that installs it, for a logger that is not installed."""
-    for name in names:
-        if getattr(find_spec(name), "origin", None) is None:  # or a directory, as wandb leaves one
-            raise UsageError(
-                f"runtime.loggers has {name}, which is not installed; "
-                f"run: pip install 'ttrain[{EXTRAS[name]}]', or leave {name} out of runtime.loggers"
-            )
 
 
 class Logger(Callback):
@@ -222,5 +209,5 @@ def make_loggers(
     description: Mapping[str, Any],
 ) -> list[Logger]:
     """A callback for each name. Raises UsageError for one that is not installed."""
-    check(names)
+    extras.check(names)
     return [LOGGERS[name](name, directory, description) for name in names]
