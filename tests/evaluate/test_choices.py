@@ -101,6 +101,17 @@ def test_contexts_and_what_they_begin_with_are_computed_once(encoder: Encoder) -
     assert computed < 0.2 * alone  # 0.3 where questions are computed once, but not their passage
 
 
+def test_short_continuations_are_not_padded_to_a_long_one(encoder: Encoder) -> None:
+    model = model_of(encoder)
+    watched, subject = Watched(model), subject_of(model, encoder)
+    texts = [(PASSAGE, f" {choice}") for choice in (*"abcdefgh", " ".join(LINES)[:40])]
+    pairs = encode_pairs(subject, texts)
+    log_likelihoods(subject, texts, quiet)
+    needed = len(pairs[0][0]) + sum(len(continuation) for _, continuation in pairs)
+    computed = sum(rows * width for rows, width in watched.shapes)
+    assert computed < 2 * needed  # 2.9 where all are as long as the longest
+
+
 @pytest.mark.parametrize("batch_tokens", [1, 100])
 def test_a_score_does_not_depend_on_its_batch_which_has_a_limit(encoder: Encoder, batch_tokens: int) -> None:
     model = model_of(encoder)

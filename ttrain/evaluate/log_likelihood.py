@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Iterator, Sequence
-from itertools import groupby, takewhile
+from itertools import accumulate, groupby, takewhile
 from typing import Any, NamedTuple, final
 
 import torch
@@ -33,7 +33,7 @@ Ids = tuple[int, ...]
 Pair = tuple[Ids, Ids]  # context and continuation, neither of them empty
 Score = tuple[float, bool]  # nats of a continuation, whether every token was the most likely one
 
-LEAST_SAVED = 64  # tokens that two passes must save to be faster than one over whole rows
+LEAST_SAVED = 64  # tokens that a pass more must save: about what the call itself costs
 CACHED = 4  # a token with cached keys and values takes a quarter of the memory of a computed one
 
 
@@ -230,14 +230,21 @@ def _of_like_length(
     *,
     start_tokens: int,
 ) -> Iterator[list[int]]:
-    """Batch rows, the longest first, with at most `most` padded tokens."""
+    """Batch rows, the longest first, with at most `most` padded tokens.
+
+    The few continuations of one context differ in length: together they have little padding.
+    """
 
     def tokens(number: int) -> int:
         return len(pairs[number][0]) + len(pairs[number][1]) - 1 - start_tokens
 
     longest_first = sorted(numbers, key=tokens, reverse=True)
     while longest_first:
-        count = max(1, most // (tokens(longest_first[0]) + start_tokens // CACHED))
+        longest = tokens(longest_first[0])
+        count = max(1, most // (longest + start_tokens // CACHED))
+        if start_tokens:
+            padding = accumulate(longest - tokens(number) for number in longest_first)
+            count = min(count, sum(tokens_lost <= LEAST_SAVED for tokens_lost in padding))
         yield longest_first[:count]
         longest_first = longest_first[count:]
 
