@@ -276,6 +276,6 @@ def test_a_home_that_this_account_may_not_read_is_named_as_such(
 
     monkeypatch.setattr(os, "scandir", refuse)
     message = f"TTRAIN_HOME is {home}, but {home / 'runs'} cannot be used: Permission denied; run the command as"
-    commands = (("pipeline", "status"), ("pipeline", "logs"), ("report", record.run), ("track", "sync", record.run))
+    commands = (("pipeline", "status"), ("pipeline", "logs"), ("report", record.run), ("track", "push", record.run))
     for done in (run(*words) for words in commands):
         assert done.code == 2 and done.err.startswith(f"error: {message}") and done.out == ""

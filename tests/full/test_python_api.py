@@ -95,7 +95,8 @@ def test_a_stage_is_built_in_a_thread_with_progress_and_nothing_printed(
 
 
 def test_a_failure_is_an_exception_and_is_recorded(finished: Any, tmp_path: Path) -> None:
-    (tmp_path / "domain.jsonl").write_text('{"messages": 1}\n' * 10, encoding="utf-8")
+    good = (finished.data / "domain.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)[:30]
+    (tmp_path / "domain.jsonl").write_text("".join(good) + '{"messages": 1}\n' * 10, encoding="utf-8")
     settings = settings_of(finished, **{"data.lora": str(tmp_path / "domain.jsonl"), "tracking.enabled": False})
     shutil.copytree(finished.home / "store", tmp_path / "home" / "store")
     remember_modules(tmp_path / "home")
