@@ -175,6 +175,7 @@ def test_what_is_due_starts_in_a_process_of_its_own_at_most_four_at_once(
         return SimpleNamespace(poll=lambda: None)
 
     monkeypatch.setattr(subprocess, "Popen", popen)
+    monkeypatch.setattr(serve, "postpone", lambda *_: False)  # tests/flows/test_slots.py
     mine = Schedule("nightly", "mine", "0 2 * * *", "UTC", {})
     schedules.write(tmp_path, mine)
     runs = [

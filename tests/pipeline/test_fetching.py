@@ -153,10 +153,10 @@ from ttrain.pipeline.artifact_commands import InTracker
 from ttrain.store.artifacts import ArtifactStore
 home = Path({str(bare_home)!r})
 store = ArtifactStore(home, InTracker(home, {EXPERIMENT!r}))
-assert store.find({STAGE!r}, {KEY!r}) and "ttrain.tracking" not in sys.modules
+assert store.find({STAGE!r}, {KEY!r}) and "ttrain.tracking.artifact_source" not in sys.modules
 from ttrain.pipeline.names import resolve
 assert resolve("sft", home).model == Path({str(model.path)!r}) / "model"
-assert store.find({STAGE!r}, "another") is None and "ttrain.tracking" in sys.modules
+assert store.find({STAGE!r}, "another") is None and "ttrain.tracking.artifact_source" in sys.modules
 assert not {{"mlflow", "sqlalchemy", "torch", "transformers"}} & {{*sys.modules}}
 """
     subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
