@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -347,3 +348,20 @@ def test_track_push_says_what_it_did(tracked_home: Path, monkeypatch: pytest.Mon
     assert again == {"run": A, "run_id": only(tracked_home, A).info.run_id, "pushed": True, "why": ""}
     unknown = command(app, ["track", "push", "other"])
     assert unknown.exit_code and "there is no run 'other'" in str(unknown.exception)
+
+
+def test_a_sweep_is_there_again_with_its_trials_below_it(tracked_home: Path) -> None:
+    sweep = "sweep-20260101-000000-00000"
+    kept = tracked_home / "sweeps" / sweep / pusher.SWEEP
+    kept.parent.mkdir(parents=True)
+    run = TrackedRun(sweep, sweep, sweep, "ttrain", BEGAN, "FINISHED", rows=[{"step": 2, "metrics": {"loss": 1.5}}])
+    write_json(kept, asdict(run))
+    trial = "full-20260101-000001-aaaaa"
+    make_run(tracked_home, trial, [], sweep={"name": sweep, "trial": 0})
+    for _ in range(2):
+        parent, child = pushed(tracked_home)
+        client_now = Mirror(tracked_home).client  # of the file that is there now
+        assert client_now.get_run(child).data.tags["mlflow.parentRunId"] == parent
+        assert [point.step for point in client_now.get_metric_history(parent, "loss")] == [2]
+        assert pushed(tracked_home) == []
+        database_of(tracked_home).unlink()

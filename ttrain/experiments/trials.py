@@ -29,7 +29,7 @@ from ttrain.experiments.sampler import TrialSampler
 from ttrain.experiments.space import format_value
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.progress_display import Display
-from ttrain.pipeline.pusher import Pusher
+from ttrain.pipeline.pusher import SWEEP, Pusher
 from ttrain.pipeline.recipe import planned_part
 from ttrain.pipeline.stop_request import StopRequest
 from ttrain.pipeline.tracked_runs import NOTE, id_of, status_of
@@ -75,6 +75,7 @@ class TrialRunner:
                 sweep.name,
                 lambda bound: sweep.note(tracking={"run_id": bound.run_id, "experiment_id": bound.experiment_id}),
                 self._tracked,
+                sweep.path / SWEEP,
             )
             self._pusher.start()
 

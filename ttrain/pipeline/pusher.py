@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ttrain.config.training import MODEL_STAGES
-from ttrain.core.files import JsonDict, Taken, exclusive, refuse
+from ttrain.core.files import PRIVATE_FILE, JsonDict, Taken, exclusive, read_json, refuse, write_json
 from ttrain.core.redact import without_user
 from ttrain.core.sqlite_files import is_damage
 from ttrain.pipeline import registration
@@ -38,6 +38,8 @@ from ttrain.tracking.views import NAME, refresh_view
 
 log = logging.getLogger("ttrain")
 
+SWEEP = "tracked.json"  # in the folder of a sweep: what trackers show of it
+SWEEPS = f"sweeps/*/{SWEEP}"
 INTERVAL_SECONDS = 3.0  # between two pushes of a run that goes on
 SILENT_SECONDS = 10.0  # without an answer: after this the end of a run waits no longer
 RETRY_SECONDS = 30.0  # between two tries of an MLflow that does not answer
@@ -67,7 +69,7 @@ def push(home: Path, names: Sequence[str] | None = None, on_run: Callable[[str],
         mirror = Mirror(home)
     except Exception as error:  # MLflow may raise anything
         return [Pushed(name, why=cannot_be_asked(uri, error)) for name in (waiting(home) if names is None else names)]
-    done = []
+    done = [] if names is not None else list(_push_sweeps(mirror))
     for name in waiting(home) if names is None else names:
         on_run(name)
         try:
@@ -82,6 +84,22 @@ def push(home: Path, names: Sequence[str] | None = None, on_run: Callable[[str],
             mirror.forget()
             done.append(Pushed(name, why=cannot_be_asked(uri, error)))
     return done
+
+
+def _push_sweeps(mirror: Mirror) -> Iterator[Pushed]:
+    """Push the sweeps that MLflow does not have as they are: before their trials, which are shown below them."""
+    book = Book(mirror.home, mirror.uri)
+    for path in sorted(mirror.home.glob(SWEEPS)):
+        noted = f"{path.parent.name} {path.stat().st_mtime_ns}"
+        if noted in book.runs:
+            continue
+        try:
+            bound = mirror.push(TrackedRun(**read_json(path)))
+            book.note_run(noted)
+            yield Pushed(path.parent.name, bound.run_id if bound else None)
+        except Exception as error:
+            mirror.forget()
+            yield Pushed(path.parent.name, why=cannot_be_asked(mirror.uri, error))
 
 
 def waiting(home: Path) -> list[str]:
@@ -176,13 +194,15 @@ def _lock(home: Path, *, waits: bool = True) -> Any:
 class Pusher:
     """Pushes a run every few seconds from a thread of its own, before that what earlier runs left, and once at the end.
 
-    `show(bound)` is called when the run is in MLflow. `content` makes what is pushed, if it is no run of the home.
+    `show(bound)` is called when the run is in MLflow. `content` makes what is pushed, if it is no run of the home but a
+    sweep; it is kept in `kept`, so that a push after its end finds it.
     """
 
     home: Path
     run: str
     show: Callable[[Bound], object] = lambda bound: None
     content: Callable[[], TrackedRun] | None = None
+    kept: Path | None = None
     _stop: threading.Event = field(default_factory=threading.Event)
     _is_at_end: bool = False
     _mirror: Mirror | None = None
@@ -259,7 +279,10 @@ class Pusher:
         if self._mirror is None:
             self._mirror = Mirror(self.home)
         if self.content is not None:
-            bound = self._mirror.push(self.content())
+            run = self.content()
+            if self.kept:
+                write_json(self.kept, asdict(run), PRIVATE_FILE)
+            bound = self._mirror.push(run)
         else:
             with _lock(self.home, waits=self._is_at_end):
                 bound = self._push_run()
