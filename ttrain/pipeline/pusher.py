@@ -128,8 +128,8 @@ def push_run(mirror: Mirror, name: str, without: Iterable[str] = ()) -> Bound | 
         _register(mirror, content, bound)
         refresh_view(mirror, run.experiment, run.tags[NAME])
     stages = {stage.tags["ttrain.stage"]: mirror.bound[stage.id].run_id for stage in run.stages if stage.id in mirror.bound}
-    known = book.runs.get(name, {}).get("stages", {})
-    book.note_run(name, run_id=bound.run_id, experiment_id=bound.experiment_id, stages={**known, **stages})
+    earlier = book.runs.get(name, {}).get("stages", {})
+    book.note_run(name, run_id=bound.run_id, experiment_id=bound.experiment_id, stages={**earlier, **stages})
     if content.has_ended:
         book.note_run(name, noted=size)
         book.note_seen()

@@ -78,8 +78,8 @@ class RunContent:
     def artifacts(self) -> dict[str, Artifact]:
         """The artifacts of the run's finished stages: not one that a later run finished."""
         keyed = ((entry["name"], entry["key"]) for entry in self.record["stages"] if entry.get("key"))
-        found = {name: artifact for name, key in keyed if (artifact := self.store.find(name, key))}
-        return {name: artifact for name, artifact in found.items() if self._made(artifact) or self._reused(name)}
+        artifacts = {name: artifact for name, key in keyed if (artifact := self.store.find(name, key))}
+        return {name: artifact for name, artifact in artifacts.items() if self._made(artifact) or self._reused(name)}
 
     @cached_property
     def made(self) -> dict[str, Artifact]:
@@ -291,11 +291,11 @@ class RunContent:
 
     def _inputs(self, artifact: Artifact | None, work: Path) -> dict[str, Artifact]:
         if artifact:
-            found = {role: self.store.input_of(artifact, role) for role in artifact.manifest["inputs"]}
+            inputs = {role: self.store.input_of(artifact, role) for role in artifact.manifest["inputs"]}
         else:
             paths: Mapping[str, str] = read_object(work / JOB).get("inputs", {})
-            found = {role: self.store.read(Path(path)) for role, path in paths.items()}
-        return {role: source for role, source in found.items() if source}
+            inputs = {role: self.store.read(Path(path)) for role, path in paths.items()}
+        return {role: source for role, source in inputs.items() if source}
 
     def _trained_at_night(self, entry: JsonObject) -> bool:
         if not self.record["settings"]["runtime"].get("night") or entry["outcome"] not in BEGUN or not entry.get("key"):

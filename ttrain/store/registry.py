@@ -125,8 +125,8 @@ class Registry:
         """All sets, those of one pipeline or of all, the newest first."""
         state = self.read()
         names = state["sets"].keys() if name is None else state["sets"].keys() & {name}
-        found = [self._set(state, of, version) for of in names for version in state["sets"][of]["versions"]]
-        return sorted(found, key=lambda each: (each.created, int(each.version)), reverse=True)
+        sets = [self._set(state, of, version) for of in names for version in state["sets"][of]["versions"]]
+        return sorted(sets, key=lambda each: (each.created, int(each.version)), reverse=True)
 
     def champion(self, name: str) -> ModelSet | None:
         """The champion of a pipeline; None if none was promoted."""
@@ -355,13 +355,13 @@ def _existing(state: JsonObject, name: str) -> str:
 
 def _aliases(state: JsonObject) -> dict[str, dict[str, str]]:
     """The aliases of each name: of the sets, and of their models, which have the same ones."""
-    found: dict[str, dict[str, str]] = {}
+    aliases: dict[str, dict[str, str]] = {}
     for name, of_name in state["sets"].items():
         for alias, version in of_name["aliases"].items():
-            found.setdefault(name, {})[alias] = version
+            aliases.setdefault(name, {})[alias] = version
             for model, number in of_name["versions"][version]["members"].values():
-                found.setdefault(model, {})[alias] = number
-    return found
+                aliases.setdefault(model, {})[alias] = number
+    return aliases
 
 
 def _names(state: JsonObject) -> Iterator[str]:
@@ -376,9 +376,9 @@ def _names(state: JsonObject) -> Iterator[str]:
 def _add_model(state: JsonObject, model: Version) -> Version:
     """The registered version of the same artifact; added if there is none."""
     versions = state["models"].setdefault(model.name, {})
-    for number, known in versions.items():
-        if (known["key"], known["content"]) == (model.key, model.content):
-            return Version(model.name, number, **known)
+    for number, facts in versions.items():
+        if (facts["key"], facts["content"]) == (model.key, model.content):
+            return Version(model.name, number, **facts)
     facts = {"stage": model.stage, "key": model.key, "content": model.content, "run": model.run}
     number = _free_number(versions, model.version)
     versions[number] = facts
@@ -389,8 +389,8 @@ def _add_set(state: JsonObject, name: str, members: Iterable[Version], facts: Js
     """The version of the set of the same models; added with these facts if there is none."""
     of_name = state["sets"].setdefault(name, {"versions": {}, "champions": [], "aliases": {}})
     by_stage = {member.stage: [member.name, member.version] for member in members}
-    for number, known in of_name["versions"].items():
-        if known["members"] == by_stage:
+    for number, entry in of_name["versions"].items():
+        if entry["members"] == by_stage:
             return str(number)
     number = _free_number(of_name["versions"], wanted)
     of_name["versions"][number] = {**facts, "members": by_stage}

@@ -148,10 +148,10 @@ def find_record(home: Path, text: str) -> JsonObject:
     if record := references.find_run(home, text):
         return record
     if model := references.registered(text):
-        found = Registry(home).resolve(model)
-        if record := runs.read(home, found.run):
+        version = Registry(home).resolve(model)
+        if record := runs.read(home, version.run):
             return record
-        raise UsageError(f"'{model}' is registered, but the run that made it, {found.run}, is not in {home}")
+        raise UsageError(f"'{model}' is registered, but the run that made it, {version.run}, is not in {home}")
     for record in runs.newest_first(home, [f'"{text}"']) if text else ():
         if text in ((record.get("tracking") or {}).get("run_id"), record.get("night")):
             return record

@@ -51,18 +51,18 @@ class MlflowSource:
     def finished(self, query: str) -> list[StoredRun]:
         """The finished runs that match a query in MLflow's language, the newest first."""
         query = f"{query} AND attributes.status = 'FINISHED'"
-        found = all_pages(partial(self.mirror.call, "search_runs", self._experiments, query)) if self._experiments else []
+        entities = all_pages(partial(self.mirror.call, "search_runs", self._experiments, query)) if self._experiments else []
         listed = [
             StoredRun(run.info.run_id, (run.info.end_time or 0) / 1000, run.info.artifact_uri, dict(run.data.tags))
-            for run in found
+            for run in entities
         ]
         return sorted(listed, key=lambda run: run.ended, reverse=True)
 
     @cached_property
     def _experiments(self) -> list[str]:
         name = self._experiment
-        found = [self.mirror.call("get_experiment_by_name", name)] if name else self.mirror.call("search_experiments")
-        return [experiment.experiment_id for experiment in found if experiment]
+        experiments = [self.mirror.call("get_experiment_by_name", name)] if name else self.mirror.call("search_experiments")
+        return [experiment.experiment_id for experiment in experiments if experiment]
 
 
 class LocalCopies:

@@ -29,8 +29,8 @@ class Book:
     @property
     def runs(self) -> JsonDict:
         """By run: `run_id`, `experiment_id`, `stages` (run ids by stage), `noted` (bytes that were pushed)."""
-        found: JsonDict = self._read().get("runs", {})
-        return found
+        pushed: JsonDict = self._read().get("runs", {})
+        return pushed
 
     def aliases(self, name: str) -> dict[str, str] | None:
         """The aliases of a registered model, as they were pushed last; None if they never were."""
@@ -69,15 +69,15 @@ class Book:
         """Those that have changed since their last push, here or to the MLflow that they were for."""
         everything = [notes.get("runs", {}) for notes in read_object(self._path).values()]
         mine = self.runs
-        known = [run for run in runs if run in mine or not any(run in theirs for theirs in everything)]
-        return [run for run in known if mine.get(run, {}).get("noted") != noted_bytes(self._home, run)]
+        candidates = [run for run in runs if run in mine or not any(run in theirs for theirs in everything)]
+        return [run for run in candidates if mine.get(run, {}).get("noted") != noted_bytes(self._home, run)]
 
     def note_untracked(self, runs: Sequence[str]) -> None:
         """Note that there is nothing to push of these runs as they are."""
         if runs:
             with self._changing() as notes:
-                known = notes.setdefault("runs", {})
-                known |= {run: {"noted": noted_bytes(self._home, run)} for run in runs}
+                pushed = notes.setdefault("runs", {})
+                pushed |= {run: {"noted": noted_bytes(self._home, run)} for run in runs}
 
     def _read(self) -> JsonDict:
         notes: JsonDict = read_object(self._path).get(self._name, {})

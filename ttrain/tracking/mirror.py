@@ -169,9 +169,9 @@ class Mirror:
         """(the runs with this id, whether there were others that somebody deleted)."""
         everything = self._entities.ViewType.ALL
         query = f"tags.`{ID}` = '{run_id}'"
-        found = self.call("search_runs", [self.experiment_id(experiment)], query, run_view_type=everything)
-        active = [one for one in found if one.info.lifecycle_stage == "active"]
-        return sorted(active, key=lambda one: str(one.info.run_id)), len(active) < len(found)
+        entities = self.call("search_runs", [self.experiment_id(experiment)], query, run_view_type=everything)
+        active = [one for one in entities if one.info.lifecycle_stage == "active"]
+        return sorted(active, key=lambda one: str(one.info.run_id)), len(active) < len(entities)
 
     def _bind(self, run: TrackedRun, parent: Bound | None) -> Bound | None:
         """Find the run in MLflow, or create it. Twins, which two machines with one home can make, are deleted."""
@@ -378,8 +378,8 @@ def _new_points(rows: Iterable[MetricRow], bound: Bound) -> Iterator[MetricPoint
             yield point
 
 
-def _changed(values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if known.get(key) != value}
+def _changed(values: Mapping[str, Any], earlier: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if earlier.get(key) != value}
 
 
 def _clean_tags(tags: Mapping[str, str]) -> dict[str, str]:

@@ -63,42 +63,42 @@ def facts_of(model_set: ModelSet) -> dict[str, str]:
 def register(mirror: Mirror, version: Registration) -> str:
     """Bring one version up to date, creating it if there is none of its identity; returns MLflow's number of it."""
     with exclusive(mirror.home / "mlflow" / "registered.lock"):
-        found = _versions(mirror, version.name).get(version.identity)
-        if found is None:
+        entity = _versions(mirror, version.name).get(version.identity)
+        if entity is None:
             _create_model(mirror, version.name, version.about)
             tags = {IDENTITY: version.identity, **version.tags}
-            found = mirror.call(
+            entity = mirror.call(
                 "create_model_version", version.name, version.source, version.run_id, tags=tags, await_creation_for=0
             )
-    number = str(found.version)
+    number = str(entity.version)
     for tag, value in version.tags.items():
-        if found.tags.get(tag) != value:
+        if entity.tags.get(tag) != value:
             mirror.call("set_model_version_tag", version.name, number, tag, value)
     text = marked(version.description.replace("<NAME/VERSION>", f"{version.name}/{number}"))
-    if version.description and text != found.description and is_ours(found.description):
+    if version.description and text != entity.description and is_ours(entity.description):
         mirror.call("update_model_version", version.name, number, text)
     return number
 
 
 def number_of(mirror: Mirror, version: Version | ModelSet) -> str | None:
     """MLflow's number of a version; None if it has none of this identity."""
-    found = _versions(mirror, version.name).get(identity_of(version))
-    return str(found.version) if found else None
+    entity = _versions(mirror, version.name).get(identity_of(version))
+    return str(entity.version) if entity else None
 
 
 def push_aliases(mirror: Mirror, registry: Registry, name: str) -> None:
     """Bring the aliases of a pipeline's sets, and of their members, up to date."""
     book = Book(mirror.home, mirror.uri)
     sets = registry.sets(name)
-    wanted: dict[str, dict[str, str]] = {name: {}}
+    identities_by_model: dict[str, dict[str, str]] = {name: {}}
     for member in (member for model_set in sets for member in model_set.members.values()):
-        wanted.setdefault(member.name, {})
+        identities_by_model.setdefault(member.name, {})
     for model_set in sets:
         for alias in model_set.aliases:
-            wanted[name][alias] = identity_of(model_set)
+            identities_by_model[name][alias] = identity_of(model_set)
             for member in model_set.members.values():
-                wanted[member.name][alias] = identity_of(member)
-    for model, identities in wanted.items():
+                identities_by_model[member.name][alias] = identity_of(member)
+    for model, identities in identities_by_model.items():
         numbers = {identity: str(one.version) for identity, one in _versions(mirror, model).items()}
         aliases = {alias: numbers[identity] for alias, identity in identities.items() if identity in numbers}
         theirs = _aliases(mirror, model)
@@ -145,27 +145,27 @@ def take_over_champion(mirror: Mirror, name: str) -> None:
 def _promote(registry: Registry, name: str, version: Any) -> None:
     """Make the set of a version of MLflow champion, after taking it over if it is not of this home."""
     identity = version.tags.get(IDENTITY)
-    known = next((one for one in registry.sets(name) if identity_of(one) == identity), None)
+    model_set = next((one for one in registry.sets(name) if identity_of(one) == identity), None)
     facts = parse_object(version.tags.get(FACTS, ""))
-    if known is None and facts:
+    if model_set is None and facts:
         members = {
             stage: Version(model, number, stage, key, content, facts["run"])
             for stage, (model, number, key, content) in facts["members"].items()
         }
         created = version.creation_timestamp / 1000
-        known = registry.adopt(
+        model_set = registry.adopt(
             ModelSet(name, str(version.version), members, facts["keys"], facts["run"], created, facts["metrics"])
         )
-    if known is not None:
-        log.warning("%s/%s is the champion, as its alias was moved in MLflow", name, known.version)
-        registry.promote(name, known.version)
+    if model_set is not None:
+        log.warning("%s/%s is the champion, as its alias was moved in MLflow", name, model_set.version)
+        registry.promote(name, model_set.version)
 
 
 def _versions(mirror: Mirror, name: str) -> dict[str, Any]:
     """The versions of a registered model by identity, the first one of each."""
-    found = all_pages(partial(mirror.call, "search_model_versions", f"name = '{name}'"))
-    found.sort(key=lambda version: int(version.version), reverse=True)
-    return {version.tags[IDENTITY]: version for version in found if IDENTITY in version.tags}
+    versions = all_pages(partial(mirror.call, "search_model_versions", f"name = '{name}'"))
+    versions.sort(key=lambda version: int(version.version), reverse=True)
+    return {version.tags[IDENTITY]: version for version in versions if IDENTITY in version.tags}
 
 
 def _aliases(mirror: Mirror, name: str) -> dict[str, str]:
