@@ -110,7 +110,8 @@ class RunContent:
             inputs=[data for artifact in self.artifacts.values() for data in datasets.data_of(artifact)],
             parent=str((record.get("sweep") or {}).get("name", "")),
         )
-        run.texts = {"settings.yaml": run_summary.as_yaml(self._changed, masked(flat))}
+        if self.has_ended or not self.without:  # once at the beginning: it costs 30 ms
+            run.texts = {"settings.yaml": run_summary.as_yaml(self._changed, masked(flat))}
         if self.has_ended:
             self._add_end(run)
         for entry in record["stages"]:
