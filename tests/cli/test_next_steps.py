@@ -61,6 +61,12 @@ def test_passes_that_a_rule_decided_are_not_asked_for_again() -> None:
     assert any(line.endswith("sft.epochs=6") for line in lines)
 
 
+def test_of_passes_that_were_too_many_half_are_proposed() -> None:
+    settings = load((), environment={}).settings
+    lines = next_steps(RanCommand(["pipeline", "run", "full"]), settings, MADE, {"sft": 3.0}, ["sft"])
+    assert any(line.endswith("sft.epochs=1.5") for line in lines)
+
+
 def test_every_command_is_one_and_export_writes_where_nothing_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     shown = hints()

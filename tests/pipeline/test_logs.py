@@ -85,6 +85,7 @@ def test_warnings_of_the_guards_name_the_setting_to_change_and_their_file() -> N
     )
     warned = summary.key_figures("pretrain", {**result, "guard_warnings": {"overfit": 1, "no_effect": 1}})
     assert "warned of overfit, no effect; " in warned and "pretrain.tokens" in warned and "pretrain.optim.lr" in warned
+    assert "pretrain.early_stopping.patience=3" in warned
 
 
 def test_figures_have_three_digits_or_none_and_one_of_a_thing_is_not_called_several() -> None:

@@ -33,11 +33,15 @@ class RanCommand:
 
 
 def next_steps(
-    command: RanCommand, settings: Settings, made: Collection[str], passes: Mapping[str, float] = MappingProxyType({})
+    command: RanCommand,
+    settings: Settings,
+    made: Collection[str],
+    passes: Mapping[str, float] = MappingProxyType({}),
+    overfit: Collection[str] = (),
 ) -> list[str]:
     """The lines after a run that made, or took from the store, the artifacts of these stages.
 
-    `passes`: those over the rows that a rule decided, by stage.
+    `passes`: those over the rows that a rule decided, by stage; `overfit`: stages whose guard warned of too many.
     """
     from ttrain.config import TRAINING_STAGES
 
@@ -54,19 +58,21 @@ def next_steps(
         lines.append("  curves, samples and metrics, as a page: ttrain report latest")
     if models:
         stage = models[-1].name
-        changed = command.with_setting(*_one_thing(settings, stage, passes.get(stage)))
+        changed = command.with_setting(*_one_thing(settings, stage, passes.get(stage), stage in overfit))
         lines.append(f"  change one thing, rerun what it touches: {changed}")
     if "source" in made:  # the text that ttrain brings
         lines.append(f"  your own text: ttrain pipeline run full {OWN_DATA}")
     return lines
 
 
-def _one_thing(settings: Settings, stage: str, passes: float | None) -> tuple[str, str]:
-    """A setting of a stage, and a value that is worth a try."""
+def _one_thing(settings: Settings, stage: str, passes: float | None, is_overfit: bool) -> tuple[str, str]:
+    """A setting of a stage, and a value that is worth a try: fewer passes where those that were made were too many."""
     from ttrain.config import rules
 
     section = getattr(settings, stage)
     epochs = (passes or section.by_rows.epochs) if section.epochs == rules.AUTO else section.epochs
+    if is_overfit and epochs and stage != "pretrain":
+        return f"{stage}.epochs", f"{epochs / 2:g}"
     if stage != "pretrain" and (epochs or MOST_EPOCHS) < MOST_EPOCHS:
         return f"{stage}.epochs", f"{max(BETTER_EPOCHS, 2 * epochs):g}"
     return f"{stage}.seed", str(section.seed + 1)

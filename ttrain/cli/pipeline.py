@@ -338,6 +338,7 @@ def plan_and_run(
         print("nothing was run; --yes runs it without asking")
         raise Exit(1)
     from ttrain.flows.run import run_pipeline
+    from ttrain.reports.summary import OVERFIT
 
     execution = run_pipeline(
         pipeline,
@@ -354,7 +355,9 @@ def plan_and_run(
         command = RanCommand(["pipeline", "rerun", *changed, "--run", execution.record.run])
     by_rule = {name: artifact.result.get("by_rule", {}) for name, artifact in execution.artifacts.items()}
     passes = {name: values["epochs"] for name, values in by_rule.items() if "epochs" in values}
-    for line in next_steps(command, planned.settings, execution.artifacts, passes):
+    warned = {name: artifact.result.get("guard_warnings", {}) for name, artifact in execution.artifacts.items()}
+    overfit = [name for name, guards in warned.items() if OVERFIT in guards]
+    for line in next_steps(command, planned.settings, execution.artifacts, passes, overfit):
         print_escaped(line)
 
 

@@ -25,8 +25,10 @@ KEY_METRICS: Mapping[str, tuple[str, ...]] = {
     "reference": ("answers", "log_probability"),
 }
 
+OVERFIT = "overfit"  # the guard of a held-out loss that rises while that of the training falls
+KEEP_THE_BEST = "or keep the best step: pretrain.early_stopping.patience=3 pretrain.validate_every_steps=50"
 GUARD_FIXES = {
-    "overfit": "try fewer passes by a smaller {budget}, or more data",
+    OVERFIT: "try fewer passes by a smaller {budget}, or more data",
     "no_effect": "try a larger {stage}.optim.lr, or more passes",
     "loss-spike": "try a smaller {stage}.optim.lr",
 }
@@ -121,6 +123,8 @@ def _advice_of_guards(stage: str, warned: Iterable[str]) -> str:
     """Which guards warned, and which settings to change."""
     budget = f"{stage}.{'tokens' if stage == 'pretrain' else 'epochs'}"
     fixes = [GUARD_FIXES[name].format(stage=stage, budget=budget) for name in warned if name in GUARD_FIXES]
+    if stage == "pretrain" and OVERFIT in warned:
+        fixes.append(KEEP_THE_BEST)
     names = ", ".join(name.replace("_", " ") for name in warned)
     return f"the guards warned of {'; '.join([names, *fixes])}"
 
