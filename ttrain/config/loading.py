@@ -433,10 +433,10 @@ def _check_key(override: Override, valid_keys: Sequence[str]) -> None:
         near, meaning = _nearest(key, valid_keys)
     if near:
         meant = " or ".join(f"'{name}'" for name in near)
-        example = "" if len(near) == 1 else "for example "
         is_text = near[0] in numeric_keys(Settings) and isinstance(value, str) and not _is_number(value)
         written = f"{near[0]}=NUMBER" if is_text else _as_written(Override(origin, near[0], value), meaning)
-        raise UsageError(f"{problem}; did you mean {meant}? Write {example}{written}")
+        place = " at the top level of the file" if "." in key and written.startswith(f"{near[0]}: ") else ""
+        raise UsageError(f"{problem}; did you mean {meant}? Write {'for example ' * (len(near) > 1)}{written}{place}")
     others = "`ttrain config show` lists them all"
     if len(valid_keys) <= SHOWN_KEYS:
         others = f"there are {', '.join(valid_keys)}"
