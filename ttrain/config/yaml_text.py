@@ -6,6 +6,7 @@ What is read is YAML 1.1 as PyYAML's safe loader has it, but: a key that is give
 
 from __future__ import annotations
 
+import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -66,7 +67,7 @@ def _loaded(text: str, load: Callable[[str, Any], Any]) -> Any:
         mark = error.problem_mark or error.context_mark
         location = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         problem = error.problem or error.context
-        if mark and "\t" in [*text.split("\n"), ""][mark.line][: mark.column + 1]:
+        if mark and "\t" in "".join(re.split(r"\r\n|[\r\n\x85\u2028\u2029]", text)[mark.line :][:1])[: mark.column + 1]:
             problem = "the line is indented with a tab, which YAML does not allow; indent it with spaces"
         raise InvalidYaml(one_line(f"{location}{problem}")) from None
     except yaml.reader.ReaderError as error:  # the only other one
