@@ -213,6 +213,21 @@ def test_a_gradient_that_depends_on_how_rows_are_divided_is_found_also_where_the
     assert not ok(model.accumulation(replace(SOUND, task=MeanOfMeans), NumberedRows(12, live=[16] * 12), CPU))
 
 
+def test_the_environment_is_as_it_was_after_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts that this process starts later would find no module beside them."""
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    seen: list[str] = []
+
+    def spawn(*_: object) -> None:
+        seen.append(os.environ["PYTHONSAFEPATH"])
+        raise model.ProcessRaisedException("a rank failed", 0, 1)
+
+    monkeypatch.setattr(model, "spawn", spawn)
+    with pytest.raises(TTrainError, match="did not take a step together: a rank failed"):
+        model.spawned(SOUND, ROWS)
+    assert seen == ["1"] and "PYTHONSAFEPATH" not in os.environ
+
+
 def test_two_ranks_are_one_unless_gradients_are_averaged_or_not_synchronised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

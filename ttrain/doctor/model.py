@@ -344,6 +344,7 @@ def first_step(learner: Learner, rows: InMemoryRows, ranks: Ranks, *, rows_per_d
 
 def spawned(learner: Learner, rows: InMemoryRows) -> list[Step]:
     """A first step that RANKS processes share, as each of them computes it. Raises TTrainError where one fails."""
+    added = SAFE_PATH.keys() - os.environ.keys()
     os.environ |= SAFE_PATH  # the interpreters are started without -P
     with temporary_directory("doctor") as directory:
         try:
@@ -352,6 +353,9 @@ def spawned(learner: Learner, rows: InMemoryRows) -> list[Step]:
         except (ProcessRaisedException, ProcessExitedException) as error:
             reason = str(error).strip().splitlines()[-1]
             raise TTrainError(f"{RANKS} processes did not take a step together: {reason}") from None
+        finally:
+            for name in added:  # what else this process starts is not ours
+                del os.environ[name]
         return [
             (json.loads((directory / f"loss{rank}").read_text()), load_file(directory / f"gradients{rank}"))
             for rank in range(RANKS)
