@@ -66,7 +66,7 @@ def record(night: NightRecord, execution: PipelineRun, home: Path, name: str, ju
     run = execution.record.run
     keys = {stage: artifact.key for stage, artifact in execution.artifacts.items() if stage in REGISTERED}
     night.note(version=version, keys=keys, run=run, decision=decision.to_json(), texts=texts)
-    execution.record.note_afterwards(decision=decision.to_json())
+    execution.record.note(decision=decision.to_json())
     if decision.promote or now is None or now.version != version:  # the champion keeps the decision that made it so
         table, *figures = tables(judged)
         registry.decide(name, version, decision.to_json(), run=run, table=table, figures="\n\n".join(figures))

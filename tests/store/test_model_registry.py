@@ -125,24 +125,6 @@ def test_rolling_back_twice_goes_further_back_also_past_a_champion_that_came_aga
     assert aliases(sets_home)["champion"] == "1"
 
 
-def test_a_champion_whose_alias_was_taken_away_is_the_one_that_rolling_back_leaves(sets_home: Path) -> None:
-    registry = Registry(sets_home)
-    for version in ("3", "1"):
-        registry.promote("mine", version)
-    registry.remove_alias("mine", "champion")
-    assert registry.champion("mine") is None
-    assert registry.rollback("mine").version == "3"
-
-
-def test_another_alias_holds_for_the_models_of_its_set(sets_home: Path) -> None:
-    registry = Registry(sets_home)
-    assert registry.move_alias("mine", "best", "1").aliases == ("best",)
-    registry.move_alias("mine", "best", "2")
-    assert resolved(sets_home, "mine-base@best") == "mine-base/2"
-    registry.remove_alias("mine", "best")
-    assert aliases(sets_home) == {"challenger": "3"} and history(sets_home) == []
-
-
 def test_a_set_without_an_adapter_leaves_none_champion(sets_home: Path) -> None:
     version = register(sets_home, 4, stages=("pretrain",)).version
     Registry(sets_home).promote("mine", version)
@@ -279,7 +261,7 @@ def _killed_at_the_rename(act: Callable[[], object], when: str) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("action", ["promote", "rollback", "alias"])
+@pytest.mark.parametrize("action", ["promote", "rollback"])
 def test_a_kill_at_the_write_leaves_the_old_state_or_the_new_one_and_is_done_again(
     sets_home: Path, action: str, when: str
 ) -> None:
@@ -290,7 +272,6 @@ def test_a_kill_at_the_write_leaves_the_old_state_or_the_new_one_and_is_done_aga
     acts: dict[str, Callable[[], object]] = {
         "promote": lambda: registry.promote("mine", "3"),
         "rollback": lambda: registry.rollback("mine"),
-        "alias": lambda: registry.move_alias("mine", "challenger", "1"),
     }
     process = multiprocessing.get_context("fork").Process(target=_killed_at_the_rename, args=(acts[action], when))
     process.start()
@@ -302,7 +283,7 @@ def test_a_kill_at_the_write_leaves_the_old_state_or_the_new_one_and_is_done_aga
         acts[action]()
     champion = registry.champion("mine")
     assert champion is not None
-    assert champion.version == {"promote": "3", "rollback": "1", "alias": "2"}[action] == history(sets_home)[-1]
+    assert champion.version == {"promote": "3", "rollback": "1"}[action] == history(sets_home)[-1]
     assert len(registry.sets()) == 3
 
 

@@ -17,7 +17,7 @@ from ttrain.store.registry import Registry
 from ttrain.tracking.book import Book
 from ttrain.tracking.client import own_uri
 from ttrain.tracking.mirror import prepare
-from ttrain.tracking.registered import CHARACTERS, is_ours, marked, take_over_champions
+from ttrain.tracking.registered import CHARACTERS, is_ours, marked, push_champion, take_over_champions
 
 NAME = "quickstart"
 
@@ -178,3 +178,13 @@ def _losses(artifact: Path) -> float:
     import json
 
     return float(json.loads((artifact / "run" / "metrics.jsonl").read_text().splitlines()[0])["metrics"]["loss"])
+
+
+def test_a_champion_that_is_chosen_here_has_its_alias_in_mlflow_at_once(sets_home: Path, tmp_path: Path) -> None:
+    for version in ("1", "2", "1"):
+        Registry(sets_home).promote(NAME, version)
+        push_champion(sets_home, NAME)
+        assert aliases(sets_home)["champion"] == aliases(sets_home, f"{NAME}-sft")["champion"] == version
+    assert Book(sets_home, own_uri(sets_home)).is_seen()
+    push_champion(tmp_path / "other", NAME)
+    assert not (tmp_path / "other").exists(), "where nothing was pushed no database is made"

@@ -355,8 +355,9 @@ def plan_and_run(
         command = RanCommand(["pipeline", "rerun", *changed, "--run", execution.record.run])
     by_rule = {name: artifact.result.get("by_rule", {}) for name, artifact in execution.artifacts.items()}
     passes = {name: values["epochs"] for name, values in by_rule.items() if "epochs" in values}
-    warned = {name: artifact.result.get("guard_warnings", {}) for name, artifact in execution.artifacts.items()}
-    overfit = [name for name, guards in warned.items() if OVERFIT in guards]
+    overfit = [
+        name for name, artifact in execution.artifacts.items() if OVERFIT in artifact.result.get("guard_warnings", {})
+    ]
     for line in next_steps(command, planned.settings, execution.artifacts, passes, overfit):
         print_escaped(line)
 

@@ -41,12 +41,11 @@ def models_list(
 ) -> None:
     """List the sets, the newest first: aliases, metric, run, and the promotion decision."""
     from ttrain.config.training import BITS_PER_BYTE
-    from ttrain.store.registry import CHAMPION, Registry
+    from ttrain.store.registry import CHAMPION
     from ttrain.tracking.registered import take_over_champions
 
     metric = metric or BITS_PER_BYTE.name
-    take_over_champions(home(), name)
-    model_sets = Registry(home()).sets(name)
+    model_sets = take_over_champions(home(), name).sets(name)
     if as_json:
         print_json([model_set.to_json() for model_set in model_sets])
         return
@@ -91,27 +90,27 @@ def models_promote(
     as_json: AsJson = False,
 ) -> None:
     """Make a set the champion, regardless of its figures: nights continue from it and compare with it."""
-    from ttrain.store.registry import CHAMPION, Registry
-    from ttrain.tracking.registered import take_over_champions
+    from ttrain.store.registry import CHAMPION
+    from ttrain.tracking.registered import push_champion, take_over_champions
 
     root = home()
-    take_over_champions(root, name)
-    registry = Registry(root)
+    registry = take_over_champions(root, name)
     chosen = _find_set(root, registry.sets(name), which, name)
     already = CHAMPION in chosen.aliases
     promoted = registry.promote(chosen.name, chosen.version)
+    push_champion(root, chosen.name)
     _print(promoted, "is already champion" if already else "is champion", as_json)
 
 
 @command(models_app, "Example:  ttrain models rollback")
 def models_rollback(name: Name = None, as_json: AsJson = False) -> None:
     """Make the previous champion the champion again; each further call goes one back."""
-    from ttrain.store.registry import Registry
-    from ttrain.tracking.registered import take_over_champions
+    from ttrain.tracking.registered import push_champion, take_over_champions
 
-    take_over_champions(home(), name)
-    registry = Registry(home())
-    _print(registry.rollback(_only_name(registry.sets(name), name)), "is champion again", as_json)
+    registry = take_over_champions(home(), name)
+    champion = registry.rollback(_only_name(registry.sets(name), name))
+    push_champion(home(), champion.name)
+    _print(champion, "is champion again", as_json)
 
 
 def _row(model_set: ModelSet, metric: str) -> tuple[str, ...]:

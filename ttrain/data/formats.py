@@ -15,10 +15,7 @@ from ttrain.errors import DataError
 HEAD_BYTES = 1 << 16  # of a text, from which its format is told
 ARRAY_BYTES = 1 << 30  # an array is read whole
 OTHER_FORMATS = {
-    b"\x1f\x8b": ("compressed twice", "unpack it once"),
-    b"BZh": ("compressed twice", "unpack it once"),
-    b"\xfd7zXZ\0": ("compressed twice", "unpack it once"),
-    b"\x28\xb5\x2f\xfd": ("compressed twice", "unpack it once"),
+    **dict.fromkeys((b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd"), ("compressed twice", "unpack it once")),
     b"PAR1": ("a parquet file", "unpack it"),
     b"ARROW1": ("an Arrow file", "write it as parquet"),
     b"PK\x03\x04": ("a zip archive", "unpack it"),

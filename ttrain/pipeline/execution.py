@@ -183,11 +183,7 @@ class PipelineRun(StopRequest):
         """Note where MLflow has the run."""
         uri = without_user(tracking_uri(self.store.root))
         url = f"{uri.rstrip('/')}/{bound.page}" if uri.startswith("http") else None
-        tracked = {"run_id": bound.run_id, "experiment_id": bound.experiment_id, "url": url}
-        if self.outcome == "running":
-            self.record.note(tracking=tracked)
-        else:
-            self.record.note_afterwards(tracking=tracked)
+        self.record.note(tracking={"run_id": bound.run_id, "experiment_id": bound.experiment_id, "url": url})
 
     def note_prefect(self, flow_run_id: str, url: str | None) -> None:
         """Record the Prefect flow run."""

@@ -19,12 +19,12 @@ from ttrain.core.files import PRIVATE_FILE, JsonDict, Taken, exclusive, read_jso
 from ttrain.core.redact import without_user
 from ttrain.core.sqlite_files import is_damage
 from ttrain.pipeline import registration
-from ttrain.pipeline.tracked_runs import RunContent, id_of, is_tracked
+from ttrain.pipeline.tracked_runs import RunContent, is_tracked
 from ttrain.store import runs
 from ttrain.store.registry import ModelSet, Registry, Version
 from ttrain.tracking.book import Book, noted_bytes
 from ttrain.tracking.client import cannot_be_asked, is_installed, own_uri, rename_aside, tracking_uri
-from ttrain.tracking.mirror import Bound, Mirror, TrackedRun
+from ttrain.tracking.mirror import Bound, Mirror, TrackedRun, page_of
 from ttrain.tracking.registered import (
     Registration,
     facts_of,
@@ -94,7 +94,8 @@ def _push_sweeps(mirror: Mirror) -> Iterator[Pushed]:
         if noted in book.runs:
             continue
         try:
-            bound = mirror.push(TrackedRun(**read_json(path)))
+            with _one_at_a_time, _lock(mirror.home):
+                bound = mirror.push(TrackedRun(**read_json(path)))
             book.note_run(noted)
             yield Pushed(path.parent.name, bound.run_id if bound else None)
         except Exception as error:
@@ -156,7 +157,7 @@ def _model(mirror: Mirror, content: RunContent, version: Version, bound: Bound) 
     """A model as MLflow shows it; its files are with its stage's run, or else go to the pipeline's."""
     model = content.registered(content.artifacts[version.stage])
     texts, files = content.model_files(version.stage)
-    holder = mirror.bound.get(_stage_id(content, version.stage)) if version.stage in content.made else None
+    holder = mirror.bound.get(content.stage_id(version.stage)) if version.stage in content.made else None
     if holder is None:
         mirror.place_files(texts, files, bound)
     opens = any(path.endswith("/MLmodel") for path in texts)
@@ -178,11 +179,6 @@ def _set(content: RunContent, model_set: ModelSet, numbers: dict[str, str], boun
         text += f"\n\n## Decision\n\n{table}"
     about = registration.SETS.format(name=model_set.name)
     return Registration(model_set.name, identity_of(model_set), source, bound.run_id, text, about, facts_of(model_set))
-
-
-def _stage_id(content: RunContent, stage: str) -> str:
-    entry = next(entry for entry in content.record["stages"] if entry["name"] == stage)
-    return str(entry.get("tracked") or f"{content.record['run']}/{stage}")
 
 
 def _lock(home: Path, *, waits: bool = True) -> Any:
@@ -209,7 +205,6 @@ class Pusher:
     _is_shown: bool = False
     _warned: bool = False
     _pushed: dict[str, Any] = field(default_factory=dict)  # by stage: its entry as it was pushed last, once it had ended
-    _began_try: float = 0.0
     error: str = ""
 
     def start(self) -> None:
@@ -221,12 +216,12 @@ class Pusher:
             log.info("MLflow is not installed, so nothing is tracked; to track runs: pip install mlflow")
 
     def finish(self) -> bool:
-        """Push for the last time; waits as long as MLflow answers. Returns whether everything is there.
+        """Push for the last time; waits as long as MLflow answers. Returns whether MLflow has everything.
 
         The home's own database always answers, though making it takes ten seconds on a slow disk.
         """
-        if not self._thread.is_alive():
-            return True
+        if not self._thread.is_alive():  # MLflow is not installed
+            return False
         self._is_at_end = True
         self._stop.set()
         asked, uri = time.monotonic(), tracking_uri(self.home)
@@ -245,7 +240,7 @@ class Pusher:
         self._try()
         notes = Book(self.home, tracking_uri(self.home)).runs.get(self.run, {})
         run_id = notes.get("stages", {}).get(stage) if stage else notes.get("run_id")
-        return f"#/experiments/{notes['experiment_id']}/runs/{run_id}" if run_id else None
+        return page_of(notes["experiment_id"], run_id) if run_id else None
 
     def _loop(self) -> None:
         pause = 0.0
@@ -278,19 +273,19 @@ class Pusher:
         is_first = self._mirror is None
         if self._mirror is None:
             self._mirror = Mirror(self.home)
-        if self.content is not None:
-            run = self.content()
-            if self.kept:
-                write_json(self.kept, asdict(run), PRIVATE_FILE)
-            bound = self._mirror.push(run)
-        else:
-            with _lock(self.home, waits=self._is_at_end):
-                bound = self._push_run()
+        with _lock(self.home, waits=self._is_at_end):
+            bound = self._push_run() if self.content is None else self._mirror.push(self._kept_content(self.content))
         if bound and not self._is_shown:
             self._is_shown = True
             self.show(bound)
         if is_first and self.content is None:
             self._push_earlier(self._mirror)
+
+    def _kept_content(self, content: Callable[[], TrackedRun]) -> TrackedRun:
+        run = content()
+        if self.kept:
+            write_json(self.kept, asdict(run), PRIVATE_FILE)
+        return run
 
     def _push_earlier(self, mirror: Mirror) -> None:
         """Push what earlier runs left; one that fails waits for the next run, or for `ttrain track push`, which says why."""
@@ -324,6 +319,3 @@ def push_noted(home: Path, run: str) -> None:
     for pushed in push(home, [run]):
         if pushed.why:
             log.warning("%s; `ttrain track push` brings MLflow up to date", pushed.why)
-
-
-__all__ = ["Pushed", "Pusher", "id_of", "push", "push_noted", "push_run", "waiting"]

@@ -136,6 +136,11 @@ class RunContent:
         """A model of this run as it is registered."""
         return Registered(artifact, str(self.record["settings"]["name"]), self.store)
 
+    def stage_id(self, stage: str) -> str:
+        """The id of a stage in trackers: of this run, or of the one that began its training."""
+        entry = next(entry for entry in self.record["stages"] if entry["name"] == stage)
+        return str(entry.get("tracked") or f"{self.record['run']}/{stage}")
+
     @property
     def _examples(self) -> Any:
         return self.record["settings"]["runtime"].get("sample_prompts") or EXAMPLES
@@ -228,7 +233,7 @@ class RunContent:
         seconds = entry.get("seconds") or (artifact.manifest.get("seconds") if artifact else None) or 0.0
         started = float(entry.get("started_unix") or (ended - seconds if ended else record["started_unix"]))
         run = TrackedRun(
-            str(entry.get("tracked") or f"{record['run']}/{name}"),
+            self.stage_id(name),
             record["run"],
             f"{name} {record['run'].rpartition('-')[2]}",  # so that stages of two runs differ in MLflow's legends
             str(record["settings"]["tracking"]["experiment"]),
@@ -299,7 +304,8 @@ class RunContent:
         return {role: source for role, source in inputs.items() if source}
 
     def _trained_at_night(self, entry: JsonObject) -> bool:
-        if not self.record["settings"]["runtime"].get("night") or entry["outcome"] not in BEGUN or not entry.get("key"):
+        may_be = self.record["settings"]["runtime"].get("night") and entry["outcome"] in BEGUN and entry.get("key")
+        if not may_be or entry["outcome"] == "running":  # its curve is long, and is read as a whole
             return False
         artifact = self.made.get(entry["name"])
         output = artifact.path if artifact else self.store.work(entry["name"], entry["key"]) / "output"

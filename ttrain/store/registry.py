@@ -265,7 +265,10 @@ class Registry:
 
     def promote(self, name: str, version: str) -> ModelSet:
         """Make this set the champion; idempotent. Raises UsageError if there is no such set."""
-        return self.move_alias(name, CHAMPION, version)
+        with self._changing() as state:
+            _need_set(state, name, version)
+            _set_alias(state["sets"][name], CHAMPION, version)
+            return self._set(state, name, version)
 
     def rollback(self, name: str) -> ModelSet:
         """Make the previous champion champion again. Raises UsageError if there is none."""
@@ -278,18 +281,6 @@ class Registry:
                 history.pop()
             _set_alias(state["sets"][name], CHAMPION, earlier[-1])
             return self._set(state, name, earlier[-1])
-
-    def move_alias(self, name: str, alias: str, version: str) -> ModelSet:
-        """Set an alias on this set alone. Raises UsageError if there is no such set."""
-        with self._changing() as state:
-            _need_set(state, name, version)
-            _set_alias(state["sets"][name], alias, version)
-            return self._set(state, name, version)
-
-    def remove_alias(self, name: str, alias: str) -> None:
-        """Take an alias from the set that has it, if one has."""
-        with self._changing() as state:
-            state["sets"].get(name, {}).get("aliases", {}).pop(alias, None)
 
     def decide(self, name: str, version: str, decision: JsonObject, *, run: str, table: str, figures: str = "") -> None:
         """Keep a decision about a set, in place of an earlier one.

@@ -105,8 +105,10 @@ class RunRecord:
         self._append(events.PROGRESSED, {"progress": values}, name)
 
     def note(self, **values: Any) -> None:
-        """Note something about the run."""
+        """Note something about the run, also after its end: where it is tracked, what a night decided about it."""
         self._append(events.NOTED, values)
+        if self._data["outcome"] != "running":
+            self._attempt(lambda: write_json(self.path, self.snapshot(), PRIVATE_FILE))
 
     def snapshot(self) -> JsonDict:
         """A copy of the record as it is now."""
@@ -117,11 +119,6 @@ class RunRecord:
         """Note the end of the run, and write its record."""
         seconds = round(time.monotonic() - self._began, 2)
         self._append(events.ENDED, {"outcome": outcome, "seconds": seconds, "metrics": dict(metrics)})
-        self._attempt(lambda: write_json(self.path, self.snapshot(), PRIVATE_FILE))
-
-    def note_afterwards(self, **values: Any) -> None:
-        """Note something about a run that has ended: where it is tracked, what a night decided about it."""
-        self.note(**values)
         self._attempt(lambda: write_json(self.path, self.snapshot(), PRIVATE_FILE))
 
     def _append(self, event: str, values: JsonObject, stage: str | None = None) -> None:
@@ -186,11 +183,6 @@ def new_name(prefix: str, earlier: Iterable[str]) -> str:
 def history(home: Path) -> list[JsonDict]:
     """All runs, newest first; one that says it is running, but whose process is gone, has crashed."""
     return list(newest_first(home))
-
-
-def in_progress(home: Path) -> list[JsonDict]:
-    """The runs whose processes are at work, newest first."""
-    return [run for run in newest_first(home, ['"running"']) if run["outcome"] == "running"]
 
 
 def newest_first(home: Path, phrases: Sequence[str] = ()) -> Iterator[JsonDict]:

@@ -45,6 +45,7 @@ LOCK_SECONDS = 30
 _openings = count()
 SILENT = "does not answer"
 NO_ANSWER = re.compile("failed with (timeout )?exception|Max retries exceeded|Connection (refused|aborted)|Read timed out")
+NO_FAULT_OF_THE_FILE = re.compile("locked|unable to open|readonly|disk I/O|permission denied", re.IGNORECASE)
 # Columns of MLflow's database that hold locations on disk (3.17): a home that was moved or copied writes into itself
 LOCATIONS = (
     ("experiments", "artifact_location"),
@@ -107,8 +108,9 @@ def silence() -> None:
 def open_client(uri: str, home: Path) -> tuple[Any, bool]:
     """(client, whether this call made the home's own database, so that MLflow knows no run). Raises MLflow's errors."""
     silence()
+    client_of = import_module("mlflow").MlflowClient
     if uri != own_uri(home):
-        return import_module("mlflow").MlflowClient(uri, uri), False
+        return client_of(uri, uri), False
     database = database_of(home)
     private_directory(database.parent, closes_files=False)
     with exclusive(database.with_name("mlflow.lock")):  # two that start at once would both make the tables
@@ -116,7 +118,7 @@ def open_client(uri: str, home: Path) -> tuple[Any, bool]:
         try:
             client = _open_own(uri, is_new=is_new)
         except Exception as error:
-            if "locked" in str(error) or is_disk_full(error) or is_new:
+            if is_new or is_disk_full(error) or NO_FAULT_OF_THE_FILE.search(str(error)):
                 raise
             rename_aside(home, error)
             client, is_new = _open_own(uri, is_new=True), True

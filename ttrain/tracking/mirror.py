@@ -90,7 +90,12 @@ class Bound:
     @property
     def page(self) -> str:
         """Address of the run's page, to append to that of any server that shows this MLflow."""
-        return f"#/experiments/{self.experiment_id}/runs/{self.run_id}"
+        return page_of(self.experiment_id, self.run_id)
+
+
+def page_of(experiment_id: str, run_id: str) -> str:
+    """Address of a run's page on any server that shows this MLflow."""
+    return f"#/experiments/{experiment_id}/runs/{run_id}"
 
 
 class Mirror:

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.files import exclusive, parse_object
+from ttrain.core.files import parse_object
 from ttrain.core.hashing import digest_of
 from ttrain.store.registry import CHAMPION, ModelSet, Registry, Version
 from ttrain.tracking.book import Book
@@ -62,14 +62,13 @@ def facts_of(model_set: ModelSet) -> dict[str, str]:
 
 def register(mirror: Mirror, version: Registration) -> str:
     """Bring one version up to date, creating it if there is none of its identity; returns MLflow's number of it."""
-    with exclusive(mirror.home / "mlflow" / "registered.lock"):
-        entity = _versions(mirror, version.name).get(version.identity)
-        if entity is None:
-            _create_model(mirror, version.name, version.about)
-            tags = {IDENTITY: version.identity, **version.tags}
-            entity = mirror.call(
-                "create_model_version", version.name, version.source, version.run_id, tags=tags, await_creation_for=0
-            )
+    entity = _versions(mirror, version.name).get(version.identity)
+    if entity is None:
+        _create_model(mirror, version.name, version.about)
+        tags = {IDENTITY: version.identity, **version.tags}
+        entity = mirror.call(
+            "create_model_version", version.name, version.source, version.run_id, tags=tags, await_creation_for=0
+        )
     number = str(entity.version)
     for tag, value in version.tags.items():
         if entity.tags.get(tag) != value:
@@ -110,9 +109,21 @@ def push_aliases(mirror: Mirror, registry: Registry, name: str) -> None:
         book.note_aliases(model, aliases)
 
 
-def take_over_champions(home: Path, model: str | None = None) -> None:
+def push_champion(home: Path, name: str) -> None:
+    """Bring the aliases of a pipeline's sets up to date where MLflow has runs of this home; a failure is a warning."""
+    uri = tracking_uri(home)
+    if not is_installed() or not Book(home, uri).runs:
+        return
+    try:
+        push_aliases(Mirror(home, uri), Registry(home), name)
+        Book(home, uri).note_seen()
+    except Exception as error:  # MLflow may raise anything
+        log.warning("%s; the next run of %s brings its aliases there", cannot_be_asked(uri, error), name)
+
+
+def take_over_champions(home: Path, model: str | None = None) -> Registry:
     """Make the sets champion here whose alias somebody moved on MLflow's page, or another home on a shared server: of this
-    pipeline, `model`, or of all that are registered here.
+    pipeline, `model`, or of all that are registered here. Returns the registry, as it is then.
 
     If MLflow does not answer, the home's own champions stay.
     """
@@ -120,7 +131,7 @@ def take_over_champions(home: Path, model: str | None = None) -> None:
     names = {*state["sets"], *([model] if model and model not in state["models"] else [])}
     book, is_own = Book(home, uri), uri == own_uri(home)
     if not names or not is_installed() or (is_own and (not database_of(home).exists() or book.is_seen())):
-        return
+        return Registry(home)
     try:
         mirror = Mirror(home, uri)
         for name in sorted(names):
@@ -128,6 +139,7 @@ def take_over_champions(home: Path, model: str | None = None) -> None:
         book.note_seen()
     except Exception as error:  # MLflow may raise anything
         log.warning("whether the champion was moved in MLflow is not known: %s", cannot_be_asked(uri, error))
+    return Registry(home)
 
 
 def take_over_champion(mirror: Mirror, name: str) -> None:

@@ -17,7 +17,7 @@ from urllib.parse import quote, urlencode
 from ttrain.config import by_weight
 from ttrain.config.training import PRIMARY_METRICS, VALIDATION_LOSS
 from ttrain.core.files import parse_json
-from ttrain.tracking.mirror import FAILED, KILLED, Mirror
+from ttrain.tracking.mirror import FAILED, KILLED, Mirror, page_of
 
 NAME = "ttrain.name"  # tag of the runs of pipelines; the runs of their stages have none
 NEWEST_RUNS = 30  # the runs whose metrics and settings choose the columns
@@ -43,8 +43,7 @@ class Addresses:
         if not self.run_ids:
             return self.table
         if len(self.run_ids) == 1:
-            page = f"#/experiments/{self.experiment_ids[0]}/runs/{self.run_ids[0]}"
-            return f"{page}?workflowType=machine_learning"
+            return f"{page_of(self.experiment_ids[0], self.run_ids[0])}?workflowType=machine_learning"
         lists = {"runs": json.dumps(self.run_ids), "experiments": json.dumps(self.experiment_ids)}
         query = urlencode({**lists, "workflowType": "machine_learning"}, quote_via=quote)
         return f"#/compare-runs?{query}"
