@@ -14,6 +14,7 @@ from support.paths import ROOT
 from support.recorded_homes import BEGAN, Made, make_run
 from support.tracked_stores import client_of, files_of, pushed, tracked
 
+from ttrain.tracking import client
 from ttrain.tracking.client import artifacts_of, database_of, tracking_uri
 from ttrain.tracking.mirror import LINK_FROM_BYTES, Mirror, TrackedRun, prepare
 
@@ -104,3 +105,16 @@ def test_the_homes_own_database_is_made_wherever_runs_go(tmp_path: Path, monkeyp
     assert database_of(tmp_path).stat().st_size
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     assert pushed(tmp_path) == []
+
+
+@pytest.mark.parametrize("error", ["database is locked", "unable to open database file", "write a readonly database"])
+def test_a_database_that_is_only_out_of_reach_stays_where_it_is(
+    tracked_home: Path, monkeypatch: pytest.MonkeyPatch, error: str
+) -> None:
+    def refuse(uri: str, *, is_new: bool) -> None:
+        raise RuntimeError(error)
+
+    monkeypatch.setattr(client, "_open_own", refuse)
+    with pytest.raises(RuntimeError, match=error):
+        client.open_client(client.own_uri(tracked_home), tracked_home)
+    assert client.database_of(tracked_home).exists() and not [*(tracked_home / "mlflow").glob("*.damaged-*")]
