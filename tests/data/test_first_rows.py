@@ -52,6 +52,15 @@ def test_rows_of_another_kind_are_refused_with_file_line_and_the_setting_that_ta
     assert f"write {fix}{path}" in message
 
 
+def test_a_glob_of_several_kinds_is_refused_with_settings_that_take_all_its_files(tmp_path: Path) -> None:
+    docs, chats = (written(tmp_path / f"{name}.jsonl", row) for name, row in (("docs", DOCUMENT), ("chats", CHAT)))
+    settings = {"data.pretrain": docs, "data.sft": chats}
+    kinds: dict[str, Kind] = {"data.pretrain": "documents", "data.sft": "chats"}
+    for setting, kind in kinds.items():
+        message = refused(setting, kind, docs, chats)
+        assert set(message.partition("; write ")[2].split()) == {f"{key}={path}" for key, path in settings.items()}
+
+
 def test_rows_of_no_kind_are_refused_with_their_keys(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", {"Title": "t", "Body": "a long text"})
     message = refused("data.pretrain", "documents", path)

@@ -79,6 +79,7 @@ def test_what_is_not_there_is_said_with_setting_value_and_cure(folder: Path, mon
         (f"{folder}/nowhere.jsonl", "there is no such file; name a"), (f"{folder}/a\0b", "there is no such file; name a"),
         (f"{folder}/nowhere/*.jsonl", "there is no such file; name a"),
         ("b.jsonl", f"there is no such file in {folder}/deep, where the command runs; "),
+        (f"{folder}/deep/c.json.zst", f"there is no such file (did you mean {folder}/deep/c.jsonl.zst?); name a"),
         (f"{folder}/none", "no file in that folder ends in"),
     ):  # fmt: skip
         with pytest.raises(UsageError) as raised:

@@ -69,7 +69,7 @@ def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> N
         except DataError as error:
             raise UsageError(f"{setting}: {error}") from None
         if rows and not any(_may_be(row, kind, reading.text_field) for row in rows):
-            raise UsageError(_problem(setting, kind, location, rows, reading))
+            raise UsageError(_problem(setting, kind, location, rows, reading, local))
         are_all_rows = are_all_rows and len(rows) < ROWS and not streams.is_parquet(location)
         for row in rows:
             tally.see(row.values)
@@ -101,16 +101,16 @@ def _is_good(row: FirstRow, kind: Kind, text_field: str) -> bool:
     return not isinstance(records.parser_of(kind, text_field)(row.values), Rejected)
 
 
-def _problem(setting: str, kind: Kind, location: str, rows: Sequence[FirstRow], reading: Reading) -> str:
+def _problem(
+    setting: str, kind: Kind, location: str, rows: Sequence[FirstRow], reading: Reading, files: Sequence[str]
+) -> str:
     first = rows[0]
     keys = first_of(first.values, SHOWN_KEYS) or "no keys"
-    name = shlex.quote(location)
     found = kind_of(rows, reading.text_field)
     if found and found != kind:
-        part = "_heldout" if setting.endswith("_heldout") else ""
         return (
             f"{setting} needs {kind}, but {location}:{first.line} is {NAMES[found]} (keys: {keys}); "
-            f"write data.{DATASETS[found]}{part}={name}"
+            f"write {_sorted(setting, files, reading)}"
         )
     fix = f"write rows with {records.expected_fields(kind, reading.text_field)}"
     texts = {key: len(value) for key, value in first.values.items() if isinstance(value, str)}
@@ -118,6 +118,18 @@ def _problem(setting: str, kind: Kind, location: str, rows: Sequence[FirstRow], 
         fix = f"set reading.text_field={shlex.quote(max(texts, key=lambda key: texts[key]))}, or {fix}"
     reason = _reason(first, kind, reading.text_field)
     return f"{setting} needs {kind}, but {location}:{first.line} is none: {reason} (keys: {keys}); {fix}"
+
+
+def _sorted(setting: str, files: Sequence[str], reading: Reading) -> str:
+    """The settings that give each file of a setting, which a glob may name together, to the data set of its rows."""
+    if len(files) > FILES:
+        return f"what `ttrain init {' '.join(map(shlex.quote, files[:2]))} ...` finds in all of them"
+    part = "_heldout" if setting.endswith("_heldout") else ""
+    names: dict[str, list[str]] = {}
+    for location in files:
+        if kind := kind_of(read(location, reading, with_parquet=True), reading.text_field):
+            names.setdefault(DATASETS[kind], []).append(location)
+    return " ".join(shlex.quote(f"data.{dataset}{part}={','.join(of_it)}") for dataset, of_it in names.items())
 
 
 def why_unreadable(rows: Sequence[FirstRow], text_field: str) -> str:

@@ -5,6 +5,7 @@ The planner uses this module, so fsspec and the Hub are imported only when such 
 
 from __future__ import annotations
 
+import difflib
 import glob
 import logging
 import os
@@ -124,7 +125,15 @@ def _missing(pattern: str) -> str:
     path = local_path(pattern)
     if path.is_dir():
         return "no file in that folder ends in .jsonl, .ndjson, .parquet or .txt"
-    return "there is no such file" + ("" if path.is_absolute() else f" in {Path.cwd()}, where the command runs")
+    place = "" if path.is_absolute() else f" in {Path.cwd()}, where the command runs"
+    return f"there is no such file{place}{_nearest(path)}"
+
+
+def _nearest(path: Path) -> str:
+    """The file of the same folder whose name is the most like it, as a question; "" for none."""
+    names = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.8)
+    return f" (did you mean {path.with_name(near[0])}?)" if near else ""
 
 
 def _local_files(pattern: str) -> list[str]:
