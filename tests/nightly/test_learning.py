@@ -129,11 +129,11 @@ def test_a_night_that_does_not_look_for_known_documents_holds_out_the_least_shar
 
 
 def test_a_night_has_its_own_budget_and_one_from_scratch_that_of_pretraining(store: ArtifactStore, tmp_path: Path) -> None:
-    for nightly, budget in (({}, (1_800_000, None)), ({"tokens": "50k"}, (50_000, None)), ({"epochs": 1.5}, (None, 1.5))):
+    for nightly, budget in (({}, ("auto", None)), ({"tokens": "50k"}, (50_000, None)), ({"epochs": 1.5}, (None, 1.5))):
         pretrain = inputs(store, settings_of(tmp_path, nightly=nightly)).settings.pretrain
         assert (pretrain.tokens, pretrain.epochs) == budget
     found = inputs(store, infinite(tmp_path, {"epochs": 1, "start_from": "scratch"}))
-    assert found.settings.pretrain.tokens == 1_800_000 and found.plateau is None
+    assert found.settings.pretrain.tokens == "auto" and found.plateau is None
     assert found.settings.pretrain.optim == Settings().pretrain.optim
     with pytest.raises(ValueError, match=r"nightly\.tokens is 5 and nightly\.epochs is 1\.0; set one"):
         Nightly(tokens=5, epochs=1)

@@ -201,7 +201,7 @@ def test_rows_of_a_night_cannot_be_grouped_by_length_and_the_message_speaks_of_n
     nights: dict[str, Path], tmp_path: Path
 ) -> None:
     run(nights, tmp_path / "out", 0.25)
-    config = Pretrain(packing="none", order="length-grouped", tokens_per_step=256, row_length=32)
+    config = Pretrain(tokens=9000, packing="none", order="length-grouped", tokens_per_step=256, row_length=32)
     new = SeparateDocumentRows(ShardSet(nights["documents"] / "train"), 32, 0, packed=False)
     mixed = rows.with_replay(new, tmp_path / "out" / "train", SimpleNamespace(digest="mine", pad_id=0), config)  # type: ignore[arg-type]
     why = r"pretrain\.order is length-grouped, but the data is mixed with a sample of what was learnt before; "
@@ -224,5 +224,5 @@ def test_replay_is_in_the_key_of_its_stage_and_no_other_setting_of_nights() -> N
     config = ReplayConfig(nightly=settings.nightly, pretrain=settings.pretrain)
     assert config.model_dump() == {
         "nightly": {"replay": 0.1},
-        "pretrain": {"tokens": 1_800_000, "epochs": None, "seed": 1, "row_length": 256, "mask_intervals": ()},
+        "pretrain": {"tokens": "auto", "epochs": None, "seed": 1, "row_length": 256, "mask_intervals": ()},
     }

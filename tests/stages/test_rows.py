@@ -16,7 +16,7 @@ from support.comparing import curve, logged_steps
 from support.tiny_data import make_tokenizer, write_shards
 from support.tiny_stages import Home, stage_settings
 
-from ttrain.config import Lora, PretrainConfig, Sft, Training
+from ttrain.config import Lora, Pretrain, PretrainConfig, Sft, Training
 from ttrain.core.files import ProgressWriter, read_json, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.data.encoder import Encoder
@@ -244,6 +244,15 @@ def test_what_is_set_stays_and_a_longer_training_has_the_same_batch() -> None:
     assert Sft(tokens_per_step=1024).resolved(10) == Sft(tokens_per_step=1024, epochs=10)
     assert Sft(tokens=9000, epochs=None).resolved(100) == Sft(tokens=9000, epochs=None, tokens_per_step=5 * 256)
     assert Sft(row_length=8192).resolved(10).rows_per_step == 1, "at least a row"
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens"), [(43, 5 * 43 * 256), (1406, 5 * 1406 * 256), (1407, 1_800_000), (2700, 1_800_000)]
+)
+def test_pretraining_reads_little_text_five_times_unless_its_budget_is_set(rows: int, tokens: int) -> None:
+    assert Pretrain().resolved(rows) == Pretrain(tokens=tokens)
+    assert Pretrain(tokens=5_000_000).resolved(rows) == Pretrain(tokens=5_000_000)
+    assert Pretrain(tokens=None, epochs=30).resolved(rows) == Pretrain(tokens=None, epochs=30)
 
 
 @pytest.mark.parametrize("chats_of_set", [1, 7, 25, 200])

@@ -30,6 +30,11 @@ LARGEST_HEAD = 0.25  # of the parameters of the layers; a larger output head is 
 # 0.4 to 1.7 above the best of 1 to 15 passes after 20 to 40 steps, at most 0.16 after about 60, and rose again after 100.
 FEWEST_STEPS, ENOUGH_STEPS, MOST_PASSES = 20, 60, 10
 
+# Of pretraining on little text: `tokens` is so many passes over its rows where they are less than the usual budget.
+# The loss on held-out documents was the lowest after 4 to 6 passes on eight small sets (docs/recipe.md): of 300
+# English ones it ended at 4.60, 4.58, 5.25 and 7.20 after 4, 6, 10 and 17.6 passes.
+TOKENS, USEFUL_PASSES = 1_800_000, 5
+
 TIED, BATCH_KEY, OPTIM = "model.tie_embeddings", "pretrain.tokens_per_step", "pretrain.optim."
 BETAS_KEY = f"{OPTIM}betas"
 KEYS = (TIED, BATCH_KEY, BETAS_KEY, *(f"{OPTIM}{name}" for name in RATES))
@@ -62,6 +67,7 @@ def by_rule(values: Mapping[str, Any]) -> dict[str, Rule]:
         head = int(values["tokenizer.vocab_size"]) * int(sizes["hidden_size"])
         row_length, width = int(values["pretrain.row_length"]), int(sizes["hidden_size"])
         tokens = None if values["pretrain.epochs"] else values["pretrain.tokens"]
+        tokens = TOKENS if tokens == AUTO else tokens
         budget = _count(tokens) if tokens is not None else TOKENS_PER_PARAMETER * parameters
         batch = whole_rows(max(SMALLEST_BATCH, BATCH * (budget / BUDGET) ** 0.47), row_length)
         narrow = math.sqrt(WIDTH / width)
@@ -125,9 +131,15 @@ class FineTuning:
         """The rules in words, by setting."""
         most = max(1, self.tokens_per_step // row_length) * row_length
         return {
+            "tokens": f"{TOKENS:,}, less where that is over {USEFUL_PASSES} passes",
             "tokens_per_step": f"{most}, less where that gives under {FEWEST_STEPS} steps, at least a row",
             "epochs": f"{self.epochs:g}, up to {MOST_PASSES} where that gives under {ENOUGH_STEPS} steps",
         }
+
+
+def budget(tokens_per_pass: float) -> int:
+    """Tokens of a pretraining by rule: TOKENS, or those of USEFUL_PASSES passes if that is less."""
+    return min(TOKENS, math.ceil(USEFUL_PASSES * tokens_per_pass))
 
 
 def layer_parameters(sizes: Mapping[str, Any]) -> int:

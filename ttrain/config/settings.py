@@ -244,7 +244,7 @@ class FirstWeights(PartOfSection):
 class Budget(PartOfSection):
     """How much a training reads, and the seed of what is drawn."""
 
-    tokens: int | None
+    tokens: int | Auto | None
     epochs: float | Auto | None
     seed: int
 

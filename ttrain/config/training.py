@@ -14,8 +14,13 @@ from ttrain.config.loop import Loop, Optim, Precision
 
 Passes = Annotated[float, Field(gt=0)]
 Batch = Annotated[Count, Field(ge=1)]
+Tokens = Annotated[Count, Field(ge=1)]
 Auto = Literal["auto"]
 AUTO_BATCH = "tokens of one optimizer step, over all ranks; auto: by the number of rows"
+AUTO_TOKENS = (
+    f"budget in tokens; auto: {rules.TOKENS:_}, or {rules.USEFUL_PASSES} passes if that is less; "
+    "one of `tokens` and `epochs`"
+)
 AUTO_EPOCHS = "budget in passes over the rows; auto: more than usual where there are few"
 
 
@@ -24,7 +29,7 @@ class Training(Loop):
 
     by_rows: ClassVar[rules.FineTuning] = rules.FineTuning()  # what `auto` makes of the rows
 
-    tokens: Count | None = setting(None, "budget in tokens, such as 1_000_000 or 1M; one of `tokens` and `epochs`", ge=1)
+    tokens: Tokens | Auto | None = setting(None, "budget in tokens, such as 1_000_000 or 1M; one of `tokens` and `epochs`")
     epochs: Passes | Auto | None = setting(None, "budget in passes over the rows")
     tokens_per_step: Batch | Auto = setting(4096, "tokens of one optimizer step, over all ranks")
     row_length: int = setting(256, "tokens of one packed row", ge=8)
@@ -64,6 +69,8 @@ class Training(Loop):
     def resolved(self, rows: int) -> Self:
         """The settings with numbers for what is `auto`, for a training whose pass has this many rows."""
         changes: dict[str, int | float] = {}
+        if self.tokens == rules.AUTO:
+            changes["tokens"] = rules.budget(rows * self.row_length)
         if self.tokens_per_step == rules.AUTO:
             changes["tokens_per_step"] = self.by_rows.batch(rows, self.row_length)
         if self.epochs == rules.AUTO:
@@ -74,7 +81,7 @@ class Training(Loop):
     @property
     def automatic(self) -> tuple[str, ...]:
         """The settings that the rows decide."""
-        return tuple(name for name in ("tokens_per_step", "epochs") if getattr(self, name) == rules.AUTO)
+        return tuple(name for name in ("tokens", "tokens_per_step", "epochs") if getattr(self, name) == rules.AUTO)
 
     def _check(self) -> None:
         super()._check()
@@ -140,6 +147,12 @@ class Training(Loop):
         return self.tokens_per_step
 
     @property
+    def token_budget(self) -> int | None:
+        """The budget in tokens; None where it is in passes."""
+        assert not isinstance(self.tokens, str), "the rows have decided it"
+        return self.tokens
+
+    @property
     def passes(self) -> float | None:
         """The budget in passes over the rows; None where it is in tokens."""
         assert not isinstance(self.epochs, str), "the rows have decided it"
@@ -167,7 +180,7 @@ class Pretrain(Training):
     """Pretraining. Batch and rates are `auto` unless set: they follow from the size of a new model (docs/recipe.md)."""
 
     start_from: Location = setting(NONE, "none, a Hugging Face directory, or owner/name[@revision] on the Hub", min_length=1)
-    tokens: Count | None = setting(1_800_000, "budget in tokens; one of `tokens` and `epochs`", ge=1)
+    tokens: Tokens | Auto | None = setting(rules.AUTO, AUTO_TOKENS)
     epochs: Passes | None = setting(None, "budget in passes over the rows")
     tokens_per_step: Batch = setting(
         rules.BATCH, "tokens of one optimizer step, over all ranks; auto: by the size of the model"

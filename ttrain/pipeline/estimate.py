@@ -153,7 +153,7 @@ class _Estimator:
         section: Training = getattr(self.settings, name)
         data = self._tokens(TRAINING_STAGES[name].dataset)
         section = section.resolved(max(1, data // section.row_length) if data else PLENTY_OF_ROWS)
-        tokens = section.tokens or (data and round(data * (section.passes or 0)))
+        tokens = section.token_budget or (data and round(data * (section.passes or 0)))
         passes = section.passes or (data and tokens and tokens / data)
         step = self._first_step(planned)
         rest = tokens and max(0, tokens - step * section.step_tokens)

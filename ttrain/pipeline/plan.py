@@ -216,7 +216,7 @@ def plan_stage(
 
 def _made_by_rule(stage: Stage, ingredients: Ingredients, store: ArtifactStore) -> Artifact | None:
     """The artifact of a training whose rows gave the same numbers for `auto` that the settings name."""
-    for names in (("epochs",), ("tokens_per_step",), ("epochs", "tokens_per_step")) if stage.uses_ranks else ():
+    for names in (("tokens",), ("epochs",), ("tokens_per_step",), ("epochs", "tokens_per_step")) if stage.uses_ranks else ():
         values = {name: ingredients["settings"].get(f"{stage.name}.{name}") for name in names}
         automatic = {f"{stage.name}.{name}": rules.AUTO for name in names}
         key = key_of({**ingredients, "settings": {**ingredients["settings"], **automatic}})

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ttrain.config import TRAINING_STAGES, Settings, Training
+from ttrain.config import TRAINING_STAGES, Settings, Training, rules
 from ttrain.config.rules import AUTO
 from ttrain.core.files import JsonDict, fsync, misfit, read_json, read_object, remove_tree, write_json
 from ttrain.core.hashing import Ingredients, differences
@@ -85,7 +85,10 @@ def _too_short(work: PartialRun, settings: Mapping[str, Any]) -> list[str]:
     usual = TRAINING_STAGES[work.stage].settings.by_rows
     tokens, epochs = (settings[f"{work.stage}.{name}"] for name in ("tokens", "epochs"))
     if tokens is not None:
-        earlier_tokens = work.ingredients["settings"][f"{work.stage}.tokens"] or math.inf
+        earlier_tokens = _trained_with(work, "tokens", rules.TOKENS) or math.inf
+        if tokens == AUTO:  # the same number where it was `auto`, else at most this
+            was_auto = work.ingredients["settings"][f"{work.stage}.tokens"] == AUTO
+            tokens = earlier_tokens if was_auto else rules.TOKENS
         step_tokens = _trained_with(work, "tokens_per_step", usual.tokens_per_step)
         most_tokens = work.step * step_tokens  # rows that are not packed have fewer
         is_long_enough = tokens >= min(most_tokens, earlier_tokens)

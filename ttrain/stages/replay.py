@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ttrain.config import ReplayConfig, ReplaySftConfig, Sft
+from ttrain.config import ReplayConfig, ReplaySftConfig, Sft, rules
 from ttrain.config.rules import AUTO
 from ttrain.config.settings import Budget
 from ttrain.core.hashing import digest_of
@@ -49,7 +49,9 @@ def run(config: ReplayConfig | ReplaySftConfig, job: StageContext) -> Figures:
     names = sorted(name for name in job.inputs if name.startswith(LEARNT_BEFORE))
     learnt = {name: list(_sources(ShardSet(job.inputs[name] / "train", tokenizer))) for name in names}
     passes = Sft.by_rows.epochs if training.epochs == AUTO else training.epochs  # more passes read the same sample again
-    read = training.tokens or math.ceil((passes or 0) * new.tokens / (1 - share))
+    tokens_per_pass = new.tokens / (1 - share)
+    budget = rules.budget(tokens_per_pass) if training.tokens == AUTO else training.tokens
+    read = budget or math.ceil((passes or 0) * tokens_per_pass)
     total = sum(source.tokens for sources in learnt.values() for source in sources)
     sampled_share = min(1.0, share * read / max(1, total))
     held_out = {digest for name in ("documents", *names) for digest in _digests(ShardSet(job.inputs[name] / "heldout"))}

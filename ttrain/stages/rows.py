@@ -107,8 +107,8 @@ def order_of(config: Training, rows: Rows) -> Order:
     _check(config, rows)
     order = _order(config, rows)
     order.row_tokens = rows.lengths() if rows.trimmed else rows.row_length
-    if rows.trimmed and config.tokens is not None:
-        order.total_rows = order.steps_to_read(config.tokens) * order.rows_per_step
+    if rows.trimmed and config.token_budget is not None:
+        order.total_rows = order.steps_to_read(config.token_budget) * order.rows_per_step
     return order
 
 

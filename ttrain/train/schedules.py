@@ -24,8 +24,8 @@ def steps_of(config: Training, rows: int, fill: float = 1.0) -> tuple[int, int]:
 
     `fill`: the tokens of a mean row, as a share of `row_length`, where rows count by their length; then it is an estimate.
     """
-    if config.tokens is not None:
-        steps = math.ceil(config.tokens / (config.step_tokens * fill))
+    if config.token_budget is not None:
+        steps = math.ceil(config.token_budget / (config.step_tokens * fill))
         return steps, steps * config.rows_per_step
     assert config.passes is not None, "the settings name one of tokens and epochs"
     total = max(1, math.ceil(config.passes * rows))
