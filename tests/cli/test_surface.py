@@ -159,7 +159,7 @@ def test_servers_that_were_started_for_a_run_that_does_not_exist_are_named(
     done = run("up", "nothing")
     assert done.code == 2 and done.err.splitlines()[1:] == [
         "the servers are running; stop them with: ttrain down",
-        "error: there is no run 'nothing'; there is none yet, begin with `ttrain pipeline run full`",
+        f"error: there is no run 'nothing'; there is none yet in {home}, begin with `ttrain pipeline run full`",
     ]
 
 

@@ -129,7 +129,9 @@ def test_the_same_command_is_the_same_sweep_until_a_question_the_data_or_the_cod
 
 
 def test_a_sweep_is_named_by_a_part_of_its_name_and_one_process_has_it(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"there is no sweep 'latest'; there is none yet, begin with `ttrain sweep full"):
+    with pytest.raises(
+        UsageError, match=r"there is no sweep 'latest'; there is none yet in .*, begin with `ttrain sweep full"
+    ):
         records.find_sweep(tmp_path)
     found = asked(LR)
     first, second = (records.begin(tmp_path, found.identity(ArtifactStore(tmp_path))) for _ in range(2))

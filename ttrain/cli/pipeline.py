@@ -244,7 +244,10 @@ def _print_runs(records: Sequence[Mapping[str, Any]]) -> None:
     from ttrain.reports import summary
 
     if not records:
-        raise UsageError("there are no runs yet; begin with `ttrain pipeline run full`")
+        raise UsageError(
+            f"there are no runs yet in {layout.home().absolute()}; {references.BEGIN}, "
+            "or set TTRAIN_HOME to the home that has some"
+        )
     screen = console()
     for run in records:
         same = f", the same as {run['equals']}" if run.get("equals") else ""

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ttrain.core.files import JsonDict
 from ttrain.errors import UsageError
-from ttrain.store import runs
+from ttrain.store import layout, runs
 
 LATEST = "latest"
 LISTED = 5  # names in a message
@@ -121,12 +121,13 @@ def unknown(
     """
     existing = list(dict.fromkeys(names))
     near = difflib.get_close_matches(text[:200], existing, n=3, cutoff=0.6)
+    place = "" if owner else f" in {layout.home().absolute()}"
     subject = f"{owner} has no {kind} '{text}'" if owner else f"there is no {kind} '{text}'"
     hint = f"; did you mean {' or '.join(near)}" if near else ""
     suggestion = (
         f"there {'is' if len(existing) == 1 else 'are'} {listed(existing, shown)}"
         if existing
-        else f"there is none yet, {begin}"
+        else f"there is none yet{place}, {begin}"
     )
     return UsageError(f"{subject}{hint}{'? ' if near else '; '}{suggestion}{also}")
 
