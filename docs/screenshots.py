@@ -48,11 +48,11 @@ MAIN = "document.querySelector('main')"
 # Of a report: the cards, the first two curves, and the answers to the last two prompts.
 CROP = """
 const hide = part => part.style.display = 'none';
-document.querySelectorAll('nav, .controls').forEach(hide);
+document.querySelectorAll('nav, section > details').forEach(part => part.remove());
 for (const section of document.querySelectorAll('section')) {
   const heading = section.querySelector('h2').textContent;
   const parts = [...section.children].slice(1);
-  if (heading == 'Curves') parts.slice(3).forEach(hide);
+  if (heading == 'Curves') parts.slice(2).forEach(hide);
   else if (heading == 'Samples') parts.slice(0, -4).forEach(hide);
   else hide(section);
   [...section.querySelectorAll('figure')].slice(2).forEach(hide);

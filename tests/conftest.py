@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import psutil
 import pytest
 import typer.main
 
-from ttrain.reports import drawing_process, drawings
 from ttrain.tracking import client as mlflow_client
 from ttrain.tracking import mirror
 
@@ -69,8 +68,6 @@ def pytest_configure(config: pytest.Config) -> None:
             config.pluginmanager.import_plugin(name)
 
 
-PAGE_DRAWINGS = drawings.page_drawings
-
 # Makes the finished home that others wait for, where it is not there yet.
 FIRST = "test_lineage_pipeline.py"
 
@@ -107,24 +104,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         torch.set_num_threads(1)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup, or after a command that was stopped here
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def empty_drawings() -> Iterator[None]:
-    """Pages that this process makes have empty drawings: each tracked run has a page, and the engine that draws takes 1 s of
-    CPU to start and 0.06 s a chart."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drawings, "page_drawings", lambda charts, **options: ["<svg></svg>"] * len(charts))
-        patch.setattr(drawing_process, "start", lambda: None)
-        yield
-
-
-@pytest.fixture(scope="module")
-def real_drawings() -> Iterator[None]:
-    """For tests of what is drawn."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drawings, "page_drawings", PAGE_DRAWINGS)
-        yield
 
 
 @pytest.fixture(scope="session")

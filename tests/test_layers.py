@@ -66,7 +66,7 @@ from unittest.mock import MagicMock
 import typer
 typer.main.get_command = functools.cache(typer.main.get_command)  # else each page builds all commands anew
 from ttrain.cli.main import app, main
-heavy = ("torch", "prefect", "mlflow", "transformers", "pyarrow", "optuna", "vl_convert")
+heavy = ("torch", "prefect", "mlflow", "transformers", "pyarrow", "optuna")
 def walk(command, words):
     yield words
     for name, child in getattr(command, "commands", {}).items():

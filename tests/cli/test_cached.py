@@ -19,7 +19,6 @@ from ttrain.pipeline.labels import Labels
 
 HEAVY = (
     "torch", "transformers", "tokenizers", "peft", "pyarrow", "numpy", "prefect", "mlflow", "sqlalchemy", "filelock",
-    "vl_convert",
 )  # fmt: skip
 MARK = "§§"  # no control: those are escaped
 # The command, and then what it had loaded and which files it had opened for writing.

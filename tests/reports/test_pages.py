@@ -1,35 +1,28 @@
-"""Pages and pictures of runs: their drawings are read back, in a browser too, and no text of a run is obeyed."""
+"""Pages of runs: their drawings are read back, in a browser too, and no text of a run is obeyed."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import html
-import json
 import math
 import re
 from collections.abc import Iterator
-from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import pytest
-from PIL import Image
 from support.browser import Browser, executable
 from support.recorded_homes import BEGAN, NONE_SUCH, TOKENS_PER_STEP, Made, falling, make_run
 
-from ttrain.errors import TTrainError
-from ttrain.reports import charts, drawing_process, drawings
-from ttrain.reports.html import script_json
+from ttrain.reports import charts, drawings
 from ttrain.reports.report import comparison_page, find_problems, report_of
 from ttrain.store import runs
 from ttrain.store.run_views import Point, RunView, read_run, read_runs
 
 A, B = "full-20261121-100000-0001a", "full-20261121-110000-0002b"
-pytestmark = pytest.mark.usefixtures("real_drawings")
-START_DRAWING = drawing_process.start  # a fixture replaces it
 HOSTILE = '</script><script>window.hit = 1</script><img src=x onerror="window.hit = 2">\u202e\x1b[31m{{7*7}}&amp;'
 STEPS, GAP = 40, 7
 
@@ -67,10 +60,7 @@ def pages_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         home = tmp_path_factory.mktemp("home")
         first, second = make_two(home)
         (home / "both.html").write_text(comparison_page([first, second]), encoding="utf-8")
-        if executable() is None:  # nobody looks at the drawings of this page, which take 1 s
-            patch.setattr(drawings, "page_drawings", lambda charts, **options: ["<svg></svg>"] * len(charts))
         (home / "report.html").write_text(report_of(home, first), encoding="utf-8")
-        patch.undo()
         yield home
 
 
@@ -86,64 +76,54 @@ def opened(browser: Browser, path: Path) -> None:
 
 
 def chart(number: int) -> str:
-    return f"document.querySelectorAll('figure[data-chart]')[{number}]"
+    return f"document.querySelectorAll('figure')[{number}]"
 
 
-def test_a_comparison_has_the_numbers_and_the_lines_are_where_these_are(pages_home: Path) -> None:
-    """The points of the drawn paths, a stretch before the gap and one after it, are the tokens and losses but for scale."""
-    page, views = (pages_home / "both.html").read_text(encoding="utf-8"), read_runs(pages_home, [A, B])
-    figures = page.split("<figure")[1:]
-    assert "<figcaption>validation_loss<span" in figures[0] and "nats per target" in figures[0]
+def test_lines_are_where_the_numbers_are_with_a_gap_where_there_is_none(pages_home: Path) -> None:
+    """The points of the paths, a stretch before the gap and one after it, are the tokens and losses but for scale."""
+    views = read_runs(pages_home, [A, B])
+    page = comparison_page(views)
+    figures = page.split("<figure>")[1:]
+    assert "<figcaption>validation_loss " in figures[0] and "nats per target" in figures[0]
     last = [view.curve("pretrain", "validation_loss")[-1].value for view in views]
-    shown = [f'</i>{name}<b class="value">{value:.5g}</b>' for name, value in zip("AB", last, strict=True)]
-    assert [value for value in shown if value not in figures[0]] == []
-    assert "the model of B is better on these records by eval/bits_per_byte" in page
-    paths = [path for group in figures[1].split("mark-line")[1:] for path in re.findall(r' d="([^"]*L[^"]*)"', group)]
+    for name, value in zip("AB", last, strict=True):
+        assert f"</i>{name} <b>{value:.5g}</b>" in figures[0]
+    paths = re.findall(r'<g class="line run\d"><path d="([^"]*)"', figures[1])
     known = [(point.tokens, point.value) for view in views for point in view.curve("pretrain", "loss") if point.step != GAP]
-    seen = [tuple(map(float, pair)) for path in paths for pair in re.findall(r"(-?[\d.]+),(-?[\d.]+)", path)]
-    assert [path.count("M") for path in paths] == [2, 2] and len(seen) == len(known)
-    for numbers, pixels in zip(zip(*known, strict=True), zip(*seen, strict=True), strict=True):
-        slope, start = numpy.polyfit(numbers, pixels, 1)
-        assert slope * start != 0 and numpy.allclose(slope * numpy.array(numbers) + start, pixels, atol=0.01)
-    assert (seen[0][0], seen[0][1] > seen[-1][1]) == (0, False)  # from the left, and higher losses stand higher
+    pixels = [tuple(map(float, pair)) for path in paths for pair in re.findall(r"([\d.]+),([\d.]+)", path)]
+    assert [path.count("M") for path in paths] == [2, 2] and len(pixels) == len(known)
+    for numbers, positions in zip(zip(*known, strict=True), zip(*pixels, strict=True), strict=True):
+        slope, start = numpy.polyfit(numbers, positions, 1)
+        assert slope * start != 0 and numpy.allclose(slope * numpy.array(numbers) + start, positions, atol=0.01)
+    assert pixels[0][0] == drawings.LEFT and pixels[0][1] < pixels[-1][1], "from the left, and higher losses are higher"
 
 
-@pytest.mark.parametrize(("axis", "last"), [("step", STEPS), ("time", 2000 * (STEPS - 1))])
-def test_the_axis_of_a_page_is_what_one_chooses(
-    pages_home: Path, axis: str, last: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(drawings, "page_drawings", lambda charts, **options: [""] * len(charts))
-    page = comparison_page(read_runs(pages_home, [A, B]), axis=axis, log=True)
-    (data,) = re.findall(r'<script type="application/json" id="data">(.*)</script>', page)
-    loss = json.loads(data)[1]
-    assert loss["axis"] == axis
-    assert [(line[0][-1], line[1].count(None)) for line in loss["lines"]] == [(last, 1), (last, 1)]
+@pytest.mark.parametrize(
+    ("axis", "labels"),
+    [("step", ["5", "40"]), ("time", ["0 s", "10 s"]), ("tokens", ["5000", "20k"])],
+)
+def test_the_axis_of_a_page_is_what_one_chooses(pages_home: Path, axis: str, labels: list[str]) -> None:
+    (loss,) = [
+        chart for chart in charts.comparison_charts(read_runs(pages_home, [A, B]), "pretrain")[0] if chart.title == "loss"
+    ]
+    drawing = drawings.drawing_of(loss, axis, log=True)
+    assert drawing.axis == axis and set(labels) <= {label for _, label in drawing.columns}
 
 
-@needs_browser
-def test_the_pointer_tells_values_and_lines_are_hidden_and_smoothed(browser: Browser, pages_home: Path) -> None:
-    opened(browser, pages_home / "both.html")
-    browser.evaluate(f"{chart(1)}.scrollIntoView()")
-    box = browser.evaluate(f"{chart(1)}.querySelector('path.background').getBoundingClientRect().toJSON()")
-    where = {"x": box["left"] + 20 / (STEPS - 1) * box["width"], "y": box["top"] + 20}
-    browser.send("Input.dispatchMouseEvent", type="mouseMoved", **where)
-    points = [view.curve("pretrain", "loss")[20] for view in read_runs(pages_home, [A, B])]
-    values = f"[...{chart(1)}.querySelectorAll('.value')].map(one => one.textContent)"
-    told = f"[{chart(1)}.querySelector('.where').textContent, ...{values}]"
-    assert browser.evaluate(told) == ["tokens 10.75k", *(f"{point.value:.5g}" for point in points)]
-    assert browser.evaluate(f"{chart(2)}.querySelector('.where').textContent") == "tokens 10.75k"
-    button, line = f"{chart(1)}.querySelector('.legend button')", f"{chart(1)}.querySelector('.mark-line path')"
-    shown = f"[getComputedStyle({line}).display !== 'none', {button}.getAttribute('aria-pressed')]"
-    before = browser.evaluate(f"[{shown}, {line}.getAttribute('d')]")
-    browser.evaluate("{ const s = document.getElementById('smooth'); s.value = 0.9; s.dispatchEvent(new Event('input')); }")
-    browser.evaluate(f"{button}.click()")
-    after = browser.evaluate(f"[{shown}, {line}.getAttribute('d')]")
-    assert [before[0], after[0]] == [[True, "true"], [False, "false"]]
-    heights, means = ([float(pair) for pair in re.findall(r",(-?[\d.]+)", path)] for path in (before[1], after[1]))
-    shares = [[0.9 ** (last - number) for number in range(last + 1)] for last in range(len(heights))]
-    exponential = [numpy.average(heights[: len(share)], weights=share) for share in shares]
-    assert means == pytest.approx(exponential, abs=0.01)
-    assert browser.errors == []
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(0, 100, ["0", "20", "40", "60", "80", "100"]), (3, 3.4, ["3", "3.1", "3.2", "3.3", "3.4"])],
+)
+def test_ticks_are_round(low: float, high: float, expected: list[str]) -> None:
+    assert [f"{value:.6g}" for value in drawings.ticks(low, high, 5)] == expected
+
+
+def test_a_constant_curve_and_one_without_numbers_are_drawn_too() -> None:
+    for values in ([2.0, 2.0], [0.0, 0.0], [math.nan, math.nan]):
+        chart = charts.Chart("x", "", (charts.Line("x", 0, tuple(points(values))),))
+        for log in (False, True):
+            for axis in ("step", "tokens", "time"):
+                assert drawings.drawing_of(chart, axis, log=log).rows
 
 
 @needs_browser
@@ -193,7 +173,7 @@ def test_a_page_is_light_or_dark_as_the_reader_has_it(browser: Browser, pages_ho
     try:
         assert brightness(ground) < 50 < 200 < brightness(ink)
         assert browser.evaluate(line) != before
-        stroke = f"getComputedStyle({chart(0)}.querySelector('.mark-line path')).stroke"
+        stroke = f"getComputedStyle({chart(0)}.querySelector('.line path')).stroke"
         assert browser.evaluate(stroke) == browser.evaluate(line)
         assert brightness(line) > 120
         assert browser.errors == []
@@ -219,38 +199,10 @@ def test_a_page_is_whole_and_small(pages_home: Path) -> None:
         assert len(page) < 150_000
         assert not re.search(r"""(src|href)=["']?(https?:)?//""", page)
         (policy,) = re.findall('Content-Security-Policy" content="([^"]*)"', page)
-        assert policy.startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy
-        for script in re.findall(r"<script>(.*?)</script>", page, re.DOTALL):
-            assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in page
-
-
-def test_the_data_of_a_page_cannot_end_its_script() -> None:
-    value = {"a": "</script><!--\u2028\u2029&", "b": [1.5, None], "c": "\ud800"}
-    text = script_json(value)
-    assert not set("<>&\u2028\u2029") & set(text)
-    assert json.loads(text) == {**value, "c": "?"}
-
-
-def test_a_library_that_does_not_draw_is_an_error_with_its_fix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawing_process, "DRAW", "raise SystemExit('no engine')")
-    with pytest.raises(
-        TTrainError, match="does not work here: no engine; `pip install --force-reinstall vl-convert-python`"
-    ):
-        drawings.page_drawings(
-            [charts.Chart("x", "", (charts.Line("x", 0, tuple(points([1.0]))),))], axis="tokens", log=False
-        )
-
-
-def test_a_process_that_was_started_early_draws_the_next_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawing_process, "DRAW", "import sys\nfor spec in sys.stdin: print(spec.upper(), end='')")
-    START_DRAWING()
-    [started] = drawing_process._started
-    assert drawing_process.draw(["a\n", "b\n"])[0] == "A" and started.returncode == 0 and not drawing_process._started
-
-
-def test_pictures_have_the_colours_of_pages() -> None:
-    style = resources.files("ttrain.reports").joinpath("page.css").read_text(encoding="utf-8")
-    assert tuple(re.findall(r"--run\d: (#\w+)", style)[: len(drawings.COLOURS)]) == drawings.COLOURS
+        assert policy.startswith("default-src 'none'; style-src 'sha256-") and "unsafe" not in policy
+        assert "<script" not in page
+        (style,) = re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
+        assert base64.b64encode(hashlib.sha256(style.encode()).digest()).decode() in policy
 
 
 def points(values: list[float]) -> list[Point]:
@@ -265,35 +217,6 @@ def test_a_long_curve_keeps_its_ends_its_extremes_and_its_gaps() -> None:
     assert [point.step for point in kept] == sorted({point.step for point in kept})
     assert {1, 4322, 7778, 1235, 10_000} <= {point.step for point in kept}
     assert drawings.thinned(points(values[:100])) == points(values[:100])
-
-
-def test_a_picture_has_a_gap_where_there_was_no_number_and_each_step_once(pages_home: Path) -> None:
-    picture = drawings.picture(charts.panels_of([read_run(pages_home, A)]), axis="step")
-    drawn_points = picture["vconcat"][0]["hconcat"][0]["data"]["values"]
-    losses = {point["x"]: point["y"] for point in drawn_points if point["label"] == "loss"}
-    assert list(losses) == list(range(1, STEPS + 1))
-    assert [step for step, value in losses.items() if value is None] == [GAP]
-    [[chart_of_both], *_] = charts.panels_of(read_runs(pages_home, [A, B]), ["loss"])  # lines of one picture
-    assert [(line.label, len(line.points)) for line in chart_of_both.lines] == [(f"A  {A}", STEPS), (f"B  {B}", STEPS)]
-
-
-def test_a_text_of_a_run_cannot_break_a_picture(tmp_path: Path) -> None:
-    hostile = f"{HOSTILE}\x00\ufffe\ud800\n$x_{{$"
-    panel = charts.Chart(hostile, "", tuple(charts.Line(f"{name}{hostile}", 0, tuple(points([2.0, 1.0]))) for name in "ab"))
-    drawings.save(drawings.picture([[panel]], title=hostile), tmp_path / "hostile.png")
-    assert Image.open(tmp_path / "hostile.png").width > drawings.SCALE * drawings.PANEL_WIDTH
-
-
-def test_the_gap_is_seen_in_the_picture(tmp_path: Path) -> None:
-    """The pixels of the line's colour, in the columns of the picture: none of a stretch without numbers."""
-    values = [1.0] * 20 + [math.nan] * 20 + [1.0] * 20
-    panel = charts.Chart("loss", "", (charts.Line("loss", 0, tuple(points(values))),))
-    drawings.save(drawings.picture([[panel]], axis="step"), tmp_path / "gap.png")
-    image = numpy.asarray(Image.open(tmp_path / "gap.png").convert("RGB"), dtype=float)
-    blue = (abs(image - [0x25, 0x63, 0xEB]).max(axis=2) < 25).any(axis=0).nonzero()[0]
-    steps = blue[1:] - blue[:-1]
-    assert steps.max() > 0.25 * (blue[-1] - blue[0])
-    assert sorted(steps)[-2] <= 2
 
 
 def test_kills_failures_and_earlier_tries_are_told(tmp_path: Path) -> None:
@@ -325,8 +248,7 @@ def test_a_run_that_ended_before_its_first_stage_has_a_page_too(tmp_path: Path) 
     make_run(tmp_path, A, stages, outcome="failed", error="the server <b>did</b> not answer")
     page = report_of(tmp_path, read_run(tmp_path, A))
     assert "the server &lt;b&gt;did&lt;/b&gt; not answer" in page
-    assert "<script" not in page and "script-src 'none'" in page
-    assert '<h2 id="s2">Settings</h2>' in page  # after the stages and what went wrong: no data, no curves, no samples
+    assert re.findall(r"<h2[^>]*>([^<]*)</h2>", page) == ["Stages", "What went wrong", "Settings"]
     make_run(tmp_path, A, [Made("pretrain")])
     assert "Nothing failed" in html.unescape(report_of(tmp_path, read_run(tmp_path, A)))
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from ttrain.cli.options import AsJson, app, argument, check_output_file, command, option, run_words, stage_words
+from ttrain.cli.options import AsJson, app, argument, check_output_file, command, option, run_words
 from ttrain.core.files import write_output
 from ttrain.core.terminal import escaped, print_escaped, print_json, table
 from ttrain.core.text import truncated
@@ -41,10 +41,6 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Print how two or more runs differ: settings, data, code, figures, samples."""
-    if html:
-        from ttrain.reports import drawing_process
-
-        drawing_process.start()
     from ttrain.reports.compare import compare as compared
     from ttrain.store.run_views import read_runs
 
@@ -71,91 +67,31 @@ def compare(
         print(f"\nwritten to {escaped(str(html))}")
 
 
-@dataclass(frozen=True)
-class ReportOptions:
-    """The options of `report`."""
-
-    out: Annotated[
-        Path | None,
-        option("the file; default: RUN.html or RUN.png here", "--out", "-o"),
-    ] = None
-    png: Annotated[bool, option("draw curves as a picture, of several runs too", "--png")] = False
-    metric: Annotated[list[str] | None, option("with --png: a curve; may be repeated", "--metric", "-m")] = None
-    stage: Annotated[
-        list[str] | None,
-        option("with --png: only curves of this stage; may be repeated", autocompletion=stage_words),
-    ] = None
-    axis: Axis = "tokens"
-    log: Log = False
-    as_json: AsJson = False
-
-
 @command(
     app,
     "Examples:  ttrain report\n\nttrain report full-20261121-160222 --out report.html\n\n"
-    "ttrain report mine@champion\n\nttrain report latest --png --metric grad_norm --axis step\n\n"
-    "ttrain report full-20261121-160222 latest --png --stage pretrain --out losses.png",
+    "ttrain report mine@champion --axis step",
     "Look",
 )
 def report(
-    options: ReportOptions,
-    runs: Annotated[
-        list[str] | None,
-        argument(f"{RUN_HELP}; default: latest", metavar="RUN", autocompletion=run_words),
-    ] = None,
+    run: Annotated[str, argument(RUN_HELP, metavar="RUN", autocompletion=run_words)] = "latest",
+    out: Annotated[Path | None, option("the file; default: RUN.html here", "--out", "-o")] = None,
+    axis: Axis = "tokens",
+    log: Log = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Write one page about a run: stages, curves, data, evaluation, samples, lineage, and what went wrong.
-
-    With --png: curves of one or more runs as a picture: losses, perplexity and learning rate, or the metrics named.
-    """
-
-    names = runs or ["latest"]
-    if options.png:
-        _draw(names, options)
-        return
-    if len(names) > 1:
-        raise UsageError(
-            f"a page is about one run, but {len(names)} are named: {', '.join(names)}; name one, add --png for a picture of "
-            f"their curves, or use `ttrain compare --html`"
-        )
-    if options.metric or options.stage:
-        raise UsageError("a page has all curves, and --metric or --stage chooses some; leave it out, or add --png")
-    from ttrain.reports import drawing_process
-
-    drawing_process.start()
+    """Write one page about a run: stages, curves, data, evaluation, samples, lineage, and what went wrong."""
     from ttrain.reports.report import report_of
     from ttrain.store.run_views import read_run
 
-    view = read_run(home(), names[0])
-    path = options.out or Path(f"{view.name}.html")
+    view = read_run(home(), run)
+    path = out or Path(f"{view.name}.html")
     check_output_file(path)
-    write_output(path, report_of(home(), view, axis=options.axis, log=options.log))
+    write_output(path, report_of(home(), view, axis=axis, log=log))
     for note in view.notes:
         print_escaped(note, stderr=True)
-    if options.as_json:
+    if as_json:
         print_json({"run": view.name, "page": str(path), "notes": list(view.notes)})
-    else:
-        print_escaped(str(path))
-
-
-def _draw(runs: list[str], options: ReportOptions) -> None:
-    """Draw curves of runs into a PNG file."""
-    from ttrain.reports import drawings
-    from ttrain.reports.charts import panels_of
-    from ttrain.store.run_views import read_runs
-
-    views = read_runs(home(), runs)
-    rows = panels_of(views, options.metric or (), options.stage or ())
-    path = options.out or Path(f"{views[0].name}.png")
-    check_output_file(path)
-    title = views[0].name if len(views) == 1 else ""
-    drawings.save(drawings.picture(rows, axis=options.axis, log=options.log, title=title), path)
-    if options.as_json:
-        panels = (panel for row in rows for panel in row)
-        drawn = [
-            {"title": panel.title, "points": {line.label: len(line.points) for line in panel.lines}} for panel in panels
-        ]
-        print_json({"runs": [view.name for view in views], "picture": str(path), "panels": drawn})
     else:
         print_escaped(str(path))
 

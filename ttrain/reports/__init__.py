@@ -1,1 +1,1 @@
-"""Runs as people look at them: compared on a terminal, as pages that need no network, as pictures."""
+"""Runs as people look at them: compared on a terminal, and as pages that need no network."""

@@ -1,4 +1,4 @@
-"""Curves of runs as charts: which belong together, for pages and for pictures. Views in, plain values out."""
+"""Curves of runs as charts: which belong together on a page. Views in, plain values out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ttrain.config.training import TRAINING_STAGES
-from ttrain.errors import UsageError
 from ttrain.reports import facts
 from ttrain.reports.compare import labels
 from ttrain.reports.facts import QUICK
@@ -48,10 +47,6 @@ MORE_GROUPS = (
 )
 # What a comparison shows at once, in this order.
 COMPARISON_METRICS = ("validation_loss", "validation_loss_quick", "loss", "grad_norm", "tokens_per_second")
-
-LOSSES = ("loss", "validation_loss", "validation_loss_quick")  # of several runs over each other in a picture
-
-SHOWN = ("loss", "perplexity", "learning rate")  # of one run in a picture, where no metric is asked for
 
 STRAIGHT_CURVES = re.compile(r"eta_seconds|tokens|epoch|epoch_time")  # curves that are straight lines
 
@@ -100,36 +95,9 @@ def comparison_charts(views: Sequence[RunView], stage: str) -> tuple[list[Chart]
     return main, drawn[len(main) :]
 
 
-def panels_of(views: Sequence[RunView], metrics: Sequence[str] = (), stages: Sequence[str] = ()) -> list[list[Chart]]:
-    """The charts to draw, a list for each stage that has curves: of one run its losses, perplexities and learning rates, of
-    several the losses over each other, or the named metrics. Raises UsageError that lists the curves there are."""
-    curve_stages = list(dict.fromkeys(name for view in views for name in view.stages if view.curves(name)))
-    if unknown := [stage for stage in stages if stage not in curve_stages]:
-        raise UsageError(f"the stage {unknown[0]} has no curves; those that have are {', '.join(curve_stages) or 'none'}")
-    drawn_stages = stages or curve_stages
-    rows = list(filter(None, (_panels_of_stage(views, stage, metrics) for stage in drawn_stages)))
-    if not rows:
-        problem = f"no stage has a curve {' or '.join(metrics)}" if metrics else "there is no curve to draw"
-        names = sorted({name for stage in drawn_stages for view in views for name in view.curves(stage)})
-        raise UsageError(f"{problem}; the curves are {', '.join(names) or 'none: no stage of the run trains'}")
-    return rows
-
-
-def _panels_of_stage(views: Sequence[RunView], stage: str, metrics: Sequence[str]) -> list[Chart]:
-    if len(views) == 1 and not metrics:
-        shown = (chart for charts in charts_of(views[0], stage) for chart in charts if chart.title in SHOWN)
-        drawn = sorted(shown, key=lambda chart: SHOWN.index(chart.title))
-    else:
-        several = [f"{label}  {view.name}" for label, view in zip(labels(len(views)), views, strict=True)]
-        names = [name for name in metrics or LOSSES if any(name in view.curves(stage) for view in views)]
-        over = (_over(views, stage, name, several if len(views) > 1 else [name], as_logged=bool(metrics)) for name in names)
-        drawn = [chart for chart in over if metrics or _is_line(chart)]
-    return [Chart(f"{TITLES.get(stage, stage)}: {chart.title}", chart.unit, chart.lines) for chart in drawn]
-
-
-def _over(views: Sequence[RunView], stage: str, metric: str, names: Sequence[str], *, as_logged: bool = False) -> Chart:
-    """A metric of a stage, a line of this name for each run that has it; `as_logged`: not moved, for who asks for it."""
-    curves = [view.curve(stage, metric) if as_logged else _curve(view, stage, metric)[1] for view in views]
+def _over(views: Sequence[RunView], stage: str, metric: str, names: Sequence[str]) -> Chart:
+    """A metric of a stage, a line of this name for each run that has it."""
+    curves = [_curve(view, stage, metric)[1] for view in views]
     lines = [Line(names[number], number, tuple(points)) for number, points in enumerate(curves) if points]
     return Chart(metric, unit_of(metric), tuple(lines))
 

@@ -96,6 +96,7 @@ class RunComparison:
 
     runs: tuple[str, ...]
     verdict: str  # whose model is better on the held-out records, by which metric
+    is_certain: bool  # whether the interval of that difference excludes zero
     remarks: tuple[str, ...]  # what cannot be compared
     notes: tuple[str, ...]  # what could not be read, and what was read instead
     settings: tuple[Difference, ...]
@@ -138,9 +139,11 @@ def compare(views: Sequence[RunView]) -> RunComparison:
 
     metrics = [_figure(name, views, not_judged(name)) for name in sorted(names, key=facts.rank)]
     same = [figure.name for figure in metrics if len(set(figure.values)) == 1]
+    verdict, is_certain = _verdict(views, metrics, has_one_tokenizer=has_one_tokenizer, has_one_text=has_one_text)
     return RunComparison(
         runs=tuple(view.name for view in views),
-        verdict=_verdict(views, metrics, has_one_tokenizer=has_one_tokenizer, has_one_text=has_one_text),
+        verdict=verdict,
+        is_certain=is_certain,
         remarks=(
             *_comparability_warnings(views, has_one_tokenizer=has_one_tokenizer, has_one_text=has_one_text),
             *([ABOUT_MODELS] if settings[False] else []),
@@ -322,10 +325,11 @@ def _figure(name: str, views: Sequence[RunView], not_judged: str) -> ComparedMet
 
 def _verdict(
     views: Sequence[RunView], metrics: Sequence[ComparedMetric], *, has_one_tokenizer: bool, has_one_text: bool
-) -> str:
-    """The best run by the first deciding metric that differs, and by how much it beats the next best."""
+) -> tuple[str, bool]:
+    """(the best run by the first deciding metric that differs, and by how much it beats the next best; whether certain)."""
     if not has_one_text:
-        return "no metric decides which is better, since the held-out data differ; `ttrain eval` measures models on one text"
+        text = "no metric decides which is better, since the held-out data differ"
+        return f"{text}; `ttrain eval` measures models on one text", False
     by_name = {figure.name: figure for figure in metrics}
     equal = ""
     deciding = [name for name in DECIDING_METRICS if has_one_tokenizer or not _is_per_token(name)]
@@ -338,7 +342,8 @@ def _verdict(
             equal = equal or f"equal by {figure.name}: {format_number(best)}"
             continue
         if figure.not_judged:
-            return "; ".join(filter(None, (equal, f"no model is better by {figure.name}: {figure.not_judged}")))
+            text = f"no model is better by {figure.name}: {figure.not_judged}"
+            return "; ".join(filter(None, (equal, text))), False
         winners, next_best = ([run for run, value in finite.items() if value == target] for target in (best, others[0]))
         named = _joined_names(winners, len(views))
         models = f"the models of {named} are" if winners[1:] else f"the model of {named} is"
@@ -347,11 +352,10 @@ def _verdict(
             f"{format_number(best)} against {format_number(others[0])} of {_joined_names(next_best, len(views))} "
             f"({facts.change(facts.percent(best, others[0]))})"
         )
-        certainty = significance_text(views[winners[0]], views[next_best[0]], figure.name)
-        return "; ".join(filter(None, (equal, comparison, certainty)))
-    return equal or (
-        "the runs share no metric that decides which is better" + ("" if has_one_tokenizer else " with two tokenizers")
-    )
+        text, is_certain = significance(views[winners[0]], views[next_best[0]], figure.name)
+        return "; ".join(filter(None, (equal, comparison, text))), is_certain
+    tokenizers = "" if has_one_tokenizer else " with two tokenizers"
+    return equal or f"the runs share no metric that decides which is better{tokenizers}", False
 
 
 def _joined_names(numbers: Sequence[int], count: int) -> str:
@@ -416,10 +420,10 @@ def scores_of(view: RunView) -> dict[str, Any]:
     return parse_object(view.text(EVALUATION, FILE) or "")
 
 
-def significance_text(better: RunView, worse: RunView, name: str) -> str:
-    """How certain it is that one run is better than another by a metric; "" where the scores do not tell."""
+def significance(better: RunView, worse: RunView, name: str) -> tuple[str, bool]:
+    """The interval of the difference of two runs by a metric, "" where there is none, and whether it excludes zero."""
     if not name.startswith(EVALUATED):
-        return ""
+        return "", False
     from ttrain.config import Promotion
     from ttrain.evaluate.promotion import decide
     from ttrain.evaluate.task_result import scores_in
@@ -427,11 +431,11 @@ def significance_text(better: RunView, worse: RunView, name: str) -> str:
     metric, rule = name.removeprefix(EVALUATED), Promotion()
     first, second = (scores_in(scores_of(view), metric, view.metrics[name]) for view in (better, worse))
     if not (first and second) or first.records != second.records or first.sizes != second.sizes:
-        return ""
+        return "", False
     decision = decide(first, second, rule)
     if decision.interval is None:
-        return ""
+        return "", False
     low, high = decision.interval
     interval = f"the {rule.confidence:.0%} interval of the difference is {low:.4f} to {high:.4f}"
     text = f"over {decision.samples:,} held-out records, {interval}"
-    return text if low > 0 else f"{text}, so this may be chance"
+    return (text, True) if low > 0 else (f"{text}, so this may be chance", False)

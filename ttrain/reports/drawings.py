@@ -1,66 +1,99 @@
-"""Charts as Vega-Lite specifications, and these drawn: as SVG for pages, as PNG for pictures."""
+"""Charts as drawings: where lines, grid and labels are in the SVG elements that a page's template writes."""
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version
+from dataclasses import dataclass
 from operator import attrgetter
-from pathlib import Path
-from typing import Any
 
-from ttrain.core.files import output_file, parse_json
-from ttrain.core.terminal import escaped
-from ttrain.errors import TTrainError
-from ttrain.reports import drawing_process
+from ttrain.reports import facts
 from ttrain.reports.charts import Chart, Line
 from ttrain.store.run_views import Point
 
-Spec = dict[str, Any]  # of Vega-Lite
-
-WIDTH, HEIGHT = 480, 250  # of a drawing in a page, which the page scales
-
-PANEL_WIDTH, PANEL_HEIGHT = 430, 240  # of a plot in a picture, which SCALE enlarges
-
-SCALE = 2.0
-
+WIDTH, HEIGHT = 480, 250  # of a drawing, which the page scales
+LEFT, RIGHT, TOP, BOTTOM = 46, 472, 8, 228  # of the frame inside it
+COLOURS = 8  # in page.css
 POINTS = 1000  # per line, two for each pixel; the lowest and highest of each stretch are kept
-
 POINTS_OF_CHART = 12_000  # of all lines
-
 MARKED = 60  # points up to which each of a line is marked
+X_TICKS, Y_TICKS = 9, 8
+MINUTE, HOUR = 60, 3600
+CLOCK_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200)  # seconds
 
-COLOURS = (  # those of page.css on a light page
-    "#2563eb", "#d9480f", "#0f8a5f", "#9333ea", "#b7791f", "#0891b2", "#db2777", "#4b5563",
-)  # fmt: skip
-
-INK, FAINT, GRID = "#16202c", "#5d6b7c", "#edf1f5"
-
-COUNT = "format(datum.value, '~s')"  # 950, 12.8k, 1.5M
-# A scale of dates has round ticks of seconds, minutes and hours; these are times since the beginning of a training.
-CLOCK = (
-    "datum.value < 60000 ? format(datum.value / 1000, '~r') + ' s' : "
-    "datum.value < 3600000 ? format(datum.value / 60000, '~r') + ' min' : format(datum.value / 3600000, '~r') + ' h'"
-)
-FIGURE = "abs(datum.value) >= 10000 ? format(datum.value, '~s') : format(datum.value, '~g')"
-
-PACKAGE = "vl-convert-python"
-
-SIZE = re.compile(r'^<svg [^>]*?(viewBox="[^"]*")>')
-UNSEEN = re.compile(r'<path class="foreground"[^>]*/>')
+Position = tuple[float, float | None]  # None where there is a gap
 
 
-def colour_of(chart: Chart, number: int) -> int:
-    """The colour of a line: that of its run where runs are compared."""
-    runs = [line.run for line in chart.lines]
-    return (runs[number] if any(runs) else number) % len(COLOURS)
+@dataclass(frozen=True)
+class DrawnLine:
+    """A line of a drawing. `dots` are its points where these are few, `last` its last value as a text."""
+
+    label: str
+    colour: int
+    last: str
+    path: str
+    dots: Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A chart as it is drawn. `columns` and `rows` are the lines of the grid, (pixel, label)."""
+
+    title: str
+    unit: str
+    axis: str
+    lines: Sequence[DrawnLine]
+    columns: Sequence[tuple[float, str]]
+    rows: Sequence[tuple[float, str]]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """From values to pixels: `start` and `end` are the pixels of `low` and `high`."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        low, high, value = (math.log10(part) if self.log else part for part in (self.low, self.high, value))
+        return round(self.start + (self.end - self.start) * (value - low) / (high - low), 2)
+
+
+def drawing_of(chart: Chart, axis: str, *, log: bool = False) -> Drawing:
+    """Draw a chart over tokens, steps or time; values that a logarithmic axis cannot show are gaps."""
+    axis = axis_of(chart, axis)
+    most = min(POINTS, max(100, POINTS_OF_CHART // max(1, len(chart.lines))))
+    lines = [list(_positions(line, axis, most, log=log)) for line in chart.lines]
+    x_values = [x for line in lines for x, y in line]
+    y_values = [y for line in lines for x, y in line if y is not None]
+    low, high = _extent(x_values)
+    across = Scale(low, high, LEFT, RIGHT)
+    columns = time_ticks(high) if axis == "time" else ticks(low, high, X_TICKS, least=1)
+    low, high = _extent(y_values, log=log)
+    rows = log_ticks(low, high) if log else ticks(low, high, Y_TICKS)
+    if not log:
+        step = rows[1] - rows[0]
+        low, high = math.floor(low / step) * step, math.ceil(high / step) * step
+        rows = ticks(low, high, Y_TICKS)
+    up = Scale(low, high, BOTTOM, TOP, log)
+    label = _clock if axis == "time" else _number
+    return Drawing(
+        chart.title,
+        chart.unit,
+        axis,
+        [_drawn(chart, number, line, across, up) for number, line in enumerate(lines)],
+        [(across(value), label(value)) for value in columns],
+        [(up(value), _number(value)) for value in rows],
+    )
 
 
 def axis_of(chart: Chart, axis: str) -> str:
     """The axis of a chart: what a machine does is measured by the clock and has no tokens."""
-    return axis if any(_x(point, axis, 0.0) is not None for line in chart.lines for point in line.points) else "time"
+    points = (point for line in chart.lines for point in line.points)
+    return "time" if axis == "tokens" and all(point.tokens is None for point in points) else axis
 
 
 def thinned(points: Sequence[Point], most: int = POINTS) -> list[Point]:
@@ -78,127 +111,73 @@ def thinned(points: Sequence[Point], most: int = POINTS) -> list[Point]:
     return list(dict.fromkeys([points[0], *selected, points[-1]]))
 
 
-def rows_of(chart: Chart, axis: str, *, log: bool = False) -> list[list[tuple[float, float | None]]]:
-    """(x, y) of the points of each line that are drawn; y is None where there is a gap."""
-    most = min(POINTS, max(100, POINTS_OF_CHART // len(chart.lines)))
-    return [list(_rows(line, axis, most, log)) for line in chart.lines]
+def ticks(low: float, high: float, count: int, least: float = 0.0) -> list[float]:
+    """About `count` round values from `low` to `high`, a step of 1, 2 or 5 times a power of ten apart."""
+    power = 10.0 ** math.floor(math.log10((high - low) / count))
+    step = next(step for step in (power, 2 * power, 5 * power, 10 * power) if (high - low) / step <= count)
+    return _multiples(low, high, max(step, least))
 
 
-def _rows(line: Line, axis: str, most: int, log: bool) -> Iterator[tuple[float, float | None]]:
+def log_ticks(low: float, high: float) -> list[float]:
+    """Round values of a logarithmic axis: powers of ten, also 2 and 5 times these where they are few."""
+    if high < 10 * low:
+        return ticks(low, high, Y_TICKS)
+    factors = (1, 2, 5) if high < 1000 * low else (1,)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    return [factor * 10.0**power for power in powers for factor in factors if low <= factor * 10.0**power <= high]
+
+
+def time_ticks(high: float) -> list[float]:
+    """Round times from 0 to `high` seconds."""
+    day = 24 * HOUR
+    step = next((step for step in CLOCK_STEPS if high / step <= X_TICKS), day * math.ceil(high / day / X_TICKS))
+    return ticks(0, high, X_TICKS) if high < X_TICKS else _multiples(0, high, step)
+
+
+def _multiples(low: float, high: float, step: float) -> list[float]:
+    """The multiples of `step` from `low` to `high`; the tolerance is for what floats lose."""
+    return [number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+def _extent(values: Sequence[float], *, log: bool = False) -> tuple[float, float]:
+    """The lowest and highest value, apart also where they are equal."""
+    low, high = (min(values), max(values)) if values else (1.0, 2.0)
+    apart = abs(low) / 10 or 1.0
+    return (low, high) if high > low else (low - (0 if log else apart), high + apart)
+
+
+def _positions(line: Line, axis: str, most: int, *, log: bool) -> Iterator[Position]:
     points = thinned(line.points, most)
     for point in points:
-        x = _x(point, axis, points[0].time)
+        x = point.time - points[0].time if axis == "time" else point.tokens if axis == "tokens" else point.step
         if x is not None:
             is_drawable = math.isfinite(point.value) and not (log and point.value <= 0)
-            yield x, float(f"{point.value:.7g}") if is_drawable else None
+            yield x, point.value if is_drawable else None
 
 
-def _x(point: Point, axis: str, began: float) -> float | None:
-    """The x value of a point; a time is in milliseconds since `began`."""
-    return round(1000 * (point.time - began)) if axis == "time" else point.tokens if axis == "tokens" else point.step
+def _drawn(chart: Chart, number: int, positions: Sequence[Position], across: Scale, up: Scale) -> DrawnLine:
+    line = chart.lines[number]
+    path, dots = [], []
+    command = "M"
+    for x, y in positions:
+        if y is None:
+            command = "M"
+            continue
+        dots.append((across(x), up(y)))
+        path.append("{}{},{}".format(command, *dots[-1]) + ("h0" if command == "M" else ""))  # h0: a lone point is seen
+        command = "L"
+    runs = [other.run for other in chart.lines]
+    colour = (line.run if any(runs) else number) % COLOURS
+    last = next((point.value for point in reversed(line.points) if math.isfinite(point.value)), None)
+    value = "–" if last is None else f"{last:.5g}"
+    return DrawnLine(line.label, colour, value, "".join(path), dots if len(positions) < MARKED else ())
 
 
-def curves_spec(chart: Chart, axis: str, *, log: bool, colours: Sequence[str], key: str = "line") -> Spec:
-    """Lines with gaps where values are missing. `key` is the field that tells lines apart: their number or their label.
-
-    Labels are escaped: a character that XML does not allow ends the process that draws.
-    """
-    axis = axis_of(chart, axis)
-    is_time = axis == "time"
-    values = [
-        {"x": x, "y": y, "line": number, "label": escaped(chart.lines[number].label), "dot": len(rows) < MARKED}
-        for number, rows in enumerate(rows_of(chart, axis, log=log))
-        for x, y in rows
-    ]
-    across = {"labelExpr": CLOCK if is_time else COUNT, **({} if is_time else {"tickMinStep": 1})}
-    up = {"labelExpr": FIGURE, "tickCount": 5, **({"labelOverlap": "greedy"} if log else {})}
-    x_scale = {"type": "utc" if is_time else "linear", "nice": False, "zero": False}
-    names = [number if key == "line" else escaped(line.label) for number, line in enumerate(chart.lines)]
-    lines = {"domain": names, "range": [colours[colour_of(chart, number)] for number in range(len(chart.lines))]}
-    return {
-        "data": {"values": values},
-        "layer": [
-            {"mark": {"type": "line", "strokeWidth": 1.6, "strokeJoin": "round"}},
-            {"mark": {"type": "point", "filled": True, "size": 24, "opacity": 1}, "transform": [{"filter": "datum.dot"}]},
-        ],
-        "encoding": {
-            "x": {
-                "field": "x",
-                "type": "temporal" if is_time else "quantitative",
-                "scale": x_scale,
-                "axis": {"title": None, "labelFlush": True, "tickCount": 7, **across},
-            },
-            "y": {
-                "field": "y",
-                "type": "quantitative",
-                "scale": {"type": "log" if log else "linear", "zero": False, "nice": not log},
-                "axis": {"title": None, "minExtent": 34, **up},
-            },
-            "color": {"field": key, "type": "nominal", "scale": lines, "legend": None},
-            "detail": {"field": "line", "type": "nominal"},
-            "description": {"field": "line"},
-        },
-    }
+def _number(value: float) -> str:
+    return facts.short(value) if abs(value) >= 10_000 else f"{value:.6g}"
 
 
-def _look(ink: str, grid: str, size: float) -> Spec:
-    axis = {"labelColor": ink, "labelFontSize": size, "gridColor": grid, "domain": False, "ticks": False}
-    axis |= {"labelPadding": 6, "labelOverlap": True}
-    return {"background": None, "view": {"stroke": None}, "axis": axis}
-
-
-def page_drawings(charts: Sequence[Chart], *, axis: str, log: bool) -> list[str]:
-    """The drawings of a page as SVG elements, in the colours of its style sheet. Raises TTrainError."""
-    colours = [f"var(--run{number})" for number in range(len(COLOURS))]
-    frame = {"width": WIDTH, "height": HEIGHT, "autosize": {"type": "fit", "contains": "padding"}, "padding": 2}
-    frame["config"] = _look("var(--faint)", "var(--grid)", 10.5)
-    if not charts:
-        return []
-    specs = (curves_spec(chart, axis, log=log, colours=colours) for chart in charts)
-    try:
-        svgs = map(parse_json, drawing_process.draw(json.dumps(frame | spec) for spec in specs))
-    except RuntimeError as error:
-        raise TTrainError(
-            f"{PACKAGE} {version(PACKAGE)}, which draws charts, does not work here: {error}; "
-            f"`pip install --force-reinstall {PACKAGE}`"
-        ) from None
-    # Without a size, so that a drawing takes that of its place.
-    return [UNSEEN.sub("", SIZE.sub(r'<svg class="drawing" \1>', svg)) for svg in svgs]
-
-
-def picture(rows: Sequence[Sequence[Chart]], *, axis: str = "tokens", log: bool = False, title: str = "") -> Spec:
-    """The specification of a picture with rows of charts, each with its title, its axes and its legend."""
-    look = _look(FAINT, GRID, 11.5)
-    look["background"] = "white"
-    look["axis"] |= {"titleColor": FAINT, "titleFontWeight": "normal"}
-    look["title"] = {"anchor": "start", "color": INK, "fontSize": 13, "offset": 12}
-    apart = {"spacing": 28, "resolve": {"scale": {"color": "independent"}}}
-    return {
-        "vconcat": [{"hconcat": [_panel(chart, axis, log) for chart in charts], **apart} for charts in rows],
-        **apart,
-        "padding": 16,
-        "config": look,
-        **({"title": {"text": escaped(title), "fontWeight": "normal", "offset": 16}} if title else {}),
-    }
-
-
-def _panel(chart: Chart, axis: str, log: bool) -> Spec:
-    spec = curves_spec(chart, axis, log=log, colours=COLOURS, key="label")
-    spec |= {"width": PANEL_WIDTH, "height": PANEL_HEIGHT, "title": {"text": escaped(chart.title)}}
-    coding = spec["encoding"]
-    coding["x"]["axis"]["title"] = axis_of(chart, axis)
-    coding["y"]["axis"]["title"] = chart.unit or None
-    if len(chart.lines) > 1:
-        columns = 1 if any(line.run for line in chart.lines) else 0
-        coding["color"]["legend"] = {"title": None, "orient": "bottom", "columns": columns, "labelLimit": 0}
-        coding["color"]["legend"]["symbolType"] = "stroke"
-    return spec
-
-
-def save(specification: Spec, path: Path) -> None:
-    """Write a picture as PNG, whatever suffix the path has."""
-    import vl_convert
-
-    picture = vl_convert.vegalite_to_png(dict(specification), scale=SCALE)
-    with output_file(path) as file:
-        file.write(picture)
+def _clock(seconds: float) -> str:
+    if seconds < MINUTE:
+        return f"{seconds:g} s"
+    return f"{seconds / MINUTE:g} min" if seconds < HOUR else f"{seconds / HOUR:g} h"

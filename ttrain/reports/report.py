@@ -1,28 +1,37 @@
-"""The pages: of one run its stages, results, curves, lineage and problems; of several runs how they differ."""
+"""The pages: of one run its stages, results, curves, lineage and problems; of several runs how they differ.
+
+A page loads nothing and runs no script: its style and drawings are inside, and all text of a run is escaped.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 
+import jinja2
+from markupsafe import Markup
+
 from ttrain.config.training import EVALUATED, PRIMARY_METRICS, TRAININGS, VALIDATION_LOSS
+from ttrain.core.machine import VERSION
+from ttrain.core.terminal import escape_control_characters
 from ttrain.core.text import ABSENT, counted, first_of, format_duration, format_number, format_time, short_digest
-from ttrain.reports import charts, compare, facts, summary
-from ttrain.reports.charts import TITLES
-from ttrain.reports.html import Markup, Page, joined, letter, pill, table, tag, tiles
-from ttrain.reports.sections import Answers, Block, Cell, Code, Fold, Heading, Table, Text, table_of
+from ttrain.reports import charts, compare, drawings, facts, summary
+from ttrain.reports.charts import TITLES, Chart
+from ttrain.reports.drawings import COLOURS, Drawing, drawing_of
+from ttrain.reports.sections import Cell
 from ttrain.store import runs
 from ttrain.store.layout import Manifest
-from ttrain.store.run_views import RunView
+from ttrain.store.run_views import RunView, StageView
 
 SAMPLE_FILES = re.compile(r"run/samples/step-0*(\d+)\.(txt|md)")
 
 SAMPLES_SHOWN = 12  # of the samples written during training: first, last, and evenly between
-
-TRAINING_COLUMNS = ("training", "rows", "of", "full to", "records", "cut", "tokens dropped", "epochs")
 
 EARLIER_RUNS = 200  # newest runs that are searched for attempts at the same work
 
@@ -30,19 +39,30 @@ EARLIER_RUNS = 200  # newest runs that are searched for attempts at the same wor
 def report_of(home: Path, view: RunView, *, axis: str = "tokens", log: bool = False) -> str:
     """The page of a run as HTML."""
     earlier = [run for run, _ in zip(runs.newest_first(home), range(EARLIER_RUNS), strict=False)]
-    problems = find_problems(view, earlier)
-    page = Page(f"{view.name}: report", runs=[view.name], axis=axis, log=log)
-    page.section("Stages", _stages(view))
-    page.section("What went wrong", _problem_table(problems))
-    page.section("Curves", page.curves({stage: charts.charts_of(view, stage) for stage in view.stages}))
     results = {stage: view.manifest(stage).get("result", {}) for stage in ("evaluate", "evaluate-champion")}
-    page.section("Evaluation", *table_of(("metric", "value", ""), summary.rows(view.metrics, results), numbers=(1,)))
-    page.section("Data", *data_tables(view))
-    page.section("Samples", *_samples(view))
-    page.section("Lineage", *lineage(view))
-    page.section("Settings", *settings(view))
-    page.section("Machine and libraries", *machine(view))
-    return page.render(_head(view, problems))
+    changed = sorted(facts.changed_settings(view.params).items())
+    return _rendered(
+        "run.html",
+        view=view,
+        began=format_time(view.started),
+        took=format_duration(view.seconds),
+        labels=summary.labels(view.record),
+        tiles=list(_tiles(view)),
+        stages=[_stage_row(view, stage) for stage in view.stages.values()],
+        problems=find_problems(view, earlier),
+        stages_with_curves=_curves({stage: charts.charts_of(view, stage) for stage in view.stages}, axis, log=log),
+        evaluation=summary.rows(view.metrics, results),
+        data_sets=list(_data_sets(view)),
+        files=list(_files(view)),
+        tokenizer=_tokenizer(view.manifest("tokenizer").get("result", {})),
+        training_rows=[row for name in TRAININGS if (row := _rows(name, view.manifest(name).get("result", {})))],
+        samples=_samples(view),
+        training_samples=[(TITLES[stage], texts) for stage in TRAININGS if (texts := _training_samples(view, stage))],
+        lineage=list(_lineage(view)),
+        changed_settings=[(name, *map(facts.as_yaml, values)) for name, values in changed],
+        all_settings="\n".join(f"{name}: {facts.as_yaml(value)}" for name, value in sorted(view.params.items())),
+        machine=list(_machine(view)),
+    )
 
 
 def comparison_page(
@@ -50,32 +70,51 @@ def comparison_page(
 ) -> str:
     """The page of a comparison as HTML."""
     compared = compared or compare.compare(views)
-    page = Page("compared: " + ", ".join(compared.runs), runs=compared.runs, axis=axis, log=log)
-    names = [letter(label, number) for number, label in enumerate(compare.labels(len(views)))]
-    for section in compare.sections(compared, names):
-        page.section(section.title, *section.blocks)
-        if section.title == compare.FIGURES:
-            page.section("Curves", page.curves({stage: charts.comparison_charts(views, stage) for stage in TRAININGS}))
-    rows = [
-        (name, Cell(run, "short mono"), pill(status), *(Cell(text, "short") for text in when))
-        for name, (_, run, status, *when) in zip(names, compare.run_rows(views), strict=True)
-    ]
-    head = [tag("h1", f"{len(views)} runs compared"), tag("p", compared.verdict, class_="verdict")]
-    head += [tag("p", remark, class_="remark") for remark in compared.remarks]
-    head += [tag("p", note, class_="note") for note in compared.notes]
-    return page.render(joined([*head, table(("", "run", "outcome", "began", "took"), rows)]))
+    letter = Markup('<span class="letter run{}">{}</span>')
+    names = [letter.format(number % COLOURS, label) for number, label in enumerate(compare.labels(len(views)))]
+    drawn = {stage: charts.comparison_charts(views, stage) for stage in TRAININGS}
+    return _rendered(
+        "comparison.html",
+        compared=compared,
+        names=names,
+        runs=compare.run_rows(views),
+        sections=compare.sections(compared, names),
+        stages_with_curves=_curves(drawn, axis, log=log),
+    )
 
 
-def _head(view: RunView, problems: Sequence[Problem]) -> Markup:
-    took = f", took {format_duration(view.seconds)}" if view.seconds else ""
-    lines = [(f"pipeline {view.pipeline}, began {format_time(view.started)}{took}", "faint")]
-    if view.decision:
-        lines.append((": ".join(view.decision), "verdict" if "promoted" in view.decision else "remark"))
-    lines += [(label, "note") for label in summary.labels(view.record)]
-    lines += [(str(problem), "remark") for problem in problems if not problem.is_resolved]
-    lines += [(note, "note") for note in view.notes]
-    paragraphs = [tag("p", text, class_=style) for text, style in lines]
-    return joined([tag("h1", view.name, " ", pill(view.status)), *paragraphs, tiles(_tiles(view))])
+def _rendered(template: str, **context: object) -> str:
+    """A page of a template, in which all text of a run is escaped and the policy allows the style sheet alone."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("ttrain.reports"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=_visible,
+    )
+    frame = {"left": drawings.LEFT, "right": drawings.RIGHT, "top": drawings.TOP, "bottom": drawings.BOTTOM}
+    environment.globals |= {"width": drawings.WIDTH, "height": drawings.HEIGHT, **frame}
+    style = resources.files("ttrain.reports").joinpath("templates/page.css").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    page = environment.get_template(template)
+    text = page.render(style=Markup(style), style_digest=Markup(digest), version=VERSION, **context)
+    return text.encode("utf-8", errors="replace").decode("utf-8")  # an unpaired surrogate has no UTF-8 form
+
+
+def _visible(value: object) -> object:
+    """Text of a run with its control characters, such as those that turn the direction of writing, made visible."""
+    return escape_control_characters(value) if type(value) is str else value
+
+
+def _curves(
+    charts_by_stage: Mapping[str, tuple[Sequence[Chart], Sequence[Chart]]], axis: str, *, log: bool
+) -> list[tuple[str, list[Drawing], list[Drawing]]]:
+    """(title, main drawings, folded drawings) of each stage that has any."""
+    stages = []
+    for stage, (main, others) in charts_by_stage.items():
+        shown, folded = ([drawing_of(chart, axis, log=log) for chart in part] for part in (main, others))
+        if shown or folded:
+            stages.append((TITLES.get(stage, stage), shown, folded))
+    return stages
 
 
 def _tiles(view: RunView) -> Iterator[tuple[str, str]]:
@@ -93,76 +132,72 @@ def _tiles(view: RunView) -> Iterator[tuple[str, str]]:
     yield from ((label, facts.short(round(result[name]))) for name, label in labels.items() if name in result)
 
 
-def _stages(view: RunView) -> Table:
-    rows = []
-    for name, stage in view.stages.items():
-        maker = f"by {stage.made_by}" if stage.cached and stage.made_by and stage.made_by != view.name else ""
-        manifest = view.manifest(name)
-        figure_text = stage.record.get("metric") or (summary.key_figures(name, manifest["result"]) if manifest else "")
-        reason = joined(["; ".join(stage.record.get("why") or ()), " ", tag("small", maker)])
-        rows.append((Cell(name, "short"), pill(stage.status), format_duration(stage.seconds), figure_text, reason))
-    return Table(("stage", "outcome", "took", "result", "why"), rows, numbers=(2,))
+def _stage_row(view: RunView, stage: StageView) -> dict[str, str]:
+    manifest = stage.manifest
+    is_reused = stage.cached and stage.made_by and stage.made_by != view.name
+    return {
+        "name": stage.stage,
+        "status": stage.status,
+        "took": format_duration(stage.seconds),
+        "result": stage.record.get("metric") or (summary.key_figures(stage.stage, manifest["result"]) if manifest else ""),
+        "why": "; ".join(stage.record.get("why") or ()),
+        "maker": f"by {stage.made_by}" if is_reused else "",
+    }
 
 
-def _problem_table(problems: Sequence[Problem]) -> Block:
-    if not problems:
-        return Text("Nothing failed, nothing was retried, no row was rejected.", "faint")
-    states = {True: Cell("resolved", "good"), False: Cell("open", "bad")}
-    rows = [(problem.stage or "the run", problem.description, states[problem.is_resolved]) for problem in problems]
-    return Table(("stage", "problem", ""), rows)
-
-
-def _samples(view: RunView) -> Iterator[Block]:
+def _samples(view: RunView) -> dict[str, list[tuple[str, str]]]:
+    """{prompt: the answers of the models and what follows in the data}."""
     evaluation = view.manifest("evaluate")
-    samples, references = facts.samples_of(evaluation), facts.references_of(evaluation)
-    for prompt in dict.fromkeys(prompt for _, prompt in samples):
-        answers = [(f"{model} model", text) for (model, question), text in samples.items() if question == prompt]
-        reference = [(facts.REFERENCE, references[prompt])] if prompt in references else []
-        yield Text(prompt, "prompt")
-        yield Answers([*answers, *reference])
-    for stage in TRAININGS:
-        if written := _training_samples(view, stage):
-            texts = Answers([(f"step {step:,}", text.strip("\n")) for step, text in written])
-            yield Fold(f"samples during training: {TITLES[stage]}", texts)
+    samples: dict[str, list[tuple[str, str]]] = {}
+    for (model, prompt), answer in facts.samples_of(evaluation).items():
+        samples.setdefault(prompt, []).append((f"{model} model", answer))
+    for prompt, reference in facts.references_of(evaluation).items():
+        samples[prompt].append((facts.REFERENCE, reference))
+    return samples
 
 
-def _training_samples(view: RunView, stage: str) -> list[tuple[int, str]]:
+def _training_samples(view: RunView, stage: str) -> list[tuple[str, str]]:
     """(step, text) of the samples of a training: the first, the last and some between."""
     files = view.files(stage, "run/samples")
     samples = sorted((int(match[1]), path) for path in files if (match := SAMPLE_FILES.fullmatch(path)))
-    return [(step, view.text(stage, path) or "") for step, path in facts.spread(samples, SAMPLES_SHOWN)]
+    shown = facts.spread(samples, SAMPLES_SHOWN)
+    return [(f"step {step:,}", (view.text(stage, path) or "").strip("\n")) for step, path in shown]
 
 
-def data_tables(view: RunView) -> Iterator[Block]:
-    """One table of the data sets, one of the tokenizer's fit, one of the rows that training sees."""
-    sets, files = [], []
+def _shards(view: RunView) -> Iterator[tuple[str, summary.Result]]:
+    """(data set, result of the stage that made its shards)."""
     for stage in view.stages:
-        result = view.manifest(stage).get("result") if stage.startswith("shards-") else None
-        if not result:
-            continue
-        name, train = stage.removeprefix("shards-"), result.get("train", {})
+        if stage.startswith("shards-") and (result := view.manifest(stage).get("result")):
+            yield stage.removeprefix("shards-"), result
+
+
+def _data_sets(view: RunView) -> Iterator[tuple[str, ...]]:
+    for name, result in _shards(view):
+        train = result.get("train", {})
         lost = "; ".join(filter(None, map(_lost, facts.row_tallies(result).values())))
-        size, heldout_rows = format_number(train.get("bytes"), "bytes"), result.get("heldout", {}).get("rows")
-        counts = [format_number(train.get(field)) for field in ("rows", "tokens", "live_tokens")]
-        further = (size, format_number(heldout_rows), format_number(result.get("duplicates")), lost or "none")
-        sets.append((name, *counts, *further))
+        yield (
+            name,
+            *(format_number(train.get(field)) for field in ("rows", "tokens", "live_tokens")),
+            format_number(train.get("bytes"), "bytes"),
+            format_number(result.get("heldout", {}).get("rows")),
+            format_number(result.get("duplicates")),
+            lost or "none",
+        )
+
+
+def _files(view: RunView) -> Iterator[tuple[str, ...]]:
+    for name, result in _shards(view):
         for file in result.get("files", ()):
             counts = [format_number(file.get(field)) for field in ("rows", "kept", "tokens")]
-            files.append((name, file["name"], *counts, format_number(file.get("bytes"), "bytes"), _lost(file) or "none"))
-    header = ("data set", "records", "tokens", "count in the loss", "bytes", "held out", "duplicates", "left out")
-    yield from table_of(header, sets, numbers=range(1, 7))
-    if files:
-        columns = ("data set", "file", "rows", "kept", "tokens", "bytes", "left out")
-        yield Fold(counted(len(files), "file"), Table(columns, files, numbers=range(2, 6)))
-    tokenizer = view.manifest("tokenizer").get("result", {})
-    if tokenizer:
-        ids, fit, unknown = (tokenizer.get(name, 0) for name in ("vocab_size", "bytes_per_token", "unk_rate"))
-        text = f"The tokenizer has {ids:,} ids, and a token stands for {fit:.3f} bytes of its training text; "
-        yield Text(f"{text}{100 * unknown:.3g} % of the tokens are unknown.")
-    rows = [row for name in TRAININGS if (row := _rows(name, view.manifest(name).get("result", {})))]
-    if rows:
-        yield Heading("Rows as the trainings see them")
-        yield Table(TRAINING_COLUMNS, rows, numbers=range(1, 8))
+            yield name, file["name"], *counts, format_number(file.get("bytes"), "bytes"), _lost(file) or "none"
+
+
+def _tokenizer(result: summary.Result) -> str:
+    if not result:
+        return ""
+    ids, fit, unknown = (result.get(name, 0) for name in ("vocab_size", "bytes_per_token", "unk_rate"))
+    text = f"The tokenizer has {ids:,} ids, and a token stands for {fit:.3f} bytes of its training text"
+    return f"{text}; {100 * unknown:.3g} % of the tokens are unknown."
 
 
 def _rows(name: str, result: summary.Result) -> tuple[str, ...]:
@@ -171,22 +206,23 @@ def _rows(name: str, result: summary.Result) -> tuple[str, ...]:
         return ()
     fill, epochs = rows.get("fill"), result.get("epochs")
     return (
-        TITLES[name], format_number(rows.get("rows")), f"{rows.get('row_length', 0):,} tokens",
+        TITLES[name],
+        format_number(rows.get("rows")),
+        f"{rows.get('row_length', 0):,} tokens",
         f"{100 * fill:.1f} %" if fill is not None else ABSENT,
         *(format_number(rows.get(field)) for field in ("records", "cut_records", "dropped_tokens")),
         f"{epochs:.3g}" if epochs is not None else ABSENT,
-    )  # fmt: skip
+    )
 
 
 def _lost(tally: summary.Result) -> str:
     return ", ".join(f"{reason} {count:,}" for reason, count in facts.lost_rows(tally).items() if count)
 
 
-def lineage(view: RunView) -> Iterator[Block]:
-    """A table of the stages: the key, inputs, code, commit and run of each."""
-    rows = []
+def _lineage(view: RunView) -> Iterator[tuple[object, ...]]:
+    """The key, inputs, code, commit and run of each stage."""
     for name, stage in view.stages.items():
-        manifest = view.manifest(name)
+        manifest = stage.manifest
         if not manifest:
             continue
         sources = [f"{entry['stage']} {short_digest(entry['key'])}" for entry in manifest.get("inputs", {}).values()]
@@ -195,31 +231,17 @@ def lineage(view: RunView) -> Iterator[Block]:
         commit = str(provenance.get("commit") or "")
         commit = short_digest(commit) + ("+" if "+" in commit else "")
         digests = (short_digest(stage.key or ""), first_of(sources, 6) or ABSENT, facts.code_of(manifest), commit)
-        maker = provenance.get("run") or stage.made_by or ""
-        rows.append((name, *(Cell(text, "mono") for text in digests), maker))
-    if rows:
-        yield Table(("stage", "key", "made of", "code", "commit", "made by"), rows)
-        yield Text(joined(["In full: ", tag("code", f"ttrain lineage {view.name}")]), "faint")
+        yield name, *(Cell(text, "mono") for text in digests), provenance.get("run") or stage.made_by or ""
 
 
-def settings(view: RunView) -> Iterator[Block]:
-    """The settings that differ from the defaults; all settings are folded."""
-    if not view.params:
-        return
-    changed = [(name, *map(facts.as_yaml, values)) for name, values in sorted(facts.changed_settings(view.params).items())]
-    yield from table_of(("changed setting", "value", "default"), changed)
-    everything = [f"{name}: {facts.as_yaml(value)}" for name, value in sorted(view.params.items())]
-    yield Fold(f"all {len(view.params)} settings", Code("\n".join(everything)))
-
-
-def machine(view: RunView) -> list[Block]:
+def _machine(view: RunView) -> Iterator[tuple[str, str]]:
     """Versions, platforms and devices that the artifacts record, each value once."""
-    manifests = [view.manifest(name) for name in view.stages]
+    manifests = [stage.manifest for stage in view.stages.values()]
     values = facts.versions_of(manifests)
     for field in ("device", "precision", "threads", "ranks", "compiled"):
         recorded = (manifest.get("result", {}).get(field) for manifest in manifests)
         values[field] = list(dict.fromkeys(str(value) for value in recorded if value is not None))
-    return table_of(("name", "value"), [(field, ", ".join(texts)) for field, texts in values.items() if texts])
+    return ((field, ", ".join(texts)) for field, texts in values.items() if texts)
 
 
 UNFINISHED: Mapping[str, str] = {"crashed": "was killed", "failed": "failed", "interrupted": "was stopped"}

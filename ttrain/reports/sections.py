@@ -1,4 +1,4 @@
-"""Reports as sections of tables and texts, printed on a terminal; `ttrain.reports.html` makes pages."""
+"""Reports as sections of tables and texts, printed on a terminal; `ttrain.reports.report` makes pages."""
 
 from __future__ import annotations
 
@@ -48,29 +48,13 @@ class Heading:
 
 
 @dataclass(frozen=True)
-class Code:
-    """Text whose line ends count."""
-
-    text: str
-    language: str = ""
-
-
-@dataclass(frozen=True)
 class Answers:
     """Answers of models side by side, (title, text)."""
 
     texts: Sequence[tuple[object, str]]
 
 
-@dataclass(frozen=True)
-class Fold:
-    """A block that is folded at first, under its title."""
-
-    title: str
-    block: Block
-
-
-Block = Table | Text | Heading | Code | Answers | Fold
+Block = Table | Text | Heading | Answers
 
 
 @dataclass(frozen=True)
@@ -79,11 +63,6 @@ class Section:
 
     title: str
     blocks: Sequence[Block]
-
-
-def table_of(header: Sequence[object], rows: Sequence[Sequence[object]], numbers: Sequence[int] = ()) -> list[Block]:
-    """The table, if it has rows."""
-    return [Table(header, rows, numbers)] if rows else []
 
 
 def print_section(section: Section) -> None:
@@ -105,7 +84,5 @@ def print_section(section: Section) -> None:
                     print(terminal.escaped(f"  {name}  {truncated(text, LONGEST_CELL)}"))
             case Heading(text):
                 print(f"\n{title}, {terminal.escaped(text)}:")
-            case Text(text) | Code(text):
+            case Text(text):
                 print(f"\n{terminal.escaped(truncated(str(text), LONGEST_CELL))}")
-            case Fold(_, inside):
-                print_section(Section(section.title, [inside]))
