@@ -5,12 +5,9 @@ An existing tokenizer's own chat template: the mask where the answers are, whate
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import random
-import resource
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +15,7 @@ import pytest
 from support.chat_templates import CHATML, make, take
 from tokenizers import Tokenizer
 
-from ttrain.core.sandbox import Sandbox
-from ttrain.data import existing, jinja_templates
+from ttrain.data import existing
 from ttrain.data.chat import encode_chat, encode_chats, prompt_ids
 from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
@@ -246,12 +242,14 @@ def test_the_string_is_the_templates_and_the_answers_with_their_ends_are_live(ch
 
 
 def test_a_chat_of_thousands_of_turns_takes_time_in_proportion(chatml_encoder: Encoder) -> None:
-    turns = tuple(Message(("user", "assistant")[number % 2], f"fox {number}") for number in range(32_000))
+    turns = tuple(Message(("user", "assistant")[number % 2], f"fox {number}") for number in range(8_000))
     began = time.process_time()
-    ids, live = encode_chat(chatml_encoder, turns)  # within the budget of CPU time of the template
-    assert time.process_time() - began < 5, "0.6 s; 5,000 turns took 6 s where the template marks what it generates"
-    assert ids.count(chatml_encoder.end_id) == 32_000
-    assert sum(alive for number, alive in zip(ids, live, strict=True) if number == chatml_encoder.end_id) == 16_000
+    ids, live = encode_chat(chatml_encoder, turns)
+    assert time.process_time() - began < 5, (
+        "0.2 s by the end, 0.5 s by generation, which transformers tracks in quadratic time"
+    )
+    assert ids.count(chatml_encoder.end_id) == 8_000
+    assert sum(alive for number, alive in zip(ids, live, strict=True) if number == chatml_encoder.end_id) == 4_000
 
 
 def test_ids_and_mask_are_those_of_transformers_where_nothing_is_forged(tmp_path: Path) -> None:
@@ -265,52 +263,6 @@ def test_ids_and_mask_are_those_of_transformers_where_nothing_is_forged(tmp_path
     assert (ids, [int(alive) for alive in live]) == (rendered["input_ids"], rendered["assistant_masks"])
     prompt = opened.apply_chat_template(turns[:2], add_generation_prompt=True, return_dict=True)
     assert prompt_ids(encoder, TALK[:2]) == prompt["input_ids"]
-
-
-PLAIN = "{% for message in messages %}{{ message['content'] + '<|im_end|>' }}{% endfor %}"
-GREEDY = {
-    "loops in loops": "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}"
-    "{% endfor %}{% endfor %}",
-    "a text that doubles": "{% set n = namespace(x='x') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-    "a number": "{{ 10 ** (10 ** 9) }}",
-    "a long output": "{{ 'a' * 10**7 }}",
-}
-
-
-@pytest.fixture(scope="module")
-def small() -> Iterator[Sandbox]:
-    """A small budget, so that what exceeds it does so soon."""
-    budget = {"seconds": 0.3, "seconds_per_result": 0.05, "memory_bytes": 256 << 20}
-    preloaded = ("transformers.utils.chat_template_utils",)
-    with contextlib.closing(Sandbox(jinja_templates.answer, preloaded=preloaded, **budget)) as sandbox:
-        yield sandbox
-
-
-@pytest.mark.parametrize("greedy", GREEDY.values(), ids=GREEDY)
-def test_a_greedy_template_is_refused(greedy: str, small: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jinja_templates, "SANDBOX", small)
-    begun = resource.getrusage(resource.RUSAGE_SELF)
-    with pytest.raises(DataError, match=r"template cannot be used: it (asks for too much|does not render)"):
-        take(tmp_path, greedy + PLAIN)
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    assert used.ru_utime - begun.ru_utime < 2, "the child was ended, and this process waited"
-    assert used.ru_maxrss - begun.ru_maxrss < 200_000, "KiB"
-
-
-def test_a_template_endless_for_a_content_is_refused(
-    small: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jinja_templates, "SANDBOX", small)
-    trigger = "{% if '!' in messages[0]['content'] %}" + GREEDY["loops in loops"] + "{% endif %}"
-    encoder = take(tmp_path, trigger + PLAIN)
-    fine, endless = ((Message("user", text), Message("assistant", "Hello")) for text in ("Hi", "Hi!"))
-    ids, _ = encode_chat(encoder, fine)
-    assert shown(encoder, ids) == "Hi<|im_end|>Hello<|im_end|>"
-    longest = (*endless, Message("user", "?"))
-    told = r"asks for too much: it needs more than 0\.\d+ s of CPU time; the longest of 3 chats has 3 turns and begins 'Hi!'"
-    for conversations in ([fine, longest, fine], [fine]):
-        with pytest.raises(DataError, match=told):
-            encode_chats(encoder, conversations)
 
 
 @pytest.mark.parametrize("forged", FORGED)
