@@ -68,8 +68,9 @@ def build(config: ShardsConfig, job: StageContext, pool: Pool) -> ShardSetResult
 def _against(config: ShardsConfig, job: StageContext) -> OverlapCheck | None:
     """The items of the evaluations that `shards.decontaminate` names; a task has the name of its file."""
     files, settings = job.files.get(AGAINST, ()), config.shards
-    rule = contamination.OverlapRule(settings.overlap_bytes, settings.overlap_share)
-    return contamination.overlap_check(files, rule, remove=settings.overlapping == "remove") if files else None
+    if not files:
+        return None
+    return contamination.overlap_check(files, settings.overlap_share, remove=settings.overlapping == "remove")
 
 
 def _recipe(config: ShardsConfig, job: StageContext) -> BlockRecipe:
