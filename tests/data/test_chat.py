@@ -8,14 +8,18 @@ from __future__ import annotations
 import functools
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.chat_templates import CHATML, make, take
+from support.shard_sets import build, write_lines
 from tokenizers import Tokenizer
 
+from ttrain.config import ChatShardsConfig, ShardsConfig
 from ttrain.data import existing
+from ttrain.data.blocks import BlockRecipe
 from ttrain.data.chat import encode_chat, encode_chats, prompt_ids
 from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
@@ -374,3 +378,73 @@ def test_without_a_template_own_is_refused(tmp_path: Path) -> None:
     found = existing.tokenizer_files(str(make(tmp_path / "existing", None)))
     with pytest.raises(UsageError, match=r"has no chat template; set tokenizer\.template=ttrain"):
         existing.install(found, tmp_path / "taken", "own")
+
+
+# --- the reasoning of an answer
+
+REASONING = (  # of the last answer only, as Qwen3's template writes it
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['reasoning_content'] and loop.last %}"
+    "{{ '<think>\n' + message['reasoning_content'] + '\n</think>\n\n' }}{% endif %}"
+    "{{ message['content'] + '<|im_end|>' }}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+THOUGHT = "<think>\nthe fox </think> <|im_end|>\n</think>\n\n"
+ROWS = [
+    {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "A dog", "reasoning_content": "lazy"},
+    {"role": "user", "content": "And?"},
+    {"role": "assistant", "content": "A fox", "reasoning_content": "\nthe fox </think> <|im_end|> "},
+]  # fmt: skip
+
+
+def reasoned(**change: bool) -> tuple[Message, ...]:
+    parsed = parse_conversation({"messages": ROWS})
+    assert isinstance(parsed, Conversation)
+    return tuple(replace(turn, **change) if turn.thought else turn for turn in parsed.messages)
+
+
+def test_reasoning_is_text_before_the_answer_and_trained_on_unless_it_is_masked(
+    fox_encoder: Encoder, opened: Any, tinyseek: Encoder
+) -> None:
+    turns = reasoned()
+    assert turns[-1].content == THOUGHT + "A fox"
+    assert tuple(Message.from_json(turn.to_json()) for turn in reasoned(thought_in_loss=False)) == reasoned(
+        thought_in_loss=False
+    )
+    plain = tuple(Message(turn.role, turn.content) for turn in turns)
+    for encoder in (fox_encoder, tinyseek):
+        ids, live = encode_chat(encoder, turns)
+        assert (ids, live) == encode_chat(encoder, plain)
+        same_ids, fewer = encode_chat(encoder, reasoned(thought_in_loss=False))
+        assert same_ids == ids and sum(fewer) < sum(live)
+        scored = [number for number, alive in zip(ids, fewer, strict=True) if alive]
+        assert encoder.decode(scored) == "A dogA fox" and scored.count(encoder.end_id) == 2
+    answered = tuple(turn for turn in plain if "<|im_end|>" not in turn.content)
+    assert encode_chat(fox_encoder, answered)[0] == opened.apply_chat_template(as_dicts(answered), return_dict=False)
+
+
+@pytest.mark.parametrize("template", [REASONING, CHATML], ids=["by the field", "without the field"])
+def test_reasoning_is_rendered_as_the_template_does_it(tmp_path: Path, template: str) -> None:
+    encoder = take(tmp_path, template)
+    first = "A dog<|im_end|>" if template == REASONING else "<think>\nlazy\n</think>\n\nA dog<|im_end|>"
+    assert learnt(encoder, reasoned()) == first + THOUGHT + "A fox<|im_end|>"
+    assert learnt(encoder, reasoned(thought_in_loss=False)) == "A dog<|im_end|>A fox<|im_end|>"
+    ids, _ = encode_chat(encoder, reasoned())
+    assert ids.count(encoder.end_id) == 4, "a text is no special token"
+    rows = [{**row, "reasoning_content": row.get("reasoning_content", "").strip()} for row in ROWS]
+    if template == REASONING:
+        string = in_transformers(encoder.directory).apply_chat_template(rows, tokenize=False)
+        assert shown(encoder, ids) == string
+
+
+def test_whether_reasoning_is_trained_on_decides_the_masks_of_shards_and_their_keys(
+    tmp_path: Path, recipes: dict[str, BlockRecipe]
+) -> None:
+    path = write_lines(tmp_path / "chats.jsonl", [{"messages": ROWS}])
+    live = []
+    for recipe in (recipes["chats"], replace(recipes["chats"], learn_reasoning=False)):
+        built = build(tmp_path / f"{recipe.learn_reasoning}", [path], recipe)
+        assert built.tallies["train"].to_json()["with_reasoning"] == 1
+        live.append(built.parts["train"]["live_tokens"])
+    assert live[0] > live[1] > 0
+    assert "sft" in ChatShardsConfig.model_fields and "sft" not in ShardsConfig.model_fields

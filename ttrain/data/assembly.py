@@ -185,6 +185,7 @@ def _quarantine(output: Path, built_blocks: list[BuiltBlock], figures: Tallies) 
             skipped, rejected, keys_seen = (Counter(counts[name]) for name in ("skipped", "rejected", "keys_seen"))
             tally = Tally(counts["rows"], counts["kept"], skipped, rejected, keys_seen, lines=block.manifest["lines"])
             tally.unread_keys.update(counts.get("unread_keys", {}))
+            tally.with_reasoning = counts.get("with_reasoning", 0)
             path = block.directory / BLOCKS / f"{block.identity}.rejected.jsonl"
             bad_rows = map(orjson.loads, path.read_bytes().splitlines() if counts["rejected"] else ())
             figures[block.role, block.file].add_block(tally, bad_rows, block.source.location)

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from ttrain.core.files import JsonDict
 from ttrain.data import jinja_templates
 from ttrain.data.chat_templates import Message, Messages, Rendering, Span, Template, TemplateRefused, is_live
 from ttrain.data.encoder import Encoder
@@ -46,12 +47,12 @@ FIX = "set tokenizer.template=ttrain for the template of ttrain"
 class Skeleton(NamedTuple):
     """What a template writes around the contents, for a sequence of roles.
 
-    turns       numbers of the turns with a content
-    texts       before, between and behind these contents
-    answers     by turn, the characters before and behind its content that are live with it
+    pieces      numbers of the turns with a content, and ~number for the reasoning of a turn
+    texts       before, between and behind these pieces
+    answers     by turn, the characters before its first piece and behind its content that are live with it
     """
 
-    turns: list[int]
+    pieces: list[int]
     texts: list[str]
     answers: dict[int, tuple[int, int]]
 
@@ -63,6 +64,7 @@ class JinjaTemplate(Template):
         """Raises DataError if the template cannot render a question and answer, or writes no end of the answer."""
         self._encoder = encoder
         self._jinja = FIXED_DATE_MACRO + encoder.jinja
+        self._reads_reasoning = "reasoning_content" in encoder.jinja
         self._has_generation = GENERATION.search(encoder.jinja) is not None
         self._skeletons: dict[tuple[object, ...], Skeleton] = {}
         question_and_answer = (Message("user", "Q"), Message("assistant", "A"))
@@ -93,25 +95,45 @@ class JinjaTemplate(Template):
         """The rendered conversation with the places of its contents. Raises DataError if the template changed one."""
         skeleton = self._skeleton(messages, prompt=prompt)
         contents = self._contents(messages, text, skeleton)
-        live = [
-            (contents[turn][0] - before, contents[turn][1] + behind)
-            for turn, (before, behind) in skeleton.answers.items()
-            if is_live(messages[turn])
-        ]
+        live: list[Span] = []
+        for turn, (before, behind) in skeleton.answers.items():
+            start, end = contents[turn]
+            if not is_live(messages[turn]):
+                continue
+            if not messages[turn].masked:
+                start = contents.get(~turn, contents[turn])[0] - before
+            elif ~turn not in contents:
+                start += messages[turn].masked - self._split_at(messages[turn])
+            live.append((start, end + behind))
         return Rendering(text, list(contents.values()), live)
+
+    def _split_at(self, message: Message) -> int:
+        """Characters of the content that the template gets as `reasoning_content`."""
+        return message.thought if self._reads_reasoning else 0
+
+    def _pieces(self, messages: Messages) -> dict[int, str]:
+        """The texts of the conversation, in order, by the number of the turn; by ~number those of its reasoning."""
+        pieces: dict[int, str] = {}
+        for number, turn in enumerate(messages):
+            if self._split_at(turn):
+                pieces[~number] = turn.reasoning
+            if content := turn.content[self._split_at(turn) :]:
+                pieces[number] = content
+        return pieces
 
     def _contents(self, messages: Messages, rendered: str, skeleton: Skeleton) -> dict[int, Span]:
         """Where the template writes the contents: as they are, or without white space around them."""
         contents: dict[int, Span] = {}
+        pieces = self._pieces(messages)
         position = len(skeleton.texts[0])
         if not rendered.startswith(skeleton.texts[0]):
             raise self._refused(DEPENDS_ON_CONTENTS)
-        for turn, text in zip(skeleton.turns, skeleton.texts[1:], strict=True):
-            content = messages[turn].content
+        for turn, text in zip(skeleton.pieces, skeleton.texts[1:], strict=True):
+            content = pieces[turn]
             if not rendered.startswith(content + text, position):
                 content = content.strip()
             if not rendered.startswith(content, position):
-                whose = f"of a turn of role '{messages[turn].role}'"
+                whose = f"of a turn of role '{_role(messages, turn)}'"
                 raise self._refused(f"it changes the content {whose}", f"it changes the content {content[:60]!r} {whose}")
             if not rendered.startswith(text, position + len(content)):
                 raise self._refused(DEPENDS_ON_CONTENTS)
@@ -122,7 +144,7 @@ class JinjaTemplate(Template):
         return contents
 
     def _skeleton(self, messages: Messages, *, prompt: bool) -> Skeleton:
-        key = (prompt, *((turn.role, turn.content == "") for turn in messages))
+        key = (prompt, *((turn.role, turn.content == "", self._split_at(turn) > 0) for turn in messages))
         if key not in self._skeletons:
             if len(self._skeletons) >= SKELETONS:
                 self._skeletons.clear()
@@ -131,7 +153,7 @@ class JinjaTemplate(Template):
 
     def _marked(self, messages: Messages, *, prompt: bool) -> Skeleton:
         """Make a skeleton by rendering marks. Raises DataError if a content is not written exactly once, in order."""
-        marks = {number: f"x{secrets.token_hex(MARK_BYTES)}y" for number, turn in enumerate(messages) if turn.content}
+        marks = {piece: f"x{secrets.token_hex(MARK_BYTES)}y" for piece in self._pieces(messages)}
         (marked,) = self._render([(messages, marks)], prompt=prompt, spans=self._has_generation and bool(marks))
         if isinstance(marked, DataError):
             raise marked
@@ -144,12 +166,13 @@ class JinjaTemplate(Template):
         for _, start in places:
             texts.append(rendered[at:start])
             at = start + MARK_CHARACTERS
-        skeleton = Skeleton(list(marks), [*texts, rendered[at:]], {})
+        skeleton = Skeleton([piece for piece, _ in places], [*texts, rendered[at:]], {})
         if not prompt:
             ends = (
                 self._ends_by_tag(dict(places), spans) if self._has_generation else self._ends_by_token(messages, skeleton)
             )
-            before = dict(zip(skeleton.turns, texts, strict=True))
+            before = dict(zip(skeleton.pieces, texts, strict=True))
+            before |= {~piece: text for piece, text in before.items() if piece < 0}  # of a turn with its reasoning
             leads = self._leads(messages, before, list(ends))
             skeleton.answers.update({turn: (leads[turn], end) for turn, end in ends.items()})
         return skeleton
@@ -158,11 +181,12 @@ class JinjaTemplate(Template):
         """Raise DataError unless the template wrote the content of each of these turns once, in order."""
         times = Counter(written)
         for turn in turns:
-            if times[turn] != 1:
-                raise self._refused(f"it writes the content of a turn of role '{messages[turn].role}' {times[turn]} times")
-        for previous, turn in itertools.pairwise(written):
-            if turn < previous:
-                role = messages[previous].role
+            if times[turn] != 1 and not (turn < 0 and not times[turn]):  # many leave out what was thought before
+                role = _role(messages, turn)
+                raise self._refused(f"it writes the content of a turn of role '{role}' {times[turn]} times")
+        for turn, expected in zip(written, [piece for piece in turns if times[piece]], strict=True):
+            if turn != expected:
+                role = _role(messages, turn)
                 raise self._refused(f"it puts the content of a turn of role '{role}' before that of the previous turn")
 
     def _ends_by_tag(self, places: Mapping[int, int], spans: Sequence[Span]) -> dict[int, int]:
@@ -173,7 +197,7 @@ class JinjaTemplate(Template):
         for (turn, place), next_place in zip(places.items(), next_places, strict=True):
             end = place + MARK_CHARACTERS
             number = bisect_right(beginnings, place) - 1
-            if number >= 0 and spans[number][1] >= end:
+            if turn >= 0 and number >= 0 and spans[number][1] >= end:
                 span_end = spans[number][1]
                 ends[turn] = (span_end if next_place is None else min(span_end, next_place)) - end
         return ends
@@ -181,8 +205,8 @@ class JinjaTemplate(Template):
     def _ends_by_token(self, messages: Messages, skeleton: Skeleton) -> dict[int, int]:
         """Characters behind each answer up to the first special token, with it."""
         ends: dict[int, int] = {}
-        for turn, text in zip(skeleton.turns, skeleton.texts[1:], strict=True):
-            if messages[turn].role == "assistant":
+        for turn, text in zip(skeleton.pieces, skeleton.texts[1:], strict=True):
+            if turn >= 0 and messages[turn].role == "assistant":
                 specials = self._encoder.specials_behind("A", text)
                 if not specials:
                     raise self._refused(NO_END)
@@ -221,8 +245,7 @@ class JinjaTemplate(Template):
     ) -> list[Rendered | DataError]:
         """(text, spans of `{% generation %}`) of each conversation with its marks in place of contents, or why not."""
         turns = [
-            [{"role": turn.role, "content": marks.get(number, turn.content)} for number, turn in enumerate(messages)]
-            for messages, marks in conversations
+            [self._turn(turn, number, marks) for number, turn in enumerate(messages)] for messages, marks in conversations
         ]
         renderings = jinja_templates.render(self._jinja, self._encoder.tokens, turns, prompt=prompt, spans=spans)
         texts: list[Rendered | DataError] = []
@@ -234,9 +257,22 @@ class JinjaTemplate(Template):
                 texts.append(rendering)
         return texts
 
+    def _turn(self, message: Message, number: int, marks: Mapping[int, str]) -> JsonDict:
+        """A turn as the template gets it, with marks in place of its texts."""
+        size = self._split_at(message)
+        turn = {"role": message.role, "content": marks.get(number, message.content[size:])}
+        if size:
+            turn["reasoning_content"] = marks.get(~number, message.reasoning)
+        return turn
+
     def _refused(self, reason: str, shown: str = "") -> TemplateRefused:
         """The error; `shown` is the reason with a part of the conversation in it."""
         refused = "the tokenizer's own chat template cannot be used"
         return TemplateRefused(
             f"tokenizer.template is 'own', but {refused}: {shown or reason}; {FIX}", f"{refused}: {reason}"
         )
+
+
+def _role(messages: Messages, piece: int) -> str:
+    """The role of the turn that a piece is of."""
+    return messages[piece if piece >= 0 else ~piece].role

@@ -6,12 +6,13 @@ import functools
 import itertools
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import orjson
 
-from ttrain.config import Reading, ShardsConfig
+from ttrain.config import ChatShardsConfig, Reading, ShardsConfig
 from ttrain.core.files import JsonDict
 from ttrain.core.hashing import DigestCache, code_digests, digest_of
 from ttrain.data import blocks, contamination, locations, records, sharding, shards
@@ -76,7 +77,8 @@ def _against(config: ShardsConfig, job: StageContext) -> OverlapCheck | None:
 def _recipe(config: ShardsConfig, job: StageContext) -> BlockRecipe:
     kind, tokenizer = job.arguments["kind"], job.inputs["tokenizer"]
     own_data = bool(job.files.keys() - {AGAINST})
-    return recipe_of(_decided_reading(config, job), tokenizer, kind, own_data=own_data, reuse=job.reuse, home=job.home)
+    recipe = recipe_of(_decided_reading(config, job), tokenizer, kind, own_data=own_data, reuse=job.reuse, home=job.home)
+    return replace(recipe, learn_reasoning=config.sft.learn_reasoning) if isinstance(config, ChatShardsConfig) else recipe
 
 
 def _decided_reading(config: ShardsConfig, job: StageContext) -> Reading:
