@@ -6,12 +6,10 @@ import gzip
 import itertools
 import json
 import random
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
-from data.test_hostile import measured
 from support.shard_sets import ALL, digests, opened, texts_in, write_lines
 from support.shard_sets import build as build_shards
 
@@ -344,26 +342,6 @@ def test_a_damaged_file_does_not_shift_the_places_of_the_next(tmp_path: Path) ->
     alone = check([str(good)], NEAR, pool=Here())
     assert reports[1].near_duplicates == alone[0].near_duplicates == 0
     assert reports[1].tally.skipped["duplicate"] == 30
-
-
-def test_sketches_take_17_bytes_of_memory_for_each_byte_of_a_text() -> None:
-    plain = overlap.plain(joined(text(random.Random(12), 400_000)))
-    tracemalloc.start()
-    near_duplicates.sketches_of([plain], RULE)
-    peak = tracemalloc.get_traced_memory()[1] / len(plain)
-    tracemalloc.stop()
-    assert peak < 19, f"{peak:.1f} bytes a byte"
-
-
-@pytest.mark.soak
-def test_ten_thousand_alike_and_two_of_20_mb_take_bounded_time_and_memory(tmp_path: Path, recipe: BlockRecipe) -> None:
-    rng = random.Random(11)
-    same = joined(text(rng, 400))
-    large = joined([f"{rng.randrange(10**6)}" for _ in range(3_000_000)])
-    texts = [*(f"{same}{'.' * n}" for n in range(10_000)), large, f"{large} and more", "?!", "…"]
-    [(found, peak, seconds)] = measured(recipe, [write_lines(tmp_path / "a.jsonl", rows(texts))], near_duplicates=0.8)
-    assert found["skipped"] == {NEAR_DUPLICATE: 10_000} and len(large) > 20_000_000
-    assert peak << 20 < (320 << 20) + 64 * len(large) and seconds < 300, (peak, seconds)
 
 
 def test_a_smaller_set_that_repeats_documents_holds_none_out_that_an_earlier_set_trained_on(
