@@ -33,9 +33,8 @@ def conversations_of(records: Iterable[Mapping[str, Any]], encoder: Encoder) -> 
         messages = tuple(map(Message.from_json, turns))
         while messages and not is_live(messages[-1]):
             messages = messages[:-1]
-        spells = any(encoder.specials_behind("", turn.content) for turn in messages)
-        has_reasoning = any(turn.thought for turn in messages)
-        if messages and not spells and not has_reasoning and chat.refusals(encoder, [messages]) == [""]:
+        differs = any(turn.thought or encoder.specials_behind("", turn.content) for turn in messages)
+        if messages and not differs and chat.refusals(encoder, [messages]) == [""]:
             conversations.append(messages)
         if len(conversations) == COMPARED:
             break

@@ -69,15 +69,19 @@ def build(config: ShardsConfig, job: StageContext, pool: Pool) -> ShardSetResult
 def _against(config: ShardsConfig, job: StageContext) -> OverlapCheck | None:
     """The items of the evaluations that `shards.decontaminate` names; a task has the name of its file."""
     files, settings = job.files.get(AGAINST, ()), config.shards
-    if not files:
-        return None
-    return contamination.overlap_check(files, settings.overlap_share, remove=settings.overlapping == "remove")
+    remove = settings.overlapping == "remove"
+    return contamination.overlap_check(files, settings.overlap_share, remove=remove) if files else None
 
 
 def _recipe(config: ShardsConfig, job: StageContext) -> BlockRecipe:
-    kind, tokenizer = job.arguments["kind"], job.inputs["tokenizer"]
-    own_data = bool(job.files.keys() - {AGAINST})
-    recipe = recipe_of(_decided_reading(config, job), tokenizer, kind, own_data=own_data, reuse=job.reuse, home=job.home)
+    recipe = recipe_of(
+        _decided_reading(config, job),
+        job.inputs["tokenizer"],
+        job.arguments["kind"],
+        own_data=bool(job.files.keys() - {AGAINST}),
+        reuse=job.reuse,
+        home=job.home,
+    )
     return replace(recipe, learn_reasoning=config.sft.learn_reasoning) if isinstance(config, ChatShardsConfig) else recipe
 
 
