@@ -245,18 +245,19 @@ def test_a_pipe_gets_no_colours_and_nothing_heavy_is_loaded(tmp_path: Path, tok:
 
 
 def test_texts_of_answers_that_are_not_read_are_counted_and_printed(run: Run, tok: Path, tmp_path: Path) -> None:
-    turn = {"role": "assistant", "content": "4", "reasoning_content": "2 and 2."}
+    turn = {"role": "assistant", "content": "4", "thinking": "2 and 2.", "reasoning_content": "2"}
     rows = [{"messages": [{"role": "user", "content": f"{n} + 2?"}, turn]} for n in range(3)]
     write(tmp_path / "chats.jsonl", rows)
-    assert run("data", "check", "chats.jsonl", "--json").json["unread_keys"] == {"reasoning_content": 3}
-    assert re.search(r"not read: chats.jsonl +rows *\nreasoning_content +3", run("data", "check", "chats.jsonl").out)
+    assert run("data", "check", "chats.jsonl", "--json").json["unread_keys"] == {"thinking": 3}
+    assert re.search(r"not read: chats.jsonl +rows *\nthinking +3", run("data", "check", "chats.jsonl").out)
     command = ("data", "shard", "chats.jsonl", "--tokenizer", tok, "--out", "chats")
     for _ in range(2):  # the second reads the counts of the blocks
-        assert re.search("texts not read +3: reasoning_content 3", run(*command).out)
+        assert re.search("texts not read +3: thinking 3", run(*command).out)
     made = run(*command, "--json").json
-    assert made["rows"]["unread_keys"] == {"reasoning_content": 3}
+    assert made["rows"]["unread_keys"] == {"thinking": 3}
+    assert made["rows"]["with_reasoning"] == 3
     figures = key_figures("shards-sft", {**made, "rows": {"train": made["rows"]}})
-    assert "; not read: 'reasoning_content' in 3 rows" in figures
+    assert "; not read: 'thinking' in 3 rows" in figures
 
 
 PAIR = {"prompt": "How far is 東京?", "chosen": "Far away.", "rejected": "\x1b[31mNear."}

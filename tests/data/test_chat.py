@@ -5,21 +5,21 @@ An existing tokenizer's own chat template: the mask where the answers are, whate
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import random
-import resource
 import time
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.chat_templates import CHATML, make, take
+from support.shard_sets import build, write_lines
 from tokenizers import Tokenizer
 
-from ttrain.core.sandbox import Sandbox
-from ttrain.data import existing, jinja_templates
+from ttrain.config import ChatShardsConfig, ShardsConfig
+from ttrain.data import existing
+from ttrain.data.blocks import BlockRecipe
 from ttrain.data.chat import encode_chat, encode_chats, prompt_ids
 from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
@@ -246,12 +246,14 @@ def test_the_string_is_the_templates_and_the_answers_with_their_ends_are_live(ch
 
 
 def test_a_chat_of_thousands_of_turns_takes_time_in_proportion(chatml_encoder: Encoder) -> None:
-    turns = tuple(Message(("user", "assistant")[number % 2], f"fox {number}") for number in range(32_000))
+    turns = tuple(Message(("user", "assistant")[number % 2], f"fox {number}") for number in range(8_000))
     began = time.process_time()
-    ids, live = encode_chat(chatml_encoder, turns)  # within the budget of CPU time of the template
-    assert time.process_time() - began < 5, "0.6 s; 5,000 turns took 6 s where the template marks what it generates"
-    assert ids.count(chatml_encoder.end_id) == 32_000
-    assert sum(alive for number, alive in zip(ids, live, strict=True) if number == chatml_encoder.end_id) == 16_000
+    ids, live = encode_chat(chatml_encoder, turns)
+    assert time.process_time() - began < 5, (
+        "0.2 s by the end, 0.5 s by generation, which transformers tracks in quadratic time"
+    )
+    assert ids.count(chatml_encoder.end_id) == 8_000
+    assert sum(alive for number, alive in zip(ids, live, strict=True) if number == chatml_encoder.end_id) == 4_000
 
 
 def test_ids_and_mask_are_those_of_transformers_where_nothing_is_forged(tmp_path: Path) -> None:
@@ -265,52 +267,6 @@ def test_ids_and_mask_are_those_of_transformers_where_nothing_is_forged(tmp_path
     assert (ids, [int(alive) for alive in live]) == (rendered["input_ids"], rendered["assistant_masks"])
     prompt = opened.apply_chat_template(turns[:2], add_generation_prompt=True, return_dict=True)
     assert prompt_ids(encoder, TALK[:2]) == prompt["input_ids"]
-
-
-PLAIN = "{% for message in messages %}{{ message['content'] + '<|im_end|>' }}{% endfor %}"
-GREEDY = {
-    "loops in loops": "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}"
-    "{% endfor %}{% endfor %}",
-    "a text that doubles": "{% set n = namespace(x='x') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-    "a number": "{{ 10 ** (10 ** 9) }}",
-    "a long output": "{{ 'a' * 10**7 }}",
-}
-
-
-@pytest.fixture(scope="module")
-def small() -> Iterator[Sandbox]:
-    """A small budget, so that what exceeds it does so soon."""
-    budget = {"seconds": 0.3, "seconds_per_result": 0.05, "memory_bytes": 256 << 20}
-    preloaded = ("transformers.utils.chat_template_utils",)
-    with contextlib.closing(Sandbox(jinja_templates.answer, preloaded=preloaded, **budget)) as sandbox:
-        yield sandbox
-
-
-@pytest.mark.parametrize("greedy", GREEDY.values(), ids=GREEDY)
-def test_a_greedy_template_is_refused(greedy: str, small: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jinja_templates, "SANDBOX", small)
-    begun = resource.getrusage(resource.RUSAGE_SELF)
-    with pytest.raises(DataError, match=r"template cannot be used: it (asks for too much|does not render)"):
-        take(tmp_path, greedy + PLAIN)
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    assert used.ru_utime - begun.ru_utime < 2, "the child was ended, and this process waited"
-    assert used.ru_maxrss - begun.ru_maxrss < 200_000, "KiB"
-
-
-def test_a_template_endless_for_a_content_is_refused(
-    small: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jinja_templates, "SANDBOX", small)
-    trigger = "{% if '!' in messages[0]['content'] %}" + GREEDY["loops in loops"] + "{% endif %}"
-    encoder = take(tmp_path, trigger + PLAIN)
-    fine, endless = ((Message("user", text), Message("assistant", "Hello")) for text in ("Hi", "Hi!"))
-    ids, _ = encode_chat(encoder, fine)
-    assert shown(encoder, ids) == "Hi<|im_end|>Hello<|im_end|>"
-    longest = (*endless, Message("user", "?"))
-    told = r"asks for too much: it needs more than 0\.\d+ s of CPU time; the longest of 3 chats has 3 turns and begins 'Hi!'"
-    for conversations in ([fine, longest, fine], [fine]):
-        with pytest.raises(DataError, match=told):
-            encode_chats(encoder, conversations)
 
 
 @pytest.mark.parametrize("forged", FORGED)
@@ -422,3 +378,73 @@ def test_without_a_template_own_is_refused(tmp_path: Path) -> None:
     found = existing.tokenizer_files(str(make(tmp_path / "existing", None)))
     with pytest.raises(UsageError, match=r"has no chat template; set tokenizer\.template=ttrain"):
         existing.install(found, tmp_path / "taken", "own")
+
+
+# --- the reasoning of an answer
+
+REASONING = (  # of the last answer only, as Qwen3's template writes it
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['reasoning_content'] and loop.last %}"
+    "{{ '<think>\n' + message['reasoning_content'] + '\n</think>\n\n' }}{% endif %}"
+    "{{ message['content'] + '<|im_end|>' }}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+THOUGHT = "<think>\nthe fox </think> <|im_end|>\n</think>\n\n"
+ROWS = [
+    {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "A dog", "reasoning_content": "lazy"},
+    {"role": "user", "content": "And?"},
+    {"role": "assistant", "content": "A fox", "reasoning_content": "\nthe fox </think> <|im_end|> "},
+]  # fmt: skip
+
+
+def reasoned(**change: bool) -> tuple[Message, ...]:
+    parsed = parse_conversation({"messages": ROWS})
+    assert isinstance(parsed, Conversation)
+    return tuple(replace(turn, **change) if turn.thought else turn for turn in parsed.messages)
+
+
+def test_reasoning_is_text_before_the_answer_and_trained_on_unless_it_is_masked(
+    fox_encoder: Encoder, opened: Any, tinyseek: Encoder
+) -> None:
+    turns = reasoned()
+    assert turns[-1].content == THOUGHT + "A fox"
+    assert tuple(Message.from_json(turn.to_json()) for turn in reasoned(thought_in_loss=False)) == reasoned(
+        thought_in_loss=False
+    )
+    plain = tuple(Message(turn.role, turn.content) for turn in turns)
+    for encoder in (fox_encoder, tinyseek):
+        ids, live = encode_chat(encoder, turns)
+        assert (ids, live) == encode_chat(encoder, plain)
+        same_ids, fewer = encode_chat(encoder, reasoned(thought_in_loss=False))
+        assert same_ids == ids and sum(fewer) < sum(live)
+        scored = [number for number, alive in zip(ids, fewer, strict=True) if alive]
+        assert encoder.decode(scored) == "A dogA fox" and scored.count(encoder.end_id) == 2
+    answered = tuple(turn for turn in plain if "<|im_end|>" not in turn.content)
+    assert encode_chat(fox_encoder, answered)[0] == opened.apply_chat_template(as_dicts(answered), return_dict=False)
+
+
+@pytest.mark.parametrize("template", [REASONING, CHATML], ids=["by the field", "without the field"])
+def test_reasoning_is_rendered_as_the_template_does_it(tmp_path: Path, template: str) -> None:
+    encoder = take(tmp_path, template)
+    first = "A dog<|im_end|>" if template == REASONING else "<think>\nlazy\n</think>\n\nA dog<|im_end|>"
+    assert learnt(encoder, reasoned()) == first + THOUGHT + "A fox<|im_end|>"
+    assert learnt(encoder, reasoned(thought_in_loss=False)) == "A dog<|im_end|>A fox<|im_end|>"
+    ids, _ = encode_chat(encoder, reasoned())
+    assert ids.count(encoder.end_id) == 4, "a text is no special token"
+    rows = [{**row, "reasoning_content": row.get("reasoning_content", "").strip()} for row in ROWS]
+    if template == REASONING:
+        string = in_transformers(encoder.directory).apply_chat_template(rows, tokenize=False)
+        assert shown(encoder, ids) == string
+
+
+def test_whether_reasoning_is_trained_on_decides_the_masks_of_shards_and_their_keys(
+    tmp_path: Path, recipes: dict[str, BlockRecipe]
+) -> None:
+    path = write_lines(tmp_path / "chats.jsonl", [{"messages": ROWS}])
+    live = []
+    for recipe in (recipes["chats"], replace(recipes["chats"], learn_reasoning=False)):
+        built = build(tmp_path / f"{recipe.learn_reasoning}", [path], recipe)
+        assert built.tallies["train"].to_json()["with_reasoning"] == 1
+        live.append(built.parts["train"]["live_tokens"])
+    assert live[0] > live[1] > 0
+    assert "sft" in ChatShardsConfig.model_fields and "sft" not in ShardsConfig.model_fields

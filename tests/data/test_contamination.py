@@ -20,10 +20,8 @@ from support.tiny_stages import Home, run_here, stage_settings
 from ttrain.config import Evaluate, EvaluateConfig, Reading, Settings
 from ttrain.config.evaluate import Suite
 from ttrain.data import contamination, overlap
-from ttrain.data.common_parts import Comparison, Places
-from ttrain.data.contamination import OverlapRule
 from ttrain.data.encoder import Encoder
-from ttrain.data.overlap import TextIndex, TextMatch
+from ttrain.data.overlap import GramIndex, TextMatch
 from ttrain.data.shards import Column, ShardSet, read_shard
 from ttrain.errors import DataError, UsageError
 from ttrain.evaluate import run
@@ -40,17 +38,9 @@ AWKWARD = (
 )  # fmt: skip
 
 
-def naive(text: bytes, wanted: bytes, ngram: int) -> tuple[int, int]:
-    """(bytes of `wanted` in parts of at least `ngram` bytes that the text has, the longest such part), one by one."""
-    needed, covered, longest = min(ngram, len(wanted)), set[int](), 0
-    for start in range(len(wanted)):
-        length = 0
-        while start + length < len(wanted) and wanted[start : start + length + 1] in text:
-            length += 1
-        if length >= max(1, needed):
-            covered.update(range(start, start + length))
-            longest = max(longest, length)
-    return len(covered), longest
+def grams_of(words: Sequence[str]) -> set[tuple[str, ...]]:
+    """The n-grams of an item or a document, one by one."""
+    return {tuple(words[at : at + 13]) for at in range(len(words) - 12)}
 
 
 def stored(directory: Path, encoder: Encoder, texts: Sequence[Sequence[int]]) -> Column:
@@ -64,9 +54,9 @@ def stored(directory: Path, encoder: Encoder, texts: Sequence[Sequence[int]]) ->
 def test_ids_of_shards_become_the_plain_text_of_their_records(tmp_path: Path, encoder: Encoder, chunk_tokens: int) -> None:
     column, token_bytes, found = stored(tmp_path, encoder, encoder.encode(AWKWARD)), overlap.TokenBytes(encoder), []
     for first, last in overlap.chunks(column, chunk_tokens):
-        data, begins = overlap.records(column, token_bytes, first, last)
-        assert len(begins) == last - first
-        found += [bytes(part.tobytes()) for part in np.split(data, begins[1:])]
+        records = overlap.records(column, token_bytes, first, last)
+        assert len(records.begins) == last - first
+        found += [bytes(part.tobytes()) for part in np.split(records.letters, records.begins[1:])]
     assert found == [overlap.RECORD_BYTES + overlap.plain(text) for text in AWKWARD]
     assert overlap.plain("Ｔhe  CAFÉ,\n(1)") == overlap.plain("the cafe\u03011") == b"thecafe1"
     assert overlap.plain("—… 🙂 \u200b\0") == b"" and overlap.plain("你好，世界！") == "你好世界".encode()
@@ -75,47 +65,49 @@ def test_ids_of_shards_become_the_plain_text_of_their_records(tmp_path: Path, en
 def test_ids_that_are_no_text_do_not_harm_the_records_beside_them(tmp_path: Path, encoder: Encoder) -> None:
     (poem,) = encoder.encode([POEM])
     column = stored(tmp_path, encoder, [poem, poem[:1], poem])  # the second ends within a character
-    data, begins = overlap.records(column, overlap.TokenBytes(encoder), 0, 3)
-    assert len(begins) == 3
-    found = TextIndex([overlap.plain(POEM)], 32).find(data, begins)
-    assert [(one.record, one.bytes) for one in found] == [(0, 60), (2, 60)]
+    records = overlap.records(column, overlap.TokenBytes(encoder), 0, 3)
+    assert len(records.begins) == 3
+    assert GramIndex([overlap.spaced(POEM)]).find(records) == [TextMatch(0, 0, 1.0), TextMatch(2, 0, 1.0)]
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_is_found_is_what_a_naive_search_finds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_found_is_what_a_naive_search_finds(tmp_path: Path, encoder: Encoder, seed: int) -> None:
+    """In words of letters and of single Chinese characters, with any punctuation between the words."""
     rng = random.Random(seed)
-    source = bytes(rng.choice(b"abcdefgh") for _ in range(3000))
-    wanted = [source[start : start + rng.randrange(20, 200)] for start in (0, 40, 40, 700, 2000)]
-    wanted += [bytes(rng.choice(b"abcdefgh") for _ in range(120)), b"hgfedcba" * 20]
-    records = [b"hgfedcba" * 30]
+    kinds = [[f"{letter}{number}" for letter in "abc" for number in range(5)], list("天地玄黃宇宙洪荒")]
+    source = [rng.choice(rng.choice(kinds)) for _ in range(600)]
+    items = [source[start : start + rng.randrange(13, 40)] for start in (0, 40, 45, 300)]
+    items += [source[100:110], [rng.choice(kinds[0]) for _ in range(30)], ["one", "two"]]
+    documents = []
     for _ in range(6):
-        start = rng.randrange(2500)
-        record = bytearray(source[start : start + 500])
-        for _ in range(rng.randrange(12)):
-            record[rng.randrange(len(record))] = ord("z")
-        records.append(bytes(record))
-    data = b"".join(overlap.RECORD_BYTES + record for record in records)
-    begins = np.cumsum([0, *(len(overlap.RECORD_BYTES + record) for record in records[:-1])])
-    ngram = rng.choice([24, 32, 50])
-    expected = [
-        TextMatch(record, text, *naive(records[record], one, ngram))
-        for record in range(len(records))
-        for text, one in enumerate(wanted)
-        if len(one) >= overlap.SEED_BYTES and naive(records[record], one, ngram)[0]
-    ]
-    assert expected, "the records have parts of the texts"
-    for most_hits in (overlap.MOST_HITS, 8):
-        monkeypatch.setattr(overlap, "MOST_HITS", most_hits)
-        assert TextIndex(wanted, ngram).find(np.frombuffer(data, np.uint8), begins) == expected
+        start = rng.randrange(400)
+        document = source[start : start + 200]
+        for _ in range(rng.randrange(6)):
+            document[rng.randrange(len(document))] = "changed"
+        documents.append(document)
+    texts = [rng.choice((", ", " ", "\n- ")).join(words).upper() for words in documents]
+    column = stored(tmp_path, encoder, encoder.encode(texts))
+    expected = []
+    for number, document in enumerate(documents):
+        for item, words in enumerate(items):
+            wanted = grams_of(words) or {tuple(words)}
+            size = min(13, len(words))
+            found = wanted & {tuple(document[at : at + size]) for at in range(len(document) - size + 1)}
+            if found and len(words) >= overlap.FEWEST_WORDS:
+                expected.append(TextMatch(number, item, len(found) / len(wanted)))
+    assert expected, "the documents have parts of the items"
+    index = GramIndex([overlap.spaced(" ".join(words)) for words in items])
+    assert index.find(overlap.records(column, overlap.TokenBytes(encoder), 0, len(texts))) == expected
+    assert index.totals.tolist() == [max(1, len(words) - 12) if len(words) > 7 else 0 for words in items]
 
 
-def test_equal_numbers_of_different_bytes_are_no_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted, other = b"the quick brown fox jumps over it", b"some other thirty-two bytes of text"
-    data = np.frombuffer(other + wanted[:30] + other, np.uint8)
-    begins = np.zeros(1, np.int64)
-    true = TextIndex([wanted], 28).find(data, begins)
-    monkeypatch.setattr(overlap, "seeds", lambda data: np.zeros(max(0, len(data) - overlap.SEED_BYTES + 1), np.uint64))
-    assert TextIndex([wanted], 28).find(data, begins) == true == [TextMatch(0, 0, 30, 30)]
+def test_what_many_items_begin_with_identifies_none_of_them(tmp_path: Path, encoder: Encoder) -> None:
+    instruction = " ".join(f"instruction{number}" for number in range(14))
+    ends = [f"{number} " + " ".join(f"end{number}of{word}" for word in range(14)) for number in range(50)]
+    index = GramIndex([overlap.spaced(f"{instruction} {end}") for end in ends])
+    assert index.totals.min() > 0
+    column = stored(tmp_path, encoder, encoder.encode([f"{instruction} z" * 9, f"{instruction} {ends[7]}"]))
+    assert index.find(overlap.records(column, overlap.TokenBytes(encoder), 0, 2)) == [TextMatch(1, 7, 1.0)]
 
 
 def test_rows_of_every_kind_of_task_are_items_and_others_are_counted(tmp_path: Path) -> None:
@@ -133,7 +125,7 @@ def test_rows_of_every_kind_of_task_are_items_and_others_are_counted(tmp_path: P
     found, tally = contamination.read_items(str(write_lines(tmp_path / "items.jsonl", rows)), "mixed")
     whole = overlap.plain(QUESTION + ANSWER)
     expected = [whole, whole, overlap.plain(QUESTION), whole, b"theoldbridgecrossestherhine", overlap.plain(POEM)]
-    assert [item.text for item in found] == [*expected, whole]
+    assert [item.digest for item in found] == [contamination.digest_of_text(text) for text in [*expected, whole]]
     assert sum(tally.rejected.values()) == 2
     assert found[1].location.endswith("items.jsonl:2")
     with pytest.raises(DataError, match="no item"):
@@ -171,12 +163,12 @@ def test_documents_that_hold_an_item_are_left_out(
     tmp_path: Path, encoder: Encoder, corpus: tuple[Path, Path], remove: bool
 ) -> None:
     documents, items = corpus
-    against = contamination.overlap_check([str(items)], OverlapRule(), remove=remove)
+    against = contamination.overlap_check([str(items)], 0.5, remove=remove)
     plain = build(tmp_path / "plain", encoder, documents, None)
     built = build(tmp_path / "out", encoder, documents, against)
     assert plain.contamination is None and not (tmp_path / "plain" / contamination.REPORT).exists()
     told = json.loads((tmp_path / "out" / contamination.REPORT).read_bytes())
-    task = {"items": 4, "too_short": 1, "touched": 2, "overlapping": 2, "share": 0.5, "left_out": 1}
+    task = {"items": 4, "too_short": 1, "overlapping": 2, "share": 0.5, "left_out": 1}
     assert told["tasks"] == {"items.jsonl": task}
     assert (told["documents"], told["removed"]) == (2, remove)
     held = {item["digest"]: item["share"] for item in told["items"]}
@@ -196,18 +188,16 @@ def test_documents_that_hold_an_item_are_left_out(
     assert contamination.read_item_shares(tmp_path / "out") == {}
 
 
-def test_the_rule_says_from_which_length_and_share_on_a_document_holds_an_item(tmp_path: Path, encoder: Encoder) -> None:
-    """A document has the first 40 of the 100 letters of an item."""
-    item = "".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz", k=100))
-    texts = [f"0123 {item[:40]} 4567", *(f"Another document, number {n}." for n in range(5))]
+def test_the_share_says_how_much_of_an_item_a_document_holds(tmp_path: Path, encoder: Encoder) -> None:
+    """A document has the first 20 of the 32 words of an item: 8 of its 20 n-grams."""
+    words = [f"word{number}" for number in range(32)]
+    texts = [f"0123 {' '.join(words[:20])} 4567", *(f"Another document, number {n}." for n in range(5))]
     documents = write_lines(tmp_path / "documents.jsonl", [{"text": text} for text in texts])
-    items = write_lines(tmp_path / "items.jsonl", [{"text": item}])
-    for number, (rule, touched, overlapping) in enumerate((
-        (OverlapRule(share=0.4), 1, 1), (OverlapRule(share=0.41), 1, 0), (OverlapRule(ngram_bytes=50, share=0.4), 0, 0),
-    )):  # fmt: skip
-        against = contamination.overlap_check([str(items)], rule, remove=False)
-        task = build(tmp_path / f"{number}", encoder, documents, against).contamination["tasks"]["items.jsonl"]
-        assert (task["items"], task["touched"], task["overlapping"]) == (1, touched, overlapping)
+    items = write_lines(tmp_path / "items.jsonl", [{"text": " ".join(words)}])
+    for share, overlapping in ((0.4, 1), (0.41, 0)):
+        against = contamination.overlap_check([str(items)], share, remove=False)
+        task = build(tmp_path / f"{share}", encoder, documents, against).contamination["tasks"]["items.jsonl"]
+        assert (task["items"], task["overlapping"]) == (1, overlapping)
 
 
 def test_chats_are_found_whole_and_not_by_the_system_turn_that_others_have_too(tmp_path: Path, encoder: Encoder) -> None:
@@ -218,11 +208,11 @@ def test_chats_are_found_whole_and_not_by_the_system_turn_that_others_have_too(t
         turns = [{"role": ("user", "assistant")[number % 2], "content": word} for number, word in enumerate(words)]
         return {"messages": [system, *turns]}
 
-    short = ("Which river is it?", "The Rhine", "And the city?", "Cologne, I say")
+    short = ("Which river is it?", "The Rhine", "And the city?", "Cologne, I say so")
     chats = [chat("Say it in Latin!", f"Non possum dicere {number}") for number in range(5)]
     documents = write_lines(tmp_path / "chats.jsonl", [*chats, chat(*short), chat("Who?", *short)])
     items = write_lines(tmp_path / "items.jsonl", [chat(*short), chat("Where does this one stand?", "It stands nowhere.")])
-    against = contamination.overlap_check([str(items)], OverlapRule(), remove=True)
+    against = contamination.overlap_check([str(items)], 0.5, remove=True)
     built = build(tmp_path / "out", encoder, documents, against, "chats")
     told = json.loads((tmp_path / "out" / contamination.REPORT).read_bytes())
     assert [(item["where"], item["share"]) for item in told["items"]] == [("items.jsonl:1", 1.0)]
@@ -234,71 +224,8 @@ def test_what_templates_write_between_turns_is_passed_over(tmp_path: Path, encod
     role, end = encoder.special("<|user|>"), encoder.special("<|end|>")
     first, second = encoder.encode(["user\nWhich river?", "assistant\nThe assistant\nsays: none"])
     column = stored(tmp_path, encoder, [[role, *first, end, role, *second, end]])
-    data, _ = overlap.records(column, overlap.TokenBytes(encoder), 0, 1)
-    assert data.tobytes() == overlap.RECORD_BYTES + b"whichrivertheassistantsaysnone"
-
-
-def test_what_says_little_of_a_text_and_what_many_begin_with_finds_none_of_them() -> None:
-    rng = random.Random(4)
-    instruction = b"translatethefollowingsentenceintothelanguageofourtimeplease"
-    ends = [bytes(rng.choice(b"abcdefgh") for _ in range(40)) for _ in range(300)]
-    texts = TextIndex([instruction + end for end in ends], 32)
-    assert texts.searchable.all()
-    repeated = TextIndex([b"a" * 100_000, b"0" * 24, b"short", b"this one is long enough to be found"], 32)
-    assert repeated.searchable.tolist() == [False, False, False, True], "of one letter, or too short"
-    alone = (instruction + b"z" * 9) * 50
-    found = texts.find(np.frombuffer(alone + instruction + ends[7], np.uint8), np.array([0, len(alone)]))
-    assert {one.record for one in found} == {1}
-    assert max(found, key=lambda one: one.bytes) == TextMatch(1, 7, len(instruction) + 40, len(instruction) + 40)
-    alike = TextIndex([instruction + bytes([65 + number]) for number in range(50)] * 2, 32)
-    assert alike.searchable.all(), "the last letter tells them apart"
-    found = alike.find(np.frombuffer(instruction + b"A", np.uint8), np.array([0]))
-    assert {one.text for one in found if one.bytes > len(instruction)} == {0, 50}, "a text that comes twice, each time"
-
-
-@pytest.mark.parametrize("middle", [b"", b"?"])
-def test_what_repeats_a_period_on_both_sides_is_compared_once_a_period(
-    middle: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    period = b"thelazydogsleepswhilethequickfoxjumps"
-    wanted, data = period * 2_000, period * 3_000 + middle + period * 3_000
-    compared = []
-    equal_before = Comparison.equal_before
-
-    def counting(self: Comparison, data_places: Places, text_places: Places, most: int | Places) -> Places:
-        compared.append(len(data_places))
-        return equal_before(self, data_places, text_places, most)
-
-    monkeypatch.setattr(Comparison, "equal_before", counting)
-    assert TextIndex([wanted], 32).find(np.frombuffer(data, np.uint8), np.zeros(1, np.int64)) == [
-        TextMatch(0, 0, len(wanted), len(wanted))
-    ]
-    assert sum(compared) < len(data), "216 seeds of the text are equal to those at each byte of the data"
-
-
-def test_a_text_that_repeats_itself_is_compared_with_a_record_at_a_few_of_its_places() -> None:
-    """However often it does; a record with half of it is found, whichever half."""
-    period = b"thefoxjumps"
-    text = period * 1_800
-    searched, records = TextIndex([text], 32), [period * 450, text[: len(text) // 2 + 1], text[len(text) // 2 - 4 :]]
-    data = np.frombuffer(b"".join(record + b"\1" for record in records), np.uint8)
-    compared = sum(len(places) for places, _ in searched._hits(Comparison(data, searched._data, searched._words)))
-    beginnings = len(records) * 16 * 9  # 16 places, at each of the nine periods before the second seed of a chain
-    assert compared <= len(data) // len(period) + beginnings, "it was compared with each record at 202 places"
-    begins = np.cumsum([0, *(len(record) + 1 for record in records[:-1])])
-    found = {match.record: match.bytes for match in searched.find(data, begins)}
-    assert found[1] >= len(text) // 2 and found[2] >= len(text) // 2
-
-
-def test_items_of_one_pattern_are_found_although_none_of_their_seeds_is_rare() -> None:
-    names, numbers = [f"Namenname{one}" for one in "abcdefghijklmnopqr"], range(100, 118)
-    pattern = "howmanyappleshas{}whenmarygiveshimanotherbasketwith{}applesinsideitintheafternoon"
-    texts = [pattern.format(name, number).encode() for name in names for number in numbers]
-    searched = TextIndex(texts, 32)
-    assert searched.searchable.all()
-    for number, text in list(enumerate(texts))[::7]:
-        found = searched.find(np.frombuffer(text, np.uint8), np.array([0]))
-        assert number in {one.text for one in found if one.bytes == len(text)}
+    records = overlap.records(column, overlap.TokenBytes(encoder), 0, 1)
+    assert records.letters.tobytes() == overlap.RECORD_BYTES + b"whichrivertheassistantsaysnone"
 
 
 def test_what_was_left_out_is_not_found(
@@ -307,7 +234,7 @@ def test_what_was_left_out_is_not_found(
     documents, items = corpus
     arguments = ["--items", items, "--tokenizer", encoder.directory, "--workers", "1"]
     for name, remove, count in (("kept", False, 2), ("clean", True, 0)):
-        against = contamination.overlap_check([str(items)], OverlapRule(), remove=True) if remove else None
+        against = contamination.overlap_check([str(items)], 0.5, remove=True) if remove else None
         build(tmp_path / name, encoder, documents, against)
         done = in_process(capsys)("data", "contamination", tmp_path / name, *arguments, "--json")
         found = done.json
@@ -321,7 +248,7 @@ def test_what_was_left_out_is_not_found(
 
 
 def test_held_out_rows_are_items_by_default(tmp_path: Path, encoder: Encoder, capsys: pytest.CaptureFixture[str]) -> None:
-    texts = ["".join(random.Random(seed).choices("abcdefghijklmnopqrstuvwxyz ", k=100)) for seed in range(40)]
+    texts = [" ".join(random.Random(seed).choices(["fox", "dog", "the", "jumps", "over"], k=30)) for seed in range(40)]
     documents = write_lines(
         tmp_path / "documents.jsonl", [{"text": text} for text in (*texts, *(text.upper() for text in texts))]
     )
@@ -390,7 +317,7 @@ def test_items_that_training_documents_hold_are_told_apart_or_left_out(tmp_path:
 def test_an_answer_is_looked_for_in_whatever_form_a_task_reads_it(tmp_path: Path, row: Any) -> None:
     items = items_of("sums", "generation", [{"question": QUESTION, **row}], tmp_path)
     (found,), _ = contamination.read_items(str(tmp_path / "sums.jsonl"), "sums")
-    assert found.text == overlap.plain(QUESTION) + b"1234"
+    assert found.digest == contamination.digest_of_text(overlap.plain(QUESTION) + b"1234")
     assert run.mark_overlaps(items, {found.digest}, leave_out=False).groups == {"overlap=yes": (0,)}
 
 

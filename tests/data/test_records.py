@@ -446,7 +446,7 @@ def test_no_function_call_is_none_and_a_second_call_rejects_the_row() -> None:
 
 ANSWER = {"role": "assistant", "content": "4"}
 UNREAD = [
-    ({"messages": [{**ANSWER, "reasoning_content": "2 + 2"}] * 2}, {"reasoning_content"}),
+    ({"messages": [{**ANSWER, "thinking": "2 + 2"}] * 2}, {"thinking"}),
     ({"messages": [{**ANSWER, "details": [{"text": "2 + 2"}], "thinking": "二"}]}, {"details", "thinking"}),
     ({"messages": [{**ANSWER, "value": "5"}, {"from": "gpt", "value": "4", "content": "5"}]}, {"value", "content"}),
     ({"messages": [{**ANSWER, "content": [{"type": "text", "text": "4", "reasoning": "2 + 2"}]}]}, {"reasoning"}),
@@ -472,7 +472,7 @@ def test_texts_of_an_answer_under_keys_that_are_not_read_are_counted_by_their_ke
     tally, total = Tally(), Tally()
     assert len(list(accepted(rows, parse_conversation, tally))) == 3
     total.add(tally)
-    assert total.to_json()["unread_keys"] == {"reasoning_content": 1, "reasoning": 2}
+    assert total.to_json()["unread_keys"] == {"thinking": 1, "reasoning": 2}
     list(
         accepted(
             [("b.jsonl", 1, {"instruction": "a", "output": "b", f"k{n}": "c"}) for n in range(200)],

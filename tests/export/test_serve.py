@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import re
-import resource
 import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping
@@ -16,8 +14,6 @@ from typing import Any
 import pytest
 from support.tiny_models import write_model
 
-from ttrain.core.sandbox import Sandbox
-from ttrain.data import jinja_templates
 from ttrain.export import prompt_tokens
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -45,28 +41,13 @@ def restored() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def small_budget() -> Iterator[None]:
-    """Templates may use less, so that what exceeds it does so soon. Two children are there."""
-    modules = ("transformers.utils.chat_template_utils",)
-    limits = {"seconds": 0.5, "seconds_per_result": 0.1, "memory_bytes": 256 << 20}
-    with (
-        contextlib.closing(Sandbox(jinja_templates.answer, preloaded=modules, **limits)) as sandbox,
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        patch.setattr(jinja_templates, "SANDBOX", sandbox)
-        for thread in prompt_tokens.warm_up():
-            thread.join()
-        yield
-
-
-@pytest.fixture(scope="module")
-def endpoint(tmp_path_factory: pytest.TempPathFactory, small_budget: None) -> Callable[..., Any]:
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """Makes the application of a model with a small context."""
     return applications(write_model(tmp_path_factory.mktemp("endpoint"), max_length=CONTEXT))
 
 
 @pytest.fixture(scope="module")
-def endless(tmp_path_factory: pytest.TempPathFactory, small_budget: None) -> Callable[..., Any]:
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """Makes the application of a model whose context takes hours to fill."""
     return applications(write_model(tmp_path_factory.mktemp("endless"), max_length=2 * 10**6))
 
@@ -203,7 +184,6 @@ def test_megabytes_are_refused_by_their_characters_while_others_are_answered(
 def test_a_long_prompt_is_tokenized_while_others_are_answered(
     endless: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ttrain.export import prompt_tokens
 
     threads: list[threading.Thread] = []
     encode = prompt_tokens.transformers_encode
@@ -331,16 +311,15 @@ def test_more_requests_than_the_bound_are_told_to_come_back_until_clients_are_go
 
 # --- the model's own template -------------------------------------------------------------------------------------------
 
-ENDLESS_LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 TEMPLATE = (
-    "{% set text = messages[-1]['content'] %}{% if text == 'loop' %}LOOPS{% elif text == 'fill' %}{{ 'a' * 10**10 }}"
-    "{% elif text == 'raise' %}{{ raise_exception('no such role') }}{% endif %}"
+    "{% set text = messages[-1]['content'] %}"
+    "{% if text == 'raise' %}{{ raise_exception('no such role') }}{% endif %}"
     "{% for tool in tools or [] %}{{ tool['function']['name'] }}{% endfor %}{{ mood }}{{ text }}"
-).replace("LOOPS", ENDLESS_LOOPS)
+)
 
 
 @pytest.fixture(scope="module")
-def hostile(tmp_path_factory: pytest.TempPathFactory, small_budget: None) -> Callable[..., Any]:
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """Makes the application of a model whose template goes wrong where a message asks for it."""
     directory = write_model(tmp_path_factory.mktemp("hostile"), max_length=CONTEXT)
     (directory / "chat_template.jinja").write_text(TEMPLATE)
@@ -351,43 +330,13 @@ def messages(text: str, **more: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}], "max_tokens": 2, **more}
 
 
-def test_a_template_that_asks_for_too_much_is_refused_while_other_requests_go_on(hostile: Callable[..., Any]) -> None:
-    order: list[str] = []
-
-    async def both() -> tuple[Answer, Answer]:
-        app = hostile()
-
-        async def ask_and_note(text: str) -> Answer:
-            answer = await Client(app, CHAT, messages(text)).answer()
-            order.append(text)
-            return answer
-
-        looping, plain = await asyncio.gather(ask_and_note("loop"), ask_and_note("Hi"))
-        return looping, plain
-
-    looping, plain = asyncio.run(both())
-    assert order == ["Hi", "loop"]
-    assert plain[0] == 200
-    assert re.fullmatch(
-        r"the model's chat template asks for too much: it needs more than 0\.\d+ s of CPU time", message_of(looping)
-    )
-
-
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("fill", "asks for too much: it needs more than 256 MiB of memory"), ("raise", "does not render this: no such role")],
-)
-def test_what_a_template_does_wrong_is_told_and_the_next_request_is_answered(
-    hostile: Callable[..., Any], path: str, text: str, message: str
-) -> None:
+def test_what_a_template_does_wrong_is_told_and_the_next_request_is_answered(hostile: Callable[..., Any], path: str) -> None:
     def body(text: str) -> dict[str, Any]:
         return messages(text) if path == CHAT else {"input": text, "max_output_tokens": 2, "stream": False}
 
     app = hostile()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert message in message_of(ask(app, path, body(text)))
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000, "KiB"
+    assert "does not render this: no such role" in message_of(ask(app, path, body("raise")))
     assert ask(app, path, body("Hi"))[0] == 200
 
 

@@ -94,7 +94,7 @@ def test_shards_that_were_made_with_other_settings_are_not_gone_on_with(
     correction: str, tmp_path: Path, store: ArtifactStore, champion: Champion, known: Nights
 ) -> None:
     settings, listed, night = night_with_shards(tmp_path, store, known, "failed")
-    change = {"reading": {"text_field": "body"}, "shards": {"overlap_bytes": 200}}[correction]
+    change = {"reading": {"text_field": "body"}, "shards": {"overlap_share": 0.9}}[correction]
     corrected = Settings.model_validate({**settings.model_dump(), correction: change})
     (tmp_path / "inbox/b.jsonl").write_text("2\n3", encoding="utf-8")
     frozen, _ = night_plan.choose_inputs(corrected, store, known, night)

@@ -20,7 +20,7 @@ from ttrain.store.layout import home
 if TYPE_CHECKING:
     from ttrain.config import Reading, Section
     from ttrain.data.built_blocks import Pool
-    from ttrain.data.contamination import EvaluationItem, OverlapCheck, OverlapRule
+    from ttrain.data.contamination import EvaluationItem, OverlapCheck
     from ttrain.data.inspect import TokenView
 
     S = TypeVar("S", bound=Section)
@@ -270,10 +270,7 @@ def data_contamination(
         list[str] | None,
         option("a suite, or JSONL with items; without it the records held out beside the shards"),
     ] = None,
-    overlap_bytes: Annotated[
-        int, option("shortest common part that counts, in bytes of UTF-8 letters", min=24, max=2**12)
-    ] = 32,
-    overlap_share: Annotated[float, option("share of an item that a document must contain to count", min=0.01, max=1)] = 0.5,
+    overlap_share: Annotated[float, option("share of an item's 13-grams that a document must have", min=0.01, max=1)] = 0.5,
     tokenizer: TokenizerDirectory = None,
     workers: Workers = None,
     as_json: AsJson = False,
@@ -282,13 +279,17 @@ def data_contamination(
 
     With shards.decontaminate, the pipeline does this and leaves such documents out.
     """
-    from ttrain.data.contamination import OverlapRule
     from ttrain.data.sharding import Processes
 
-    rule = OverlapRule(overlap_bytes, overlap_share)
     with Processes(workers or os.cpu_count() or 1) as pool, bar("searching", "shards") as progress:
         report = scan_directories(
-            shards, tuple(items or ()), rule, tokenizer=tokenizer, store=ArtifactStore(home()), pool=pool, progress=progress
+            shards,
+            tuple(items or ()),
+            overlap_share,
+            tokenizer=tokenizer,
+            store=ArtifactStore(home()),
+            pool=pool,
+            progress=progress,
         )
     if as_json:
         print_json(report)
@@ -307,13 +308,13 @@ def data_contamination(
     if shown:
         table(("item", "share", "found in", "which begins"), shown)
     documents = report["documents"]
-    print(f"{documents:,} training documents contain an item; a common part has at least {overlap_bytes} bytes of letters")
+    print(f"{documents:,} training documents contain an item: {overlap_share:.0%} of its 13-grams of words, or more")
 
 
 def scan_directories(
     directories: Sequence[Path],
     item_sources: tuple[str, ...],
-    rule: OverlapRule,
+    share: float,
     *,
     tokenizer: Path | None,
     store: ArtifactStore,
@@ -331,9 +332,9 @@ def scan_directories(
     parts = [part for directory in directories for part in inspect.parts_of(directory).items()]
     shard_directories = [shard_directory for name, shard_directory in parts if name != "heldout"]
     against = (
-        contamination.overlap_check(evaluation_files(item_sources, "--items"), rule, remove=False)
+        contamination.overlap_check(evaluation_files(item_sources, "--items"), share, remove=False)
         if item_sources
-        else _heldout(shard_directories, rule)
+        else _heldout(shard_directories, share)
     )
     tasks, places = [], []
     for shard_directory in shard_directories:
@@ -342,33 +343,33 @@ def scan_directories(
         shards = ShardSet(shard_directory, encoder.digest)
         shards.verify()
         for shard in shards.index["shards"]:
-            tasks.append((str(shard_directory / shard["file"]), str(encoder.directory), against.texts, rule))
+            tasks.append((str(shard_directory / shard["file"]), str(encoder.directory), against.texts, share))
             places.append(({"shards": str(shard_directory), "file": shard["file"]}, first))
             first += shard["rows"]
     scans = []
     with contextlib.closing(pool.map(contamination.scan, iter(tasks))) as results:
-        for number, ((location, first), scanned) in enumerate(zip(places, results, strict=True), 1):
-            numbered = [occurrence._replace(record=first + occurrence.record) for occurrence in scanned.matches]
-            scans.append((location, scanned._replace(matches=numbered)))  # as `ttrain data show --records` numbers them
+        for number, ((location, first), matches) in enumerate(zip(places, results, strict=True), 1):
+            numbered = [match._replace(record=first + match.record) for match in matches]
+            scans.append((location, numbered))  # as `ttrain data show --records` numbers them
             progress(number)
     return contamination.report(against, scans)
 
 
 def report_table(report: JsonDict) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """(header, rows) of the table of tasks."""
-    header = ("task", "items", "in training", "share", "touched", "too short", "not read")
+    header = ("task", "items", "in training", "share", "too short", "not read")
     return header, [
         (
             name,
             *(f"{task[figure]:,}" for figure in ("items", "overlapping")),
             f"{task['share']:.1%}",
-            *(f"{task[figure]:,}" for figure in ("touched", "too_short", "left_out")),
+            *(f"{task[figure]:,}" for figure in ("too_short", "left_out")),
         )
         for name, task in report["tasks"].items()
     ]
 
 
-def _heldout(shard_directories: Sequence[Path], rule: OverlapRule) -> OverlapCheck:
+def _heldout(shard_directories: Sequence[Path], share: float) -> OverlapCheck:
     """The records that were held out beside these shards, as items. Raises UsageError where there are none."""
     from ttrain.data import contamination, inspect
     from ttrain.data.contamination import OverlapCheck
@@ -382,4 +383,4 @@ def _heldout(shard_directories: Sequence[Path], rule: OverlapRule) -> OverlapChe
                 items += contamination.read_items(str(heldout / shard["records"]), "heldout")[0]
     if not items:
         raise UsageError("no records were held out beside these shards; name what to look for with --items")
-    return OverlapCheck(tuple(items), rule, remove=False, left_out={})
+    return OverlapCheck(tuple(items), share, remove=False, left_out={})

@@ -44,7 +44,7 @@ LENGTHS = ("mean", "min", "5 %", "50 %", "95 %", "max")  # in bytes
 # The figures of a report and what they are called, in the order in which they are printed.
 FIGURES = {
     "path": "path", "kind": "kind", "vocab_size": "vocabulary", "rows": "rows", "kept": "  kept", "skipped": "  skipped",
-    "rejected": "  rejected", "unread_keys": "  texts not read",
+    "rejected": "  rejected", "unread_keys": "  texts not read", "with_reasoning": "  with reasoning",
     "row_length": "  tokens of a row", "fill": "  fill", "dropped_tokens": "  dropped tokens",
     "cut_records": "  records cut", "too_long_dropped": "  pairs longer than a row",
     "documents": "documents", "documents_seen": "  read", "heldout_rows": "  held out", "duplicates": "duplicates",

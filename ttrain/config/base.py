@@ -29,6 +29,7 @@ from ttrain.core.files import JsonObject
 # Settings of earlier versions that are constants now; records of runs, nights, schedules and checkpoints still hold them.
 RETIRED = frozenset({
     "muon_momentum", "muon_adjust_lr", "prefetch_steps", "fork_server", "rows_fraction", "threads_fraction",
+    "overlap_bytes",
 })  # fmt: skip
 
 

@@ -135,5 +135,4 @@ class Shards(Section):
         (), "suites, or files with items of evaluations, that training documents are checked against"
     )
     overlapping: Literal["remove", "report"] = setting("remove", "what becomes of documents that hold an item")
-    overlap_bytes: int = setting(32, "letters in UTF-8 from which on a part in common counts", ge=24, le=2**12)
-    overlap_share: float = setting(0.5, "share of an item in such parts that makes a document hold it", gt=0, le=1)
+    overlap_share: float = setting(0.5, "share of an item's 13-grams that makes a document hold it", gt=0, le=1)

@@ -218,14 +218,6 @@ class ShardsConfig(Section):
     shards: Shards
 
 
-class ChatShardsConfig(ShardsConfig):
-    reading: ExactReading
-
-
-class ExistingModelConfig(Section):
-    """No settings: the model is defined by its files."""
-
-
 class PartOfSection(Section):
     """Some settings of a section, where a stage may see no others of it."""
 
@@ -233,6 +225,21 @@ class PartOfSection(Section):
     @classmethod
     def _of_the_section(cls, settings: Any) -> Any:
         return {name: getattr(settings, name) for name in cls.model_fields} if isinstance(settings, Section) else settings
+
+
+class Reasoning(PartOfSection):
+    """What becomes of the reasoning of answers."""
+
+    learn_reasoning: bool
+
+
+class ChatShardsConfig(ShardsConfig):
+    reading: ExactReading
+    sft: Reasoning
+
+
+class ExistingModelConfig(Section):
+    """No settings: the model is defined by its files."""
 
 
 class FirstWeights(PartOfSection):

@@ -196,6 +196,7 @@ class Sft(Training):
     )
     epochs: Passes | Auto | None = setting(rules.AUTO, AUTO_EPOCHS)
     tokens_per_step: Batch | Auto = setting(rules.AUTO, AUTO_BATCH)
+    learn_reasoning: bool = setting(True, "whether the `reasoning_content` of answers is trained on, in pairs too")
     optim: Optim = Optim(lr=1e-3, weight_decay=0.0)
 
 

@@ -24,7 +24,7 @@ from ttrain.core.files import JsonDict, link_or_copy, write_json
 from ttrain.data import blocks, contamination, records, shards
 from ttrain.data.blocks import BEYOND_LIMIT, BLOCKS, PARTS, BlockRecipe
 from ttrain.data.built_blocks import BuiltBlock, FilesByRole, Flags, Table
-from ttrain.data.contamination import OverlapCheck, ShardScan
+from ttrain.data.contamination import OverlapCheck, OverlapMatch
 from ttrain.data.near_duplicate_sets import NearDuplicateSearch
 from ttrain.data.near_duplicates import NEAR_DUPLICATE
 from ttrain.data.records import Tally
@@ -38,7 +38,7 @@ HELD_OUT, DUPLICATE = "stands in the held-out part", "duplicate"
 
 
 Entry = JsonDict  # of a shard, in the index of its part
-Overlaps = tuple[OverlapCheck, Sequence[ShardScan]]  # with evaluation items, of each block's training part
+Overlaps = tuple[OverlapCheck, Sequence[list[OverlapMatch]]]  # with evaluation items, of each block's training part
 Tallies = Mapping[tuple[str, int], Tally]  # by role and number of the file
 
 
@@ -115,10 +115,7 @@ def assemble(
     entries, sizes = _place_shards(output, built_blocks, recipe, near)
     if lowest is not None:
         block, row = lowest
-        entry = _write_lowest_row(output, block, row, recipe)
-        entries["heldout"].append(entry)
-        if near:
-            near.keep_lowest(block, row, entry)
+        entries["heldout"].append(_write_lowest_row(output, block, row, recipe))
     _copy_block_records(output, built_blocks)
     parts = {part_name: _write_index(output / part_name, entries[part_name], recipe, weights) for part_name in PARTS}
     _remove_stale_files(output, entries, built_blocks)
@@ -188,6 +185,7 @@ def _quarantine(output: Path, built_blocks: list[BuiltBlock], figures: Tallies) 
             skipped, rejected, keys_seen = (Counter(counts[name]) for name in ("skipped", "rejected", "keys_seen"))
             tally = Tally(counts["rows"], counts["kept"], skipped, rejected, keys_seen, lines=block.manifest["lines"])
             tally.unread_keys.update(counts.get("unread_keys", {}))
+            tally.with_reasoning = counts.get("with_reasoning", 0)
             path = block.directory / BLOCKS / f"{block.identity}.rejected.jsonl"
             bad_rows = map(orjson.loads, path.read_bytes().splitlines() if counts["rejected"] else ())
             figures[block.role, block.file].add_block(tally, bad_rows, block.source.location)
@@ -261,11 +259,11 @@ class _Selection:
         number = int(self._starts.searchsorted(lowest, "right")) - 1
         return self._blocks[number], lowest - int(self._starts[number])
 
-    def places_of(self, scans: Sequence[ShardScan]) -> list[npt.NDArray[np.int64]]:
+    def places_of(self, scans: Sequence[Sequence[OverlapMatch]]) -> list[npt.NDArray[np.int64]]:
         """For each block, the number of the row of each match in its training part."""
         return [
-            span.start + np.flatnonzero(~block.is_heldout)[[match.record for match in scanned.matches]]
-            for (block, span), scanned in zip(self._spans(), scans, strict=True)
+            span.start + np.flatnonzero(~block.is_heldout)[[match.record for match in matches]]
+            for (block, span), matches in zip(self._spans(), scans, strict=True)
         ]
 
 
@@ -292,9 +290,9 @@ def _overlap_report(
     """The report on the selected training documents that contain an evaluation item."""
     against, scans = overlaps
     file_scans = []
-    for block, scanned, rows in zip(built_blocks, scans, places, strict=True):
-        matches = [match for match, row in zip(scanned.matches, rows, strict=True) if selected[row]]
-        file_scans.append(({"file": block.source.name}, scanned._replace(matches=matches)))
+    for block, matches, rows in zip(built_blocks, scans, places, strict=True):
+        kept = [match for match, row in zip(matches, rows, strict=True) if selected[row]]
+        file_scans.append(({"file": block.source.name}, kept))
     return contamination.report(against, file_scans)
 
 

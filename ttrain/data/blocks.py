@@ -73,6 +73,7 @@ class BlockRecipe:
     code: str
     vocab_size: int = field(default=0, compare=False)
     seed: int = 0
+    learn_reasoning: bool = True  # of chats and pairs
     keep_below: int | None = None  # reading.limit leaves out rows whose draw is not lower
     fast: bool = field(default=True, compare=False)
     reuse: tuple[str, ...] = field(default=(), compare=False)  # outputs that may hold the block already
@@ -87,12 +88,14 @@ class BlockRecipe:
         """The same digest without the code: shards keep their names if another version writes the same bytes."""
         names = ["kind", "text_field", "heldout_fraction", "max_line_bytes", "tokenizer_digest", "keep_below"]
         names += ["template"] if self.kind != "documents" else []
+        names += [] if self.learn_reasoning else ["learn_reasoning"]
         seed = self.seed if self.keep_below is not None else 0
         return digest_of({**{name: getattr(self, name) for name in names}, "seed": seed})
 
     @property
     def parser(self) -> sources.Parser:
-        return sources.parser_of(self.kind, self.text_field)
+        parse = sources.parser_of(self.kind, self.text_field)
+        return parse if self.learn_reasoning else sources.without_reasoning_loss(parse)
 
 
 def cut(location: str, file: int, block_bytes: int, recipe: BlockRecipe) -> Iterator[Block]:

@@ -45,7 +45,9 @@ def refusals(encoder: Encoder, conversations: Sequence[Messages]) -> list[str]:
 
 def _encode(encoder: Encoder, conversations: Sequence[Messages], *, prompt: bool) -> list[Encoded]:
     template = template_of(encoder)
-    if isinstance(template, TurnTemplate) and template.separable:
+    # A reasoning that is not trained on and the answer after it are one text.
+    in_pieces = any(turn.masked for messages in conversations for turn in messages)
+    if isinstance(template, TurnTemplate) and template.separable and not in_pieces:
         render = template.prompt if prompt else template.segments
         return assemble(encoder, [render(messages) for messages in conversations])
     renderings: list[Rendering] = []

@@ -13,7 +13,7 @@ from typing import Any
 
 from ttrain.core.files import JsonDict
 from ttrain.data import tools
-from ttrain.data.chat_templates import Message
+from ttrain.data.chat_templates import Message, with_reasoning
 from ttrain.data.jinja_templates import ROLES
 from ttrain.data.tools import Malformed, kind_of
 
@@ -37,7 +37,7 @@ CHAT_FIELDS = (
 OF_QUESTION = re.compile(r"contexts?|passages?|[a-e]|(opt?|option|choice|ending|sol|distractor)s?[ _]?[a-e\d]?")
 Row = Mapping[str, Any]
 READ_OF_SHAREGPT = frozenset({"from", "value", "tool_calls", "tool_call_id", "function_call", "weight", "tools"})
-READ_OF_TURN = READ_OF_SHAREGPT - {"from", "value"} | {"role", "content"}
+READ_OF_TURN = READ_OF_SHAREGPT - {"from", "value"} | {"role", "content", "reasoning_content"}
 READ_OF_PART = frozenset({"type", "text"})
 READ_OF_ROW = frozenset({
     *CHAT_KEYS, *PROMPT_KEYS, "chosen", "rejected", "label", "input", "output", "history", "system", "tools",
@@ -113,7 +113,7 @@ def messages_of(row: Row) -> list[Message]:
 
 
 def unread_keys(row: Row, *, is_pair: bool) -> set[str]:
-    """Keys of texts of the assistant that are not read, such as `reasoning_content`: half of an answer may be there.
+    """Keys of texts of the assistant that are not read, such as `thinking`: half of an answer may be there.
 
     They are all keys with text on an assistant's turn, and beside a single answer, except METADATA.
     """
@@ -389,7 +389,12 @@ def _turn(turn: JsonDict, has_tools: bool) -> tuple[Message, list[JsonDict]]:
         raise Malformed(f"'tools' on a turn of role '{role}'; write it beside the turns, or on the system turn")
     if functions and has_tools:
         raise Malformed("'tools' both beside the turns and on the system turn; keep one of them")
-    return Message(role, tools.with_tools(tools.with_calls(content, calls), functions), in_loss), calls
+    content = tools.with_tools(tools.with_calls(content, calls), functions)
+    reasoning = "" if is_sharegpt or role != "assistant" else _optional_text(turn, "reasoning_content")
+    if is_blank(reasoning):
+        return Message(role, content, in_loss), calls
+    content, thought = with_reasoning(reasoning, content)
+    return Message(role, content, in_loss, thought), calls
 
 
 def _in_loss(turn: Row) -> bool:

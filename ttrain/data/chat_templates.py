@@ -21,33 +21,61 @@ from ttrain.errors import DataError
 if TYPE_CHECKING:  # a plan reads the names of templates, and loads no numpy
     from ttrain.data.encoder import Encoder
 
+THINK, END_OF_THINK = "<think>\n", "\n</think>\n\n"  # around the reasoning, as Qwen3 and DeepSeek-R1 write it
+
 
 @dataclass(frozen=True)
 class Message:
     """One turn; the role is one of `jinja_templates.ROLES`, calls and functions are part of the text (`ttrain.data.tools`).
 
-    in_loss    whether an assistant's turn is learnt; if not, it is context like the other turns
+    in_loss             whether an assistant's turn is trained on; if not, it is context like the other turns
+    thought             characters at the beginning of the content that are its reasoning, with the tags around it
+    thought_in_loss     whether that reasoning is trained on
     """
 
     role: str
     content: str
     in_loss: bool = True
+    thought: int = 0
+    thought_in_loss: bool = True
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning without its tags."""
+        return self.content[len(THINK) : self.thought - len(END_OF_THINK)] if self.thought else ""
+
+    @property
+    def masked(self) -> int:
+        """Characters at the beginning of an answer that are not trained on."""
+        return 0 if self.thought_in_loss else self.thought
 
     def identity(self) -> list[object]:
         """The fields that identify the turn's content, as JSON."""
         return [self.role, self.content] if self.in_loss else [self.role, self.content, 0]
 
     def to_json(self) -> dict[str, Any]:
-        """The turn in the `messages` format; `weight` is 0 if it is not learnt."""
-        return {"role": self.role, "content": self.content, **({} if self.in_loss else {"weight": 0})}
+        """The turn in the `messages` format; `weight` is 0 if it is not trained on."""
+        turn: dict[str, Any] = {"role": self.role, "content": self.content}
+        if not self.in_loss:
+            turn["weight"] = 0
+        if self.thought:
+            turn |= {"thought": self.thought, "thought_in_loss": self.thought_in_loss}
+        return turn
 
     @classmethod
     def from_json(cls, turn: Mapping[str, Any]) -> Message:
         """The turn that `to_json` wrote."""
-        return cls(turn["role"], turn["content"], turn.get("weight") != 0)
+        is_learnt = turn.get("weight") != 0
+        return cls(turn["role"], turn["content"], is_learnt, turn.get("thought", 0), turn.get("thought_in_loss", True))
 
 
 Messages = tuple[Message, ...]
+
+
+def with_reasoning(reasoning: str, content: str) -> tuple[str, int]:
+    """(an assistant's text after its reasoning, the characters of the reasoning with its tags)."""
+    thought = f"{THINK}{reasoning.strip()}{END_OF_THINK}"
+    return thought + content, len(thought)
 
 
 class Segment(NamedTuple):
@@ -143,7 +171,10 @@ class TurnTemplate(Template):
             if turn.role not in self.roles:
                 raise DataError(f"unknown role {turn.role!r}; the roles are {', '.join(ROLES)}")
             live = is_live(turn)
-            segments += (self.roles[turn.role], Segment(turn.content, live), self.ends[turn.role][live])
+            segments.append(self.roles[turn.role])
+            if live and turn.masked:
+                segments.append(Segment(turn.content[: turn.masked], False))
+            segments += (Segment(turn.content[turn.masked if live else 0 :], live), self.ends[turn.role][live])
         return segments
 
     def prompt(self, messages: Messages) -> list[Segment]:

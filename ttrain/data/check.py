@@ -22,9 +22,8 @@ from ttrain.data import blocks, near_duplicates, overlap, records
 from ttrain.data.assembly import DUPLICATE, is_first
 from ttrain.data.blocks import QUARANTINED_ROWS, Block, BlockRecipe
 from ttrain.data.built_blocks import Flags, Pool
-from ttrain.data.common_parts import Places
 from ttrain.data.near_duplicates import NEAR_DUPLICATE, SimilarityRule, Sketches
-from ttrain.data.overlap import Hashes
+from ttrain.data.overlap import Hashes, Places
 from ttrain.data.records import FIRST_REJECTED, BadRows, Tally
 from ttrain.errors import DataError, UsageError
 

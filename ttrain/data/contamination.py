@@ -1,18 +1,12 @@
 """Find evaluation items that training documents contain, in whole or in large part, and report where.
 
-A document contains an item if common parts of at least 32 bytes make up half of the item's plain text. 32 bytes of
-UTF-8 are six English words or eleven Chinese characters: bytes, since to `xz` a byte of Chinese says about as much as one of
-English (3.5 bits and 2.4), while a character says over four times as much. Measured on 2,409 items that are not in 36 MB of
-documents: with parts of 24, 32, 40 and 50 bytes 258, 24, 8 and 1 items have some in common with a document, but with none
-half of the text. With one letter in 50 bytes changed, 1, 3, 8 and 16 % of English items are missed (5, 12, 23 and 36 % of
-Chinese ones, where a letter is three bytes). GPT-3 took 13 words (https://arxiv.org/abs/2005.14165, appendix C), Llama 3
-the share of the text that 8-grams of tokens cover (https://arxiv.org/abs/2407.21783, section 5.1.4).
+A document contains an item if it has half of the item's 13-grams of words (`ttrain.data.overlap`).
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,11 +16,9 @@ from typing import Any, NamedTuple
 from ttrain.core.files import JsonDict, read_object, write_json
 from ttrain.data import locations, overlap, records, shards
 from ttrain.data.chat_templates import Messages
-from ttrain.data.overlap import TextIndex
+from ttrain.data.overlap import GramIndex
 from ttrain.data.preferences import Preference, is_preference
 from ttrain.errors import DataError
-
-NGRAM_BYTES, SHARE = 32, 0.5
 
 MAX_LINE_BYTES = 32 << 20
 
@@ -42,16 +34,8 @@ OVERLAPS = "overlaps with evaluation items"
 
 
 @dataclass(frozen=True)
-class OverlapRule:
-    """The length from which a common part counts, and the share of an item's plain text that makes a document contain it."""
-
-    ngram_bytes: int = NGRAM_BYTES
-    share: float = SHARE
-
-
-@dataclass(frozen=True)
 class EvaluationItem:
-    """An evaluation item: its location ("file:line"), the beginning of its text, its plain text."""
+    """An evaluation item: its location ("file:line"), the beginning of its text, its words."""
 
     task: str
     location: str
@@ -61,48 +45,40 @@ class EvaluationItem:
     @property
     def digest(self) -> str:
         """Digest of the plain text, which does not depend on punctuation."""
-        return digest_of_text(self.text)
+        return digest_of_text(self.text.replace(b" ", b""))
 
 
 @dataclass(frozen=True)
 class OverlapCheck:
     """Items that training documents are checked against, and whether documents that contain one are removed.
 
+    share       of an item's n-grams, from which a document contains it
     left_out    rows of each task's files that are not items
     """
 
     items: tuple[EvaluationItem, ...]
-    rule: OverlapRule
+    share: float
     remove: bool
     left_out: Mapping[str, int]
 
     @property
     def texts(self) -> tuple[bytes, ...]:
-        """Distinct plain texts of the items."""
+        """Distinct texts of the items."""
         return tuple(dict.fromkeys(item.text for item in self.items))
 
 
 class OverlapMatch(NamedTuple):
-    """A record of a shard that contains an item: number of the item's text, its share, the longest common part in bytes, the
-    beginning of the record."""
+    """A record of a shard that contains an item: number of the item's text, its share, the beginning of the record."""
 
     record: int
     text: int
     share: float
-    longest: int
     beginning: str
-
-
-class ShardScan(NamedTuple):
-    """Overlap of one shard with the items: number of records with some part of each, and the records that contain one."""
-
-    touched: dict[int, int]
-    matches: list[OverlapMatch]
 
 
 def item_of(task: str, location: str, text: str) -> EvaluationItem:
     """Make an item of a text."""
-    return EvaluationItem(task, location, " ".join(text.split())[:EXCERPT_LETTERS], overlap.plain(text))
+    return EvaluationItem(task, location, " ".join(text.split())[:EXCERPT_LETTERS], overlap.spaced(text))
 
 
 def digest_of_text(plain: bytes) -> str:
@@ -130,7 +106,7 @@ def read_items(path: str, task: str) -> tuple[list[EvaluationItem], records.Tall
     return items, tally
 
 
-def overlap_check(files: Sequence[str], rule: OverlapRule, *, remove: bool) -> OverlapCheck:
+def overlap_check(files: Sequence[str], share: float, *, remove: bool) -> OverlapCheck:
     """Read the items of all files; each task is named after its file. Raises DataError if a file has no item."""
     items: list[EvaluationItem] = []
     left_out: Counter[str] = Counter()
@@ -139,36 +115,31 @@ def overlap_check(files: Sequence[str], rule: OverlapRule, *, remove: bool) -> O
         file_items, tally = read_items(file, task)
         items += file_items
         left_out[task] += tally.rejected.total()
-    return OverlapCheck(tuple(items), rule, remove, left_out)
+    return OverlapCheck(tuple(items), share, remove, left_out)
 
 
-def scan(path: str, tokenizer: str, texts: tuple[bytes, ...], rule: OverlapRule) -> ShardScan:
-    """Find plain texts in one shard that was encoded with the tokenizer in that directory.
+def scan(path: str, tokenizer: str, texts: tuple[bytes, ...], share: float) -> list[OverlapMatch]:
+    """Find the texts of items in one shard that was encoded with the tokenizer in that directory.
 
     Takes 100 to 200 MB, whatever the size of the shard, unless one record is longer than a chunk.
     """
-    text_index, token_bytes = _prepared(texts, rule.ngram_bytes), overlap.token_bytes_of(tokenizer)
+    index, token_bytes = _index_of(texts), overlap.token_bytes_of(tokenizer)
     column = shards.read_shard(Path(path))
-    touched: Counter[int] = Counter()
     matches = []
     for first, last in overlap.chunks(column):
-        data, begins = overlap.records(column, token_bytes, first, last)
-        for match in text_index.find(data, begins):
-            touched[match.text] += 1
-            share = match.bytes / int(text_index.lengths[match.text])
-            if share >= rule.share:
-                start, end = column.offsets[first + match.record : first + match.record + 2]
+        for match in index.find(overlap.records(column, token_bytes, first, last)):
+            if match.share >= share:
+                record = first + match.record
+                start, end = column.offsets[record : record + 2]
                 beginning = token_bytes.text(column.tokens[start : min(end, start + BEGINNING_TOKENS)])
-                matches.append(
-                    OverlapMatch(first + match.record, match.text, share, match.longest, beginning[:EXCERPT_LETTERS])
-                )
-    return ShardScan(dict(touched), matches)
+                matches.append(OverlapMatch(record, match.text, match.share, beginning[:EXCERPT_LETTERS]))
+    return matches
 
 
 @lru_cache(maxsize=1)
-def _prepared(texts: tuple[bytes, ...], ngram_bytes: int) -> TextIndex:
+def _index_of(texts: tuple[bytes, ...]) -> GramIndex:
     """The index of the texts, cached since a worker gets the same texts for every shard."""
-    return TextIndex(texts, ngram_bytes)
+    return GramIndex(texts)
 
 
 def read_item_shares(directory: Path) -> dict[str, float]:
@@ -183,49 +154,44 @@ def write_item_shares(directory: Path, items: Mapping[str, float]) -> None:
         write_json(directory / ITEM_SHARES, dict(sorted(items.items())))
 
 
-def report(against: OverlapCheck, scans: Iterable[tuple[Mapping[str, Any], ShardScan]]) -> JsonDict:
+def report(against: OverlapCheck, scans: Iterable[tuple[Mapping[str, Any], Sequence[OverlapMatch]]]) -> JsonDict:
     """Report on all shards, as JSON. `scans` has, for each shard, fields to add to its matches.
 
-    {"removed", "documents": number with an item, "tasks": {task: {"items", "too_short", "touched", "overlapping", "share",
-     "left_out"}},
-     "items": [{"task", "where", "digest", "text", "share", "documents", "places": [{..., "record", "share", "longest_bytes",
-     "begins"}]}], the largest share first}
+    {"removed", "documents": number with an item, "share",
+     "tasks": {task: {"items", "too_short", "overlapping", "share", "left_out"}},
+     "items": [{"task", "where", "digest", "text", "share", "documents", "places": [{..., "record",
+      "share", "begins"}]}], the largest share first}
     """
-    items, rule = against.items, against.rule
-    best: dict[int, list[JsonDict]] = {}
-    touched: set[int] = set()
+    places_of: defaultdict[int, list[JsonDict]] = defaultdict(list)
     documents = 0
-    for origin, scanned in scans:
-        touched.update(scanned.touched)
-        documents += len({match.record for match in scanned.matches})
-        for match in scanned.matches:
-            figures = {"record": match.record, "share": round(match.share, 4), "longest_bytes": match.longest}
-            best.setdefault(match.text, []).append({**origin, **figures, "begins": match.beginning})
-    searchable = _prepared(against.texts, rule.ngram_bytes).searchable
+    for origin, matches in scans:
+        documents += len({match.record for match in matches})
+        for match in matches:
+            place = {"record": match.record, "share": round(match.share, 4), "begins": match.beginning}
+            places_of[match.text].append({**origin, **place})
+    totals = _index_of(against.texts).totals
     number_of = {text: number for number, text in enumerate(against.texts)}
     tasks: dict[str, JsonDict] = {}
     lines = []
-    for item in items:
+    for item in against.items:
         number = number_of[item.text]
-        task = tasks.setdefault(item.task, dict.fromkeys(("items", "too_short", "touched", "overlapping"), 0))
+        task = tasks.setdefault(item.task, dict.fromkeys(("items", "too_short", "overlapping"), 0))
         task["items"] += 1
-        task["too_short"] += int(not searchable[number])
-        task["touched"] += int(number in touched)
-        task["overlapping"] += int(number in best)
-        if number not in best:
+        task["too_short"] += int(not totals[number])
+        task["overlapping"] += int(number in places_of)
+        if number not in places_of:
             continue
-        matches = sorted(best[number], key=lambda match: -match["share"])
+        places = sorted(places_of[number], key=lambda place: -place["share"])
         lines.append({
             "task": item.task, "where": item.location, "digest": item.digest, "text": item.excerpt,
-            "share": matches[0]["share"], "documents": len(matches), "places": matches[:MOST_PLACES],
+            "share": places[0]["share"], "documents": len(places), "places": places[:MOST_PLACES],
         })  # fmt: skip
     for name, task in tasks.items():
         task["share"] = task["overlapping"] / task["items"]
         task["left_out"] = against.left_out.get(name, 0)
     lines.sort(key=lambda line: (-line["share"], line["where"]))
     return {
-        "ngram_bytes": rule.ngram_bytes, "share": rule.share, "removed": against.remove, "documents": documents,
-        "tasks": tasks, "items": lines,
+        "share": against.share, "removed": against.remove, "documents": documents, "tasks": tasks, "items": lines,
     }  # fmt: skip
 
 

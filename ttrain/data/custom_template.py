@@ -1,4 +1,4 @@
-"""The chat template of an existing tokenizer, rendered within a budget; contents of turns cannot inject special tokens.
+"""The chat template of an existing tokenizer; contents of turns cannot inject special tokens.
 
 The template is rendered with random marks in place of the contents: what stands around the marks is the skeleton. Every
 conversation is also rendered as it is: if the result is not the skeleton with the contents in it, the template changes
@@ -13,11 +13,12 @@ from __future__ import annotations
 import itertools
 import re
 import secrets
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ttrain.core.sandbox import BudgetExceeded
+from ttrain.core.files import JsonDict
 from ttrain.data import jinja_templates
 from ttrain.data.chat_templates import Message, Messages, Rendering, Span, Template, TemplateRefused, is_live
 from ttrain.data.encoder import Encoder
@@ -37,22 +38,21 @@ FIXED_DATE_MACRO = (
 NO_END = "no special token ends the answers that are learnt, so that a model would not learn to stop"
 DEPENDS_ON_CONTENTS = "what it writes around the turns depends on their contents"
 SKELETONS = 4096  # kept; a data set has a few dozen
-SKELETON_TURNS = 1 << 18  # in all that are kept: each turn takes some 300 bytes
-MARK_BYTES = 12  # random ones, of a mark that stands for a content
+MARK_BYTES = 12  # random ones, of a mark in place of a content
 MARK_CHARACTERS = 2 + 2 * MARK_BYTES
-MARK = re.compile(rf"(?=(x[0-9a-f]{{{2 * MARK_BYTES}}}x))")  # also one whose first letter ends another's form
+MARK = re.compile(rf"x[0-9a-f]{{{2 * MARK_BYTES}}}y")
 FIX = "set tokenizer.template=ttrain for the template of ttrain"
 
 
 class Skeleton(NamedTuple):
     """What a template writes around the contents, for a sequence of roles.
 
-    turns       numbers of the turns with a content
-    texts       before, between and behind these contents
-    answers     by turn, the characters before and behind its content that are live with it
+    pieces      numbers of the turns with a content, and ~number for the reasoning of a turn
+    texts       before, between and behind these pieces
+    answers     by turn, the characters before its first piece and behind its content that are live with it
     """
 
-    turns: list[int]
+    pieces: list[int]
     texts: list[str]
     answers: dict[int, tuple[int, int]]
 
@@ -64,10 +64,9 @@ class JinjaTemplate(Template):
         """Raises DataError if the template cannot render a question and answer, or writes no end of the answer."""
         self._encoder = encoder
         self._jinja = FIXED_DATE_MACRO + encoder.jinja
+        self._reads_reasoning = "reasoning_content" in encoder.jinja
         self._has_generation = GENERATION.search(encoder.jinja) is not None
         self._skeletons: dict[tuple[object, ...], Skeleton] = {}
-        self._skeleton_turns = 0  # of all of them
-        self._exceeded: DataError | None = None  # a template that exceeded its budget is not rendered again
         question_and_answer = (Message("user", "Q"), Message("assistant", "A"))
         (rendering,) = self.render([question_and_answer])
         if isinstance(rendering, DataError):
@@ -96,25 +95,45 @@ class JinjaTemplate(Template):
         """The rendered conversation with the places of its contents. Raises DataError if the template changed one."""
         skeleton = self._skeleton(messages, prompt=prompt)
         contents = self._contents(messages, text, skeleton)
-        live = [
-            (contents[turn][0] - before, contents[turn][1] + behind)
-            for turn, (before, behind) in skeleton.answers.items()
-            if is_live(messages[turn])
-        ]
+        live: list[Span] = []
+        for turn, (before, behind) in skeleton.answers.items():
+            start, end = contents[turn]
+            if not is_live(messages[turn]):
+                continue
+            if not messages[turn].masked:
+                start = contents.get(~turn, contents[turn])[0] - before
+            elif ~turn not in contents:
+                start += messages[turn].masked - self._split_at(messages[turn])
+            live.append((start, end + behind))
         return Rendering(text, list(contents.values()), live)
+
+    def _split_at(self, message: Message) -> int:
+        """Characters of the content that the template gets as `reasoning_content`."""
+        return message.thought if self._reads_reasoning else 0
+
+    def _pieces(self, messages: Messages) -> dict[int, str]:
+        """The texts of the conversation, in order, by the number of the turn; by ~number those of its reasoning."""
+        pieces: dict[int, str] = {}
+        for number, turn in enumerate(messages):
+            if self._split_at(turn):
+                pieces[~number] = turn.reasoning
+            if content := turn.content[self._split_at(turn) :]:
+                pieces[number] = content
+        return pieces
 
     def _contents(self, messages: Messages, rendered: str, skeleton: Skeleton) -> dict[int, Span]:
         """Where the template writes the contents: as they are, or without white space around them."""
         contents: dict[int, Span] = {}
+        pieces = self._pieces(messages)
         position = len(skeleton.texts[0])
         if not rendered.startswith(skeleton.texts[0]):
             raise self._refused(DEPENDS_ON_CONTENTS)
-        for turn, text in zip(skeleton.turns, skeleton.texts[1:], strict=True):
-            content = messages[turn].content
+        for turn, text in zip(skeleton.pieces, skeleton.texts[1:], strict=True):
+            content = pieces[turn]
             if not rendered.startswith(content + text, position):
                 content = content.strip()
             if not rendered.startswith(content, position):
-                whose = f"of a turn of role '{messages[turn].role}'"
+                whose = f"of a turn of role '{_role(messages, turn)}'"
                 raise self._refused(f"it changes the content {whose}", f"it changes the content {content[:60]!r} {whose}")
             if not rendered.startswith(text, position + len(content)):
                 raise self._refused(DEPENDS_ON_CONTENTS)
@@ -125,61 +144,69 @@ class JinjaTemplate(Template):
         return contents
 
     def _skeleton(self, messages: Messages, *, prompt: bool) -> Skeleton:
-        key = (prompt, *((turn.role, turn.content == "") for turn in messages))
+        key = (prompt, *((turn.role, turn.content == "", self._split_at(turn) > 0) for turn in messages))
         if key not in self._skeletons:
-            if len(self._skeletons) >= SKELETONS or self._skeleton_turns + len(messages) > SKELETON_TURNS:
+            if len(self._skeletons) >= SKELETONS:
                 self._skeletons.clear()
-                self._skeleton_turns = 0
-            self._skeleton_turns += len(messages)
             self._skeletons[key] = self._marked(messages, prompt=prompt)
         return self._skeletons[key]
 
     def _marked(self, messages: Messages, *, prompt: bool) -> Skeleton:
         """Make a skeleton by rendering marks. Raises DataError if a content is not written exactly once, in order."""
-        marks = {number: f"x{secrets.token_hex(MARK_BYTES)}x" for number, turn in enumerate(messages) if turn.content}
+        marks = {piece: f"x{secrets.token_hex(MARK_BYTES)}y" for piece in self._pieces(messages)}
         (marked,) = self._render([(messages, marks)], prompt=prompt, spans=self._has_generation and bool(marks))
         if isinstance(marked, DataError):
             raise marked
         rendered, spans = marked
-        starts = _starts_of(marks, rendered)
+        turns = {mark: turn for turn, mark in marks.items()}
+        places = [(turns[match[0]], match.start()) for match in MARK.finditer(rendered) if match[0] in turns]
+        self._check_order(messages, list(marks), [turn for turn, _ in places])
         texts: list[str] = []
         at = 0  # where the text after the last content begins
-        for turn in marks:
-            role = messages[turn].role
-            if len(starts[turn]) != 1:
-                raise self._refused(f"it writes the content of a turn of role '{role}' {len(starts[turn])} times")
-            if starts[turn][0] < at:
-                raise self._refused(f"it puts the content of a turn of role '{role}' before that of the previous turn")
-            texts.append(rendered[at : starts[turn][0]])
-            at = starts[turn][0] + MARK_CHARACTERS
-        skeleton = Skeleton(list(marks), [*texts, rendered[at:]], {})
+        for _, start in places:
+            texts.append(rendered[at:start])
+            at = start + MARK_CHARACTERS
+        skeleton = Skeleton([piece for piece, _ in places], [*texts, rendered[at:]], {})
         if not prompt:
-            ends = self._ends_by_tag(starts, spans) if self._has_generation else self._ends_by_token(messages, skeleton)
-            before = dict(zip(skeleton.turns, texts, strict=True))
+            ends = (
+                self._ends_by_tag(dict(places), spans) if self._has_generation else self._ends_by_token(messages, skeleton)
+            )
+            before = dict(zip(skeleton.pieces, texts, strict=True))
+            before |= {~piece: text for piece, text in before.items() if piece < 0}  # of a turn with its reasoning
             leads = self._leads(messages, before, list(ends))
             skeleton.answers.update({turn: (leads[turn], end) for turn, end in ends.items()})
         return skeleton
 
-    def _ends_by_tag(self, starts: Mapping[int, list[int]], spans: Sequence[Span]) -> dict[int, int]:
-        """Characters behind each content that stands within `{% generation %}`, up to its end or the next content."""
-        spans_within = _Spans(spans)
-        next_starts = [start for (start,) in starts.values()][1:]
+    def _check_order(self, messages: Messages, turns: Sequence[int], written: Sequence[int]) -> None:
+        """Raise DataError unless the template wrote the content of each of these turns once, in order."""
+        times = Counter(written)
+        for turn in turns:
+            if times[turn] != 1 and not (turn < 0 and not times[turn]):  # many leave out what was thought before
+                role = _role(messages, turn)
+                raise self._refused(f"it writes the content of a turn of role '{role}' {times[turn]} times")
+        for turn, expected in zip(written, [piece for piece in turns if times[piece]], strict=True):
+            if turn != expected:
+                role = _role(messages, turn)
+                raise self._refused(f"it puts the content of a turn of role '{role}' before that of the previous turn")
+
+    def _ends_by_tag(self, places: Mapping[int, int], spans: Sequence[Span]) -> dict[int, int]:
+        """Characters behind each content that is within `{% generation %}`, up to its end or the next content."""
+        beginnings = [start for start, _ in spans]
+        next_places = itertools.chain(itertools.islice(places.values(), 1, None), [None])
         ends: dict[int, int] = {}
-        for (turn, (start,)), next_start in itertools.zip_longest(starts.items(), next_starts):
-            end = start + MARK_CHARACTERS
-            around = spans_within(start, end)
-            if any(a > start or b < end for a, b in around):
-                raise self._refused("its {% generation %} begins or ends within a content")
-            if around:
-                span_end = max(b for _, b in around)
-                ends[turn] = (span_end if next_start is None else min(span_end, next_start)) - end
+        for (turn, place), next_place in zip(places.items(), next_places, strict=True):
+            end = place + MARK_CHARACTERS
+            number = bisect_right(beginnings, place) - 1
+            if turn >= 0 and number >= 0 and spans[number][1] >= end:
+                span_end = spans[number][1]
+                ends[turn] = (span_end if next_place is None else min(span_end, next_place)) - end
         return ends
 
     def _ends_by_token(self, messages: Messages, skeleton: Skeleton) -> dict[int, int]:
         """Characters behind each answer up to the first special token, with it."""
         ends: dict[int, int] = {}
-        for turn, text in zip(skeleton.turns, skeleton.texts[1:], strict=True):
-            if messages[turn].role == "assistant":
+        for turn, text in zip(skeleton.pieces, skeleton.texts[1:], strict=True):
+            if turn >= 0 and messages[turn].role == "assistant":
                 specials = self._encoder.specials_behind("A", text)
                 if not specials:
                     raise self._refused(NO_END)
@@ -217,22 +244,10 @@ class JinjaTemplate(Template):
         self, conversations: Sequence[tuple[Messages, Mapping[int, str]]], *, prompt: bool, spans: bool = False
     ) -> list[Rendered | DataError]:
         """(text, spans of `{% generation %}`) of each conversation with its marks in place of contents, or why not."""
-        if self._exceeded:
-            raise self._exceeded
         turns = [
-            [{"role": turn.role, "content": marks.get(number, turn.content)} for number, turn in enumerate(messages)]
-            for messages, marks in conversations
+            [self._turn(turn, number, marks) for number, turn in enumerate(messages)] for messages, marks in conversations
         ]
-        try:
-            renderings = jinja_templates.render(self._jinja, self._encoder.tokens, turns, prompt=prompt, spans=spans)
-        except BudgetExceeded as error:
-            # No chat is left out for it: which one that is depends on the speed of the machine, and so would the shards.
-            longest = max((messages for messages, _ in conversations), key=len)
-            self._exceeded = self._refused(
-                f"it asks for too much: {error}; the longest of {len(conversations):,} chats has {len(longest):,} turns and "
-                f"begins {longest[0].content[:60]!r}: shorten it or leave it out, if others render"
-            )
-            raise self._exceeded from None
+        renderings = jinja_templates.render(self._jinja, self._encoder.tokens, turns, prompt=prompt, spans=spans)
         texts: list[Rendered | DataError] = []
         for (messages, _), rendering in zip(conversations, renderings, strict=True):
             if isinstance(rendering, str):
@@ -242,6 +257,14 @@ class JinjaTemplate(Template):
                 texts.append(rendering)
         return texts
 
+    def _turn(self, message: Message, number: int, marks: Mapping[int, str]) -> JsonDict:
+        """A turn as the template gets it, with marks in place of its texts."""
+        size = self._split_at(message)
+        turn = {"role": message.role, "content": marks.get(number, message.content[size:])}
+        if size:
+            turn["reasoning_content"] = marks.get(~number, message.reasoning)
+        return turn
+
     def _refused(self, reason: str, shown: str = "") -> TemplateRefused:
         """The error; `shown` is the reason with a part of the conversation in it."""
         refused = "the tokenizer's own chat template cannot be used"
@@ -250,25 +273,6 @@ class JinjaTemplate(Template):
         )
 
 
-class _Spans:
-    """Spans of a text, to find the few that a part of it touches: a chat may have a hundred thousand."""
-
-    def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
-        self._spans = sorted(spans)
-        self._starts = [start for start, _ in self._spans]
-        self._farthest = list(itertools.accumulate((end for _, end in self._spans), max))  # end of any span up to this one
-
-    def __call__(self, start: int, end: int) -> list[tuple[int, int]]:
-        """The spans that begin before the end and end behind the start."""
-        candidates = self._spans[bisect_right(self._farthest, start) : bisect_left(self._starts, end)]
-        return [(a, b) for a, b in candidates if start < b]
-
-
-def _starts_of(marks: Mapping[int, str], text: str) -> dict[int, list[int]]:
-    """Where the mark of each turn stands in the text, in one pass over it."""
-    turns = {mark: turn for turn, mark in marks.items()}
-    starts: dict[int, list[int]] = {turn: [] for turn in marks}
-    for match in MARK.finditer(text):
-        if (turn := turns.get(match[1])) is not None:
-            starts[turn].append(match.start())
-    return starts
+def _role(messages: Messages, piece: int) -> str:
+    """The role of the turn that a piece is of."""
+    return messages[piece if piece >= 0 else ~piece].role

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
-
-import orjson
+from collections.abc import Sequence
 
 from ttrain.core.files import JsonDict
-from ttrain.core.sandbox import Sandbox, WorkFailed
 from ttrain.data.tools import CALL_BEGIN, CALL_END, TOOLS_BEGIN, TOOLS_END, TOOLS_SENTENCE
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -87,10 +83,6 @@ def name_of(jinja: str) -> str:
 Turns = Sequence[JsonDict]
 
 Rendered = tuple[str, list[tuple[int, int]]]
-# A conversation takes 0.1 ms; one of 1,000 turns in a template that is quadratic in them 50 ms.
-SECONDS, SECONDS_PER_CONVERSATION, MEMORY_BYTES = 2.0, 0.05, 1 << 30
-# What a template writes around the contents; the longest known one has 1 KB a turn.
-WRITTEN_CHARACTERS, WRITTEN_CHARACTERS_PER_TURN = 1 << 20, 1 << 14
 
 ERROR_CHARACTERS = 200
 
@@ -101,81 +93,21 @@ def render(
     """(text, spans of `{% generation %}` in it, where `spans`) of each conversation, or why it does not render.
 
     `variables`: special tokens by their names, and others that the template may read, such as `tools`.
-    Raises BudgetExceeded if one of them needs more than its share of time or memory.
     """
-    request = orjson.dumps(
-        {"template": template, "variables": variables, "conversations": conversations, "prompt": prompt, "spans": spans}
-    )
-    try:
-        renderings = [orjson.loads(result) for result in SANDBOX.stream(request)]
-    except WorkFailed as error:
-        return [str(error)[:ERROR_CHARACTERS]] * len(conversations)
-    return [
-        rendering if isinstance(rendering, str) else (rendering[0], [(start, end) for start, end in rendering[1]])
-        for rendering in renderings
-    ]
+    from transformers.utils.chat_template_utils import render_jinja_template
 
-
-def answer(request: bytes) -> Iterator[bytes]:
-    """In the child: [text, spans] of each conversation, or the reason why it does not render."""
-    from transformers.utils import chat_template_utils
-
-    parameters = orjson.loads(request)
-    for turns in parameters["conversations"]:
+    results: list[Rendered | str] = []
+    for turns in conversations:
         try:
-            if parameters["spans"]:
-                _track_spans_in_one_pass(chat_template_utils._compile_jinja_template(parameters["template"]))
-            (text,), spans = chat_template_utils.render_jinja_template(
+            (text,), found_spans = render_jinja_template(
                 [turns],
-                chat_template=parameters["template"],
-                add_generation_prompt=parameters["prompt"],
-                return_assistant_tokens_mask=parameters["spans"],
-                **parameters["variables"],
+                chat_template=template,
+                add_generation_prompt=prompt,
+                return_assistant_tokens_mask=spans,
+                **variables,
             )
-            _check_length(text, turns, parameters["variables"])
-            yield orjson.dumps([text, spans[0] if spans else []])
-        except MemoryError:
-            raise
         except Exception as error:  # a template is a program: it may raise anything
-            yield orjson.dumps(str(error)[:ERROR_CHARACTERS].encode("utf-8", "replace").decode("utf-8"))
-
-
-def _track_spans_in_one_pass(template: Any) -> None:
-    """Replace a method of the compiled template's tracker of `{% generation %}`: it joins all text so far at each answer.
-
-    A chat of 32,000 turns took 3.5 s of CPU time, beyond the budget, and takes 0.15.
-    """
-    (tracker,) = (e for e in template.environment.extensions.values() if hasattr(e, "_generation_support"))
-    tracked: list[str] = []  # of the conversation that is rendered
-    blocks_read = length = 0
-
-    def generation_support(caller: Callable[[], str]) -> str:
-        nonlocal tracked, blocks_read, length
-        text = caller()
-        if tracker.is_active():
-            if tracked is not tracker._rendered_blocks:
-                tracked, blocks_read, length = tracker._rendered_blocks, 0, 0
-            length += sum(map(len, tracked[blocks_read:]))
-            blocks_read = len(tracked)
-            tracker._generation_indices.append((length, length + len(text)))
-        return text
-
-    tracker._generation_support = generation_support
-
-
-def _check_length(text: str, turns: Turns, variables: JsonDict) -> None:
-    if len(text) <= WRITTEN_CHARACTERS:
-        return
-    read = len(orjson.dumps([turns, variables]))
-    most = WRITTEN_CHARACTERS + WRITTEN_CHARACTERS_PER_TURN * len(turns) + 2 * read
-    if len(text) > most:
-        raise ValueError(f"it writes {len(text):,} characters, more than {most:,}")
-
-
-SANDBOX = Sandbox(
-    answer,
-    seconds=SECONDS,
-    seconds_per_result=SECONDS_PER_CONVERSATION,
-    memory_bytes=MEMORY_BYTES,
-    preloaded=("transformers.utils.chat_template_utils",),
-)
+            results.append(str(error)[:ERROR_CHARACTERS])
+        else:
+            results.append((text, found_spans[0] if spans else []))
+    return results

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from ttrain.core.files import JsonDict, read_object, write_json
+from ttrain.core.files import JsonDict
 from ttrain.data import blocks, near_duplicates, shards
 from ttrain.data.blocks import PARTS, BlockRecipe
 from ttrain.data.built_blocks import BuiltBlock, Flags, Pool
@@ -26,7 +26,6 @@ from ttrain.data.overlap import Hashes
 from ttrain.errors import ArtifactError
 
 FOLDER = Path("run", "near")
-PLACES = "places.json"  # in it: the file of the documents of each shard; their lines are beside it
 REPORT = Path("run", "near_duplicates.jsonl")
 OPEN_SHARDS = 64  # mapped at a time, each with a file descriptor
 
@@ -70,7 +69,6 @@ class NearDuplicateSearch:
     ) -> None:
         """Make the sketches that are missing of all blocks and of the sets before, in any process; reuse the others."""
         self.output, self.built_blocks, self.recipe, self.rule = output, built_blocks, recipe, rule
-        self.places: dict[str, str] = {}
         self.current_names: set[str] = set()
         directories = [output, *map(Path, recipe.reuse), *(origin.directory for origin in earlier)]
         tasks: dict[str, tuple[str, str, str, SimilarityRule]] = {}
@@ -133,7 +131,7 @@ class NearDuplicateSearch:
         }
 
     def keep(self, part_name: str, block: BuiltBlock, entry: JsonDict) -> None:
-        """Write the sketches and the places of the selected documents of a block's part, which is the shard `entry`."""
+        """Write the sketches of the selected documents of a block's part, which is the shard `entry`."""
         number = self.block_numbers[id(block)]
         in_part = block.in_part(part_name)
         shard = self.new[number][part_name]
@@ -142,23 +140,14 @@ class NearDuplicateSearch:
         if not near_duplicates.has_sketches(target, int(entry["rows"]), self.rule):
             values = [shard.read(number)[selected] for number in range(self.rule.bands + 1)]
             near_duplicates.write_sketches(target, Sketches(np.array(values[:-1], np.uint32), values[-1]))
-        self._place(f"{part_name}/{entry['file']}", block, block.rows[in_part, 3][selected])
         self.current_names.add(shard.sketches.name)
 
-    def keep_lowest(self, block: BuiltBlock, row: int, entry: JsonDict) -> None:
-        """The same of the one document that is held out of a set without held-out documents."""
-        near_duplicates.make_sketches(
-            str(self.output / "heldout" / entry["file"]), self.recipe.tokenizer, str(self._sketch_path(entry)), self.rule
-        )
-        self._place(f"heldout/{entry['file']}", block, block.rows[row : row + 1, 3])
-
     def finish(self) -> None:
-        """Write the places, and remove what is left of other inputs."""
-        (self.output / FOLDER).mkdir(parents=True, exist_ok=True)
-        write_json(self.output / FOLDER / PLACES, self.places)
+        """Remove what is left of other inputs."""
         sketches = [shard.sketches for shard in (*self.old, *(shard for parts in self.new for shard in parts.values()))]
-        self.current_names |= {PLACES, *(path.name for path in sketches if path.parent == self.output / FOLDER)}
-        for path in (self.output / FOLDER).iterdir():
+        self.current_names |= {path.name for path in sketches if path.parent == self.output / FOLDER}
+        folder = self.output / FOLDER
+        for path in folder.iterdir() if folder.is_dir() else ():
             if path.name not in self.current_names:
                 path.unlink()
 
@@ -166,14 +155,6 @@ class NearDuplicateSearch:
         name = near_duplicates.sketch_name(entry["sha256"], self.recipe.tokenizer_digest, self.rule)
         self.current_names.add(name)
         return self.output / FOLDER / name
-
-    def _place(self, shard: str, block: BuiltBlock, lines: Any) -> None:
-        """Write the lines in the file of documents that stand at these `lines` of the block."""
-        name = _lines_name(shard)
-        lines_before = self.lines_before[self.block_numbers[id(block)]]
-        shards.write_files([(self.output / FOLDER / name, (lines + np.uint64(lines_before)).astype("<u8").tobytes())])
-        self.places[shard] = block.source.name
-        self.current_names.add(name)
 
     def _per_document(self, number: int) -> Values:
         """The key of a band of every document, in order; after the last band, the numbers of shingles."""
@@ -210,7 +191,9 @@ class NearDuplicateSearch:
         def place(position: int) -> JsonDict:
             number, row = self._locate(position)
             if position < self.old_rows:
-                return place_in(self.old[number], row)
+                shard = self.old[number]
+                assert shard.origin is not None
+                return {"set": shard.origin.name, "shard": f"{shard.path.parent.name}/{shard.path.name}", "row": row}
             number -= len(self.old)
             block = self.built_blocks[number]
             line = self.lines_before[number] + int(block.rows[row, 3])
@@ -221,24 +204,3 @@ class NearDuplicateSearch:
             for near in dropped:
                 row = {**place(near.position), "original": place(near.original), "similarity": round(near.jaccard, 4)}
                 out.write(orjson.dumps(row) + b"\n")
-
-
-def place_in(shard: SketchedShard, row: int) -> JsonDict:
-    """Where a document of an earlier set stood: its file and line, if that set has them, else its shard and row."""
-    origin, name = shard.origin, f"{shard.path.parent.name}/{shard.path.name}"
-    assert origin is not None
-    file = _places(origin.directory).get(name)
-    with contextlib.suppress(OSError):
-        lines = np.fromfile(origin.directory / FOLDER / _lines_name(name), "<u8", 1, offset=8 * row)
-        if isinstance(file, str) and len(lines):
-            return {"set": origin.name, "file": file, "line": int(lines[0])}
-    return {"set": origin.name, "shard": name, "row": row}
-
-
-@lru_cache(maxsize=64)
-def _places(directory: Path) -> JsonDict:
-    return read_object(directory / FOLDER / PLACES)
-
-
-def _lines_name(shard: str) -> str:
-    return f"{shard.replace('/', '-').removesuffix('.arrow')}.lines"

@@ -1,9 +1,9 @@
 """Near-duplicate documents: MinHash proposes pairs, the exact Jaccard of their shingles decides, the earlier one stays.
 
-A shingle is SEED_BYTES of plain text (`overlap.plain`) at any byte: four to five English words or eight Chinese characters,
-so that one rule serves both, and a text without spaces too. A document shorter than that is one shingle; one without letters
-has none and is never a near-duplicate. A document is dropped for one that is kept and stands before it, never for one that
-was dropped, so that no chain of small edits joins two different texts.
+A shingle is SHINGLE_BYTES of plain text (`overlap.plain`) at any byte: four to five English words or eight Chinese
+characters, so that one rule serves both, and a text without spaces too. A document shorter than that is one shingle; one
+without letters has none and is never a near-duplicate. A document is dropped for one that is kept and stands before it,
+never for one that was dropped, so that no chain of small edits joins two different texts.
 
 Bands of MinHash values (https://arxiv.org/abs/2107.06499, appendix A, does the same) are stored as one number each, 84 bytes
 a document at a threshold of 0.8. Exact up to equal 64-bit hashes of different shingles.
@@ -24,10 +24,13 @@ import numpy.typing as npt
 
 from ttrain.core.hashing import digest_of
 from ttrain.data import overlap, shards
-from ttrain.data.common_parts import Bytes, Places
-from ttrain.data.overlap import FACTORS, RECORD_BYTES, SEED_BYTES, Hashes
+from ttrain.data.overlap import RECORD_BYTES, Bytes, Hashes, Places
 
 NEAR_DUPLICATE = "near-duplicate"  # the rule's name in the counts
+SHINGLE_BYTES = 24  # eight Chinese characters, or four to five English words
+WORD_BYTES = 8
+# Odd numbers without a pattern: of the golden ratio, and of splitmix64 (https://doi.org/10.1145/2660193.2660195).
+FACTORS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 FORMAT = 1  # of sketches: another one where the values of a text change
 VALUES = 128  # MinHash values of a document
 MOST_MISSED = 0.002  # of the pairs that are exactly as similar as the threshold
@@ -79,7 +82,7 @@ class NearDuplicate(NamedTuple):
 
 def shingles_of(plain: bytes) -> Hashes:
     """Sorted distinct hashes of the shingles of a plain text."""
-    hashes = _seeds(np.frombuffer(_padded(plain), np.uint8))
+    hashes = _shingle_hashes(np.frombuffer(_padded(plain), np.uint8))
     hashes.sort()  # in place: for 20 MB of text np.unique takes 0.8 GB more, and five times as long
     distinct = np.ones(len(hashes), np.bool_)
     distinct[1:] = hashes[1:] != hashes[:-1]
@@ -88,14 +91,23 @@ def shingles_of(plain: bytes) -> Hashes:
 
 def _padded(plain: bytes) -> bytes:
     """The text, filled up to one shingle with zeros, which no plain text has; a text without letters has none."""
-    return plain and plain.ljust(SEED_BYTES, b"\0")
+    return plain and plain.ljust(SHINGLE_BYTES, b"\0")
 
 
-def _seeds(data: Bytes) -> Hashes:
-    """The hash of the SEED_BYTES at each position, slice by slice: a text of 20 MB has 160 MB of them."""
-    hashes = np.empty(max(0, len(data) - SEED_BYTES + 1), np.uint64)
+def _shingle_hashes(data: Bytes) -> Hashes:
+    """The hash of the SHINGLE_BYTES at each position, slice by slice: a text of 20 MB has 160 MB of them."""
+    hashes = np.empty(max(0, len(data) - SHINGLE_BYTES + 1), np.uint64)
     for start in range(0, len(hashes), SLICE):
-        hashes[start : start + SLICE] = overlap.seeds(data[start : start + SLICE + SEED_BYTES - 1])
+        hashes[start : start + SLICE] = _hashes(data[start : start + SLICE + SHINGLE_BYTES - 1])
+    return hashes
+
+
+def _hashes(data: Bytes) -> Hashes:
+    """Hash the SHINGLE_BYTES at each position: a sum of three products, of which the high bits are used."""
+    word_values: Hashes = np.ndarray(len(data) - WORD_BYTES + 1, "<u8", np.ascontiguousarray(data), strides=(1,))
+    hashes = word_values[: -2 * WORD_BYTES] * np.uint64(FACTORS[0])
+    hashes += word_values[WORD_BYTES:-WORD_BYTES] * np.uint64(FACTORS[1])
+    hashes += word_values[2 * WORD_BYTES :] * np.uint64(FACTORS[2])
     return hashes
 
 
@@ -114,10 +126,10 @@ def jaccard(first: Hashes, second: Hashes) -> float:
 def sketches_of(texts: Sequence[bytes], rule: SimilarityRule) -> Sketches:
     """The sketches of plain texts."""
     padded = [_padded(text) for text in texts]
-    flat = _seeds(np.frombuffer(b"".join(padded), np.uint8))
+    flat = _shingle_hashes(np.frombuffer(b"".join(padded), np.uint8))
     inside, windows, start = np.zeros(len(flat), np.bool_), list[int](), 0
     for text in padded:
-        windows.append(max(0, len(text) - SEED_BYTES + 1))
+        windows.append(max(0, len(text) - SHINGLE_BYTES + 1))
         inside[start : start + windows[-1]] = True
         start += len(text)
     flat = flat[inside]  # frees those between texts before `owners` is made
@@ -183,8 +195,8 @@ def make_sketches(shard: str, tokenizer: str, target: str, rule: SimilarityRule)
     column, token_bytes = shards.read_shard(Path(shard)), overlap.token_bytes_of(tokenizer)
     parts = [Sketches.none(rule)]
     for first, last in overlap.chunks(column):
-        data, begins = overlap.records(column, token_bytes, first, last)
-        texts = (text[len(RECORD_BYTES) :].tobytes() for text in np.split(data, begins)[1:])
+        records = overlap.records(column, token_bytes, first, last)
+        texts = (text[len(RECORD_BYTES) :].tobytes() for text in np.split(records.letters, records.begins)[1:])
         parts.append(sketches_of([*texts], rule))
     keys, counts = (np.concatenate(arrays, axis=-1) for arrays in zip(*parts, strict=True))
     write_sketches(Path(target), Sketches(keys, counts))
@@ -210,8 +222,8 @@ def has_sketches(path: Path, documents: int, rule: SimilarityRule) -> bool:
 
 def shingles_in(column: shards.Column, record: int, tokenizer: str) -> Hashes:
     """The shingles of one record of a shard."""
-    data, begins = overlap.records(column, overlap.token_bytes_of(tokenizer), record, record + 1)
-    return shingles_of(data[begins[0] + len(RECORD_BYTES) :].tobytes())
+    records = overlap.records(column, overlap.token_bytes_of(tokenizer), record, record + 1)
+    return shingles_of(records.letters[records.begins[0] + len(RECORD_BYTES) :].tobytes())
 
 
 # Which documents are dropped

@@ -1,8 +1,8 @@
-"""Find many short texts in a long one, in part or whole: first by seeds of 24 bytes, then byte by byte.
+"""Find evaluation items in records by hashed 13-grams of words, whatever case and punctuation they are written with.
 
-A common part counts from `ngram` bytes on, or if it is a whole text. Every such part has a seed, since the seeds of a
-text lie so close that any `ngram` bytes hold one; and each hit of a seed is compared byte for byte, so there are no
-false matches. Of the seeds of a common part that follow one another only the first is looked at.
+A word is a run of letters and digits, or one Chinese or Japanese character. The n-grams of an item that a record has, as a
+share of all of them, say how much of the item the record has. GPT-3 took 13 words too
+(https://arxiv.org/abs/2005.14165, appendix C).
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import itertools
 import json
 import re
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -21,267 +22,174 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ttrain.core.files import parse_json
-from ttrain.data.common_parts import (
-    MANY_BYTES,
-    WORD_BYTES,
-    Bytes,
-    Comparison,
-    Parts,
-    Places,
-    is_first,
-    merged,
-    occurrences,
-    padded_words,
-)
 from ttrain.data.encoder import Encoder, open_tokenizer
-from ttrain.data.shards import Column, Ids, arrow_array, counted_up, offsets_of
+from ttrain.data.shards import Column, Ids, arrow_array, counted_up
 
-SEED_BYTES = 24  # eight Chinese characters, or four to five English words
-
-BLOCK_BYTES = 1 << 20  # searched at a time: each position that is a seed takes some 100 bytes until it is compared
-
-SLICE_BYTES = 1 << 16  # hashed at a time, so that intermediate values stay in the cache
-
-FILTER_PER_SEED = 64  # slots of the filter: one position in 64 passes it by chance
-
-COARSE_BITS = 20  # of a filter before it that stays in the cache: 3.5 ns a byte where the large one alone took 9
-# A seed at more places of the texts identifies none of them, such as an instruction before each question, and each record
-# with that instruction would cost as many comparisons. If a record contains a whole text, its other seeds find it. With 64
-# places 652 chats of the quickstart seemed to hold three others of one instruction; up to 16 questions may share a passage.
+GRAM_WORDS = 13  # of one n-gram; a shorter item is one n-gram
+FEWEST_WORDS = 8  # of an item; what is shorter stands everywhere
+# An n-gram at more places of the items identifies none of them, such as an instruction before each question. Up to 16
+# questions may share a passage.
 MOST_ALIKE = 16
+# Separators of records, and replacements of special tokens: surrogates, which no text has in UTF-8.
+RECORD, SPECIAL = "\ud800", "\ud801"
+RECORD_BYTES, SPECIAL_BYTES = (mark.encode("utf-8", "surrogatepass") for mark in (RECORD, SPECIAL))
+# What most templates write between two turns: special tokens, and the name of a role after one or between two.
+BETWEEN_TURNS = re.compile(SPECIAL_BYTES + rb"(?:(?:system|user|assistant|tool|model)(?:\n|(?=" + SPECIAL_BYTES + rb")))?")
+CODE_POINTS = 0x110000
+LETTERS = (range(0x40000), range(0xE0000, 0xE0200))  # Unicode has no letters elsewhere
+CHUNK_TOKENS = 500_000
+REDUCED_POINTS = 1 << 20
+FILTER_BITS = 22  # 4 MB: of 200,000 n-grams one in twenty hashes passes by chance
+FILTER_SHIFT = np.uint64(64 - FILTER_BITS)
+SPACE = ord(" ")
+FACTOR = 0x9E3779B97F4A7C15  # odd, without a pattern: of the golden ratio
 
-MOST_PLACES = 256  # of the rarest seed of a text that has only such ones, as many questions of one pattern: it is kept
-
-MOST_HITS = 1 << 20  # of seeds in memory at once: a long text that repeats itself has MOST_PLACES of them at each byte
-
-FEWEST_LETTERS = 5  # different bytes of a seed: "hahaha" and "000000" stand everywhere
-# Odd numbers without a pattern: of the golden ratio, and of splitmix64 (https://doi.org/10.1145/2660193.2660195).
-FACTORS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-
+Bytes = npt.NDArray[np.uint8]
+Places = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
 
 
 class TextMatch(NamedTuple):
-    """A record that contains parts of a text: the number of the text's bytes in it, and the longest part."""
+    """A record that has n-grams of a text: the share of them."""
 
     record: int
     text: int
-    bytes: int
-    longest: int
+    share: float
 
 
-class TextIndex:
-    """A search index of plain texts. A text shorter than a seed is never found."""
+class PlainRecords(NamedTuple):
+    """Letters of several records, where each record begins in them, and where each word does."""
 
-    def __init__(self, texts: Sequence[bytes], ngram: int) -> None:
-        """`ngram` is at least SEED_BYTES."""
-        assert ngram >= SEED_BYTES, f"parts of {ngram} bytes have no seed of {SEED_BYTES}"
-        lengths = np.array([len(text) for text in texts], np.int64)
-        self.lengths, self.needed = lengths, np.minimum(lengths, ngram)
-        self._data = np.frombuffer(b"\0" + b"".join(text + b"\0" for text in texts), np.uint8)  # no plain text has a zero
-        self._words = padded_words(self._data, 0)
-        self._starts = 1 + offsets_of(lengths + 1)
-        places = [
-            _places(start, start + length - SEED_BYTES, max(1, needed - SEED_BYTES + 1))
-            for start, length, needed in zip(self._starts.tolist(), lengths.tolist(), self.needed.tolist(), strict=False)
-        ]
-        at = np.concatenate([np.zeros(0, np.int64), *places]).astype(np.int64)
-        hashes = [np.zeros(0, np.uint64)]
-        seed_places = [np.zeros(0, np.int64)]
-        for some in np.array_split(at, 1 + len(at) // SLICE_BYTES):
-            windows = self._data[some[:, None] + np.arange(SEED_BYTES)]
-            several = (np.diff(np.sort(windows, axis=1), axis=1) != 0).sum(axis=1) + 1 >= FEWEST_LETTERS
-            seed_places.append(some[several])
-            hashes.append(seeds(windows[several].reshape(-1))[::SEED_BYTES])
-        self._sort(np.concatenate(hashes), np.concatenate(seed_places))
-
-    def _sort(self, hashes: Hashes, at: Places) -> None:
-        """Sort the seeds by hash, and build two filters that reject most positions of other texts."""
-        order = np.argsort(hashes, kind="stable")
-        hashes, at = hashes[order], at[order]
-        alike = np.searchsorted(hashes, hashes, "right") - np.searchsorted(hashes, hashes)
-        of = self._text_at(at)
-        rarest = np.full(len(self.lengths), len(at) + 1)
-        np.minimum.at(rarest, of, alike)
-        is_usable = (alike <= MOST_ALIKE) | ((alike == rarest[of]) & (alike <= MOST_PLACES))
-        # A text that repeats itself is found by MOST_ALIKE places of a seed. With all 202 of an item of 20 kB each record
-        # with its period was compared at 400 places: 4.9 s a MB of records of 5 kB, now 0.6.
-        is_again = (hashes[MOST_ALIKE:] == hashes[:-MOST_ALIKE]) & (of[MOST_ALIKE:] == of[:-MOST_ALIKE])
-        is_usable[MOST_ALIKE:] &= ~is_again
-        self._chain(hashes[is_usable], at[is_usable])
-        bits = max(COARSE_BITS, int(np.ceil(np.log2(max(1, len(self._hashes)) * FILTER_PER_SEED))))
-        self._shift = np.uint64(64 - bits)
-        self._filter = np.zeros(1 << bits, np.bool_)
-        self._filter[(self._hashes >> self._shift).view(np.int64)] = True
-        self._coarse = self._filter.reshape(1 << COARSE_BITS, -1).any(axis=1)
-
-    def _chain(self, hashes: Hashes, at: Places) -> None:
-        """Sort the seeds so that of each hash those come first that most often stand behind the same bytes, in a chain.
-
-        Where such a seed is hit behind those bytes, the seed before it is hit too, on the way to the same common part, and
-        the hits of the whole chain add nothing. A text that repeats a period has one chain for each of its bytes, and data
-        with that period would hit at each byte as many seeds as the text has periods.
-        """
-        gaps, contexts = self._contexts(hashes, at)
-        frequency = np.where(gaps > 0, occurrences(hashes, contexts), 0)
-        order = np.lexsort((contexts, -frequency, hashes))
-        hashes, at, gaps = hashes[order], at[order], gaps[order]
-        first_alike = np.searchsorted(hashes, hashes)  # of each seed, the first of the same hash, with the commonest context
-        texts = Comparison(self._data, self._data, self._words)
-        is_behind = self._is_behind(texts, at, at[first_alike], gaps[first_alike])
-        is_chained = (gaps > 0) & (gaps == gaps[first_alike]) & is_behind
-        order = np.lexsort((~is_chained, hashes))
-        self._hashes, self._at = hashes[order], at[order]
-        # Of all seeds of a hash, the distance of the first from the seed before it; of the first, the number in its chain.
-        self._gaps = gaps[first_alike]
-        self._chained = np.bincount(first_alike[is_chained], minlength=len(at))
-
-    def _contexts(self, hashes: Hashes, at: Places) -> tuple[Places, Hashes]:
-        """Of each seed the distance from the seed before it, and a hash of the two; 0 for the first of a text, and for one
-        that is far from the seed before it."""
-        by_place = np.argsort(at)
-        last, this = by_place[:-1], by_place[1:]
-        is_near = (at[this] - at[last] <= MANY_BYTES) & (self._text_at(at[this]) == self._text_at(at[last]))
-        last, this = last[is_near], this[is_near]
-        gaps, contexts = np.zeros(len(at), np.int64), np.zeros(len(at), np.uint64)
-        gaps[this] = at[this] - at[last]
-        contexts[this] = (hashes[last] ^ gaps[this].astype(np.uint64)) * np.uint64(FACTORS[1])
-        return gaps, contexts
-
-    @staticmethod
-    def _is_behind(comparison: Comparison, data_places: Places, text_places: Places, gaps: Places) -> npt.NDArray[np.bool_]:
-        """Whether the seeds at these places are equal, and so many bytes before them."""
-        is_equal = comparison.equal_after(data_places, text_places, SEED_BYTES) >= SEED_BYTES
-        is_equal[is_equal] = (
-            comparison.equal_before(data_places[is_equal], text_places[is_equal], gaps[is_equal]) >= gaps[is_equal]
-        )
-        return is_equal
-
-    @property
-    def searchable(self) -> npt.NDArray[np.bool_]:
-        """Which of the texts have a seed."""
-        has_seed = np.zeros(len(self.lengths), np.bool_)
-        has_seed[self._text_at(self._at)] = True
-        return has_seed
-
-    def find(self, data: Bytes, begins: Places) -> list[TextMatch]:
-        """Find the texts in the records that begin at these positions of plain text."""
-        comparison = Comparison(data, self._data, self._words)
-        parts = merged([self._parts(begins, comparison, *hits) for hits in self._hits(comparison)])
-        texts = self._text_at(parts.starts)
-        begins_pair = is_first(parts.records, texts)
-        ends_before = np.append(0, parts.ends[:-1])  # of another text it lies before this one, of another record anywhere
-        covered = parts.ends - np.where(begins_pair, parts.starts, np.maximum(parts.starts, ends_before))
-        firsts = np.flatnonzero(begins_pair)
-        if not len(firsts):
-            return []
-        covered, longest = np.add.reduceat(covered, firsts), np.maximum.reduceat(parts.ends - parts.starts, firsts)
-        columns = (parts.records[firsts], texts[firsts], covered, longest)
-        return [TextMatch(*figures) for figures in zip(*(column.tolist() for column in columns), strict=True)]
-
-    def _text_at(self, places: npt.ArrayLike) -> Places:
-        text_numbers: Places = np.searchsorted(self._starts, places, "right") - 1
-        return text_numbers
-
-    def _hits(self, comparison: Comparison) -> Iterator[tuple[Places, Places]]:
-        """(positions of seeds in the data, positions of the same bytes in the texts), some at a time, without those hits
-        whose chain has an earlier one; a position may occur several times."""
-        for data_places, seed_hashes in self._passed(comparison.data):
-            first, last = np.searchsorted(self._hashes, seed_hashes), np.searchsorted(self._hashes, seed_hashes, "right")
-            is_hit = first < last
-            data_places, first, last = data_places[is_hit], first[is_hit], last[is_hit]
-            chained = np.flatnonzero(self._chained[first])
-            firsts = first[chained]
-            is_behind = self._is_behind(comparison, data_places[chained], self._at[firsts], self._gaps[firsts])
-            first[chained[is_behind]] += self._chained[firsts[is_behind]]
-            counts = last - first
-            total = np.cumsum(counts)
-            limits = np.searchsorted(total, np.arange(MOST_HITS, total[-1] if len(total) else 0, MOST_HITS))
-            for some in np.split(np.arange(len(counts)), limits):
-                positions = np.repeat(data_places[some], counts[some])
-                text_places = self._at[counted_up(first[some], counts[some])]
-                same = comparison.equal_after(positions, text_places, SEED_BYTES) >= SEED_BYTES
-                yield positions[same], text_places[same]
-
-    def _passed(self, data: Bytes) -> Iterator[tuple[Places, Hashes]]:
-        """(positions that pass the filters, their hashes), of BLOCK_BYTES at a time."""
-        for begin in range(0, len(data) - SEED_BYTES + 1 if len(self._hashes) else 0, BLOCK_BYTES):
-            place_slices, hashes = [np.zeros(0, np.int64)], [np.zeros(0, np.uint64)]
-            for start in range(begin, min(begin + BLOCK_BYTES, len(data) - SEED_BYTES + 1), SLICE_BYTES):
-                slice_hashes = seeds(data[start : start + SLICE_BYTES + SEED_BYTES - 1])
-                passed = np.flatnonzero(self._coarse.take((slice_hashes >> np.uint64(64 - COARSE_BITS)).view(np.int64)))
-                passed = passed[self._filter.take((slice_hashes[passed] >> self._shift).view(np.int64))]
-                place_slices.append(passed + start)
-                hashes.append(slice_hashes[passed])
-            yield np.concatenate(place_slices), np.concatenate(hashes)
-
-    def _parts(self, begins: Places, comparison: Comparison, data_places: Places, text_places: Places) -> Parts:
-        """The common parts at these hits that are long enough."""
-        needed = self.needed[self._text_at(text_places)]
-        most = int(needed.max(initial=0)) - SEED_BYTES
-        bytes_before = comparison.equal_before(data_places, text_places, most)
-        bytes_after = comparison.equal_after(data_places + SEED_BYTES, text_places + SEED_BYTES, most)
-        enough = bytes_before + bytes_after + SEED_BYTES >= needed
-        data_places, text_places = data_places[enough], text_places[enough]
-        return comparison.parts(np.searchsorted(begins, data_places, "right") - 1, data_places, text_places)
+    letters: Bytes
+    begins: Places
+    words: Places
 
 
-def _places(first: int, last: int, step: int) -> Places:
-    """Where the seeds of a text begin; the last is at its end, which may be all that distinguishes it from others."""
-    return np.unique(np.append(np.arange(first, last, step), [last] * (last >= first))).astype(np.int64)
+class GramTable(NamedTuple):
+    """The n-grams of texts, in the order of their hashes, and the number of the text of each.
+
+    filter    whether a hash begins with these bits; most others are passed over without a search
+    """
+
+    hashes: Hashes
+    texts: Places
+    filter: npt.NDArray[np.bool_]
 
 
-def seeds(data: Bytes) -> Hashes:
-    """Hash the SEED_BYTES at each position: a sum of three products, of which the high bits are used."""
-    if len(data) < SEED_BYTES:
-        return np.zeros(0, np.uint64)
-    word_values: Hashes = np.ndarray(len(data) - WORD_BYTES + 1, "<u8", np.ascontiguousarray(data), strides=(1,))
-    hashes = word_values[: -2 * WORD_BYTES] * np.uint64(FACTORS[0])
-    hashes += word_values[WORD_BYTES:-WORD_BYTES] * np.uint64(FACTORS[1])
-    hashes += word_values[2 * WORD_BYTES :] * np.uint64(FACTORS[2])
-    return hashes
+class GramIndex:
+    """An index of texts, which `spaced` made, by their n-grams.
+
+    totals    of each text the number of its n-grams that identify it; a text without one is never found
+    """
+
+    def __init__(self, texts: Sequence[bytes]) -> None:
+        grams: defaultdict[int, list[tuple[int, Hashes]]] = defaultdict(list)
+        for number, text in enumerate(texts):
+            letters, words = _words_of(np.frombuffer(text, np.uint8))
+            size = min(GRAM_WORDS, len(words))
+            if size >= FEWEST_WORDS:
+                grams[size].append((number, WordHashes(letters, words).of_grams(size)))
+        self._tables = {size: _table_of(found) for size, found in grams.items()}
+        self.totals = np.zeros(len(texts), np.int64)
+        for table in self._tables.values():
+            self.totals += np.bincount(table.texts, minlength=len(texts))
+
+    def find(self, records: PlainRecords) -> list[TextMatch]:
+        """Each record with each of the texts of which it has an n-gram."""
+        counts: dict[tuple[int, int], int] = {}
+        word_hashes = WordHashes(records.letters, records.words)
+        for size, table in self._tables.items():
+            hashes = word_hashes.of_grams(size)
+            hits = np.flatnonzero(table.filter[hashes >> FILTER_SHIFT])
+            first = np.searchsorted(table.hashes, hashes[hits])
+            alike = np.searchsorted(table.hashes, hashes[hits], "right") - first
+            grams = counted_up(first, alike)
+            places = np.repeat(records.words[hits], alike)
+            owners = np.searchsorted(records.begins, places, "right") - 1
+            found = np.unique(np.stack([owners, grams], axis=1), axis=0)  # each n-gram once in a record
+            pairs = np.stack([found[:, 0], table.texts[found[:, 1]]], axis=1)
+            distinct, numbers = np.unique(pairs, axis=0, return_counts=True)
+            counts.update(zip(map(tuple, distinct.tolist()), numbers.tolist(), strict=True))
+        return [TextMatch(record, text, count / int(self.totals[text])) for (record, text), count in sorted(counts.items())]
 
 
-# Separators of records, and replacements of special tokens: surrogates, which no text has in UTF-8.
-RECORD, SPECIAL = "\ud800", "\ud801"
+def _table_of(grams: Sequence[tuple[int, Hashes]]) -> GramTable:
+    hashes = np.concatenate([some for _, some in grams])
+    texts = np.repeat([number for number, _ in grams], [len(some) for _, some in grams])
+    order = np.argsort(hashes, kind="stable")
+    hashes, texts = hashes[order], texts[order]
+    alike = np.searchsorted(hashes, hashes, "right") - np.searchsorted(hashes, hashes)
+    hashes, texts = hashes[alike <= MOST_ALIKE], texts[alike <= MOST_ALIKE]
+    first_bits = np.zeros(1 << FILTER_BITS, np.bool_)
+    first_bits[hashes >> FILTER_SHIFT] = True
+    return GramTable(hashes, texts, first_bits)
 
-RECORD_BYTES, SPECIAL_BYTES = (mark.encode("utf-8", "surrogatepass") for mark in (RECORD, SPECIAL))
-# What most templates write between two turns: special tokens, and the name of a role after one or between two.
-BETWEEN_TURNS = re.compile(SPECIAL_BYTES + rb"(?:(?:system|user|assistant|tool|model)(?:\n|(?=" + SPECIAL_BYTES + rb")))?")
 
-CODE_POINTS = 0x110000
+class WordHashes:
+    """Hashes of the letters of some words after another: differences of the prefix sums of a polynomial."""
 
-LETTERS = (range(0x40000), range(0xE0000, 0xE0200))  # Unicode has no letters elsewhere
+    def __init__(self, letters: Bytes, words: Places) -> None:
+        self._size, self._words = len(letters), words
+        self._sums = np.zeros(len(letters) + 1, np.uint64)
+        np.cumsum(_byte_values()[letters] * _powers(FACTOR, len(letters)), out=self._sums[1:])
+        self._inverses = _powers(pow(FACTOR, -1, 1 << 64), len(letters))[words]
 
-CHUNK_TOKENS = 500_000
+    def of_grams(self, size: int) -> Hashes:
+        """The hash of `size` words from each word on that has so many."""
+        count = max(0, len(self._words) - size + 1)
+        ends = np.append(self._words, self._size)[size:]
+        hashes: Hashes = (self._sums[ends] - self._sums[self._words[:count]]) * self._inverses[:count]
+        return hashes ^ (hashes >> np.uint64(32))
 
-REDUCED_POINTS = 1 << 20
+
+def _powers(factor: int, count: int) -> Hashes:
+    powers = np.full(count, factor, np.uint64)
+    powers[:1] = 1
+    return powers.cumprod(dtype=np.uint64)
+
+
+@lru_cache(maxsize=1)
+def _byte_values() -> Hashes:
+    return np.random.default_rng(13).integers(1 << 63, size=256, dtype=np.uint64)
+
+
+def _words_of(text: Bytes) -> tuple[Bytes, Places]:
+    """(letters of a text with spaces, where each word begins in them)."""
+    is_letter = text != SPACE
+    begins = is_letter.copy()
+    begins[1:] &= ~is_letter[:-1]
+    begins |= (text >= 0xE3) & (text <= 0xE9)  # the first byte of U+3000 to U+9FFF: Chinese and Japanese
+    places = np.cumsum(is_letter) - 1
+    return text[is_letter], places[begins]
+
+
+def spaced(text: str) -> bytes:
+    """The letters and digits of a text, in lower case, without accents, full-width ones as ASCII, between spaces."""
+    return _reduced(text.encode("utf-32-le", "replace"))
 
 
 def plain(text: str) -> bytes:
-    """The letters and digits of a text, in lower case, without accents, full-width ones as ASCII.
+    """The letters and digits of a text without what stands between them.
 
     White space, punctuation and symbols are left out: copies of a text differ in them, and Chinese has no spaces (GPT-4's
     check of its benchmarks leaves them out too: https://arxiv.org/abs/2303.08774, appendix C). Traditional and simplified
     characters stay different.
     """
-    return _reduced(text.encode("utf-32-le", "replace"))
+    return spaced(text).replace(b" ", b"")
 
 
-def records(column: Column, token_bytes: TokenBytes, first: int, last: int) -> tuple[Bytes, Places]:
-    """(plain text of the records `first` to `last` concatenated, where each begins in it).
+def records(column: Column, token_bytes: TokenBytes, first: int, last: int) -> PlainRecords:
+    """The plain text of the records `first` to `last`, each after RECORD_BYTES.
 
     The turns of a chat are joined like those of an item, so that an item of many short turns is found whole too.
     """
     start, end = column.offsets[first], column.offsets[last]
     ids = np.insert(column.tokens[start:end].astype(np.int32), column.offsets[first:last] - start, token_bytes.record)
-    joined = token_bytes.join(ids)
-    del ids  # of a long record, four times its text
-    text = _decoded(BETWEEN_TURNS.sub(b"", joined))
-    plain_bytes = np.frombuffer(_reduced(text.encode("utf-32-le", "surrogatepass")), np.uint8)
-    begins = np.flatnonzero(plain_bytes[:-1] == RECORD_BYTES[0])  # the byte begins letters of Hangul, too
-    begins = begins[plain_bytes[begins + 1] == RECORD_BYTES[1]]
-    return plain_bytes, begins[plain_bytes[begins + 2] == RECORD_BYTES[2]]
+    text = _decoded(BETWEEN_TURNS.sub(b" ", token_bytes.join(ids)))
+    letters, words = _words_of(np.frombuffer(_reduced(text.encode("utf-32-le", "surrogatepass")), np.uint8))
+    begins = np.flatnonzero(letters[:-1] == RECORD_BYTES[0])  # the byte begins letters of Hangul, too
+    begins = begins[letters[begins + 1] == RECORD_BYTES[1]]
+    return PlainRecords(letters, begins[letters[begins + 2] == RECORD_BYTES[2]], words)
 
 
 def chunks(column: Column, tokens: int = CHUNK_TOKENS) -> list[tuple[int, int]]:
@@ -309,7 +217,7 @@ class TokenBytes:
         for number in encoder.special_ids():
             token_bytes[number] = SPECIAL_BYTES
         self.record = len(encoder)
-        token_bytes[self.record] = RECORD_BYTES
+        token_bytes[self.record] = b" " + RECORD_BYTES + b" "
         self._array = pa.array(token_bytes, pa.binary())
 
     def join(self, ids: Ids) -> bytes:
@@ -349,8 +257,8 @@ def _decoded(data: bytes) -> str:
 
 @lru_cache(maxsize=1)
 def _table() -> npt.NDArray[np.uint32]:
-    """Table from each code point to its reduced one, or to 0 if it is left out. Takes 0.3 s."""
-    table = np.zeros(CODE_POINTS, np.uint32)
+    """Table from each code point to its reduced one, to a space between words, or to 0 if it is left out. Takes 0.3 s."""
+    table = np.full(CODE_POINTS, SPACE, np.uint32)
     for point in itertools.chain(*LETTERS):
         if 0xD800 <= point < 0xE000:
             continue
@@ -362,6 +270,8 @@ def _table() -> npt.NDArray[np.uint32]:
                 break
         if parts:
             table[point] = ord(parts[0])  # of a ligature that has no letter of its own, the first
+        elif unicodedata.category(letter)[0] in "MC" and letter not in "\t\n\r\v\f":  # accents, joiners
+            table[point] = 0
     table[ord(RECORD)] = ord(RECORD)
     return table
 

@@ -114,6 +114,7 @@ def accepted(rows: Iterable[Row], parse: Parser, tally: Tally) -> Iterator[tuple
             tally.kept += 1
             if not isinstance(parsed, TextDocument):
                 tally.see_unread(unread_keys(value, is_pair=isinstance(parsed, Preference)))
+                tally.with_reasoning += any(turn.thought for turn in parsed.messages)
             yield number, parsed
 
 
@@ -205,6 +206,23 @@ def parse_preference(value: JsonDict) -> Preference | Rejected:
 def parser_of(kind: str, text_field: str) -> Parser:
     """The parser of the records of a kind."""
     return {"chats": parse_conversation, "pairs": parse_preference}.get(kind) or document_parser(text_field)
+
+
+def without_reasoning_loss(parse: Parser) -> Parser:
+    """A parser of chats or pairs whose reasoning is context of the answers, and not trained on."""
+
+    def masked(messages: Messages) -> Messages:
+        return tuple(replace(turn, thought_in_loss=False) if turn.thought else turn for turn in messages)
+
+    def parse_masked(value: JsonDict) -> Record | Skipped | Rejected:
+        record = parse(value)
+        if isinstance(record, Conversation):
+            return replace(record, messages=masked(record.messages))
+        if isinstance(record, Preference):
+            return replace(record, chosen=masked(record.chosen), rejected=masked(record.rejected))
+        return record
+
+    return parse_masked
 
 
 def expected_fields(kind: str, text_field: str) -> str:
@@ -332,6 +350,7 @@ class Tally:
     lines: int = 0  # rows and blank lines
     bad_rows: Counter[str] = field(default_factory=Counter)  # by location
     unread_keys: Counter[str] = field(default_factory=Counter)  # kept rows with text of an answer under a key, by the key
+    with_reasoning: int = 0  # kept rows with the reasoning of an answer
 
     def reject(self, path: str, line: int, reason: str, raw: bytes = b"") -> None:
         """Count a bad row and pass it to the quarantine."""
@@ -373,6 +392,7 @@ class Tally:
             _count(self.rejected, reason, rows, OTHER_REASONS)
         for key, rows in tally.unread_keys.items():
             _count(self.unread_keys, key, rows, OTHER_KEYS)
+        self.with_reasoning += tally.with_reasoning
         self.keys_seen.update(tally.keys_seen)
         self.bad_rows.update(tally.bad_rows)
         self.first_rejected = (self.first_rejected + tally.first_rejected)[:FIRST_REJECTED]
@@ -390,7 +410,11 @@ class Tally:
     def to_json(self) -> JsonDict:
         """Counts for the manifest and the summary."""
         counts = {"rows": self.rows, "kept": self.kept, "skipped": dict(self.skipped), "rejected": dict(self.rejected)}
-        more = {"first_rejected": self.first_rejected, "unread_keys": dict(self.unread_keys)}
+        more = {
+            "first_rejected": self.first_rejected,
+            "unread_keys": dict(self.unread_keys),
+            "with_reasoning": self.with_reasoning,
+        }
         return counts | {name: value for name, value in more.items() if value}
 
     def check(self, setting: str, limit: float, expected_fields: str, prefix: str = "reading.") -> None:

@@ -27,7 +27,7 @@ from ttrain.data import blocks, contamination, locations, shard_worker
 from ttrain.data.assembly import ShardSetResult, assemble
 from ttrain.data.blocks import BLOCKS, Block, BlockRecipe
 from ttrain.data.built_blocks import BuiltBlock, DataFile, FilesByRole, Pool, Table
-from ttrain.data.contamination import OverlapCheck, ShardScan
+from ttrain.data.contamination import OverlapCheck, OverlapMatch
 from ttrain.data.encoder import EncoderDiffers
 from ttrain.data.near_duplicate_sets import EarlierSet, NearDuplicateSearch
 from ttrain.data.near_duplicates import SimilarityRule
@@ -86,16 +86,18 @@ def make_all(
         return maker.make_all(replace(recipe, fast=False))
 
 
-def scan(built_blocks: Sequence[BuiltBlock], recipe: BlockRecipe, against: OverlapCheck, pool: Pool) -> list[ShardScan]:
+def scan(
+    built_blocks: Sequence[BuiltBlock], recipe: BlockRecipe, against: OverlapCheck, pool: Pool
+) -> list[list[OverlapMatch]]:
     """Overlap of each block's training part with the items; empty if it has no training part."""
     paths = [
         blocks.need_file(block.directory, "train", block.manifest["train"]["file"]) if block.manifest["train"] else None
         for block in built_blocks
     ]
-    tasks = ((str(path), recipe.tokenizer, against.texts, against.rule) for path in paths if path)
+    tasks = ((str(path), recipe.tokenizer, against.texts, against.share) for path in paths if path)
     with contextlib.closing(pool.map(contamination.scan, tasks)) as results:
         scans = iter(list(results))
-    return [next(scans) if path else ShardScan({}, []) for path in paths]
+    return [next(scans) if path else [] for path in paths]
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ FIX = (
 def conversations_of(records: Iterable[Mapping[str, Any]], encoder: Encoder) -> list[Messages]:
     """The first conversations that are answered, up to their last answer.
 
-    One whose text spells a special token is left out: for transformers that text is the token.
+    One whose text spells a special token is left out, since for transformers that text is the token, and so is
+    one with reasoning, of which templates leave out some.
     """
     conversations: list[Messages] = []
     for record in records:
@@ -32,8 +33,8 @@ def conversations_of(records: Iterable[Mapping[str, Any]], encoder: Encoder) -> 
         messages = tuple(map(Message.from_json, turns))
         while messages and not is_live(messages[-1]):
             messages = messages[:-1]
-        spells = any(encoder.specials_behind("", turn.content) for turn in messages)
-        if messages and not spells and chat.refusals(encoder, [messages]) == [""]:
+        differs = any(turn.thought or encoder.specials_behind("", turn.content) for turn in messages)
+        if messages and not differs and chat.refusals(encoder, [messages]) == [""]:
             conversations.append(messages)
         if len(conversations) == COMPARED:
             break

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from contextvars import ContextVar
 from functools import partial
@@ -21,7 +20,6 @@ from transformers import processing_utils, tokenization_utils_base
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from ttrain.core.files import JsonDict
-from ttrain.core.sandbox import BudgetExceeded
 from ttrain.data import jinja_templates
 
 ENCODE = "_encode_plus"  # of transformers
@@ -104,8 +102,6 @@ T = TypeVar("T")
 
 RENDER, VARIABLES = "render_jinja_template", "_get_template_variables"  # of transformers
 
-CHILDREN = 2  # that are there from the start; further ones begin where more requests are rendered at once
-
 HANDLERS = ("transformers.cli.serving.chat_completion", "transformers.cli.serving.response")
 
 Result = tuple[list[str], list[list[tuple[int, int]]]]  # texts, spans of `{% generation %}`
@@ -114,7 +110,7 @@ _results: ContextVar[dict[Hashable, Any]] = ContextVar("results_of_threads")  # 
 
 
 class TemplateRefused(Exception):
-    """The model's template does not render these messages, or not within its budget; the message says why."""
+    """The model's template does not render these messages; the message says why."""
 
 
 class _ResultMissing(Exception):
@@ -124,25 +120,16 @@ class _ResultMissing(Exception):
         self.request, self.compute = request, compute
 
 
-def render_in_child() -> None:
-    """Have transformers render no template in this process. Raises RuntimeError where it no longer renders as it did."""
+def render_in_threads() -> None:
+    """Have transformers render templates in threads. Raises RuntimeError where it no longer renders as it did."""
     for module, name in ((tokenization_utils_base, RENDER), (processing_utils, RENDER), (processing_utils, VARIABLES)):
         if not hasattr(module, name):
-            raise RuntimeError(f"{module.__name__} no longer has {name}, so chat templates would have no limits")
+            raise RuntimeError(f"{module.__name__} no longer has {name}, so templates would stop the server")
     tokenization_utils_base.render_jinja_template = _rendered
     processing_utils.render_jinja_template = _rendered
     processing_utils._get_template_variables = lambda template: _EveryName()
     for handler in HANDLERS:
         logging.getLogger(handler).addFilter(_is_first_attempt)
-
-
-def warm_up() -> list[threading.Thread]:
-    """Start children in threads, so that no request waits for their imports, also while one template uses its time up."""
-    work = partial(jinja_templates.render, "", {}, [[]], prompt=False, spans=False)
-    threads = [threading.Thread(target=work, name="templates", daemon=True) for _ in range(CHILDREN)]
-    for thread in threads:
-        thread.start()
-    return threads
 
 
 async def with_templates(call: Callable[[], Awaitable[T]]) -> T:
@@ -190,10 +177,7 @@ def _rendered(
 
 def _render(request: bytes) -> Result:
     template, variables, conversations, prompt, spans = orjson.loads(request)
-    try:
-        results = jinja_templates.render(template, variables, conversations, prompt=prompt, spans=spans)
-    except BudgetExceeded as error:
-        raise TemplateRefused(f"the model's chat template asks for too much: {error}") from None
+    results = jinja_templates.render(template, variables, conversations, prompt=prompt, spans=spans)
     texts, all_spans = list[str](), list[list[tuple[int, int]]]()
     for result in results:
         if isinstance(result, str):
@@ -204,7 +188,7 @@ def _render(request: bytes) -> Result:
 
 
 class _EveryName(frozenset[str]):
-    """The variables of a template that was not compiled: every name counts as one of them."""
+    """The variables of a template: every name counts as one of them."""
 
     def __contains__(self, name: object) -> bool:
         return True

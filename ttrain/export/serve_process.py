@@ -63,7 +63,6 @@ def serve(arguments: Sequence[str], *, max_requests: int, guard: Callable[[Any],
     def build(*parts: Any, **options: Any) -> Any:
         return guard(application(*parts, max_requests=max_requests, **options))
 
-    prompt_tokens.warm_up()
     utils.GenerationState = LimitedGeneration
     server.build_server = build
     from transformers.cli.transformers import app
@@ -88,7 +87,7 @@ def application(
         )
     # By its kind a model gets the answer template of the vendor's chats, which ours are not: prompts came back as answers.
     utils.get_response_template = lambda processor, model: None
-    prompt_tokens.render_in_child()
+    prompt_tokens.render_in_threads()
     prompt_tokens.tokenize_in_threads()
     app = transformers_build(
         model_manager,

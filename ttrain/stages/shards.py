@@ -6,12 +6,13 @@ import functools
 import itertools
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import orjson
 
-from ttrain.config import Reading, ShardsConfig
+from ttrain.config import ChatShardsConfig, Reading, ShardsConfig
 from ttrain.core.files import JsonDict
 from ttrain.core.hashing import DigestCache, code_digests, digest_of
 from ttrain.data import blocks, contamination, locations, records, sharding, shards
@@ -68,14 +69,20 @@ def build(config: ShardsConfig, job: StageContext, pool: Pool) -> ShardSetResult
 def _against(config: ShardsConfig, job: StageContext) -> OverlapCheck | None:
     """The items of the evaluations that `shards.decontaminate` names; a task has the name of its file."""
     files, settings = job.files.get(AGAINST, ()), config.shards
-    rule = contamination.OverlapRule(settings.overlap_bytes, settings.overlap_share)
-    return contamination.overlap_check(files, rule, remove=settings.overlapping == "remove") if files else None
+    remove = settings.overlapping == "remove"
+    return contamination.overlap_check(files, settings.overlap_share, remove=remove) if files else None
 
 
 def _recipe(config: ShardsConfig, job: StageContext) -> BlockRecipe:
-    kind, tokenizer = job.arguments["kind"], job.inputs["tokenizer"]
-    own_data = bool(job.files.keys() - {AGAINST})
-    return recipe_of(_decided_reading(config, job), tokenizer, kind, own_data=own_data, reuse=job.reuse, home=job.home)
+    recipe = recipe_of(
+        _decided_reading(config, job),
+        job.inputs["tokenizer"],
+        job.arguments["kind"],
+        own_data=bool(job.files.keys() - {AGAINST}),
+        reuse=job.reuse,
+        home=job.home,
+    )
+    return replace(recipe, learn_reasoning=config.sft.learn_reasoning) if isinstance(config, ChatShardsConfig) else recipe
 
 
 def _decided_reading(config: ShardsConfig, job: StageContext) -> Reading:
