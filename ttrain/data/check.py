@@ -159,7 +159,7 @@ def examine(block: Block, recipe: BlockRecipe, listed: int, rule: SimilarityRule
     hashes = list[bytes]()
     texts = list[str]()
     try:
-        data = blocks.read(block, recipe.max_line_bytes)
+        data = blocks.read(block)
         report.bytes = len(data)
         for _, record in blocks.records(data, block, recipe, tally):
             hashes.append(records.content_hash(record))
@@ -182,7 +182,7 @@ def plain_texts(block: Block, recipe: BlockRecipe, first: int, wanted: frozenset
     """(position, plain text) of the wanted records of a block, as far as it can be read; its first is at `first`."""
     texts = []
     with contextlib.suppress(DataError):  # the first reading has told it
-        rows = blocks.records(blocks.read(block, recipe.max_line_bytes), block, recipe, Tally())
+        rows = blocks.records(blocks.read(block), block, recipe, Tally())
         for position, (_, record) in enumerate(rows, start=first):
             if position in wanted:
                 texts.append((position, overlap.plain(blocks.text_of(record))))
