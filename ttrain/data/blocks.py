@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -29,7 +28,7 @@ from ttrain.data.chat import encode_chats, encode_preferences, refusals
 from ttrain.data.chat_templates import Messages
 from ttrain.data.encoder import Encoder
 from ttrain.data.preferences import Preference
-from ttrain.data.records import BadRows, Tally
+from ttrain.data.records import Tally
 from ttrain.data.shards import Column
 from ttrain.errors import ArtifactError, CannotRead
 from ttrain.store.integrity import home_of, is_intact
@@ -41,7 +40,6 @@ SHIPPED_BYTES = 1 << 20
 ENCODED_BYTES = 4_000_000
 ENCODED_RECORDS = 20_000  # a million of one letter took 565 MB
 CHECKED_TEXTS, CHECKED_CHARACTERS = 3, 2000  # of each block, encoded by `tokenizers` too: 0.3 % of the time
-QUARANTINED_ROWS = 10_000  # of one block; rows beyond it are counted, and the last line says so
 UTF8_BOM = b"\xef\xbb\xbf"
 RENDERED_RECORDS = 1000  # by a tokenizer's own template at once
 BEYOND_LIMIT = "beyond reading.limit"
@@ -269,8 +267,8 @@ def _conversations(record: sources.Record) -> list[Messages]:
 
 def _make(data: bytes, block: Block, recipe: BlockRecipe, output: Path, name: str, identity: str) -> None:
     encoder = encoder_of(recipe.tokenizer, fast=recipe.fast)
-    bad_rows, rows = BadRows(QUARANTINED_ROWS), list[bytes]()
-    tally = Tally(quarantine=bad_rows)
+    bad_rows, rows = list[dict[str, Any]](), list[bytes]()
+    tally = Tally(quarantine=bad_rows.append)
     threshold = round(recipe.heldout_fraction * 2**64)
     parts = {part_name: _ShardBuilder(encoder, recipe.kind, keep_text=part_name == "heldout") for part_name in PARTS}
     for line, record in records(data, block, recipe, tally):
@@ -284,7 +282,7 @@ def _make(data: bytes, block: Block, recipe: BlockRecipe, output: Path, name: st
         rows.append(content_hash + size.to_bytes(8, "big") + line.to_bytes(8, "big"))
     files: list[tuple[Path, Any]] = [(output / BLOCKS / f"{identity}.rows", b"".join(rows))]
     if tally.rejected:
-        in_order = sorted(bad_rows, key=lambda row: row.get("line", math.inf))  # templates refuse in batches
+        in_order = sorted(bad_rows, key=lambda row: row["line"])  # templates refuse in batches
         lines = b"".join(orjson.dumps(row) + b"\n" for row in in_order)
         files.append((output / BLOCKS / f"{identity}.rejected.jsonl", lines))
     manifest = {

@@ -21,9 +21,9 @@ from ttrain.core import redact
 from ttrain.core.files import JsonDict
 from ttrain.data import blocks, records
 from ttrain.data.assembly import DUPLICATE, is_first
-from ttrain.data.blocks import QUARANTINED_ROWS, Block, BlockRecipe
+from ttrain.data.blocks import Block, BlockRecipe
 from ttrain.data.built_blocks import Pool, Table
-from ttrain.data.records import FIRST_REJECTED, BadRows, Tally
+from ttrain.data.records import Tally
 from ttrain.errors import DataError, UsageError
 
 LOOKED_AT = 100  # good rows whose keys decide the kind
@@ -125,7 +125,7 @@ def check(
     `progress` the bytes read so far. Memory use is some blocks, and 24 bytes a row.
     """
     reports = {name: Report(name, tally=Tally(quarantine=quarantine)) for name in locations}
-    tasks = _tasks(reports.values(), kind, reading, QUARANTINED_ROWS if quarantine else FIRST_REJECTED)
+    tasks = _tasks(reports.values(), kind, reading)
     size = 0
     with contextlib.closing(pool.map(examine, tasks)) as results:
         for block in results:
@@ -138,10 +138,10 @@ def check(
     return list(reports.values())
 
 
-def examine(block: Block, recipe: BlockRecipe, listed: int) -> Report:
-    """The report on a block, with the first `listed` bad rows."""
-    bad_rows = BadRows(listed)
-    tally = Tally(quarantine=bad_rows)
+def examine(block: Block, recipe: BlockRecipe) -> Report:
+    """The report on a block."""
+    bad_rows = list[JsonDict]()
+    tally = Tally(quarantine=bad_rows.append)
     report = Report(block.location, recipe.kind, tally, bad_rows=bad_rows)
     hashes = list[bytes]()
     texts = list[str]()
@@ -161,9 +161,7 @@ def examine(block: Block, recipe: BlockRecipe, listed: int) -> Report:
     return report
 
 
-def _tasks(
-    reports: Iterable[Report], kind: str | None, reading: Reading, listed: int
-) -> Iterator[tuple[Block, BlockRecipe, int]]:
+def _tasks(reports: Iterable[Report], kind: str | None, reading: Reading) -> Iterator[tuple[Block, BlockRecipe]]:
     """The blocks of every file. An error in a file ends that file only."""
     for number, report in enumerate(reports):
         try:
@@ -173,7 +171,7 @@ def _tasks(
                 code="",
             )  # fmt: skip
             for block in blocks.cut(report.file, number, BLOCK_BYTES, recipe):
-                yield block, recipe, listed
+                yield block, recipe
         except DataError as error:
             report.error = str(error)
 
