@@ -17,8 +17,6 @@ from ttrain.cli import data_reports
 from ttrain.config import Reading
 from ttrain.core.terminal import escaped
 from ttrain.data import inspect, tokenizer
-from ttrain.data.chat import encode_chat
-from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder, open_tokenizer
 from ttrain.data.sharding import Here
 from ttrain.data.shards import ShardSet
@@ -92,19 +90,6 @@ def test_a_second_writer_waits_for_the_first(run: Run, tmp_path: Path, tok: Path
     assert (waited, made["documents"]) == ([True], 5)
 
 
-def test_records_are_shown_with_their_ids_mask_and_text(
-    run: Run, tmp_path: Path, tok: Path, talks: list[dict[str, Any]]
-) -> None:
-    shown = run("data", "show", "out", "--records", "--rows", "12", "--json").json["records"]
-    for record, talk in zip(shown, talks, strict=True):
-        messages = tuple(Message(**turn) for turn in talk["messages"])
-        assert (record["ids"], record["live"]) == encode_chat(Encoder(tok), messages)
-        user, assistant = (message.content for message in messages)
-        assert "".join(record["pieces"]) == f"<|bos|><|user|>{user}<|end|><|assistant|>{assistant}<|end|>"
-        live = [piece for piece, alive in zip(record["pieces"], record["live"], strict=True) if alive]
-        assert "".join(live) == assistant + "<|end|>"
-
-
 def test_every_learnt_token_is_underlined_once_in_the_packed_rows(
     run: Run, tmp_path: Path, tok: Path, talks: list[dict[str, Any]]
 ) -> None:
@@ -138,9 +123,9 @@ def test_documents_go_on_in_the_next_row(run: Run, tmp_path: Path, tok: Path) ->
 def test_control_characters_of_the_data_do_not_reach_the_terminal(
     run: Run, tmp_path: Path, talks: list[dict[str, Any]], tok: Path
 ) -> None:
-    out, as_json = (run("data", "show", "out", "--records", *more).out for more in ((), ("--json",)))
+    out, as_json = (run("data", "show", "out", *more).out for more in ((), ("--json",)))
     assert not set(out + as_json) & set("\x1b\x07\x9b\u202e")
-    assert ESCAPES in "".join(json.loads(as_json)["records"][0]["pieces"])
+    assert ESCAPES in "".join(json.loads(as_json)["rows"][0]["pieces"])
     assert all(shown in out for shown in ("\\x1b[31mred", "\\x07bell", "\\x9b1m", "\\u202e"))
     write(tmp_path / "a.jsonl", [{ESCAPES: 1}, {"messages": [{"role": ESCAPES, "content": "a"}]}, ESCAPES.encode()])
     (tmp_path / ESCAPES).write_bytes((tmp_path / "a.jsonl").read_bytes())

@@ -29,7 +29,7 @@ MISTAKES: list[tuple[str, tuple[str, ...]]] = [
     ("run data.pretrain=my docs.jsonl", ("'docs.jsonl'", "write 'data.pretrain=my docs.jsonl', in quotes")),
     ("run data.sft=a.jsonl chats.jsonl", ("'chats.jsonl'", "write data.sft=a.jsonl,chats.jsonl, with commas")),
     ("run data.pretrain=doc.jsonl", ("data.pretrain is 'doc.jsonl'", "there is no such file")),
-    ("run data.pretrain=table.csv", ("data.pretrain: table.csv is CSV", "> table.converted.jsonl")),
+    ("run data.pretrain=table.csv", ("data.pretrain: table.csv is CSV", "as JSON objects, one a line")),
     ("run data.pretrain=chats.jsonl", ("data.pretrain needs documents", "chats.jsonl:1 is a chat", "data.sft=chats.jsonl")),
     ("run data.sft=docs.jsonl", ("data.sft needs chats", "docs.jsonl:1 is a document", "data.pretrain=docs.jsonl")),
     ("run data.dpo=chats.jsonl", ("data.dpo needs pairs", "chats.jsonl:1 is a chat", "data.sft=chats.jsonl")),

@@ -68,7 +68,7 @@ def test_rows_of_no_kind_are_refused_with_their_keys(tmp_path: Path) -> None:
     assert "set reading.text_field=Body" in message
 
 
-def test_a_csv_is_refused_with_the_command_that_converts_it(tmp_path: Path) -> None:
+def test_a_csv_is_refused_with_a_fix(tmp_path: Path) -> None:
     path = written(tmp_path / "a.csv", "id,text", "1,a", "2,b")
     message = refused("data.pretrain", "documents", path)
     assert message.startswith(f"data.pretrain: {path} is CSV or plain text, not JSON Lines;")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,11 +42,6 @@ def test_what_is_left_out_of_a_folder_is_logged_once(tmp_path: Path, caplog: pyt
     assert caplog.messages[1:] == [f"left out of {tmp_path}: 2 .csv; name {tmp_path}/*.csv too"]
 
 
-def test_the_home_of_a_user_that_does_not_exist_holds_no_file() -> None:
-    with pytest.raises(UsageError, match="there is no such file"):
-        expand("~nobody-of-this-name/a.jsonl")
-
-
 def test_a_file_is_itself_and_a_glob_what_it_matches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("notes.txt", "[1] 文件?.jsonl", ".hidden.jsonl"):
         assert expand(str(folder / name)) == [str(folder / name)]
@@ -59,16 +54,6 @@ def test_a_file_is_itself_and_a_glob_what_it_matches(folder: Path, monkeypatch: 
         (["~/b.jsonl", "~/deep"], ["b.jsonl", "deep/c.jsonl.zst", "deep/er/d.ndjson"]),
     ):  # fmt: skip
         assert expand(*patterns) == [str(folder / name) for name in names]
-
-
-def test_linked_files_and_folders_count_once_and_a_circle_ends(folder: Path) -> None:
-    data = folder / "linked"
-    data.mkdir()
-    (data / "deep").symlink_to(folder / "deep")
-    (data / "again").symlink_to(folder / "deep")
-    (data / "x.jsonl").symlink_to(folder / "b.jsonl")
-    (folder / "deep" / "circle").symlink_to(data)
-    assert expand(str(data)) == [str(data / name) for name in ("again/c.jsonl.zst", "again/er/d.ndjson", "x.jsonl")]
 
 
 def test_what_is_not_there_is_said_with_setting_value_and_cure(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,18 +70,6 @@ def test_what_is_not_there_is_said_with_setting_value_and_cure(folder: Path, mon
         with pytest.raises(UsageError) as raised:
             expand(str(folder / "b.jsonl"), pattern)
         assert f"data.pretrain is '{pattern}' but {reason}" in str(raised.value)
-
-
-def test_a_pipe_or_a_link_to_nothing_is_refused_and_never_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.jsonl")
-    (tmp_path / "dangling.jsonl").symlink_to(tmp_path / "nothing")
-    for pattern, reason in (
-        ("pipe.jsonl", "is a pipe or a device"),
-        ("p*.jsonl", "is a pipe or a device"),
-        ("dangling.jsonl", "cannot be read"),
-    ):
-        with pytest.raises(UsageError, match=rf"data\.pretrain is .*\.jsonl {reason}"):
-            expand(str(tmp_path / pattern))
 
 
 def test_local_locations_are_told_from_remote_ones_and_have_no_version(folder: Path) -> None:
@@ -201,17 +174,15 @@ def test_a_folder_that_cannot_be_listed_is_an_error_and_not_less_data(site: Site
             expand(pattern)
 
 
-def test_a_url_that_is_not_there_a_server_that_refuses_or_is_gone_and_an_unknown_protocol_are_told_apart(site: Site) -> None:
-    for pattern in ("data/nowhere.jsonl", "nowhere/", "data/*.nothing"):
-        with pytest.raises(UsageError, match=rf"data\.pretrain is '{site.url}/.*' but there is no such file; name a"):
-            expand(f"{site.url}/{pattern}")
-    site.statuses = [403, 403]
-    with pytest.raises(UsageError, match=r"data\.pretrain is .*403"):
-        expand(f"{site.url}/data/b.jsonl")
-    with pytest.raises(UsageError, match=r"data\.pretrain is .*connect"):
-        expand("http://127.0.0.1:1/b.jsonl")
-    with pytest.raises(UsageError, match=r"data\.pretrain is 'foo://b\.jsonl'.*foo"):
-        expand("foo://b.jsonl")
+def test_a_url_that_is_not_there_a_server_that_refuses_or_is_gone_and_an_unknown_protocol_are_named(site: Site) -> None:
+    for pattern, reason in (
+        (f"{site.url}/data/nowhere.jsonl", "404"),
+        (f"{site.url}/data/*.nothing", "there is no such file; name a"),
+        ("http://127.0.0.1:1/b.jsonl", "connect"),
+        ("foo://b.jsonl", "foo"),
+    ):
+        with pytest.raises(UsageError, match=rf"data\.pretrain is '{re.escape(pattern)}' but .*{reason}"):
+            expand(pattern)
 
 
 def version_of(url: str) -> str:

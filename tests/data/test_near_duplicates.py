@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import json
 import random
@@ -17,10 +16,9 @@ from ttrain.config import Reading
 from ttrain.data import near_duplicates, overlap
 from ttrain.data.assembly import ShardSetResult
 from ttrain.data.blocks import BlockRecipe
-from ttrain.data.check import check
 from ttrain.data.near_duplicate_sets import FOLDER, REPORT, EarlierSet
 from ttrain.data.near_duplicates import NEAR_DUPLICATE, SimilarityRule
-from ttrain.data.sharding import Here, Processes
+from ttrain.data.sharding import Processes
 from ttrain.data.shards import read_shard
 
 RULE = SimilarityRule(0.8)
@@ -315,33 +313,6 @@ def test_nothing_is_searched_without_the_setting_nor_in_chats(tmp_path: Path, re
     built = build(tmp_path / "chats", [write_lines(tmp_path / "c.jsonl", chats)], recipes["chats"], NEAR)
     assert built.near_duplicates is None and built.tallies["train"].kept == 5
     assert not (tmp_path / "chats" / FOLDER).exists()
-
-
-@pytest.mark.parametrize("deduplicate", [True, False])
-def test_a_check_drops_what_sharding_drops(tmp_path: Path, recipe: BlockRecipe, deduplicate: bool) -> None:
-    reading = NEAR.model_copy(update={"deduplicate": deduplicate})
-    originals, copies = planted(40)
-    texts = [*originals, *copies, *originals[:7], "", "?!", *("short" for _ in range(3))]
-    paths = [write_lines(tmp_path / f"{n}.jsonl", [*rows(texts[n::3]), b"{"]) for n in range(3)]
-    with gzip.open(tmp_path / "2.jsonl.gz", "wb") as file:
-        file.write(paths.pop().read_bytes())
-    paths.append(tmp_path / "2.jsonl.gz")
-    built = build(tmp_path / "out", paths, recipe, reading)
-    reports = check([str(path) for path in paths], reading, pool=Here())
-    assert [report.tally.to_json()["skipped"] for report in reports] == [file["skipped"] for file in built.files]
-    assert sum(report.near_duplicates or 0 for report in reports) == built.near_duplicates["dropped"] > 15  # type: ignore[index]
-
-
-def test_a_damaged_file_does_not_shift_the_places_of_the_next(tmp_path: Path) -> None:
-    originals, _ = planted(30)
-    broken = tmp_path / "a.jsonl.gz"
-    broken.write_bytes(gzip.compress(write_lines(tmp_path / "x", rows(originals)).read_bytes())[:-40])
-    good = write_lines(tmp_path / "b.jsonl", rows([f"{text} ." for text in originals for _ in range(2)]))
-    reports = check([str(broken), str(good)], NEAR, pool=Here())
-    assert reports[0].error and "truncated" in reports[0].error
-    alone = check([str(good)], NEAR, pool=Here())
-    assert reports[1].near_duplicates == alone[0].near_duplicates == 0
-    assert reports[1].tally.skipped["duplicate"] == 30
 
 
 def test_a_smaller_set_that_repeats_documents_holds_none_out_that_an_earlier_set_trained_on(

@@ -24,15 +24,13 @@ import numpy as np
 import psutil
 import pyarrow as pa
 import pytest
-from support.shard_sets import ALL, BLOCK, build, digests, make_or_die, rows_of, write_lines
+from support.shard_sets import build, digests, make_or_die, rows_of, write_lines
 from support.tiny_data import write_shards
 from support.waiting import wait_until
 
 from ttrain.config import Reading
 from ttrain.core.hashing import sha256_file
-from ttrain.data import sharding
 from ttrain.data.blocks import BlockRecipe
-from ttrain.data.built_blocks import DataFile
 from ttrain.data.encoder import Encoder, EncoderDiffers
 from ttrain.data.sharding import Here, Processes
 from ttrain.data.shards import Column, ShardSet
@@ -188,16 +186,6 @@ def test_another_output_lends_its_blocks_and_is_not_changed(tmp_path: Path, reci
     assert 0 < new.encoded_blocks < new.blocks
     assert digests(tmp_path / "new") == digests(tmp_path / "plain")
     assert {path: path.read_bytes() for path in (tmp_path / "old").rglob("*") if path.is_file()} == lent
-
-
-def test_a_known_file_is_not_even_opened(tmp_path: Path, recipe: BlockRecipe) -> None:
-    path, found = write_lines(tmp_path / "a.jsonl", rows_of(60)), []
-    files = {"train": [DataFile(str(path), path.name, digest="its digest")]}
-    for _ in range(2):
-        built = sharding.build(tmp_path / "out", files, recipe, ALL, block_bytes=BLOCK, pool=Here())
-        found.append(digests(tmp_path / "out"))
-        path.unlink(missing_ok=True)
-    assert built.encoded_blocks == 0 and found[0] == found[1]
 
 
 def test_an_appended_file_keeps_its_old_blocks(tmp_path: Path, recipe: BlockRecipe) -> None:

@@ -16,7 +16,7 @@ from support.night_files import artifact, completed, frozen, inbox, list_of
 from ttrain.config import Nightly, Settings
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.data import python_docs
-from ttrain.errors import ArtifactError, UsageError
+from ttrain.errors import ArtifactError, CannotRead, UsageError
 from ttrain.flows import night_decision, night_plan
 from ttrain.flows.nightly import run_night
 from ttrain.nightly import heldout, records
@@ -180,7 +180,7 @@ def test_an_emptied_folder_is_a_mistake_only_before_there_is_a_champion(tmp_path
         night_inputs.watched_files(reading("typo"), store, may_be_gone=True)
     (tmp_path / "inbox" / "link.jsonl").symlink_to(tmp_path / "nowhere")
     for pattern in ("inbox", "inbox/*.jsonl"):  # a file that cannot be read does not make a folder an emptied one
-        with pytest.raises(UsageError, match=r"link\.jsonl cannot be read: No such file"):
+        with pytest.raises(CannotRead, match=r"link\.jsonl, which data\.pretrain names: No such file"):
             night_inputs.watched_files(reading(pattern), store, may_be_gone=True)
 
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from ttrain.config import Reading, Section
     from ttrain.data.built_blocks import Pool
     from ttrain.data.contamination import EvaluationItem, OverlapCheck
-    from ttrain.data.inspect import TokenView
 
     S = TypeVar("S", bound=Section)
 
@@ -115,29 +114,25 @@ def data_check(
     max_rejected: MaxRejected = 0.01,
     rejected: Annotated[Path | None, option("write the bad rows here: file, line, reason, text")] = None,
     keep_duplicates: KeepDuplicates = False,
-    near_duplicates: NearDuplicates = None,
     workers: Workers = None,
     as_json: AsJson = False,
 ) -> None:
     """Count what `data shard` would keep, skip and reject, with lengths, scripts and copies, and write nothing."""
     from ttrain.cli import data_reports
 
-    reading = _reading(
-        text_field, rejected_fraction=max_rejected, deduplicate=not keep_duplicates, near_duplicates=near_duplicates
-    )
+    reading = _reading(text_field, rejected_fraction=max_rejected, deduplicate=not keep_duplicates)
     data_reports.report_on(files, reading, _kind(kind, text_field), workers, rejected=rejected, as_json=as_json)
 
 
 @command(
     data_app,
-    "Examples:  ttrain data show shards\n\nttrain data show $(ttrain artifacts path shards-sft) --records --seed 1",
+    "Examples:  ttrain data show shards\n\nttrain data show $(ttrain artifacts path shards-sft) --seed 1",
 )
 def data_show(
     shards: Annotated[Path, argument("shards, the directory with train/ and heldout/, or an artifact", metavar="SHARDS")],
     rows: Annotated[int, option("how many", min=1)] = 3,
     row_length: RowLength = 256,
     seed: Annotated[int | None, option("seed for choosing random rows; without it the first rows", min=0)] = None,
-    records: Annotated[bool, option("records as they are stored, instead of packed rows", "--records")] = False,
     tokenizer: TokenizerDirectory = None,
     as_json: AsJson = False,
 ) -> None:
@@ -150,23 +145,17 @@ def data_show(
     encoder = inspect.encoder_of(shard_directory, tokenizer, ArtifactStore(home()))
     pieces, shard_set = inspect.TokenDecoder(encoder), ShardSet(shard_directory)
     packed = inspect.rows_of(shard_set, encoder, row_length)
-    numbers = inspect.row_numbers(len(shard_set if records else packed), rows, seed)
-    show: Any = inspect.show_record if records else inspect.show_row
-    shown: list[TokenView] = [show(shard_set if records else packed, number, pieces) for number in numbers]
+    numbers = inspect.row_numbers(len(packed), rows, seed)
+    shown = [inspect.show_row(packed, number, pieces) for number in numbers]
     if as_json:
         print_json({"shards": str(shard_directory), "tokenizer": str(encoder.directory), "kind": shard_set.index["kind"],
-                    "counts": packed.counts(),
-                    "records" if records else "rows": [entry.to_json() for entry in shown]})  # fmt: skip
+                    "counts": packed.counts(), "rows": [row.to_json() for row in shown]})  # fmt: skip
         return
-    unit = "record" if records else "row"
-    counts = {name: count for name, count in packed.counts().items() if count}
     print(f"{len(shard_set):,} records in {shard_directory}; tokenizer {encoder.directory}")
-    data_reports.show([counts], as_json=False)
-    for entry in shown:
-        beyond = 0 if records else max(0, len(entry.ids) - row_length)  # after the last input of a row that is full
-        targets_only = f", {beyond} of them only as a target" if beyond else ""
-        print(f"\n{unit} {entry.number}: {len(entry.ids)} tokens{targets_only}; {sum(entry.live)} count in the loss")
-        data_reports.print_tokens(entry, pieces.special)
+    data_reports.show([{name: count for name, count in packed.counts().items() if count}], as_json=False)
+    for row in shown:
+        print(f"\nrow {row.number}: {len(row.ids)} tokens; {sum(row.live)} count in the loss")
+        data_reports.print_tokens(row, pieces.special)
 
 
 @command(
@@ -350,7 +339,7 @@ def scan_directories(
     with contextlib.closing(pool.map(contamination.scan, iter(tasks))) as results:
         for number, ((location, first), matches) in enumerate(zip(places, results, strict=True), 1):
             numbered = [match._replace(record=first + match.record) for match in matches]
-            scans.append((location, numbered))  # as `ttrain data show --records` numbers them
+            scans.append((location, numbered))  # counted over all shards
             progress(number)
     return contamination.report(against, scans)
 

@@ -17,7 +17,6 @@ from typer import Exit
 from ttrain.cli.options import check_no_artifact
 from ttrain.config import Reading, Tokenizer
 from ttrain.core.files import JsonDict, JsonObject, exclusive, output_file, temporary_path, write_json
-from ttrain.core.hashing import stamp
 from ttrain.core.signals import interruptible
 from ttrain.core.terminal import bar, console, escaped, print_json, print_spans, table
 from ttrain.core.text import format_value
@@ -211,8 +210,7 @@ def shard(
     from ttrain.stages.shards import check, recipe_of
 
     recipe = recipe_of(reading, inspect.tokenizer_at(tokenizer), kind)
-    # with a stamp of their bytes: inode, size and times of a local file, as in the store's cache of digests
-    files = [DataFile(path, locations.name(path), locations.version(path) or stamp(Path(path))) for path in sources]
+    files = [DataFile(path, locations.name(path)) for path in sources]
     (output / BLOCKS).mkdir(parents=True, exist_ok=True)
     with exclusive(output / LOCK, waiting):
         built = sharding.build(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -29,7 +28,7 @@ from ttrain.data.chat import encode_chats, encode_preferences, refusals
 from ttrain.data.chat_templates import Messages
 from ttrain.data.encoder import Encoder
 from ttrain.data.preferences import Preference
-from ttrain.data.records import BadRows, Tally
+from ttrain.data.records import Tally
 from ttrain.data.shards import Column
 from ttrain.errors import ArtifactError, CannotRead
 from ttrain.store.integrity import home_of, is_intact
@@ -41,7 +40,6 @@ SHIPPED_BYTES = 1 << 20
 ENCODED_BYTES = 4_000_000
 ENCODED_RECORDS = 20_000  # a million of one letter took 565 MB
 CHECKED_TEXTS, CHECKED_CHARACTERS = 3, 2000  # of each block, encoded by `tokenizers` too: 0.3 % of the time
-QUARANTINED_ROWS = 10_000  # of one block; rows beyond it are counted, and the last line says so
 UTF8_BOM = b"\xef\xbb\xbf"
 RENDERED_RECORDS = 1000  # by a tokenizer's own template at once
 BEYOND_LIMIT = "beyond reading.limit"
@@ -126,36 +124,17 @@ def _cut_plain(path: Path, file: int, block_bytes: int) -> Iterator[Block]:
 
 
 def _cut_stream(location: str, file: int, block_bytes: int, recipe: BlockRecipe) -> Iterator[Block]:
-    """Cut a decompressed stream into blocks that carry their bytes. Lines that are too long are cut, to bound memory."""
-    data, start, position, in_line = bytearray(), 0, 0, 0
+    """Cut a decompressed stream into blocks that carry their bytes."""
+    data, start = bytearray(), 0
     for chunk in streams.json_lines(location, recipe.text_field):
-        at = 0
-        while at < len(chunk):
-            missing_bytes = max(0, start + block_bytes - position)
-            newline = chunk.find(b"\n", at + missing_bytes) if missing_bytes < len(chunk) - at else -1
-            end = newline + 1 if newline >= 0 else len(chunk)
-            in_line = _append(data, chunk[at:end], in_line, recipe.max_line_bytes)
-            position, at = position + end - at, end
-            if newline >= 0:
-                yield Block(location, file, start, position, data=bytes(data))
-                data, start, in_line = bytearray(), position, 0
+        searched = len(data)
+        data += chunk
+        while newline := 1 + data.find(b"\n", max(searched, block_bytes)):
+            yield Block(location, file, start, start + newline, data=bytes(data[:newline]))
+            del data[:newline]
+            start, searched = start + newline, 0
     if data:
-        yield Block(location, file, start, position, data=bytes(data))
-
-
-def _append(data: bytearray, piece: bytes, in_line: int, max_line_bytes: int) -> int:
-    """Append the piece, each line cut at the limit; returns the length of the unfinished line at its end."""
-    last = piece.rfind(b"\n")
-    if in_line + len(piece) <= max_line_bytes:
-        data += piece
-        return in_line + len(piece) if last < 0 else len(piece) - last - 1
-    for position, line in enumerate(piece.split(b"\n")):
-        if position:
-            data += b"\n"
-            in_line = 0
-        data += line[: max(0, max_line_bytes + 1 - in_line)]
-        in_line += len(line)
-    return in_line
+        yield Block(location, file, start, start + len(data), data=bytes(data))
 
 
 def _cut_parquet(location: str, file: int, block_bytes: int) -> Iterator[Block]:
@@ -168,24 +147,20 @@ def _cut_parquet(location: str, file: int, block_bytes: int) -> Iterator[Block]:
             first, size = group + 1, 0
 
 
-def read(block: Block, max_line_bytes: int) -> bytes:
-    """The block as JSON lines, a line that is too long cut just above the limit. Raises DataError if it cannot be read."""
-    if block.is_parquet:
-        with streams.noting_faults(block.location):
-            rows = parquet.lines(block.location, block.start, block.end)
-            return b"\n".join(line for _, line in rows)
+def read(block: Block) -> bytes:
+    """The block as JSON lines. Raises DataError if it cannot be read."""
     if block.data is not None:
         return block.data
-    data, in_line, remaining_bytes = bytearray(), 0, block.end - block.start
-    with streams.data_errors(block.location), Path(block.location).open("rb") as opened:
-        opened.seek(block.start)
-        while remaining_bytes and (piece := opened.read(min(remaining_bytes, SHIPPED_BYTES))):
-            is_first = remaining_bytes == block.end
-            remaining_bytes -= len(piece)
-            in_line = _append(data, piece.removeprefix(UTF8_BOM) if is_first else piece, in_line, max_line_bytes)
-    if remaining_bytes:
+    with streams.noting_faults(block.location):
+        if block.is_parquet:
+            rows = parquet.lines(block.location, block.start, block.end)
+            return b"\n".join(line for _, line in rows)
+        with Path(block.location).open("rb") as opened:
+            opened.seek(block.start)
+            data = opened.read(block.end - block.start)
+    if len(data) < block.end - block.start:
         raise CannotRead(f"{block.location} became shorter while it was read; run the same command again")
-    return bytes(data)
+    return data.removeprefix(UTF8_BOM) if block.start == 0 else data
 
 
 def draw(content_hash: bytes, seed: int) -> int:
@@ -195,7 +170,7 @@ def draw(content_hash: bytes, seed: int) -> int:
 
 def scan(block: Block, recipe: BlockRecipe) -> npt.NDArray[np.uint64]:
     """The draws of all good rows of a block, without encoding or writing anything."""
-    rows = records(read(block, recipe.max_line_bytes), block, recipe, Tally())
+    rows = records(read(block), block, recipe, Tally())
     return np.array([draw(sources.content_hash(record), recipe.seed) for _, record in rows], np.uint64)
 
 
@@ -204,7 +179,7 @@ def make(block: Block, recipe: BlockRecipe, output: str) -> tuple[int, str, str,
 
     Returns (number of its file, id, the directory with its files, whether it was encoded now). Raises EncoderDiffers.
     """
-    data = read(block, recipe.max_line_bytes)
+    data = read(block)
     content = sources.hash_of(data).hex()
     identity, name = (
         hashlib.blake2b(f"{digest} {content}".encode(), digest_size=size).hexdigest()
@@ -295,8 +270,8 @@ def _conversations(record: sources.Record) -> list[Messages]:
 
 def _make(data: bytes, block: Block, recipe: BlockRecipe, output: Path, name: str, identity: str) -> None:
     encoder = encoder_of(recipe.tokenizer, fast=recipe.fast)
-    bad_rows, rows = BadRows(QUARANTINED_ROWS), list[bytes]()
-    tally = Tally(quarantine=bad_rows)
+    bad_rows, rows = list[dict[str, Any]](), list[bytes]()
+    tally = Tally(quarantine=bad_rows.append)
     threshold = round(recipe.heldout_fraction * 2**64)
     parts = {part_name: _ShardBuilder(encoder, recipe.kind, keep_text=part_name == "heldout") for part_name in PARTS}
     for line, record in records(data, block, recipe, tally):
@@ -310,7 +285,7 @@ def _make(data: bytes, block: Block, recipe: BlockRecipe, output: Path, name: st
         rows.append(content_hash + size.to_bytes(8, "big") + line.to_bytes(8, "big"))
     files: list[tuple[Path, Any]] = [(output / BLOCKS / f"{identity}.rows", b"".join(rows))]
     if tally.rejected:
-        in_order = sorted(bad_rows, key=lambda row: row.get("line", math.inf))  # templates refuse in batches
+        in_order = sorted(bad_rows, key=lambda row: row["line"])  # templates refuse in batches
         lines = b"".join(orjson.dumps(row) + b"\n" for row in in_order)
         files.append((output / BLOCKS / f"{identity}.rejected.jsonl", lines))
     manifest = {

@@ -22,11 +22,10 @@ class Pool(Protocol):
 
 @dataclass(frozen=True)
 class DataFile:
-    """An input file: its location, display name, digest of its bytes (if known), and the number of its weighted source."""
+    """An input file: its location, display name, and the number of its weighted source."""
 
     location: str
     name: str
-    digest: str | None = None
     group: int = 0
 
 

@@ -14,17 +14,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from ttrain.config import Reading
 from ttrain.core import redact
 from ttrain.core.files import JsonDict
-from ttrain.data import blocks, near_duplicates, overlap, records
+from ttrain.data import blocks, records
 from ttrain.data.assembly import DUPLICATE, is_first
-from ttrain.data.blocks import QUARANTINED_ROWS, Block, BlockRecipe
-from ttrain.data.built_blocks import Flags, Pool
-from ttrain.data.near_duplicates import NEAR_DUPLICATE, SimilarityRule, Sketches
-from ttrain.data.overlap import Hashes, Places
-from ttrain.data.records import FIRST_REJECTED, BadRows, Tally
+from ttrain.data.blocks import Block, BlockRecipe
+from ttrain.data.built_blocks import Pool, Table
+from ttrain.data.records import Tally
 from ttrain.errors import DataError, UsageError
 
 LOOKED_AT = 100  # good rows whose keys decide the kind
@@ -44,20 +43,17 @@ class Report:
     kind: str = "documents"
     tally: Tally = field(default_factory=Tally)
     duplicates: int = 0
-    near_duplicates: int | None = None  # None: they were not looked for
     error: str | None = None
     bytes: int = 0
     bad_rows: Iterable[JsonDict] = ()  # of a block
-    keys: list[Hashes] = field(default_factory=list)  # 16 bytes of each kept row, of shape [rows, 2]
-    sketches: list[Sketches] = field(default_factory=list)  # of each kept row, if near-duplicates are looked for
-    sizes: list[Places] = field(default_factory=list)  # bytes of each good row's text
+    keys: list[Table] = field(default_factory=list)  # 16 bytes of each kept row, of shape [rows, 2]
+    sizes: list[npt.NDArray[np.int64]] = field(default_factory=list)  # bytes of each good row's text
     letters: Counter[str] = field(default_factory=Counter)
 
     def add(self, block: Report) -> None:
         """Add the next block of the file."""
         self.tally.add_block(block.tally, block.bad_rows, self.file)
         self.keys += block.keys
-        self.sketches += block.sketches
         self.sizes += block.sizes
         self.letters.update(block.letters)
         self.error = self.error or block.error
@@ -77,8 +73,6 @@ class Report:
     def to_json(self) -> JsonDict:
         """file, rows, kept, skipped, rejected, with rows = kept + skipped + rejected; and further fields."""
         figures = {"file": redact.url(self.file), **self.tally.to_json(), "duplicates": self.duplicates, "kind": self.kind}
-        if self.near_duplicates is not None:
-            figures["near_duplicates"] = self.near_duplicates
         figures["keys_seen"] = dict(self.tally.keys_seen.most_common(KEYS_SHOWN))
         if self.error:
             figures["error"] = self.error
@@ -125,16 +119,13 @@ def check(
     quarantine: Callable[[JsonDict], object] | None = None,
     progress: Callable[[int], None] = lambda size: None,
 ) -> list[Report]:
-    """A report on each file; a row that equals an earlier one in any file is skipped as "duplicate", and a document that is
-    as similar as `reading.near_duplicates` as "near-duplicate". For these the files are read a second time.
+    """A report on each file; a row that equals an earlier one in any file is skipped as "duplicate".
 
     `kind` None: by the keys of each file's rows. `quarantine` receives the bad rows,
-    `progress` the bytes read so far. Memory use is some blocks, and 24 bytes a row (64 for a moment at the end; with
-    near-duplicates 100 more, and the texts of those that may be some).
+    `progress` the bytes read so far. Memory use is some blocks, and 24 bytes a row.
     """
     reports = {name: Report(name, tally=Tally(quarantine=quarantine)) for name in locations}
-    rule = SimilarityRule(reading.near_duplicates) if reading.near_duplicates else None
-    tasks = _tasks(reports.values(), kind, reading, QUARANTINED_ROWS if quarantine else FIRST_REJECTED, rule)
+    tasks = _tasks(reports.values(), kind, reading)
     size = 0
     with contextlib.closing(pool.map(examine, tasks)) as results:
         for block in results:
@@ -143,22 +134,19 @@ def check(
             progress(size)
     for report in reports.values():
         report.check(reading.rejected_fraction, reading.text_field)
-    repeated = _mark_duplicates(list(reports.values()), deduplicate=reading.deduplicate)
-    if rule:
-        present = ~(repeated & reading.deduplicate)
-        _mark_near_duplicates(list(reports.values()), reading, rule, present, pool)
+    _mark_duplicates(list(reports.values()), deduplicate=reading.deduplicate)
     return list(reports.values())
 
 
-def examine(block: Block, recipe: BlockRecipe, listed: int, rule: SimilarityRule | None) -> Report:
-    """The report on a block, with the first `listed` bad rows."""
-    bad_rows = BadRows(listed)
-    tally = Tally(quarantine=bad_rows)
+def examine(block: Block, recipe: BlockRecipe) -> Report:
+    """The report on a block."""
+    bad_rows = list[JsonDict]()
+    tally = Tally(quarantine=bad_rows.append)
     report = Report(block.location, recipe.kind, tally, bad_rows=bad_rows)
     hashes = list[bytes]()
     texts = list[str]()
     try:
-        data = blocks.read(block, recipe.max_line_bytes)
+        data = blocks.read(block)
         report.bytes = len(data)
         for _, record in blocks.records(data, block, recipe, tally):
             hashes.append(records.content_hash(record))
@@ -170,46 +158,26 @@ def examine(block: Block, recipe: BlockRecipe, listed: int, rule: SimilarityRule
     # numpy counts 100 MB of text a second, `Counter` 30
     counts = np.bincount(np.frombuffer("".join(texts).encode("utf-32-le"), "<u4"))
     report.letters.update({chr(code): int(counts[code]) for code in np.flatnonzero(counts).tolist()})
-    if rule:
-        is_chat = recipe.kind != "documents"  # chats have no shingles
-        plain = [b"" if is_chat else overlap.plain(text) for text in texts]
-        report.sketches.append(near_duplicates.sketches_of(plain, rule))
     return report
 
 
-def plain_texts(block: Block, recipe: BlockRecipe, first: int, wanted: frozenset[int]) -> list[tuple[int, bytes]]:
-    """(position, plain text) of the wanted records of a block, as far as it can be read; its first is at `first`."""
-    texts = []
-    with contextlib.suppress(DataError):  # the first reading has told it
-        rows = blocks.records(blocks.read(block, recipe.max_line_bytes), block, recipe, Tally())
-        for position, (_, record) in enumerate(rows, start=first):
-            if position in wanted:
-                texts.append((position, overlap.plain(blocks.text_of(record))))
-    return texts
-
-
-def _tasks(
-    reports: Iterable[Report], kind: str | None, reading: Reading, listed: int, rule: SimilarityRule | None
-) -> Iterator[tuple[Block, BlockRecipe, int, SimilarityRule | None]]:
+def _tasks(reports: Iterable[Report], kind: str | None, reading: Reading) -> Iterator[tuple[Block, BlockRecipe]]:
     """The blocks of every file. An error in a file ends that file only."""
     for number, report in enumerate(reports):
         try:
             report.kind = kind or kind_of(report.file, reading.max_line_bytes) or "documents"
-            recipe = _recipe(report, reading)
+            recipe = BlockRecipe(
+                report.kind, reading.text_field, 0.0, reading.max_line_bytes, tokenizer="", tokenizer_digest="", template="",
+                code="",
+            )  # fmt: skip
             for block in blocks.cut(report.file, number, BLOCK_BYTES, recipe):
-                yield block, recipe, listed, rule
+                yield block, recipe
         except DataError as error:
             report.error = str(error)
 
 
-def _recipe(report: Report, reading: Reading) -> BlockRecipe:
-    return BlockRecipe(
-        report.kind, reading.text_field, 0.0, reading.max_line_bytes, tokenizer="", tokenizer_digest="", template="", code=""
-    )
-
-
-def _mark_duplicates(reports: Sequence[Report], *, deduplicate: bool) -> Flags:
-    """Count the rows that equal an earlier one; returns a flag for each good row."""
+def _mark_duplicates(reports: Sequence[Report], *, deduplicate: bool) -> None:
+    """Count the rows that equal an earlier one."""
     keys = itertools.chain.from_iterable(report.keys for report in reports)
     repeated, start = ~is_first(np.concatenate([np.zeros((0, 2), np.uint64), *keys])), 0
     for report in reports:
@@ -219,52 +187,6 @@ def _mark_duplicates(reports: Sequence[Report], *, deduplicate: bool) -> Flags:
         if deduplicate:
             report.tally.leave_out(DUPLICATE, report.duplicates)
         start = end
-    return repeated
-
-
-def _mark_near_duplicates(
-    reports: Sequence[Report], reading: Reading, rule: SimilarityRule, present: Flags, pool: Pool
-) -> None:
-    """Count the documents that are near-duplicates, as sharding does. The texts of candidates are held in memory."""
-    sketches = [Sketches.none(rule), *(sketch for report in reports for sketch in report.sketches)]
-    counts = np.concatenate([sketch.counts for sketch in sketches])
-    candidates = near_duplicates.candidates(
-        lambda band: np.concatenate([sketch.keys[band] for sketch in sketches]), rule, counts, present, present
-    )
-    texts = _texts_at(candidates.positions, reports, reading, pool)
-
-    def shingles(position: int) -> Hashes:
-        return near_duplicates.shingles_of(texts.get(position, b""))
-
-    dropped = near_duplicates.confirm(candidates, counts, present, shingles, rule)
-    positions = np.array([near.position for near in dropped], np.int64)
-    ends = np.cumsum([sum(len(sketch.counts) for sketch in report.sketches) for report in reports])
-    files = np.bincount(ends.searchsorted(positions, "right"), minlength=len(reports))
-    for report, count in zip(reports, files.tolist(), strict=True):
-        report.near_duplicates = count
-        report.tally.leave_out(NEAR_DUPLICATE, count)
-        report.sketches.clear()
-
-
-def _texts_at(positions: Places, reports: Sequence[Report], reading: Reading, pool: Pool) -> dict[int, bytes]:
-    """The plain texts of documents by their position among all; the files are read a second time."""
-
-    def tasks() -> Iterator[tuple[Block, BlockRecipe, int, frozenset[int]]]:
-        first = 0
-        for number, report in enumerate(reports):
-            recipe = _recipe(report, reading)
-            end = first
-            first += sum(len(sketch.counts) for sketch in report.sketches)
-            with contextlib.suppress(DataError):  # at the end of a file that could not be read to it
-                cut = blocks.cut(report.file, number, BLOCK_BYTES, recipe)
-                for sketch, block in zip(report.sketches, cut, strict=False):
-                    start, end = end, end + len(sketch.counts)
-                    wanted = positions[positions.searchsorted(start) : positions.searchsorted(end)]
-                    if len(wanted):
-                        yield block, recipe, start, frozenset(wanted.tolist())
-
-    with contextlib.closing(pool.map(plain_texts, tasks())) as results:
-        return dict(itertools.chain.from_iterable(results))
 
 
 def scripts_of(letters: Counter[str]) -> Counter[str]:

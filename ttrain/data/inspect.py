@@ -155,18 +155,6 @@ def show_row(rows: Rows, number: int, pieces: TokenDecoder) -> TokenView:
     return shown
 
 
-def show_record(shards: ShardSet, number: int, pieces: TokenDecoder) -> TokenView:
-    """The tokens of a stored record."""
-    tokens, live = shards.row(number)
-    ids = tokens.tolist()
-    flags = [position > 0 for position in range(len(ids))] if live is None else [flag != 0 for flag in live.tolist()]
-    shown = TokenView.of(ids, flags, pieces, number)
-    if shards.index["kind"] == "pairs":
-        shown.segments[:] = shards.preference(number)[2].tolist()
-        shown.headings[:] = ["prompt", "chosen", "rejected"]
-    return shown
-
-
 class TokenDecoder:
     """Decodes ids to pieces of text, also if the tokenizer's decoder depends on the preceding tokens."""
 

@@ -10,7 +10,6 @@ import glob
 import logging
 import os
 import re
-import stat
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -99,7 +98,7 @@ def expand(patterns: Sequence[str], setting: str) -> list[str]:
             )
         try:
             if not is_remote(pattern):
-                matches = _local_files(pattern)
+                matches = local_matches(local_path(pattern))
             elif pattern.startswith(remote.PREFIX):
                 matches = _hub_files(pattern)
             else:
@@ -111,9 +110,6 @@ def expand(patterns: Sequence[str], setting: str) -> list[str]:
                 f"{setting} is '{shown}' but {_missing(pattern)}; name a .jsonl, .parquet or .txt file, a glob or a "
                 "folder (commas separate several)"
             )
-        for match in matches:
-            if not match.isascii() and match != match.encode("utf-8", "replace").decode("utf-8"):
-                raise UsageError(f"{setting} names the file {match!r}, whose name is not UTF-8; rename it")
         paths.update(dict.fromkeys(matches))
     return list(paths)
 
@@ -136,20 +132,6 @@ def _nearest(path: Path) -> str:
     return f" (did you mean {path.with_name(near[0])}?)" if near else ""
 
 
-def _local_files(pattern: str) -> list[str]:
-    matches = local_matches(local_path(pattern))
-    for match in matches:
-        try:
-            is_file = stat.S_ISREG(Path(match).stat().st_mode)
-        except OSError as error:
-            raise UsageError(f"{match} cannot be read: {error.strerror}") from None
-        if not is_file:
-            raise UsageError(
-                f"{match} is a pipe or a device, which cannot be read twice; write its output to a file and name that file"
-            )
-    return matches
-
-
 def local_matches(path: Path) -> list[str]:
     """What a path or glob of this machine names, in sorted order, among it what cannot be read."""
     if path.is_dir():
@@ -160,18 +142,15 @@ def local_matches(path: Path) -> list[str]:
 
 
 def _in_folder(root: Path) -> list[str]:
-    """Data files below a folder, through links too, each folder once; hidden ones are left out, as a shell's globs do."""
+    """Data files below a folder; hidden ones are left out, as a shell's globs do."""
 
     def fail(error: OSError) -> None:
         raise CannotRead(f"{error.filename} cannot be read: {error.strerror}")
 
-    paths, visited = [], set()
+    paths: list[str] = []
     for directory, folders, files in os.walk(root, onerror=fail, followlinks=True):
-        real = os.path.realpath(directory)
-        folders[:] = [] if real in visited else sorted(folder for folder in folders if not folder.startswith("."))
-        if real not in visited:
-            paths += [str(Path(directory) / file) for file in files if not file.startswith(".")]
-        visited.add(real)
+        folders[:] = [folder for folder in folders if not folder.startswith(".")]
+        paths += [str(Path(directory) / file) for file in files if not file.startswith(".")]
     return _data_files(paths, str(root))
 
 
@@ -192,8 +171,6 @@ def _remote_files(pattern: str) -> list[str]:
         else:
             return [pattern]
     except Exception as error:  # every file system has errors of its own
-        if remote.is_missing(error):
-            return []
         raise UsageError(f"it cannot be read: {remote.reason(error)}") from None
     return sorted(files.unstrip_protocol(match) for match in matches)
 

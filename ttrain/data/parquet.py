@@ -11,7 +11,6 @@ import orjson
 
 from ttrain.data import remote, streams
 from ttrain.data.tools import PARQUET_TYPE
-from ttrain.errors import DataError
 
 BATCH_ROWS = 1024
 BATCH_BYTES = 8 << 20
@@ -26,66 +25,34 @@ def groups(location: str) -> list[tuple[int, int]]:
 
 
 def lines(location: str, first_group: int, last_group: int) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, JSON) of the rows of the groups `first_group` to `last_group`, without the last.
-
-    Raises DataError for a file that is damaged.
-    """
+    """(number from 1, JSON) of the rows of the groups `first_group` to `last_group`, without the last."""
     with _opened(location) as file:
         sizes = _groups_of(file)
-        number = end = sum(rows for rows, _ in sizes[:first_group])
+        number = sum(rows for rows, _ in sizes[:first_group])
         for group in range(first_group, last_group):
             rows, group_bytes = sizes[group]
-            end += rows
             row_bytes = max(1, group_bytes // max(1, rows))
             batch_rows = max(1, min(BATCH_ROWS, BATCH_BYTES // row_bytes))
             for batch in file.iter_batches(batch_rows, row_groups=[group], use_threads=False):
-                for row in _values(batch):
+                # Asked for maps as objects, Arrow takes five times as long.
+                maps = "lossy" if "map<" in str(batch.schema) else None
+                for row in batch.to_pylist(maps_as_pydicts=maps):
                     number += 1
                     yield number, _as_line(row)
-            if number != end:  # the checksum of a page leaves out its header
-                raise DataError(f"{location} is corrupt: the row count of a group is wrong; fetch it again")
 
 
 @contextlib.contextmanager
 def _opened(location: str) -> Iterator[Any]:
-    import pyarrow as pa
     from pyarrow.parquet import ParquetFile
 
-    path = streams.local_file(location)
-    options = {"buffer_size": BUFFER_BYTES, "pre_buffer": False, "page_checksum_verification": True}
-    with streams.data_errors(location), contextlib.ExitStack() as stack:
-        source = path or stack.enter_context(remote.open_file(location, in_parts=True))
-        try:
-            file = stack.enter_context(ParquetFile(source, **options))
-            if sum(rows for rows, _ in _groups_of(file)) != file.metadata.num_rows:
-                raise DataError(f"{location} is corrupt: the row counts of its groups do not add up; fetch it again")
-            yield file
-        except (pa.ArrowException, OSError, ValueError) as error:  # ValueError of names that are not UTF-8
-            if path is None or getattr(error, "errno", None):  # of the network or the disk
-                raise
-            raise DataError(f"{location} is truncated or corrupt: {remote.reason(error)}; fetch it again") from None
+    with contextlib.ExitStack() as stack:
+        source = streams.local_file(location) or stack.enter_context(remote.open_file(location))
+        yield stack.enter_context(ParquetFile(source, buffer_size=BUFFER_BYTES, pre_buffer=False))
 
 
 def _groups_of(file: Any) -> list[tuple[int, int]]:
     groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
     return [(group.num_rows, group.total_byte_size) for group in groups]
-
-
-def _values(batch: Any) -> Any:
-    """The rows of a batch, each as an object; text that is not UTF-8 becomes None."""
-    try:
-        # Asked for maps as objects, Arrow takes five times as long.
-        return batch.to_pylist(maps_as_pydicts="lossy" if "map<" in str(batch.schema) else None)
-    except UnicodeDecodeError:
-        names = batch.schema.names
-        return [{name: _value(batch[name][row]) for name in names} for row in range(batch.num_rows)]
-
-
-def _value(scalar: Any) -> Any:
-    try:
-        return scalar.as_py(maps_as_pydicts="lossy")
-    except UnicodeDecodeError:
-        return None
 
 
 def _as_line(values: dict[str, Any]) -> bytes:

@@ -447,24 +447,6 @@ def _count(counts: Counter[str], name: str, rows: int, others: str) -> None:
     counts[name if name in counts or len(counts) < REASONS else others] += rows
 
 
-class BadRows:
-    """A quarantine that keeps the first `limit` bad rows of a block; a last row says how many more there are."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit, self._count = limit, 0
-        self._rows: list[JsonDict] = []
-
-    def __call__(self, row: JsonDict) -> None:
-        self._count += 1
-        if self._count <= self._limit:
-            self._rows.append(row)
-
-    def __iter__(self) -> Iterator[JsonDict]:
-        yield from self._rows
-        if self._count > self._limit:
-            yield {"reason": f"{self._count - self._limit} more bad rows in this block are counted but not listed"}
-
-
 def records(paths: Sequence[str], tally: Tally, max_line_bytes: int, text_field: str = TEXT) -> Iterator[Row]:
     """(path, line number from 1, JSON object) of every good line of every file; blank lines do not count as rows.
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence, Set
 from concurrent import futures
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ttrain.config import Reading
-from ttrain.core.files import read_json, read_object, write_json
+from ttrain.core.files import read_json
 from ttrain.core.machine import SAFE_PATH
-from ttrain.data import blocks, contamination, locations, shard_worker
+from ttrain.data import blocks, contamination, shard_worker
 from ttrain.data.assembly import ShardSetResult, assemble
 from ttrain.data.blocks import BLOCKS, Block, BlockRecipe
 from ttrain.data.built_blocks import BuiltBlock, DataFile, FilesByRole, Pool, Table
@@ -33,7 +33,6 @@ from ttrain.data.near_duplicate_sets import EarlierSet, NearDuplicateSearch
 from ttrain.data.near_duplicates import SimilarityRule
 from ttrain.errors import StageFailed
 
-FILES = "files.json"
 Progress = Callable[[int, int], None]  # gets the rows so far, and the blocks
 
 
@@ -102,7 +101,7 @@ def scan(
 
 @dataclass(frozen=True)
 class _BlockMaker:
-    """Makes or reuses the blocks of files; `names` receives the blocks of each file that did not change meanwhile."""
+    """Makes or reuses the blocks of files."""
 
     output: Path
     files: FilesByRole
@@ -110,7 +109,6 @@ class _BlockMaker:
     block_bytes: int
     pool: Pool
     progress: Progress
-    names: dict[str, list[str]] = field(default_factory=dict)
 
     def make_all(self, recipe: BlockRecipe) -> list[BuiltBlock]:
         """The blocks of both roles."""
@@ -134,55 +132,34 @@ class _BlockMaker:
                     seen.update(keys)
                 return (len(seen) if reading.deduplicate else rows) >= limit
 
-        built_blocks += self.make_role("train", recipe, enough)
-        if self.names:
-            path = self.output / BLOCKS / FILES
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, self.names)
-        return built_blocks
+        return built_blocks + self.make_role("train", recipe, enough)
 
     def make_role(
         self, role: str, recipe: BlockRecipe, enough: Callable[[BuiltBlock], bool] | None = None
     ) -> list[BuiltBlock]:
-        """The blocks of a role's files, in order. A file whose blocks all exist is not opened."""
+        """The blocks of a role's files, in order."""
         files = self.files[role]
-        names = [f"{file.digest} {recipe.digest} {self.block_bytes}" if file.digest and not enough else "" for file in files]
-        reusable_blocks = _reusable_files(self.output, recipe)
-        blocks_by_file: dict[int, list[BuiltBlock]] = {
-            number: [
-                _open(role, number, files[number], identity, directory, False)
-                for directory, identity in reusable_blocks[name]
-            ]
-            for number, name in enumerate(names)
-            if name in reusable_blocks
-        }
-        opened = [number for number in range(len(files)) if number not in blocks_by_file]
-        stamps_before = _stamps(files, opened)
-        tasks = ((block, recipe, str(self.output)) for block in self.cut(role, opened, recipe))
-        rows = sum(len(block.rows) for file_blocks in blocks_by_file.values() for block in file_blocks)
+        built_blocks: list[BuiltBlock] = []
+        rows = 0
+        tasks = ((block, recipe, str(self.output)) for block in self.cut(role, recipe))
         with contextlib.closing(self.pool.map(blocks.make, tasks)) as results:
-            for blocks_made, (number, identity, directory, encoded) in enumerate(results, start=1):
+            for number, identity, directory, encoded in results:
                 block = _open(role, number, files[number], identity, directory, encoded)
-                blocks_by_file.setdefault(number, []).append(block)
+                built_blocks.append(block)
                 rows += len(block.rows)
-                self.progress(rows, blocks_made)
+                self.progress(rows, len(built_blocks))
                 if enough and enough(block):
                     break
-        stamps_after = _stamps(files, opened)
-        for number, file_blocks in blocks_by_file.items():
-            # An unchanged file: its digest is that of the bytes that were read.
-            if names[number] and stamps_before.get(number) == stamps_after.get(number):
-                self.names[names[number]] = [block.identity for block in file_blocks]
-        return [block for number in sorted(blocks_by_file) for block in blocks_by_file[number]]
+        return built_blocks
 
-    def cut(self, role: str, numbers: Sequence[int], recipe: BlockRecipe) -> Iterator[Block]:
-        """The blocks of the role's files with these numbers."""
-        for number in numbers:
-            yield from blocks.cut(self.files[role][number].location, number, self.block_bytes, recipe)
+    def cut(self, role: str, recipe: BlockRecipe) -> Iterator[Block]:
+        """The blocks of the role's files."""
+        for number, file in enumerate(self.files[role]):
+            yield from blocks.cut(file.location, number, self.block_bytes, recipe)
 
     def draws(self, recipe: BlockRecipe, kept_back: Set[bytes]) -> npt.NDArray[np.uint64]:
         """Sorted draws of all good rows that are not held out; of equal rows only one, if duplicates are dropped."""
-        tasks = ((block, recipe) for block in self.cut("train", range(len(self.files["train"])), recipe))
+        tasks = ((block, recipe) for block in self.cut("train", recipe))
         with contextlib.closing(self.pool.map(blocks.scan, tasks)) as results:
             draws = np.concatenate([np.zeros(0, np.uint64), *results])
         if kept_back:
@@ -195,27 +172,6 @@ def _open(role: str, file: int, source: DataFile, identity: str, directory: str,
     manifest = read_json(Path(directory) / BLOCKS / f"{identity}.json")
     rows = np.fromfile(Path(directory) / BLOCKS / f"{identity}.rows", ">u8").astype(np.uint64).reshape(-1, 4)
     return BuiltBlock(role, file, source, identity, Path(directory), encoded, manifest, rows)
-
-
-def _stamps(files: Sequence[DataFile], numbers: Sequence[int]) -> dict[int, list[int] | None]:
-    """Size, modification time and inode of the local files, which change with their bytes; None for remote ones."""
-    stamps: dict[int, list[int] | None] = dict.fromkeys(numbers)
-    for number in numbers:
-        if not locations.is_remote(files[number].location):
-            with contextlib.suppress(OSError):  # a missing file is reported when it is opened
-                stat = locations.local_path(files[number].location).stat()
-                stamps[number] = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
-    return stamps
-
-
-def _reusable_files(output: Path, recipe: BlockRecipe) -> dict[str, list[tuple[str, str]]]:
-    """{name of a file's bytes and recipe: (directory, id) of each of its blocks}, for files whose blocks all still exist."""
-    blocks_by_name: dict[str, list[tuple[str, str]]] = {}
-    for directory in (str(output), *recipe.reuse):
-        for name, identities in read_object(Path(directory) / BLOCKS / FILES).items():
-            if name not in blocks_by_name and all(blocks.is_built(Path(directory), i, fast=recipe.fast) for i in identities):
-                blocks_by_name[name] = [(directory, identity) for identity in identities]
-    return blocks_by_name
 
 
 FEW = 4  # workers, of which a thread is one; with more it would hold up the thread that cuts files and hands out blocks

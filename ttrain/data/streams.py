@@ -1,58 +1,44 @@
-"""Read text from local or remote files, unpacked by their first bytes, not by their names.
-
-Pieces are bounded, so memory is too. A file that is cut or damaged raises a DataError with its name,
-and is never taken for a shorter file: `bz2.BZ2File` and `lzma.LZMAFile`, which fsspec uses, leave out
-a member that is damaged, and what follows it, without an error.
-"""
+"""Read files as JSON Lines through fsspec, unpacked by the endings of their names, in bounded pieces."""
 
 from __future__ import annotations
 
-import bz2
 import codecs
-import io
+import enum
 import itertools
+import json
 import lzma
-import os
-import stat
+import re
+import shlex
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from ttrain.data import formats, locations, remote
-from ttrain.data.formats import Format
+import orjson
+
+from ttrain.core.text import first_line
+from ttrain.data import locations, remote
 from ttrain.errors import CannotRead, DataError, TTrainError
 
 CHUNK_BYTES = 1 << 20
-PACKED_BYTES = 1 << 13  # read at once: gzip unpacks them to at most 8 MiB
-DECODERS: dict[bytes, Callable[[], Any]] = {
-    b"\x1f\x8b": partial(zlib.decompressobj, wbits=zlib.MAX_WBITS | 16),
-    b"BZh": bz2.BZ2Decompressor,
-    b"\xfd7zXZ\0": lzma.LZMADecompressor,
-}
-ZSTD = (b"\xb5\x2f\xfd", b"\x2a\x4d\x18")  # bytes 1 to 3 of a frame, and of one that is to be skipped
+HEAD_BYTES = 1 << 16  # of a text, from which its format is told
+ARRAY_BYTES = 1 << 30  # an array is read whole
 UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-FETCH_AGAIN = "fetch or compress it again"
+READ_ERRORS = (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error)
+_SPACE = b" \t\r\n"
+_VALUE_LINE = re.compile(rb"^[ \t]*[{\[]", re.MULTILINE)
 
 
-@contextmanager
-def data_errors(location: str) -> Iterator[None]:
-    """Raise an error of the file system as DataError, which names the location."""
-    try:
-        yield
-    except Exception as error:
-        # File systems behind URLs have errors of their own.
-        is_of_files = isinstance(error, OSError) or locations.is_remote(location)
-        if isinstance(error, TTrainError) or not is_of_files:
-            raise
-        raise CannotRead(f"cannot read {location}: {remote.reason(error)}") from None
+class Format(enum.Enum):
+    LINES = enum.auto()  # JSON Lines, good or bad: every line is judged on its own
+    ARRAY = enum.auto()  # one JSON array, over any number of lines
+    DOCUMENT = enum.auto()  # a `.txt` file: all of it is one text
 
 
 @contextmanager
 def noting_faults(location: str) -> Iterator[None]:
-    """Note the location on a DataError that is about the bytes of this file."""
+    """Raise a library's error as DataError with the location; CannotRead if the bytes may be good."""
     try:
         yield
     except CannotRead:
@@ -60,159 +46,158 @@ def noting_faults(location: str) -> Iterator[None]:
     except DataError as error:
         error.files = (location,)
         raise
-
-
-def open_stream(location: str) -> io.BufferedReader:
-    """Open the stored bytes, to read from the front. Raises DataError if they cannot be read."""
-    path = local_file(location)
-    with data_errors(location):
-        return path.open("rb") if path else io.BufferedReader(remote.open_file(location), CHUNK_BYTES)
+    except Exception as error:
+        is_remote = locations.is_remote(location)
+        if isinstance(error, TTrainError) or not (is_remote or isinstance(error, READ_ERRORS)):
+            raise
+        if is_remote or getattr(error, "errno", None):  # of the network or the disk
+            raise CannotRead(f"cannot read {location}: {remote.reason(error)}") from None
+        reason = first_line(error)
+        raise DataError(f"{location} is truncated or corrupt: {reason}; fetch or write it again", [location]) from None
 
 
 def local_file(location: str) -> Path | None:
-    """Local path of the file, fetched from the Hub if necessary; None for a URL.
-
-    Raises DataError if it is not a regular file: opening a pipe would wait for its writer for ever.
-    """
+    """Local path of the file, fetched from the Hub if necessary; None for a URL."""
     if location.startswith(remote.PREFIX):
-        path = remote.fetch(location)
-    elif locations.is_remote(location):
+        return remote.fetch(location)
+    return None if locations.is_remote(location) else locations.local_path(location)
+
+
+@contextmanager
+def opened(location: str) -> Iterator[BinaryIO]:
+    """The unpacked bytes of a file, to read from the front."""
+    compression = _compression(location)
+    path = local_file(location)
+    if path and not compression:
+        with path.open("rb") as file:
+            yield file
+        return
+    import fsspec
+
+    url = location if path is None else str(path)
+    options = remote.options(url) if path is None else {}
+    with fsspec.open(url, "rb", compression=compression, **options) as stream:
+        yield stream
+
+
+def _compression(location: str) -> str | None:
+    """How fsspec unpacks a file of this name."""
+    if not locations.name(location).endswith(locations.PACKED):
         return None
-    else:
-        path = locations.local_path(location)
-    with data_errors(location):
-        mode = path.stat().st_mode
-    if not stat.S_ISREG(mode):
-        raise CannotRead(f"cannot read {location}: it is a folder, a pipe or a device; name a file")
-    return path
+    from fsspec.compression import register_compression
+    from fsspec.utils import infer_compression
+
+    register_compression("zstd", _open_zstd, "zst", force=True)
+    return infer_compression(locations.name(location))  # type: ignore[no-any-return]
+
+
+def _open_zstd(stream: BinaryIO, mode: str) -> Any:
+    """Unpack with pyarrow: fsspec has no zstd before Python 3.14."""
+    import pyarrow as pa
+
+    return pa.CompressedInputStream(pa.PythonFile(stream, mode), "zstd")
 
 
 def is_parquet(location: str) -> bool:
-    """Whether the file begins like a parquet file."""
-    return _head(location).startswith(b"PAR1")
+    """Whether it is a parquet file by its first bytes, or of a URL by its name."""
+    path = local_file(location)
+    if path is None:
+        return locations.name(location).endswith(".parquet")
+    with noting_faults(location), path.open("rb") as file:
+        return file.read(4) == b"PAR1"
 
 
 def is_plain(location: str) -> bool:
-    """Whether it is a local file of JSON Lines in UTF-8, any part of which can be read by its offset.
+    """Whether it is a local file of JSON Lines in UTF-8, any part of which can be read by offset.
 
     Raises DataError if it is neither that nor a format that `json_lines` reads.
     """
-    if locations.is_remote(location):
+    if locations.is_remote(location) or _compression(location):
         return False
-    head = _head(location)
-    if is_packed(head) or head.startswith(UTF16) or _is_damaged_archive(head, location):
+    with opened(location) as stream:
+        head = stream.read(HEAD_BYTES)
+    if head.startswith(UTF16):
         return False
-    return formats.format_of(head.removeprefix(codecs.BOM_UTF8), location) is Format.LINES
-
-
-def json_lines(location: str, text_field: str) -> Iterator[bytes]:
-    """The text as JSON Lines, as it is, or converted from a JSON array or a `.txt` file.
-
-    A `.txt` file is a row with `text_field` only. Raises DataError like `chunks`, and for text of
-    another format.
-    """
-    pieces = chunks(location)
-    beginning = next(pieces, b"")
-    form = formats.format_of(beginning[: formats.HEAD_BYTES], location)
-    whole = itertools.chain([beginning], pieces)
-    yield from formats.as_json_lines(whole, form, location, text_field)
-
-
-def _head(location: str) -> bytes:
-    with data_errors(location), open_stream(location) as stream:
-        return stream.read(formats.HEAD_BYTES)
+    return format_of(head.removeprefix(codecs.BOM_UTF8), location) is Format.LINES
 
 
 def chunks(location: str) -> Iterator[bytes]:
-    """The text in UTF-8, unpacked, without the mark at its very start, in bounded pieces.
+    """The text in UTF-8, unpacked, without its byte order mark, in bounded pieces."""
+    with opened(location) as stream:
+        piece = stream.read(CHUNK_BYTES)
+        # Half of a pair of surrogates stays one, which costs its row.
+        decoder = codecs.getincrementaldecoder("utf-16")("surrogatepass")
+        is_utf16 = piece.startswith(UTF16)
+        piece = piece.removeprefix(codecs.BOM_UTF8)
+        while piece:
+            yield decoder.decode(piece).encode("utf-8", "surrogatepass") if is_utf16 else piece
+            piece = stream.read(CHUNK_BYTES)
+        decoder.decode(b"", final=True)
 
-    The first one has at least `formats.HEAD_BYTES`, if the text has as many. Raises DataError for a
-    file that is cut or damaged, or cannot be read.
+
+def json_lines(location: str, text_field: str) -> Iterator[bytes]:
+    """The text as JSON Lines: an element of an array, or all of a `.txt` file, is a line.
+
+    A `.txt` file is a row with `text_field` only.
     """
-    with data_errors(location), open_stream(location) as stream:
-        pieces = _unpacked(stream, location)
-        beginning = bytearray()
-        while len(beginning) < formats.HEAD_BYTES and (piece := next(pieces, b"")):
-            beginning += piece
-        if beginning.startswith(UTF16) and not beginning.startswith(codecs.BOM_UTF32_LE):
-            yield from _from_utf16(itertools.chain([bytes(beginning)], pieces), location)
-            return
-        if text := bytes(beginning).removeprefix(codecs.BOM_UTF8):
-            yield text
-        yield from pieces
+    pieces = chunks(location)
+    beginning = next(pieces, b"")
+    form = format_of(beginning[:HEAD_BYTES], location)
+    pieces = itertools.chain([beginning], pieces)
+    if form is Format.ARRAY:
+        return _array_lines(pieces, location)
+    if form is Format.DOCUMENT:
+        return _document_line(pieces, location, text_field)
+    return pieces
 
 
-def _from_utf16(pieces: Iterator[bytes], location: str) -> Iterator[bytes]:
-    """The same text in UTF-8; half of a pair of surrogates stays one, which costs its row."""
-    decoder = codecs.getincrementaldecoder("utf-16")("surrogatepass")
+def format_of(head: bytes, location: str) -> Format:
+    """The format of a text by its first `HEAD_BYTES`, without a byte order mark.
+
+    Raises DataError if the whole text is something else; a bad first line is rejected alone.
+    """
+    start = head.lstrip(_SPACE)
+    first, _, others = start.partition(b"\n")
+    if locations.is_text(location) and not start.startswith((b'{"', b"[{")):
+        return Format.DOCUMENT
+    if start.startswith(b"["):
+        is_row = first.rstrip().endswith(b"]") and others.strip()
+        return Format.LINES if is_row else Format.ARRAY
+    if first.rstrip() == b"{" and others.lstrip().startswith(b'"'):
+        raise DataError(f"{location} is pretty-printed, not one JSON object a line; run `{_converted(location, '.')}`")
+    if start and b"\0" not in head and not _VALUE_LINE.search(head):
+        raise DataError(
+            f"{location} is CSV or plain text, not JSON Lines; "
+            "name a text .txt, or write a table's rows as JSON objects, one a line"
+        )
+    return Format.LINES
+
+
+def _document_line(pieces: Iterator[bytes], location: str, text_field: str) -> Iterator[bytes]:
+    yield b"{" + json.dumps(text_field, ensure_ascii=False).encode() + b':"'
     for piece in pieces:
-        yield decoder.decode(piece).encode("utf-8", "surrogatepass")
-    if decoder.getstate()[0]:
-        raise DataError(f"{location} is truncated: it ends within a character; {FETCH_AGAIN}")
+        if b"\0" in piece:
+            raise DataError(
+                f"{location} is binary, or text in another encoding: it has NUL bytes; "
+                "leave it out, or convert it with iconv"
+            )
+        text = piece.decode("utf-8", "surrogateescape")  # a piece may end within a character
+        yield json.dumps(text, ensure_ascii=False)[1:-1].encode("utf-8", "surrogateescape")
+    yield b'"}\n'
 
 
-def is_packed(head: bytes) -> bool:
-    """Whether the first bytes are those of an archive that is unpacked."""
-    return head.startswith(tuple(DECODERS)) or head[1:4] in ZSTD
+def _array_lines(pieces: Iterator[bytes], location: str) -> Iterator[bytes]:
+    data = bytearray()
+    for piece in pieces:
+        data += piece
+        if len(data) > ARRAY_BYTES:
+            command = _converted(location, ".[]")
+            raise DataError(f"{location} is one JSON array of more than 1 GiB; run `{command}`")
+    for element in orjson.loads(data):
+        yield orjson.dumps(element) + b"\n"
 
 
-def _is_damaged_archive(head: bytes, location: str) -> bool:
-    """Whether the first bytes are neither an archive's, as its name says, nor those of JSON."""
-    is_json = head.removeprefix(codecs.BOM_UTF8).lstrip().startswith((b"{", b"["))
-    return location.endswith(locations.PACKED) and bool(head) and not is_json
-
-
-def _unpacked(stream: io.BufferedReader, location: str) -> Iterator[bytes]:
-    head = stream.peek()
-    if head[1:4] in ZSTD:
-        return _frames(stream, location)
-    for magic, new_decoder in DECODERS.items():
-        if head.startswith(magic):
-            return _members(stream, location, new_decoder)
-    if _is_damaged_archive(head, location):
-        raise DataError(f"{location} is corrupt: it begins neither like an archive nor like JSON; {FETCH_AGAIN}")
-    return _plain(stream, location)
-
-
-def _plain(stream: io.BufferedReader, location: str) -> Iterator[bytes]:
-    missing = 0 if locations.is_remote(location) else os.fstat(stream.fileno()).st_size
-    while piece := stream.read(CHUNK_BYTES):
-        missing -= len(piece)
-        yield piece
-    if missing > 0:
-        raise DataError(f"{location} is truncated: it became shorter while it was read; {FETCH_AGAIN}")
-
-
-def _members(stream: io.BufferedReader, location: str, new_decoder: Callable[[], Any]) -> Iterator[bytes]:
-    """Unpack all members. Zeros after a member are padding; anything else there is damage."""
-    decoder = new_decoder()
-    while data := stream.read(PACKED_BYTES):
-        while data:
-            if decoder.eof:
-                data = data.lstrip(b"\0")
-                if not data:
-                    break
-                decoder = new_decoder()
-            try:
-                piece = decoder.decompress(data)
-            except (zlib.error, lzma.LZMAError, OSError) as error:  # the last is of bz2
-                raise DataError(f"{location} is corrupt: {error}; {FETCH_AGAIN}") from None
-            if piece:
-                yield piece
-            data = decoder.unused_data
-    if not decoder.eof:
-        raise DataError(f"{location} is truncated: it ends within its compressed data; {FETCH_AGAIN}")
-
-
-def _frames(stream: io.BufferedReader, location: str) -> Iterator[bytes]:
-    """Unpack all frames of a zstd file with pyarrow: Python has no zstd before 3.14."""
-    import pyarrow as pa
-
-    try:
-        unpacking = pa.CompressedInputStream(pa.PythonFile(stream, "r"), "zstd")
-        while piece := unpacking.read(CHUNK_BYTES):
-            yield piece
-    except OSError as error:
-        if error.errno is not None:  # of the disk
-            raise
-        raise DataError(f"{location} is truncated or corrupt: {error}; {FETCH_AGAIN}") from None
+def _converted(location: str, jq_filter: str) -> str:
+    """The command that writes a file as JSON Lines."""
+    source = shlex.quote(locations.name(location))
+    return f"jq -c '{jq_filter}' < {source} > converted.jsonl"

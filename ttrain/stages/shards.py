@@ -102,8 +102,7 @@ def files_of(job: StageContext) -> dict[str, list[DataFile]]:
         return {role: [DataFile(str(source / name), name)] for role, name in names.items()}
     return {
         role: [
-            DataFile(location, locations.name(location), job.versions[role][n], job.groups[role][n])
-            for n, location in enumerate(role_locations)
+            DataFile(location, locations.name(location), job.groups[role][n]) for n, location in enumerate(role_locations)
         ]
         for role, role_locations in job.files.items()
         if role != AGAINST
