@@ -173,6 +173,6 @@ def test_a_metric_that_no_evaluation_can_have_is_refused_before_anything_is_trai
 
 
 def test_the_figures_that_a_night_may_follow_are_those_of_the_tasks() -> None:
-    assert set(FIGURES["choices"]) == {*choices.FIGURES.values(), "choice_loss"}
+    assert set(FIGURES["choices"]) == {*choices.FIGURES.values(), "choice_loss", "bits_per_byte"}
     ways = set(get_args(GenerationTask.model_fields["match"].annotation)) - {"auto"}
     assert set(FIGURES["generation"]) == {*(f"accuracy_{way}" for way in ways), "ended"}

@@ -24,7 +24,7 @@ ANY_FIGURE = "FIGURE"  # stands for any metric of a kind with too many to list, 
 FIGURES: Mapping[str, tuple[str, ...]] = {  # of suites' tasks, by kind
     "text": (BITS_PER_BYTE.family, "loss", "perplexity"),
     "pairs": ("accuracy", "margin"),
-    "choices": ("accuracy", "accuracy_characters", "accuracy_bytes", "accuracy_tokens", "choice_loss"),
+    "choices": ("accuracy", "accuracy_characters", "accuracy_bytes", "accuracy_tokens", "choice_loss", BITS_PER_BYTE.family),
     "last_word": ("accuracy", "perplexity"),
     "generation": ("accuracy_exact", "accuracy_numeric", "ended"),
 }
