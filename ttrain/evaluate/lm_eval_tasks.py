@@ -6,11 +6,9 @@ A group is one task here, whose `groups` have the metrics of each of its tasks.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import logging
 import math
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -59,11 +57,8 @@ def read(task: str, spec: HarnessTask, files: SuiteFiles) -> Items[HarnessItem]:
     Raises UsageError if the harness does not know the task, or would run Python of a task file; DataError if the data cannot
     be loaded.
     """
-    setting = files.setting(task, "task")
     documents: list[HarnessItem] = []
-    for name, harness_task in _load_tasks(spec, files, setting).items():
-        if any(getattr(harness_task, flag, False) for flag in ("UNSAFE_CODE", "MULTIMODAL")):
-            raise UsageError(f"{setting} is {name}, which runs model-written code or needs images; remove it from the suite")
+    for harness_task in _load_tasks(spec, files, files.setting(task, "task")):
         default_shots = harness_task.get_config("num_fewshot")
         if default_shots != 0:  # as in the harness, a task that says 0 takes no examples
             shots = default_shots or 0 if spec.shots is None else spec.shots
@@ -72,13 +67,9 @@ def read(task: str, spec: HarnessTask, files: SuiteFiles) -> Items[HarnessItem]:
     return Items(task, spec, tuple(sampled(documents, spec.limit, spec.seed)), ())
 
 
-def _load_tasks(spec: HarnessTask, files: SuiteFiles, setting: str) -> dict[str, Task]:
+def _load_tasks(spec: HarnessTask, files: SuiteFiles, setting: str) -> list[Task]:
     """Load the harness's tasks by the name of a task or group, or from a task file."""
     path = files.file(spec.task).resolve() if spec.task.endswith((".yaml", ".yml")) else None
-    if path is None and spec.task not in (names := task_index().all_tasks):
-        near = difflib.get_close_matches(spec.task, names, n=3)
-        hint = f"; did you mean {' or '.join(near)}?" if near else "; `lm-eval ls tasks` lists them all"
-        raise UsageError(f"{setting} is {spec.task!r}, which lm-evaluation-harness does not know{hint}")
     if path and not path.is_file():
         raise UsageError(f"{setting} is {path}, which is not a file; a suite's paths are relative to the suite's own file")
     if path and not files.allow_code:
@@ -86,18 +77,22 @@ def _load_tasks(spec: HarnessTask, files: SuiteFiles, setting: str) -> dict[str,
             f"{setting} is {path}: a task file may run Python, by its functions, metrics and templates; "
             "read it and the files that it names, then set allow_code: true in the suite"
         )
+    if path is None and spec.task not in task_index().all_tasks:
+        raise UsageError(
+            f"{setting} is {spec.task!r}, which lm-evaluation-harness does not know; choose one that `lm-eval ls tasks` lists"
+        )
     try:
         manager = TaskManager(include_path=path.parent, include_defaults=False) if path else task_index()
+        name = path.stem if path else spec.task
         with contextlib.chdir(path.parent if path else Path.cwd()):  # paths in a task file are relative to it
-            is_named = path is None or path.stem in manager.all_tasks  # a group file cannot be opened by its path
-            tasks: dict[str, Task] = manager.load((path.stem if path else spec.task) if is_named else str(path))["tasks"]
+            loaded = manager.load(name if name in manager.all_tasks else str(path))  # a group is loaded by its name only
     except Exception as error:  # from `datasets`, the network or the file: many types without a common base
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise DataError(
             f"{setting} is {spec.task}, whose data or task file cannot be read: {reason}. Data of the Hub must be in "
             "the cache of `datasets`; your own task file names local data in dataset_kwargs.data_files"
         ) from error
-    return tasks
+    return list(loaded["tasks"].values())
 
 
 @functools.cache
@@ -203,7 +198,7 @@ def _merged(metrics: Sequence[Metric]) -> list[Metric]:
 
 def _label(metric: str, name: str) -> str:
     """Metric name such as acc, or exact_match_strict-match if the harness has several filters of answers."""
-    return re.sub(r"[^\w.-]", "_", metric if name == "none" else f"{metric}_{name}")
+    return metric if name == "none" else f"{metric}_{name}"
 
 
 def _shown(value: object) -> str:
