@@ -79,7 +79,7 @@ def _load_tasks(spec: HarnessTask, files: SuiteFiles, setting: str) -> list[Task
         )
     if path is None and spec.task not in task_index().all_tasks:
         raise UsageError(
-            f"{setting} is {spec.task!r}, which lm-evaluation-harness does not know; choose one that `lm-eval ls tasks` lists"
+            f"{setting} is {spec.task!r}, which lm-evaluation-harness does not know; `lm-eval ls tasks` lists all"
         )
     try:
         manager = TaskManager(include_path=path.parent, include_defaults=False) if path else task_index()
