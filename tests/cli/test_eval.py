@@ -250,7 +250,7 @@ def test_suites_add_figures_to_the_stage_and_change_none_and_decide_by_their_own
     assert json.loads((tmp_path / "found" / "evaluation.json").read_bytes())["suites"] == found["suites"]
 
     evaluation = Evaluation.of(Artifact("evaluate", "key", tmp_path / "found", {"result": found}))
-    of_group, whole = (evaluation.scores(f"words/accuracy/base{group}") for group in ("/lang:zh", ""))
+    of_group, whole = (evaluation.metric(f"words/accuracy/base{group}") for group in ("/lang:zh", ""))
     assert of_group.records == whole.records[1::2] and of_group.higher_is_better is True
     assert (len(whole.records), set(whole.sums) <= {0.0, 1.0}) == (len(CHOICES), True)
     low, high = found["intervals"]["words/accuracy/base"]
@@ -258,10 +258,10 @@ def test_suites_add_figures_to_the_stage_and_change_none_and_decide_by_their_own
     decision = decide(whole, whole, Promotion(metric="words/accuracy/base", min_samples=5))
     assert (decision.promote, decision.difference, decision.samples) == (False, 0.0, len(CHOICES))
     assert decision.interval is not None and decision.smallest_difference is not None
-    perplexity = evaluation.scores("prose/perplexity/base")
+    perplexity = evaluation.metric("prose/perplexity/base")
     assert (perplexity.shown, len(perplexity.records)) == ("exp", found["counts"]["prose/items"])
     rules = Promotion(metric="prose/perplexity/base", min_samples=2)
-    worse = replace(perplexity, sums=tuple(1.1 * nats for nats in perplexity.sums), value=perplexity.value**1.1)
+    worse = replace(perplexity, sums=tuple(1.1 * nats for nats in perplexity.sums), recorded=perplexity.value**1.1)
     decision = decide(perplexity, worse, rules)
     assert decision.promote and decision.interval is not None
     assert decision.interval[0] < worse.value - perplexity.value < decision.interval[1]

@@ -16,7 +16,7 @@ from ttrain.core.files import write_json
 from ttrain.evaluate import promotion
 from ttrain.evaluate.promotion import Judged
 from ttrain.evaluate.scores import Evaluation
-from ttrain.evaluate.task_result import LN2, ScoreTable, TaskResult, mean, record_name
+from ttrain.evaluate.task_result import LN2, Metric, ScoreTable, TaskResult, mean, record_name
 from ttrain.flows import night_decision
 from ttrain.nightly.history import of_record
 from ttrain.nightly.records import InputSnapshot, Nights
@@ -34,19 +34,19 @@ def evaluated(
     records whose names begin with `records` and of so many tokens."""
     table, metrics = ScoreTable(), dict[str, float]()
     names = [f"{records}{night} {number}" for night in NIGHTS for number in range(COUNT)]
-    table.part("documents", names, [100] * len(names))
-    scored = [(100 * cost * LN2, 10) for cost in bits for _ in range(COUNT)]
-    metrics["bits_per_byte"] = table.figure("bits_per_byte", "documents", "base", scored, per="bytes", factor=1 / LN2)
+    table.part("documents", names)
+    nats = tuple(100 * cost * LN2 for cost in bits for _ in range(COUNT))
+    of_documents = Metric("bits_per_byte", nats, (100.0,) * len(names), False, "", factor=1 / LN2)
+    metrics["bits_per_byte"] = table.add("documents", of_documents)
     for metric, part, value in (("chat_loss_sft", "chats", sft), ("domain_loss_lora", "domain", lora)):
         if value is not None:
             table.part(part, [f"{records}{part} {number}" for number in range(count)])
-            nats = [(tokens * value * (0.9 if number % 2 else 1.1), tokens) for number in range(count)]
-            metrics[metric] = table.figure(metric, part, metric.rpartition("_")[2], nats, per="tokens")
+            nats = tuple(tokens * value * (0.9 if number % 2 else 1.1) for number in range(count))
+            metrics[metric] = table.add(part, Metric(metric, nats, (float(tokens),) * count, False, ""))
     if dpo is not None:
         table.part("pairs", [f"{records}pair {number}" for number in range(count)])
-        right = [(float(number < dpo * count), 1) for number in range(count)]
-        name = "preference_accuracy/dpo"
-        metrics[name] = table.figure(name, "pairs", "dpo", right, per="tokens", higher_is_better=True)
+        right = mean("preference_accuracy/dpo", [float(number < dpo * count) for number in range(count)])
+        metrics[right.name] = table.add("pairs", right)
     answers = mean("accuracy", [float(number < quiz * 100) for number in range(100)])
     table.outcome(TaskResult("quiz", "choices", "base", tuple(map(str, range(100))), (answers,)))
     metrics[ACCURACY] = quiz
@@ -188,10 +188,11 @@ def test_each_source_has_a_metric_and_a_bound_under_its_own_name(tmp_path: Path)
     sides = []
     for side, cost in (("challenger", 2.5), ("champion", 2.0)):
         table, names = ScoreTable(), [f"text {number}" for number in range(30 * len(STRANGE))]
-        table.part("documents", names, [100] * len(names))
+        table.part("documents", names)
         of_strange = range(60, 90)  # of r?d
-        scored = [(100 * LN2 * (cost if number in of_strange else 2.0), 10) for number in range(len(names))]
-        metrics = {"bits_per_byte": table.figure("bits_per_byte", "documents", "base", scored, per="bytes", factor=1 / LN2)}
+        nats = tuple(100 * LN2 * (cost if number in of_strange else 2.0) for number in range(len(names)))
+        bits = Metric("bits_per_byte", nats, (100.0,) * len(names), False, "", factor=1 / LN2)
+        metrics = {"bits_per_byte": table.add("documents", bits)}
         rows = {f"source={name}": range(30 * at, 30 * at + 30) for at, name in enumerate(STRANGE)}
         metrics |= table.groups("bits_per_byte", rows)
         assert list(metrics) == ["bits_per_byte", *(f"bits_per_byte/source:{name}" for name in STRANGE)]

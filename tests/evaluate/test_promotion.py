@@ -17,7 +17,7 @@ from ttrain.errors import ArtifactError, UsageError
 from ttrain.evaluate import choices
 from ttrain.evaluate.promotion import FIGURES, check_metric, decide
 from ttrain.evaluate.scores import Evaluation
-from ttrain.evaluate.task_result import FILE, Scores, ScoreTable
+from ttrain.evaluate.task_result import FILE, Metric, ScoreTable, recorded_metric
 from ttrain.store.layout import Artifact
 
 RECORDS = 60
@@ -25,25 +25,27 @@ RECORDS = 60
 
 def scores(
     better_by: float = 0.0, *, spread: float = 0.0, count: int = RECORDS, seed: int = 1, metric: str = "bits_per_byte"
-) -> Scores:
+) -> Metric:
     """A model whose every record costs 2 bits a byte less `better_by`, give or take `spread`."""
     random = np.random.default_rng(seed)
     sizes = np.random.default_rng(7).integers(50, 500, count).astype(float)
     sums = sizes * (2.0 - better_by + spread * random.standard_normal(count))
-    return Scores(metric, float(sums.sum() / sizes.sum()), tuple(sums), tuple(sizes), tuple(map(str, range(count))))
+    value, records = float(sums.sum() / sizes.sum()), tuple(map(str, range(count)))
+    return recorded_metric(metric, value, sums=tuple(sums), sizes=tuple(sizes), records=records)
 
 
-def figure(value: float) -> Scores:
-    return Scores("bits_per_byte", value)
+def figure(value: float) -> Metric:
+    return recorded_metric("bits_per_byte", value)
 
 
-def right(count: int) -> Scores:
+def right(count: int) -> Metric:
     """A model that answers so many of a hundred questions; the evaluation knows that more are better."""
     sums = (1.0,) * count + (0.0,) * (100 - count)
-    return Scores("poems/accuracy/base", count / 100, sums, (1.0,) * 100, tuple(map(str, range(100))), True)
+    items = {"sums": sums, "sizes": (1.0,) * 100, "records": tuple(map(str, range(100)))}
+    return recorded_metric("poems/accuracy/base", count / 100, higher_is_better=True, **items)
 
 
-def of_tokens(better_by: float = 0.0, *, per_record: int = 0) -> Scores:
+def of_tokens(better_by: float = 0.0, *, per_record: int = 0) -> Metric:
     """A loss by token, of a tokenizer with so many tokens more in each record."""
     ours = scores(better_by, metric="chat_loss_sft")
     return replace(ours, sizes=tuple(size + per_record for size in ours.sizes))
@@ -78,7 +80,7 @@ def of_tokens(better_by: float = 0.0, *, per_record: int = 0) -> Scores:
     ],
 )  # fmt: skip
 def test_decisions_follow_the_table(
-    challenger: Scores, champion: Scores | None, changes: dict[str, Any], promote: bool, why: str
+    challenger: Metric, champion: Metric | None, changes: dict[str, Any], promote: bool, why: str
 ) -> None:
     found = decide(challenger, champion, Promotion(**changes))
     assert (found.promote, found.word) == (promote, "promoted" if promote else "kept")
@@ -109,8 +111,8 @@ def test_a_decision_has_the_figures_that_it_was_made_from_and_says_which_differe
 def evaluation(directory: Path, **metrics: float) -> Artifact:
     """Three documents that cost 6, 3 and 1 nats over 2, 2 and 1 bytes: 2 a byte, in nats."""
     table = ScoreTable()
-    table.part("documents", ["ab", "cd", "e"], [2, 2, 1])
-    value = table.figure("bits_per_byte", "documents", "base", [(6.0, 2), (3.0, 1), (1.0, 1)], per="bytes")
+    table.part("documents", ["ab", "cd", "e"])
+    value = table.add("documents", Metric("bits_per_byte", (6.0, 3.0, 1.0), (2.0, 2.0, 1.0), False, ""))
     assert value == 2.0
     table.write(directory)
     return Artifact(
@@ -119,10 +121,10 @@ def evaluation(directory: Path, **metrics: float) -> Artifact:
 
 
 def test_the_scores_of_an_evaluation_are_its_records(tmp_path: Path) -> None:
-    found = Evaluation.of(evaluation(tmp_path)).scores("bits_per_byte")
+    found = Evaluation.of(evaluation(tmp_path)).metric("bits_per_byte")
     assert (found.value, found.sums, found.sizes) == (2.0, (6.0, 3.0, 1.0), (2.0, 2.0, 1.0))
     assert len(set(found.records)) == 3
-    assert Evaluation.of(evaluation(tmp_path)).scores("bits_per_byte_xz") == Scores("bits_per_byte_xz", 3.0)
+    assert Evaluation.of(evaluation(tmp_path)).metric("bits_per_byte_xz") == recorded_metric("bits_per_byte_xz", 3.0)
 
 
 def test_a_figure_that_there_is_not_is_named_with_those_there_are_and_records_that_were_not_fetched_are_none(
@@ -130,22 +132,22 @@ def test_a_figure_that_there_is_not_is_named_with_those_there_are_and_records_th
 ) -> None:
     found = evaluation(tmp_path)
     with pytest.raises(UsageError, match=r"promotion\.metric is accuracy.*choose one of bits_per_byte, bits_per_byte_xz"):
-        Evaluation.of(found).scores("accuracy")
+        Evaluation.of(found).metric("accuracy")
     (tmp_path / FILE).unlink()
     elsewhere = Artifact(found.stage, found.key, found.path, {**found.manifest, "absent": [FILE]})
     with pytest.raises(ArtifactError, match="was not fetched yet"):
-        Evaluation.of(elsewhere).scores("bits_per_byte")
+        Evaluation.of(elsewhere).metric("bits_per_byte")
 
 
 def test_records_that_do_not_give_the_figure_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"the evaluation says 2\.5"):
-        Evaluation.of(evaluation(tmp_path, bits_per_byte=2.5)).scores("bits_per_byte")
+        Evaluation.of(evaluation(tmp_path, bits_per_byte=2.5)).metric("bits_per_byte")
     made = evaluation(tmp_path)
     found = json.loads((tmp_path / FILE).read_text())
     found["parts"]["documents"]["records"].pop()
     (tmp_path / FILE).write_text(json.dumps(found))
     with pytest.raises(ArtifactError, match="a digest for each record"):
-        Evaluation.of(made).scores("bits_per_byte")
+        Evaluation.of(made).metric("bits_per_byte")
 
 
 def test_a_metric_that_no_evaluation_can_have_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
@@ -173,6 +175,6 @@ def test_a_metric_that_no_evaluation_can_have_is_refused_before_anything_is_trai
 
 
 def test_the_figures_that_a_night_may_follow_are_those_of_the_tasks() -> None:
-    assert set(FIGURES["choices"]) == {*choices.FIGURES.values(), "choice_loss"}
+    assert set(FIGURES["choices"]) == {*choices.FIGURES.values(), "choice_loss", "bits_per_byte"}
     ways = set(get_args(GenerationTask.model_fields["match"].annotation)) - {"auto"}
     assert set(FIGURES["generation"]) == {*(f"accuracy_{way}" for way in ways), "ended"}

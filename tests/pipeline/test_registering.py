@@ -12,7 +12,7 @@ from support.tiny_stages import planned
 from ttrain.config import Settings
 from ttrain.core.files import read_json, write_json
 from ttrain.errors import UsageError
-from ttrain.evaluate.task_result import ScoreTable
+from ttrain.evaluate.task_result import Metric, ScoreTable
 from ttrain.pipeline import run_summary
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.progress_display import Display
@@ -107,11 +107,13 @@ def evaluated(store: artifacts.ArtifactStore, number: int, documents: list[str],
     output = store.work("evaluate", f"evaluate-{number}") / "output"
     output.mkdir(parents=True)
     scores = ScoreTable()
-    scores.part("documents", documents, [len(text) for text in documents])
+    scores.part("documents", documents)
+    sizes = tuple(float(len(text)) for text in documents)
+    bits = Metric("bits_per_byte", (nats,) * len(documents), sizes, False, "")
     scores.part("chats", ["a chat"])
     figures = {
-        "bits_per_byte": scores.figure("bits_per_byte", "documents", "base", [(nats, 2)] * len(documents), per="bytes"),
-        "chat_loss_sft": scores.figure("chat_loss_sft", "chats", "sft", [(nats, 4)], per="tokens"),
+        "bits_per_byte": scores.add("documents", bits),
+        "chat_loss_sft": scores.add("chats", Metric("chat_loss_sft", (nats,), (4.0,), False, "")),
     }
     scores.write(output)
     result = {"metrics": figures, "intervals": {name: [value, value] for name, value in figures.items()}}
@@ -130,7 +132,7 @@ def test_a_run_has_the_champion_as_a_baseline_where_it_scored_the_same_records(s
     assert set(run_summary.of(other, "mine", store)["evaluate-champion"]["metrics"]) == {"chat_loss_sft"}
     assert run_summary.of(same, "another", store) == {}
     scores = read_json(other.path / "scores.json") or {}
-    scores["parts"]["chats"]["tokens"] = [5]
+    scores["metrics"]["chat_loss_sft"]["sizes"] = [5]
     (other.path / "scores.json").unlink()  # a link into the store's own
     write_json(other.path / "scores.json", scores)
     found = run_summary.of(other, "mine", store)["evaluate-champion"]

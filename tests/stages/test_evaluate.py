@@ -19,11 +19,16 @@ from torch import nn
 from ttrain.config import EvaluateConfig, LoraConfig, Reading, SftConfig
 from ttrain.data.encoder import Encoder
 from ttrain.evaluate import baselines
-from ttrain.evaluate.task_result import read_scores
+from ttrain.evaluate.task_result import FILE, Metric, scores_in
 from ttrain.model import factory
 from ttrain.stages import evaluate, lora, sft
 from ttrain.stages.shards import heldout_records, recipe_of
 from ttrain.train.distributed import Ranks
+
+
+def read_scores(directory: Path, metric: str) -> Metric | None:
+    return scores_in(json.loads((directory / FILE).read_text()), metric)
+
 
 HALF = Reading(heldout_fraction=0.5)
 

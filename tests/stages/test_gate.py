@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.chat_templates import CHATML, make
 from support.data_commands import Run, in_process, trains_here
 from support.tiny_adapters import save_base
 from support.tiny_data import make_tokenizer
@@ -27,7 +24,7 @@ from ttrain.config import Expert, Gate, Lora, Runtime
 from ttrain.core.files import ProgressWriter
 from ttrain.core.hashing import sha256_file
 from ttrain.data import chat_templates
-from ttrain.data.encoder import Encoder, open_tokenizer
+from ttrain.data.encoder import Encoder
 from ttrain.data.records import Conversation, TextDocument
 from ttrain.errors import ArtifactError, DataError, Interrupted, UsageError
 from ttrain.inference import gate_files, gate_router
@@ -136,9 +133,7 @@ SMALL = ("buckets=512", "embedding_size=8", "hidden=8", "ngram_characters=2", "e
 # --- the whole --------------------------------------------------------------------------------------------------------
 
 
-def test_a_gate_routes_to_the_planted_experts_and_touches_none_of_them(
-    run: Run, planted: Planted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gate_routes_to_the_planted_experts_and_touches_none_of_them(run: Run, planted: Planted, tmp_path: Path) -> None:
     kept = {path: sha256_file(path) for path in planted.home.rglob("*") if path.is_file()}
     words = ("train", "--experts", ",".join(planted.names), "--data", planted.data, "--out", "gate", *SMALL)
     done = run(*words, "--json")
@@ -158,16 +153,11 @@ def test_a_gate_routes_to_the_planted_experts_and_touches_none_of_them(
         number, probabilities = opened.route(text)
         assert number == expert and probabilities[expert] == max(probabilities)
         assert sum(probabilities) == pytest.approx(1, abs=1e-6)
-        assert run("route", "gate", text, "--json").json[0]["reference"] == planted.names[expert]
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"7 31. 95\r\nVWX \xff ZZ.\n"), encoding="utf-8"))
-    routed = run("route", "gate", "-", "--json").json
-    assert [(one["text"], one["expert"]) for one in routed] == [("7 31. 95", 0), ("VWX \ufffd ZZ.", 1)]
 
     done = run(*words)
     assert done.code == 0 and "it was already finished; nothing was trained" in done.out, done.err
     refused = run(*words, "optim.lr=0.5")
     assert refused.code == 2 and "optim.lr: 0.03 → 0.5" in refused.err + refused.out
-    assert "unchanged" in run("show", "gate").out
 
 
 @pytest.mark.parametrize(
@@ -193,14 +183,12 @@ def test_a_mistake_of_the_command_is_told_before_anything_starts(
 
 def test_a_gate_knows_when_an_expert_or_its_router_was_changed(planted: Planted, tmp_path: Path) -> None:
     first, *others = planted.experts
-    copied = first.model_copy(update={"model": str(tmp_path / "expert")})
-    assert [gate_files.changed_weights(expert) for expert in (first, *others)] == [None] * 3
-    assert "holds no weights any more" in str(gate_files.changed_weights(copied))
+    gate_files.check([first, *others])
     (tmp_path / "expert").mkdir()
     (tmp_path / "expert" / "model.safetensors").write_bytes(b"other")
-    assert f"no longer {first.weights_sha256[:12]}" in str(gate_files.changed_weights(copied))
-    with pytest.raises(ArtifactError, match="is not the one that the gate knows"):
-        gate_files.check([first, copied])
+    changed = first.model_copy(update={"model": str(tmp_path / "expert")})
+    with pytest.raises(ArtifactError, match=f"not the one that the gate knows.*no longer {first.weights_sha256[:12]}"):
+        gate_files.check([first, changed])
 
     with pytest.raises(UsageError, match="holds no gate"):
         gate_files.read(tmp_path)
@@ -319,24 +307,6 @@ def test_chats_are_not_scored_by_a_model_whose_tokenizer_has_no_template(planted
         gate.score([bare], [TextDocument("1"), talk], ROWS, _job(tmp_path / "out"), CPU)
 
 
-def test_a_document_begins_with_its_end_to_a_model_whose_tokenizer_has_no_begin(tmp_path: Path) -> None:
-    """As Qwen's: the begin that ttrain would add is beyond the rows of its embedding."""
-    known = open_tokenizer(make(tmp_path, CHATML) / "tokenizer.json")
-    model = tiny_model(vocab=known.get_vocab_size()).eval()
-    save_base(model, tmp_path)
-    found = gate.score([gate_files.expert_of(resolve(str(tmp_path)))], [TextDocument("the fox")], ROWS, _job(tmp_path), CPU)
-    ids = [known.token_to_id("<|im_end|>"), *known.encode("the fox").ids]
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([ids])).logits[0]
-    nats = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="sum")
-    assert found.nats_RE.tolist() == [[pytest.approx(float(nats), rel=1e-5)]] and found.tokens_RE.tolist() == [
-        [len(ids) - 1]
-    ]
-    make(tmp_path, CHATML, eos_token=None)
-    with pytest.raises(UsageError, match="knows no token that begins or ends a text"):
-        gate.score([gate_files.expert_of(resolve(str(tmp_path)))], [TextDocument("a")], ROWS, _job(tmp_path), CPU)
-
-
 def test_held_out_texts_are_not_learnt_from() -> None:
     flags = np.array([False, True, False, True])
     task = gate.Routing(Gate(), 3, ["a", "b", "c", "d"], np.array([2, 0, 1, 1]), flags)
@@ -381,7 +351,6 @@ def test_figures_of_a_routing_worked_out_by_hand() -> None:
     assert found["loss_best_single"] == pytest.approx(14 / 10)
     assert found["gain"] == pytest.approx((14 - 19) / (14 - 9))
     assert found["experts"][1] == pytest.approx({"loss": 2.4, "best_share": 0.4, "routed_share": 0.4})
-    assert found["confusion"] == [[2, 1], [1, 1]]
 
 
 def test_a_gate_that_gains_nothing_is_said_to_and_experts_with_other_tokens_are_compared_by_the_byte(
@@ -389,7 +358,7 @@ def test_a_gate_that_gains_nothing_is_said_to_and_experts_with_other_tokens_are_
 ) -> None:
     nats, ones = np.array([[1.0, 2.0], [2.0, 1.0]]), np.ones(2, int)
     for chosen, is_worth in (([0, 1], True), ([1, 1], False)):
-        cli_gate.print_figures(gate.routing_metrics(nats, np.ones((2, 2), int), ones, np.array(chosen)))
+        cli_gate.print_figures(["a", "b"], gate.routing_metrics(nats, np.ones((2, 2), int), ones, np.array(chosen)))
         assert ("this gate gains nothing" not in capsys.readouterr().out) is is_worth
     found = gate.routing_metrics(np.array([[8.0, 4.0]]), np.array([[4, 2]]), np.array([3]), np.array([1]))
     assert found["unit"] == "bits per byte" and found["loss_routed"] == pytest.approx(4 / 3 / math.log(2))

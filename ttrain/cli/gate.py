@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -12,7 +11,7 @@ from ttrain.cli import train as train_task
 from ttrain.cli.options import Allow, AsJson, Files, argument, command, command_group, option, task_settings
 from ttrain.core import redact
 from ttrain.core.files import JsonDict, JsonObject, read_object
-from ttrain.core.terminal import console, encodable, escaped, outlast_output, print_json, table
+from ttrain.core.terminal import console, outlast_output, print_json, table
 from ttrain.core.text import counted, format_duration
 from ttrain.errors import UsageError
 from ttrain.store.artifacts import ArtifactStore
@@ -28,11 +27,9 @@ if TYPE_CHECKING:
 gate_app = command_group(
     "gate",
     "Use",
-    help="Train a router over several finished models, and inspect it.",
+    help="Train a router over several finished models.",
     epilog="Example:  ttrain gate train --experts sft,lora --out gate",
 )
-
-Directory = Annotated[Path, argument("directory of a trained gate", metavar="GATE")]
 
 
 @command(
@@ -72,82 +69,29 @@ def gate_train(
     if as_json:
         print_json(summary)
         return
-    _print_experts([expert["reference"] for expert in summary["experts"]], summary["routing"])
-    print_figures(summary["routing"])
+    print_figures([expert["reference"] for expert in summary["experts"]], summary["routing"])
     took = format_duration(summary["train_seconds"])
-    print(f"next:\n  talk through it: ttrain chat --gate {out}\n  ask it: ttrain gate route {out} 'a text'")
+    print(f"next:\n  talk through it: ttrain chat --gate {out}")
     print("it was already finished; nothing was trained" if summary["was_finished"] else f"trained in {took}")
 
 
-@command(gate_app, "Example:  ttrain gate show gate")
-def gate_show(directory: Directory, as_json: AsJson = False) -> None:
-    """Show the experts, whether each has changed since the gate was trained, and how well the gate routes."""
-    from ttrain.inference import gate_files as files
-
-    gate = files.read(directory)
-    changes = [files.changed_weights(expert) for expert in gate.experts]
-    if as_json:
-        experts = [{**expert.model_dump(), "change": change} for expert, change in zip(gate.experts, changes, strict=True)]
-        print_json({"path": str(directory.absolute()), "experts": experts, "settings": gate.settings.model_dump(mode="json"),
-                    "routing": gate.figures})  # fmt: skip
-        return
-    rows = [
-        (number, expert.reference, files.digest(expert), expert.adapter or expert.model, change or "unchanged")
-        for number, (expert, change) in enumerate(zip(gate.experts, changes, strict=True))
-    ]
-    table(("expert", "reference", "weights", "path", "state"), rows)
-    _print_experts([expert.reference for expert in gate.experts], gate.figures)
-    print_figures(gate.figures)
-
-
-@command(
-    gate_app, "Examples:  ttrain gate route gate 'What is a tuple?'\n\ncat questions.txt | ttrain gate route gate - --json"
-)
-def gate_route(
-    directory: Directory,
-    text: Annotated[str, argument("the text; -: each line of standard input is one", metavar="TEXT", callback=encodable)],
-    as_json: AsJson = False,
-) -> None:
-    """Print the expert that a text is routed to, and the probability."""
-    from ttrain.inference.gate_router import OpenedGate
-
-    gate = OpenedGate(directory)
-    texts = [line.decode("utf-8", "replace").rstrip("\r\n") for line in sys.stdin.buffer] if text == "-" else [text]
-    routed = [(routed_text, *gate.route(routed_text)) for routed_text in texts]
-    names = [expert.reference for expert in gate.experts]
-    if as_json:
-        print_json([
-            {"text": routed_text, "expert": number, "reference": names[number], "probabilities": probabilities}
-            for routed_text, number, probabilities in routed
-        ])  # fmt: skip
-        return
-    for routed_text, number, probabilities in routed:
-        print(f"{escaped(names[number])}  {probabilities[number]:.0%}  {escaped(routed_text)}")
-
-
-def _print_experts(names: list[str], figures: JsonObject) -> None:
+def print_figures(names: Sequence[str], figures: JsonObject) -> None:
+    """Print each expert's loss and shares, the routing metrics, and a warning if the gate gains nothing."""
     rows = [
         (name, f"{expert['loss']:.4f}", f"{expert['best_share']:.1%}", f"{expert['routed_share']:.1%}")
         for name, expert in zip(names, figures["experts"], strict=True)
     ]
     table(("expert", figures["unit"], "best at", "routed to"), rows)
-
-
-def print_figures(figures: JsonObject) -> None:
-    """Print the table of a gate's routing metrics, and a warning if the gate gains nothing."""
     gain = "" if figures["gain"] is None else f"{figures['gain']:.1%} of what the best choices would gain"
-    rows = [
+    most_common = f"always the most common: {figures['majority_accuracy']:.1%}"
+    metrics = [
         ("held-out records", f"{figures['records']:,}", ""),
-        (
-            "routed to the best expert",
-            f"{figures['accuracy']:.1%}",
-            f"always the most common: {figures['majority_accuracy']:.1%}",
-        ),
+        ("routed to the best expert", f"{figures['accuracy']:.1%}", most_common),
         (f"{figures['unit']}, routed", f"{figures['loss_routed']:.4f}", gain),
         ("  always the one best expert", f"{figures['loss_best_single']:.4f}", ""),
         ("  each by its best expert", f"{figures['loss_oracle']:.4f}", ""),
     ]
-    table(("figure", "value", ""), rows)
+    table(("metric", "value", ""), metrics)
     if figures["accuracy"] <= figures["majority_accuracy"]:
         print("no more records reach their best expert than if all went to the most common one: this gate gains nothing")
 

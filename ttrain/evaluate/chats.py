@@ -7,13 +7,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from ttrain.config.evaluate import ChatsTask
 from ttrain.core.files import JsonDict
 from ttrain.data import chat, chat_shapes, records
-from ttrain.data.chat_templates import Message, Messages, is_live
+from ttrain.data.chat_templates import Messages, is_live
 from ttrain.data.encoder import Encoder
 from ttrain.errors import DataError, UsageError
 from ttrain.evaluate import generation, perplexity
@@ -167,7 +166,6 @@ def answer_metrics(chats: Chats) -> list[Metric]:
     clean             share without a token or a name that begins or ends a turn
     empty             share of empty answers
     repeated          share of runs of four words that already occurred in the answer
-    loops             share that ends in a loop
     distinct_1, 2, 3  different words, pairs and triples over all of them
     length            characters
     """
@@ -177,7 +175,6 @@ def answer_metrics(chats: Chats) -> list[Metric]:
         _share("clean", chats, lambda turn: not turn.markers),
         _share("empty", chats, lambda turn: not turn.text.strip(), higher=False),
         _metric("repeated", [[repeated(turn_words) for turn_words in chat_words] for chat_words in words_by_chat], False),
-        _share("loops", chats, lambda turn: loops(turn.text), higher=False),
     ]
     for length in (1, 2, 3):
         runs = iter(distinct([turn_words for chat_words in words_by_chat for turn_words in chat_words], length))
@@ -213,41 +210,17 @@ SPELT = re.compile(r"<\|\w{1,32}\|>|<｜[^<>｜\s]{1,32}｜>|\[/?INST\]|</?s>")
 # A line that begins like a turn of any template.
 TURN = re.compile(r"^[ \t]*(?:\#+ *)?(?:user|human|assistant|用户|助手)[ \t]*[:：]", re.IGNORECASE | re.MULTILINE)
 
-SIGN = re.compile(r"[^\w\s]")
-
-PROBE = ("18446744073709551557", "18446744073709551533", "18446744073709551521")  # no template writes these by itself
-
 
 def find_markers(encoder: Encoder, ids: Sequence[int], text: str) -> list[str]:
     """Find the markers in an answer, given as ids and as text; [] if there are none."""
     special = encoder.special_ids()
     markers = [f"token {number}" for number in ids if number in special or number >= len(encoder)]
     markers += SPELT.findall(text) + [match.group().strip() for match in TURN.finditer(text)]
-    markers += [name for name in headers(encoder) if name in text]
     return list(dict.fromkeys(markers))
-
-
-@lru_cache(maxsize=4)
-def headers(encoder: Encoder) -> tuple[str, ...]:
-    """Plain text that the chat template writes before a turn, such as `User：`. A mere word, such as ChatML's `user`, does
-    not count: any text may have it, and the special token before it is a marker anyway."""
-    first, answer, second = PROBE
-    messages = (Message("user", first), Message("assistant", answer), Message("user", second))
-    (rendering,) = chat.template_of(encoder).render([messages])
-    if isinstance(rendering, DataError):
-        return ()
-    text = rendering.text.partition(first)[2]  # a greeting may precede it
-    pieces = re.split("|".join(PROBE), text)
-    plain = [encoder.decode(encoder.encode_markup(piece)) for piece in pieces]
-    lines = (line.strip() for piece in plain for line in piece.splitlines())
-    return tuple(dict.fromkeys(line for line in lines if SIGN.search(line)))
 
 
 REPEATED_WORDS = 4  # words of a run that counts as repeated; three are often a phrase
 
-LOOP_TIMES, LOOP_BYTES = 3, 24  # least repetitions and total length of a loop: "no, no, no!" is not one
-
-CUT = re.compile("(?<!\ufffd)\ufffd{1,3}$")  # the end of an answer cut within a character, as most Chinese loops are
 # A character of a script without spaces, a word or number of any other, a sign.
 WORDS = re.compile(rf"{UNSPACED.pattern}|(?:(?!{UNSPACED.pattern})\w)+|[^\w\s]")
 
@@ -266,21 +239,6 @@ def repeated(answer_words: Sequence[str]) -> tuple[int, int]:
     """(runs of REPEATED_WORDS words that occurred earlier in the answer, all its runs): seq-rep-4 of arXiv:1908.04319."""
     runs = phrases(answer_words, REPEATED_WORDS)
     return len(runs) - len(set(runs)), len(runs)
-
-
-def loops(answer: str) -> bool:
-    """Whether an answer ends in a loop: the same bytes LOOP_TIMES or more, the last time possibly cut.
-
-    None of 33,879 answers of public training sets, in English and Chinese, does.
-    """
-    data = CUT.sub("", answer.strip()).strip().encode("utf-8")
-    for period in range(1, len(data) // LOOP_TIMES + 1):
-        same = 0  # bytes at the end that are equal to the byte a period before them
-        while same + period < len(data) and data[-1 - same] == data[-1 - same - period]:
-            same += 1
-        if same + period >= max(LOOP_TIMES * period, LOOP_BYTES):
-            return True
-    return False
 
 
 def distinct(answers: Sequence[Sequence[str]], length: int) -> list[tuple[float, int]]:

@@ -19,7 +19,7 @@ from ttrain.evaluate import items as prompts
 from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
 from ttrain.evaluate.items import BadRow, Items, SuiteFiles
 from ttrain.evaluate.log_likelihood import Likelihood, log_likelihoods
-from ttrain.evaluate.task_result import Metric, TaskResult, mean
+from ttrain.evaluate.task_result import LN2, Metric, TaskResult, mean
 
 CHOICE_FORMAT = '{"question": text, "choices": [texts], "answer": number from 0, letter or text}'
 
@@ -73,10 +73,12 @@ def score_choices(items: Items[ChoicePrompt], subject: EvaluatedModel, progress:
     """Score a model on the items; the first metric is the one that `normalise` selects.
 
     `choice_loss` is the cost of the right choice in nats, with the probabilities of an item's choices normalised to one: it
-    separates models long before their accuracies differ. An item with a score that is not finite counts as wrong.
+    separates models long before their accuracies differ. `bits_per_byte` is that of the right choice after its question,
+    whatever the others are: small models improve there while their accuracies are at chance. An item with a score that is
+    not finite counts as wrong.
     """
     scored = iter(log_likelihoods(subject, choice_texts(items.items), progress))
-    rows, losses = list[JsonDict](), []
+    rows, losses, answer_nats = list[JsonDict](), [], []
     right: dict[str, list[float]] = {name: [] for name in FIGURES}
     for prompt in items.items:
         choice, costs = prompt.choice, [next(scored) for _ in prompt.continuations]
@@ -85,6 +87,7 @@ def score_choices(items: Items[ChoicePrompt], subject: EvaluatedModel, progress:
             right[name].append(float(number == choice.answer))
         nats, cut = tuple(cost.nats for cost in costs), max(cost.cut for cost in costs)
         losses.append(_loss(nats, choice.answer))
+        answer_nats.append(nats[choice.answer])
         picked = chosen[items.spec.normalise]
         rows.append(finite({
             "question": choice.question, "choices": choice.choices, "answer": choice.answer, "chosen": picked,
@@ -93,6 +96,8 @@ def score_choices(items: Items[ChoicePrompt], subject: EvaluatedModel, progress:
     order = [items.spec.normalise, *(name for name in FIGURES if name != items.spec.normalise)]
     figures = [mean(FIGURES[name], right[name]) for name in order]
     figures.append(mean("choice_loss", losses, "nats", higher=False))
+    sizes = tuple(float(len(prompt.continuations[prompt.choice.answer].encode("utf-8"))) for prompt in items.items)
+    figures.append(Metric("bits_per_byte", tuple(answer_nats), sizes, False, "bits per byte", factor=1 / LN2))
     figures += cut_figure([row.get("cut", 0) for row in rows])
     return items.result(subject.name, figures, rows)
 

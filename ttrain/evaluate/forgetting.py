@@ -13,7 +13,7 @@ from ttrain.core.files import JsonDict, finite
 from ttrain.evaluate import statistics
 from ttrain.evaluate.few_records import not_judged
 from ttrain.evaluate.statistics import Interval, Rule
-from ttrain.evaluate.task_result import Scores
+from ttrain.evaluate.task_result import Metric
 
 SHOWN = 3  # of the texts that a reason names
 EACH_BEST = "the best champion of each"  # of several texts
@@ -136,8 +136,8 @@ def heldout_texts(
 
 
 def figures(
-    challenger: Scores,
-    champion: Scores | None,
+    challenger: Metric,
+    champion: Metric | None,
     texts: Sequence[HeldoutText],
     settings: Promotion,
     best: Mapping[str, BestFigure] = MappingProxyType({}),
@@ -165,12 +165,12 @@ def figures(
     return [_figure(challenger, champion, text, settings, best, judged=is_judged) for text, is_judged in judged]
 
 
-def figure_of_metric(challenger: Scores, champion: Scores, settings: Promotion) -> TextFigure | None:
+def figure_of_metric(challenger: Metric, champion: Metric, settings: Promotion) -> TextFigure | None:
     """The figures of both models in a metric, with all its records judged as one text; None where they cannot be compared.
 
     A metric that is a finite number at the champion alone is lost, on however few records.
     """
-    count, metric = len(challenger.records), challenger.metric
+    count, metric = len(challenger.records), challenger.name
     if not count or challenger.records != champion.records or not math.isfinite(champion.value):
         return None
     if not math.isfinite(challenger.value):
@@ -195,8 +195,8 @@ def _judged_together(texts: Sequence[HeldoutText], settings: Promotion) -> list[
 
 
 def _figure(
-    challenger: Scores,
-    champion: Scores | None,
+    challenger: Metric,
+    champion: Metric | None,
     text: HeldoutText,
     settings: Promotion,
     best: Mapping[str, BestFigure],
@@ -204,12 +204,12 @@ def _figure(
     judged: bool,
 ) -> TextFigure:
     rule = Rule(settings.confidence, settings.resamples, settings.seed)
-    ours = challenger.figure.restricted(text.rows)
+    ours = challenger.restricted(text.rows)
     alone = TextFigure(text.kind, text.label, len(text.rows), ours.value, statistics.interval(ours, rule))
     if champion is None:
         return alone
-    theirs = champion.figure.restricted(text.rows)
-    sign = challenger.sign(settings)
+    theirs = champion.restricted(text.rows)
+    sign = sign_of(challenger, settings)
     difference = sign * (ours.value - theirs.value) + 0.0  # avoids -0.0
     interval = statistics.compare(ours, theirs, rule).interval  # None where the records are too few for one
     if interval is not None:
@@ -234,12 +234,18 @@ def _figure(
     )
 
 
+def sign_of(metric: Metric, settings: Promotion) -> float:
+    """1 if higher values are better, else -1."""
+    higher = settings.higher_is_better if metric.higher_is_better is None else metric.higher_is_better
+    return 1.0 if higher else -1.0
+
+
 def _best_of(
-    champion: Scores, text: HeldoutText, best: Mapping[str, BestFigure], sign: float, *, needs_deviation: bool
+    champion: Metric, text: HeldoutText, best: Mapping[str, BestFigure], sign: float, *, needs_deviation: bool
 ) -> BestFigure | None:
     """The best figure of an earlier champion on a text, where it is better than the champion's; of several texts that of
     each at its best, weighted as the figure over all of them weighs."""
-    whole = champion.figure.restricted(text.rows)
+    whole = champion.restricted(text.rows)
     if not text.members:
         candidate = best.get(text.label)
         if (
@@ -252,7 +258,7 @@ def _best_of(
     size, value, variance, is_better = math.fsum(whole.sizes), whole.value, 0.0, False
     for member in text.members:
         if (candidate := _best_of(champion, member, best, sign, needs_deviation=needs_deviation)) is not None:
-            part = champion.figure.restricted(member.rows)
+            part = champion.restricted(member.rows)
             share = math.fsum(part.sizes) / size
             value += share * (candidate.value - part.value)
             variance += (share * candidate.deviation) ** 2

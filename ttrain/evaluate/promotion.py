@@ -18,13 +18,13 @@ from ttrain.evaluate import statistics as confidence
 from ttrain.evaluate.few_records import too_few
 from ttrain.evaluate.forgetting import BestFigure, Digests, TextFigure
 from ttrain.evaluate.scores import Evaluation
-from ttrain.evaluate.task_result import Scores
+from ttrain.evaluate.task_result import Metric
 
 ANY_FIGURE = "FIGURE"  # stands for any metric of a kind with too many to list, or of the harness
 FIGURES: Mapping[str, tuple[str, ...]] = {  # of suites' tasks, by kind
     "text": (BITS_PER_BYTE.family, "loss", "perplexity"),
     "pairs": ("accuracy", "margin"),
-    "choices": ("accuracy", "accuracy_characters", "accuracy_bytes", "accuracy_tokens", "choice_loss"),
+    "choices": ("accuracy", "accuracy_characters", "accuracy_bytes", "accuracy_tokens", "choice_loss", BITS_PER_BYTE.family),
     "last_word": ("accuracy", "perplexity"),
     "generation": ("accuracy_exact", "accuracy_numeric", "ended"),
 }
@@ -127,7 +127,7 @@ class Baseline:
         return self.challenger > self.value if self.higher_is_better else self.challenger < self.value
 
 
-def baseline_of(metrics: Mapping[str, float], challenger: Scores, settings: Promotion) -> Baseline | None:
+def baseline_of(metrics: Mapping[str, float], challenger: Metric, settings: Promotion) -> Baseline | None:
     """The baseline that `promotion.baseline` names, from the metrics of the challenger's evaluation.
 
     None where there is none, as without held-out documents.
@@ -135,14 +135,16 @@ def baseline_of(metrics: Mapping[str, float], challenger: Scores, settings: Prom
     if settings.baseline is None:
         return None
     if not isinstance(settings.baseline, str):
-        return Baseline("promotion.baseline", settings.baseline, challenger.value, challenger.sign(settings) > 0)
+        return Baseline(
+            "promotion.baseline", settings.baseline, challenger.value, forgetting.sign_of(challenger, settings) > 0
+        )
     value, figure = (metrics.get(name) for name in (BITS_PER_BYTE.of(settings.baseline), BITS_PER_BYTE.name))
     return None if value is None or figure is None else Baseline(settings.baseline, value, figure)
 
 
 def decide(
-    challenger: Scores,
-    champion: Scores | None,
+    challenger: Metric,
+    champion: Metric | None,
     settings: Promotion,
     *,
     baseline: Baseline | None = None,
@@ -167,7 +169,7 @@ def decide(
     return replace(decision, promote=False, reason=reason)
 
 
-def _compared(challenger: Scores, champion: Scores | None, settings: Promotion, baseline: Baseline | None) -> Decision:
+def _compared(challenger: Metric, champion: Metric | None, settings: Promotion, baseline: Baseline | None) -> Decision:
     """Decide by the metric over all records."""
 
     def decided(promote: bool, reason: str, **figures: Any) -> Decision:
@@ -186,13 +188,13 @@ def _compared(challenger: Scores, champion: Scores | None, settings: Promotion, 
         return decided(True, f"the champion's {settings.metric} is {champion.value}, which is not a finite number")
     if why := _incomparable_reason(challenger, champion):
         return decided(False, why)
-    sign = challenger.sign(settings)
+    sign = forgetting.sign_of(challenger, settings)
     difference = sign * (challenger.value - champion.value) + 0.0  # avoids -0.0
     change = f"{'worse' if difference < 0 else 'better'} by {abs(difference):.5f}"
     samples, margin = len(challenger.records), settings.margin
     rule = confidence.Rule(settings.confidence, settings.resamples, settings.seed)
     has_enough = settings.resamples and samples >= settings.min_samples
-    compared = confidence.compare(challenger.figure, champion.figure, rule) if has_enough else None
+    compared = confidence.compare(challenger, champion, rule) if has_enough else None
     if compared is None or compared.interval is None:
         better = difference > margin
         why = f"{samples} held-out records are too few for an interval" if settings.resamples else "resamples is 0"
@@ -222,26 +224,26 @@ def _first(baseline: Baseline | None) -> tuple[bool, str]:
     )
 
 
-def why_unknown(challenger: Scores, champion: Scores | None) -> str:
+def why_unknown(challenger: Metric, champion: Metric | None) -> str:
     """Why what a challenger forgets cannot be determined from these scores; empty where it can.
 
     A champion whose metric is not a finite number has nothing to lose.
     """
     if champion is None:
-        return f"the champion's evaluation does not have {challenger.metric}"
+        return f"the champion's evaluation does not have {challenger.name}"
     if not math.isfinite(challenger.value):
-        return f"the challenger's {challenger.metric} is {challenger.value}, the champion's is {champion.value:.5f}"
+        return f"the challenger's {challenger.name} is {challenger.value}, the champion's is {champion.value:.5f}"
     return _incomparable_reason(challenger, champion) if math.isfinite(champion.value) else ""
 
 
-def _incomparable_reason(challenger: Scores, champion: Scores) -> str:
+def _incomparable_reason(challenger: Metric, champion: Metric) -> str:
     """Why the metrics of both models cannot be compared; empty where they can."""
     if challenger.records != champion.records:
         return "the models were not evaluated on the same held-out records, so their metrics cannot be compared"
     if challenger.sizes == champion.sizes:
         return ""
     return (
-        f"the models count the same records differently, as with two tokenizers, so {challenger.metric} cannot be compared; "
+        f"the models count the same records differently, as with two tokenizers, so {challenger.name} cannot be compared; "
         f"set promotion.metric={BITS_PER_BYTE.name}"
     )
 
@@ -270,12 +272,12 @@ def judge(
     the other models by their own metrics.
     Raises UsageError if an evaluation does not have the metric.
     """
-    scores = challenger.scores(rules.metric)
+    deciding = challenger.metric(rules.metric)
     texts, unknown = list[TextFigure](), ""
     metric = metric_of_texts(rules.metric)
     if metric in challenger.metrics:
-        ours = challenger.scores(metric)
-        theirs = champion.scores(metric) if champion and metric in champion.metrics else None
+        ours = challenger.metric(metric)
+        theirs = champion.metric(metric) if champion and metric in champion.metrics else None
         listed = forgetting.heldout_texts(ours.records, nights, challenger.sources(metric), new)
         texts += forgetting.figures(ours, theirs, listed, _directed(rules, higher_is_better=False), best)
         has_earlier = any(name != new for name in nights) or any(not text.new for text in listed)
@@ -283,10 +285,10 @@ def judge(
             unknown = why_unknown(ours, theirs)
     if champion:
         texts += _of_other_models(challenger, champion, rules)
-    baseline = baseline_of(challenger.metrics, scores, rules)
-    of_champion = champion.scores(rules.metric) if champion else None
-    decision = decide(scores, of_champion, rules, baseline=baseline, texts=texts, unknown=unknown)
-    return Judged(_kept_if_too_few(decision, len(scores.records), rules), tuple(texts))
+    baseline = baseline_of(challenger.metrics, deciding, rules)
+    of_champion = champion.metric(rules.metric) if champion else None
+    decision = decide(deciding, of_champion, rules, baseline=baseline, texts=texts, unknown=unknown)
+    return Judged(_kept_if_too_few(decision, len(deciding.records), rules), tuple(texts))
 
 
 def _kept_if_too_few(decision: Decision, records: int, rules: Promotion) -> Decision:
@@ -307,7 +309,7 @@ def _of_other_models(challenger: Evaluation, champion: Evaluation, rules: Promot
             continue
         if name in challenger.metrics and name in champion.metrics:
             directed = _directed(rules, higher_is_better=row.metric.higher_is_better)
-            figure = forgetting.figure_of_metric(challenger.scores(name), champion.scores(name), directed)
+            figure = forgetting.figure_of_metric(challenger.metric(name), champion.metric(name), directed)
             yield from [figure] if figure else []
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ttrain.core.files import read_object
 from ttrain.core.text import short_digest
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.evaluate import task_result
-from ttrain.evaluate.task_result import Scores
+from ttrain.evaluate.task_result import FILE, Metric, recorded_metric, scores_in
 from ttrain.store.layout import Artifact
 
 
@@ -25,9 +24,9 @@ class Evaluation:
     @classmethod
     def of(cls, artifact: Artifact) -> Evaluation:
         """That of an artifact. Raises ArtifactError if its records were not fetched."""
-        if task_result.FILE in artifact.absent:  # without them it would be compared like a metric without records
+        if FILE in artifact.absent:  # without them it would be compared like a metric without records
             raise ArtifactError(
-                f"{task_result.FILE} of {artifact.stage} {short_digest(artifact.key)} is missing; it was not fetched yet"
+                f"{FILE} of {artifact.stage} {short_digest(artifact.key)} is missing; it was not fetched yet"
             )
         return cls(artifact.path, artifact.result["metrics"])
 
@@ -36,31 +35,32 @@ class Evaluation:
         """That of the directory of a stage's input."""
         return cls(directory, read_object(directory / "evaluation.json").get("metrics", {}))
 
-    def scores(self, metric: str) -> Scores:
+    def metric(self, name: str) -> Metric:
         """A metric, with its records if it has them.
 
         Raises UsageError if there is no such metric, and ArtifactError if its value does not follow from its records.
         """
-        if metric not in self.metrics:
+        if name not in self.metrics:
             raise UsageError(
-                f"promotion.metric is {metric}, which the evaluation does not have; choose one of "
+                f"promotion.metric is {name}, which the evaluation does not have; choose one of "
                 f"{', '.join(sorted(self.metrics))}"
             )
-        value = float(self.metrics[metric])
-        scores = task_result.read_scores(self.directory, metric, value)
-        if scores is None:
-            return Scores(metric, value)
-        file = self.directory / task_result.FILE
-        if not len(scores.sums) == len(scores.sizes) == len(scores.records):
+        value, file = float(self.metrics[name]), self.directory / FILE
+        metric = scores_in(read_object(file), name, value)
+        if metric is None:
+            return recorded_metric(name, value)
+        if len(metric.sums) != len(metric.records):
             raise ArtifactError(f"{file} does not have a sum, a size and a digest for each record")
-        if math.isfinite(value) and not math.isclose(again := scores.figure.value, value, rel_tol=1e-9):
-            raise ArtifactError(f"{file} gives {metric} {again}, but the evaluation says {value}")
-        return scores
+        again = replace(metric, recorded=None).value
+        if math.isfinite(value) and not math.isclose(again, value, rel_tol=1e-9):
+            raise ArtifactError(f"{file} gives {name} {again}, but the evaluation says {value}")
+        return metric
 
     def sources(self, metric: str) -> dict[str, tuple[str, ...]]:
         """What identifies the records of each source, as far as the evaluation has groups of them."""
-        prefix, contents = f"{metric}/source:", read_object(self.directory / task_result.FILE)
-        groups = {
-            name: task_result.scores_in(contents, name) for name in contents.get("metrics", {}) if name.startswith(prefix)
-        }
-        return {name.removeprefix(prefix): group.records for name, group in groups.items() if group}
+        prefix, contents = f"{metric}/source:", read_object(self.directory / FILE)
+        sources = {}
+        for name in contents.get("metrics", {}):
+            if name.startswith(prefix) and (group := scores_in(contents, name)):
+                sources[name.removeprefix(prefix)] = group.records
+        return sources

@@ -6,13 +6,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
-from ttrain.core.files import JsonDict, read_object, write_json
+from ttrain.core.files import JsonDict, write_json
 from ttrain.core.hashing import digest_of
-
-if TYPE_CHECKING:
-    from ttrain.config import Promotion
 
 LN2 = math.log(2)
 
@@ -21,19 +18,25 @@ Shown = Literal["exp"] | None  # how the quotient of a metric is displayed: as i
 
 @dataclass(frozen=True)
 class Metric:
-    """A number with each item's share in it: `factor * sum(sums) / sum(sizes)`, or its exponential if `shown` is "exp".
+    """A quantity with each item's share in it: `factor * sum(sums) / sum(sizes)`, or its exponential if `shown` is "exp".
 
     accuracy: sums are 0 or 1, sizes 1; bits per byte: nats over bytes with factor 1/ln 2; perplexity: nats over tokens,
     shown as "exp". An item whose size is 0 does not count.
+
+    records           digests of the items; empty where the task result has them
+    recorded          the value that an evaluation recorded; without items nothing else is known
+    higher_is_better  None: the evaluation does not say
     """
 
     name: str
     sums: tuple[float, ...]
     sizes: tuple[float, ...]
-    higher_is_better: bool
+    higher_is_better: bool | None
     unit: str
     factor: float = 1.0
     shown: Shown = None
+    records: tuple[str, ...] = ()
+    recorded: float | None = None
 
     def __post_init__(self) -> None:
         assert len(self.sums) == len(self.sizes), f"{self.name} has {len(self.sums)} sums and {len(self.sizes)} sizes"
@@ -41,6 +44,8 @@ class Metric:
     @property
     def value(self) -> float:
         """The displayed value; NaN if no item counts."""
+        if self.recorded is not None:
+            return self.recorded
         size = math.fsum(self.sizes)
         return self.transform(self.factor * math.fsum(self.sums) / size) if size else math.nan
 
@@ -50,9 +55,17 @@ class Metric:
             return value
         return math.exp(value) if value < 700 else math.inf  # e^709 is the largest double
 
-    def restricted(self, numbers: tuple[int, ...]) -> Metric:
+    def restricted(self, numbers: Sequence[int]) -> Metric:
         """The same metric over some of the items."""
-        return replace(self, sums=tuple(self.sums[n] for n in numbers), sizes=tuple(self.sizes[n] for n in numbers))
+        sums, sizes = ([values[number] for number in numbers] for values in (self.sums, self.sizes))
+        records = tuple(self.records[number] for number in numbers) if self.records else ()
+        return replace(self, sums=tuple(sums), sizes=tuple(sizes), records=records, recorded=None)
+
+
+def recorded_metric(name: str, value: float | None, **fields: Any) -> Metric:
+    """A metric as an evaluation recorded it, with the fields of Metric that are known."""
+    known = {"sums": (), "sizes": (), "higher_is_better": None, "unit": "", **fields}
+    return Metric(name, recorded=value, **known)
 
 
 def mean(name: str, values: Iterable[float], unit: str = "share", *, higher: bool = True, shown: Shown = None) -> Metric:
@@ -119,113 +132,60 @@ def record_name(record: object) -> str:
 
 
 class ScoreTable:
-    """Collects the parts and metrics of one evaluation."""
+    """Collects the records and metrics of one evaluation."""
 
     def __init__(self) -> None:
+        self.metrics: dict[str, Metric] = {}
         self._parts: dict[str, JsonDict] = {}
-        self._metrics: dict[str, JsonDict] = {}
+        self._entries: dict[str, JsonDict] = {}
 
-    def part(self, name: str, records: Sequence[object], sizes: Sequence[int] = ()) -> None:
-        """Add records to score; `sizes` are their bytes, if bytes count. Records are identified by digests of their content,
-        which does not depend on a tokenizer."""
-        names = [record_name(record) for record in records]
-        self._parts[name] = {"records": names, "bytes": list(sizes), "tokens": [], "nats": {}}
+    def part(self, name: str, records: Sequence[object]) -> None:
+        """Add records. Digests of their content identify them, which do not depend on a tokenizer."""
+        self._parts[name] = {"records": [record_name(record) for record in records]}
 
-    def figure(
-        self,
-        metric: str,
-        part_name: str,
-        model: str,
-        scored: Sequence[tuple[float, int]],
-        *,
-        per: str,
-        factor: float = 1.0,
-        higher_is_better: bool = False,
-    ) -> float:
-        """Add and return a model's metric, from (nats, tokens) of each record of the part; `per` is bytes or tokens."""
-        entry = self._parts[part_name]
-        entry["nats"][model], entry["tokens"] = [nats for nats, _ in scored], [tokens for _, tokens in scored]
-        direction = {"higher_is_better": True} if higher_is_better else {}
-        self._metrics[metric] = {"part": part_name, "model": model, "per": per, "factor": factor, **direction}
-        return factor * sum(nats for nats, _ in scored) / max(1, int(sum(entry[per])))
+    def add(self, part_name: str, metric: Metric) -> float:
+        """Add a metric over the records of the part; returns its value."""
+        self.metrics[metric.name] = metric
+        self._entries[metric.name] = {
+            "part": part_name, "sums": [metric.factor * item_sum for item_sum in metric.sums], "sizes": list(metric.sizes),
+            "higher_is_better": metric.higher_is_better, "shown": metric.shown,
+        }  # fmt: skip
+        return metric.value
 
     def groups(self, metric: str, groups: Mapping[str, Sequence[int]]) -> dict[str, float]:
         """Add and return the metric over the records of each group ("lang=zh" -> record numbers), by metric name."""
         values = {}
         for group, numbers in groups.items():
             name = metric_of(metric, group)
-            self._metrics[name] = {**self._metrics[metric], "rows": list(numbers)}
-            values[name] = self._figure(name).value
+            self.metrics[name] = replace(self.metrics[metric].restricted(numbers), name=name)
+            self._entries[name] = {"of": metric, "rows": list(numbers)}
+            values[name] = self.metrics[name].value
         return values
 
     def outcome(self, outcome: TaskResult) -> None:
         """Add a task result: every metric, and the primary one over each group of items."""
         part_name = f"suite/{outcome.task}"
-        entry = self._parts.setdefault(part_name, {"records": list(outcome.items), "bytes": [], "tokens": [], "nats": {}})
-        for figure in outcome.figures:
-            name = f"{figure.name}/{outcome.subject}"
-            entry["nats"][name], entry[f"sizes/{name}"] = list(figure.sums), list(figure.sizes)
-            self._metrics[f"{outcome.task}/{name}"] = {
-                "part": part_name, "model": name, "per": f"sizes/{name}", "factor": figure.factor,
-                "higher_is_better": figure.higher_is_better, "shown": figure.shown,
-            }  # fmt: skip
+        self._parts[part_name] = {"records": list(outcome.items)}
+        for metric in outcome.figures:
+            self.add(part_name, replace(metric, name=f"{outcome.task}/{metric.name}/{outcome.subject}"))
         self.groups(f"{outcome.task}/{outcome.primary.name}/{outcome.subject}", outcome.groups)
-
-    def figures(self) -> dict[str, Metric]:
-        """Every metric by its name."""
-        return {metric: self._figure(metric) for metric in self._metrics}
-
-    def _figure(self, metric: str) -> Metric:
-        scores = scores_in({"parts": self._parts, "metrics": self._metrics}, metric)
-        assert scores is not None, "each metric has a part"
-        return scores.figure
 
     def write(self, directory: Path) -> None:
         """Write the file."""
-        write_json(directory / FILE, {"parts": self._parts, "metrics": self._metrics})
+        write_json(directory / FILE, {"parts": self._parts, "metrics": self._entries})
 
 
-@dataclass(frozen=True)
-class Scores:
-    """One model's metric as an evaluation recorded it, with the sums and sizes of each record that it is computed from.
-
-    The metric is `sum(sums) / sum(sizes)`: bits over bytes, or nats over tokens; if `shown` is "exp", its exponential, a
-    perplexity. Without records only its value is known.
-    """
-
-    metric: str
-    value: float
-    sums: tuple[float, ...] = ()
-    sizes: tuple[float, ...] = ()
-    records: tuple[str, ...] = ()  # digests of the scored records
-    higher_is_better: bool | None = None  # None: the evaluation does not say
-    shown: Shown = None
-
-    @property
-    def figure(self) -> Metric:
-        """The metric with the share of each record."""
-        return Metric(self.metric, self.sums, self.sizes, bool(self.higher_is_better), unit="", shown=self.shown)
-
-    def sign(self, settings: Promotion) -> float:
-        """1 if higher values are better, else -1."""
-        higher_is_better = settings.higher_is_better if self.higher_is_better is None else self.higher_is_better
-        return 1.0 if higher_is_better else -1.0
-
-
-def read_scores(directory: Path, metric: str, value: float = math.nan) -> Scores | None:
-    """Read a metric of the evaluation in this directory, which says that it is `value`; None if it has no sums."""
-    return scores_in(read_object(directory / FILE), metric, value)
-
-
-def scores_in(contents: JsonDict, metric: str, value: float = math.nan) -> Scores | None:
-    """Get a metric from the file's contents; None if it has no sums."""
+def scores_in(contents: JsonDict, metric: str, value: float | None = None) -> Metric | None:
+    """Get a metric, whose recorded value is `value`, from the file's contents; None if it has no items."""
     entry = contents.get("metrics", {}).get(metric)
     if entry is None:
         return None
-    scored_part = contents["parts"][entry["part"]]
-    records = scored_part["records"]
-    costs, sizes = scored_part["nats"][entry["model"]], scored_part[entry["per"]]
-    if (rows := entry.get("rows")) is not None:
-        costs, sizes, records = ([values[row] for row in rows] for values in (costs, sizes, records))
-    sums, is_higher_better = tuple(entry["factor"] * nats for nats in costs), entry.get("higher_is_better")
-    return Scores(metric, value, sums, tuple(map(float, sizes)), tuple(records), is_higher_better, entry.get("shown"))
+    whole = contents["metrics"][entry["of"]] if "of" in entry else entry
+    if "sums" not in whole:
+        return None
+    recorded = recorded_metric(
+        metric, value, sums=tuple(map(float, whole["sums"])), sizes=tuple(map(float, whole["sizes"])),
+        records=tuple(contents["parts"][whole["part"]]["records"]), higher_is_better=whole["higher_is_better"],
+        shown=whole["shown"],
+    )  # fmt: skip
+    return replace(recorded.restricted(entry["rows"]), recorded=value) if "rows" in entry else recorded

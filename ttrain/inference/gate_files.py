@@ -16,7 +16,7 @@ from ttrain.config.yaml_text import one_line
 from ttrain.core.files import read_json, write_json
 from ttrain.core.text import short_digest
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.store.model_files import ADAPTER, MODEL, Reference, weights_digest
+from ttrain.store.model_files import ADAPTER, Reference, weights_digest
 
 GATE, WEIGHTS = "gate.json", "model.safetensors"
 
@@ -76,27 +76,12 @@ def digest(expert: Expert) -> str:
     return "+".join(short_digest(sha256) for sha256 in (expert.weights_sha256, expert.adapter_sha256) if sha256)
 
 
-def changed_weights(expert: Expert) -> str | None:
-    """How the expert's weights differ from those the gate was trained on; None if they do not. Reads the weights."""
-    recorded = (
-        (expert.model, MODEL, expert.weights_sha256), (expert.adapter, ADAPTER, expert.adapter_sha256),
-    )  # fmt: skip
-    for directory, name, recorded_digest in recorded:
-        if not (directory and recorded_digest):
-            continue
-        try:
-            current_digest = weights_digest(Path(directory), name=name)
-        except ArtifactError:
-            return f"{directory} holds no weights any more"
-        if current_digest != recorded_digest:
-            return (
-                f"the weights in {directory} are {short_digest(current_digest)}, no longer {short_digest(recorded_digest)}"
-            )
-    return None
-
-
 def check(experts: Sequence[Expert]) -> None:
-    """Raise ArtifactError if the weights of an expert have changed since the gate was trained."""
+    """Raise ArtifactError if the weights of an expert have changed since the gate was trained. Reads the weights."""
     for expert in experts:
-        if wrong := changed_weights(expert):
-            raise ArtifactError(f"the expert {expert.reference} is not the one that the gate knows: {wrong}")
+        current = expert_of(reference_of(expert))
+        if digest(current) != digest(expert):
+            raise ArtifactError(
+                f"the expert {expert.reference} is not the one that the gate knows: its weights are "
+                f"{digest(current)}, no longer {digest(expert)}; train the gate again"
+            )

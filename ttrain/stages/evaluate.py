@@ -29,7 +29,7 @@ from ttrain.evaluate.items import Items
 from ttrain.evaluate.preferences import PAIRS
 from ttrain.evaluate.results import Results
 from ttrain.evaluate.samples import SamplePrompt
-from ttrain.evaluate.task_result import LN2, TaskResult
+from ttrain.evaluate.task_result import LN2, Metric, TaskResult
 from ttrain.inference.evaluated_model import as_evaluated_model
 from ttrain.inference.loading import with_tokenizer
 from ttrain.model import adapters, factory
@@ -94,7 +94,7 @@ class HeldoutRecords:
     def table(self) -> task_result.ScoreTable:
         """A table of all records, without scores."""
         table = task_result.ScoreTable()
-        table.part("documents", self.texts, [len(text.encode("utf-8")) for text in self.texts])
+        table.part("documents", self.texts)
         for name, chats in self.chats.items():
             table.part(name, [[(message.role, message.content) for message in messages] for messages in chats])
         if self.pairs:
@@ -126,12 +126,13 @@ def run(config: EvaluateConfig, job: StageContext) -> Figures:
     compressed = baselines.bits_per_byte("".join(records.texts).encode("utf-8"))
     metrics = {BITS_PER_BYTE.of(name): value for name, value in compressed.items()}
     prompts = records.prompts(settings, encoder) if settings.new_tokens else []
+    document_bytes = tuple(float(len(text.encode("utf-8"))) for text in records.texts)
     table, labels = records.table(), items_of.groups(records.documents, LABELS)[0]
     items_by_model, samples_by_model, outcomes = _read_items(settings, job), dict[str, Any](), list[TaskResult]()
     for number, name in enumerate(_models(job)):
         model = _load(name, job, ranks.device)
         scores = shared.get(name) or _scores(model, records.tokens, settings, job, number, ranks)
-        metrics |= _heldout_metrics(table, name, scores, labels)
+        metrics |= _heldout_metrics(table, name, scores, document_bytes, labels)
         written = samples.continuations(model, encoder, prompts, new_tokens=settings.new_tokens, device=ranks.device)
         samples_by_model[name] = [sample.to_json() for sample in written]
         if items_by_model[name]:
@@ -140,7 +141,7 @@ def run(config: EvaluateConfig, job: StageContext) -> Figures:
             outcomes += running.ask(items_by_model[name], subject, progress)
     for outcome in outcomes:
         table.outcome(outcome)
-    rule, figures = statistics.Rule(settings.confidence, settings.resamples, settings.seed), table.figures()
+    rule, figures = statistics.Rule(settings.confidence, settings.resamples, settings.seed), table.metrics
     intervals = {name: statistics.interval(figure, rule) for name, figure in figures.items()}
     results = Results(outcomes, rule)
     evaluation: dict[str, Any] = {
@@ -160,19 +161,28 @@ def run(config: EvaluateConfig, job: StageContext) -> Figures:
 
 
 def _heldout_metrics(
-    table: task_result.ScoreTable, model: str, scores: Scores, labels: Mapping[str, Sequence[int]]
+    table: task_result.ScoreTable,
+    model: str,
+    scores: Scores,
+    document_bytes: tuple[float, ...],
+    labels: Mapping[str, Sequence[int]],
 ) -> dict[str, float]:
     """Add a model's scores to the table; its metrics over each part, and over the documents of each label."""
     metrics: dict[str, float] = {}
     for part_name, scored in scores.items():
-        metric = METRICS[part_name].of(model)
+        name = METRICS[part_name].of(model)
         if part_name == PAIRS:
-            metrics |= _preference_figures(table, model, scored)
+            metrics |= _preference_metrics(table, model, scored)
             continue
-        per, factor = ("bytes", 1 / LN2) if part_name == BITS_PER_BYTE.records else ("tokens", 1.0)
-        metrics[metric] = table.figure(metric, part_name, model, scored, per=per, factor=factor)
+        nats = tuple(score.nats for score in scored)
+        sizes, factor, unit = tuple(float(score.tokens) for score in scored), 1.0, "nats per token"
+        if part_name == BITS_PER_BYTE.records:
+            sizes, factor, unit = document_bytes, 1 / LN2, "bits per byte"
+        # In this order a sum has the same last digit as in every evaluation before.
+        value = factor * sum(nats) / sum(sizes)
+        metrics[name] = table.add(part_name, Metric(name, nats, sizes, False, unit, factor, recorded=value))
         if part_name == "documents":
-            metrics |= table.groups(metric, labels)
+            metrics |= table.groups(name, labels)
     return metrics
 
 
@@ -190,18 +200,14 @@ def _paired(
     return paired
 
 
-def _preference_figures(table: task_result.ScoreTable, model: str, scores: Sequence[perplexity.Score]) -> dict[str, float]:
+def _preference_metrics(table: task_result.ScoreTable, model: str, scores: Sequence[perplexity.Score]) -> dict[str, float]:
     """Share of the pairs whose chosen answer the model prefers, and the mean margin in nats; each with its records."""
     compared = preferences.compare(scores)
-    accuracy, margin = PREFERENCE_ACCURACY.of(model), f"preference_margin/{model}"
-    columns = {
-        accuracy: [(pair.preferred, 1) for pair in compared],
-        margin: [(pair.margin, 1) for pair in compared],
-    }
-    return {
-        name: table.figure(name, PAIRS, name, values, per="tokens", higher_is_better=True)
-        for name, values in columns.items()
-    }
+    metrics = (
+        task_result.mean(PREFERENCE_ACCURACY.of(model), (pair.preferred for pair in compared)),
+        task_result.mean(f"preference_margin/{model}", (pair.margin for pair in compared), "nats"),
+    )
+    return {metric.name: table.add(PAIRS, metric) for metric in metrics}
 
 
 def _read_items(settings: Evaluate, job: StageContext) -> ItemsOfModels:

@@ -56,9 +56,6 @@ def run(config: GateConfig, job: StageContext) -> Figures:
     nats_RE, tokens_RE = losses.nats_RE[scored], losses.tokens_RE[scored]
     texts, best_R = [text_of(record) for record in records], best(nats_RE)
     heldout_R = heldout_flags(records, settings)
-    if len(set(best_R[~heldout_R].tolist())) < 2:
-        only = config.experts[best_R[0]].reference
-        log.warning("%s has the least loss on every record to learn from: a gate cannot gain anything here", only)
 
     task = Routing(settings, len(config.experts), texts, best_R, heldout_R)
     identity = {
@@ -89,10 +86,9 @@ class Routing(UserTask):
     def __init__(self, config: Gate, experts: int, texts: Sequence[str], best_R: Ints, heldout_R: Flags) -> None:
         super().__init__(config)
         self._experts = experts
-        parts: tuple[list[tuple[str, int]], ...] = [], []
-        for text, best, out in zip(texts, best_R.tolist(), heldout_R.tolist(), strict=True):
-            parts[out].append((text, best))
-        self._train, self._heldout = (Labelled(part, config) for part in parts)
+        rows = list(zip(texts, best_R.tolist(), strict=True))
+        self._train = Labelled([*itertools.compress(rows, ~heldout_R)], config)
+        self._heldout = Labelled([*itertools.compress(rows, heldout_R)], config)
 
     def rows(self) -> Labelled:
         return self._train
@@ -309,7 +305,6 @@ def routing_metrics(nats_RE: Floats, tokens_RE: Ints, bytes_R: Ints, chosen_R: I
     gain                share of the way from `loss_best_single` to `loss_oracle`; None if the two are equal
     unit                "nats per token"; "bits per byte" if the experts tokenize the records differently
     experts             of each: its loss on all records, the share of them it is best at, and the share routed to it
-    confusion           [E, E] counts: rows the best expert, columns the chosen one
     """
     records, experts = nats_RE.shape
     best_R, rows = best(nats_RE), np.arange(records)
@@ -318,8 +313,6 @@ def routing_metrics(nats_RE: Floats, tokens_RE: Ints, bytes_R: Ints, chosen_R: I
     losses_E = nats_RE.sum(axis=0) / size
     routed, oracle = float(nats_RE[rows, chosen_R].sum() / size), float(nats_RE[rows, best_R].sum() / size)
     best_often_E, chosen_often_E = (np.bincount(choice, minlength=experts) for choice in (best_R, chosen_R))
-    confusion = np.zeros((experts, experts), np.int64)
-    np.add.at(confusion, (best_R, chosen_R), 1)
     single = float(losses_E.min())
     return {
         "records": records,
@@ -334,5 +327,4 @@ def routing_metrics(nats_RE: Floats, tokens_RE: Ints, bytes_R: Ints, chosen_R: I
             {"loss": float(loss), "best_share": float(often / records), "routed_share": float(chosen / records)}
             for loss, often, chosen in zip(losses_E, best_often_E, chosen_often_E, strict=True)
         ],
-        "confusion": confusion.tolist(),
     }
