@@ -66,12 +66,6 @@ def test_a_time_of_day_is_hour_and_minute_without_quotes_and_nothing_else(tmp_pa
             load([f"nightly.deadline={wrong}"], environment={})
 
 
-def nested(bomb: str) -> str:
-    """30 lines, each of which stands for ten of the line before it."""
-    lines = (f"a{n}: &a{n} {bomb.replace('*', ', '.join([f'*a{n - 1}'] * 10))}" for n in range(1, 30))
-    return "\n".join(["a0: &a0 {k: 1}", *lines])
-
-
 TRAPS: dict[str, tuple[str | bytes, str]] = {
     "an open list": ("a: [", "not valid YAML"),
     "a list of names": ("- a\n- b", "mapping"),
@@ -87,9 +81,6 @@ TRAPS: dict[str, tuple[str | bytes, str]] = {
         f"model: {{fields: {{{'.'.join('a' * 400)}: 1}}}}",
         "unknown setting 'model.fields.a.a",
     ),
-    "aliases": (nested("[*]"), "line 5, column 40: it holds more than 25,000 values or 1,048,576 characters, aliases"),
-    "merges": (nested("{<<: [*]}"), "it holds more than 25,000 values"),
-    "a long text by aliases": (f"a: &a '{'x' * 300_000}'\nb: [*a, *a, *a, *a]", "line 2, column 13: it holds more than"),
     "10,000 unknown settings": ("\n".join(f"key{n}: 1" for n in range(10_000)), "unknown setting 'key0'"),
     "10,000 times one setting": (f"sft: {{{', '.join(['lr: 1'] * 10_000)}}}", "'lr' is given twice"),
     "a long value": (f"sft: {{epochs: {'x' * 900_000}}}", "sft.epochs is 'xxxx"),
@@ -115,7 +106,7 @@ def test_a_file_that_is_a_trap_is_answered_soon_and_in_one_line(text: str | byte
 
 
 IN_VALUES = (
-    "a day that is none", "5,000 digits", "3,000 lists", "3,000 names", "aliases", "a bell", "two documents",
+    "a day that is none", "5,000 digits", "3,000 lists", "3,000 names", "a bell", "two documents",
 )  # fmt: skip
 
 

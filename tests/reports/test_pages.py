@@ -203,6 +203,7 @@ def test_a_page_is_whole_and_small(pages_home: Path) -> None:
         assert "<script" not in page
         (style,) = re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
         assert base64.b64encode(hashlib.sha256(style.encode()).digest()).decode() in policy
+        assert style.count("{") == style.count("}"), "a rule that is cut ends the style sheet"
 
 
 def points(values: list[float]) -> list[Point]:

@@ -47,8 +47,6 @@ ABOUT_MODELS = (
     "turn it around"
 )
 
-FIGURES = "Figures"  # the section below which a page has the curves
-
 
 @dataclass(frozen=True)
 class Difference:
@@ -188,7 +186,7 @@ def sections(comparison: RunComparison, names: Sequence[object]) -> list[Section
     aside = comparison.settings_aside
     return [
         differing("Settings that differ", comparison.settings, "All settings that shape a result are the same."),
-        Section(FIGURES, figures),
+        Section("Figures", figures),
         differing("Data", comparison.data, "The same files, the same rows."),
         Section("Samples", samples),
         differing("Code and machine", comparison.code, "The same code and libraries on the same kind of machine."),

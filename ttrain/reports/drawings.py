@@ -19,6 +19,7 @@ POINTS_OF_CHART = 12_000  # of all lines
 MARKED = 60  # points up to which each of a line is marked
 X_TICKS, Y_TICKS = 9, 8
 MINUTE, HOUR = 60, 3600
+BEGIN, GO_ON = "M{},{}h0", "L{},{}"  # of a path; h0: a lone point is seen
 CLOCK_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200)  # seconds
 
 Position = tuple[float, float | None]  # None where there is a gap
@@ -39,8 +40,7 @@ class DrawnLine:
 class Drawing:
     """A chart as it is drawn. `columns` and `rows` are the lines of the grid, (pixel, label)."""
 
-    title: str
-    unit: str
+    chart: Chart
     axis: str
     lines: Sequence[DrawnLine]
     columns: Sequence[tuple[float, str]]
@@ -81,8 +81,7 @@ def drawing_of(chart: Chart, axis: str, *, log: bool = False) -> Drawing:
     up = Scale(low, high, BOTTOM, TOP, log)
     label = _clock if axis == "time" else _number
     return Drawing(
-        chart.title,
-        chart.unit,
+        chart,
         axis,
         [_drawn(chart, number, line, across, up) for number, line in enumerate(lines)],
         [(across(value), label(value)) for value in columns],
@@ -158,14 +157,12 @@ def _positions(line: Line, axis: str, most: int, *, log: bool) -> Iterator[Posit
 def _drawn(chart: Chart, number: int, positions: Sequence[Position], across: Scale, up: Scale) -> DrawnLine:
     line = chart.lines[number]
     path, dots = [], []
-    command = "M"
+    command = BEGIN
     for x, y in positions:
-        if y is None:
-            command = "M"
-            continue
-        dots.append((across(x), up(y)))
-        path.append("{}{},{}".format(command, *dots[-1]) + ("h0" if command == "M" else ""))  # h0: a lone point is seen
-        command = "L"
+        if y is not None:
+            dots.append((across(x), up(y)))
+            path.append(command.format(*dots[-1]))
+        command = BEGIN if y is None else GO_ON
     runs = [other.run for other in chart.lines]
     colour = (line.run if any(runs) else number) % COLOURS
     last = next((point.value for point in reversed(line.points) if math.isfinite(point.value)), None)

@@ -73,14 +73,11 @@ def comparison_page(
     letter = Markup('<span class="letter run{}">{}</span>')
     names = [letter.format(number % COLOURS, label) for number, label in enumerate(compare.labels(len(views)))]
     drawn = {stage: charts.comparison_charts(views, stage) for stage in TRAININGS}
-    return _rendered(
-        "comparison.html",
-        compared=compared,
-        names=names,
-        runs=compare.run_rows(views),
-        sections=compare.sections(compared, names),
-        stages_with_curves=_curves(drawn, axis, log=log),
-    )
+    contents: list[tuple[str, Sequence[object]]] = [
+        (section.title, section.blocks) for section in compare.sections(compared, names)
+    ]
+    contents.insert(2, ("Curves", _curves(drawn, axis, log=log)))  # below the figures
+    return _rendered("comparison.html", compared=compared, names=names, runs=compare.run_rows(views), contents=contents)
 
 
 def _rendered(template: str, **context: object) -> str:
