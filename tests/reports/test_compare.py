@@ -47,12 +47,11 @@ def evaluation(answers: dict[str, str], heldout: str = "h1", tokenizer_content: 
     return Made("evaluate", result={"samples": samples, "metrics": {}}, inputs=inputs)
 
 
-def scored(bits: list[float], first: str = "r0", metric: str = "bits_per_byte", **direction: bool) -> Made:
+def scored(bits: list[float], first: str = "r0", metric: str = "bits_per_byte", *, higher: bool = False) -> Made:
     """An evaluation with the bits of each held-out document, each of eight bytes."""
     records = [first, *(f"r{number}" for number in range(1, len(bits)))]
-    part = {"records": records, "bytes": [8] * len(bits), "tokens": [2] * len(bits), "nats": {"base": bits}}
-    figure = {"part": "documents", "model": "base", "per": "bytes", "factor": 1.0, **direction}
-    scores = {"parts": {"documents": part}, "metrics": {metric: figure}}
+    entry = {"part": "documents", "sums": bits, "sizes": [8] * len(bits), "shown": None, "higher_is_better": higher}
+    scores = {"parts": {"documents": {"records": records}}, "metrics": {metric: entry}}
     made = evaluation({}, heldout=f"{bits} {first}")
     return Made("evaluate", result=made.result, inputs=made.inputs, texts={"scores.json": json.dumps(scores)})
 
@@ -266,7 +265,7 @@ def test_no_run_is_the_best_by_what_other_data_or_other_tokenizers_make_incompar
 def test_how_sure_it_is_that_an_accuracy_is_better_is_said_in_its_direction(tmp_path: Path) -> None:
     for name, right in ((A, 8), (B, 32)):
         scores = scored(
-            [8.0 * (number < right) for number in range(40)], metric="preference_accuracy/dpo", higher_is_better=True
+            [8.0 * (number < right) for number in range(40)], metric="preference_accuracy/dpo", higher=True
         )
         make_run(tmp_path, name, [scores], metrics={"eval/preference_accuracy/dpo": right / 40})
     verdict = compared(tmp_path, A, B).verdict

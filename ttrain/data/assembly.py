@@ -145,6 +145,7 @@ def _place_shards(
     """Place the shards of all blocks; returns (the entries of each part, tokens and bytes by role and file number)."""
     entries: dict[str, list[Entry]] = {part_name: [] for part_name in PARTS}
     sizes: dict[tuple[str, int], Counter[str]] = defaultdict(Counter)
+    (output / BLOCKS).mkdir(parents=True, exist_ok=True)  # no worker has made it where all blocks are reused
     for part_name in PARTS:
         (output / part_name).mkdir(parents=True, exist_ok=True)
         used_names = set[str]()
