@@ -36,7 +36,6 @@ PRESET = "model.preset"
 SHOWN_KEYS = 60  # more than these are not listed in a message
 SHOWN_NEIGHBOURS = 8
 SHOWN_ERRORS = 20
-KEY_CHARACTERS, KEY_PARTS = 200, 16
 S = TypeVar("S", bound=Section)
 IS_NONE = " is none"
 IS_SET = " is set"  # ends the origin of a value that follows from another setting
@@ -116,11 +115,6 @@ def layers(
         if repeated := next((key for key, number in Counter(key for key, _ in flat_values).items() if number > 1), None):
             raise UsageError(f"'{one_line(repeated)}' is set twice in {origin}, with dots and by its section; remove one")
         flat_overrides += [Override(origin, key, value) for key, value in flat_values]
-    for origin, key, _ in flat_overrides:
-        if len(key) > KEY_CHARACTERS or key.count(".") >= KEY_PARTS:
-            raise UsageError(
-                f"unknown setting '{one_line(key, KEY_CHARACTERS)}' (from {origin}): no setting has such a name"
-            )
     return flat_overrides
 
 
@@ -283,7 +277,7 @@ def _value_of(text: str, key: str, origin: str, root: type[Section]) -> Any:
         return text_values.read(text, text_values.type_of(root, key))
     except InvalidYaml as error:
         raise UsageError(
-            f"{one_line(key, KEY_CHARACTERS)} is {shown(text)} (from {origin}), which is not valid YAML: {error}; "
+            f"{one_line(key)} is {shown(text)} (from {origin}), which is not valid YAML: {error}; "
             f"write a list as [a, b], and put a text that has brackets between quotes"
         ) from None
 
