@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 import re
@@ -242,17 +241,3 @@ def test_a_lost_rank_that_could_not_write_its_result_names_the_full_disk(
     monkeypatch.setattr("shutil.disk_usage", Mock(return_value=SimpleNamespace(free=4096)))
     with pytest.raises(StageFailed, match=f"failed: rank 0 is gone; the disk of {tmp_path} is full: free some space"):
         processes._result(processes.ProcessGroup(), STAGES["sft"], Settings(), tmp_path, tmp_path / "log.txt", 0, False)
-
-
-def test_a_stage_whose_disk_became_read_only_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ext4 does after an error: no flag of the mount says it."""
-    process, log_path = subprocess.Popen(["sh", "-c", "exit 1"]), tmp_path / "log.txt"
-    process.wait()
-    log_path.touch()
-    group = processes.ProcessGroup([process])
-    assert group.poll()
-    monkeypatch.setattr(Path, "touch", Mock(side_effect=OSError(errno.EROFS, "Read-only file system")))
-    with pytest.raises(
-        StageFailed, match=f"without a result; the disk of {tmp_path} has become read-only: make it writable"
-    ):
-        processes._result(group, STAGES["sft"], Settings(), tmp_path, log_path, 0, False)

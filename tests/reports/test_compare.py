@@ -264,9 +264,7 @@ def test_no_run_is_the_best_by_what_other_data_or_other_tokenizers_make_incompar
 
 def test_how_sure_it_is_that_an_accuracy_is_better_is_said_in_its_direction(tmp_path: Path) -> None:
     for name, right in ((A, 8), (B, 32)):
-        scores = scored(
-            [8.0 * (number < right) for number in range(40)], metric="preference_accuracy/dpo", higher=True
-        )
+        scores = scored([8.0 * (number < right) for number in range(40)], metric="preference_accuracy/dpo", higher=True)
         make_run(tmp_path, name, [scores], metrics={"eval/preference_accuracy/dpo": right / 40})
     verdict = compared(tmp_path, A, B).verdict
     assert verdict.startswith("the model of B is better") and "interval of the difference is 0." in verdict, verdict

@@ -291,11 +291,13 @@ def _find_unneeded(
 
 
 def _is_lost(manifest: Path) -> bool:
-    """Whether a manifest is missing, altered or cut off; not where a newer version of ttrain wrote it."""
+    """Whether a manifest is missing, altered or cut off; not where the disk fails, or a newer version of ttrain wrote it."""
     try:
         return bool(parse_object(manifest.read_bytes()).get("format", FORMAT) == FORMAT)
     except FileNotFoundError:
         return True
+    except OSError:
+        return False
 
 
 def _last_change(path: Path) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import select
 import shutil
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ttrain.config import DATASETS, Settings
-from ttrain.core.files import JsonDict, lacks_inodes, read_json, temporary_path
+from ttrain.core.files import JsonDict, lacks_inodes, read_json
 from ttrain.core.signals import PARENT, RENDEZVOUS, STOP_SIGNALS
 from ttrain.errors import FREE_SPACE, Interrupted, NothingNew, RankLost, StageFailed
 from ttrain.pipeline import stage_worker
@@ -374,18 +373,11 @@ def _advice_on_memory(stage: Stage, text: str) -> str:
 
 
 def _advice_on_disk(work: Path) -> str:
-    """What to add to a stage's message where its disk is full, or has become read-only; else empty."""
+    """What to add to a stage's message where its disk is full; else empty."""
     if shutil.disk_usage(work).free < LEAST_FREE_BYTES:
         return f"; the disk of {work} is full: {FREE_SPACE}"
     if lacks_inodes(work):
         return f"; the disk of {work} has no inodes left for new files: remove some files and run the same command again"
-    try:  # no flag of the mount says it where ext4 has met an error
-        probe = temporary_path(work / "probe")
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        if error.errno == errno.EROFS:
-            return f"; the disk of {work} has become read-only: make it writable and run the same command again"
     return ""
 
 
