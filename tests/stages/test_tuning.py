@@ -1,4 +1,4 @@
-"""`runtime.tune`: which sizes the search tries, when it ends, that all ranks agree, and what a stage makes of the choice."""
+"""`runtime.tune`: which sizes the search tries, that all ranks agree, and what a stage makes of the choice."""
 
 from __future__ import annotations
 
@@ -15,21 +15,18 @@ from support.comparing import copies, distance, same
 from support.tiny_data import NumberedRows
 from support.tiny_stages import Home, stage_settings
 from support.tiny_trainers import ALONE, in_ranks, settings_of_training, tiny_model
+from torch import nn
 
 from ttrain.data.loader import ShuffledOrder
 from ttrain.stages import tuning, user_task
 from ttrain.stages.trainable_model import compiles
-from ttrain.stages.tuning import StepTimer, fastest
+from ttrain.stages.tuning import fastest, step_seconds
 from ttrain.train import resource_limits
 from ttrain.train.distributed import Ranks
 from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.precision import Precision
 
 SIZES = [1, 2, 4, 8, 16, 32]
-
-
-def never() -> bool:
-    return False
 
 
 def lacks_memory_from(limit: int) -> Callable[[int], float]:
@@ -60,20 +57,15 @@ def test_the_search_doubles_the_rows_until_a_step_is_slower_or_does_not_fit(
         calls.append(size)
         return measure(size)
 
-    assert fastest(measured, SIZES, ALONE, never) == best
+    assert fastest(measured, SIZES, ALONE) == best
     assert calls == SIZES[:tried]
-
-
-def test_it_ends_when_it_is_asked_to_with_the_best_so_far() -> None:
-    answers = iter([False, True])
-    assert fastest(lambda size: 10.0 / size, SIZES, ALONE, lambda: next(answers)) == 2
 
 
 def test_all_ranks_choose_alike_though_each_measures_something_else(tmp_path: Path) -> None:
     """Rank 1 has no memory for 16 rows."""
 
     def work(ranks: Ranks) -> int:
-        return fastest(lacks_memory_from(32 if ranks.first else 16), SIZES, ranks, never)
+        return fastest(lacks_memory_from(32 if ranks.first else 16), SIZES, ranks)
 
     assert in_ranks(2, tmp_path / "ranks", work) == [8, 8]
 
@@ -81,11 +73,10 @@ def test_all_ranks_choose_alike_though_each_measures_something_else(tmp_path: Pa
 # --- a run --------------------------------------------------------------------------------------------------------------
 
 
-def timer(ranks: Ranks = ALONE) -> StepTimer:
-    rows = NumberedRows(40)
-    order = ShuffledOrder(40, 6, 120, seed=1)
-    task = LanguageModeling(settings_of_training(), tiny_model())
-    return StepTimer(task, rows, order, Precision("fp32", torch.device("cpu")), ranks)
+def seconds_of(module: nn.Module, rows_per_device: int, ranks: Ranks = ALONE) -> float:
+    task, order = LanguageModeling(settings_of_training(), module), ShuffledOrder(40, 6, 120, seed=1)
+    precision = Precision("fp32", torch.device("cpu"))
+    return step_seconds(task, NumberedRows(40), order, precision, ranks, rows_per_device)
 
 
 def test_the_sizes_are_powers_of_two_up_to_the_rows_of_a_rank() -> None:
@@ -95,12 +86,11 @@ def test_the_sizes_are_powers_of_two_up_to_the_rows_of_a_rank() -> None:
 
 
 def test_measuring_leaves_weights_gradients_and_random_numbers_as_they_are() -> None:
-    measured = timer()
-    module = measured.task.build_model()
+    module = tiny_model()
     before = copies(module.state_dict())
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    assert measured.seconds(2) > 0
+    assert seconds_of(module, 2) > 0
     assert same(before, module.state_dict())
     assert all(parameter.grad is None for parameter in module.parameters())
     assert torch.equal(state, torch.get_rng_state())
@@ -109,22 +99,9 @@ def test_measuring_leaves_weights_gradients_and_random_numbers_as_they_are() -> 
 def test_the_rank_with_most_micro_batches_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Six rows: in threes one micro-batch each for two ranks, in fours two micro-batches, and in twos two and one."""
     monkeypatch.setattr(tuning, "min", lambda values: 1.0, raising=False)
-    measured = timer(Ranks(0, 2, torch.device("cpu")))
-    passes = {rows: measured.seconds(rows) for rows in (2, 3, 6)}
+    two = Ranks(0, 2, torch.device("cpu"))
+    passes = {rows: seconds_of(tiny_model(), rows, two) for rows in (2, 3, 6)}
     assert passes == {2: 2.0, 3: 1.0, 6: 1.0}
-
-
-def test_what_is_remembered_is_private_and_ignored_where_it_is_damaged(tmp_path: Path) -> None:
-    path = tmp_path / "cache" / "tuning.json"
-    assert tuning.recall(path, "a") == tuning.recall(None, "a") == 0
-    for damage in ("{", "[]", '{"a": "8"}', '{"a": -1}', '{"a": true}'):
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(damage)
-        assert tuning.recall(path, "a") == 0
-    tuning.remember(path, "a", 8)
-    tuning.remember(path, "b", 2)
-    assert (tuning.recall(path, "a"), tuning.recall(path, "b")) == (8, 2)
-    assert path.stat().st_mode & 0o077 == 0
 
 
 def test_while_it_measures_memory_that_is_not_there_is_an_error_and_not_the_end_of_the_process(
@@ -176,13 +153,15 @@ def test_else_the_stage_runs_with_what_is_fastest_and_does_not_measure_again(
     home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The weights are equal up to the order of sums."""
-    monkeypatch.setattr(StepTimer, "seconds", lambda self, size: {1: 2.0, 2: 1.0, 4: 3.0}[size])
+    monkeypatch.setattr(tuning, "step_seconds", lambda *given: {1: 2.0, 2: 1.0, 4: 3.0}[given[-1]])
     plain = run(home, tmp_path / "plain", deterministic=False)
     found = run(home, tmp_path / "tuned", deterministic=False, tune="auto")
     assert "tuned" not in plain and found["tuned"] == {"rows_per_device": 2}
     assert distance(weights(tmp_path / "plain"), weights(tmp_path / "tuned")) < 1e-4
-    assert [*json.loads((tmp_path / "tuned" / "home" / tuning.FILE).read_text()).values()] == [2]
-    monkeypatch.setattr(StepTimer, "seconds", lambda self, size: pytest.fail("it is remembered"))
+    remembered = tmp_path / "tuned" / "home" / tuning.FILE
+    assert [*json.loads(remembered.read_text()).values()] == [2]
+    assert remembered.stat().st_mode & 0o077 == 0
+    monkeypatch.setattr(tuning, "step_seconds", lambda *given: pytest.fail("it is remembered"))
     again = run(home, tmp_path / "tuned", deterministic=False, tune="auto")
     assert again["tuned"] == {"rows_per_device": 2}
 

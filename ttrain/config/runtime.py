@@ -76,8 +76,8 @@ class Runtime(Section):
     )
     tune: Annotated[Literal["off", "auto"], BeforeValidator(off_as_a_word)] = setting(
         "off",
-        "auto: where deterministic is false, measure for about a minute at most which rows_per_device is fastest, and "
-        "remember it",
+        "auto: where deterministic is false, measure for the time of some six steps which rows_per_device is fastest, "
+        "and remember it",
     )
     loss_chunk_tokens: int | None = setting(
         None, "tokens whose logits are in memory at once; empty: chosen, 0: all of a micro-batch", ge=0

@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,7 @@ from ttrain.train.resource_limits import cap_at_available_memory
 from ttrain.train.task import TrainingTask
 
 FILE = Path("cache", "tuning.json")  # in the home: {digest of what it was measured on: rows_per_device}
-BUDGET_SECONDS = 60.0
-WARMUPS, REPEATS = 1, 2  # micro-batches of a measurement
+PASSES = 3  # of each size; the first one, which warms up, does not count
 STATES = 2  # numbers that an optimizer keeps for each one that is trained
 SLOWER = 1.02  # less is noise: the search goes on over sizes that are equally fast
 SETTINGS = ("attention", "loss_chunk_tokens", "compile", "gradient_checkpointing", "memory_limit_gb", "threads")
@@ -55,18 +54,17 @@ def tuned(
         log.warning("runtime.tune is auto, but nothing is tuned: %s", reason)
         return runtime
     path = job.home / FILE if job.home and ranks.first else None
+    remembered = read_object(path) if path else {}
     key = digest_of(_described(task, rows, order, runtime, ranks, precision))
-    rows_per_device = int(ranks.sum([float(recall(path, key))])[0])
+    rows_per_device = int(ranks.sum([float(remembered.get(key, 0))])[0])
     if not rows_per_device:
-        timer = StepTimer(task, rows, order, precision, ranks)
-        deadline = time.monotonic() + BUDGET_SECONDS
-        rows_per_device = fastest(
-            timer.seconds, sizes(order, ranks), ranks, lambda: job.stop_requested() or time.monotonic() > deadline
-        )
+        seconds = partial(step_seconds, task, rows, order, precision, ranks)
+        rows_per_device = fastest(seconds, sizes(order, ranks), ranks)
         if not rows_per_device:
             return runtime
-        if path is not None and not job.stop_requested():
-            remember(path, key, rows_per_device)
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, {**remembered, key: rows_per_device}, PRIVATE_FILE)
     log.info("tuning: rows_per_device=%d", rows_per_device)
     return runtime.model_copy(update={"rows_per_device": rows_per_device})
 
@@ -77,8 +75,6 @@ def _reason_against(runtime: Runtime, ranks: Ranks) -> str | None:
         return "it would change the last bits of the weights; set runtime.deterministic=false"
     if runtime.parallel == "fsdp" and ranks.world > 1:
         return "a model that is sharded cannot be measured on one rank; set runtime.parallel=ddp"
-    if runtime.reduction == "tree":
-        return "runtime.reduction is tree, which promises equal bits; set runtime.reduction=fast"
     return None
 
 
@@ -88,10 +84,11 @@ def sizes(order: Order, ranks: Ranks) -> list[int]:
     return sorted({most, *(1 << power for power in range(most.bit_length()))})
 
 
-def fastest(measure: Callable[[int], float], sizes: Sequence[int], ranks: Ranks, ends: Callable[[], bool]) -> int:
-    """The size with the least seconds of a step, tried upwards until a step is slower, does not fit, or `ends()`.
+def fastest(measure: Callable[[int], float], sizes: Sequence[int], ranks: Ranks) -> int:
+    """The size with the least seconds of a step, tried upwards until a step is slower or does not fit.
 
     `measure` raises an error where a size does not fit. The same size on all ranks; 0 where none could be measured.
+    All sizes together take about as long as six steps, since each has twice the rows of the one before.
     """
     best, least = 0, math.inf
     for size in sizes:
@@ -101,66 +98,43 @@ def fastest(measure: Callable[[int], float], sizes: Sequence[int], ranks: Ranks,
                 seconds = measure(size)
         except (RuntimeError, MemoryError) as error:
             failure = f"{type(error).__name__}: {error}".splitlines()[0]
-        total, failures, ended = ranks.sum([seconds, float(bool(failure)), float(ends())])
+        total, failures = ranks.sum([seconds, float(bool(failure))])
         log.info("tuning: rows_per_device=%d: %s", size, failure or f"{format_duration(seconds)} a step")
         if failures or total > SLOWER * least:
             break
         if total < least:
             best, least = size, total
-        if ended:
-            break
     return best
 
 
-@dataclass(frozen=True)
-class StepTimer:
-    """What is measured: the task and its rows, on this rank."""
+def step_seconds(
+    task: TrainingTask, rows: BatchSource, order: Order, precision: Precision, ranks: Ranks, rows_per_device: int
+) -> float:
+    """Of the forward and backward passes of the rank that has most of them; weights and random numbers stay as they are.
 
-    task: TrainingTask
-    rows: BatchSource
-    order: Order
-    precision: Precision
-    ranks: Ranks
-
-    def seconds(self, rows_per_device: int) -> float:
-        """Of the forward and backward passes of the rank that has most of them; weights and random numbers stay as they are.
-
-        What the optimizer will keep is allocated meanwhile, so that a size which fits here fits in training.
-        """
-        module: Any = self.task.build_model().to(self.ranks.device)
-        module.train()
-        reserved = torch.empty(STATES * count_parameters(module, trained=True), device=self.ranks.device)
-        devices = [self.ranks.device] if self.ranks.device.type == "cuda" else []
-        try:
-            with torch.random.fork_rng(devices):
-                seconds = [self._seconds_of_pass(module, number, rows_per_device) for number in range(WARMUPS + REPEATS)]
-        finally:
-            module.zero_grad(set_to_none=True)
-            del reserved
-        micro_batches = -(-self.order.rows_per_step // rows_per_device)
-        return min(seconds[WARMUPS:]) * -(-micro_batches // self.ranks.world)
-
-    def _seconds_of_pass(self, module: Any, number: int, rows_per_device: int) -> float:
-        batch = self.rows.batch(self.order.step_rows(number % self.order.steps)[:rows_per_device])
-        began = time.perf_counter()
-        with self.precision.autocast():
-            loss = self.task.train_step(module, batch, self.ranks.device)
-        (loss.total / max(1, loss.count)).backward()  # type: ignore[no-untyped-call]  # torch's
-        if self.ranks.device.type == "cuda":
-            torch.cuda.synchronize(self.ranks.device)
-        return time.perf_counter() - began
-
-
-def recall(path: Path | None, key: str) -> int:
-    """The rows that were fastest for this key; 0 where they are not known."""
-    rows = read_object(path).get(key) if path else None
-    return rows if type(rows) is int and rows > 0 else 0
-
-
-def remember(path: Path, key: str, rows_per_device: int) -> None:
-    """Add the rows to what is remembered."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, {**read_object(path), key: rows_per_device}, PRIVATE_FILE)
+    What the optimizer will keep is allocated meanwhile, so that a size which fits here fits in training.
+    """
+    device = ranks.device
+    module: Any = task.build_model().to(device)
+    module.train()
+    reserved = torch.empty(STATES * count_parameters(module, trained=True), device=device)
+    seconds = []
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            for number in range(PASSES):
+                batch = rows.batch(order.step_rows(number % order.steps)[:rows_per_device])
+                began = time.perf_counter()
+                with precision.autocast():
+                    loss = task.train_step(module, batch, device)
+                (loss.total / max(1, loss.count)).backward()  # type: ignore[no-untyped-call]  # torch's
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                seconds.append(time.perf_counter() - began)
+    finally:
+        module.zero_grad(set_to_none=True)
+        del reserved
+    micro_batches = -(-order.rows_per_step // rows_per_device)
+    return min(seconds[1:]) * -(-micro_batches // ranks.world)
 
 
 def _described(
