@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from support.tiny_trainers import ALONE, CPU, in_ranks, tiny_model
 from torch import nn
 
 from ttrain.config import Optim
-from ttrain.errors import ArtifactError, UsageError
+from ttrain.errors import ArtifactError
 from ttrain.train import optim
 from ttrain.train.distributed import Ranks
 from ttrain.train.optim import Optimizers
@@ -228,10 +227,3 @@ def test_state_of_a_parameter_that_is_not_trained_is_refused_by_name() -> None:
     for name in ("frozen.weight", "other.weight"):
         with pytest.raises(ArtifactError, match=f"state for {name}, which is not trained here"):
             optimizers.load_state({f"exp_avg|{name}": torch.zeros(3, 3)})
-
-
-def test_8_bit_state_without_torchao_names_the_setting_and_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchao", None)
-    monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    with pytest.raises(UsageError, match=r"optim.kind is adamw8bit, which needs torchao .*; try: pip install torchao"):
-        optim.build(Small(), Optim(kind="adamw8bit"))

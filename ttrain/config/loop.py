@@ -12,9 +12,9 @@ LARGEST_RATE = 1.0
 
 
 class Optim(Section):
-    """AdamW, Adam, AdamW whose state takes 8 bits a number, or Muon for the hidden matrices and AdamW for the rest."""
+    """AdamW, Adam, or Muon for the hidden matrices and AdamW for the rest."""
 
-    kind: Literal["muon", "adamw", "adam", "adamw8bit"] = setting("adamw", "adamw8bit needs torchao")
+    kind: Literal["muon", "adamw", "adam"] = setting("adamw", "muon: of the hidden matrices; AdamW of the rest")
     lr: float = setting(4e-3, "peak learning rate; where kind=muon, of what AdamW trains", gt=0)
     muon_lr: float = setting(0.02, "peak learning rate of Muon, where kind=muon", gt=0)
     embedding_lr: float | None = setting(None, "peak learning rate of the embedding; empty: lr", gt=0)

@@ -51,7 +51,6 @@ _PRECISIONS = {
 }
 _OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),
-    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "adamw8bit"),
 }
 _SCHEDULES = {
     "constant_with_warmup": "constant",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
 
 from ttrain.config import Optim
-from ttrain.errors import ArtifactError, UsageError
+from ttrain.errors import ArtifactError
 from ttrain.train import native
 from ttrain.train.distributed import Ranks, full_tensor, local_part, shard_like
 
@@ -26,7 +26,7 @@ class Optimizers:
     def __init__(self, optimizers: list[torch.optim.Optimizer], names: dict[Tensor, str]) -> None:
         self.optimizers = optimizers
         self.names = names
-        self._peaks = [[_peak(optimizer, group) for group in optimizer.param_groups] for optimizer in optimizers]
+        self._peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -37,10 +37,7 @@ class Optimizers:
         """Learning rate of each group: its peak times the factor."""
         for optimizer, peaks in zip(self.optimizers, self._peaks, strict=True):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                if isinstance(group["lr"], Tensor):  # torchao's compiled step reads the rate from a tensor
-                    group["lr"].fill_(peak * factor)
-                else:
-                    group["lr"] = peak * factor
+                group["lr"] = peak * factor
 
     def learning_rates(self) -> dict[str, float]:
         """Current rate by optimizer: {"muon": 0.02, "adamw": 0.004}. The last is that of
@@ -94,14 +91,20 @@ class Optimizers:
         ]
 
     def state(self) -> dict[str, Tensor]:
-        """All state as named plain tensors: {"exp_avg|model.norm.weight": ...}, or the parts {"exp_avg.codes|...": ...}."""
-        return {f"{key}|{self.names[p]}": value for p, key, value in self._entries()}
+        """All state as named plain tensors: {"exp_avg|model.norm.weight": ...}."""
+        tensors = {}
+        for optimizer in self.optimizers:
+            for parameter, entries in optimizer.state.items():
+                for key, value in entries.items():
+                    if value is not None:
+                        plain = value if isinstance(value, Tensor) else torch.tensor(value)
+                        tensors[f"{key}|{self.names[parameter]}"] = plain
+        return tensors
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Restore what `state()` returned. Raises ArtifactError if a name is unknown or a part is missing."""
+        """Restore what `state()` returned. Raises ArtifactError if a name is unknown."""
         parameters = {name: p for p, name in self.names.items()}
         owner = {id(p): o for o in self.optimizers for group in o.param_groups for p in group["params"]}
-        parts: dict[tuple[str, str], dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             key, _, parameter_name = name.partition("|")
             parameter = parameters.get(parameter_name)
@@ -109,35 +112,16 @@ class Optimizers:
                 raise ArtifactError(f"the checkpoint has optimizer state for {parameter_name}, which is not trained here")
             optimizer = owner[id(parameter)]
             stays = key == "step" and not optimizer.defaults.get("fused")  # only a fused optimizer counts on the device
-            value = tensor if stays else shard_like(tensor, parameter)
-            whole, _, component = key.partition(".")
-            if component:
-                parts.setdefault((whole, parameter_name), {})[component] = value
-            else:
-                optimizer.state[parameter][key] = value
-        for (whole, parameter_name), components in parts.items():
-            parameter = parameters[parameter_name]
-            owner[id(parameter)].state[parameter][whole] = _join_8bit(whole, parameter_name, components)
-
-    def _entries(self) -> Iterator[tuple[Tensor, str, Tensor]]:
-        for optimizer in self.optimizers:
-            for parameter, entries in optimizer.state.items():
-                for key, value in entries.items():
-                    if _is_8bit(value):
-                        for attribute in value.tensor_attrs:
-                            yield parameter, f"{key}.{attribute}", getattr(value, attribute)
-                    elif value is not None:
-                        yield parameter, key, value if isinstance(value, Tensor) else torch.tensor(value)
+            optimizer.state[parameter][key] = tensor if stays else shard_like(tensor, parameter)
 
 
 def build(model: nn.Module, config: Optim) -> Optimizers:
-    """Build the optimizers of a model's trainable parameters. Raises UsageError if one is not available.
+    """Build the optimizers of a model's trainable parameters.
 
     `adamw` decouples weight decay from the gradient (arXiv:1711.05101); `adam` (arXiv:1412.6980) adds it there, as L2.
-    `adamw8bit` keeps both means in 8 bits (arXiv:2110.02861), of tensors with 4096 numbers or more. `muon` (Jordan 2024,
-    kellerjordan.github.io/posts/muon) takes the hidden matrices and leaves the rest to AdamW; its rate is scaled by
-    sqrt(max(1, rows/columns)). Stacked experts are matrices too, each for itself: 8 of them, 2 a token, on 0.6 M bytes of
-    text in 300 steps: 1.18 nats a byte held out, where AdamW took the experts 1.30.
+    `muon` (Jordan 2024, kellerjordan.github.io/posts/muon) takes the hidden matrices and leaves the rest to AdamW; its
+    rate is scaled by sqrt(max(1, rows/columns)). Stacked experts are matrices too, each for itself: 8 of them, 2 a token,
+    on 0.6 M bytes of text in 300 steps: 1.18 nats a byte held out, where AdamW took them 1.30.
 
     The embedding and the output head may have rates of their own; a weight that is both takes the head's.
 
@@ -168,57 +152,11 @@ def build(model: nn.Module, config: Optim) -> Optimizers:
     if muon:
         optimizers.append(Muon(muon, lr=config.muon_lr, weight_decay=config.weight_decay))
     if groups:
-        described = [{"params": groups[lr, decay], "lr": lr, "peak": lr, "weight_decay": decay} for lr, decay in first]
-        optimizers.append(_adam(described, config, [p for _, p in trained]))
+        described = [{"params": groups[lr, decay], "lr": lr, "weight_decay": decay} for lr, decay in first]
+        kind = torch.optim.Adam if config.kind == "adam" else torch.optim.AdamW
+        fused = all(p.device.type in FUSED_DEVICES for _, p in trained)
+        optimizers.append(kind(described, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused))
     return Optimizers(optimizers, {p: name for name, p in trained})
-
-
-def _adam(groups: list[dict[str, Any]], config: Optim, trained: list[Tensor]) -> torch.optim.Optimizer:
-    """Adam, AdamW or 8-bit AdamW, as the settings say."""
-    if config.kind == "adamw8bit":
-        return _adamw_8bit(groups, config, trained)
-    kind = torch.optim.Adam if config.kind == "adam" else torch.optim.AdamW
-    fused = all(p.device.type in FUSED_DEVICES for p in trained)
-    return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
-
-
-def _adamw_8bit(groups: list[dict[str, Any]], config: Optim, trained: list[Tensor]) -> torch.optim.Optimizer:
-    """torchao's 8-bit AdamW; its step is compiled, half a minute once. Raises UsageError if it is not available."""
-    if any(hasattr(p, "full_tensor") for p in trained):  # sharded; DTensor itself takes half a second to import
-        raise UsageError(
-            "optim.kind is adamw8bit but runtime.parallel is fsdp, whose checkpoints cannot hold 8-bit state; "
-            "set optim.kind=adamw, or runtime.parallel=ddp"
-        )
-    try:
-        from torchao.optim import AdamW8bit
-    except ImportError as error:
-        raise UsageError(
-            f"optim.kind is adamw8bit, which needs torchao ({error}); try: pip install torchao, or set optim.kind=adamw"
-        ) from None
-    optimizer: torch.optim.Optimizer = AdamW8bit(groups, lr=config.lr, betas=config.betas, eps=config.eps)
-    return optimizer
-
-
-def _peak(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float:
-    """Peak learning rate of a group, before torchao rounds it to fp32."""
-    return float(group.get("peak", optimizer.defaults["lr"]) if isinstance(group["lr"], Tensor) else group["lr"])
-
-
-def _is_8bit(value: object) -> bool:
-    """Whether a value is torchao's 8-bit tensor: codes, scales and the map of the codes."""
-    return type(value).__name__ == "OptimState8bit"
-
-
-def _join_8bit(key: str, parameter_name: str, parts: dict[str, Tensor]) -> Tensor:
-    """Join the parts of an 8-bit tensor; the mean of the gradients is signed, that of their squares is not."""
-    from torchao.optim.subclass_8bit import OptimState8bit
-
-    missing = {"codes", "scale", "qmap"} - set(parts)
-    if missing:
-        raise ArtifactError(f"the checkpoint lacks {', '.join(sorted(missing))} of {key} of {parameter_name}")
-    signed = key == "exp_avg"
-    joined: Tensor = OptimState8bit(parts["codes"], parts["scale"], parts["qmap"], signed, dtype=torch.float32)
-    return joined
 
 
 COEFFICIENTS, STEPS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7  # those of torch.optim.Muon
