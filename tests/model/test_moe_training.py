@@ -58,27 +58,27 @@ def trained(
     return before, after, [record.metrics for record in recorder.records]
 
 
-TREE, MUON = TrainerOptions(reduction="tree"), Optim(kind="muon", muon_lr=0.1, weight_decay=0)
+MUON = Optim(kind="muon", muon_lr=0.1, weight_decay=0)
 
 
 @pytest.fixture(scope="module")
 def of_rank(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What two ranks have: with a tree, sharded, and sharded after a step of Muon, in this order."""
+    """What two ranks have: replicated, sharded, and sharded after a step of Muon, in this order."""
 
     def work(ranks: Ranks) -> Any:
         sharded = TrainerOptions(parallel="fsdp")
         return (
-            trained("glm4_moe", ranks, TREE, rows_per_device=1), trained("ernie4_5_moe", ranks, sharded),
+            trained("glm4_moe", ranks, rows_per_device=1), trained("ernie4_5_moe", ranks, sharded),
             trained("glm4_moe", ranks, sharded, steps=1, optim=MUON),
         )  # fmt: skip
 
     return in_ranks(2, tmp_path_factory.mktemp("ranks"), work)
 
 
-def test_two_ranks_train_the_experts_as_one_does_to_the_last_bit(of_rank: Any) -> None:
-    _, alone, curve = trained("glm4_moe", how=TREE, rows_per_device=1)
+def test_two_ranks_train_the_experts_as_one_does(of_rank: Any) -> None:
+    _, alone, curve = trained("glm4_moe", rows_per_device=1)
     for (_, weights, _), *_ in of_rank:
-        assert same(weights, alone)
+        assert distance(weights, alone) < 1e-5
     names = [name for name in curve[0] if name.startswith(("moe_load", "moe_dropped", "moe_max"))]
     assert [[line[name] for name in names] for line in of_rank[0][0][2]] == [
         [line[name] for name in names] for line in curve

@@ -90,13 +90,13 @@ def test_threads_ranks_kernels_and_micro_batches_are_those_of_the_training(root:
         manifest["result"] |= {"ranks": 4, "threads": 3, "device": "cpu"}
         runtime = manifest["provenance"]["runtime"]
         runtime |= {"threads": None, "devices": 2, "nodes": 2, "node_rank": 1, "rendezvous": "other:1"}
-        runtime |= {"compile": True, "rows_per_device": 7, "reduction": "tree", "parallel": "fsdp", "gone_by_now": 1}
+        runtime |= {"compile": True, "rows_per_device": 7, "parallel": "fsdp", "gone_by_now": 1}
 
     alter(root, "tokenizer", trained)
     [recipe] = recipes(root, "tokenizer")
     runtime = recipe.settings.runtime
     assert (runtime.devices, runtime.threads, runtime.device, runtime.nodes, runtime.node_rank) == (4, 3, "cpu", 1, 0)
-    assert (runtime.compile, runtime.rows_per_device, runtime.reduction, runtime.parallel) == (True, 7, "tree", "fsdp")
+    assert (runtime.compile, runtime.rows_per_device, runtime.parallel) == (True, 7, "fsdp")
     assert "2 machines trained together, here one does" in recipe.remarks
     assert "this ttrain has no runtime.gone_by_now" in recipe.remarks
 

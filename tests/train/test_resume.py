@@ -19,7 +19,7 @@ from ttrain.errors import ArtifactError, TTrainError, UsageError
 from ttrain.train.distributed import Ranks
 from ttrain.train.precision import LossScale
 from ttrain.train.task import LossSum
-from ttrain.train.trainer import Cadence, Trainer, TrainerOptions
+from ttrain.train.trainer import Cadence, Trainer
 
 
 def trainer(directory: Path, *, changes: Mapping[str, Any] = MappingProxyType({}), **options: Any) -> Trainer:
@@ -92,20 +92,16 @@ class InParts(WatchedTask):
 
 
 def test_ranks_with_no_micro_batch_of_a_step_sum_the_same_parts(tmp_path: Path) -> None:
-    """The last step has one micro-batch, so that one of two ranks computes no part at all in a tree."""
+    """The last step has one micro-batch."""
 
-    def fits(ranks: Ranks) -> list[int]:
-        config, steps = settings_of_training(), []
-        for reduction in ("tree", "fast"):
-            model = tiny_model()
-            run = make_trainer(
-                config, model, NumberedRows(52), task=InParts(config, model), rows_per_device=3, total_rows=7, ranks=ranks,
-                how=TrainerOptions(reduction=reduction),
-            )  # fmt: skip
-            steps.append(run.fit().step)
-        return steps
+    def fit(ranks: Ranks) -> int:
+        config, model = settings_of_training(), tiny_model()
+        run = make_trainer(
+            config, model, NumberedRows(52), task=InParts(config, model), rows_per_device=3, total_rows=7, ranks=ranks
+        )
+        return run.fit().step
 
-    assert in_ranks(2, tmp_path, fits) == [[2, 2]] * 2
+    assert in_ranks(2, tmp_path, fit) == [2, 2]
 
 
 def test_a_part_that_the_first_step_had_not_is_named() -> None:
@@ -123,7 +119,7 @@ def test_running_statistics_are_those_of_rank_0_on_all_ranks(tmp_path: Path) -> 
         from ttrain.train.parallel import parallelize
 
         module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-        way = parallelize(module, ranks, parallel="ddp", reduction="fast")
+        way = parallelize(module, ranks, "ddp")
         for step in range(3):
             torch.manual_seed(step * 2 + ranks.rank)
             way.module(torch.randn(4, 3)).sum().backward()

@@ -12,7 +12,6 @@ from support.comparing import copies, distance, same
 from support.tiny_data import NumberedRows
 from support.tiny_trainers import (
     ALONE,
-    CPU,
     Held,
     Recorder,
     WatchedTask,
@@ -73,11 +72,6 @@ def test_sharded_ranks_train_as_one_whole_model_does_and_pass_checkpoints_to_and
         assert [*first["norms"], *second["norms"]] == pytest.approx(straight["norms"], rel=1e-3)
         assert second["validation"] == pytest.approx(straight["validation"], rel=1e-5)
         assert distance(straight["weights"], second["weights"]) < 1e-4
-
-
-def test_a_tree_of_sharded_models_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"runtime\.reduction is tree but runtime\.parallel is fsdp"):
-        fit(Ranks(0, 2, CPU), TrainerOptions(parallel="fsdp", reduction="tree"), Path("nowhere"))
 
 
 def test_sharded_layers_train_as_one_whole_model_does_compiled_or_where_they_cannot_be(

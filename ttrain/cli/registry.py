@@ -324,7 +324,7 @@ def _training_facts(link: Link) -> str:
     runtime = link.provenance.get("runtime", {})
     facts = [f"in {result.get('precision')} on {result.get('device')}", f"ranks {result['ranks']}"]
     facts += [f"threads {result['threads']}"] if "threads" in result else []
-    settings = {name: runtime.get(name) for name in ("rows_per_device", "compile", "reduction")}
+    settings = {name: runtime.get(name) for name in ("rows_per_device", "compile")}
     facts += [f"{name} {value}" for name, value in settings.items() if value is not None]
     return ", ".join(facts)
 

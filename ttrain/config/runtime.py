@@ -64,9 +64,6 @@ class Runtime(Section):
     )
     night: Night | None = setting(None, "hours in which less of the machine is taken; empty: none")
     parallel: Literal["ddp", "fsdp"] = setting("ddp", "ranks hold whole models, or shards of one (FSDP2)")
-    reduction: Literal["fast", "tree"] = setting(
-        "fast", "tree: gradients are summed in an order that no number of ranks changes, equal to the last bit"
-    )
     deterministic: bool = setting(True, "the same run gives the same bits; false: the fastest kernels")
     compile: bool | None = setting(
         None, "torch.compile; pays for long runs only. Empty: on CUDA, from 500 steps on, with rows of one width"

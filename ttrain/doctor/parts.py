@@ -172,7 +172,7 @@ def trainer_of(
         precision=precision,
         weights=subject,
         cadence=Cadence(log=NEVER, checkpoint=save_every),
-        options=TrainerOptions(False, learner.runtime.parallel, learner.runtime.reduction),
+        options=TrainerOptions(False, learner.runtime.parallel),
         **parts,
     )
 

@@ -129,9 +129,7 @@ def train(
             quick_validations=runtime.quick_validations,
         ),
         stop_requested=job.stop_requested,
-        options=TrainerOptions(
-            compiles(runtime, ranks.device, loader.rows, order.steps), runtime.parallel, runtime.reduction
-        ),
+        options=TrainerOptions(compiles(runtime, ranks.device, loader.rows, order.steps), runtime.parallel),
         night=night,
         origin=origin,
     )

@@ -39,10 +39,10 @@ class PlacedModel:
         is_whole = options.parallel != "fsdp" or ranks.world == 1
         self.bare = module.to(ranks.device) if is_whole else module  # else each rank moves only its shard
         self.parallel, self._compiled_layers = place(
-            self.bare, ranks, options.parallel, options.reduction, self._trial_pass if options.compile else None
+            self.bare, ranks, options.parallel, self._trial_pass if options.compile else None
         )
         self.optimizers = task.build_optimizer(self.bare)
-        self.optimizers.prepare(precision.product_dtype, ranks if options.reduction != "tree" else None)
+        self.optimizers.prepare(precision.product_dtype, ranks)
         self.average = MovingAverage(self.optimizers.names, task.config.schedule.average, loader.order.steps)
         self.loss_scale = precision.loss_scale()
         self.can_defer = is_whole and not self.loss_scale.enabled and self.optimizers.can_be_prevented
@@ -63,18 +63,16 @@ class PlacedModel:
         """Pass through this rank's micro-batches; the parameters then hold the (scaled) gradient over all ranks."""
         self.bare.train()
         sums = MicroBatchSums()
-        ordered = self.parallel.begin(micro_batches, len(self.loader.parts(step)))
-        for micro in ordered:
+        for micro in micro_batches:
             seed = _seed(self.task.config.seed, step, micro.number)
             # torch.manual_seed takes 0.9 ms: it notes a traceback for each kind of device that is not in use.
             (torch.default_generator if self.ranks.device.type == "cpu" else torch).manual_seed(seed)
-            self.parallel.before_backward(last=micro is ordered[-1])
+            self.parallel.before_backward(last=micro is micro_batches[-1])
             with self._compiled_layers.used() if self._compiled_layers else contextlib.nullcontext():
                 with self.precision.autocast():
                     loss = self.task.train_step(self.parallel.module, micro.batch, self.ranks.device)
                 factor = self._scale * self.loss_scale.scale * self.parallel.loss_factor
                 (loss.total * factor).backward()  # type: ignore[no-untyped-call]  # torch's
-            self.parallel.after_backward(micro)
             sums.add(micro.number, loss)
         self.parallel.finish()
         return sums

@@ -58,7 +58,6 @@ class TrainerOptions:
 
     compile: bool = False
     parallel: str = "ddp"
-    reduction: str = "fast"
     defer: bool | None = None  # figures are read at logging steps only; None: on CUDA
 
 
