@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from support.tiny_data import NumberedRows
 from support.tiny_trainers import WatchedTask, make_trainer, settings_of_training, tiny_model
-from support.waiting import wait_until
 
-from ttrain.data.loader import Loader, Order, ShuffledOrder
-from ttrain.data.packing import Batch
+from ttrain.data.loader import Order, ShuffledOrder
 from ttrain.train.callbacks import Callback, LogRecord, StepRecord
-from ttrain.train.guards import DeadLoader, GuardLog, LossSpike, Overfit, counts, default_guards
+from ttrain.train.guards import GuardLog, LossSpike, Overfit, counts, default_guards
 from ttrain.train.trainer import QUICK
 
 ORDER = ShuffledOrder(60, 6, 60_000, 1)
@@ -97,7 +92,7 @@ def test_a_spike_in_a_run_names_the_rows_of_its_step_and_the_run_goes_on(book: G
     config, model = settings_of_training(tokens=24 * 96), tiny_model(layers=1)
     task = WatchedTask(config, model, spoil=lambda passes: 3.0 if passes == 22 else 1.0)
     trainer = make_trainer(config, model, NumberedRows(60), rows_per_device=6, task=task)
-    trainer.callback_list.callbacks = default_guards(book.path, trainer.loader)
+    trainer.callback_list.callbacks = default_guards(book.path, trainer.loader.order)
     assert trainer.fit().step == 24
     (line,) = lines(book)
     assert (line["guard"], line["step"]) == ("loss-spike", 22)
@@ -172,87 +167,7 @@ def test_overfitting_is_told_by_the_quick_validations_while_it_happens(book: Gua
     assert "has risen since step 10, 5.7 → 7, while the training loss fell, 6 → 1.5" in line["message"]
 
 
-# --- a loader that gives nothing ----------------------------------------------------------------------------------------
-
-
-def test_a_loader_that_hangs_is_told_while_it_hangs_with_the_rows_that_are_waited_for(book: GuardLog) -> None:
-    class Hangs(NumberedRows):
-        def batch(self, rows: Any) -> Batch:
-            if set(hanging) & set(np.asarray(rows).tolist()):
-                wait_until(lambda: lines(book))
-                time.sleep(0.2)  # in which it is not told again
-            return super().batch(rows)
-
-    trainer = make_trainer(settings_of_training(tokens=5 * 96), tiny_model(), Hangs(60))
-    hanging = trainer.loader.order.step_rows(3).tolist()
-    trainer.callback_list.callbacks = [DeadLoader(book, trainer.loader, seconds=0.3)]
-    assert trainer.fit().step == 5
-    (line,) = lines(book)
-    assert (line["step"], line["guard"], line["rows"]) == (4, "dead-loader", hanging)
-    assert "has given no rows for 0.3 s" in line["message"]
-    assert "dead-loader" not in [thread.name for thread in threading.enumerate()]
-
-
-def test_a_long_step_is_no_dead_loader(book: GuardLog) -> None:
-    class Slow(WatchedTask):
-        def train_step(self, model: Any, batch: Batch, device: Any) -> Any:
-            threading.Event().wait(0.15)
-            return super().train_step(model, batch, device)
-
-    config, model = settings_of_training(tokens=3 * 96), tiny_model()
-    trainer = make_trainer(config, model, NumberedRows(60), rows_per_device=6, task=Slow(config, model))
-    trainer.callback_list.callbacks = [DeadLoader(book, trainer.loader, seconds=0.05)]
-    trainer.fit()
-    assert lines(book) == []
-
-
-def test_the_thread_ends_with_a_run_that_fails(book: GuardLog) -> None:
-    def spoil(passes: int) -> float:
-        raise MemoryError
-
-    config, model = settings_of_training(), tiny_model()
-    trainer = make_trainer(config, model, NumberedRows(60), task=WatchedTask(config, model, spoil))
-    trainer.callback_list.callbacks = default_guards(book.path, trainer.loader)
-    with pytest.raises(MemoryError):
-        trainer.fit()
-    assert "dead-loader" not in [thread.name for thread in threading.enumerate()]
-
-
-def test_rows_with_hardly_a_target_are_told_and_a_last_step_of_fewer_rows_is_not(book: GuardLog) -> None:
-    order = ShuffledOrder(60, 6, 20 * 6 + 1, 1)
-    guard = DeadLoader(book, Loader(NumberedRows(60), order, rows_per_device=6))
-    for step in range(1, 21):
-        guard.step_end(record(step, live_tokens={15: 10, 16: 9, 17: 20}.get(step, 60), order=order))
-    guard.step_end(record(21, live_tokens=4, order=order))
-    assert [line["step"] for line in lines(book)] == [15, 16]
-    assert lines(book)[0]["message"].startswith("its rows have 1.67 tokens to learn from each; no previous step had ")
-    assert lines(book)[0]["rows"] == order.step_rows(14).tolist()
-
-
-def test_the_same_rows_step_after_step_are_told(book: GuardLog) -> None:
-    class Stuck(Order):
-        def rows_at(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-            return places % self.rows_per_step
-
-    for kind, told in ((Stuck, [2, 52]), (ShuffledOrder, [])):
-        book.path.unlink(missing_ok=True)
-        order = kind(60, 6, 600, 1)
-        guard = DeadLoader(book, Loader(NumberedRows(60), order, rows_per_device=6))
-        for step in range(1, 101):
-            guard.step_end(record(step, order=order))
-        assert [line["step"] for line in lines(book)] == told
-
-
 # --- the file -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_file_that_cannot_be_written_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "a file").touch()
-    guard = LossSpike(GuardLog(tmp_path / "a file" / "guards.jsonl"))
-    guard.start(0, 100)
-    steps(guard, [*noisy(40), 9.0])
-    assert "the guards cannot write" in caplog.text and "guard loss-spike: step 41" in caplog.text
-    assert counts(tmp_path / "a file" / "guards.jsonl") == {}
 
 
 def test_a_long_list_of_rows_is_cut_in_the_log_and_whole_in_the_file(

@@ -113,7 +113,7 @@ class Runtime(Section):
         (), "checkpoints of these steps are made, and stay for good"
     )
     guards: Annotated[Literal["warn", "off"], BeforeValidator(off_as_a_word)] = setting(
-        "warn", "look out for spikes of the loss, overfitting, a dead loader"
+        "warn", "look out for spikes of the loss and overfitting"
     )
     loggers: Annotated[tuple[Literal["tensorboard", "wandb", "swanlab"], ...], BeforeValidator(as_tuple)] = setting(
         (), "where the curves go beside MLflow; each needs its extra: tb, wandb, swanlab"

@@ -75,7 +75,7 @@ def training_callbacks(
     ]
     callbacks += make_loggers(job.runtime.loggers, run, description(config, job.labels))
     if job.runtime.guards == "warn":
-        callbacks += default_guards(run / GUARDS, loader)
+        callbacks += default_guards(run / GUARDS, loader.order)
     if ranks.first:
         callbacks += installed_callbacks(may_stop=isinstance(config, TaskConfig))
     return callbacks

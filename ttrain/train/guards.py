@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ import numpy.typing as npt
 
 from ttrain.core.files import parse_json
 from ttrain.core.text import first_of
-from ttrain.data.loader import Loader, Order
+from ttrain.data.loader import Order
 from ttrain.train.callbacks import Callback, LogRecord, StepRecord, truncate_after
 from ttrain.train.trainer import QUICK
 
@@ -29,36 +28,28 @@ log = logging.getLogger("ttrain")
 
 
 class GuardLog:
-    """Writes warnings to a file and to the log. On a full disk a line of the file is lost; training continues."""
+    """Writes warnings to a file and to the log."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def cut(self, step: int) -> None:
         """Drop the lines that are written again when the run continues at `step`."""
-        try:
-            truncate_after(self.path, step)
-        except OSError as error:
-            log.warning("the guards cannot write %s: %s", self.path, error)
+        truncate_after(self.path, step)
 
     def warn(self, guard: str, step: int, message: str, rows: Sequence[int]) -> None:
         """Write a warning; the log gets the first rows only."""
         shown = first_of(rows, ROWS_SHOWN)
         log.warning("guard %s: step %d: %s; rows %s", guard, step, message, shown)
         line = {"step": step, "guard": guard, "message": message, "rows": list(rows), "time": time.time()}
-        try:
-            with self.path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-        except OSError as error:
-            log.warning("the guards cannot write %s: %s", self.path, error)
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 def counts(path: Path) -> dict[str, int]:
     """{guard: number of warnings} in a file of warnings; empty if there is no file."""
-    try:
-        return dict(Counter(parse_json(line)["guard"] for line in path.read_text().splitlines()))
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+    lines = path.read_text().splitlines() if path.exists() else []
+    return dict(Counter(parse_json(line)["guard"] for line in lines))
 
 
 class Guard(Callback):
@@ -156,71 +147,7 @@ class Overfit(Guard):
             )
 
 
-class DeadLoader(Guard):
-    """A loader that gives nothing for half a minute, the same rows again, or rows with hardly a token to learn from.
-
-    A thread reports the first while training waits, for the first rank only, which loads its own share of the rows
-    named. Few targets means few per row compared with the fewest of the previous steps.
-    """
-
-    name = "dead-loader"
-    SECONDS = 30.0
-    WINDOW, FEWEST = 50, 10  # steps
-    FEW = 0.25
-    REPEATS_EVERY = 50  # steps; asking for the rows of a step takes 0.2 ms
-
-    def __init__(self, book: GuardLog, loader: Loader, seconds: float = SECONDS) -> None:
-        super().__init__(book)
-        self._loader, self._seconds = loader, seconds
-        self._waiting: tuple[int, float] | None = None  # (number of the step, since when)
-        self._live: list[float] = []  # targets a row
-        self._over = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def start(self, step: int, steps: int) -> None:
-        super().start(step, steps)
-        self._over.clear()
-        self._thread = threading.Thread(target=self._watch, name="dead-loader", daemon=True)
-        self._thread.start()
-
-    def step_start(self, step: int) -> None:
-        self._waiting = (step, time.monotonic())
-
-    def step_end(self, record: StepRecord) -> None:
-        self._waiting = None
-        order, step_index = self._loader.order, record.step - 1
-        looks = record.step % self.REPEATS_EVERY == 2 and order.rows > order.rows_per_step
-        if looks and np.array_equal(record.rows(), order.step_rows(step_index - 1)):
-            self._warn(record.step, "the rows are the same as in the previous step", record.rows)
-        live = record.live_tokens / min(order.rows_per_step, order.total_rows - step_index * order.rows_per_step)
-        if len(self._live) >= self.FEWEST and live < self.FEW * min(self._live):
-            message = f"its rows have {live:.3g} tokens to learn from each; no previous step had fewer than"
-            self._warn(record.step, f"{message} {min(self._live):.3g}", record.rows)
-        else:
-            self._live = [*self._live, live][-self.WINDOW :]
-
-    def end(self, step: int) -> None:
-        self._over.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def failed(self, error: BaseException) -> None:
-        self.end(0)
-
-    def _watch(self) -> None:
-        warned_step = 0
-        while not self._over.wait(min(1.0, self._seconds / 4)):
-            waiting = self._waiting
-            if waiting is None or waiting[0] == warned_step or self._loader.consumed >= waiting[0]:
-                continue
-            step, since = waiting
-            if time.monotonic() - since >= self._seconds:
-                warned_step = step
-                message = f"the loader has given no rows for {self._seconds:g} s"
-                self._warn(step, message, lambda step=step: self._loader.order.step_rows(step - 1))  # type: ignore[misc]
-
-
-def default_guards(path: Path, loader: Loader) -> list[Callback]:
+def default_guards(path: Path, order: Order) -> list[Callback]:
     """All guards, writing to `path`."""
     book = GuardLog(path)
-    return [LossSpike(book), Overfit(book, loader.order), DeadLoader(book, loader)]
+    return [LossSpike(book), Overfit(book, order)]
