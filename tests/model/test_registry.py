@@ -18,14 +18,13 @@ from support.tiny_data import VOCAB
 from support.tiny_trainers import settings_of_training, tiny_model
 from torch.nn import functional as F
 
-from ttrain.config import Lora, Model, Moe
+from ttrain.config import Lora, Model
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.model import factory, registry, shape_check
 from ttrain.model.architecture import build_config, suitable_kinds
 from ttrain.model.factory import residual_weights
 from ttrain.pipeline.plan import Planner
 from ttrain.stages import LORA
-from ttrain.store.model_files import MODEL, tensor_shapes
 from ttrain.train.language_modeling import LanguageModeling, NextTokenLoss
 from ttrain.train.losses import token_loss_sum
 
@@ -206,9 +205,6 @@ def test_kinds_are_those_of_transformers_own_table_and_ours_without_importing_it
     monkeypatch.setattr(registry, "TABLE", "MODEL_FOR_MASKED_LM_MAPPING_NAMES")
     registry.names.cache_clear()
     assert "modernbert" in registry.names() and "llama" not in registry.names()
-    monkeypatch.setattr(registry, "read_table", lambda: {}["moved"])
-    registry.names.cache_clear()
-    assert "modernbert" in registry.names(), "where the file is written otherwise, the table is imported"
     monkeypatch.undo()
     registry.names.cache_clear()
 
@@ -295,7 +291,10 @@ def test_every_size_that_is_advised_is_accepted_and_can_be_built() -> None:
     [
         ({"kind": "phi3", "heads": 3, "hidden_size": 129}, "model.kind is phi3, which cannot compute in these sizes"),
         ({"kind": "phi3", "heads": 3, "hidden_size": 132}, ""),
-        ({"kind": "deepseek_v3", "heads": 4, "hidden_size": 136, "kv_heads": 2}, "; try model.kv_heads=null"),
+        (
+            {"kind": "deepseek_v3", "heads": 4, "hidden_size": 136, "kv_heads": 2},
+            "model.kind is deepseek_v3, which cannot compute in these sizes",
+        ),
         ({"kind": "tinyseek", "heads": 4}, ""),
         ({"kind": "gpt2", "kv_heads": 1}, "model.kv_heads is 1"),
         ({"kind": "gpt_neo"}, "verify the value of `config.attention_types` argument."),  # the end of what its config says
@@ -311,9 +310,6 @@ def test_a_model_without_rules_of_its_own_is_built_to_see(settings: dict[str, An
     assert not registry.has_all_rules(model)
     answer = shape_check.problem_of(model)
     assert problem in answer and bool(answer) == bool(problem)
-    if "; try " in answer:
-        changes = {name: json.loads(value) for name, value in (word[6:].split("=") for word in advised(answer))}
-        assert shape_check.problem_of(Model.model_validate({"layers": 1, **settings, **changes})) == ""
 
 
 @pytest.mark.parametrize(
@@ -334,47 +330,30 @@ def test_an_adapter_is_compared_with_its_model_before_either_is_made(
     settings: dict[str, Any], adapter: dict[str, Any], problem: str
 ) -> None:
     model, lora = Model.model_validate({"layers": 1, **settings}), Lora.model_validate(adapter)
-    answer = shape_check.problem_of_adapter("lora", lora, model, {})
+    answer = shape_check.problem_of_adapter("lora", lora, model)
     assert problem in answer and bool(answer) == bool(problem)
-    of_dpo = shape_check.problem_of_adapter("dpo", lora, model, {})
+    of_dpo = shape_check.problem_of_adapter("dpo", lora, model)
     assert of_dpo == answer.replace("lora.", "dpo.")
-    config = tiny_model(**settings).config.to_dict()
-    assert bool(shape_check.problem_of_adapter("lora", lora, None, config)) == bool(problem)
 
 
-CONTRADICTIONS: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"vocab_size": VOCAB - 1}, "does not fit its weights: model.embed_tokens.weight is"),
-    ({"num_attention_heads": 5}, "does not fit its weights"),
-    ({"num_key_value_heads": 3}, "does not fit its weights"),
-    ({"num_hidden_layers": 7}, "must be equal to the number of `layer_types`"),
-    ({"hidden_size": None}, "'hidden_size' expected int"),
-    ({"hidden_act": "nope"}, "contradicts itself: there is no 'nope'"),
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"vocab_size": VOCAB - 1}, "mis-shaped: model.embed_tokens.weight"),
+        ({"num_hidden_layers": 7}, "must be equal to the number of `layer_types`"),
+        ({"hidden_act": "nope"}, "there is no 'nope'"),
+    ],
+    ids=str,
 )
-
-
-@pytest.mark.parametrize(("changes", "problem"), CONTRADICTIONS, ids=str)
-def test_a_config_that_contradicts_itself_or_its_weights_is_one_line(
+def test_a_config_that_contradicts_itself_or_its_weights_is_refused_by_its_directory(
     tmp_path: Path, changes: dict[str, Any], problem: str
 ) -> None:
-    model = tiny_model(kind="qwen3")
-    save_base(model, tmp_path)
-    shapes, config = tensor_shapes(tmp_path / MODEL), json.loads((tmp_path / "config.json").read_bytes())
-    assert shapes["model.norm.weight"] == [16]
-    assert shape_check.problem_of_existing("sft.start_from is ./m", config, shapes) == ""
-    answer = shape_check.problem_of_existing("sft.start_from is ./m", {**config, **changes}, shapes)
-    assert answer.startswith("sft.start_from is ./m, whose config.json ") and problem in answer
-    assert answer.endswith("; correct it") and "\n" not in answer
+    save_base(tiny_model(kind="qwen3"), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_bytes())
     (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
-    with pytest.raises(ArtifactError, match=re.escape(str(tmp_path))):
+    with pytest.raises(ArtifactError, match=re.escape(str(tmp_path))) as refused:
         factory.load(tmp_path)
-
-
-@pytest.mark.parametrize("options", [*ARCHITECTURES[::2], {"kind": "qwen3", "moe": Moe(experts=4)}], ids=str)
-def test_a_config_and_weights_of_an_architecture_fit_each_other(options: dict[str, Any]) -> None:
-    model = model_of(options)
-    config = json.loads(factory.files(model)["config.json"])
-    shapes = {name: [*tensor.shape] for name, tensor in model.state_dict().items()}
-    assert shape_check.problem_of_existing("sft.start_from is ./m", config, shapes) == ""
+    assert problem in str(refused.value)
 
 
 def test_the_plan_refuses_what_its_process_finds_also_beside_a_users_own_random(

@@ -58,20 +58,6 @@ def construct(config: Model, *, vocab_size: int, ids: dict[str, int]) -> PreTrai
     return model
 
 
-def construct_existing(config: Mapping[str, Any]) -> PreTrainedModel:
-    """The architecture of a `config.json`, with its own initialisation. Raises UsageError where it contradicts itself."""
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-
-    if config["model_type"] in registry.OWN_KINDS:
-        registry.register_own()
-    try:
-        hf = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(hf, dtype=torch.float32, trust_remote_code=False)
-    except BUILD_ERRORS as error:
-        raise UsageError(_reason(error)) from None
-    return model
-
-
 def _reason(error: Exception) -> str:
     """The message in one line; of a key that is missing it is the key alone."""
     text = " ".join(str(error).split())

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import difflib
 import functools
 import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,21 +39,11 @@ def check_kind(kind: str) -> None:
 @functools.cache
 def names() -> frozenset[str]:
     """Architectures with a causal head in transformers, and ours; not all of them can be trained here."""
-    try:
-        kinds = read_table()
-    except (OSError, SyntaxError, LookupError, ValueError, AttributeError, TypeError):  # this version's has another form
-        from transformers.models.auto import modeling_auto
-
-        kinds = frozenset(getattr(modeling_auto, TABLE))
-    return kinds | frozenset(OWN_KINDS)
-
-
-def read_table() -> frozenset[str]:
-    """Parse the table from the source file: TABLE = OrderedDict([("name", ...), ...])."""
     spec = importlib.util.find_spec("transformers")
     source = Path((spec and spec.origin) or "").with_name("models").joinpath(*MODULE).read_text(encoding="utf-8")
+    # TABLE = OrderedDict([("name", ...), ...])
     table = source.partition(f"\n{TABLE} = OrderedDict(")[2].partition("\n)")[0]
-    return frozenset(dict(ast.literal_eval(table.strip())))
+    return frozenset(dict(ast.literal_eval(table.strip()))) | frozenset(OWN_KINDS)
 
 
 RULED_KINDS = ("llama", "qwen3")
@@ -77,8 +65,6 @@ RULED_LAYERS = frozenset(
 
 BUILDER = "ttrain.model.shape_check"  # the module that builds a model of fake tensors
 
-SECONDS = 300.0
-
 
 @dataclass(frozen=True)
 class ShapeChecks:
@@ -96,44 +82,25 @@ class ShapeChecks:
         if not has_all_rules(model):
             self._ask({"model": model.model_dump(mode="json")})
 
-    def existing_model(self, start: str, config: JsonObject, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Refuse a config that contradicts itself, or its weights' shapes. `start`: "sft.start_from is ./model"."""
-        if _is_known(config):
-            self._ask({"config": config, "shapes": shapes, "start": start})
-
-    def adapter(self, section: str, adapter: Lora, model: Model | JsonObject) -> None:
-        """Refuse targets that the model, new or of a config, does not have. `section`: of the adapter's settings."""
+    def adapter(self, section: str, adapter: Lora, model: Model) -> None:
+        """Refuse targets that the new model does not have. `section`: of the adapter's settings."""
         fits_all = adapter.targets == ("all-linear",) and adapter.kind == "lora" and not adapter.dropout
-        if fits_all or adapter.kind == "prefix":
-            return
-        request = {"adapter": adapter.model_dump(mode="json"), "section": section}
-        if isinstance(model, Model):
-            if has_all_rules(model) and RULED_LAYERS.issuperset(adapter.targets):
-                return
-            self._ask({"model": model.model_dump(mode="json"), **request})
-        elif _is_known(model):
-            self._ask({"config": model, **request})
+        is_ruled = has_all_rules(model) and RULED_LAYERS.issuperset(adapter.targets)
+        if not (fits_all or is_ruled or adapter.kind == "prefix"):
+            settings = {"model": model.model_dump(mode="json"), "adapter": adapter.model_dump(mode="json")}
+            self._ask({**settings, "section": section})
 
     def _ask(self, request: JsonObject) -> None:
         libraries = {name: version for name, version in versions().items() if name in LIBRARIES}
         code = code_digests(BUILDER, self.cache)
         record = self.memory / digest_of({"request": request, "code": code, "libraries": libraries})
-        problem: str | None = None
-        with contextlib.suppress(OSError, ValueError):
-            problem = record.read_text(encoding="utf-8")
+        problem = record.read_text(encoding="utf-8") if record.exists() else _build_elsewhere(request)
         if problem is None:
-            if (problem := _build_elsewhere(request)) is None:
-                return  # unknown; the stage itself will report it
-            with contextlib.suppress(OSError):  # else the next plan takes some seconds longer
-                record.parent.mkdir(parents=True, exist_ok=True)
-                write_bytes(record, problem.encode("utf-8"))
+            return  # unknown; the stage itself will report it
+        record.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(record, problem.encode("utf-8"))
         if problem:
             raise UsageError(problem)
-
-
-def _is_known(config: JsonObject) -> bool:
-    kind = config.get("model_type")
-    return isinstance(kind, str) and kind in names()
 
 
 def has_all_rules(model: Model) -> bool:
@@ -144,18 +111,9 @@ def has_all_rules(model: Model) -> bool:
 
 def _build_elsewhere(request: JsonObject) -> str | None:
     """Problem of the model, "" for none; None if the process ended without an answer."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", BUILDER],
-            input=json.dumps(request),
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-        )
-        answer = parse_json(done.stdout.splitlines()[-1])
-    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError):
-        return None
-    return answer if isinstance(answer, str) else None
+    command = [sys.executable, "-P", "-m", BUILDER]
+    done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True)
+    return None if done.returncode else str(parse_json(done.stdout.splitlines()[-1]))
 
 
 def register_own() -> None:

@@ -12,7 +12,7 @@ from ttrain.config.data import PYTHON_DOCS, dataset_read
 from ttrain.config.evaluate import HarnessTask
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.core import redact
-from ttrain.core.files import JsonDict, read_object, user_path
+from ttrain.core.files import JsonDict, user_path
 from ttrain.data import existing, first_rows, locations, python_docs
 from ttrain.data.records import Kind
 from ttrain.errors import CannotRead, UsageError
@@ -20,7 +20,6 @@ from ttrain.evaluate import suites
 from ttrain.evaluate.items import heldout_part
 from ttrain.stages import SHARDS, Stage
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.model_files import tensor_shapes
 
 # How two stores name the same part of a stage's own data files.
 TRAIN, HELDOUT, EXISTING, AGAINST, PYTHON = "train", "heldout", "existing", "against", "python"
@@ -176,15 +175,6 @@ def _model_files(settings: Settings) -> dict[str, list[Path]]:
                 f"positions; set {fix}"
             )
     return files
-
-
-def existing_model(settings: Settings) -> tuple[str, JsonDict, dict[str, list[int]]]:
-    """("sft.start_from is ./model", its config, the shape of each of its tensors as far as the files say it)."""
-    files = _model_files(settings)
-    shapes: dict[str, list[int]] = {}
-    for path in files["weights"]:
-        shapes |= tensor_shapes(path)
-    return f"{_start_setting(settings)} is {settings.existing_model}", read_object(files["config"][0]), shapes
 
 
 def _tokenizer_files(settings: Settings) -> list[Path]:

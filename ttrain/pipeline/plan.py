@@ -16,7 +16,7 @@ from ttrain.core.text import counted
 from ttrain.errors import UsageError
 from ttrain.model import registry
 from ttrain.pipeline import resume
-from ttrain.pipeline.input_files import check_suite, data_files, existing_model, file_digests
+from ttrain.pipeline.input_files import check_suite, data_files, file_digests
 from ttrain.pipeline.recipe import LEFT_OUT, NOTHING_AGAIN, Planned, Recipe, Rerun, Selection, graph_of
 from ttrain.pipeline.resume import extension_of
 from ttrain.reports.summary import shortened
@@ -84,13 +84,9 @@ class Planner:
         checks = registry.ShapeChecks(self.store.cache, self.store.root / "cache" / "shapes")
         if _describes_model(stage, self.settings):
             checks.new_model(self.settings.model)
-        if stage.reads_model:
-            checks.existing_model(*existing_model(self.settings))
         adapter = adapter_of(stage.name, self.settings)
-        if adapter is None or self.continues:
-            return
-        is_new = self.settings.existing_model is None
-        checks.adapter(stage.name, adapter, self.settings.model if is_new else existing_model(self.settings)[1])
+        if adapter is not None and not self.continues and self.settings.existing_model is None:
+            checks.adapter(stage.name, adapter, self.settings.model)
 
 
 def plan(

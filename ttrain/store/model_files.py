@@ -9,7 +9,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from ttrain.core.files import parse_json, parse_object
+from ttrain.core.files import parse_json
 from ttrain.core.hashing import digest_of, sha256_file
 from ttrain.errors import ArtifactError, DamagedFile
 from ttrain.store import integrity
@@ -76,21 +76,6 @@ def need_own_file(path: Path) -> None:
     is_blob = repository is not None and file.parent == repository / "blobs"
     if not file.is_relative_to(directory) and not is_blob:
         raise ArtifactError(f"{path} is a link to {file}, outside of its directory; copy that file into it")
-
-
-def tensor_shapes(path: Path) -> dict[str, list[int]]:
-    """The shape of each tensor by the header of a safetensors file; {} for a file that is none."""
-    try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = parse_object(file.read(size)) if size <= LONGEST_HEADER else {}
-    except OSError:
-        return {}
-    return {
-        name: entry["shape"]
-        for name, entry in header.items()
-        if isinstance(entry, dict) and isinstance(entry.get("shape"), list)
-    }
 
 
 def weights_digest(directory: Path, *, name: str = MODEL, digest: Callable[[Path], str] = sha256_file) -> str:
