@@ -156,8 +156,6 @@ def test_a_task_is_trained_again_or_from_an_older_checkpoint_beside_what_was_the
     ("words", "said"),
     [
         (("slw",), "no task 'slw' (did you mean 'slow'?); the tasks are regression, slow"),
-        (("pretrain",), "no task 'pretrain', but a stage of the pipeline is named pretrain; run: ttrain stage run pretrain"),
-        (("evaluat",), "a stage of the pipeline is named evaluate; run: ttrain stage run evaluate"),
         ((), "needs the name of a task, and got none; the tasks are regression, slow"),
         (("slow", "hidden"), "'hidden' is not a setting; write key=value"),
         (("slow", "runtime.thread=1"), "unknown setting 'runtime.thread' (from command line); did you mean"),

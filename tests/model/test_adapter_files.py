@@ -172,12 +172,3 @@ def test_another_kind_of_adapter_cannot_stand_beside(saved: Any) -> None:
         adapters.add(model, saved["prefix on llama"]["adapter"], digest, "second")
     with pytest.raises(UsageError, match="an adapter 'default' already"):
         adapters.add(model, case["adapter"], digest, "default")
-
-
-def test_a_merge_that_gives_no_number_is_refused(saved: Any) -> None:
-    case = saved["lora on llama"]
-    model = adapters.load(factory.load(case["base"]), case["adapter"], weights_digest(case["base"]))
-    with torch.no_grad():
-        next(iter(adapters.state(model).values())).fill_(float("inf"))
-    with pytest.raises(ArtifactError, match="cannot be merged"):
-        adapters.merge(model)

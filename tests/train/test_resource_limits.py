@@ -177,16 +177,6 @@ def test_a_window_of_the_day(now: str, start: str, end: str, inside: bool) -> No
     assert is_in_window(*(time.fromisoformat(word) for word in (now, start, end))) is inside
 
 
-@linux
-def test_the_cap_on_memory_is_lifted_in_the_morning() -> None:
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    shift = NightThrottle(Night(memory_limit_gb=900), CPU, rows_per_device=4)
-    shift.set(True)
-    assert resource.getrlimit(resource.RLIMIT_DATA)[0] == 900e9
-    shift.set(False)
-    assert resource.getrlimit(resource.RLIMIT_DATA) == before
-
-
 @pytest.mark.parametrize(
     ("used", "day", "by_night", "by_day"),
     [(10e9, None, 0.5, 1.0), (100e9, None, 0.625, 1.0), (10e9, 40e9, 0.25, 0.25), (100e9, 120e9, 0.625, 0.75)],

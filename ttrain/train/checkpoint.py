@@ -326,11 +326,8 @@ def write_failure_message(directory: Path, snapshot: Snapshot, error: OSError, w
 
 
 def _free(directory: Path) -> str:
-    try:
-        size = format_size(shutil.disk_usage(directory).free)
-        return f"{size} are free, but no inodes for new files" if lacks_inodes(directory) else f"{size} are free"
-    except OSError as error:
-        return f"the free space is unknown ({error.strerror})"
+    size = format_size(shutil.disk_usage(directory).free)
+    return f"{size} are free, but no inodes for new files" if lacks_inodes(directory) else f"{size} are free"
 
 
 def lower_priority() -> None:

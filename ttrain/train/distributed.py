@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -97,28 +97,23 @@ class Ranks:
             with self._naming_lost_ranks():
                 dist.barrier()
 
+    def exchanging(self) -> contextlib.AbstractContextManager[None]:
+        """Turn network errors for a lost rank into RankLost; used around backward passes, which exchange gradients."""
+        return self._naming_lost_ranks("exchanging gradients", NETWORK_WORDS)
+
     @contextlib.contextmanager
-    def _naming_lost_ranks(self, activity: str = "waiting for the others") -> Iterator[None]:
-        """Turn the network error that a lost rank causes into RankLost."""
+    def _naming_lost_ranks(self, activity: str = "waiting for the others", words: Sequence[str] = ("",)) -> Iterator[None]:
+        """Turn the error that a lost rank causes into RankLost; `words`: it has one of them in its message."""
         try:
             yield
         except RuntimeError as error:
+            if self.world == 1 or not any(word in str(error).lower() for word in words):
+                raise
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise RankLost(
                 f"another rank ended while rank {self.rank} was {activity}, or it hangs: {reason}; run the same command "
                 f"again, which continues at the last checkpoint"
             ) from error
-
-    @contextlib.contextmanager
-    def exchanging(self) -> Iterator[None]:
-        """Turn network errors for a lost rank into RankLost; used around backward passes, which exchange gradients."""
-        try:
-            yield
-        except RuntimeError as error:
-            if self.world > 1 and any(word in str(error).lower() for word in NETWORK_WORDS):
-                with self._naming_lost_ranks("exchanging gradients"):
-                    raise
-            raise
 
     def leave(self) -> None:
         """Leave the process group."""

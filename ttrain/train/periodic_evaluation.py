@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,10 +19,6 @@ from ttrain.train.callbacks import Callback, LogRecord, StepRecord
 PREFIX = "eval/"  # of every figure
 
 TIMED = (f"{PREFIX}seconds", f"{PREFIX}time_share")  # these differ between two runs of the same training
-
-MUCH = 0.2  # share of the time above which a warning says how to spend less
-
-log = logging.getLogger("ttrain")
 
 
 class PeriodicEvaluation(Callback):
@@ -43,7 +38,6 @@ class PeriodicEvaluation(Callback):
         self._model, self._measure, self._writers = model, measure, writers
         self._every, self._clock = every, clock
         self._began = self._spent = 0.0
-        self._warned = False
 
     def start(self, step: int, steps: int) -> None:
         self._began = self._clock()
@@ -60,12 +54,6 @@ class PeriodicEvaluation(Callback):
         figures |= dict(zip(TIMED, (now - began, share), strict=True))
         for callback in self._writers:
             callback.log(LogRecord(record.step, record.steps, record.tokens_read, figures))
-        if share > MUCH and not self._warned:
-            self._warned = True
-            log.warning(
-                "evaluations take %.0f %% of the time (%.1f s each); raise runtime.eval_every_steps, which is %d, or "
-                "lower runtime.eval_limit", 100 * share, now - began, self._every,
-            )  # fmt: skip
 
 
 class Written(Protocol):
@@ -97,11 +85,8 @@ class PeriodicSamples(Callback):
         with preserve_rng_and_modes(self._model):
             written = self._write()
         path = self._directory / f"step-{record.step:08d}.txt"
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            write_bytes(path, "".join(map(_as_text, written)).encode("utf-8"))
-        except OSError as error:  # best effort: nothing depends on the file
-            log.warning("cannot write the sample %s, training continues: %s", path, error.strerror)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        write_bytes(path, "".join(map(_as_text, written)).encode("utf-8"))
 
 
 def _as_text(sample: Written) -> str:

@@ -178,15 +178,11 @@ class NightThrottle:
 
     def _limit(self, on: bool) -> float | None:
         """Bytes that this process may have, infinite without a limit; None where night changes none."""
-        settings, limits = self.settings, [self._memory_limit or math.inf]
-        if settings.memory_limit_gb is None and settings.memory_share is None:
+        if self.settings.memory_share is None:
             return None
-        if on and settings.memory_limit_gb is not None:
-            limits.append(settings.memory_limit_gb * GB)
-        if on and settings.memory_share is not None:
-            share = settings.memory_share * total_bytes(self._device) / self._ranks
-            limits.append(max(share, most_used_bytes(self._device)))  # less would end a training that fits by day
-        return min(limits)
+        day = self._memory_limit or math.inf
+        share = self.settings.memory_share * total_bytes(self._device) / self._ranks
+        return min(day, max(share, most_used_bytes(self._device))) if on else day  # less would end what fits by day
 
 
 def is_in_window(now: time, start: time, end: time) -> bool:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from ttrain.config import TaskConfig, Training
-from ttrain.config.runtime import STAGE_NAMES
 from ttrain.data.packing import Rows
 from ttrain.errors import UsageError
 from ttrain.train import optim
@@ -104,11 +103,6 @@ def find_task(name: str) -> EntryPoint:
     tasks = installed_tasks()
     if name in tasks:
         return tasks[name]
-    near = difflib.get_close_matches(name, [*tasks, *STAGE_NAMES], n=1)
-    if near and near[0] in STAGE_NAMES:
-        raise UsageError(
-            f"there is no task '{name}', but a stage of the pipeline is named {near[0]}; run: ttrain stage run {near[0]}"
-        )
     raise UsageError(f"there is no task '{name}'{did_you_mean(name, [*tasks])}; the tasks are {describe_tasks()}")
 
 
