@@ -11,8 +11,8 @@ import torch
 from support.comparing import copies, distance, same
 from support.tiny_adapters import save_base
 from support.tiny_data import VOCAB, NumberedRows
-from support.tiny_mixtures import BIASED, blocks, padded_rows, spread_routers, tiny_moe
-from support.tiny_trainers import ALONE, CPU, PLAIN, Recorder, in_ranks, make_trainer, settings_of_training, tiny_model
+from support.tiny_mixtures import BIASED, blocks, spread_routers, tiny_moe
+from support.tiny_trainers import ALONE, PLAIN, Recorder, in_ranks, make_trainer, settings_of_training, tiny_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -173,18 +173,6 @@ def test_an_adapter_leaves_routers_and_biases_as_they_are() -> None:
     make_trainer(settings_of_training(tokens=2 * 96), model, NumberedRows(60), callbacks=[recorder]).fit()
     assert same(before, {name: t for name, t in model.state_dict().items() if "lora" not in name})
     assert "loss_balance" not in recorder.records[0].metrics and "moe_max_load" in recorder.records[0].metrics
-
-
-def test_gradient_checkpointing_changes_no_bit_of_the_balance_either() -> None:
-    def found(again: bool) -> dict[str, Tensor]:
-        model = spread_routers(tiny_moe("mixtral", balance=0.5, z_loss=0.1))
-        task = LanguageModeling(settings_of_training(), model, gradient_checkpointing=again)
-        loss = task.train_step(task.build_model().train(), padded_rows(), CPU)
-        loss.total.backward()  # type: ignore[no-untyped-call]
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        return {"loss": loss.total.detach(), **gradients, **{n: t.double() for n, t in loss.sums.items()}}
-
-    assert same(found(False), found(True))
 
 
 def test_a_balance_without_a_router_to_watch_and_a_bias_rate_without_a_bias_are_refused() -> None:

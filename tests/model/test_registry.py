@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import re
 import sys
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from support.planned_homes import House
 from support.tiny_adapters import save_base
 from support.tiny_data import VOCAB
@@ -219,73 +217,6 @@ def test_every_suitable_kind_is_one_and_the_usual_ones_are_among_them() -> None:
 # --- sizes --------------------------------------------------------------------------------------------------------------
 
 
-def verdict(settings: dict[str, Any]) -> str:
-    """Why there is no such model: what the settings say, which is all that the plan asks where it has all rules."""
-    try:
-        model = Model.model_validate(settings)
-    except ValidationError as error:
-        return str(error.errors()[0]["msg"])
-    assert registry.has_all_rules(model)
-    return ""
-
-
-def builds(settings: dict[str, Any]) -> bool:
-    """Whether the model can be built and reads a row, whatever our own rules say of it."""
-    return shape_check.problem_of(Model.model_construct(**{**Model().model_dump(), "moe": None, **settings})) == ""
-
-
-def advised(message: str) -> list[str]:
-    """The settings that a refusal says to try."""
-    return message.splitlines()[0].rpartition("; try ")[2].split()
-
-
-OTHER_SIZES = [
-    {"layers": 1, **sizes} for sizes in (
-        {"intermediate_size": 33, "max_length": 16, "tie_embeddings": False, "dropout": 0.1},
-        {"rope_theta": 0.5, "init_std": 1.0, "scaled_residuals": True}, {"hidden_size": 8, "heads": 4},
-    )
-]  # fmt: skip
-
-
-# Widths that heads divide, which is our own rule; and no heads of one number, which broadcasting makes two wide.
-GRID = [
-    {"kind": kind, "hidden_size": width, "heads": heads, "kv_heads": kv_heads, "layers": 2}
-    for kind in registry.RULED_KINDS
-    for width, heads, kv_heads in product((24, 25, 36, 48, 129, 132), (1, 2, 3, 4, 6, 8, 12, 24), (None, 1, 2, 3))
-    if width % heads == 0 and width > heads
-]
-
-
-@pytest.mark.parametrize("settings", [*GRID[::53], *OTHER_SIZES], ids=str)
-def test_the_settings_accept_exactly_the_shapes_that_can_be_built(settings: dict[str, Any]) -> None:
-    assert (verdict(settings) == "") == builds(settings), verdict(settings)
-
-
-@pytest.mark.soak
-def test_the_settings_accept_exactly_the_shapes_of_a_grid_that_can_be_built() -> None:
-    """But for 3 heads of keys beside 8 of 48 units, which torch computes as 2: nobody means that."""
-    differing = [settings for settings in GRID if (verdict(settings) == "") != builds(settings)]
-    assert [settings for settings in differing if "must divide model.heads" not in verdict(settings)] == []
-    assert len(differing) <= 2
-
-
-def test_every_size_that_is_advised_is_accepted_and_can_be_built() -> None:
-    grid = product(range(1, 13), range(9, 140, 4), (None, 1, 2, 3, 4, 5, 8))
-    refused_sizes = {
-        (heads, width, kv_heads): advised(message)
-        for heads, width, kv_heads in grid
-        if (message := verdict({"heads": heads, "hidden_size": width, "kv_heads": kv_heads}))
-    }
-    assert len(refused_sizes) > 1200 and refused_sizes[3, 129, 2] == ["model.hidden_size=132", "model.kv_heads=1"]
-    unplanned = []
-    for (heads, width, kv_heads), advice in refused_sizes.items():
-        changes = {name.removeprefix("model."): int(value) for name, _, value in (word.partition("=") for word in advice)}
-        if verdict({"heads": heads, "hidden_size": width, "kv_heads": kv_heads, **changes}):
-            unplanned.append((heads, width, kv_heads))
-    assert unplanned == []
-    assert builds({"heads": 3, "hidden_size": 132, "kv_heads": 1, "layers": 1})
-
-
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
@@ -373,14 +304,6 @@ def test_the_plan_refuses_what_its_process_finds_also_beside_a_users_own_random(
     assert night(LORA, base=earlier["sft"], shards=earlier["shards-lora"]).state == "run"
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    "kind", ["llama", "qwen3", "gpt2", "mistral", "mixtral", "olmoe", "mamba", "opt", "gpt_neox", "falcon"]
-)
-def test_no_kind_of_default_sizes_is_refused(kind: str) -> None:
-    assert shape_check.problem_of(Model(kind=kind)) == ""
-
-
 # --- positions ----------------------------------------------------------------------------------------------------------
 
 
@@ -429,12 +352,3 @@ def test_scaled_residuals_are_smaller_by_the_root_of_twice_the_layers_and_all_el
             assert float(parameter.detach().std()) == pytest.approx(0.05 / 4, rel=0.1), name
         else:
             assert torch.equal(parameter, unscaled[name]), name
-
-
-def test_init_std_is_that_of_the_weights() -> None:
-    model = tiny_model(hidden_size=64, init_std=0.07)
-    assert float(model.model.layers[0].mlp.up_proj.weight.detach().std()) == pytest.approx(0.07, rel=0.05)
-    assert float(model.model.embed_tokens.weight.detach().std()) == pytest.approx(0.07, rel=0.05)
-
-
-# --- files --------------------------------------------------------------------------------------------------------------

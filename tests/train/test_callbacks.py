@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +20,7 @@ from ttrain.core.files import ProgressWriter
 from ttrain.data.packing import Batch
 from ttrain.errors import TTrainError, UsageError
 from ttrain.train import checkpoint
-from ttrain.train.callbacks import Callback, LogLines, LogRecord, MetricsFile, Perplexity, ProgressBar, StepRecord
+from ttrain.train.callbacks import Callback, LogRecord, MetricsFile, Perplexity, ProgressBar, StepRecord
 from ttrain.train.distributed import Ranks
 from ttrain.train.early_stopping import EarlyStopping, early_stopping
 from ttrain.train.guards import GuardLog, LossSpike
@@ -304,20 +303,6 @@ def test_what_is_added_to_the_cross_entropy_is_the_aux_loss() -> None:
     task = LanguageModeling(settings_of_training(), tiny_model())
     assert task.derived({"loss": 3.0, "loss_ce1": 2.5, "loss_balance": 9.0}) == {"logits_loss": 2.5, "aux_loss": 0.5}
     assert task.derived({}) == {}, "where all steps were skipped"
-
-
-def test_log_lines_say_what_a_person_follows(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "ttrain")
-    lines = LogLines()
-    figures = {"loss": 3.21449, "grad_norm": 0.81, "lr_adamw": 4e-3, "step_seconds": 0.2, "mfu": 0.4}
-    for eta in (12.4, 75.0, 3 * 3600 + 299.0, math.inf):
-        lines.log(LogRecord(120, 600, 1, {**figures, "tokens_per_second": 12345.6, "eta_seconds": eta}))
-    lines.log(LogRecord(120, 600, 1, {"validation_loss": 2.0, "perplexity": math.exp(2)}))
-    begin = "step 120/600  loss 3.214  grad_norm 0.81  lr_adamw 0.004  12346 tokens/s  ETA "
-    assert caplog.messages == [
-        f"{begin}12.4 s", f"{begin}75.0 s", f"{begin}3 h 04 min", f"{begin}unknown",
-        "step 120/600  validation_loss 2  perplexity 7.389",
-    ]  # fmt: skip
 
 
 def test_the_bar_is_told_of_the_tokens_that_are_done_and_of_all_of_them(tmp_path: Path) -> None:

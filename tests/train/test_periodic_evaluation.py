@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -189,46 +188,11 @@ def test_no_shape_of_a_model_is_moved(encoder: Encoder, name: str) -> None:
     assert told[0].metrics["eval/text/bits_per_byte"] != told[1].metrics["eval/text/bits_per_byte"]
 
 
-def test_a_table_that_a_model_makes_while_it_is_asked_can_be_trained_with(encoder: Encoder) -> None:
-    """What is made in torch's inference mode cannot be part of a gradient, and a table is made once."""
-    model = tiny_model(vocab=len(encoder))
-    table: list[torch.Tensor] = []
-
-    def scale(module: Any, given: Any, hidden: torch.Tensor) -> torch.Tensor:
-        if not table:
-            table.append(torch.ones(()))
-        return hidden * table[0]
-
-    model.model.norm.register_forward_hook(scale)
-    with callbacks.generation_mode(model, encoder) as speaker:
-        as_evaluated_model(speaker).generate([[5, 6, 7], [8]], 3)
-    model.train()
-    model(input_ids=torch.tensor([[5, 6, 7]]), labels=torch.tensor([[5, 6, 7]])).loss.backward()
-    assert table and model.lm_head.weight.grad is not None
-
-
 def test_two_ranks_wait_for_the_first_and_neither_is_moved(encoder: Encoder, tmp_path: Path) -> None:
     found = in_ranks(2, tmp_path, lambda ranks: [train(encoder, evaluated, ranks) for evaluated in (False, True)])
     for (losses, weights, _), (evaluated, after, _) in found:
         assert losses == evaluated and same(weights, after)
     assert [(len(losses), len(told)) for _, (losses, _, told) in found] == [(3, 2), (0, 0)], "the first alone tells"
-
-
-@pytest.mark.soak
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
-def test_a_compiled_training_is_not_moved(encoder: Encoder) -> None:
-    losses, weights, _ = train(encoder, False, how=TrainerOptions(compile=True))
-    evaluated, after, _ = train(encoder, True, how=TrainerOptions(compile=True))
-    assert losses == evaluated and same(weights, after)
-
-
-def test_a_model_has_its_own_generation_settings_again(encoder: Encoder) -> None:
-    model = tiny_model(vocab=len(encoder))
-    model.generation_config.temperature, own = 0.3, model.generation_config
-    with pytest.raises(ZeroDivisionError), callbacks.generation_mode(model, encoder) as speaker:
-        assert speaker.model.generation_config is not own and not speaker.model.generation_config.do_sample
-        _ = 1 / 0
-    assert model.generation_config is own
 
 
 def test_a_run_that_continues_has_the_same_lines(encoder: Encoder, tmp_path: Path) -> None:

@@ -87,12 +87,6 @@ def test_out_of_memory_is_told_in_our_words(error: Exception) -> None:
     assert found.value.__cause__ is error
 
 
-def test_a_thread_without_room_for_its_stack_is_out_of_memory_where_there_is_a_limit() -> None:
-    for limit, message in ((1e9, r"raise runtime\.memory_limit_gb \(it is 1\)"), (None, "^can't start new thread$")):
-        with pytest.raises((TTrainError, RuntimeError), match=message), explain_out_of_memory(limit, 8):
-            raise RuntimeError("can't start new thread")
-
-
 def test_other_errors_rise_as_they_are() -> None:
     with pytest.raises(RuntimeError, match="shape mismatch"):
         with explain_out_of_memory(1e9, 8):
@@ -207,8 +201,3 @@ def test_ranks_on_a_cpu_share_half_of_the_machine_by_night(monkeypatch: pytest.M
     assert resource.getrlimit(resource.RLIMIT_DATA)[0] == 900e9
     shift.set(False)
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
-
-
-def test_one_thread_and_one_row_are_the_least() -> None:
-    assert NightThrottle(Night(), CPU, rows_per_device=1).set(True) == 1
-    assert torch.get_num_threads() == 1

@@ -105,7 +105,7 @@ def explain_out_of_memory(limit: float | None, rows_per_device: int) -> Iterator
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error) and not (limit and "can't start new thread" in str(error)):  # its stack counts
+        if not is_out_of_memory(error):
             raise
         smaller = f"lower runtime.rows_per_device (it is {rows_per_device}; the weights stay the same)"
         fix = f"{smaller}, or raise runtime.memory_limit_gb (it is {limit / GB:g})" if limit else smaller
