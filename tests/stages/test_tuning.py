@@ -45,7 +45,7 @@ def lacks_memory_from(limit: int) -> Callable[[int], float]:
         pytest.param({1: 1.0, 2: 1.01, 4: 1.0, 8: 0.9, 16: 1.0}.__getitem__, 8, 5, id="over sizes that are equally fast"),
         pytest.param(lacks_memory_from(8), 4, 4, id="until it does not fit"),
         pytest.param(lambda size: 10.0 / size, 32, 6, id="to the end"),
-        pytest.param(lacks_memory_from(1), 0, 1, id="nothing fits"),
+        pytest.param(lacks_memory_from(1), 1, 1, id="nothing fits, as the training then says"),
     ],
 )
 def test_the_search_doubles_the_rows_until_a_step_is_slower_or_does_not_fit(

@@ -50,8 +50,11 @@ def tuned(
     runtime = job.runtime
     if runtime.tune == "off" or order.steps == 0:
         return runtime
-    if reason := _reason_against(runtime, ranks):
-        log.warning("runtime.tune is auto, but nothing is tuned: %s", reason)
+    if runtime.deterministic or (runtime.parallel == "fsdp" and ranks.world > 1):
+        log.warning(
+            "runtime.tune is auto, but nothing is tuned: it would change the last bits of the weights, and shards "
+            "of a model cannot be measured; set runtime.deterministic=false runtime.parallel=ddp"
+        )
         return runtime
     path = job.home / FILE if job.home and ranks.first else None
     remembered = read_object(path) if path else {}
@@ -60,22 +63,11 @@ def tuned(
     if not rows_per_device:
         seconds = partial(step_seconds, task, rows, order, precision, ranks)
         rows_per_device = fastest(seconds, sizes(order, ranks), ranks)
-        if not rows_per_device:
-            return runtime
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, {**remembered, key: rows_per_device}, PRIVATE_FILE)
     log.info("tuning: rows_per_device=%d", rows_per_device)
     return runtime.model_copy(update={"rows_per_device": rows_per_device})
-
-
-def _reason_against(runtime: Runtime, ranks: Ranks) -> str | None:
-    """Why nothing can be tuned, with the setting to change."""
-    if runtime.deterministic:
-        return "it would change the last bits of the weights; set runtime.deterministic=false"
-    if runtime.parallel == "fsdp" and ranks.world > 1:
-        return "a model that is sharded cannot be measured on one rank; set runtime.parallel=ddp"
-    return None
 
 
 def sizes(order: Order, ranks: Ranks) -> list[int]:
@@ -87,10 +79,10 @@ def sizes(order: Order, ranks: Ranks) -> list[int]:
 def fastest(measure: Callable[[int], float], sizes: Sequence[int], ranks: Ranks) -> int:
     """The size with the least seconds of a step, tried upwards until a step is slower or does not fit.
 
-    `measure` raises an error where a size does not fit. The same size on all ranks; 0 where none could be measured.
-    All sizes together take about as long as six steps, since each has twice the rows of the one before.
+    `measure` raises an error where a size does not fit. The same size on all ranks; the first one where none could be
+    measured. All sizes together take about as long as six steps, since each has twice the rows of the one before.
     """
-    best, least = 0, math.inf
+    best, least = sizes[0], math.inf
     for size in sizes:
         seconds, failure = 0.0, ""
         try:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -56,27 +55,13 @@ class PeriodicEvaluation(Callback):
             callback.log(LogRecord(record.step, record.steps, record.tokens_read, figures))
 
 
-class Written(Protocol):
-    """What a model answered to a prompt; `reference`: what the data answers, if that is known."""
-
-    @property
-    def prompt(self) -> str: ...
-    @property
-    def answer(self) -> str: ...
-    @property
-    def reference(self) -> str: ...
-
-
-SampleWriter = Callable[[], Sequence[Written]]
-
-
 class PeriodicSamples(Callback):
-    """Every so many steps, writes the model's answers to some prompts: `directory/step-00000100.txt`.
+    """Every so many steps, writes the model's answers to some prompts, as text: `directory/step-00000100.txt`.
 
     Training continues bit for bit as without the samples.
     """
 
-    def __init__(self, directory: Path, model: nn.Module, write: SampleWriter, *, every: int) -> None:
+    def __init__(self, directory: Path, model: nn.Module, write: Callable[[], Sequence[object]], *, every: int) -> None:
         self._directory, self._model, self._write, self._every = directory, model, write, every
 
     def step_end(self, record: StepRecord) -> None:
@@ -86,12 +71,7 @@ class PeriodicSamples(Callback):
             written = self._write()
         path = self._directory / f"step-{record.step:08d}.txt"
         self._directory.mkdir(parents=True, exist_ok=True)
-        write_bytes(path, "".join(map(_as_text, written)).encode("utf-8"))
-
-
-def _as_text(sample: Written) -> str:
-    reference = f"--- reference\n{sample.reference}\n" if sample.reference else ""
-    return f"=== {sample.prompt}\n{sample.answer}\n{reference}\n"
+        write_bytes(path, "".join(map(str, written)).encode("utf-8"))
 
 
 @contextmanager
