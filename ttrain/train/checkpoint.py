@@ -320,8 +320,6 @@ def write_failure_message(directory: Path, snapshot: Snapshot, error: OSError, w
             f"{message}. It needs {format_size(needed_bytes(snapshot))}, and {_free(directory)}: make room, set "
             f"runtime.keep_checkpoints=1, or set TTRAIN_HOME to a larger disk"
         )
-    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return f"{message}. Make the directory writable, or set TTRAIN_HOME to one that is"
     return f"{message}. Check whether the disk is failing (see `dmesg`), or set TTRAIN_HOME to another one"
 
 

@@ -67,11 +67,14 @@ def total_bytes(device: torch.device) -> float:
     """Memory of the GPU, or of the machine, within what the container may use."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
-    total = float(psutil.virtual_memory().total)
-    try:
-        return min(total, int((CGROUP / "memory.max").read_text()))
-    except (OSError, ValueError):  # no cgroup of version 2, or "max"
-        return total
+    return float(min(psutil.virtual_memory().total, _container_limit()))
+
+
+def _container_limit() -> float:
+    """Bytes that the container may use; infinite without a limit, or without cgroups of version 2."""
+    file = CGROUP / "memory.max"
+    text = file.read_text().strip() if file.exists() else "max"
+    return math.inf if text == "max" else int(text)
 
 
 def most_used_bytes(device: torch.device) -> float:
@@ -85,12 +88,8 @@ def available_bytes(device: torch.device) -> float:
     """Memory that a training could have: free on the GPU, else on the machine, within what the container may use."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
-    free = float(psutil.virtual_memory().available)
-    try:
-        limit, used = (CGROUP / name for name in ("memory.max", "memory.current"))
-        return min(free, int(limit.read_text()) - int(used.read_text()))
-    except (OSError, ValueError):  # no cgroup of version 2, or "max"
-        return free
+    free, limit = float(psutil.virtual_memory().available), _container_limit()
+    return min(free, limit - int((CGROUP / "memory.current").read_text())) if limit < math.inf else free
 
 
 def data_bytes() -> int:
