@@ -42,10 +42,6 @@ class Sample:
     answer: str
     reference: str = ""
 
-    def __str__(self) -> str:
-        reference = f"--- reference\n{self.reference}\n" if self.reference else ""
-        return f"=== {self.prompt}\n{self.answer}\n{reference}\n"
-
     def to_json(self) -> dict[str, str]:
         """The fields that there are: prompts of the settings have no reference."""
         return {"prompt": self.prompt, "answer": self.answer, **({"reference": self.reference} if self.reference else {})}

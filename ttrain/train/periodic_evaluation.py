@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,7 +62,7 @@ class PeriodicSamples(Callback):
     Training continues bit for bit as without the samples.
     """
 
-    def __init__(self, directory: Path, model: nn.Module, write: Callable[[], Sequence[object]], *, every: int) -> None:
+    def __init__(self, directory: Path, model: nn.Module, write: Callable[[], Sequence[Any]], *, every: int) -> None:
         self._directory, self._model, self._write, self._every = directory, model, write, every
 
     def step_end(self, record: StepRecord) -> None:
@@ -71,7 +72,13 @@ class PeriodicSamples(Callback):
             written = self._write()
         path = self._directory / f"step-{record.step:08d}.txt"
         self._directory.mkdir(parents=True, exist_ok=True)
-        write_bytes(path, "".join(map(str, written)).encode("utf-8"))
+        write_bytes(path, "".join(map(_as_text, written)).encode("utf-8"))
+
+
+def _as_text(sample: Any) -> str:
+    """A prompt, what the model answered, and what the data answer, if that is known."""
+    reference = f"--- reference\n{sample.reference}\n" if sample.reference else ""
+    return f"=== {sample.prompt}\n{sample.answer}\n{reference}\n"
 
 
 @contextmanager
