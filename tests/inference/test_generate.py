@@ -63,7 +63,7 @@ def test_an_answer_ends_with_any_of_the_stop_tokens_and_leaves_it_out(directory:
     free = greedy(one.model, PROMPTS[0], 9)
     stop = next(token for at, token in enumerate(free) if at > 3 and token not in free[:at])
     heard: list[int] = []
-    (said,) = generate(ending_with(one, stop, NEVER), [PROMPTS[0]], LONG, on_tokens=heard.extend)
+    (said,) = generate(ending_with(one, stop, NEVER), [PROMPTS[0]], LONG, on_tokens=lambda new: heard.extend(new.values()))
     assert said.ended
     assert said.ids == heard == free[: free.index(stop)]
     (cut,) = generate(ending_with(one, stop), [PROMPTS[0]], Sampling(max_tokens=free.index(stop)))
@@ -71,6 +71,19 @@ def test_an_answer_ends_with_any_of_the_stop_tokens_and_leaves_it_out(directory:
     assert cut.ids == said.ids
     together = generate(ending_with(one, stop), PROMPTS, LONG)
     assert (together[0].ids, together[0].ended) == (said.ids, True)
+
+
+def test_rows_end_where_their_listener_says_so_and_the_others_go_on(directory: Path) -> None:
+    one = ending_with(speaker(directory))
+    heard: dict[int, list[int]] = {row: [] for row in range(len(PROMPTS))}
+
+    def hear(tokens: dict[int, int]) -> list[int]:
+        for row, token in tokens.items():
+            heard[row].append(token)
+        return [row for row in tokens if len(heard[row]) == 2 * row + 1]
+
+    generate(one, PROMPTS, LONG, on_tokens=hear)
+    assert list(heard.values()) == [greedy(one.model, ids, 2 * row + 1) for row, ids in enumerate(PROMPTS)]
 
 
 def test_stop_tokens_that_a_model_brings_count_and_its_other_generation_settings_do_nothing(
@@ -204,7 +217,7 @@ def test_an_answer_that_was_interrupted_leaves_nothing_behind(directory: Path) -
     one = ending_with(speaker(directory))
     kept = KVCache(one)
 
-    def stop(tokens: list[int]) -> None:
+    def stop(tokens: dict[int, int]) -> None:
         raise KeyboardInterrupt
 
     generate(one, [PROMPTS[1]], LONG, kv_cache=kept)

@@ -91,9 +91,9 @@ class Chat:
             if piece and on_text:
                 on_text(piece)
 
-        def hear(tokens: list[int]) -> None:
-            heard.extend(tokens)
-            show(stream.add(tokens))
+        def hear(tokens: dict[int, int]) -> None:
+            heard.extend(tokens.values())
+            show(stream.add([*tokens.values()]))
 
         completion = None
         try:

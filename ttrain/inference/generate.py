@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -21,19 +21,21 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 from transformers.cache_utils import DynamicLayer
-from transformers.generation.streamers import BaseStreamer
 
 from ttrain.data.encoder import Encoder
 from ttrain.errors import ArtifactError, DataError
 from ttrain.inference.loading import LoadedModel
 from ttrain.inference.sampling import Sampling
 
-OnTokens = Callable[[list[int]], None]
+# Gets the new token of each row that has not ended, by row; may return the rows that end here.
+OnTokens = Callable[[dict[int, int]], Collection[int] | None]
 UNFINISHED = "\ufffd"  # the decoder's output for an incomplete character
 
 
@@ -58,7 +60,7 @@ def generate(
     """Generate answers to a batch of prompts (token ids).
 
     `numbers` identify rows: an answer depends on the seed and its own number, never on the rest of the batch.
-    `on_tokens` gets the tokens of a single answer as they come.
+    `on_tokens` gets the tokens as they come, never a stop token. A row that it ends is followed by padding in a batch.
     `kv_cache`: that of the conversation to which a single prompt belongs.
     Raises DataError for a prompt that leaves no room for an answer.
     """
@@ -81,7 +83,7 @@ def generate(
             attention_mask=mask_BT.to(loaded_model.device),
             generation_config=GenerationConfig(max_new_tokens=new_tokens, eos_token_id=list(loaded_model.stop_ids)),
             logits_processor=processors,
-            streamer=_Streamer(on_tokens, loaded_model.stop_ids) if on_tokens else None,
+            stopping_criteria=StoppingCriteriaList([_TokenWatch(on_tokens, loaded_model.stop_ids)] if on_tokens else []),
             **({"past_key_values": cache} if cache is not None else {}),
         )
     if kv_cache:
@@ -183,20 +185,19 @@ class _FiniteScores(LogitsProcessor):  # type: ignore[misc]
         return scores
 
 
-class _Streamer(BaseStreamer):  # type: ignore[misc]
-    """Passes on the tokens that `generate` puts; skips the prompt, which comes first."""
+class _TokenWatch(StoppingCriteria):  # type: ignore[misc]
+    """Passes on the new token of each row that has not ended, and ends the rows that `on_tokens` returns."""
 
-    def __init__(self, on_tokens: OnTokens, stops: Sequence[int]) -> None:
-        self._on_tokens, self._stops = on_tokens, stops
-        self._is_prompt = True
+    def __init__(self, on_tokens: OnTokens, stop_ids: Sequence[int]) -> None:
+        self._on_tokens, self._stop_ids = on_tokens, stop_ids
+        self._ended: set[int] = set()
 
-    def put(self, value: Tensor) -> None:
-        if not self._is_prompt:
-            self._on_tokens([token for token in value.flatten().tolist() if token not in self._stops])
-        self._is_prompt = False
-
-    def end(self) -> None:
-        pass
+    def __call__(self, input_ids: Tensor, scores: Tensor, **unused: Any) -> Tensor:
+        tokens = input_ids[:, -1].tolist()
+        self._ended |= {row for row, token in enumerate(tokens) if token in self._stop_ids}
+        new_tokens = {row: token for row, token in enumerate(tokens) if row not in self._ended}
+        self._ended |= set(self._on_tokens(new_tokens) or ())
+        return torch.tensor([row in self._ended for row in range(len(tokens))], device=input_ids.device)
 
 
 def logits_processors(sampling: Sampling, numbers: Sequence[int], prompt_tokens: int) -> LogitsProcessorList:
