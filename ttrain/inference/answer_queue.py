@@ -1,0 +1,197 @@
+"""Answers the requests of the endpoint: one batch at a time, in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from ttrain.inference.generate import KVCache, TextStream, generate
+from ttrain.inference.loading import LoadedModel
+from ttrain.inference.sampling import Sampling
+
+BATCH_ROWS = 16
+KEPT_MODELS = 2  # in memory: two that are compared
+
+
+class Piece(NamedTuple):
+    """New text of an answer; with the last one comes why it ended: "stop" or "length"."""
+
+    answer: int
+    text: str
+    reason: str | None
+
+
+@dataclass(eq=False)
+class Order:
+    """The answers that one request asks for, and the pieces of them that have come."""
+
+    model: LoadedModel
+    sampling: Sampling  # without max_tokens, which each answer has
+    stops: Sequence[str]
+    answers: list[Answer] = field(default_factory=list)
+    is_cancelled: bool = False
+    _pieces: asyncio.Queue[Piece | Exception] = field(default_factory=asyncio.Queue)
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+
+    def add(self, prompt: Sequence[int], max_tokens: int, lead: str, number: int | None) -> None:
+        """Ask for an answer to a prompt; without a `number` it is another one each time."""
+        decoder = TextStream(self.model.encoder, lead)
+        if number is None:
+            number = secrets.randbits(63)
+        self.answers.append(Answer(self, len(self.answers), prompt, max_tokens, number, decoder))
+
+    def send(self, piece: Piece | Exception) -> None:
+        """Pass a piece on from the thread that generates."""
+        self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Yield the pieces until all answers have ended. Raises what generating raised."""
+        unfinished = len(self.answers)
+        try:
+            while unfinished:
+                piece = await self._pieces.get()
+                if isinstance(piece, Exception):
+                    raise piece
+                unfinished -= piece.reason is not None
+                yield piece
+        finally:
+            self.is_cancelled = True
+
+
+@dataclass(eq=False)
+class Answer:
+    """One answer: a row of a batch."""
+
+    order: Order
+    index: int
+    prompt: Sequence[int]
+    max_tokens: int
+    number: int
+    _decoder: TextStream
+    tokens: int = 0
+    has_ended: bool = False
+    _unsent: str = ""
+
+    def add(self, token: int) -> None:
+        """Take the next token."""
+        self.tokens += 1
+        self._unsent += self._decoder.add([token])
+        self._send("length" if self.tokens == self.max_tokens else None)
+
+    def end(self) -> None:
+        """End at a stop token."""
+        self._unsent += self._decoder.end()
+        self._send("stop")
+
+    def _send(self, reason: str | None) -> None:
+        """Send the text up to a stop sequence, and without an end that may become one."""
+        stops = self.order.stops
+        positions = [self._unsent.find(stop) for stop in stops if stop in self._unsent]
+        if positions:
+            self._unsent, reason = self._unsent[: min(positions)], "stop"
+        held_back = 0 if reason or not stops else max(map(len, stops)) - 1
+        end = max(0, len(self._unsent) - held_back)
+        text, self._unsent = self._unsent[:end], self._unsent[end:]
+        self.has_ended = reason is not None
+        if text or reason:
+            self.order.send(Piece(self.index, text, reason))
+
+
+class AnswerQueue:
+    """Loads models and generates answers. Those that wait for one model, sampled alike, share a batch."""
+
+    def __init__(self, load: Callable[[str], LoadedModel], max_requests: int) -> None:
+        self.max_requests = max_requests
+        self._load = load
+        self._models: dict[str, LoadedModel] = {}
+        self._kv_caches = WeakKeyDictionary[LoadedModel, KVCache]()
+        self._waiting: list[Answer] = []
+        self._running: list[Answer] = []
+        self._thread = ThreadPoolExecutor(1, "answers")
+
+    async def model(self, name: str) -> LoadedModel:
+        """The model of that name, loaded when it is first asked for."""
+        if name in self._models:
+            return self._models[name]
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self.open, name)
+
+    def open(self, name: str) -> LoadedModel:
+        """Load a model, in place of the one that has been in memory for the longest time."""
+        if name not in self._models:
+            while len(self._models) >= KEPT_MODELS:
+                self._models.pop(next(iter(self._models)))
+            self._models[name] = self._load(name)
+        return self._models[name]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many requests are answered or wait as may be."""
+        orders = {answer.order for answer in (*self._running, *self._waiting)}
+        return sum(not order.is_cancelled for order in orders) >= self.max_requests
+
+    def submit(self, order: Order) -> None:
+        """Generate the order's answers as soon as their turn comes."""
+        self._waiting += order.answers
+        for _ in order.answers:  # a batch takes several: the calls left over find nothing to do
+            self._thread.submit(self._answer_next)
+
+    def close(self) -> None:
+        """End all answers where they are."""
+        for answer in (*self._running, *self._waiting):
+            answer.order.is_cancelled = True
+        self._thread.shutdown(cancel_futures=True)
+
+    def _take_batch(self) -> list[Answer]:
+        batch: list[Answer] = []
+        for answer in list(self._waiting):
+            if len(batch) < BATCH_ROWS and _fit([*batch, answer]):
+                self._waiting.remove(answer)
+                batch.append(answer)
+        return batch
+
+    def _answer_next(self) -> None:
+        self._running = batch = self._take_batch()
+        if not batch:
+            return
+        order = batch[0].order
+        kv_cache = None
+        if len(batch) == 1:
+            kv_cache = self._kv_caches.setdefault(order.model, KVCache(order.model))
+
+        def take(tokens: dict[int, int]) -> list[int]:
+            for row, answer in enumerate(batch):
+                if row in tokens:
+                    answer.add(tokens[row])
+                elif not answer.has_ended:
+                    answer.end()
+            return [row for row in tokens if batch[row].has_ended or batch[row].order.is_cancelled]
+
+        try:
+            generate(
+                order.model,
+                [answer.prompt for answer in batch],
+                order.sampling.replaced({"max_tokens": max(answer.max_tokens for answer in batch)}),
+                numbers=[answer.number for answer in batch],
+                on_tokens=take,
+                kv_cache=kv_cache,
+            )
+        except Exception as error:  # whatever the model raises is the answer to these requests
+            for answer in batch:
+                answer.order.send(error)
+        self._running = []
+
+
+def _fit(answers: Sequence[Answer]) -> bool:
+    """Whether the answers can share a batch: left padding makes all prompts as long as the longest."""
+    first, last = answers[0].order, answers[-1].order
+    if last.model is not first.model or last.sampling != first.sampling:
+        return False
+    longest = max(len(answer.prompt) for answer in answers)
+    length = longest + max(answer.max_tokens for answer in answers)
+    return first.model.max_length is None or length <= first.model.max_length

@@ -1,0 +1,269 @@
+"""An endpoint for clients of OpenAI's interface, and one page: talk to a model, or compare two."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, ValidationError, model_validator
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from ttrain.config.base import Section
+from ttrain.core.files import JsonDict, private_opener
+from ttrain.core.text import first_line, invalid_values
+from ttrain.data.chat import lead_text, prompt_ids
+from ttrain.data.chat_shapes import messages_of
+from ttrain.data.preferences import preference_of
+from ttrain.errors import DataError, UsageError
+from ttrain.inference.answer_queue import AnswerQueue, Order
+from ttrain.inference.loading import LoadedModel
+from ttrain.inference.sampling import Sampling
+
+PAGE = Path(__file__).with_name("page.html")
+PAIRS = "preferences.jsonl"  # in the home
+UNLIMITED = 4096  # tokens of an answer, where neither the request nor the model has a limit
+TYPES = {429: "rate_limit_error", 500: "server_error"}
+
+
+class RefusedError(HTTPException):
+    """What a request asks for and cannot get, with OpenAI's code for it."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(status, message, {"Retry-After": "1"} if status == 429 else None)
+        self.code = code
+
+
+class Body(Sampling):
+    """The fields of a request. OpenAI's have its defaults; `top_k` and `repetition_penalty` are ours."""
+
+    model_config = ConfigDict(strict=True)
+    temperature: float = Field(1.0, ge=0, le=10)
+    model: str = ""
+    n: int = Field(1, ge=1, le=16)
+    stream: bool = False
+    stream_options: dict[str, bool] = Field(default_factory=dict)
+    stop: list[Annotated[str, Field(min_length=1)]] = Field([], max_length=16)
+    frequency_penalty: float = Field(0.0, ge=0, le=0)
+    presence_penalty: float = Field(0.0, ge=0, le=0)
+    user: str = ""  # read by nobody
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain(cls, body: Any) -> Any:
+        """Leave out what is null; a text may stand for a list of one."""
+        if not isinstance(body, dict):
+            return body
+        values = {name: value for name, value in body.items() if value is not None}
+        if "max_completion_tokens" in values:
+            values["max_tokens"] = values.pop("max_completion_tokens")
+        texts = {name: [values[name]] for name in ("stop", "prompt") if isinstance(values.get(name), str)}
+        return values | texts
+
+    @property
+    def sampling(self) -> Sampling:
+        """How answers are drawn, whatever their length."""
+        names = Sampling.model_fields.keys() - {"max_tokens"}
+        return Sampling.model_validate(self.model_dump(include=names))
+
+
+class ChatBody(Body):
+    messages: list[JsonDict] = Field(min_length=1)
+    tools: list[JsonDict] = Field(default_factory=list)
+
+
+class TextBody(Body):
+    prompt: list[Annotated[str, Field(min_length=1)]] = Field(min_length=1)
+    max_tokens: int = Field(16, ge=1)
+
+
+class Verdict(Section):
+    """Which of two answers to the messages is better."""
+
+    messages: list[JsonDict]
+    first: str
+    second: str
+    models: list[str]
+    better: Literal["first", "second", "equal"]
+
+    def rows(self) -> list[JsonDict]:
+        """The verdict as pairs for `data.dpo`: an equal one in both orders, of which no answer gains."""
+        answers = (self.first, self.second)
+        orders = {"first": [answers], "second": [answers[::-1]], "equal": [answers, answers[::-1]]}
+        pairs = [{"chosen": chosen, "rejected": rejected} for chosen, rejected in orders[self.better]]
+        rows = [{"prompt": self.messages, **pair, "models": self.models} for pair in pairs]
+        for row in rows:
+            preference_of(row)  # raises what is wrong with it
+        return rows
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """The routes over a queue.
+
+    names   the models that are offered, the first for requests that name none
+    pairs   the file of the verdicts
+    """
+
+    queue: AnswerQueue
+    names: Callable[[], list[str]]
+    pairs: Path
+
+    def application(self) -> Starlette:
+        """The application, without a guard."""
+
+        @asynccontextmanager
+        async def closing(app: Starlette) -> AsyncIterator[None]:
+            yield
+            self.queue.close()
+
+        routes = [
+            Route("/", self.page),
+            Route("/v1/models", self.models),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", self.text, methods=["POST"]),
+            Route("/preferences", self.preferences, methods=["GET", "POST"]),
+        ]
+        handlers: Any = dict.fromkeys((HTTPException, ValueError, DataError, UsageError, Exception), _error_response)
+        return Starlette(routes=routes, exception_handlers=handlers, lifespan=closing)
+
+    async def page(self, request: Request) -> Response:
+        return FileResponse(PAGE, headers={"Cache-Control": "no-store"})
+
+    async def models(self, request: Request) -> Response:
+        models = [{"id": name, "object": "model", "created": 0, "owned_by": "ttrain"} for name in self.names()]
+        return JSONResponse({"object": "list", "data": models})
+
+    async def chat(self, request: Request) -> Response:
+        body = ChatBody.model_validate_json(await request.body())
+        model = await self._model(body)
+        if not model.can_chat:
+            raise UsageError(f"the model '{model.name}' has no chat template; ask it at /v1/completions")
+        messages = tuple(messages_of({"messages": body.messages, "tools": body.tools}))
+        prompt = await asyncio.to_thread(prompt_ids, model.encoder, messages)
+        return await self._answer(request, body, _order(model, body, [prompt], lead_text(model.encoder)))
+
+    async def text(self, request: Request) -> Response:
+        body = TextBody.model_validate_json(await request.body())
+        model = await self._model(body)
+        encoded = await asyncio.to_thread(model.encoder.encode, body.prompt)
+        prompts = [[*model.begin_ids, *ids] for ids in encoded]
+        return await self._answer(request, body, _order(model, body, prompts, lead=""))
+
+    async def preferences(self, request: Request) -> Response:
+        """Tell the file of the verdicts; append one that is posted."""
+        if request.method == "POST":
+            rows = Verdict.model_validate_json(await request.body()).rows()
+            with open(self.pairs, "a", encoding="utf-8", opener=private_opener) as file:
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        return JSONResponse({"path": str(self.pairs)})
+
+    async def _model(self, body: Body) -> LoadedModel:
+        try:
+            return await self.queue.model(body.model or self.names()[0])
+        except UsageError as error:
+            raise RefusedError(404, "model_not_found", str(error)) from None
+
+    async def _answer(self, request: Request, body: Body, order: Order) -> Response:
+        if self.queue.is_full:
+            limit = f"{self.queue.max_requests} requests are answered or wait, as many as --max-requests allows"
+            raise RefusedError(429, "rate_limit_exceeded", f"{limit}; try again later")
+        self.queue.submit(order)
+        reply = _Reply(body, order)
+        if body.stream:
+            return StreamingResponse(reply.events(), media_type="text/event-stream")
+        texts, reasons = [""] * len(order.answers), [""] * len(order.answers)
+        async for index, text, reason in order.pieces():
+            texts[index] += text
+            reasons[index] = reason or ""
+            if await request.is_disconnected():
+                order.is_cancelled = True
+                break
+        choices = [reply.choice(index, texts[index], reason) for index, reason in enumerate(reasons)]
+        return JSONResponse(reply.fields | {"choices": choices, "usage": reply.usage()})
+
+
+class _Reply:
+    """The answers of a request in OpenAI's shape."""
+
+    def __init__(self, body: Body, order: Order) -> None:
+        self._body, self._order = body, order
+        self._is_chat = isinstance(body, ChatBody)
+        kind = "chat.completion" if self._is_chat else "text_completion"
+        self.fields: JsonDict = {
+            "id": f"{kind}-{uuid.uuid4().hex}",
+            "object": f"{kind}.chunk" if self._is_chat and body.stream else kind,
+            "created": int(time.time()),
+            "model": order.model.name,
+        }
+
+    def usage(self) -> JsonDict:
+        answers = self._order.answers
+        prompts = sum(len(answer.prompt) for answer in answers[:: self._body.n])
+        tokens = sum(answer.tokens for answer in answers)
+        return {"prompt_tokens": prompts, "completion_tokens": tokens, "total_tokens": prompts + tokens}
+
+    def choice(self, index: int, text: str, reason: str | None) -> JsonDict:
+        """An answer, or a piece of it."""
+        choice = {"index": index, "finish_reason": reason, "logprobs": None}
+        if not self._is_chat:
+            return {**choice, "text": text}
+        return {**choice, "delta" if self._body.stream else "message": {"role": "assistant", "content": text}}
+
+    async def events(self) -> AsyncIterator[str]:
+        """The events of a stream."""
+        try:
+            async for piece in self._order.pieces():
+                yield _event(self.fields | {"choices": [self.choice(*piece)]})
+            if self._body.stream_options.get("include_usage"):
+                yield _event(self.fields | {"choices": [], "usage": self.usage()})
+        except Exception as error:  # its status has been sent already
+            yield _event(_error(500, first_line(error)))
+        yield "data: [DONE]\n\n"
+
+
+def _event(value: JsonDict) -> str:
+    return f"data: {json.dumps(value)}\n\n"
+
+
+def _order(model: LoadedModel, body: Body, prompts: list[list[int]], lead: str) -> Order:
+    """The answers that a body asks for. Raises RefusedError where they exceed the context."""
+    order = Order(model, body.sampling, body.stop)
+    for prompt in prompts:
+        room = UNLIMITED if model.max_length is None else model.max_length - len(prompt)
+        is_limited = "max_tokens" in body.model_fields_set or isinstance(body, TextBody)
+        tokens = body.max_tokens if is_limited else max(room, 1)
+        if model.max_length is not None and tokens > room:
+            raise RefusedError(
+                400,
+                "context_length_exceeded",
+                f"the prompt has {len(prompt)} tokens and max_tokens is {tokens}, but the model's context holds "
+                f"{model.max_length}; set max_tokens to at most {max(room, 0)}, or shorten the prompt",
+            )
+        for number in range(body.n):
+            order.add(prompt, tokens, lead, number if "seed" in body.model_fields_set else None)
+    return order
+
+
+def _error(status: int, message: str, code: str | None = None) -> JsonDict:
+    kind = TYPES.get(status, "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def _error_response(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        content = _error(error.status_code, error.detail, getattr(error, "code", None))
+        return JSONResponse(content, error.status_code, error.headers)
+    status = 400 if isinstance(error, ValueError | UsageError | DataError) else 500
+    message = invalid_values(error.errors()[:1]) if isinstance(error, ValidationError) else first_line(error)
+    return JSONResponse(_error(status, message), status)
