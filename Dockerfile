@@ -5,7 +5,7 @@ FROM python:${PYTHON}-slim
 
 # cpu, cu126, cu128, cu130, ...: the builds of torch that uv's --torch-backend knows.
 ARG TORCH=cpu
-ARG EXTRAS=postgres,serve
+ARG EXTRAS=postgres
 
 ENV PYTHONUNBUFFERED=1 UV_NO_CACHE=1
 WORKDIR /src

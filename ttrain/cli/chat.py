@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import socket
 import sys
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-from typer import Context, Exit
 
 from ttrain.cli.options import (
     MODEL_HELP,
@@ -32,13 +31,16 @@ from ttrain.core.hashing import sha256_file
 from ttrain.core.signals import handling_signals
 from ttrain.core.terminal import bar, encodable, escaped, outlast_output, print_escaped, print_json, print_json_text, table
 from ttrain.errors import Interrupted, TTrainError, UsageError
+from ttrain.stages import STAGES
 from ttrain.store import layout
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import usable_home
 from ttrain.store.model_files import Reference
+from ttrain.store.server_records import HOST
 
 if TYPE_CHECKING:
     from ttrain.inference.chat import ModelSelector
+    from ttrain.inference.loading import LoadedModel
     from ttrain.inference.sampling import Sampling
 
 DEFAULT_MODEL = f"{MODEL_HELP}; without one, the newest finished run's SFT model, else its last model"
@@ -254,14 +256,8 @@ def _check_answers_file(out: Path | None, prompts: Path, *, force: bool) -> None
         raise UsageError(f"--out {out} is the file of the prompts; name another file for the answers")
 
 
-@command(
-    app,
-    "Examples:  ttrain serve sft\n\nttrain serve sft --port 0 --json -- --continuous-batching",
-    "Servers",
-    context_settings={"allow_extra_args": True},
-)
+@command(app, "Examples:  ttrain serve\n\nttrain serve dpo --port 0 --json", "Servers")
 def serve(
-    context: Context,
     model: Annotated[str | None, argument(DEFAULT_MODEL, metavar="MODEL", autocompletion=model_words)] = None,
     port: Annotated[int, option("on 127.0.0.1; 0: a free one", min=0, max=65535)] = 8000,
     max_requests: Annotated[int, option("requests answered or waiting at once; further ones get 429", min=1)] = 32,
@@ -269,47 +265,67 @@ def serve(
     *,
     loading_options: LoadingOptions,
 ) -> None:
-    """Serve a model on 127.0.0.1 to clients of OpenAI's interface, through `transformers serve`, until Ctrl-C.
+    """Serve the home's models on 127.0.0.1 until Ctrl-C: OpenAI's interface, and a page to talk to one or compare two.
 
-    Arguments after -- are passed to that command, for example -- --continuous-batching.
+    MODEL is loaded at the start and is the default; others are loaded when a request names them.
     """
-    from ttrain.export import serve as serving
-
     outlast_output()
     loading_options.check_device()
-    serving.check()
     run = loading_options.run
     [reference] = resolved_models([model or default_model(run)], [loading_options.base], run)
     key = _api_key()
-    before_torch()  # the server gets the variable too
-    with (
-        handling_signals(_end),
-        serving.served(
-            reference,
-            program="ttrain.flows.endpoint",
-            port=port,
-            device=loading_options.device,
-            dtype=loading_options.dtype,
-            max_requests=max_requests,
-            token=key.read_text(encoding="ascii").strip() if key else "",
-            options=context.args,
-        ) as (address, name, process),  # fmt: skip
-    ):
-        try:  # Ctrl-C may arrive as soon as the address is printed
+    root = usable_home()
+    listener = _listener(port)
+    port = listener.getsockname()[1]
+    before_torch()
+    import uvicorn
+
+    from ttrain.flows.guard import Guard
+    from ttrain.inference.answer_queue import AnswerQueue
+    from ttrain.inference.serve import PAIRS, Endpoint
+    from ttrain.pipeline import names
+
+    def load(name: str) -> LoadedModel:
+        run_of_stage = run if name in STAGES else None
+        models = [reference] if name == reference.text else resolved_models([name], [None], run_of_stage)
+        loaded_model: LoadedModel = _load(models, loading_options)[0]
+        return loaded_model
+
+    queue = AnswerQueue(load, max_requests)
+    endpoint = Endpoint(queue, lambda: [*dict.fromkeys([reference.text, *names.with_models(root)])], root / PAIRS)
+    token = key.read_text(encoding="ascii").strip() if key else ""
+    app = Guard(endpoint.application(), port, token)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+    queue.open(reference.text)
+    address = f"http://{HOST}:{port}"
+    try:
+        with handling_signals(_end):
             if as_json:
-                served = {"url": address, "model": name, "pid": process.pid, "api_key_file": key and str(key)}
+                served = {"url": f"{address}/v1", "model": reference.text, "api_key_file": key and str(key)}
                 print_json({**_identity(reference), **served})
             else:
-                print(f"{name} is served at {address}; Ctrl-C ends it")
+                print(f"{reference.text} is served at {address}/v1; Ctrl-C ends it")
+                print(f"talk to it, or compare two models: {address}/{token and f'?token={token}'}")
                 if key:
                     print(f"clients need a key: export OPENAI_API_KEY=$(cat {shlex.quote(str(key))})")
-                print(f"try:\n  {_curl(address, name, key)}")
             sys.stdout.flush()
-            code = process.wait()
-        except KeyboardInterrupt:
-            code = 0
-    if code:
-        raise Exit(code)
+            server.run(sockets=[listener])
+    except KeyboardInterrupt:
+        pass
+    finally:
+        queue.close()
+
+
+def _listener(port: int) -> socket.socket:
+    """Listen on the port. Raises UsageError where another program has it."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((HOST, port))
+    except OSError as error:
+        raise UsageError(f"--port is {port}, which is taken ({error.strerror}); --port 0 finds a free one") from None
+    listener.listen()
+    return listener
 
 
 def _api_key() -> Path | None:
@@ -322,14 +338,6 @@ def _api_key() -> Path | None:
     root = usable_home()
     server_records.make_token(root)
     return server_records.token_file(root)
-
-
-def _curl(address: str, name: str, key: Path | None) -> str:
-    import json
-
-    body = {"model": name, "messages": [{"role": "user", "content": "What is a list?"}], "max_tokens": 64}
-    header = f' -H "Authorization: Bearer $(cat {shlex.quote(str(key))})"' if key else ""
-    return f"curl {address}/chat/completions{header} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
 
 
 def _end(signum: int) -> None:

@@ -1,1 +1,1 @@
-"""Exports of finished models, and the endpoint that serves one."""
+"""Exports of finished models."""

@@ -11,6 +11,7 @@ owner/name, owner/name@revision  a model on the Hugging Face Hub, for the comman
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -350,6 +351,19 @@ def _stored_digest(artifact: Artifact) -> str | None:
         )
     except (ArtifactError, KeyError):
         return None
+
+
+def with_models(home: Path) -> list[str]:
+    """Names of the home's models, for a list: stages, champions, and the stages of the newest runs."""
+    store, stages, names = ArtifactStore(home), dict[str, None](), list[str]()
+    for run in itertools.islice(runs.newest_first(home), references.LISTED):
+        for stage in run["stages"]:
+            artifact = _artifact_of(store, stage)
+            if artifact and _model_directory_of(artifact.path):
+                stages[stage["name"]] = None
+                names.append(f"{run['run']}:{stage['name']}")
+    aliases = [f"{models.name}@{alias}" for models in Registry(home).sets() for alias in models.aliases]
+    return [*stages, *aliases, *names]
 
 
 def newest_with(home: Path, stage: str) -> JsonDict:
