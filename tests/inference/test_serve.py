@@ -1,0 +1,279 @@
+"""`ttrain serve`: OpenAI's own client, what is refused, and the page in a browser."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import uvicorn
+from support.browser import Browser, executable
+from support.tiny_models import ending_with, speaker, write_model
+from support.waiting import wait_until
+
+from ttrain.cli import chat as command
+from ttrain.data.chat import prompt_ids
+from ttrain.data.chat_templates import Message
+from ttrain.data.preferences import preference_of
+from ttrain.errors import UsageError
+from ttrain.flows.guard import Guard
+from ttrain.inference.answer_queue import AnswerQueue
+from ttrain.inference.generate import completion_text, generate
+from ttrain.inference.loading import LoadedModel
+from ttrain.inference.sampling import Sampling
+from ttrain.inference.serve import Endpoint
+
+TOKEN, CONTEXT = "secret", 64
+QUESTION: Any = [{"role": "user", "content": "What is a list?"}]
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+class Served:
+    """An endpoint with two small models, and one whose answers do not end, behind the guard."""
+
+    def __init__(self, directory: Path, **settings: Any) -> None:
+        self.pairs = directory / "preferences.jsonl"
+        self.models = {
+            "sft": speaker(write_model(directory / "sft", max_length=CONTEXT)),
+            "dpo": speaker(write_model(directory / "dpo", seed=2, max_length=CONTEXT)),
+            "endless": ending_with(speaker(write_model(directory / "endless", max_length=200_000))),
+        }
+        self.queue = AnswerQueue(self._load, **{"max_requests": 4, **settings})
+        listener = command._listener(0)
+        self.address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        endpoint = Endpoint(self.queue, lambda: ["sft", "dpo"], self.pairs)
+        app = Guard(endpoint.application(), listener.getsockname()[1], TOKEN)
+        self._server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]}, daemon=True)
+        self._thread.start()
+
+    def _load(self, name: str) -> LoadedModel:
+        if name not in self.models:
+            raise UsageError(f"there is no model '{name}'")
+        return self.models[name]
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.address}/v1", api_key=TOKEN, **options)
+
+    def post(self, path: str, body: Any) -> httpx.Response:
+        data = body if isinstance(body, bytes) else json.dumps(body)
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        return httpx.post(self.address + path, content=data, headers=headers, timeout=60)
+
+    def is_idle(self) -> bool:
+        return not self.queue._running and not self.queue._waiting
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    made = Served(tmp_path_factory.mktemp("served"))
+    yield made
+    made.stop()
+
+
+def chat_answer(model: LoadedModel, tokens: int) -> str:
+    """What `ttrain chat` says to the question."""
+    ids = prompt_ids(model.encoder, (Message("user", QUESTION[0]["content"]),))
+    (answer,) = generate(model, [ids], Sampling(max_tokens=tokens))
+    return completion_text(model.encoder, answer)
+
+
+def test_openais_client_gets_the_answer_of_the_chat_whole_and_in_pieces(served: Served) -> None:
+    client = served.client()
+    assert [model.id for model in client.models.list()] == ["sft", "dpo"]
+    for name in ("sft", "dpo"):
+        asked: Any = {"model": name, "messages": QUESTION, "max_tokens": 12, "temperature": 0}
+        whole = client.chat.completions.create(**asked)
+        expected = chat_answer(served.models[name], 12)
+        assert whole.choices[0].message.content == expected
+        assert whole.usage.completion_tokens == 12 and whole.choices[0].finish_reason == "length"
+        stream = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        *pieces, last = stream
+        assert "".join(piece.choices[0].delta.content for piece in pieces) == expected
+        assert len(pieces) > 2 and last.usage == whole.usage
+
+
+def test_texts_are_continued_several_at_once_and_several_times(served: Served) -> None:
+    model = served.models["sft"]
+    texts = ["What is", "a list of three"]
+    ids = [[*model.begin_ids, *model.encoder.encode([text])[0]] for text in texts]
+    asked: Any = {"model": "sft", "prompt": texts, "n": 2, "max_tokens": 6, "temperature": 1, "seed": 5}
+    done = served.client().completions.create(**asked)
+    warm = Sampling(max_tokens=6, temperature=1, seed=5)
+    answers = [generate(model, [prompt], warm, numbers=[number])[0] for prompt in ids for number in range(2)]
+    assert [choice.text for choice in done.choices] == [completion_text(model.encoder, answer) for answer in answers]
+    assert done.usage is not None and done.usage.prompt_tokens == sum(map(len, ids))
+    unseeded = {**asked, "seed": None}
+    assert served.client().completions.create(**unseeded) != served.client().completions.create(**unseeded)
+
+
+def test_an_answer_ends_before_a_stop_sequence_also_in_a_stream(served: Served) -> None:
+    free = chat_answer(served.models["sft"], 12)
+    stop = free[4:6]
+    asked: Any = {"model": "sft", "messages": QUESTION, "max_tokens": 12, "temperature": 0, "stop": stop}
+    whole = served.client().chat.completions.create(**asked).choices[0]
+    assert (whole.message.content, whole.finish_reason) == (free[: free.index(stop)], "stop")
+    pieces = served.client().chat.completions.create(**asked, stream=True)
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == whole.message.content
+
+
+def test_requests_that_wait_share_a_batch_and_get_their_own_answers(served: Served, monkeypatch: Any) -> None:
+    sizes: list[int] = []
+
+    def counted(model: Any, prompts: Any, *rest: Any, **options: Any) -> Any:
+        sizes.append(len(prompts))
+        time.sleep(0.2)  # the others arrive
+        return generate(model, prompts, *rest, **options)
+
+    monkeypatch.setattr("ttrain.inference.answer_queue.generate", counted)
+    asked: Any = {"model": "sft", "messages": QUESTION, "temperature": 0}
+
+    async def scenario() -> list[Any]:
+        client = openai.AsyncOpenAI(base_url=f"{served.address}/v1", api_key=TOKEN)
+        requests = [client.chat.completions.create(**asked, max_tokens=tokens) for tokens in (3, 12, 7, 1)]
+        return await asyncio.gather(*requests)
+
+    texts = [answer.choices[0].message.content for answer in asyncio.run(scenario())]
+    assert texts == [chat_answer(served.models["sft"], tokens) for tokens in (3, 12, 7, 1)]
+    assert len(sizes) < 4 and sum(sizes) == 4
+
+
+WRONG: list[tuple[str, Any, int, str]] = [
+    (CHAT, {"messages": QUESTION, "max_tokens": 10**9}, 400, "set max_tokens to at most"),
+    (CHAT, {"messages": QUESTION, "max_completion_tokens": CONTEXT}, 400, f"the model's context holds {CONTEXT}"),
+    (TEXT, {"prompt": "xyz" * CONTEXT}, 400, "set max_tokens to at most 0, or shorten the prompt"),
+    (CHAT, {"messages": QUESTION, "max_tokens": True}, 400, "max_tokens is True but must be a whole number"),
+    (CHAT, {"messages": QUESTION, "temperature": -1}, 400, "temperature is -1 but must be at least 0"),
+    (CHAT, {"messages": QUESTION, "logit_bias": {"3": 1}}, 400, "logit_bias"),
+    (CHAT, {"messages": QUESTION, "stop": 7}, 400, "stop is 7 but must be a list"),
+    (CHAT, {"messages": "hi"}, 400, "messages is 'hi' but must be a list"),
+    (CHAT, {"messages": [{"role": "nobody", "content": "x"}]}, 400, "nobody"),
+    (CHAT, {}, 400, "messages"),
+    (CHAT, b"{", 400, "JSON"),
+    (CHAT, [1], 400, "must be"),
+    (CHAT, {"messages": QUESTION, "model": "mine"}, 404, "there is no model 'mine'"),
+    ("/v1/responses", {}, 404, "Not Found"),
+    ("/preferences", {"messages": QUESTION, "first": "a", "second": "a", "models": [], "better": "first"}, 400, "equal"),
+    ("/preferences", {"messages": QUESTION, "first": "a", "second": "b", "models": [], "better": "a"}, 400, "better"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "message"), WRONG)
+def test_a_wrong_request_is_refused_with_its_field_and_the_rule(
+    served: Served, path: str, body: Any, status: int, message: str
+) -> None:
+    answer = served.post(path, body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (status, "invalid_request_error")
+    assert message in error["message"]
+    assert not served.pairs.exists()
+
+
+def test_openais_client_knows_the_refusals_by_their_kinds(served: Served) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        served.client().completions.create(model="sft", prompt="a", max_tokens=10**6)
+    assert refused.value.code == "context_length_exceeded"
+    with pytest.raises(openai.NotFoundError):
+        served.client().completions.create(model="mine", prompt="a")
+    with pytest.raises(openai.AuthenticationError):
+        served.client().with_options(api_key="wrong").models.list()
+
+
+def test_what_a_model_raises_is_an_error_also_in_a_stream(served: Served, monkeypatch: Any) -> None:
+    def fail(*unused: Any, **options: Any) -> None:
+        raise RuntimeError("out of memory\nand more")
+
+    monkeypatch.setattr("ttrain.inference.answer_queue.generate", fail)
+    asked: Any = {"model": "sft", "prompt": "a"}
+    client = served.client(max_retries=0)
+    with pytest.raises(openai.InternalServerError, match="out of memory"):
+        client.completions.create(**asked)
+    with pytest.raises(openai.APIError, match="out of memory"):
+        list(client.completions.create(**asked, stream=True))
+
+
+def test_an_answer_ends_with_its_client_and_more_than_the_bound_are_told_to_come_back(served: Served) -> None:
+    client = served.client(max_retries=0)
+    endless: Any = {"model": "endless", "prompt": "a", "max_tokens": 100_000, "stream": True}
+    streams = [client.completions.create(**endless) for _ in range(4)]
+    with pytest.raises(openai.RateLimitError, match="4 requests are answered or wait") as refused:
+        client.completions.create(model="sft", prompt="a")
+    assert refused.value.response.headers["Retry-After"] == "1"
+    for stream in streams:
+        stream.close()
+    with pytest.raises(openai.APITimeoutError):
+        client.completions.create(**{**endless, "stream": False}, timeout=1)
+    wait_until(served.is_idle, 20)
+    assert client.completions.create(model="sft", prompt="a", max_tokens=2).choices[0].text
+
+
+@pytest.mark.parametrize(("better", "chosen"), [("first", "A"), ("second", "B"), ("equal", "AB")])
+def test_a_verdict_is_kept_as_pairs_that_training_reads(tmp_path: Path, better: str, chosen: str) -> None:
+    from starlette.testclient import TestClient
+
+    endpoint = Endpoint(AnswerQueue(speaker, 1), lambda: [], tmp_path / "preferences.jsonl")
+    verdict = {"messages": QUESTION, "first": "A", "second": "B", "models": ["sft", "dpo"], "better": better}
+    with TestClient(endpoint.application()) as client:
+        path = Path(client.post("/preferences", json=verdict).json()["path"])
+    pairs = [preference_of(json.loads(line)) for line in path.read_text().splitlines()]
+    assert "".join(pair.chosen[0].content for pair in pairs) == chosen
+    assert all({pair.chosen[0].content, pair.rejected[0].content} == {"A", "B"} for pair in pairs)
+    assert path.stat().st_mode & 0o077 == 0
+
+
+# --- the page -----------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(executable() is None, reason="no Chromium is installed")
+def test_the_page_talks_to_two_models_and_keeps_the_verdict_by_the_keyboard(served: Served) -> None:
+    served.pairs.unlink(missing_ok=True)
+    with Browser(width=1600, height=900) as page:
+        page.open(f"{served.address}/?token={TOKEN}")
+        page.wait_for("document.querySelectorAll('#first option').length === 2")
+        page.evaluate("document.getElementById('second').value = 'dpo'; document.getElementById('max_tokens').value = 9; 0")
+        page.send("Input.insertText", text="What is a list?")
+        press(page, "Enter")
+        page.wait_for("document.querySelectorAll('.verdict button').length === 3")
+        assert page.evaluate("[...document.querySelectorAll('.stats')].every(e => /9 tokens, \\d+ tokens a second/.test(e.textContent))")
+        press(page, "Digit2", alt=True)
+        page.wait_for("document.getElementById('status').textContent.includes('preferences.jsonl')")
+        (row,) = map(json.loads, served.pairs.read_text().splitlines())
+        texts = page.evaluate("[...document.querySelectorAll('.text')].map(e => e.textContent)")
+        assert (row["rejected"], row["chosen"]) == tuple(texts)
+        assert row["prompt"] == QUESTION and row["models"] == ["sft", "dpo"]
+        assert not page.errors
+        assert all(address.startswith((served.address, "data:")) for address in page.requests)
+
+
+@pytest.mark.skipif(executable() is None, reason="no Chromium is installed")
+def test_the_page_stops_an_answer_and_fits_a_narrow_window(served: Served, monkeypatch: Any) -> None:
+    monkeypatch.setitem(served.queue._models, "sft", served.models["endless"])
+    with Browser(width=400, height=800) as page:
+        page.open(f"{served.address}/?token={TOKEN}")
+        page.wait_for("document.querySelectorAll('#first option').length === 2")
+        page.send("Input.insertText", text="Who?")
+        press(page, "Enter")
+        page.wait_for("document.querySelector('.stats')?.textContent.includes('a second')")
+        press(page, "Escape")
+        page.wait_for("document.querySelector('.stats').textContent.endsWith('; stopped')")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    wait_until(served.is_idle, 20)
+
+
+def press(page: Browser, code: str, *, alt: bool = False) -> None:
+    """Press a key where the focus is."""
+    key = code.removeprefix("Digit")
+    for kind in ("keyDown", "keyUp"):
+        page.send("Input.dispatchKeyEvent", type=kind, code=code, key=key, modifiers=int(alt))
