@@ -246,7 +246,9 @@ def test_the_page_talks_to_two_models_and_keeps_the_verdict_by_the_keyboard(serv
         page.send("Input.insertText", text="What is a list?")
         press(page, "Enter")
         page.wait_for("document.querySelectorAll('.verdict button').length === 3")
-        assert page.evaluate("[...document.querySelectorAll('.stats')].every(e => /9 tokens, \\d+ tokens a second/.test(e.textContent))")
+        assert page.evaluate(
+            "[...document.querySelectorAll('.stats')].every(e => /9 tokens, \\d+ tokens a second/.test(e.textContent))"
+        )
         press(page, "Digit2", alt=True)
         page.wait_for("document.getElementById('status').textContent.includes('preferences.jsonl')")
         (row,) = map(json.loads, served.pairs.read_text().splitlines())

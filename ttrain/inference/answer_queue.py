@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+from ttrain.core.text import first_line
+from ttrain.errors import TTrainError
 from ttrain.inference.generate import KVCache, TextStream, generate
 from ttrain.inference.loading import LoadedModel
 from ttrain.inference.sampling import Sampling
@@ -35,7 +37,7 @@ class Order:
     stops: Sequence[str]
     answers: list[Answer] = field(default_factory=list)
     is_cancelled: bool = False
-    _pieces: asyncio.Queue[Piece | Exception] = field(default_factory=asyncio.Queue)
+    _pieces: asyncio.Queue[Piece | TTrainError] = field(default_factory=asyncio.Queue)
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
     def add(self, prompt: Sequence[int], max_tokens: int, lead: str, number: int | None) -> None:
@@ -45,7 +47,7 @@ class Order:
             number = secrets.randbits(63)
         self.answers.append(Answer(self, len(self.answers), prompt, max_tokens, number, decoder))
 
-    def send(self, piece: Piece | Exception) -> None:
+    def send(self, piece: Piece | TTrainError) -> None:
         """Pass a piece on from the thread that generates."""
         self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
@@ -55,7 +57,7 @@ class Order:
         try:
             while unfinished:
                 piece = await self._pieces.get()
-                if isinstance(piece, Exception):
+                if isinstance(piece, TTrainError):
                     raise piece
                 unfinished -= piece.reason is not None
                 yield piece
@@ -181,9 +183,10 @@ class AnswerQueue:
                 on_tokens=take,
                 kv_cache=kv_cache,
             )
-        except Exception as error:  # whatever the model raises is the answer to these requests
+        except Exception as error:  # of any kind, such as CUDA's: the next batch may be smaller
+            failure = TTrainError(f"the answer could not be computed: {first_line(error)}")
             for answer in batch:
-                answer.order.send(error)
+                answer.order.send(failure)
         self._running = []
 
 

@@ -25,7 +25,7 @@ from ttrain.core.text import first_line, invalid_values
 from ttrain.data.chat import lead_text, prompt_ids
 from ttrain.data.chat_shapes import messages_of
 from ttrain.data.preferences import preference_of
-from ttrain.errors import DataError, UsageError
+from ttrain.errors import DataError, TTrainError, UsageError
 from ttrain.inference.answer_queue import AnswerQueue, Order
 from ttrain.inference.loading import LoadedModel
 from ttrain.inference.sampling import Sampling
@@ -134,7 +134,7 @@ class Endpoint:
             Route("/v1/completions", self.text, methods=["POST"]),
             Route("/preferences", self.preferences, methods=["GET", "POST"]),
         ]
-        handlers: Any = dict.fromkeys((HTTPException, ValueError, DataError, UsageError, Exception), _error_response)
+        handlers: Any = dict.fromkeys((HTTPException, ValueError, TTrainError), _error_response)
         return Starlette(routes=routes, exception_handlers=handlers, lifespan=closing)
 
     async def page(self, request: Request) -> Response:
@@ -227,8 +227,8 @@ class _Reply:
                 yield _event(self.fields | {"choices": [self.choice(*piece)]})
             if self._body.stream_options.get("include_usage"):
                 yield _event(self.fields | {"choices": [], "usage": self.usage()})
-        except Exception as error:  # its status has been sent already
-            yield _event(_error(500, first_line(error)))
+        except TTrainError as error:  # its status has been sent already
+            yield _event(_error(500, str(error)))
         yield "data: [DONE]\n\n"
 
 
