@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -213,6 +214,7 @@ def test_an_answer_ends_with_its_client_and_more_than_the_bound_are_told_to_come
     assert refused.value.response.headers["Retry-After"] == "1"
     for stream in streams:
         stream.close()
+    wait_until(lambda: not served.queue.is_full, 20)
     with pytest.raises(openai.APITimeoutError):
         client.completions.create(**{**endless, "stream": False}, timeout=1)
     wait_until(served.is_idle, 20)
@@ -223,7 +225,7 @@ def test_an_answer_ends_with_its_client_and_more_than_the_bound_are_told_to_come
 def test_a_verdict_is_kept_as_pairs_that_training_reads(tmp_path: Path, better: str, chosen: str) -> None:
     from starlette.testclient import TestClient
 
-    endpoint = Endpoint(AnswerQueue(speaker, 1), lambda: [], tmp_path / "preferences.jsonl")
+    endpoint = Endpoint(AnswerQueue(speaker, 1), list, tmp_path / "preferences.jsonl")
     verdict = {"messages": QUESTION, "first": "A", "second": "B", "models": ["sft", "dpo"], "better": better}
     with TestClient(endpoint.application()) as client:
         path = Path(client.post("/preferences", json=verdict).json()["path"])
@@ -242,13 +244,14 @@ def test_the_page_talks_to_two_models_and_keeps_the_verdict_by_the_keyboard(serv
     with Browser(width=1600, height=900) as page:
         page.open(f"{served.address}/?token={TOKEN}")
         page.wait_for("document.querySelectorAll('#first option').length === 2")
-        page.evaluate("document.getElementById('second').value = 'dpo'; document.getElementById('max_tokens').value = 9; 0")
+        fields = {"second": "dpo", "max_tokens": 9, "temperature": 0}
+        for name, value in fields.items():
+            page.evaluate(f"document.getElementById('{name}').value = '{value}'")
         page.send("Input.insertText", text="What is a list?")
         press(page, "Enter")
         page.wait_for("document.querySelectorAll('.verdict button').length === 3")
-        assert page.evaluate(
-            "[...document.querySelectorAll('.stats')].every(e => /9 tokens, \\d+ tokens a second/.test(e.textContent))"
-        )
+        for shown in page.evaluate("[...document.querySelectorAll('.stats')].map(e => e.textContent)"):
+            assert re.fullmatch(r"9 tokens, \d+ tokens a second; cut at the longest answer", shown)
         press(page, "Digit2", alt=True)
         page.wait_for("document.getElementById('status').textContent.includes('preferences.jsonl')")
         (row,) = map(json.loads, served.pairs.read_text().splitlines())
