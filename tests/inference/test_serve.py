@@ -166,8 +166,18 @@ WRONG: list[tuple[str, Any, int, str]] = [
     (CHAT, [1], 400, "must be"),
     (CHAT, {"messages": QUESTION, "model": "mine"}, 404, "there is no model 'mine'"),
     ("/v1/responses", {}, 404, "Not Found"),
-    ("/preferences", {"messages": QUESTION, "first": "a", "second": "a", "models": [], "better": "first"}, 400, "equal"),
-    ("/preferences", {"messages": QUESTION, "first": "a", "second": "b", "models": [], "better": "a"}, 400, "better"),
+    (
+        "/preferences",
+        {"messages": QUESTION, "first": "a", "second": "a", "models": ["a", "b"], "better": "first"},
+        400,
+        "equal",
+    ),
+    (
+        "/preferences",
+        {"messages": QUESTION, "first": "a", "second": "b", "models": ["a", "b"], "better": "a"},
+        400,
+        "better",
+    ),
 ]
 
 
@@ -257,7 +267,7 @@ def test_the_page_talks_to_two_models_and_keeps_the_verdict_by_the_keyboard(serv
         (row,) = map(json.loads, served.pairs.read_text().splitlines())
         texts = page.evaluate("[...document.querySelectorAll('.text')].map(e => e.textContent)")
         assert (row["rejected"], row["chosen"]) == tuple(texts)
-        assert row["prompt"] == QUESTION and row["models"] == ["sft", "dpo"]
+        assert row["prompt"] == QUESTION and (row["rejected_model"], row["chosen_model"]) == ("sft", "dpo")
         assert not page.errors
         assert all(address.startswith((served.address, "data:")) for address in page.requests)
 

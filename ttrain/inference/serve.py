@@ -93,17 +93,19 @@ class Verdict(Section):
     messages: list[JsonDict]
     first: str
     second: str
-    models: list[str]
+    models: list[str] = Field(min_length=2, max_length=2)
     better: Literal["first", "second", "equal"]
 
     def rows(self) -> list[JsonDict]:
         """The verdict as pairs for `data.dpo`: an equal one in both orders, of which no answer gains."""
-        answers = (self.first, self.second)
-        orders = {"first": [answers], "second": [answers[::-1]], "equal": [answers, answers[::-1]]}
-        pairs = [{"chosen": chosen, "rejected": rejected} for chosen, rejected in orders[self.better]]
-        rows = [{"prompt": self.messages, **pair, "models": self.models} for pair in pairs]
-        for row in rows:
-            preference_of(row)  # raises what is wrong with it
+        first, second = (self.first, self.models[0]), (self.second, self.models[1])
+        pairs = {"first": [(first, second)], "second": [(second, first)], "equal": [(first, second), (second, first)]}
+        rows = []
+        for (chosen, chosen_model), (rejected, rejected_model) in pairs[self.better]:
+            answers = {"chosen": chosen, "rejected": rejected}
+            models = {"chosen_model": chosen_model, "rejected_model": rejected_model}
+            rows.append({"prompt": self.messages, **answers, **models})
+            preference_of(rows[-1])  # raises what is wrong with it
         return rows
 
 
