@@ -33,6 +33,7 @@ from ttrain.inference.serve import Endpoint
 
 TOKEN, CONTEXT = "secret", 64
 QUESTION: Any = [{"role": "user", "content": "What is a list?"}]
+AB = ["a", "b"]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
@@ -168,13 +169,13 @@ WRONG: list[tuple[str, Any, int, str]] = [
     ("/v1/responses", {}, 404, "Not Found"),
     (
         "/preferences",
-        {"messages": QUESTION, "first": "a", "second": "a", "models": ["a", "b"], "better": "first"},
+        {"messages": QUESTION, "first": "a", "second": "a", "models": AB, "better": "first"},
         400,
         "equal",
     ),
     (
         "/preferences",
-        {"messages": QUESTION, "first": "a", "second": "b", "models": ["a", "b"], "better": "a"},
+        {"messages": QUESTION, "first": "a", "second": "b", "models": AB, "better": "a"},
         400,
         "better",
     ),

@@ -337,20 +337,28 @@ def load(model: Path, adapter: Path | None) -> PreTrainedModel:
 
 
 def write(model: PreTrainedModel, target: Path, *, dtype: str, shard_bytes: int) -> int:
-    """Write config, generation config and shards of at most `shard_bytes`, as `save_pretrained` does; changes the model.
+    """Write config, generation config and shards of at most `shard_bytes`, as `save_pretrained` does.
 
-    Parameters are cast, except those that transformers itself would keep in fp32, such as the bias of a router; buffers
-    are not. Experts get the names that other programs expect. Returns the number of parameters. Raises ArtifactError if a
-    weight is not finite, UsageError if it is too large for the type.
+    transformers casts the parameters, except those that it keeps in fp32, such as the bias of a router; buffers are not
+    cast. Returns the number of parameters. Raises ArtifactError if a weight is not finite, UsageError if it is too large.
     """
+    import torch
+    from transformers import AutoModelForCausalLM
+
     parameters = dict(model.named_parameters())  # tied ones once
     for name, parameter in parameters.items():
-        is_kept = any(f".{module_name}." in f".{name}." for module_name in model._keep_in_fp32_modules_strict or ())
-        parameter.data = cast(name, parameter.data, "fp32" if is_kept else dtype)
-    # Otherwise names go back to those of the file that was read; without it, to those that the architecture is known by:
-    # three matrices an expert, where transformers holds all experts of a layer in two tensors.
-    model._weight_conversions = None
-    model.save_pretrained(target, max_shard_size=shard_bytes)
+        cast(name, parameter.data, dtype)
+    config, generation_config = model.config, model.generation_config
+    kind = getattr(torch, DTYPES[dtype])
+    model = type(model).from_pretrained(None, config=config, state_dict=model.state_dict(), dtype=kind)
+    # A model that was loaded gets the names of the file that was read when it is saved, one that was made those that the
+    # architecture is known by: three matrices an expert, where transformers holds all experts of a layer in two tensors.
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(config, dtype=kind)
+    made.load_state_dict(model.state_dict(), assign=True)
+    made.tie_weights()
+    made.generation_config = generation_config
+    made.save_pretrained(target, max_shard_size=shard_bytes)
     return sum(parameter.numel() for parameter in parameters.values())
 
 
