@@ -31,7 +31,7 @@ ALONE = {  # run by test_doctor, test_cli_train and test_init
     "ttrain train regression",
     "ttrain init docs.jsonl chats.jsonl",
 }
-OTHERS = (  # run by soak/test_serve_kills, test_gate; test_ui, test_compare, test_sweep, test_lineage_pipeline
+OTHERS = (  # run by inference/test_serve, test_gate; test_ui, test_compare, test_sweep, test_lineage_pipeline
     "ttrain serve ", "ttrain gate train ",
     "ttrain compare ", "ttrain sweep ", "ttrain reproduce ",
 )  # fmt: skip

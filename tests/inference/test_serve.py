@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -244,6 +248,30 @@ def test_a_verdict_is_kept_as_pairs_that_training_reads(tmp_path: Path, better: 
     assert "".join(pair.chosen[0].content for pair in pairs) == chosen
     assert all({pair.chosen[0].content, pair.rejected[0].content} == {"A", "B"} for pair in pairs)
     assert path.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 0)])
+def test_the_command_serves_models_by_name_and_ends_within_an_answer(tmp_path: Path, number: int, code: int) -> None:
+    first, second = (write_model(tmp_path / name, max_length=200_000) for name in ("first", "second"))
+    arguments = ["serve", str(first), "--port", "0", "--device", "cpu", "--json"]
+    environment = {**os.environ, "TTRAIN_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+    program = [sys.executable, "-m", "ttrain", *arguments]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        printed = json.loads("".join(iter(process.stdout.readline, "}\n")) + "}")
+        key = Path(printed["api_key_file"])
+        assert key.stat().st_mode & 0o077 == 0
+        client = openai.OpenAI(base_url=printed["url"], api_key=key.read_text().strip(), max_retries=0)
+        assert [model.id for model in client.models.list()] == [str(first)]
+        stream = client.completions.create(model=str(second), prompt="a", max_tokens=100_000, stream=True)
+        assert next(iter(stream)).model == str(second)
+        process.send_signal(number)
+        assert process.wait(20) == code
+
+
+def test_a_taken_port_is_refused_before_the_model_is_loaded() -> None:
+    with command._listener(0) as taken, pytest.raises(UsageError, match="which is taken .*; --port 0 finds a free one"):
+        command._listener(taken.getsockname()[1])
 
 
 # --- the page -----------------------------------------------------------------------------------
