@@ -37,7 +37,6 @@ from ttrain.inference.serve import Endpoint
 
 TOKEN, CONTEXT = "secret", 64
 QUESTION: Any = [{"role": "user", "content": "What is a list?"}]
-AB = ["a", "b"]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
@@ -80,6 +79,7 @@ class Served:
         self._server.should_exit = True
         self._thread.join(30)
         assert not self._thread.is_alive()
+        self.queue.close()
 
 
 @pytest.fixture(scope="module")
@@ -171,18 +171,8 @@ WRONG: list[tuple[str, Any, int, str]] = [
     (CHAT, [1], 400, "must be"),
     (CHAT, {"messages": QUESTION, "model": "mine"}, 404, "there is no model 'mine'"),
     ("/v1/responses", {}, 404, "Not Found"),
-    (
-        "/preferences",
-        {"messages": QUESTION, "first": "a", "second": "a", "models": AB, "better": "first"},
-        400,
-        "equal",
-    ),
-    (
-        "/preferences",
-        {"messages": QUESTION, "first": "a", "second": "b", "models": AB, "better": "a"},
-        400,
-        "better",
-    ),
+    ("/preferences", {"prompt": QUESTION, "chosen": "a", "rejected": "a"}, 400, "'chosen' and 'rejected' are equal"),
+    ("/preferences", {"prompt": QUESTION, "chosen": "a"}, 400, "'rejected' is missing beside 'chosen'"),
 ]
 
 
@@ -236,20 +226,6 @@ def test_an_answer_ends_with_its_client_and_more_than_the_bound_are_told_to_come
     assert client.completions.create(model="sft", prompt="a", max_tokens=2).choices[0].text
 
 
-@pytest.mark.parametrize(("better", "chosen"), [("first", "A"), ("second", "B"), ("equal", "AB")])
-def test_a_verdict_is_kept_as_pairs_that_training_reads(tmp_path: Path, better: str, chosen: str) -> None:
-    from starlette.testclient import TestClient
-
-    endpoint = Endpoint(AnswerQueue(speaker, 1), list, tmp_path / "preferences.jsonl")
-    verdict = {"messages": QUESTION, "first": "A", "second": "B", "models": ["sft", "dpo"], "better": better}
-    with TestClient(endpoint.application()) as client:
-        path = Path(client.post("/preferences", json=verdict).json()["path"])
-    pairs = [preference_of(json.loads(line)) for line in path.read_text().splitlines()]
-    assert "".join(pair.chosen[0].content for pair in pairs) == chosen
-    assert all({pair.chosen[0].content, pair.rejected[0].content} == {"A", "B"} for pair in pairs)
-    assert path.stat().st_mode & 0o077 == 0
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 0)])
 def test_the_command_serves_models_by_name_and_ends_within_an_answer(tmp_path: Path, number: int, code: int) -> None:
     first, second = (write_model(tmp_path / name, max_length=200_000) for name in ("first", "second"))
@@ -270,7 +246,7 @@ def test_the_command_serves_models_by_name_and_ends_within_an_answer(tmp_path: P
 
 
 def test_a_taken_port_is_refused_before_the_model_is_loaded() -> None:
-    with command._listener(0) as taken, pytest.raises(UsageError, match="which is taken .*; --port 0 finds a free one"):
+    with command._listener(0) as taken, pytest.raises(UsageError, match=r"which is taken .*; --port 0 finds a free one"):
         command._listener(taken.getsockname()[1])
 
 
@@ -293,10 +269,18 @@ def test_the_page_talks_to_two_models_and_keeps_the_verdict_by_the_keyboard(serv
             assert re.fullmatch(r"9 tokens, \d+ tokens a second; cut at the longest answer", shown)
         press(page, "Digit2", alt=True)
         page.wait_for("document.getElementById('status').textContent.includes('preferences.jsonl')")
-        (row,) = map(json.loads, served.pairs.read_text().splitlines())
+        (row,) = kept_pairs(served.pairs)
         texts = page.evaluate("[...document.querySelectorAll('.text')].map(e => e.textContent)")
         assert (row["rejected"], row["chosen"]) == tuple(texts)
         assert row["prompt"] == QUESTION and (row["rejected_model"], row["chosen_model"]) == ("sft", "dpo")
+        page.send("Input.insertText", text="Why?")
+        press(page, "Enter")
+        page.wait_for("document.querySelectorAll('.verdict').length === 2")
+        press(page, "Digit0", alt=True)
+        page.wait_for("document.getElementById('status').textContent.includes('preferences.jsonl')")
+        _, one, other = kept_pairs(served.pairs)
+        assert [turn["content"] for turn in one["prompt"]] == ["What is a list?", texts[1], "Why?"]
+        assert (one["chosen"], one["rejected"]) == (other["rejected"], other["chosen"])
         assert not page.errors
         assert all(address.startswith((served.address, "data:")) for address in page.requests)
 
@@ -314,6 +298,13 @@ def test_the_page_stops_an_answer_and_fits_a_narrow_window(served: Served, monke
         page.wait_for("document.querySelector('.stats').textContent.endsWith('; stopped')")
         assert page.evaluate("document.documentElement.scrollWidth") <= 400
     wait_until(served.is_idle, 20)
+
+
+def kept_pairs(path: Path) -> list[dict[str, Any]]:
+    """The verdicts, all of which training reads."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert all(preference_of(row).chosen for row in rows) and path.stat().st_mode & 0o077 == 0
+    return rows
 
 
 def press(page: Browser, code: str, *, alt: bool = False) -> None:

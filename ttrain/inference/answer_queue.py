@@ -7,7 +7,6 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from ttrain.core.text import first_line
@@ -18,14 +17,8 @@ from ttrain.inference.sampling import Sampling
 
 BATCH_ROWS = 16
 KEPT_MODELS = 2  # in memory: two that are compared
-
-
-class Piece(NamedTuple):
-    """New text of an answer; with the last one comes why it ended: "stop" or "length"."""
-
-    answer: int
-    text: str
-    reason: str | None
+# Number of an answer, new text of it, and with the last text why it ended: "stop" or "length"
+Piece = tuple[int, str, str | None]
 
 
 @dataclass(eq=False)
@@ -59,7 +52,7 @@ class Order:
                 piece = await self._pieces.get()
                 if isinstance(piece, TTrainError):
                     raise piece
-                unfinished -= piece.reason is not None
+                unfinished -= piece[2] is not None
                 yield piece
         finally:
             self.is_cancelled = True
@@ -101,7 +94,7 @@ class Answer:
         text, self._unsent = self._unsent[:end], self._unsent[end:]
         self.has_ended = reason is not None
         if text or reason:
-            self.order.send(Piece(self.index, text, reason))
+            self.order.send((self.index, text, reason))
 
 
 class AnswerQueue:

@@ -7,10 +7,9 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 from starlette.applications import Starlette
@@ -19,8 +18,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from ttrain.config.base import Section
-from ttrain.core.files import JsonDict, private_opener
+from ttrain.core.files import JsonDict, need_object, private_opener
 from ttrain.core.text import first_line, invalid_values
 from ttrain.data.chat import lead_text, prompt_ids
 from ttrain.data.chat_shapes import messages_of
@@ -87,28 +85,6 @@ class TextBody(Body):
     max_tokens: int = Field(16, ge=1)
 
 
-class Verdict(Section):
-    """Which of two answers to the messages is better."""
-
-    messages: list[JsonDict]
-    first: str
-    second: str
-    models: list[str] = Field(min_length=2, max_length=2)
-    better: Literal["first", "second", "equal"]
-
-    def rows(self) -> list[JsonDict]:
-        """The verdict as pairs for `data.dpo`: an equal one in both orders, of which no answer gains."""
-        first, second = (self.first, self.models[0]), (self.second, self.models[1])
-        pairs = {"first": [(first, second)], "second": [(second, first)], "equal": [(first, second), (second, first)]}
-        rows = []
-        for (chosen, chosen_model), (rejected, rejected_model) in pairs[self.better]:
-            answers = {"chosen": chosen, "rejected": rejected}
-            models = {"chosen_model": chosen_model, "rejected_model": rejected_model}
-            rows.append({"prompt": self.messages, **answers, **models})
-            preference_of(rows[-1])  # raises what is wrong with it
-        return rows
-
-
 @dataclass(frozen=True)
 class Endpoint:
     """The routes over a queue.
@@ -123,12 +99,6 @@ class Endpoint:
 
     def application(self) -> Starlette:
         """The application, without a guard."""
-
-        @asynccontextmanager
-        async def closing(app: Starlette) -> AsyncIterator[None]:
-            yield
-            self.queue.close()
-
         routes = [
             Route("/", self.page),
             Route("/v1/models", self.models),
@@ -137,7 +107,7 @@ class Endpoint:
             Route("/preferences", self.preferences, methods=["GET", "POST"]),
         ]
         handlers: Any = dict.fromkeys((HTTPException, ValueError, TTrainError), _error_response)
-        return Starlette(routes=routes, exception_handlers=handlers, lifespan=closing)
+        return Starlette(routes=routes, exception_handlers=handlers)
 
     async def page(self, request: Request) -> Response:
         return FileResponse(PAGE, headers={"Cache-Control": "no-store"})
@@ -163,9 +133,11 @@ class Endpoint:
         return await self._answer(request, body, _order(model, body, prompts, lead=""))
 
     async def preferences(self, request: Request) -> Response:
-        """Tell the file of the verdicts; append one that is posted."""
+        """Tell the file of the verdicts; append those that are posted, pairs as `data.dpo` reads them, one a line."""
         if request.method == "POST":
-            rows = Verdict.model_validate_json(await request.body()).rows()
+            rows = [need_object(line) for line in (await request.body()).splitlines()]
+            for row in rows:
+                preference_of(row)  # raises what is wrong with it
             with open(self.pairs, "a", encoding="utf-8", opener=private_opener) as file:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         return JSONResponse({"path": str(self.pairs)})
