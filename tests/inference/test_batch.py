@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import shutil
 from collections.abc import Iterator
@@ -15,9 +14,8 @@ from support.chat_models import chat_with
 from support.data_commands import Run
 from support.tiny_models import reference
 
-from ttrain.core.files import exclusive
 from ttrain.data.chat_templates import Message
-from ttrain.errors import DataError, UsageError
+from ttrain.errors import DataError
 from ttrain.inference import batch
 from ttrain.inference.loading import LoadedModel
 from ttrain.inference.sampling import Sampling
@@ -89,8 +87,6 @@ def test_an_answering_that_was_cut_goes_on_where_it_was(
     with pytest.raises(KeyboardInterrupt):
         batch.write_answers(cut, {"model": 1}, lambda start: make(start, 2))
     assert {path.name for path in tmp_path.iterdir()} == {"p.jsonl", "whole.jsonl", "cut.jsonl.partial"}
-    with exclusive(cut.with_name(".cut.jsonl.lock")), pytest.raises(UsageError, match="another process is writing answers"):
-        batch.write_answers(cut, {"model": 1}, make)
     partial = cut.with_name("cut.jsonl.partial")
     with partial.open("ab") as file:
         file.write(b'{"half": ')
@@ -102,14 +98,6 @@ def test_an_answering_that_was_cut_goes_on_where_it_was(
     with pytest.raises(KeyboardInterrupt):
         batch.write_answers(cut, {"model": 1}, lambda start: make(start, 1))
     assert batch.write_answers(cut, {"model": 2}, make) == 0  # another model begins anew
-
-    def refuse() -> None:
-        raise UsageError("it exists")
-
-    answers = cut.read_bytes()
-    with pytest.raises(UsageError, match="it exists"):  # another process has written it since the command looked
-        batch.write_answers(cut, {"model": 1}, make, refuse)
-    assert cut.read_bytes() == answers and not partial.exists()
 
 
 def test_every_shape_of_a_prompt_is_read(one: LoadedModel, tmp_path: Path) -> None:
@@ -156,21 +144,6 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path: Path) -> None:
     path.write_bytes('{"prompt": "Q"}\n{"prompt": "你好"}'.encode("gb18030"))
     with pytest.raises(DataError, match=r"p\.jsonl:2: not valid UTF-8; write the row again as UTF-8, or convert the file"):
         batch.read(path, raw=False)
-
-
-def test_answers_that_cannot_be_read_for_a_moment_are_not_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    partial, opened = batch.partial_of(tmp_path / "out.jsonl"), Path.open
-    partial.write_bytes(b"answers")
-
-    def fail_to_read(path: Path, mode: str = "r", *arguments: Any, **others: Any) -> Any:
-        if "r" in mode:
-            raise OSError(errno.EIO, "Input/output error")
-        return opened(path, mode, *arguments, **others)
-
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output"):
-        patch.setattr(Path, "open", fail_to_read)
-        batch.write_answers(tmp_path / "out.jsonl", {}, lambda done: [])
-    assert partial.read_bytes() == b"answers"
 
 
 def test_the_command_writes_answers_and_a_summary(run: Run, directory: Path, one: LoadedModel, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import signal
 import socket
 import sys
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -205,8 +204,7 @@ def generate(
     loading_options.check_device()
     if as_json and out is None:
         raise UsageError("--json prints the summary as JSON; give --out for the answers")
-    check_out = partial(_check_answers_file, out, prompts, force=force)
-    check_out()
+    _check_answers_file(out, prompts, force=force)
     run = loading_options.run
     [reference] = resolved_models([model or default_model(run)], [loading_options.base], run)
 
@@ -231,7 +229,7 @@ def generate(
             header = {"prompts": sha256_file(prompts), "model": batch.identity(reference), "raw": raw, "system": system,
                       "dtype": loading_options.dtype, **settings.model_dump()}  # fmt: skip
             try:
-                done = batch.write_answers(out, header, make, check_out)
+                done = batch.write_answers(out, header, make)
             except (KeyboardInterrupt, SystemExit) as stop:  # the latter has the exit code of SIGTERM or SIGHUP
                 signum = int(stop.code or 0) - 128 if isinstance(stop, SystemExit) else signal.SIGINT
                 raise Interrupted(

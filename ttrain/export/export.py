@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from ttrain.core.files import fsync, read_json, read_object, remove_tree, temporary_path, user_path
 from ttrain.core.machine import VERSION
-from ttrain.core.text import first_line, format_size
-from ttrain.errors import FREE_SPACE, ArtifactError, TTrainError, UsageError, is_disk_full
+from ttrain.core.text import first_line
+from ttrain.errors import ArtifactError, TTrainError, UsageError
 from ttrain.export import gguf_convert
 from ttrain.pipeline.lineage import History
 from ttrain.pipeline.model_card import Exported, card
@@ -96,7 +96,6 @@ def export(
     _check_target(reference, target, request)
     reference.verify()
     target.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(target.parent).free
     work = temporary_path(target)
     try:
         work.mkdir()
@@ -112,19 +111,6 @@ def export(
         written = {path.relative_to(work).as_posix(): path.stat().st_size for path in _files(work)}
         fsync(work)
         _put(work, target)
-    except Exception as error:  # of safetensors, too, whose errors of the system are texts
-        if is_disk_full(error):
-            size = sum(path.stat().st_size for path in _files(reference.model if request.merge else reference.directory))
-            raise TTrainError(
-                f"--to is {target}, whose disk is full: {format_size(free)} were free, and the model takes up to "
-                f"{format_size(size)} here; {FREE_SPACE}, or choose another disk with --to"
-            ) from None
-        if "(os error " in str(error):  # such as a file of more than 4 GB on FAT32
-            raise TTrainError(
-                f"--to is {target}, which cannot be written: {error}; choose another disk with --to, or, where it takes no "
-                f"large files, a smaller --shard-size, which is {request.shard_size}"
-            ) from None
-        raise
     finally:
         remove_tree(work)
     return Export(target, exported.files, exported.dtype, exported.parameters, written, tuple(remarks))

@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from ttrain.core.files import JsonDict, Taken, exclusive, refuse
+from ttrain.core.files import JsonDict
 from ttrain.core.hashing import canonical_json, sha256_file
 from ttrain.data import exact_json, existing
 from ttrain.data.chat import lead_text, prompt_ids
@@ -104,32 +104,14 @@ def identity(reference: Reference) -> list[str]:
     return [reference.base_digest, *adapter, *map(sha256_file, existing.files_in(reference.tokenizer))]
 
 
-def write_answers(
-    path: Path,
-    header: JsonDict,
-    make: Callable[[int], Iterable[list[JsonDict]]],
-    check: Callable[[], None] = lambda: None,
-) -> int:
+def write_answers(path: Path, header: JsonDict, make: Callable[[int], Iterable[list[JsonDict]]]) -> int:
     """Write the rows of `make(n)`, from the n-th on, to `path`; returns n, the number of rows that existed already.
 
     Rows are collected in `path`.partial below a line with the header, which identifies their inputs: the same command
-    continues after the last complete row of an interrupted one, any other starts over. Raises UsageError where another
-    process is writing them, and what `check` raises once none is, as where one has just written the file.
+    continues after the last complete row of an interrupted one, any other starts over.
     """
-    lock = path.with_name(f".{path.name}.lock")
-    try:
-        with exclusive(lock, refuse):
-            try:
-                check()
-                return _write_answers(path, partial_of(path), canonical_json(header) + b"\n", make)
-            finally:
-                lock.unlink(missing_ok=True)
-    except Taken:
-        raise UsageError(f"--out is {path}, to which another process is writing answers; wait, or name another") from None
-
-
-def _write_answers(path: Path, partial: Path, first: bytes, make: Callable[[int], Iterable[list[JsonDict]]]) -> int:
-    done = _resume_partial(partial, first)
+    partial = partial_of(path)
+    done = _resume_partial(partial, canonical_json(header) + b"\n")
     with partial.open("ab") as file:
         for rows in make(done):
             file.writelines(line_of(row) + b"\n" for row in rows)
