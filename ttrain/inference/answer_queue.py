@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -32,13 +31,6 @@ class Order:
     is_cancelled: bool = False
     _pieces: asyncio.Queue[Piece | TTrainError] = field(default_factory=asyncio.Queue)
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-
-    def add(self, prompt: Sequence[int], max_tokens: int, lead: str, number: int | None) -> None:
-        """Ask for an answer to a prompt; without a `number` it is another one each time."""
-        decoder = TextStream(self.model.encoder, lead)
-        if number is None:
-            number = secrets.randbits(63)
-        self.answers.append(Answer(self, len(self.answers), prompt, max_tokens, number, decoder))
 
     def send(self, piece: Piece | TTrainError) -> None:
         """Pass a piece on from the thread that generates."""

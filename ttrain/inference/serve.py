@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -24,13 +26,14 @@ from ttrain.data.chat import lead_text, prompt_ids
 from ttrain.data.chat_shapes import messages_of
 from ttrain.data.preferences import preference_of
 from ttrain.errors import DataError, TTrainError, UsageError
-from ttrain.inference.answer_queue import AnswerQueue, Order
+from ttrain.inference.answer_queue import Answer, AnswerQueue, Order
+from ttrain.inference.generate import TextStream
 from ttrain.inference.loading import LoadedModel
 from ttrain.inference.sampling import Sampling
 
 PAGE = Path(__file__).with_name("page.html")
 PAIRS = "preferences.jsonl"  # in the home
-UNLIMITED = 4096  # tokens of an answer, where neither the request nor the model has a limit
+UNLIMITED = 32_768  # tokens of the context, where the model has no limit
 TYPES = {429: "rate_limit_error", 500: "server_error"}
 
 
@@ -213,19 +216,21 @@ def _event(value: JsonDict) -> str:
 def _order(model: LoadedModel, body: Body, prompts: list[list[int]], lead: str) -> Order:
     """The answers that a body asks for. Raises RefusedError where they exceed the context."""
     order = Order(model, body.sampling, body.stop)
-    for prompt in prompts:
-        room = UNLIMITED if model.max_length is None else model.max_length - len(prompt)
+    context = model.max_length or UNLIMITED
+    for prompt, number in itertools.product(prompts, range(body.n)):
+        room = context - len(prompt)
         is_limited = "max_tokens" in body.model_fields_set or isinstance(body, TextBody)
         tokens = body.max_tokens if is_limited else max(room, 1)
-        if model.max_length is not None and tokens > room:
+        if tokens > room:
             raise RefusedError(
                 400,
                 "context_length_exceeded",
-                f"the prompt has {len(prompt)} tokens and max_tokens is {tokens}, but the model's context holds "
-                f"{model.max_length}; set max_tokens to at most {max(room, 0)}, or shorten the prompt",
+                f"the prompt has {len(prompt)} tokens and max_tokens is {tokens}, but the model's context holds {context}; "
+                f"set max_tokens to at most {max(room, 0)}, or shorten the prompt",
             )
-        for number in range(body.n):
-            order.add(prompt, tokens, lead, number if "seed" in body.model_fields_set else None)
+        if "seed" not in body.model_fields_set:
+            number = secrets.randbits(63)  # another answer each time
+        order.answers.append(Answer(order, len(order.answers), prompt, tokens, number, TextStream(model.encoder, lead)))
     return order
 
 
