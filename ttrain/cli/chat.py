@@ -30,7 +30,6 @@ from ttrain.core.hashing import sha256_file
 from ttrain.core.signals import handling_signals
 from ttrain.core.terminal import bar, encodable, escaped, outlast_output, print_escaped, print_json, print_json_text, table
 from ttrain.errors import Interrupted, TTrainError, UsageError
-from ttrain.stages import STAGES
 from ttrain.store import layout
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import usable_home
@@ -282,6 +281,7 @@ def serve(
     from ttrain.inference.answer_queue import AnswerQueue
     from ttrain.inference.serve import PAIRS, Endpoint
     from ttrain.pipeline import names
+    from ttrain.stages import STAGES
 
     def load(name: str) -> LoadedModel:
         run_of_stage = run if name in STAGES else None
