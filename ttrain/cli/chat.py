@@ -34,7 +34,6 @@ from ttrain.store import layout
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import usable_home
 from ttrain.store.model_files import Reference
-from ttrain.store.server_records import HOST
 
 if TYPE_CHECKING:
     from ttrain.inference.chat import ModelSelector
@@ -273,7 +272,7 @@ def serve(
     key = _api_key()
     root = usable_home()
     listener = _listener(port)
-    port = listener.getsockname()[1]
+    host, port = listener.getsockname()
     before_torch()
     import uvicorn
 
@@ -295,7 +294,7 @@ def serve(
     app = Guard(endpoint.application(), port, token)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
     queue.open(reference.text)
-    address = f"http://{HOST}:{port}"
+    address = f"http://{host}:{port}"
     try:
         with handling_signals(_end):
             if as_json:
@@ -316,6 +315,8 @@ def serve(
 
 def _listener(port: int) -> socket.socket:
     """Listen on the port. Raises UsageError where another program has it."""
+    from ttrain.store.server_records import HOST
+
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
