@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,6 @@ def test_the_card_tells_training_settings_and_lineage_from_the_manifests(tmp_pat
     assert "fine-tuned on chats, with 46,048 parameters. Its numbers are bf16." in text
     assert 'model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY", dtype="auto")\n' in text
     assert "| hidden size | 32 |" in text
-    assert "Curve of `sft`:" in text
     assert "## Data" not in text and "## Evaluation" not in text, "their records are not there"
     for artifact in (base, chat):
         figures = (f"{artifact.result[name]:.4f}" for name in ("loss", "validation_loss"))
@@ -68,19 +66,6 @@ def test_the_card_of_an_adapter_says_what_it_belongs_to_and_how_it_is_loaded() -
     assert f"whose weights have the sha256 `{'fedcba' * 10}`" in text
     assert 'base = AutoModelForCausalLM.from_pretrained("BASE", trust_remote_code=True)' in text
     assert 'model = PeftModel.from_pretrained(base, "THIS_DIRECTORY")' in text
-
-
-@pytest.mark.parametrize("parts", [{}, {"loss_ce1": 4.0, "loss_balance": 2.0}], ids=["plain", "experts"])
-def test_the_card_says_where_the_loss_of_training_is_more_than_the_validation_loss(
-    tmp_path: Path, parts: dict[str, float]
-) -> None:
-    (tmp_path / "run").mkdir()
-    line = {"step": 3, "tokens": 9, "metrics": {"loss": 4.5, **parts}}
-    (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    made = replace(artifact("pretrain", result={"train_seconds": 1.0}), path=tmp_path)
-    text = card(EXPORTED, History((made,), None, {}))
-    assert "| 3 | 9 | 4.5000 |  |" in text
-    assert ("holds more than that of the next tokens" in text) is bool(parts)
 
 
 def test_the_card_names_the_model_that_was_started_from_but_no_path() -> None:

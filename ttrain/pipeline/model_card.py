@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config.training import TRAINING_STAGES
-from ttrain.core.files import JsonDict
 from ttrain.core.terminal import escaped
 from ttrain.core.text import format_value, short_digest
 from ttrain.pipeline.lineage import History
 from ttrain.reports import facts
 from ttrain.reports import summary as report
 from ttrain.store.layout import Artifact
-from ttrain.store.runs import read_rows
 
 TEMPLATE = Path(__file__).with_suffix(".md")
 SHOWN_ARTIFACTS = 40  # the newest; a year of nights has some 2,000 behind its model
@@ -72,7 +70,7 @@ def card(exported: Exported, history: History) -> str:
         model=row.model if row else None,
         recent=recent,
         earlier=len(history.artifacts) - len(recent),
-        trainings=[(made, _curve(made)) for made in recent if "train_seconds" in made.result],
+        trainings=[made for made in recent if "train_seconds" in made.result],
         shards=[made for made in shards if made.result.get("files")],
         evaluation=evaluation_rows(history),
         versions=facts.versions_of(artifact.manifest for artifact in recent[-1:]),
@@ -80,7 +78,6 @@ def card(exported: Exported, history: History) -> str:
         changed=sorted(facts.changed_settings(settings).items()),
         files_of=facts.files_of,
         digests_of=_digests,
-        spread=facts.spread,
         cell=_cell,
         short=short_digest,
         json=json.dumps,
@@ -98,16 +95,6 @@ def summary(exported: Exported, last: Artifact | None) -> str:
     else:
         text = f"{(row and row.summary) or 'A causal language model'}, with {exported.parameters:,} parameters"
     return f"{text}. Its numbers are {exported.dtype}. Made with ttrain."
-
-
-def _curve(training: Artifact) -> list[JsonDict]:
-    """The metrics of the steps that have a loss; none if there is no file."""
-    path = training.path / "run" / "metrics.jsonl"
-    steps: dict[int, JsonDict] = {}  # a validation has a line of its own
-    for row in read_rows(path) if path.is_file() else ():
-        values = steps.setdefault(row["step"], {"step": row["step"], "tokens": row["tokens"]})
-        values |= row["metrics"]
-    return [metrics for metrics in steps.values() if "loss" in metrics]
 
 
 def _digests(history: History, shards: Artifact) -> dict[Any, str]:

@@ -355,15 +355,12 @@ def _stored_digest(artifact: Artifact) -> str | None:
 
 def with_models(home: Path) -> list[str]:
     """Names of the home's models, for a list: stages, champions, and the stages of the newest runs."""
-    store, stages, names = ArtifactStore(home), dict[str, None](), list[str]()
-    for run in itertools.islice(runs.newest_first(home), references.LISTED):
-        for stage in run["stages"]:
-            artifact = _artifact_of(store, stage)
-            if artifact and _model_directory_of(artifact.path):
-                stages[stage["name"]] = None
-                names.append(f"{run['run']}:{stage['name']}")
+    store = ArtifactStore(home)
+    newest = itertools.islice(runs.newest_first(home), references.LISTED)
+    found = [(run["run"], _artifact_of(store, stage)) for run in newest for stage in run["stages"]]
+    models = [(run, made.stage) for run, made in found if made and _model_directory_of(made.path)]
     aliases = [f"{models.name}@{alias}" for models in Registry(home).sets() for alias in models.aliases]
-    return [*stages, *aliases, *names]
+    return [*dict.fromkeys(stage for _, stage in models), *aliases, *(f"{run}:{stage}" for run, stage in models)]
 
 
 def newest_with(home: Path, stage: str) -> JsonDict:
