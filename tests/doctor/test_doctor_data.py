@@ -230,36 +230,27 @@ def test_pairs_too_long_for_a_row_are_named_before_a_run_trains_what_dpo_starts_
     (tmp_path / "made").mkdir()
     learner, data, _ = run.prepare("dpo", plan, tmp_path / "made")
     assert data.kind == "pairs" and data.rows.counts()["pairs"] > 40
-    pairs = preferences.with_references(learner, data.rows)
+    pairs = preferences.with_references(learner)
     found = preferences.first_loss(pairs)
     assert ok(found) and found is not None and "0.6931472" in found.measured
     assert ok(preferences.learns(pairs.changed(optim=Optim(lr=1e-2))))
     unscored = replace(pairs, rows=InMemoryRows(pairs.rows.whole, pairs.rows.references + 1.0))  # type: ignore[union-attr]
     assert ok(preferences.first_loss(unscored)), "what is the same for both answers is nothing"
     long = settings.model_copy(update={"dpo": settings.dpo.model_copy(update={"row_length": 8})})
-    *_, (name, last) = run.examine("dpo", replace(plan, settings=long))
-    assert name == "data" and not last.ok and "are longer than dpo.row_length 8" in last.measured
+    with pytest.raises(DataError, match=r"are longer than dpo\.row_length 8"):
+        next(run.examine("dpo", replace(plan, settings=long)))
 
 
-def test_the_chat_template_is_compared_with_transformers_and_with_its_prompt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A prompt with a space behind it, which no conversation has; other ids; targets that begin later."""
-    talks = [(Message("user", text), Message("assistant", "Blue.")) for text in ("<|im_end|>", *LINES)]
+def test_an_answer_is_trained_on_where_the_prompt_for_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt with a space behind it, which no conversation has, and targets that begin later, are found."""
+    talks = [(Message("user", text), Message("assistant", "Blue."), Message("user", "?")) for text in LINES]
     sound = take(tmp_path / "sound", CHATML)
     data = Data("chats", sound, NumberedRows(1), NumberedRows(1), records_of(talks))
     found = labels.template(data)
     assert ok(found) and found is not None and "3 conversations" in found.measured
-    assert [messages[0].content for messages in labels._conversations(data)] == list(LINES), "what is text to one of both"
     spaced = CHATML.replace("assistant\n' }}{% endif %}", "assistant\n ' }}{% endif %}")
-    found = labels.template(replace(data, encoder=take(tmp_path / "spaced", spaced)))
-    assert not ok(found) and found is not None and "right behind the generation prompt" in found.measured
-    ids, live = encode_chat(sound, talks[1])
+    assert not ok(labels.template(replace(data, encoder=take(tmp_path / "spaced", spaced))))
+    ids, live = encode_chat(sound, talks[0][:2])
     later = live.index(True) + 1
-    for spoilt, wrong in (
-        ((ids, [False] * later + live[later:]), "right behind the generation prompt"),
-        ((ids[:3] + ids[4:], live[:3] + live[4:]), "transformers has other ids"),
-    ):
-        monkeypatch.setattr(labels.chat, "encode_chat", lambda *_, spoilt=spoilt: spoilt)
-        found = labels.template(replace(data, records=data.records[1:2]))
-        assert not ok(found) and found is not None and wrong in found.measured
+    monkeypatch.setattr(labels.chat, "encode_chat", lambda *_: (ids, [False] * later + live[later:]))
+    assert not ok(labels.template(data))

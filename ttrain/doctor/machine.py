@@ -7,7 +7,6 @@ import functools
 import gc
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
@@ -17,31 +16,20 @@ from torch import Tensor
 from ttrain.core.machine import usable_cores
 from ttrain.core.text import format_size
 from ttrain.doctor.parts import Finding, Learner, select_rows, trainer_of
-from ttrain.train import native
 from ttrain.train.monitor import peak_memory
-from ttrain.train.precision import DTYPES, has_bf16
+from ttrain.train.precision import has_bf16
 from ttrain.train.resource_limits import available_bytes
-from ttrain.train.schedules import decay_start
 
 GB = 1e9
 MEASURED_ROWS = 3
 
 
-@dataclass(frozen=True)
-class Footprint:
-    """Bytes of one rank. `activations` is what one micro-batch adds at its peak, of which nothing stays."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-
-
 @functools.lru_cache(maxsize=1)
-def measure(learner: Learner) -> Footprint:
-    """The bytes of a step: of one row and of three, and extrapolated.
+def measure(learner: Learner) -> dict[str, int]:
+    """The bytes of one rank: weights, gradients, optimizer, and what a micro-batch adds at its peak.
 
-    So the doctor itself does not run out of memory.
+    Measured with one row and with three, and extrapolated, so that the doctor itself does not run out
+    of memory.
     """
     subject, device = learner.build(), learner.precision.device
     sample = select_rows(learner.rows, MEASURED_ROWS, positions=None)
@@ -54,8 +42,12 @@ def measure(learner: Learner) -> Footprint:
     one_row = max(0, grown[1] - gradients - optimizer)
     each_further = max(0, grown[MEASURED_ROWS] - grown[1]) // (MEASURED_ROWS - 1)
     rows = min(learner.runtime.rows_per_device, learner.config.rows_per_step)
-    weights = _bytes(trainer.bare.state_dict().values())
-    return Footprint(weights, gradients, optimizer, one_row + each_further * (rows - 1))
+    return {
+        "weights": _bytes(trainer.bare.state_dict().values()),
+        "gradients": gradients,
+        "optimizer": optimizer,
+        "activations": one_row + each_further * (rows - 1),
+    }
 
 
 def memory_growth(work: Callable[[], object], device: torch.device) -> int:
@@ -81,8 +73,8 @@ def memory(learner: Learner) -> Finding:
     available = available_bytes(device)
     if runtime.memory_limit_gb is not None:
         available = min(available, runtime.memory_limit_gb * GB * ranks)
-    needed = sum(asdict(footprint).values()) * ranks
-    parts = ", ".join(f"{name} {format_size(size)}" for name, size in asdict(footprint).items())
+    needed = sum(footprint.values()) * ranks
+    parts = ", ".join(f"{name} {format_size(size)}" for name, size in footprint.items())
     several = f" for {ranks} ranks" if ranks > 1 else ""
     measured = f"{format_size(needed)} of {format_size(available)} available{several}: {parts}"
     fix = (
@@ -95,20 +87,17 @@ def memory(learner: Learner) -> Finding:
 def disk(learner: Learner) -> Finding:
     """Whether checkpoints, the model and the shards that are still to be made fit in what is free."""
     footprint, runtime, steps = measure(learner), learner.runtime, learner.steps
-    permanent = int(0 < decay_start(learner.config.schedule, steps) < steps)
     every = steps // runtime.keep_every_steps if runtime.keep_every_steps else 0
-    kept = runtime.keep_checkpoints + every
-    # 2: the best one, and the one being written
-    most = min(kept, steps // runtime.checkpoint_every_steps) + permanent + 2
-    checkpoint = footprint.weights + footprint.optimizer
-    needed = most * checkpoint + footprint.weights + learner.unmade_bytes
+    # 3: the best one, the one being written, and the one where the decay begins.
+    most = min(steps // runtime.checkpoint_every_steps, runtime.keep_checkpoints + every) + 3
+    checkpoint = footprint["weights"] + footprint["optimizer"]
+    needed = most * checkpoint + footprint["weights"] + learner.unmade_bytes
     free = shutil.disk_usage(next(p for p in (learner.home, *learner.home.parents) if p.exists())).free
     measured = (
         f"{format_size(needed)} of {format_size(free)} free: {most} checkpoints of {format_size(checkpoint)}, "
-        f"the model {format_size(footprint.weights)}, shards {format_size(learner.unmade_bytes)}"
+        f"the model {format_size(footprint['weights'])}, shards {format_size(learner.unmade_bytes)}"
     )
-    fix = "free some space, set TTRAIN_HOME to a larger disk, or lower runtime.keep_checkpoints and keep_every_steps"
-    return Finding(needed <= free, measured, fix)
+    return Finding(needed <= free, measured)
 
 
 def device(learner: Learner) -> Finding:
@@ -120,10 +109,6 @@ def device(learner: Learner) -> Finding:
     most = max(1, cores // runtime.devices)
     threads = runtime.threads or most
     measured = f"{word} on {cores} cores, with {runtime.devices} x {threads} threads"
-    if DTYPES[word] in native.kernels():
-        measured += " and native kernels"
-    elif not native.kernels() and native.suits_machine():
-        measured += f"; native kernels are not compiled: {native.ADVICE}"
     if word == "fp16" or (word == "bf16" and not has_bf16(device)):
         fix = f"set {learner.config.prefix}precision=auto: this CPU only emulates {word}"
         return Finding(False, measured, fix)

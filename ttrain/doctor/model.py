@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import logging
 import math
+import multiprocessing
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 from ttrain.core.files import temporary_directory
 from ttrain.core.machine import SAFE_PATH
@@ -40,7 +39,6 @@ from ttrain.doctor.parts import (
     trainer_of,
     unevenly_masked,
 )
-from ttrain.errors import TTrainError
 from ttrain.train.checkpoint import Checkpoints, read
 from ttrain.train.checkpoint_format import list_checkpoints
 from ttrain.train.distributed import Ranks, full_tensor
@@ -50,6 +48,7 @@ from ttrain.train.trainer import Trainer
 from ttrain.train.training_options import Origin
 
 Tensors = Mapping[str, Tensor]
+Arrays = dict[str, npt.NDArray[np.float32]]
 Step = tuple[float, Tensors]  # loss (of rank 0, NaN on others), and gradients by name
 
 CPU = torch.device("cpu")
@@ -63,7 +62,6 @@ GRADIENTS, LOSSES = 1e-6, 1e-5  # largest relative distance in fp32
 RANKS, RANK_TIMEOUT = 2, timedelta(minutes=5)
 LEARNT_STEPS, LEARNT = 10, 0.02  # steps on one batch, and the share by which they lower its loss
 STEPS, ROWS_PER_STEP, ROWS_PER_DEVICE = 4, 3, 2
-THE_TASK = "its train_step must return the sum of its losses and the number of targets, never a mean"
 
 
 def future(learner: Learner) -> Finding:
@@ -75,13 +73,12 @@ def future(learner: Learner) -> Finding:
     moved_BT = _moved(learner, row_T, altered_BT, np.zeros_like(row_T))
     leaks = [t for t, moved_T in zip(positions, moved_BT, strict=True) if moved_T[:t].any()]
     blind = [t for t, moved_T in zip(positions, moved_BT, strict=True) if not moved_T[t:].any()]
-    measured = f"tokens altered at {len(positions)} of {T} positions, logits before them the same to the last bit"
     if leaks:
-        measured = f"another token at {leaks} changes logits before it"
-    elif blind:
-        measured = f"another token at {blind} changes nothing: the model does not see its input"
-    fix = "fix the model's causal mask: a position sees what it should predict, so that the loss means nothing"
-    return Finding(not (leaks or blind), measured, fix)
+        return Finding(False, f"another token at {leaks[0]} changes logits before it")
+    if blind:
+        return Finding(False, f"another token at {blind[0]} changes nothing: the model does not see it")
+    measured = f"tokens altered at {len(positions)} of {T} positions, all logits before them the same"
+    return Finding(True, measured)
 
 
 def documents(learner: Learner) -> Finding:
@@ -94,9 +91,8 @@ def documents(learner: Learner) -> Finding:
         for changed, place in np.argwhere(moved_BT)
         if record_T[place] != changed
     ]
-    measured = "3 records in a row, each replaced in turn: the others' logits are the same to the last bit"
-    fix = "fix the model's document mask: what shares a row by chance is trained on"
-    return Finding(not leaks, "; ".join(dict.fromkeys(leaks)) or measured, fix)
+    measured = "3 records in a row, each replaced in turn: the logits of the others are the same"
+    return Finding(not leaks, "; ".join(dict.fromkeys(leaks)) or measured)
 
 
 def first_loss(learner: Learner) -> Finding:
@@ -105,15 +101,12 @@ def first_loss(learner: Learner) -> Finding:
     batch = select_rows(learner.rows, LOSS_ROWS).whole
     with learner.precision.autocast():
         loss_sum = task.validation_step(model, batch, learner.precision.device)
-    loss, uniform = (
-        float(loss_sum.total) / max(1, loss_sum.count),
-        math.log(_head(model).weight.shape[0]),
-    )
+    loss = float(loss_sum.total) / max(1, loss_sum.count)
+    uniform = math.log(_head(model).weight.shape[0])
     measured = f"{loss:.3f} nats a token, ln(vocabulary) = {uniform:.3f}"
     if learner.is_trained:
-        fix = "train the base for longer, on text more like this, or look for what broke it: it should be below"
-        return Finding(loss < uniform, measured, fix)
-    fix = "set model.init_std nearer to 0.02: to a new model all tokens should be about equally likely"
+        return Finding(loss < uniform, measured, "train the base for longer, or on text more like this")
+    fix = "set model.init_std nearer to 0.02: a new model should find all tokens equally likely"
     return Finding(abs(loss - uniform) <= max(0.5, SLACK * uniform), measured, fix)
 
 
@@ -137,8 +130,8 @@ def routers(learner: Learner) -> Finding | None:
     if not evenness:
         return None
     worst = min(evenness, key=lambda name: evenness[name])
-    measured = f"{len(evenness)} routers, the least even at {evenness[worst]:.2f} of an even spread ({worst})"
-    return Finding(evenness[worst] >= COLLAPSED, measured, "raise the weight of the load-balancing loss")
+    measured = f"{len(evenness)} routers, the least even at {evenness[worst]:.2f} of 1 ({worst})"
+    return Finding(evenness[worst] >= COLLAPSED, measured)
 
 
 def _evenness(chosen: Tensor, experts: int) -> float:
@@ -183,14 +176,16 @@ def _head(model: Any) -> Any:
 
 
 def accumulation(learner: Learner) -> Finding:
-    """Whether one micro-batch, rows one by one, and unequal parts give the same gradient, with uneven masks."""
-    sample, one_rank = (
-        unevenly_masked(select_rows(learner.rows, ROWS)),
-        Ranks(0, 1, learner.precision.device),
-    )
-    together, *others = (first_step(learner, sample, one_rank, rows_per_device=size) for size in (ROWS, 1, ODD))
+    """Whether one micro-batch, rows one by one, and unequal parts give the same gradient.
+
+    In fp32, with uneven masks.
+    """
+    sample = unevenly_masked(select_rows(learner.rows, ROWS))
+    ranks = Ranks(0, 1, learner.precision.device)
+    step = partial(first_step, learner, sample, ranks)
+    others = [step(rows_per_device=size) for size in (1, ODD)]
     how = f"{ROWS} rows at once, one by one, and {ODD} at a time"
-    return _agreement(together, others, how, f"fix the loss of the task: {THE_TASK}")
+    return _agreement(step(rows_per_device=ROWS), others, how)
 
 
 def two_ranks(learner: Learner) -> Finding:
@@ -198,19 +193,18 @@ def two_ranks(learner: Learner) -> Finding:
     sample = unevenly_masked(select_rows(learner.rows, ROWS))
     alone = first_step(learner, sample, Ranks(0, 1, CPU), rows_per_device=1)
     how = f"one process and {RANKS} that share {ROWS} rows"
-    fix = f"fix the loss of the task, or how gradients are summed: {THE_TASK}"
-    return _agreement(alone, spawned(learner, sample), how, fix)
+    return _agreement(alone, spawned(learner, sample), how)
 
 
-def _agreement(expected: Step, steps: Iterable[Step], how: str, fix: str) -> Finding:
+def _agreement(expected: Step, steps: Iterable[Step], how: str) -> Finding:
     """Whether the steps have the expected loss and gradients."""
     gradient = loss = 0.0
     for step_loss, gradients in steps:
         gradient = max(gradient, distance(expected[1], gradients))
-        if not math.isnan(step_loss):  # of rank 0 only; the trainer itself refuses one that is not finite
+        if not math.isnan(step_loss):  # as on other ranks; the trainer refuses one that is not finite
             loss = max(loss, abs(expected[0] - step_loss) / max(1.0, abs(expected[0])))
     measured = f"gradients {gradient:.1e}, losses {loss:.1e} apart: {how}"
-    return Finding(gradient <= GRADIENTS and loss <= LOSSES, measured, fix)
+    return Finding(gradient <= GRADIENTS and loss <= LOSSES, measured)
 
 
 def resume(learner: Learner) -> Finding:
@@ -240,22 +234,18 @@ def resume(learner: Learner) -> Finding:
         "optimizer state": _same(first.optimizers.state(), second.optimizers.state()),
         "losses": straight.losses[half:] == continued.losses,
     }
-    measured = f"weights, optimizer state and losses of {STEPS} steps equal those of {half} and {half}, to the bit"
-    if differing := [name for name, is_same in same.items() if not is_same]:
-        measured = f"{', '.join(differing)} of {STEPS} steps differ from those of {half}, a checkpoint, and {half}"
-    fix = "set runtime.deterministic=true, or fix what the task keeps between steps: a checkpoint does not hold it"
-    return Finding(not differing, measured, fix)
+    steps = f"{STEPS} steps, and of {half}, a checkpoint and {half}"
+    differing = [name for name, is_same in same.items() if not is_same]
+    measured = f"{', '.join(differing or same)} of {steps} {'differ' if differing else 'are the same'}"
+    return Finding(not differing, measured)
 
 
 def learns(learner: Learner) -> Finding:
     """Whether ten steps on one batch, at the peak learning rate, lower its loss and give each weight a gradient."""
     flat = {"kind": "constant", "warmup_steps": 0, "hold_steps": 0}
     learner = learner.changed(schedule=learner.config.schedule.model_copy(update=flat))
-    rows, subject, recorder = (
-        select_rows(learner.rows, ROWS_PER_STEP),
-        learner.build(),
-        LossRecorder(),
-    )
+    rows, subject = select_rows(learner.rows, ROWS_PER_STEP), learner.build()
+    recorder = LossRecorder()
     silence(subject.model, *DROPOUT)
     trainer = trainer_of(
         learner,
@@ -269,21 +259,23 @@ def learns(learner: Learner) -> Finding:
     reached: set[str] = set()
     names = _watch_gradients(trainer, lambda name, gradient: reached.add(name) if gradient.any() else None)
     rate = f"{learner.config.section}.optim.lr"
-    too_long = f"lower {rate}: the steps are too long"
     try:
         trainer.fit()
     except NonFinite:
-        return Finding(False, f"the loss of step {len(recorder.losses) + 1} on it is not finite", too_long)
+        recorder.losses.append(math.inf)
     first, last = recorder.losses[0], recorder.losses[-1]
     # A preference is trained with small steps: its loss has to fall at all.
     least = LEARNT if rows.whole.divisible else 0.0
-    too_short = f"raise {rate}, or look for what keeps gradients from the weights"
-    measured = f"loss {first:.4g} to {last:.4g} in {LEARNT_STEPS} steps on it, gradients reach "
-    if unreached := [name for name in names if name not in reached]:
-        measured += f"{len(reached)} of {len(names)} tensors, not {first_of(unreached, 3)}"
-        return Finding(False, measured, "find out why the loss does not depend on them, or freeze them")
-    measured += f"all {len(names)} tensors"
-    return Finding(last < first - least * abs(first), measured, too_short if last <= first else too_long)
+    is_lower = last < first - least * abs(first)
+    fix = f"raise {rate}: the steps are too short"
+    if not last <= first:
+        fix = f"lower {rate}: the steps are too long"
+    measured = f"loss {first:.4g} to {last:.4g} in {len(recorder.losses)} steps on it"
+    if is_lower and len(reached) < len(names):
+        unreached = [name for name in names if name not in reached]
+        measured += f", but no gradient reaches {first_of(unreached, 3)}"
+        return Finding(False, measured, "find out why the loss does not depend on them")
+    return Finding(is_lower, f"{measured}, gradients in {len(reached)} of {len(names)} tensors", fix)
 
 
 def distance(first: Tensors, second: Tensors) -> float:
@@ -340,31 +332,26 @@ def _watch_gradients(trainer: Trainer, note: Callable[[str, Tensor], object]) ->
 
 
 def spawned(learner: Learner, rows: InMemoryRows) -> list[Step]:
-    """A first step that RANKS processes share, as each of them computes it. Raises TTrainError where one fails."""
+    """A first step that RANKS processes share, as each of them computes it."""
     os.environ |= SAFE_PATH  # the interpreters are started without -P
     sent = replace(learner, rows=rows)  # the user's are in memory-mapped files
-    with temporary_directory("doctor") as directory:
-        try:
-            # Not forked: a fork of a process with threads hangs.
-            spawn(_be_rank, (os.getpid(), directory, sent, rows), RANKS)  # type: ignore[no-untyped-call]
-        except (ProcessRaisedException, ProcessExitedException) as error:
-            reason = str(error).strip().splitlines()[-1]
-            raise TTrainError(f"{RANKS} processes did not take a step together: {reason}") from None
-        results = [load_file(directory / f"rank{rank}") for rank in range(RANKS)]
-    return [(float(result.pop("loss")), result) for result in results]
+    # Not forked: a fork of a process with threads hangs.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(RANKS, context, end_with_parent, (os.getpid(),))
+    with temporary_directory("doctor") as directory, pool:
+        rank_step = partial(_rank_step, f"file://{directory}/store", sent, rows)
+        steps = list(pool.map(rank_step, range(RANKS)))
+    return [(loss, {name: torch.from_numpy(arrays[name]) for name in arrays}) for loss, arrays in steps]
 
 
-def _be_rank(rank: int, parent: int, directory: Path, learner: Learner, rows: InMemoryRows) -> None:
-    """One of the processes; it leaves its gradients and its loss in the directory."""
-    end_with_parent(parent)
+def _rank_step(store: str, learner: Learner, rows: InMemoryRows, rank: int) -> tuple[float, Arrays]:
+    """The step of one of the processes, without torch's way to send tensors: a descriptor for each."""
     warnings.simplefilter("ignore")  # what is wrong with a rank is in its error, and the doctor gave the others
     logging.getLogger("ttrain").setLevel(logging.ERROR)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
-    store = f"file://{directory}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=RANK_TIMEOUT)
     ranks = Ranks(rank, RANKS, CPU)
     loss, gradients = first_step(learner, rows, ranks, rows_per_device=1)
-    tensors = {name: gradient.contiguous() for name, gradient in gradients.items()}
-    save_file({**tensors, "loss": torch.tensor(loss, dtype=torch.float64)}, directory / f"rank{rank}")
     ranks.barrier()
     ranks.leave()
+    return loss, {name: gradients[name].numpy() for name in gradients}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -20,7 +21,7 @@ from ttrain.doctor.data import Data
 from ttrain.doctor.parts import Finding, Learner
 from ttrain.doctor.sample import StageInputs, gather
 from ttrain.engine.plan import Plan
-from ttrain.errors import DataError, TTrainError, UsageError
+from ttrain.errors import DataError, UsageError
 from ttrain.pipeline.plan import section_of
 from ttrain.stages import STAGES, training
 from ttrain.stages.rows import check_left_out, open_rows, resolved
@@ -30,45 +31,71 @@ from ttrain.train.schedules import steps_of
 
 Subject = TypeVar("Subject", Data, Learner)
 
-CHECKS: Mapping[str, Callable[[Learner], Finding | None]] = {
-    "device": machine.device,
-    "memory": machine.memory,
-    "disk": machine.disk,
-    "no future leak": model.future,
-    "records apart": model.documents,
-    "loss at the start": model.first_loss,
-    "routers balanced": model.routers,
-    "accumulation": model.accumulation,
-    "two ranks equal one": model.two_ranks,
-    "save and resume": model.resume,
-    "one batch is learnt": model.learns,
+# By the name of a check: the function, and what to do where it is not ok, unless its finding says so.
+Checks = Mapping[str, tuple[Callable[[Subject], Finding | None], str]]
+
+DATA_CHECKS: Checks[Data] = {
+    "tokenizer round trip": (data.round_trip, "take another tokenizer, or train one with ttrain"),
+    "chat template": (
+        data.template,
+        "correct chat_template.jinja of the tokenizer, or set tokenizer.template=ttrain",
+    ),
+    "labels and mask": (
+        data.labels,
+        "look at the rows with `ttrain data show`: the template, or the code that makes rows, is wrong",
+    ),
+}
+CHECKS: Checks[Learner] = {
+    "device": (machine.device, ""),
+    "memory": (machine.memory, ""),
+    "disk": (
+        machine.disk,
+        "free some space, set TTRAIN_HOME to a larger disk, or lower runtime.keep_checkpoints",
+    ),
+    "no future leak": (
+        model.future,
+        "fix the model's causal mask: a position sees what it should predict",
+    ),
+    "records apart": (
+        model.documents,
+        "fix the model's document mask: what shares a row by chance is trained on",
+    ),
+    "loss at the start": (model.first_loss, ""),
+    "routers balanced": (model.routers, "raise the weight of the load-balancing loss"),
+    "accumulation": (
+        model.accumulation,
+        "fix the loss of the task: train_step must return a sum and a count, never a mean",
+    ),
+    "two ranks equal one": (
+        model.two_ranks,
+        "fix the loss of the task, a sum and a count, or how gradients are summed",
+    ),
+    "save and resume": (
+        model.resume,
+        "set runtime.deterministic=true, or fix what the task keeps between steps in no checkpoint",
+    ),
+    "one batch is learnt": (model.learns, ""),
 }
 
 
 def examine(stage: str, plan: Plan) -> Iterator[tuple[str, Finding]]:
     """Yield the name of each check with what it found, as it is done.
 
-    Raises UsageError where the settings cannot be met.
+    Raises UsageError where the settings cannot be met, DataError where the data cannot be read.
     """
     transformers.utils.logging.disable_progress_bar()  # of an existing model that is loaded
     with temporary_directory("doctor") as directory:
-        try:
-            learner, read, origin = prepare(stage, plan, directory)
-        except UsageError:
-            raise
-        except TTrainError as error:
-            fix = "fix the data or the setting; `ttrain data check` lists every bad row"
-            yield "data", Finding(False, str(error), fix)
-            return
+        learner, read, origin = prepare(stage, plan, directory)
         counts = read.rows.counts()
         size = f"{counts['rows']} rows of {read.rows.row_length} tokens, {counts['fill']:.1%} filled"
         yield "data", Finding(True, f"{origin}: {size}")
-        yield from run_checks(data.CHECKS, read)
+        yield from run_checks(DATA_CHECKS, read)
+        checks = CHECKS
         if read.kind == "pairs":
-            learner = preferences.with_references(learner, read.rows)
-            yield from run_checks({**CHECKS, **preferences.CHECKS}, learner)
-        else:
-            yield from run_checks(CHECKS, learner)
+            learner = preferences.with_references(learner)
+            special = preferences.CHECKS
+            checks = {name: (special.get(name, check), fix) for name, (check, fix) in CHECKS.items()}
+        yield from run_checks(checks, learner)
 
 
 def prepare(stage: str, plan: Plan, directory: Path) -> tuple[Learner, Data, str]:
@@ -117,21 +144,18 @@ def subject(stage: str, config: Section, inputs: StageInputs) -> training.Traina
     return made
 
 
-def run_checks(
-    checks: Mapping[str, Callable[[Subject], Finding | None]], examined: Subject
-) -> Iterator[tuple[str, Finding]]:
+def run_checks(checks: Checks[Subject], examined: Subject) -> Iterator[tuple[str, Finding]]:
     """Yield what the checks find; an exception becomes a finding, so that the others are not hidden.
 
     UsageError is not caught: the settings are wrong, and there is nothing to examine.
     """
-    for name, check in checks.items():
+    for name, (check, fix) in checks.items():
         try:
             finding = check(examined)
         except UsageError:
             raise
         except Exception as error:
-            kind = "" if isinstance(error, TTrainError) else f"{type(error).__name__}: "
-            fix = "training would fail with it too: do what it says, or report it"
-            finding = Finding(False, f"{kind}{first_line(error)}", fix)
+            measured = f"{type(error).__name__}: {first_line(error)}"
+            finding = Finding(False, measured, "training would fail with it too: do what it says")
         if finding is not None:
-            yield name, finding
+            yield name, replace(finding, fix=finding.fix or fix)

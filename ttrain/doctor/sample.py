@@ -14,8 +14,7 @@ from ttrain.config import Settings
 from ttrain.config.training import NONE, TRAINING_STAGES, TRAININGS
 from ttrain.core.files import ProgressWriter
 from ttrain.data import locations, records
-from ttrain.errors import ArtifactError, UsageError
-from ttrain.pipeline.input_files import EXISTING, HELDOUT, TRAIN, data_files
+from ttrain.pipeline.input_files import EXISTING, TRAIN, data_files
 from ttrain.pipeline.plan import no_stage, section_of
 from ttrain.stages import EXISTING_MODEL, NEW_MODEL, SHARDS, SOURCE, TOKENIZER, Stage
 from ttrain.stages.job import StageContext
@@ -43,54 +42,66 @@ class StageInputs:
 def gather(stage: str, settings: Settings, artifacts: Mapping[str, Artifact], directory: Path) -> StageInputs:
     """The inputs of a stage that trains; those that are no artifacts are made under `directory`.
 
-    Raises DataError where the data is not fit to learn from, UsageError where it is missing, or where
-    the stage is not part of the pipeline.
+    Raises DataError where the data is not fit to learn from, UsageError where it is missing, or
+    where the stage is not part of the pipeline.
     """
     if stage not in settings.trainings:
         raise no_stage(stage, settings.trainings, settings)
     row, start = TRAINING_STAGES[stage], settings.starts[stage]
-    maker, shards = _Maker(settings, artifacts, directory), SHARDS[row.dataset]
-    paths, unmade_bytes = {"tokenizer": maker.tokenizer()}, 0.0
-    origin = "the shards of the store"
-    if shards.name not in artifacts:
-        origin = "the first records of the data"
-        unmade_bytes = maker.bytes_of(shards)
-    paths["shards"] = maker.shards(shards, paths["tokenizer"])
+    maker, shards = Maker(settings, artifacts, directory), SHARDS[row.dataset]
+    tokenizer = maker.make(TOKENIZER)
+    paths = {"tokenizer": tokenizer, "shards": maker.make(shards, tokenizer=tokenizer)}
+    is_made = shards.name in artifacts
+    origin = "the shards of the store" if is_made else "the first records of the data"
     base = start if start in TRAININGS else NEW_MODEL.name if start == NONE else EXISTING_MODEL.name
+    is_trained = settings.existing_model is not None or (start != NONE and base in artifacts)
     if base in artifacts:
         paths["base"] = artifacts[base].path
         origin += ", the base of the store"
     elif settings.existing_model:
-        paths["base"] = maker.existing_model(paths["tokenizer"])
+        paths["base"] = maker.make(EXISTING_MODEL, tokenizer=tokenizer)
         origin += f", the model {settings.existing_model}"
     elif row.role != "base":
-        paths["base"] = maker.make(NEW_MODEL, tokenizer=paths["tokenizer"])
+        paths["base"] = maker.make(NEW_MODEL, tokenizer=tokenizer)
         origin += ", a base of random weights until there is one"
-    is_trained = settings.existing_model is not None or (start != NONE and base in artifacts)
-    return StageInputs(paths, origin, is_trained, unmade_bytes)
+    return StageInputs(paths, origin, is_trained, 0 if is_made else local_bytes(shards, settings))
+
+
+def local_bytes(stage: Stage, settings: Settings) -> int:
+    """The bytes of the files that the stage reads, as far as they are on this machine."""
+    files = itertools.chain.from_iterable(data_files(stage, settings).values())
+    local = [file.location for file in files if not locations.is_remote(file.location)]
+    return sum(Path(path).stat().st_size for path in local)
 
 
 @dataclass(frozen=True)
-class _Maker:
+class Maker:
     """Runs the stages of data and models here, on a sample of the data."""
 
     settings: Settings
     artifacts: Mapping[str, Artifact]
     directory: Path
 
-    def make(self, stage: Stage, files: Mapping[str, Sequence[str]] | None = None, **inputs: Path) -> Path:
-        """The artifact of the stage, or what the stage makes of these files and inputs."""
+    def make(self, stage: Stage, **inputs: Path) -> Path:
+        """The artifact of the stage, or what the stage makes of the inputs and of a sample of its files."""
         if stage.name in self.artifacts:
             return self.artifacts[stage.name].path
         output = self.directory / stage.name
         if output.exists():
             return output
+        roles = data_files(stage, self.settings)
+        files = {role: [file.location for file in roles[role]] for role in roles}
+        if stage.dataset:
+            read = files.pop(TRAIN, [])
+            files = {role: files[role] for role in files if role == EXISTING}
+            if self.settings.reads(stage.dataset):
+                files[TRAIN] = [self._sample(stage, read)]
         # A sample has its text under the key of ttrain, and does not pay for processes.
         reading = self.settings.reading.model_copy(update={"text_field": records.TEXT})
         settings = self.settings.model_copy(update={"reading": reading})
         job = StageContext(
             inputs,
-            {role: list(paths) for role, paths in (files or {}).items()},
+            files,
             stage.arguments,
             output,
             settings.runtime.model_copy(update={"workers": 1}),
@@ -101,65 +112,24 @@ class _Maker:
         import_module(stage.module).run(section_of(stage, settings), job)
         return output
 
-    def tokenizer(self) -> Path:
-        """The tokenizer, or one that is trained on the sample."""
-        if TOKENIZER.name in self.artifacts:
-            return self.artifacts[TOKENIZER.name].path
-        files = self._files(TOKENIZER, EXISTING)
-        if self.settings.reads("tokenizer"):
-            files[TRAIN] = self._sample(TOKENIZER, "pretrain")
-        return self.make(TOKENIZER, files)
-
-    def shards(self, stage: Stage, tokenizer: Path) -> Path:
-        """The shards, or those of the sample."""
-        if stage.name in self.artifacts:
-            return self.artifacts[stage.name].path
-        files = {TRAIN: self._sample(stage, str(stage.dataset))}
-        return self.make(stage, files, tokenizer=tokenizer)
-
-    def existing_model(self, tokenizer: Path) -> Path:
-        """The model that the pipeline starts from, prepared as by its stage."""
-        files = self._files(EXISTING_MODEL, *data_files(EXISTING_MODEL, self.settings))
-        try:
-            return self.make(EXISTING_MODEL, files, tokenizer=tokenizer)
-        except ArtifactError as error:
-            setting = f"{self.settings.trainings[0]}.start_from"
-            raise UsageError(f"{setting} is {self.settings.existing_model}: {error}") from None
-
-    def bytes_of(self, stage: Stage) -> int:
-        """The bytes of the files that the stage reads, as far as they are on this machine."""
-        files = itertools.chain.from_iterable(self._files(stage, TRAIN, HELDOUT).values())
-        local = itertools.filterfalse(locations.is_remote, files)
-        return sum(Path(path).stat().st_size for path in local)
-
-    def _files(self, stage: Stage, *roles: str) -> dict[str, list[str]]:
-        """The locations of the stage's files of these roles."""
-        files = data_files(stage, self.settings)
-        return {role: [file.location for file in files[role]] for role in roles if role in files}
-
-    def _sample(self, stage: Stage, name: str) -> list[str]:
-        """Write the first good records of a stage's files as JSONL.
-
-        Raises DataError where too many are bad.
-        """
+    def _sample(self, stage: Stage, files: Sequence[str]) -> str:
+        """Write the first good records of the files as JSONL. Raises DataError where too many are bad."""
         reading, kind = self.settings.reading, stage.arguments.get("kind", "documents")
-        files = self._files(stage, TRAIN).get(TRAIN, [])[:SAMPLE_FILES]
-        field = reading.text_field
+        name = "pretrain" if stage is TOKENIZER else stage.dataset
+        field, files = reading.text_field, files[:SAMPLE_FILES]
         if not files:
-            files = [str(self.make(SOURCE) / f"{name}.jsonl")]
-            field = records.TEXT
+            field, files = records.TEXT, [str(self.make(SOURCE) / f"{name}.jsonl")]
         parse, tally, lines = records.parser_of(kind, field), records.Tally(), list[bytes]()
         for file in files:
-            room = SAMPLE_BYTES // len(files)
             good = records.read([file], parse, tally, reading.max_line_bytes, field)
+            size = 0
             for record in itertools.islice(good, max(1, SAMPLE_RECORDS // len(files))):
-                line = orjson.dumps(record.to_json(), option=orjson.OPT_APPEND_NEWLINE)
-                lines.append(line)
-                room -= len(line)
-                if room <= 0:
+                lines.append(orjson.dumps(record.to_json(), option=orjson.OPT_APPEND_NEWLINE))
+                size += len(lines[-1])
+                if size > SAMPLE_BYTES // len(files):
                     break
         expected_fields = records.expected_fields(kind, field)
         tally.check(f"data.{name}", reading.rejected_fraction, expected_fields)
         sample = self.directory / f"{stage.name}.jsonl"
         sample.write_bytes(b"".join(lines))
-        return [str(sample)]
+        return str(sample)
