@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ttrain.core.files import temporary_directory
 from ttrain.core.machine import SAFE_PATH
@@ -39,6 +39,7 @@ from ttrain.doctor.parts import (
     trainer_of,
     unevenly_masked,
 )
+from ttrain.train import moe
 from ttrain.train.checkpoint import Checkpoints, read
 from ttrain.train.checkpoint_format import list_checkpoints
 from ttrain.train.distributed import Ranks, full_tensor
@@ -111,34 +112,22 @@ def first_loss(learner: Learner) -> Finding:
 
 
 def routers(learner: Learner) -> Finding | None:
-    """How evenly the routers of a mixture of experts spread the tokens; None where the model has none."""
-    subject = learner.build()
-    evenness: dict[str, float] = {}
-
-    def note(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        parts = output if isinstance(output, tuple) else (output,)
-        chosen = next((part for part in parts if not part.is_floating_point()), parts[0].argmax(-1))
-        evenness[name] = _evenness(chosen, max(part.shape[-1] for part in parts))
-
-    for name, module in subject.model.named_modules():
-        if type(module).__name__.endswith("Router"):
-            module.register_forward_hook(partial(note, name))
-    task, model = learner.prepared(subject.model)
-    with learner.precision.autocast():
-        batch = select_rows(learner.rows, LOSS_ROWS).whole
-        task.validation_step(model, batch, learner.precision.device)
+    """How evenly the routers of a mixture of experts spread the tokens; None where there are none."""
+    task, model = learner.prepared()
+    batch = select_rows(learner.rows, LOSS_ROWS).whole
+    with torch.no_grad(), learner.precision.autocast():
+        sums = task.train_step(model, batch, learner.precision.device).sums
+    evenness = {}
+    for name in sums:
+        if name.startswith(f"{moe.LOAD}/"):
+            load_E = sums[name].double() / sums[name].sum()
+            # Entropy of the experts' fractions of the choices, as a fraction of the largest possible.
+            evenness[name] = float(torch.special.entr(load_E).sum()) / math.log(len(load_E))
     if not evenness:
         return None
     worst = min(evenness, key=lambda name: evenness[name])
     measured = f"{len(evenness)} routers, the least even at {evenness[worst]:.2f} of 1 ({worst})"
     return Finding(evenness[worst] >= COLLAPSED, measured)
-
-
-def _evenness(chosen: Tensor, experts: int) -> float:
-    """Entropy of the experts' fractions of the tokens, as a fraction of the largest possible."""
-    counts = torch.bincount(chosen.flatten().cpu(), minlength=experts).double()
-    entropy = torch.special.entr(counts / counts.sum()).sum()
-    return float(entropy) / math.log(experts) if experts > 1 else 1.0
 
 
 def _moved(learner: Learner, row_T: Array, altered_BT: Array, segments_T: Array) -> npt.NDArray[np.bool_]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import nn
 
 from ttrain.config import Runtime, Training
@@ -23,12 +24,14 @@ from ttrain.stages.trainable_model import TrainableModel
 from ttrain.train.callbacks import Callback, StepRecord
 from ttrain.train.distributed import Ranks
 from ttrain.train.precision import Precision, resolve_precision
+from ttrain.train.preference_tuning import score_answers
 from ttrain.train.task import TrainingTask
 from ttrain.train.trainer import Trainer
 from ttrain.train.training_options import Cadence, TrainerOptions
 
 # Of a row, in the checks that need no more: several blocks of the attention on CPUs, of 32 and 64.
 POSITIONS = 192
+PAIR_ROWS = 8  # that are scored
 NEVER = 1 << 30  # steps between events that must not happen
 DROPOUT = ("p", "attention_dropout")  # probabilities, of modules
 
@@ -102,6 +105,18 @@ class InMemoryRows:
         if self.references is None:
             return pairs
         return replace(pairs, references_A=self.references[pairs.answer_ids_A])
+
+
+def with_references(learner: Learner) -> Learner:
+    """The learner with a few of its pairs, scored one by one with the model before its first step."""
+    sample, device = select_rows(learner.rows, PAIR_ROWS), learner.precision.device
+    references = np.full(1 + cast("PairBatch", sample.whole).answer_ids_A.max(), np.nan)
+    _, scored = learner.prepared()
+    with torch.no_grad():
+        for number in range(len(sample)):
+            batch = cast("PairBatch", sample.batch([number]))
+            references[batch.answer_ids_A] = score_answers(scored, batch, device)[0].cpu().numpy()
+    return replace(learner, rows=InMemoryRows(sample.whole, references))
 
 
 def select_rows(rows: Rows | InMemoryRows, count: int, positions: int | None = POSITIONS) -> InMemoryRows:

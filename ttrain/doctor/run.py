@@ -16,9 +16,9 @@ from ttrain.config.training import TRAINING_STAGES
 from ttrain.core.files import temporary_directory
 from ttrain.core.text import first_line
 from ttrain.data.encoder import Encoder
-from ttrain.doctor import data, machine, model, preferences
+from ttrain.doctor import data, machine, model
 from ttrain.doctor.data import Data
-from ttrain.doctor.parts import Finding, Learner
+from ttrain.doctor.parts import Finding, Learner, with_references
 from ttrain.doctor.sample import StageInputs, gather
 from ttrain.engine.plan import Plan
 from ttrain.errors import DataError, UsageError
@@ -45,13 +45,8 @@ DATA_CHECKS: Checks[Data] = {
         "look at the rows with `ttrain data show`: the template, or the code that makes rows, is wrong",
     ),
 }
-CHECKS: Checks[Learner] = {
-    "device": (machine.device, ""),
-    "memory": (machine.memory, ""),
-    "disk": (
-        machine.disk,
-        "free some space, set TTRAIN_HOME to a larger disk, or lower runtime.keep_checkpoints",
-    ),
+# Of the model as one that predicts the next token, which all of them are.
+MODEL_CHECKS: Checks[Learner] = {
     "no future leak": (
         model.future,
         "fix the model's causal mask: a position sees what it should predict",
@@ -61,6 +56,14 @@ CHECKS: Checks[Learner] = {
         "fix the model's document mask: what shares a row by chance is trained on",
     ),
     "loss at the start": (model.first_loss, ""),
+}
+CHECKS: Checks[Learner] = {
+    "device": (machine.device, ""),
+    "memory": (machine.memory, ""),
+    "disk": (
+        machine.disk,
+        "free some space, set TTRAIN_HOME to a larger disk, or lower runtime.keep_checkpoints",
+    ),
     "routers balanced": (model.routers, "raise the weight of the load-balancing loss"),
     "accumulation": (
         model.accumulation,
@@ -90,12 +93,10 @@ def examine(stage: str, plan: Plan) -> Iterator[tuple[str, Finding]]:
         size = f"{counts['rows']} rows of {read.rows.row_length} tokens, {counts['fill']:.1%} filled"
         yield "data", Finding(True, f"{origin}: {size}")
         yield from run_checks(DATA_CHECKS, read)
-        checks = CHECKS
+        yield from run_checks(MODEL_CHECKS, replace(learner, task=training.task_of))
         if read.kind == "pairs":
-            learner = preferences.with_references(learner)
-            special = preferences.CHECKS
-            checks = {name: (special.get(name, check), fix) for name, (check, fix) in CHECKS.items()}
-        yield from run_checks(checks, learner)
+            learner = with_references(learner)
+        yield from run_checks(CHECKS, learner)
 
 
 def prepare(stage: str, plan: Plan, directory: Path) -> tuple[Learner, Data, str]:
