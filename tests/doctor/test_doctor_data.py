@@ -186,7 +186,7 @@ def test_what_the_store_holds_is_taken_from_there(tmp_path: Path) -> None:
     made = {"tokenizer": home.tokenizer, "shards-pretrain": home.documents}
     found = gather("pretrain", stage_settings(rows_per_device=2), made, tmp_path / "made")
     assert found.paths == {"tokenizer": home.tokenizer.path, "shards": home.documents.path}
-    assert found.unmade_bytes == 0
+    assert found.unmade_bytes == 0 and not found.made
     assert not (tmp_path / "made").exists()
 
 

@@ -277,7 +277,7 @@ def test_the_doctor_examines_the_model_that_is_started_from(tmp_path: Path) -> N
     settings = with_files(tmp_path, source)
     (tmp_path / "made").mkdir()
     found = gather("sft", settings, {}, tmp_path / "made")
-    assert found.is_trained and str(source) in found.origin
+    assert found.is_trained and "base-model" in found.made
     prepared = sft.prepare(SftConfig(sft=settings.sft), found.paths, Encoder(found.paths["tokenizer"]))
     assert prepared.model.config.num_hidden_layers == 1
     with pytest.raises(UsageError, match="stage pretrain is not needed here"):

@@ -72,12 +72,11 @@ def future(learner: Learner) -> Finding:
     positions = sorted({1, T // 4, T // 2, T // 2 + 1, T - 1} & set(range(1, T)))
     altered_BT = np.arange(T) == np.array(positions)[:, None]
     moved_BT = _moved(learner, row_T, altered_BT, np.zeros_like(row_T))
-    leaks = [t for t, moved_T in zip(positions, moved_BT, strict=True) if moved_T[:t].any()]
-    blind = [t for t, moved_T in zip(positions, moved_BT, strict=True) if not moved_T[t:].any()]
-    if leaks:
-        return Finding(False, f"another token at {leaks[0]} changes logits before it")
-    if blind:
-        return Finding(False, f"another token at {blind[0]} changes nothing: the model does not see it")
+    for t, moved_T in zip(positions, moved_BT, strict=True):
+        if moved_T[:t].any():
+            return Finding(False, f"another token at {t} changes logits before it")
+        if not moved_T[t:].any():
+            return Finding(False, f"the model does not see its input: another token at {t} changes nothing")
     measured = f"tokens altered at {len(positions)} of {T} positions, all logits before them the same"
     return Finding(True, measured)
 
@@ -256,15 +255,14 @@ def learns(learner: Learner) -> Finding:
     # A preference is trained with small steps: its loss has to fall at all.
     least = LEARNT if rows.whole.divisible else 0.0
     is_lower = last < first - least * abs(first)
-    fix = f"raise {rate}: the steps are too short"
-    if not last <= first:
-        fix = f"lower {rate}: the steps are too long"
-    measured = f"loss {first:.4g} to {last:.4g} in {len(recorder.losses)} steps on it"
-    if is_lower and len(reached) < len(names):
-        unreached = [name for name in names if name not in reached]
-        measured += f", but no gradient reaches {first_of(unreached, 3)}"
-        return Finding(False, measured, "find out why the loss does not depend on them")
-    return Finding(is_lower, f"{measured}, gradients in {len(reached)} of {len(names)} tensors", fix)
+    unreached = [name for name in names if name not in reached]
+    fix = f"lower {rate}: the steps are too long"
+    if last <= first:
+        fix = f"raise {rate}: the steps are too short"
+    if unreached and is_lower:
+        fix = "find out why the loss does not depend on these weights"
+    measured = f"loss {first:.4g} to {last:.4g} in {len(recorder.losses)} steps on it; weights without a gradient: "
+    return Finding(is_lower and not unreached, measured + (first_of(unreached, 3) or "none"), fix)
 
 
 def distance(first: Tensors, second: Tensors) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -88,10 +88,11 @@ def examine(stage: str, plan: Plan) -> Iterator[tuple[str, Finding]]:
     """
     transformers.utils.logging.disable_progress_bar()  # of an existing model that is loaded
     with temporary_directory("doctor") as directory:
-        learner, read, origin = prepare(stage, plan, directory)
+        learner, read, made = prepare(stage, plan, directory)
         counts = read.rows.counts()
         size = f"{counts['rows']} rows of {read.rows.row_length} tokens, {counts['fill']:.1%} filled"
-        yield "data", Finding(True, f"{origin}: {size}")
+        origin = f"; of a sample, since the store lacks them: {', '.join(made)}" if made else ""
+        yield "data", Finding(True, f"{size}{origin}")
         yield from run_checks(DATA_CHECKS, read)
         yield from run_checks(MODEL_CHECKS, replace(learner, task=training.task_of))
         if read.kind == "pairs":
@@ -99,8 +100,8 @@ def examine(stage: str, plan: Plan) -> Iterator[tuple[str, Finding]]:
         yield from run_checks(CHECKS, learner)
 
 
-def prepare(stage: str, plan: Plan, directory: Path) -> tuple[Learner, Data, str]:
-    """(how the stage trains, what it reads, where that comes from).
+def prepare(stage: str, plan: Plan, directory: Path) -> tuple[Learner, Data, Sequence[str]]:
+    """(how the stage trains, what it reads, which stages were run on a sample for it).
 
     Raises UsageError and DataError for what the stage itself would refuse before its first step.
     """
@@ -134,7 +135,7 @@ def prepare(stage: str, plan: Plan, directory: Path) -> tuple[Learner, Data, str
     task, objective = learner.prepared()
     task.check_rows(rows)
     leakage_check.check(objective, config, branches=row.rows == "pairs")
-    return learner, read, inputs.origin
+    return learner, read, inputs.made
 
 
 def subject(stage: str, config: Section, inputs: StageInputs) -> training.TrainableModel:

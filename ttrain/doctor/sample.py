@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 
@@ -26,17 +26,17 @@ SAMPLE_RECORDS, SAMPLE_BYTES, SAMPLE_FILES = 2000, 4_000_000, 8
 
 @dataclass(frozen=True)
 class StageInputs:
-    """Directories that a stage reads, and where they come from.
+    """Directories that a stage reads.
 
-    origin          a description for people
     is_trained      whether the base is a trained model, not one of random weights
+    made            the stages whose artifacts are not in the store, so that they were run on a sample
     unmade_bytes    text of which a run would still have to make shards, which are about as large
     """
 
     paths: Mapping[str, Path]
-    origin: str
     is_trained: bool
-    unmade_bytes: float
+    made: Sequence[str]
+    unmade_bytes: int
 
 
 def gather(stage: str, settings: Settings, artifacts: Mapping[str, Artifact], directory: Path) -> StageInputs:
@@ -51,20 +51,15 @@ def gather(stage: str, settings: Settings, artifacts: Mapping[str, Artifact], di
     maker, shards = Maker(settings, artifacts, directory), SHARDS[row.dataset]
     tokenizer = maker.make(TOKENIZER)
     paths = {"tokenizer": tokenizer, "shards": maker.make(shards, tokenizer=tokenizer)}
-    is_made = shards.name in artifacts
-    origin = "the shards of the store" if is_made else "the first records of the data"
-    base = start if start in TRAININGS else NEW_MODEL.name if start == NONE else EXISTING_MODEL.name
-    is_trained = settings.existing_model is not None or (start != NONE and base in artifacts)
-    if base in artifacts:
-        paths["base"] = artifacts[base].path
-        origin += ", the base of the store"
-    elif settings.existing_model:
-        paths["base"] = maker.make(EXISTING_MODEL, tokenizer=tokenizer)
-        origin += f", the model {settings.existing_model}"
-    elif row.role != "base":
-        paths["base"] = maker.make(NEW_MODEL, tokenizer=tokenizer)
-        origin += ", a base of random weights until there is one"
-    return StageInputs(paths, origin, is_trained, 0 if is_made else local_bytes(shards, settings))
+    trained = artifacts.get(start) if start in TRAININGS else None
+    if trained:
+        paths["base"] = trained.path
+    elif start != NONE or row.role != "base":
+        base = EXISTING_MODEL if settings.existing_model else NEW_MODEL
+        paths["base"] = maker.make(base, tokenizer=tokenizer)
+    unmade_bytes = local_bytes(shards, settings) if shards.name in maker.made else 0
+    is_trained = settings.existing_model is not None or trained is not None
+    return StageInputs(paths, is_trained, maker.made, unmade_bytes)
 
 
 def local_bytes(stage: Stage, settings: Settings) -> int:
@@ -81,13 +76,14 @@ class Maker:
     settings: Settings
     artifacts: Mapping[str, Artifact]
     directory: Path
+    made: list[str] = field(default_factory=list)
 
     def make(self, stage: Stage, **inputs: Path) -> Path:
         """The artifact of the stage, or what the stage makes of the inputs and of a sample of its files."""
         if stage.name in self.artifacts:
             return self.artifacts[stage.name].path
         output = self.directory / stage.name
-        if output.exists():
+        if stage.name in self.made:
             return output
         roles = data_files(stage, self.settings)
         files = {role: [file.location for file in roles[role]] for role in roles}
@@ -110,25 +106,26 @@ class Maker:
             groups={TRAIN: [0]},
         )
         import_module(stage.module).run(section_of(stage, settings), job)
+        self.made.append(stage.name)
         return output
 
     def _sample(self, stage: Stage, files: Sequence[str]) -> str:
         """Write the first good records of the files as JSONL. Raises DataError where too many are bad."""
         reading, kind = self.settings.reading, stage.arguments.get("kind", "documents")
         name = "pretrain" if stage is TOKENIZER else stage.dataset
-        field, files = reading.text_field, files[:SAMPLE_FILES]
+        text_field, files = reading.text_field, files[:SAMPLE_FILES]
         if not files:
-            field, files = records.TEXT, [str(self.make(SOURCE) / f"{name}.jsonl")]
-        parse, tally, lines = records.parser_of(kind, field), records.Tally(), list[bytes]()
+            text_field, files = records.TEXT, [str(self.make(SOURCE) / f"{name}.jsonl")]
+        parse, tally, lines = records.parser_of(kind, text_field), records.Tally(), list[bytes]()
         for file in files:
-            good = records.read([file], parse, tally, reading.max_line_bytes, field)
+            good = records.read([file], parse, tally, reading.max_line_bytes, text_field)
             size = 0
             for record in itertools.islice(good, max(1, SAMPLE_RECORDS // len(files))):
                 lines.append(orjson.dumps(record.to_json(), option=orjson.OPT_APPEND_NEWLINE))
                 size += len(lines[-1])
                 if size > SAMPLE_BYTES // len(files):
                     break
-        expected_fields = records.expected_fields(kind, field)
+        expected_fields = records.expected_fields(kind, text_field)
         tally.check(f"data.{name}", reading.rejected_fraction, expected_fields)
         sample = self.directory / f"{stage.name}.jsonl"
         sample.write_bytes(b"".join(lines))
