@@ -320,24 +320,6 @@ def test_a_disk_too_small_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not ok(found(replace(learner, runtime=RUNTIME.model_copy(update={"keep_every_steps": 100})), 1.8e9))
 
 
-@pytest.mark.parametrize(
-    ("word", "runtime", "fix"),
-    [
-        ("fp32", {}, ""),
-        ("fp16", {}, "precision=auto"),
-        ("fp32", {"devices": 2}, ""),
-        ("fp32", {"devices": 2, "threads": 2}, "runtime.threads=1"),
-        ("fp32", {"devices": 4}, "fewer runtime.devices"),
-    ],
-)
-def test_an_emulated_number_format_and_more_threads_than_cores_are_found(
-    word: str, runtime: dict[str, int], fix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(machine, "usable_cores", lambda: 2)
-    found = machine.device(replace(SOUND, precision=Precision(word, CPU), runtime=Runtime(**runtime)))
-    assert ok(found) == (not fix) and fix in ("" if found.ok else found.fix)
-
-
 # --- the whole --------------------------------------------------------------------------------------------------------
 
 
@@ -379,7 +361,7 @@ def test_the_command_examines_a_training_from_end_to_end(surroundings: Path, cap
     checks = done.json["checks"]
     assert [check["name"] for check in checks] == [
         "data", "tokenizer round trip", "labels and mask", "no future leak", "records apart", "loss at the start",
-        "device", "memory", "disk", "accumulation", "two ranks equal one", "save and resume", "one batch is learnt",
+        "memory", "disk", "accumulation", "two ranks equal one", "save and resume", "one batch is learnt",
     ]  # fmt: skip
     assert [check for check in checks if not check["ok"]] == []
     assert all({*check} == {"name", "ok", "measured", "fix"} and check["fix"] is None for check in checks)

@@ -1,6 +1,7 @@
-"""Checks of the data: the tokenizer gives texts back, targets are the next tokens, of chats what the assistant says.
+"""Checks of the data: texts come back, targets are the next tokens, in chats the answers.
 
-What should be trained on is derived here a second time, from the text of the records, not by the code that makes rows.
+What should be trained on is derived here a second time, from the text of the records, not by the
+code that makes rows.
 """
 
 from __future__ import annotations
@@ -44,7 +45,12 @@ AWKWARD = (
 
 @dataclass(frozen=True)
 class Data:
-    """What a stage reads. `kind`: of its rows; `records`: the held-out ones as text; `masked`: by mask_intervals."""
+    """What a stage reads.
+
+    kind       of its rows: documents, chats or pairs
+    records    the held-out ones as text
+    masked     whether regions of them are masked on purpose, by `mask_intervals`
+    """
 
     kind: str
     encoder: Encoder
@@ -61,10 +67,10 @@ def _turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def round_trip(data: Data) -> Finding:
-    """Whether all characters, awkward strings and texts of the data come back, as they are normalized.
+    """Whether all characters, awkward strings and texts of the data come back normalized.
 
-    And whether text that spells a special token does not become one. All characters have all bytes that
-    UTF-8 has.
+    And whether text that spells a special token does not become one. All characters have all bytes
+    that UTF-8 has.
     """
     encoder = data.encoder
     normalizer = open_tokenizer(encoder.directory / "tokenizer.json").normalizer
@@ -81,18 +87,19 @@ def round_trip(data: Data) -> Finding:
     if lost:
         characters = itertools.zip_longest(*lost[0], fillvalue="")
         first = next(sent or got for sent, got in characters if sent != got)
-        measured = f"{len(lost)} of {len(texts)} texts come back changed, the first at U+{ord(first):04X}"
+        measured = f"{len(lost)} of {len(texts)} texts come back changed, first U+{ord(first):04X}"
         fix = "train the tokenizer with ttrain, or take one with all bytes (tokenizer.existing)"
         return Finding(False, measured, fix)
     for name in sorted({*encoder.tokens.values(), "<|im_start|>", "<|endoftext|>", "<s>"}):
         if not encoder.special_ids().isdisjoint(encoder.encode([f"a{name}b {name}\n"])[0]):
             fix = "do not train on such text, or a user can forge turns of a chat"
             return Finding(False, f"text that spells {name} becomes the special token", fix)
-    return Finding(True, f"all of Unicode and {len(data.records[:TEXTS])} records of the data come back")
+    count = len(data.records[:TEXTS])
+    return Finding(True, f"all of Unicode and {count} records of the data come back")
 
 
 def template(data: Data) -> Finding | None:
-    """Whether what is trained on begins where the prompt for an answer ends, in some conversations."""
+    """Whether, in some conversations, targets begin where the prompt for an answer ends."""
     compared = 0
     for record in data.records:
         turns = record.get("messages") or [*record.get("prompt", ()), *record.get("chosen", ())]
@@ -106,7 +113,7 @@ def template(data: Data) -> Finding | None:
         size = len(prompt)
         if ids[:size] != prompt or live[size - 1 : size + 1] != [False, True]:
             begins = "".join(map(data.encoder.spelling, prompt[-SHOWN_TOKENS:]))
-            measured = f"an answer is asked for by {begins!r}, which is not what it is trained behind"
+            measured = f"an answer is asked for by {begins!r}, but not trained behind that"
             return Finding(False, measured)
         compared += 1
     measured = f"{compared} conversations have their answers right behind the generation prompt"
@@ -117,10 +124,10 @@ Fault = Callable[[Array, Array], str]  # (ids, labels) of a record: what is wron
 
 
 def labels(data: Data) -> Finding:
-    """Every target is the next token; of documents all but the first are targets, of chats the answers.
+    """Every target is the next token: in documents all but the first, in chats the answers.
 
-    Every run of targets of a chat ends with the token that ends an answer and has no other special one;
-    of the held-out rows, whose text is at hand, it is the text of an answer.
+    Every run of targets of a chat ends with the token that ends an answer and has no other special
+    one; of the held-out rows, whose text is at hand, it is the text of an answer.
     """
     if data.masked:  # regions that are masked on purpose leave nothing else to compare
         finding = _check_rows(data, data.rows, lambda ids, labels: "")
@@ -165,8 +172,14 @@ def _document_fault(encoder: Encoder, ids: Array, labels: Array) -> str:
     return f"position {without.argmax()} has no target" if without.any() else ""
 
 
-def _answer_fault(data: Data, rows: Rows, answers: set[str] | None, ids: Array, labels: Array) -> str:
-    """What is wrong with the runs of targets of a chat. `answers`: their texts, where these are known."""
+def _answer_fault(
+    data: Data,
+    rows: Rows,
+    answers: set[str] | None,
+    _ids: Array,
+    labels: Array,
+) -> str:
+    """What is wrong with the runs of targets of a chat. `answers`: their texts, where known."""
     encoder = data.encoder
     is_own = encoder.template == "own"  # whose words around an answer may be trained on with it
     is_whole = not rows.counts().get("cut_records")
@@ -186,7 +199,7 @@ def _answer_fault(data: Data, rows: Rows, answers: set[str] | None, ids: Array, 
 
 
 def _is_said(run: str, answers: set[str], *, is_own: bool, is_whole: bool) -> bool:
-    """Whether a run is an answer, with words of an own template around it, or a part of one where rows cut records.
+    """Whether a run is an answer, with words of an own template around it, or a part of a cut one.
 
     As text: a token may belong to an answer and to what the template writes before it.
     """
@@ -202,5 +215,6 @@ def _example(data: Data) -> list[list[Span]]:
     """The beginning of a row; of chats of the last, which has the shortest and so several."""
     pieces = TokenDecoder(data.encoder)
     view = show_row(data.rows, 0 if data.kind == "documents" else len(data.rows) - 1, pieces)
-    of_records = (lines(view, record, pieces.special, LINE_WIDTH) for record in range(1 + max(view.segments)))
+    segments = range(1 + max(view.segments))
+    of_records = (lines(view, segment, pieces.special, LINE_WIDTH) for segment in segments)
     return list(itertools.islice(itertools.chain.from_iterable(of_records), SHOWN_LINES))

@@ -1,4 +1,4 @@
-"""Checks of the machine against the settings: number format, threads, memory, disk."""
+"""Checks of the machine against the settings: memory and disk."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ import psutil
 import torch
 from torch import Tensor
 
-from ttrain.core.machine import usable_cores
 from ttrain.core.text import format_size
 from ttrain.doctor.parts import Finding, Learner, select_rows, trainer_of
 from ttrain.train.monitor import peak_memory
-from ttrain.train.precision import has_bf16
 from ttrain.train.resource_limits import available_bytes
 
 GB = 1e9
@@ -26,16 +24,23 @@ MEASURED_ROWS = 3
 
 @functools.lru_cache(maxsize=1)
 def measure(learner: Learner) -> dict[str, int]:
-    """The bytes of one rank: weights, gradients, optimizer, and what a micro-batch adds at its peak.
+    """The bytes of a rank: weights, gradients, optimizer, and what a micro-batch adds at its peak.
 
-    Measured with one row and with three, and extrapolated, so that the doctor itself does not run out
-    of memory.
+    Measured with one row and with three, and extrapolated, so that the doctor itself does not run
+    out of memory.
     """
     subject, device = learner.build(), learner.precision.device
     sample = select_rows(learner.rows, MEASURED_ROWS, positions=None)
     grown = {}
-    for count in (1, 1, MEASURED_ROWS):  # a step before those that count loads what libraries load once
-        trainer = trainer_of(learner, subject, sample, steps=1, rows_per_step=count, rows_per_device=count)
+    for count in (1, 1, MEASURED_ROWS):  # the first step loads what libraries load once
+        trainer = trainer_of(
+            learner,
+            subject,
+            sample,
+            steps=1,
+            rows_per_step=count,
+            rows_per_device=count,
+        )
         grown[count] = memory_growth(trainer.fit, device)
     gradients = _bytes(trainer.optimizers.parameters)
     optimizer = _bytes(trainer.optimizers.state().values())
@@ -51,7 +56,7 @@ def measure(learner: Learner) -> dict[str, int]:
 
 
 def memory_growth(work: Callable[[], object], device: torch.device) -> int:
-    """By how many bytes this process grows at most while `work` runs: torch's on CUDA, else resident ones."""
+    """By how many bytes this process grows meanwhile: torch's on CUDA, else resident ones."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -67,7 +72,7 @@ def memory_growth(work: Callable[[], object], device: torch.device) -> int:
 
 
 def memory(learner: Learner) -> Finding:
-    """Whether a step fits: in the memory of the GPU for each rank, in the machine's for all of them together."""
+    """Whether a step fits: of each rank in its GPU's memory, else of all ranks in the machine's."""
     footprint, runtime, device = measure(learner), learner.runtime, learner.precision.device
     ranks = 1 if device.type == "cuda" else runtime.devices
     available = available_bytes(device)
@@ -75,8 +80,9 @@ def memory(learner: Learner) -> Finding:
         available = min(available, runtime.memory_limit_gb * GB * ranks)
     needed = sum(footprint.values()) * ranks
     parts = ", ".join(f"{name} {format_size(size)}" for name, size in footprint.items())
-    several = f" for {ranks} ranks" if ranks > 1 else ""
-    measured = f"{format_size(needed)} of {format_size(available)} available{several}: {parts}"
+    where = f"on {device}" if ranks == 1 else f"for {ranks} ranks"
+    sizes = f"{format_size(needed)} of {format_size(available)} {where}"
+    measured = f"{sizes}, in {learner.precision.word}: {parts}"
     fix = (
         f"set runtime.rows_per_device={max(1, runtime.rows_per_device // 2)} or "
         "runtime.gradient_checkpointing=true (the weights stay the same), or take a smaller model"
@@ -85,37 +91,24 @@ def memory(learner: Learner) -> Finding:
 
 
 def disk(learner: Learner) -> Finding:
-    """Whether checkpoints, the model and the shards that are still to be made fit in what is free."""
+    """Whether checkpoints, the model and the shards that are to be made fit in what is free."""
     footprint, runtime, steps = measure(learner), learner.runtime, learner.steps
     every = steps // runtime.keep_every_steps if runtime.keep_every_steps else 0
     # 3: the best one, the one being written, and the one where the decay begins.
     most = min(steps // runtime.checkpoint_every_steps, runtime.keep_checkpoints + every) + 3
     checkpoint = footprint["weights"] + footprint["optimizer"]
     needed = most * checkpoint + footprint["weights"] + learner.unmade_bytes
-    free = shutil.disk_usage(next(p for p in (learner.home, *learner.home.parents) if p.exists())).free
+    existing = next(path for path in (learner.home, *learner.home.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
     measured = (
-        f"{format_size(needed)} of {format_size(free)} free: {most} checkpoints of {format_size(checkpoint)}, "
+        f"{format_size(needed)} of {format_size(free)} free: "
+        f"{most} checkpoints of {format_size(checkpoint)}, "
         f"the model {format_size(footprint['weights'])}, shards {format_size(learner.unmade_bytes)}"
     )
     return Finding(needed <= free, measured)
 
 
-def device(learner: Learner) -> Finding:
-    """Whether the device computes in the number format, and each thread has a core."""
-    word, device, runtime = learner.precision.word, learner.precision.device, learner.runtime
-    if device.type != "cpu":
-        return Finding(True, f"{word} on {device}")
-    cores = usable_cores()
-    most = max(1, cores // runtime.devices)
-    threads = runtime.threads or most
-    measured = f"{word} on {cores} cores, with {runtime.devices} x {threads} threads"
-    if word == "fp16" or (word == "bf16" and not has_bf16(device)):
-        fix = f"set {learner.config.prefix}precision=auto: this CPU only emulates {word}"
-        return Finding(False, measured, fix)
-    fix = f"set runtime.threads={most}, or fewer runtime.devices: threads wait for each other"
-    return Finding(threads * runtime.devices <= cores, measured, fix)
-
-
 def _bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of all tensors; one that occurs twice counts once."""
-    return sum({tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}.values())
+    sizes = {tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}
+    return sum(sizes.values())

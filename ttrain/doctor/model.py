@@ -1,4 +1,4 @@
-"""Checks of a model with the task that trains it: what a position sees, loss, gradients, ranks, resuming.
+"""Checks of a model with its task: what a position sees, loss, gradients, ranks, resuming.
 
 Letters in names: B rows, T positions, V entries of the vocabulary.
 """
@@ -66,7 +66,7 @@ STEPS, ROWS_PER_STEP, ROWS_PER_DEVICE = 4, 3, 2
 
 
 def future(learner: Learner) -> Finding:
-    """Whether another token at t leaves all logits before t the same, to the last bit, at several t at once."""
+    """Whether another token at t leaves all logits before t the same, to the last bit."""
     row_T = select_rows(learner.rows, 1, positions=None).whole.input_ids_BT[0]
     T = len(row_T)
     positions = sorted({1, T // 4, T // 2, T // 2 + 1, T - 1} & set(range(1, T)))
@@ -76,13 +76,13 @@ def future(learner: Learner) -> Finding:
         if moved_T[:t].any():
             return Finding(False, f"another token at {t} changes logits before it")
         if not moved_T[t:].any():
-            return Finding(False, f"the model does not see its input: another token at {t} changes nothing")
-    measured = f"tokens altered at {len(positions)} of {T} positions, all logits before them the same"
+            return Finding(False, f"the model does not see another token at {t}: nothing changes")
+    measured = f"{len(positions)} of {T} tokens altered, all logits before each are the same"
     return Finding(True, measured)
 
 
 def documents(learner: Learner) -> Finding:
-    """Whether other tokens in a record of a packed row leave the logits of the others the same, to the last bit."""
+    """Whether other tokens in a record of a row leave the logits of the others the same."""
     row_T = select_rows(learner.rows, 1, positions=None).whole.input_ids_BT[0]
     record_T = np.arange(len(row_T)) * 3 // len(row_T)
     moved_BT = _moved(learner, row_T, record_T == np.arange(3)[:, None], record_T)
@@ -96,7 +96,7 @@ def documents(learner: Learner) -> Finding:
 
 
 def first_loss(learner: Learner) -> Finding:
-    """Whether a new model's loss is near ln(V), that of uniform guessing, and a trained one's below it."""
+    """Whether a new model's loss is near ln(V), that of guessing, and a trained one's below it."""
     task, model = learner.prepared()
     batch = select_rows(learner.rows, LOSS_ROWS).whole
     with learner.precision.autocast():
@@ -105,13 +105,14 @@ def first_loss(learner: Learner) -> Finding:
     uniform = math.log(_head(model).weight.shape[0])
     measured = f"{loss:.3f} nats a token, ln(vocabulary) = {uniform:.3f}"
     if learner.is_trained:
-        return Finding(loss < uniform, measured, "train the base for longer, or on text more like this")
+        fix = "train the base for longer, or on text more like this"
+        return Finding(loss < uniform, measured, fix)
     fix = "set model.init_std nearer to 0.02: a new model should find all tokens equally likely"
     return Finding(abs(loss - uniform) <= max(0.5, SLACK * uniform), measured, fix)
 
 
 def routers(learner: Learner) -> Finding | None:
-    """How evenly the routers of a mixture of experts spread the tokens; None where there are none."""
+    """How evenly the routers of a mixture of experts spread the tokens; None without experts."""
     task, model = learner.prepared()
     batch = select_rows(learner.rows, LOSS_ROWS).whole
     with torch.no_grad(), learner.precision.autocast():
@@ -120,7 +121,7 @@ def routers(learner: Learner) -> Finding | None:
     for name in sums:
         if name.startswith(f"{moe.LOAD}/"):
             load_E = sums[name].double() / sums[name].sum()
-            # Entropy of the experts' fractions of the choices, as a fraction of the largest possible.
+            # Entropy of the experts' loads, as a fraction of the largest possible.
             evenness[name] = float(torch.special.entr(load_E).sum()) / math.log(len(load_E))
     if not evenness:
         return None
@@ -129,8 +130,8 @@ def routers(learner: Learner) -> Finding | None:
     return Finding(evenness[worst] >= COLLAPSED, measured)
 
 
-def _moved(learner: Learner, row_T: Array, altered_BT: Array, segments_T: Array) -> npt.NDArray[np.bool_]:
-    """Which positions have other logits where the marked tokens of the row are others.
+def _moved(learner: Learner, row_T: Array, altered_BT: Array, segments_T: Array) -> Any:
+    """Which positions, [B, T], have other logits where the marked tokens of the row are others.
 
     Logits as the task's own forward pass makes them, mask and all.
     """
@@ -177,7 +178,7 @@ def accumulation(learner: Learner) -> Finding:
 
 
 def two_ranks(learner: Learner) -> Finding:
-    """Whether two processes take the same step as one alone, in fp32 on the CPU, with uneven masks."""
+    """Whether two processes take the same step as one, in fp32 on the CPU, with uneven masks."""
     sample = unevenly_masked(select_rows(learner.rows, ROWS))
     alone = first_step(learner, sample, Ranks(0, 1, CPU), rows_per_device=1)
     how = f"one process and {RANKS} that share {ROWS} rows"
@@ -189,14 +190,14 @@ def _agreement(expected: Step, steps: Iterable[Step], how: str) -> Finding:
     gradient = loss = 0.0
     for step_loss, gradients in steps:
         gradient = max(gradient, distance(expected[1], gradients))
-        if not math.isnan(step_loss):  # as on other ranks; the trainer refuses one that is not finite
+        if not math.isnan(step_loss):  # as on other ranks: the trainer refuses such a loss
             loss = max(loss, abs(expected[0] - step_loss) / max(1.0, abs(expected[0])))
     measured = f"gradients {gradient:.1e}, losses {loss:.1e} apart: {how}"
     return Finding(gradient <= GRADIENTS and loss <= LOSSES, measured)
 
 
 def resume(learner: Learner) -> Finding:
-    """Whether four steps equal, to the bit, two steps, a checkpoint, and two of another trainer that loads it."""
+    """Whether four steps equal, to the bit, two, a checkpoint, and two of one that loads it."""
     make = partial(
         trainer_of,
         learner,
@@ -208,7 +209,12 @@ def resume(learner: Learner) -> Finding:
     half = STEPS // 2
     subject, straight = learner.build(), LossRecorder()
     with temporary_directory("doctor") as directory:
-        checkpoints = Checkpoints(directory, files=lambda: subject.files, weights_file=subject.weights_file, keep=STEPS)
+        checkpoints = Checkpoints(
+            directory,
+            files=lambda: subject.files,
+            weights_file=subject.weights_file,
+            keep=STEPS,
+        )
         first = make(subject, callbacks=[straight], checkpoints=checkpoints, save_every=half)
         first.fit()
         checkpoints.close()
@@ -224,12 +230,15 @@ def resume(learner: Learner) -> Finding:
     }
     steps = f"{STEPS} steps, and of {half}, a checkpoint and {half}"
     differing = [name for name, is_same in same.items() if not is_same]
-    measured = f"{', '.join(differing or same)} of {steps} {'differ' if differing else 'are the same'}"
-    return Finding(not differing, measured)
+    verdict = "differ" if differing else "are the same"
+    return Finding(not differing, f"{', '.join(differing or same)} of {steps} {verdict}")
 
 
 def learns(learner: Learner) -> Finding:
-    """Whether ten steps on one batch, at the peak learning rate, lower its loss and give each weight a gradient."""
+    """Whether ten steps on one batch lower its loss and give each weight a gradient.
+
+    At the peak learning rate.
+    """
     flat = {"kind": "constant", "warmup_steps": 0, "hold_steps": 0}
     learner = learner.changed(schedule=learner.config.schedule.model_copy(update=flat))
     rows, subject = select_rows(learner.rows, ROWS_PER_STEP), learner.build()
@@ -245,7 +254,12 @@ def learns(learner: Learner) -> Finding:
         callbacks=[recorder],
     )
     reached: set[str] = set()
-    names = _watch_gradients(trainer, lambda name, gradient: reached.add(name) if gradient.any() else None)
+
+    def note(name: str, gradient: Tensor) -> None:
+        if gradient.any():
+            reached.add(name)
+
+    names = _watch_gradients(trainer, note)
     rate = f"{learner.config.section}.optim.lr"
     try:
         trainer.fit()
@@ -261,15 +275,18 @@ def learns(learner: Learner) -> Finding:
         fix = f"raise {rate}: the steps are too short"
     if unreached and is_lower:
         fix = "find out why the loss does not depend on these weights"
-    measured = f"loss {first:.4g} to {last:.4g} in {len(recorder.losses)} steps on it; weights without a gradient: "
-    return Finding(is_lower and not unreached, measured + (first_of(unreached, 3) or "none"), fix)
+    losses = f"loss {first:.4g} to {last:.4g} in {len(recorder.losses)} steps on it"
+    without = first_of(unreached, 3) or "none"
+    measured = f"{losses}; weights without a gradient: {without}"
+    return Finding(is_lower and not unreached, measured, fix)
 
 
 def distance(first: Tensors, second: Tensors) -> float:
-    """Norm of the difference of two sets of tensors, relative to the first; infinite where names differ."""
+    """Norm of the difference of two sets, relative to the first; infinite where names differ."""
     if {*first} != {*second}:
         return math.inf
-    squared_distance = sum(float((first[name].double() - second[name].double()).square().sum()) for name in first)
+    differences = (first[name].double() - second[name].double() for name in first)
+    squared_distance = sum(float(tensor.square().sum()) for tensor in differences)
     size = sum(float(tensor.double().square().sum()) for tensor in first.values())
     return math.sqrt(squared_distance / size) if size else math.inf
 
@@ -305,7 +322,7 @@ def first_step(learner: Learner, rows: InMemoryRows, ranks: Ranks, *, rows_per_d
 
 
 def _watch_gradients(trainer: Trainer, note: Callable[[str, Tensor], object]) -> list[str]:
-    """Call `note` with each gradient before each step of the optimizers; returns the names of what is trained."""
+    """Call `note` with each gradient before each step; returns the names of what is trained."""
     trained = {id(parameter) for parameter in trainer.optimizers.parameters}
     named = {name: p for name, p in trainer.bare.named_parameters() if id(p) in trained}
 
@@ -328,15 +345,21 @@ def spawned(learner: Learner, rows: InMemoryRows) -> list[Step]:
     with temporary_directory("doctor") as directory, pool:
         rank_step = partial(_rank_step, f"file://{directory}/store", sent, rows)
         steps = list(pool.map(rank_step, range(RANKS)))
-    return [(loss, {name: torch.from_numpy(arrays[name]) for name in arrays}) for loss, arrays in steps]
+    return [(loss, {name: torch.from_numpy(of[name]) for name in of}) for loss, of in steps]
 
 
 def _rank_step(store: str, learner: Learner, rows: InMemoryRows, rank: int) -> tuple[float, Arrays]:
-    """The step of one of the processes, without torch's way to send tensors: a descriptor for each."""
-    warnings.simplefilter("ignore")  # what is wrong with a rank is in its error, and the doctor gave the others
+    """The step of one process, as arrays: torch would send a file descriptor for each tensor."""
+    warnings.simplefilter("ignore")  # the doctor itself gave them
     logging.getLogger("ttrain").setLevel(logging.ERROR)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=RANK_TIMEOUT)
+    dist.init_process_group(
+        "gloo",
+        init_method=store,
+        rank=rank,
+        world_size=RANKS,
+        timeout=RANK_TIMEOUT,
+    )
     ranks = Ranks(rank, RANKS, CPU)
     loss, gradients = first_step(learner, rows, ranks, rows_per_device=1)
     ranks.barrier()

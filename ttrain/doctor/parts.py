@@ -1,4 +1,4 @@
-"""The parts that a stage trains with, which are passed to the checks, so that tests can pass wrong ones.
+"""The parts that a stage trains with. The checks are given them, so that tests can give wrong ones.
 
 Letters in names: B rows, T positions.
 """
@@ -52,7 +52,7 @@ class Finding:
 
 @dataclass(frozen=True, eq=False)
 class Learner:
-    """How a stage trains, and on what. Its functions are top-level ones, so that other processes can be sent them.
+    """How a stage trains, and on what. Its functions are top-level ones, which can be pickled.
 
     build         makes the model; the same weights every time
     is_trained    whether the base is a trained model, not one of random weights
@@ -84,7 +84,7 @@ class Learner:
 
 
 class InMemoryRows:
-    """A few of the user's rows. `references`: log-probabilities by the numbers of pairs' answers."""
+    """A few of the user's rows. `references`: log-probabilities by the numbers of answers."""
 
     def __init__(self, whole: Batch, references: npt.NDArray[np.float64] | None = None) -> None:
         self.whole, self.references = whole, references
@@ -108,7 +108,7 @@ class InMemoryRows:
 
 
 def with_references(learner: Learner) -> Learner:
-    """The learner with a few of its pairs, scored one by one with the model before its first step."""
+    """The learner with a few of its pairs, scored each by the model before its first step."""
     sample, device = select_rows(learner.rows, PAIR_ROWS), learner.precision.device
     references = np.full(1 + cast("PairBatch", sample.whole).answer_ids_A.max(), np.nan)
     _, scored = learner.prepared()
@@ -119,10 +119,14 @@ def with_references(learner: Learner) -> Learner:
     return replace(learner, rows=InMemoryRows(sample.whole, references))
 
 
-def select_rows(rows: Rows | InMemoryRows, count: int, positions: int | None = POSITIONS) -> InMemoryRows:
-    """`count` of the rows, evenly spread (again from the first where there are fewer), cut to so many positions.
+def select_rows(
+    rows: Rows | InMemoryRows,
+    count: int,
+    positions: int | None = POSITIONS,
+) -> InMemoryRows:
+    """`count` of the rows, evenly spread, again from the first where there are fewer.
 
-    The cut lies around the row's first target, so that there is something to learn in it.
+    Each is cut to so many positions around its first target, so that there is something to learn.
     """
     step = max(1, len(rows) // count)
     batch = rows.batch([number * step % len(rows) for number in range(count)])
@@ -133,12 +137,13 @@ def select_rows(rows: Rows | InMemoryRows, count: int, positions: int | None = P
     firsts_B = (batch.labels_BT != IGNORE).argmax(axis=1)
     starts_B = np.clip(firsts_B - length // 2, 0, width - length)
     places_BT = starts_B[:, None] + np.arange(length)
-    arrays = [np.take_along_axis(getattr(batch, array.name), places_BT, axis=1) for array in fields(batch)]
+    whole = (getattr(batch, array.name) for array in fields(batch))
+    arrays = [np.take_along_axis(array, places_BT, axis=1) for array in whole]
     return InMemoryRows(Batch(*arrays))
 
 
 def unevenly_masked(rows: InMemoryRows) -> InMemoryRows:
-    """The rows with all, 1/2, 1/4 and 1/8 of their targets, in turn: the mean of means is then not the mean."""
+    """The rows with all, 1/2, 1/4, 1/8 of their targets: the mean of means is then not the mean."""
     if not rows.whole.divisible:
         return rows  # whose loss counts pairs, of which rows have different numbers
     labels_BT = rows.whole.labels_BT.copy()
@@ -148,7 +153,7 @@ def unevenly_masked(rows: InMemoryRows) -> InMemoryRows:
 
 
 def silence(model: nn.Module, *names: str) -> None:
-    """Set attributes of modules that draw random numbers to 0, so that gradients depend on the rows alone."""
+    """Set attributes of modules to 0, so that no random numbers change gradients."""
     for module in model.modules():
         for name in names:
             if isinstance(getattr(module, name, None), float):
@@ -177,7 +182,7 @@ def trainer_of(
     save_every: int = NEVER,
     **parts: Any,
 ) -> Trainer:
-    """The stage's trainer for `steps` steps of these rows. `parts`: callbacks and other arguments of the trainer."""
+    """The stage's trainer for `steps` steps of these rows. `parts`: its other arguments."""
     config = learner.config.model_copy(
         update={
             "tokens": steps * rows_per_step * rows.row_length,

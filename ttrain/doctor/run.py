@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import transformers
 
@@ -31,7 +31,7 @@ from ttrain.train.schedules import steps_of
 
 Subject = TypeVar("Subject", Data, Learner)
 
-# By the name of a check: the function, and what to do where it is not ok, unless its finding says so.
+# By the name of a check: its function, and the fix where the finding is not ok and has none.
 Checks = Mapping[str, tuple[Callable[[Subject], Finding | None], str]]
 
 DATA_CHECKS: Checks[Data] = {
@@ -42,7 +42,7 @@ DATA_CHECKS: Checks[Data] = {
     ),
     "labels and mask": (
         data.labels,
-        "look at the rows with `ttrain data show`: the template, or the code that makes rows, is wrong",
+        "look at `ttrain data show`: the template, or the code that makes rows, is wrong",
     ),
 }
 # Of the model as one that predicts the next token, which all of them are.
@@ -58,7 +58,6 @@ MODEL_CHECKS: Checks[Learner] = {
     "loss at the start": (model.first_loss, ""),
 }
 CHECKS: Checks[Learner] = {
-    "device": (machine.device, ""),
     "memory": (machine.memory, ""),
     "disk": (
         machine.disk,
@@ -90,7 +89,7 @@ def examine(stage: str, plan: Plan) -> Iterator[tuple[str, Finding]]:
     with temporary_directory("doctor") as directory:
         learner, read, made = prepare(stage, plan, directory)
         counts = read.rows.counts()
-        size = f"{counts['rows']} rows of {read.rows.row_length} tokens, {counts['fill']:.1%} filled"
+        size = f"{counts['rows']} rows of {read.rows.row_length} tokens, {counts['fill']:.1%} full"
         origin = f"; of a sample, since the store lacks them: {', '.join(made)}" if made else ""
         yield "data", Finding(True, f"{size}{origin}")
         yield from run_checks(DATA_CHECKS, read)
@@ -107,10 +106,9 @@ def prepare(stage: str, plan: Plan, directory: Path) -> tuple[Learner, Data, Seq
     """
     settings, row = plan.settings, TRAINING_STAGES[stage]
     config: Training = getattr(settings, stage)
-    computed_in = precision.resolve_precision(config.precision, training.start(settings.runtime).device)
-    artifacts = {
-        planned.stage.name: planned.artifact for planned in plan.stages if planned.artifact and planned.state == "cached"
-    }
+    device = training.start(settings.runtime).device
+    cached = [planned for planned in plan.stages if planned.state == "cached"]
+    artifacts = {one.stage.name: one.artifact for one in cached if one.artifact}
     inputs = gather(stage, settings, artifacts, directory)
     encoder, shards = Encoder(inputs.paths["tokenizer"]), inputs.paths["shards"]
     rows = open_rows(shards / "train", encoder, config)
@@ -119,14 +117,15 @@ def prepare(stage: str, plan: Plan, directory: Path) -> tuple[Learner, Data, Seq
         raise DataError("the training data is empty: it gave no row to learn from")
     config = resolved(config, rows)
     heldout = open_rows(shards / "heldout", encoder, config, heldout=True)
-    read = Data(row.rows, encoder, rows, heldout, heldout_records(shards), bool(config.mask_intervals))
+    records = heldout_records(shards)
+    read = Data(row.rows, encoder, rows, heldout, records, bool(config.mask_intervals))
     learner = Learner(
         config,
         settings.runtime,
         build=partial(subject, stage, section_of(STAGES[stage], settings), inputs),
         task=getattr(import_module(STAGES[stage].module), "task_of", training.task_of),
         rows=rows,
-        precision=computed_in,
+        precision=precision.resolve_precision(config.precision, device),
         is_trained=inputs.is_trained,
         steps=steps_of(config, int(rows.counts()["rows"]))[0],
         home=plan.store.root,
@@ -142,12 +141,12 @@ def subject(stage: str, config: Section, inputs: StageInputs) -> training.Traina
     """The stage's model before its first step; the same weights every time."""
     transformers.utils.logging.disable_progress_bar()
     encoder = Encoder(inputs.paths["tokenizer"], fast=False)
-    made: training.TrainableModel = import_module(STAGES[stage].module).prepare(config, inputs.paths, encoder)
-    return made
+    module: Any = import_module(STAGES[stage].module)
+    return cast("training.TrainableModel", module.prepare(config, inputs.paths, encoder))
 
 
 def run_checks(checks: Checks[Subject], examined: Subject) -> Iterator[tuple[str, Finding]]:
-    """Yield what the checks find; an exception becomes a finding, so that the others are not hidden.
+    """Yield what the checks find; an exception becomes a finding, and the others follow.
 
     UsageError is not caught: the settings are wrong, and there is nothing to examine.
     """

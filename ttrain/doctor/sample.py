@@ -1,4 +1,4 @@
-"""What a stage reads: from the store, and where that lacks it, what the stages before make of a sample."""
+"""What a stage reads: artifacts of the store, or what the stages before it make of a sample."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StageInputs:
     """Directories that a stage reads.
 
     is_trained      whether the base is a trained model, not one of random weights
-    made            the stages whose artifacts are not in the store, so that they were run on a sample
+    made            the stages whose artifacts the store lacks, which were run on a sample
     unmade_bytes    text of which a run would still have to make shards, which are about as large
     """
 
@@ -39,7 +39,12 @@ class StageInputs:
     unmade_bytes: int
 
 
-def gather(stage: str, settings: Settings, artifacts: Mapping[str, Artifact], directory: Path) -> StageInputs:
+def gather(
+    stage: str,
+    settings: Settings,
+    artifacts: Mapping[str, Artifact],
+    directory: Path,
+) -> StageInputs:
     """The inputs of a stage that trains; those that are no artifacts are made under `directory`.
 
     Raises DataError where the data is not fit to learn from, UsageError where it is missing, or
@@ -79,7 +84,7 @@ class Maker:
     made: list[str] = field(default_factory=list)
 
     def make(self, stage: Stage, **inputs: Path) -> Path:
-        """The artifact of the stage, or what the stage makes of the inputs and of a sample of its files."""
+        """The artifact of the stage, or what it makes of the inputs and a sample of its files."""
         if stage.name in self.artifacts:
             return self.artifacts[stage.name].path
         output = self.directory / stage.name
@@ -110,7 +115,10 @@ class Maker:
         return output
 
     def _sample(self, stage: Stage, files: Sequence[str]) -> str:
-        """Write the first good records of the files as JSONL. Raises DataError where too many are bad."""
+        """Write the first good records of the files as JSONL.
+
+        Raises DataError where too many are bad.
+        """
         reading, kind = self.settings.reading, stage.arguments.get("kind", "documents")
         name = "pretrain" if stage is TOKENIZER else stage.dataset
         text_field, files = reading.text_field, files[:SAMPLE_FILES]
