@@ -147,7 +147,6 @@ class Blind(Faulty):
 @pytest.mark.parametrize(
     ("task", "future", "documents"),
     [
-        (language, "", ""),
         (Masked, "", ""),
         (SeesTheFuture, "changes logits before it", ""),
         (SeesOtherRecords, "", "record 1 sees record 0"),
@@ -161,23 +160,20 @@ def test_a_model_that_sees_what_it_should_not_is_found(task: Any, future: str, d
         assert ok(found) == (not fault) and fault in found.measured
 
 
+class Half(Faulty):
+    """Has half the loss, as if its model were trained."""
+
+    def train_step(self, model: nn.Module, batch: Batch, device: torch.device) -> LossSum:
+        loss = super().train_step(model, batch, device)
+        return LossSum(loss.total / 2, loss.count)
+
+
 def test_the_loss_at_the_start_is_near_the_logarithm_of_the_vocabulary_and_that_of_a_trained_base_below_it() -> None:
     found = model.first_loss(SOUND)
     assert ok(found) and f"{np.log(VOCAB):.3f}" in found.measured
     assert not ok(model.first_loss(replace(SOUND, build=partial(build, init_std=1.0))))
     assert not ok(model.first_loss(replace(SOUND, build=partial(build, init_std=0.5), is_trained=True)))
-    assert ok(model.first_loss(replace(SOUND, build=knowing, is_trained=True)))
-
-
-def knowing() -> Subject:
-    """Knows which ids there are: those from 9 on."""
-    subject = build(tie_embeddings=False)
-    subject.model.model.norm.weight.data.fill_(0.0)
-    head = nn.Linear(subject.model.lm_head.in_features, VOCAB)
-    head.weight.data.zero_()
-    head.bias.data.copy_(torch.where(torch.arange(VOCAB) < 9, -5.0, 0.0))
-    subject.model.lm_head = head
-    return subject
+    assert ok(model.first_loss(replace(SOUND, task=Half, is_trained=True)))
 
 
 def mixture(*, collapsed: bool = False) -> Subject:
@@ -219,17 +215,15 @@ def test_two_ranks_are_one_unless_gradients_are_averaged_or_not_synchronised(
         assert ok(model.two_ranks(learner)) == sound
 
 
-@pytest.mark.parametrize(
-    ("fault", "differs"),
-    [
-        pytest.param({}, "", id="sound, with dropout"),
-        pytest.param({"trainer": changed(forget_the_optimizer)}, "weights", id="optimizer state is not restored"),
-        pytest.param({"task": NoiseOfItsOwn}, "losses", id="random numbers are not restored"),
-    ],
-)
-def test_what_a_checkpoint_does_not_restore_is_found(fault: dict[str, Any], differs: str) -> None:
-    found = model.resume(replace(SOUND, **fault))
-    assert ok(found) == (not differs) and differs in found.measured
+def test_what_a_checkpoint_does_not_restore_is_found() -> None:
+    """Dropout, the state of the optimizer, and random numbers of a task's own."""
+    assert ok(model.resume(SOUND))
+    for fault, differs in (
+        ({"trainer": changed(forget_the_optimizer)}, "weights"),
+        ({"task": NoiseOfItsOwn}, "losses"),
+    ):
+        found = model.resume(replace(SOUND, **fault))  # type: ignore[arg-type]
+        assert not ok(found) and differs in found.measured
 
 
 def test_one_batch_is_learnt_with_a_fitting_learning_rate_only() -> None:
