@@ -102,7 +102,7 @@ def first_loss(learner: Learner) -> Finding:
     with learner.precision.autocast():
         loss_sum = task.validation_step(model, batch, learner.precision.device)
     loss = float(loss_sum.total) / max(1, loss_sum.count)
-    uniform = math.log(_head(model).weight.shape[0])
+    uniform = math.log(model.get_output_embeddings().weight.shape[0])
     measured = f"{loss:.3f} nats a token, ln(vocabulary) = {uniform:.3f}"
     if learner.is_trained:
         fix = "train the base for longer, or on text more like this"
@@ -155,13 +155,9 @@ def _moved(learner: Learner, row_T: Array, altered_BT: Array, segments_T: Array)
             labels_BT[:, :-1] = ids_BT[:, 1:]
             batch = Batch(ids_BT.copy(), labels_BT, positions_BT, segments_BT.copy())
             task.validation_step(model, batch, learner.precision.device)
-            logits.append(_head(model)(hidden.pop()))
+            logits.append(model.get_output_embeddings()(hidden.pop()))
     hook.remove()
     return np.asarray((logits[0] != logits[1]).any(-1).cpu())
-
-
-def _head(model: Any) -> Any:
-    return model.get_output_embeddings()
 
 
 def accumulation(learner: Learner) -> Finding:

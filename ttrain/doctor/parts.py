@@ -77,9 +77,9 @@ class Learner:
         """The same learner with other settings of its stage."""
         return replace(self, config=self.config.model_copy(update=settings))
 
-    def prepared(self, model: nn.Module | None = None) -> tuple[TrainingTask, nn.Module]:
-        """The task and its model on the device, which does not train; a new one by default."""
-        task = self.task(self.config, model or self.build().model, self.runtime)
+    def prepared(self) -> tuple[TrainingTask, Any]:
+        """The task, and its model on the device, which does not train."""
+        task = self.task(self.config, self.build().model, self.runtime)
         return task, task.build_model().to(self.precision.device).eval()
 
 
