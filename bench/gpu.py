@@ -198,7 +198,7 @@ def check_resume(options: argparse.Namespace, directory: Path, table: Table) -> 
     command = [*common.TTRAIN, "doctor", "--stage", "pretrain", "--json", *settings]
     _, output = common.run(command, {"TTRAIN_HOME": str(directory / "home")}, directory, check=False)  # another may fail
     (check,) = (check for check in json.loads(output)["checks"] if check["name"] == "save and resume")
-    print(f"  save and resume: {check['figure']}")
+    print(f"  save and resume: {check['measured']}")
     table.check("save and resume, to the bit", check["ok"])
 
 

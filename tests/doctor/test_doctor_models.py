@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from doctor.test_doctor import FP32, ROWS, language
-from support.tiny_trainers import CPU, in_ranks, settings_of_training, tiny_model
+from support.tiny_trainers import in_ranks, settings_of_training, tiny_model
 from torch import Tensor
 from transformers import dynamic_module_utils
 from transformers.models import auto
@@ -21,7 +21,7 @@ from transformers.models import auto
 from ttrain.config import Lora, Optim, Runtime
 from ttrain.config.model import MultiToken
 from ttrain.doctor import model
-from ttrain.doctor.parts import Check, Learner, select_rows, trainer_of, unevenly_masked
+from ttrain.doctor.parts import Finding, Learner, select_rows, trainer_of, unevenly_masked
 from ttrain.model import adapters, factory, multi_token
 from ttrain.train.checkpoint import WEIGHTS, Checkpoints
 from ttrain.train.checkpoint_format import list_checkpoints
@@ -101,20 +101,20 @@ def case_id(case: tuple[str, str]) -> str:
 
 def learner_of(case: tuple[str, str]) -> Learner:
     config = settings_of_training(optim=Optim(lr=0.2 if case[1] == "prefix" else 2e-2))
-    return Learner(config, Runtime(device="cpu", rows_per_device=4), partial(build, *case), language)
+    return Learner(config, Runtime(device="cpu", rows_per_device=4), partial(build, *case), language, ROWS, FP32)
 
 
-def ok(check: Check | None) -> None:
+def ok(check: Finding | None) -> None:
     assert check is not None
-    assert check.ok, f"{check.name}: {check.figure}"
+    assert check.ok, check.measured
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_it_sees_neither_the_future_nor_other_records_and_starts_at_knowing_nothing(case: tuple[str, str]) -> None:
     learner = learner_of(case)
-    ok(model.future(learner, ROWS, FP32))
-    ok(model.documents(learner, ROWS, FP32))
-    ok(model.first_loss(learner, ROWS, FP32, trained=False))
+    ok(model.future(learner))
+    ok(model.documents(learner))
+    ok(model.first_loss(learner))
 
 
 @pytest.fixture(scope="module")
@@ -133,16 +133,16 @@ def steps_of_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, 
 def test_how_rows_are_divided_does_not_matter(
     case: tuple[str, str], steps_of_ranks: dict[tuple[str, str], list[model.Step]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ok(model.accumulation(learner_of(case), ROWS, CPU))
+    ok(model.accumulation(learner_of(case)))
     monkeypatch.setattr(model, "spawned", lambda learner, rows: steps_of_ranks[case])
-    ok(model.two_ranks(learner_of(case), ROWS))
+    ok(model.two_ranks(learner_of(case)))
 
 
 @pytest.mark.parametrize("case", TRAINED, ids=case_id)
 def test_it_resumes_to_the_bit_and_learns(case: tuple[str, str]) -> None:
     """With dropout, and with the noise of routers that have it."""
-    ok(model.resume(learner_of(case), ROWS, FP32))
-    ok(model.learns(learner_of(case), ROWS, FP32))
+    ok(model.resume(learner_of(case)))
+    ok(model.learns(learner_of(case)))
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -150,9 +150,11 @@ def test_experts_in_groups_do_not_look_like_a_leak_and_their_routers_are_examine
     """So many experts that groups of one or two tokens are common, of which another token changes the last bits."""
     settings = {key: value for key, value in MODELS[name].items() if key != "multi_token"}
     many = {**settings, "moe": {**settings["moe"], "experts": 32}, "init_std": 0.3, "hidden_size": 64}
-    learner = Learner(settings_of_training(), Runtime(device="cpu"), lambda: Subject(tiny_model(**many)), language)
-    ok(model.future(learner, ROWS, FP32))
-    ok(model.routers(learner_of((name, "")), ROWS, FP32))
+    learner = Learner(
+        settings_of_training(), Runtime(device="cpu"), lambda: Subject(tiny_model(**many)), language, ROWS, FP32
+    )
+    ok(model.future(learner))
+    ok(model.routers(learner_of((name, ""))))
 
 
 OPENED = [name for name in MODELS if name != "llama with experts"]  # which are opened with two heads
@@ -164,9 +166,9 @@ def test_a_checkpoint_of_every_architecture_opens_without_ttrain(tmp_path: Path)
     for name in OPENED:
         subject, place = build(name, ""), tmp_path / name.replace(" ", "-")
         checkpoints = Checkpoints(place, files=partial(factory.files, subject.model))
-        learner = Learner(config, Runtime(device="cpu"), partial(build, name, ""), language)
+        learner = Learner(config, Runtime(device="cpu"), partial(build, name, ""), language, ROWS, FP32)
         trainer_of(
-            learner, subject, ROWS, ranks=Ranks(0, 1, CPU), precision=FP32, rows_per_step=4, rows_per_device=4, steps=1,
+            learner, subject, ROWS, rows_per_step=4, rows_per_device=4, steps=1,
             checkpoints=checkpoints, save_every=1,
         ).fit()  # fmt: skip
         checkpoints.close()

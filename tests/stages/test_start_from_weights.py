@@ -271,18 +271,18 @@ def with_files(directory: Path, base: Path, texts: Sequence[Any] = ()) -> Settin
 
 
 def test_the_doctor_examines_the_model_that_is_started_from(tmp_path: Path) -> None:
-    from ttrain.doctor.run import gather
+    from ttrain.doctor.sample import gather
 
     source = save(llama(size_of(tmp_path / "x"), layers=1), tmp_path / "source")
     settings = with_files(tmp_path, source)
     (tmp_path / "made").mkdir()
     found = gather("sft", settings, {}, tmp_path / "made")
-    assert found.trained and str(source) in found.figure
+    assert found.is_trained and "base-model" in found.made
     prepared = sft.prepare(SftConfig(sft=settings.sft), found.paths, Encoder(found.paths["tokenizer"]))
     assert prepared.model.config.num_hidden_layers == 1
     with pytest.raises(UsageError, match="stage pretrain is not needed here"):
         gather("pretrain", settings, {}, tmp_path / "made")
     (source / "model.safetensors").write_bytes(b"")
     (tmp_path / "again").mkdir()
-    with pytest.raises(UsageError, match=r"sft.start_from is .*: cannot load a model"):
+    with pytest.raises(ArtifactError, match="cannot load a model"):
         gather("sft", settings, {}, tmp_path / "again")

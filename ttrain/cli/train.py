@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
-from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,12 +32,12 @@ from ttrain.core.terminal import console, escaped, outlast_output, print_json, p
 from ttrain.core.text import format_duration, format_value
 from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
 from ttrain.store import references
-from ttrain.store.layout import home, usable_home
+from ttrain.store.layout import usable_home
 
 if TYPE_CHECKING:
     from ttrain.config import Runtime
     from ttrain.config.loading import Override
-    from ttrain.doctor.parts import Check
+    from ttrain.doctor.parts import Finding
     from ttrain.pipeline.processes import StageObserver
     from ttrain.pipeline.progress_display import Display
     from ttrain.stages import Stage
@@ -246,7 +245,7 @@ def _run(stage: Stage, runtime: Runtime, work: Path, log_path: Path, observer: S
 
 
 READ_BY_C = ("GLIBC_", "GOMP_")  # variables of a stage's process that are read when OpenMP is loaded, or a rank starts
-NAME_WIDTH, LINE_WIDTH, SHOWN_LINES = 22, 100, 12
+NAME_WIDTH = 22
 
 
 @command(
@@ -274,49 +273,38 @@ def doctor(
     for name, value in environment_of(loaded.settings).items():
         if name.startswith(READ_BY_C):
             os.environ.setdefault(name, value)
-    # Without a store all data would be read to find nothing.
-    plan = api.plan("full", loaded.settings) if (home() / "store").is_dir() else None
-    artifacts = {
-        planned_stage.stage.name: planned_stage.artifact
-        for planned_stage in (plan.stages if plan else ())
-        if planned_stage.artifact and planned_stage.state == "cached"
-    }
-    from ttrain.data.inspect import lines
-    from ttrain.doctor.run import Doctor  # loads torch, which now finds the variables
+    plan = api.plan("full", loaded.settings)
+    from ttrain.doctor.run import examine  # loads torch, which now finds the variables
 
-    examination = Doctor(examined, loaded.settings, artifacts, home())
-    checks: list[Check] = []
+    findings: dict[str, Finding] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        for check in examination.checks():
-            checks.append(check)
+        for name, finding in examine(examined, plan):
+            findings[name] = finding
             if not as_json:
-                _print(check)
-    failures = [check for check in checks if not check.ok]
+                _print(name, finding)
+    failures = [name for name, finding in findings.items() if not finding.ok]
     if as_json:
-        print_json({"checks": checks, "estimate": plan.estimate.to_json() if plan else None})
+        checks = [{"name": name, **finding.to_json()} for name, finding in findings.items()]
+        print_json({"checks": checks, "estimate": plan.estimate.to_json()})
     else:
-        heading, views = examination.shown
-        if views:
-            print(f"\n{heading} of {examined}; the tokens that are trained on are marked:")
-        for view in views:
-            records = range(1 + max(view.segments))
-            of_records = (lines(view, record, examination.special, LINE_WIDTH) for record in records)
-            print_spans(islice(chain.from_iterable(of_records), SHOWN_LINES))
+        for example in filter(None, (finding.example for finding in findings.values())):
+            print(f"\na row of {examined}; the tokens that are trained on are marked:")
+            print_spans(example)
             print()
-        for line in (*plan.estimate.lines(), *plan.estimate.remarks()) if plan else ():
+        for line in (*plan.estimate.lines(), *plan.estimate.remarks()):
             print(line)
-        verdict = f"{len(failures)} of {len(checks)} checks are not ok" if failures else f"all {len(checks)} checks are ok"
+        verdict = f"{len(failures)} of {len(findings)} checks are not ok: {', '.join(failures)}"
+        if not failures:
+            verdict = f"all {len(findings)} checks are ok"
         print(f"{examined}: {verdict}, in {time.monotonic() - began:.0f} s")
     if failures:
         raise Exit(1)
 
 
-def _print(check: Check) -> None:
+def _print(name: str, finding: Finding) -> None:
     from rich.text import Text
 
-    mark = ("ok  ", "green") if check.ok else ("BAD ", "bold red")
-    fix = f"; fix: {check.cure}" if check.cure else ""
-    console().print(
-        Text.assemble(mark, f"{check.name:{NAME_WIDTH}}{escaped(str(check.figure))}{escaped(fix)}"), soft_wrap=True
-    )
+    mark = ("ok  ", "green") if finding.ok else ("BAD ", "bold red")
+    line = finding.measured if finding.ok else f"{finding.measured}; fix: {finding.fix}"
+    console().print(Text.assemble(mark, f"{name:{NAME_WIDTH}}{escaped(line)}"), soft_wrap=True)

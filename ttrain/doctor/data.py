@@ -1,139 +1,36 @@
-"""Checks of the rows: targets are the next tokens, and of chats exactly what the assistant says.
+"""Checks of the data: texts come back, targets are the next tokens, in chats the answers.
 
-What should be learnt is derived here a second time, from the text of the records, not by the code that makes the rows.
+What should be trained on is derived here a second time, from the text of the records, not by the
+code that makes rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from itertools import pairwise
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 
-from ttrain.data.encoder import Encoder
+from ttrain.core.files import JsonDict
+from ttrain.data import chat
+from ttrain.data.chat_templates import Message, is_live
+from ttrain.data.encoder import Encoder, open_tokenizer
+from ttrain.data.inspect import Span, TokenDecoder, lines, show_row
 from ttrain.data.packing import IGNORE, Array, Rows
-from ttrain.doctor.parts import Check, make_check
+from ttrain.doctor.parts import Finding
 
+TEXTS = 200  # records of the data, through the tokenizer and back
+COMPARED = 3  # conversations
 MOST_ROWS = 64
-
-SHOWN_CHARACTERS = 40
-
+SHOWN_CHARACTERS, SHOWN_TOKENS = 40, 8
+LINE_WIDTH, SHOWN_LINES = 100, 12  # of the row that is shown
 END_TOKENS = 3  # an existing template may end an answer with the token and a newline after it
-
-LABELS = "labels and mask"
-
 REPLACEMENT = "\ufffd"  # what bytes that form no character are decoded to
-
-FIX = "look at the rows with `ttrain data show`; the tokenizer's template or the code that makes rows has a fault"
-
-
-def document_labels(rows: Rows, encoder: Encoder) -> Check:
-    """Every token of a document but its first is a target, at the position before it."""
-
-    def fault(ids: Array, labels: Array) -> str:
-        if (labels == encoder.bos_id).any():
-            return "the token that begins a document is learnt"
-        not_learnt = np.flatnonzero(labels[: -1 if ids[-1] == encoder.eos_id else None] == IGNORE)
-        return f"position {not_learnt[0]} has no target" if len(not_learnt) else ""
-
-    return _check_rows(rows, encoder, fault)
-
-
-def masked_labels(rows: Rows, encoder: Encoder) -> Check:
-    """Every target is the next token; all that can be checked where regions are masked on purpose."""
-    return _check_rows(rows, encoder, lambda ids, labels: "")
-
-
-def _check_rows(rows: Rows, encoder: Encoder, fault: Callable[[Array, Array], str]) -> Check:
-    """Check that every target is the next token, and that the labels of no record have a fault."""
-    positions = targets = 0
-    for number, ids, labels in records(rows):
-        bad = np.flatnonzero((labels[:-1] != IGNORE) & (labels[:-1] != ids[1:]))
-        if len(bad):
-            target, following = (encoder.decode([int(token)]) for token in (labels[bad[0]], ids[bad[0] + 1]))
-            wrong = f"the target at position {bad[0]} is not the next token: {target!r} where {following!r} follows"
-        else:
-            wrong = fault(ids, labels)
-        if wrong:
-            return Check(LABELS, False, f"row {number}: {wrong}", FIX)
-        positions, targets = positions + len(ids), targets + int((labels != IGNORE).sum())
-    shown = min(MOST_ROWS, len(rows))
-    share = f"{targets} of {positions} tokens in {shown} rows are learnt, each the next one"
-    return make_check(LABELS, targets > 0, share, FIX)
-
-
-def chat_labels(rows: Rows, encoder: Encoder, heldout: Rows, answers: Sequence[str]) -> Check:
-    """Every run of targets ends with the token that ends an answer and has no other special one; of the held-out rows, whose
-    text is at hand, it is the text of one of `answers`. Where a row is full, it may be a part of one.
-    """
-    training_check = _runs_of(rows, encoder, None)
-    heldout_check = _runs_of(heldout, encoder, answers) if training_check.ok and len(heldout) else None
-    if heldout_check is None or not heldout_check.ok:
-        return heldout_check or training_check
-    return replace(
-        heldout_check, figure=f"{training_check.figure}; of the held-out rows, with their text: {heldout_check.figure}"
-    )
-
-
-def _runs_of(rows: Rows, encoder: Encoder, answers: Sequence[str] | None) -> Check:
-    expected_runs = {encoder.decode(ids).strip() for ids in encoder.encode(sorted(set(answers or ())))}
-    whole, alone, special = not rows.counts().get("cut_records"), encoder.template != "own", encoder.special_ids()
-    run_count = 0
-
-    def fault(ids: Array, labels: Array) -> str:
-        nonlocal run_count
-        for run in _runs(labels):
-            run_count += 1
-            why = ""
-            if whole and run[-1] != encoder.end_id and encoder.end_id not in run[-END_TOKENS:]:
-                why = "without the token that ends an answer"
-            elif alone and not special.isdisjoint(run[:-1]):
-                why = "with what stands between turns"
-            elif answers is not None and not _is_learnt(encoder.decode(run), expected_runs, whole=whole, alone=alone):
-                why = "which no assistant says"
-            if why:
-                return f"learnt is {encoder.decode(run)[:SHOWN_CHARACTERS]!r}, {why}"
-        return ""
-
-    check = _check_rows(rows, encoder, fault)
-    return replace(check, figure=f"{check.figure}, in {run_count} answers with their ends") if check.ok else check
-
-
-def records(rows: Rows) -> Iterator[tuple[int, Array, Array]]:
-    """(row, input ids, labels) of every record, or branch of one, of up to MOST_ROWS rows, padding left out."""
-    for number in range(min(MOST_ROWS, len(rows))):
-        batch = rows.batch([number * len(rows) // min(MOST_ROWS, len(rows))])
-        for start, end in batch.spans(0):
-            yield number, batch.input_ids_BT[0, start:end], batch.labels_BT[0, start:end]
-
-
-def _runs(labels: Array) -> Iterator[list[int]]:
-    """Targets that follow each other without a gap."""
-    live = labels != IGNORE
-    borders = [0, *(np.flatnonzero(np.diff(live)) + 1), len(labels)]
-    for start, end in pairwise(borders):
-        if end > start and live[start]:
-            yield labels[start:end].tolist()
-
-
-def _is_learnt(run: str, answers: set[str], *, whole: bool, alone: bool) -> bool:
-    """Whether a run is an answer: where not `alone` with words of the template around it, where not `whole` a part of it.
-
-    As text: a token may belong to an answer and to what the template writes before it.
-    """
-    run = run.strip().strip(REPLACEMENT)  # a part may end within a character
-    return (
-        run in answers
-        or (not alone and any(answer in run for answer in answers))
-        or (not whole and any(run in answer for answer in answers))
-    )
-
-
 SURROGATES = range(0xD800, 0xE000)  # halves of characters, which no text has
-
 BLOCK, END = 1 << 12, 0x110000  # code points of one text, and of Unicode
-
 AWKWARD = (
     "",
     " ",
@@ -142,53 +39,182 @@ AWKWARD = (
     "e\u0301 a\u0308",
     "👩\u200d👧 🇩🇪 𝔘𝔫𝔦",
     "\0\x7f",
-    "你好 東京 한국어 עברית",
     "½ ﬁ ™",
 )
 
-ROUND_TRIP = "tokenizer round trip"
 
+@dataclass(frozen=True)
+class Data:
+    """What a stage reads.
 
-def round_trip(encoder: Encoder, texts: Sequence[str], normalize: Callable[[str], str] = str) -> Check:
-    """Whether all characters, awkward strings and texts of the data come back as the tokenizer's `normalize` leaves them,
-    and text that spells a special token does not become one.
-
-    All characters together have all bytes that UTF-8 has.
+    kind       of its rows: documents, chats or pairs
+    records    the held-out ones as text
+    masked     whether regions of them are masked on purpose, by `mask_intervals`
     """
-    characters = [
-        "".join(chr(point) for point in range(start, start + BLOCK) if point not in SURROGATES)
-        for start in range(0, END, BLOCK)
+
+    kind: str
+    encoder: Encoder
+    rows: Rows
+    heldout: Rows
+    records: Sequence[JsonDict]
+    masked: bool = False
+
+
+def _turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The turns of a chat, or of a prompt and its answers."""
+    parts = (record.get(name, ()) for name in ("messages", "prompt", "chosen", "rejected"))
+    return list(itertools.chain.from_iterable(parts))
+
+
+def round_trip(data: Data) -> Finding:
+    """Whether all characters, awkward strings and texts of the data come back normalized.
+
+    And whether text that spells a special token does not become one. All characters have all bytes
+    that UTF-8 has.
+    """
+    encoder = data.encoder
+    normalizer = open_tokenizer(encoder.directory / "tokenizer.json").normalizer
+    texts = [
+        "".join(chr(number) for number in range(first, first + BLOCK) if number not in SURROGATES)
+        for first in range(0, END, BLOCK)
     ]
-    offered = [*characters, *AWKWARD, *texts]
-    changed = lost = 0
-    example = ""
-    for text, ids in zip(offered, encoder.encode(offered), strict=True):
-        back, expected = encoder.decode(ids), normalize(text)
-        changed += expected != text
-        if back != expected:
-            lost += 1
-            example = example or next(
-                (have for have, got in zip(expected, back, strict=False) if have != got), expected[-1:]
-            )
-    forged = _forged(encoder)
-    figure = (
-        f"{len(offered) - lost} of {len(offered)} texts come back, all of Unicode and {len(texts)} of the data among them"
-    )
-    if changed:
-        figure += f"; {changed} of them after the tokenizer's own normalizer, which changes text"
+    texts += AWKWARD
+    for record in data.records[:TEXTS]:
+        texts += [turn["content"] for turn in _turns(record)] or [record["text"]]
+    expected = [normalizer.normalize_str(text) for text in texts] if normalizer else texts
+    returned = map(encoder.decode, encoder.encode(texts))
+    lost = [pair for pair in zip(expected, returned, strict=True) if pair[0] != pair[1]]
     if lost:
-        figure += f"; the first character that does not is U+{ord(example or chr(0)):04X}"
-    if forged:
-        figure += f"; text that spells {forged[0]} becomes the special token"
-    fix = (
-        "train the tokenizer with ttrain, or take one with all bytes and no hidden changes of text (tokenizer.existing)"
-        if lost else "do not train on such text, or a user can forge turns of a chat"
-    )  # fmt: skip
-    return make_check(ROUND_TRIP, not (lost or forged), figure, fix)
+        characters = itertools.zip_longest(*lost[0], fillvalue="")
+        first = next(sent or got for sent, got in characters if sent != got)
+        measured = f"{len(lost)} of {len(texts)} texts come back changed, first U+{ord(first):04X}"
+        fix = "train the tokenizer with ttrain, or take one with all bytes (tokenizer.existing)"
+        return Finding(False, measured, fix)
+    for name in sorted({*encoder.tokens.values(), "<|im_start|>", "<|endoftext|>", "<s>"}):
+        if not encoder.special_ids().isdisjoint(encoder.encode([f"a{name}b {name}\n"])[0]):
+            fix = "do not train on such text, or a user can forge turns of a chat"
+            return Finding(False, f"text that spells {name} becomes the special token", fix)
+    count = len(data.records[:TEXTS])
+    return Finding(True, f"all of Unicode and {count} records of the data come back")
 
 
-def _forged(encoder: Encoder) -> list[str]:
-    """Special tokens that a text can spell."""
-    special = encoder.special_ids()
-    names = sorted({*encoder.tokens.values(), "<|im_start|>", "<|endoftext|>", "<s>"})
-    return [name for name in names if special.intersection(encoder.encode([f"a{name}b {name}\n"])[0])]
+def template(data: Data) -> Finding | None:
+    """Whether, in some conversations, targets begin where the prompt for an answer ends."""
+    compared = 0
+    for record in data.records:
+        turns = record.get("messages") or [*record.get("prompt", ()), *record.get("chosen", ())]
+        messages = tuple(map(Message.from_json, turns))
+        while messages and not is_live(messages[-1]):
+            messages = messages[:-1]
+        if not messages or any(turn.thought for turn in messages) or compared == COMPARED:
+            continue  # of reasoning templates leave out some
+        ids, live = chat.encode_chat(data.encoder, messages)
+        prompt = chat.prompt_ids(data.encoder, messages[:-1])
+        size = len(prompt)
+        if ids[:size] != prompt or live[size - 1 : size + 1] != [False, True]:
+            begins = "".join(map(data.encoder.spelling, prompt[-SHOWN_TOKENS:]))
+            measured = f"an answer is asked for by {begins!r}, but not trained behind that"
+            return Finding(False, measured)
+        compared += 1
+    measured = f"{compared} conversations have their answers right behind the generation prompt"
+    return Finding(True, measured) if compared else None
+
+
+Fault = Callable[[Array, Array], str]  # (ids, labels) of a record: what is wrong with its labels
+
+
+def labels(data: Data) -> Finding:
+    """Every target is the next token: in documents all but the first, in chats the answers.
+
+    Every run of targets of a chat ends with the token that ends an answer and has no other special
+    one; of the held-out rows, whose text is at hand, it is the text of an answer.
+    """
+    if data.masked:  # regions that are masked on purpose leave nothing else to compare
+        finding = _check_rows(data, data.rows, lambda ids, labels: "")
+    elif data.kind == "documents":
+        finding = _check_rows(data, data.rows, partial(_document_fault, data.encoder))
+    else:
+        finding = _check_rows(data, data.rows, partial(_answer_fault, data, data.rows, None))
+        if finding.ok and len(data.heldout):
+            turns = itertools.chain.from_iterable(map(_turns, data.records))
+            answers = {turn["content"] for turn in turns if turn["role"] == "assistant"}
+            encoded = data.encoder.encode(sorted(answers))
+            said = {data.encoder.decode(ids).strip() for ids in encoded}
+            fault = partial(_answer_fault, data, data.heldout, said)
+            heldout = _check_rows(data, data.heldout, fault)
+            finding = replace(heldout, measured=f"{finding.measured}; held out: {heldout.measured}")
+    return replace(finding, example=_example(data))
+
+
+def _check_rows(data: Data, rows: Rows, fault: Fault) -> Finding:
+    """Check that every target is the next token, and that the labels of no record have a fault."""
+    positions = targets = 0
+    shown = min(MOST_ROWS, len(rows))
+    for number in (row * len(rows) // shown for row in range(shown)):
+        batch = rows.batch([number])
+        for start, end in batch.spans(0):
+            ids, labels = batch.input_ids_BT[0, start:end], batch.labels_BT[0, start:end]
+            others = (labels[:-1] != IGNORE) & (labels[:-1] != ids[1:])
+            wrong = "a target is not the next token" if others.any() else fault(ids, labels)
+            if wrong:
+                return Finding(False, f"row {number}, record at {start}: {wrong}")
+            positions += end - start
+            targets += int((labels != IGNORE).sum())
+    measured = f"{targets} of {positions} tokens in {shown} rows are trained on, each the next one"
+    return Finding(targets > 0, measured)
+
+
+def _document_fault(encoder: Encoder, ids: Array, labels: Array) -> str:
+    """Every token of a document but its first is a target, at the position before it."""
+    if (labels == encoder.bos_id).any():
+        return "the token that begins a document is trained on"
+    without = labels[: -1 if ids[-1] == encoder.eos_id else None] == IGNORE
+    return f"position {without.argmax()} has no target" if without.any() else ""
+
+
+def _answer_fault(
+    data: Data,
+    rows: Rows,
+    answers: set[str] | None,
+    _ids: Array,
+    labels: Array,
+) -> str:
+    """What is wrong with the runs of targets of a chat. `answers`: their texts, where known."""
+    encoder = data.encoder
+    is_own = encoder.template == "own"  # whose words around an answer may be trained on with it
+    is_whole = not rows.counts().get("cut_records")
+    for run in np.split(labels, np.flatnonzero(np.diff(labels != IGNORE)) + 1):
+        if run[0] == IGNORE:
+            continue
+        text, why = encoder.decode(run.tolist()), ""
+        if is_whole and encoder.end_id not in run[-END_TOKENS:]:
+            why = "without the token that ends an answer"
+        elif not is_own and not encoder.special_ids().isdisjoint(run[:-1].tolist()):
+            why = "with what stands between turns"
+        elif answers is not None and not _is_said(text, answers, is_own=is_own, is_whole=is_whole):
+            why = "which no assistant says"
+        if why:
+            return f"{text[:SHOWN_CHARACTERS]!r} is trained on, {why}"
+    return ""
+
+
+def _is_said(run: str, answers: set[str], *, is_own: bool, is_whole: bool) -> bool:
+    """Whether a run is an answer, with words of an own template around it, or a part of a cut one.
+
+    As text: a token may belong to an answer and to what the template writes before it.
+    """
+    run = run.strip().strip(REPLACEMENT)  # a part may end within a character
+    return (
+        run in answers
+        or (is_own and any(answer in run for answer in answers))
+        or (not is_whole and any(run in answer for answer in answers))
+    )
+
+
+def _example(data: Data) -> list[list[Span]]:
+    """The beginning of a row; of chats of the last, which has the shortest and so several."""
+    pieces = TokenDecoder(data.encoder)
+    view = show_row(data.rows, 0 if data.kind == "documents" else len(data.rows) - 1, pieces)
+    segments = range(1 + max(view.segments))
+    of_records = (lines(view, segment, pieces.special, LINE_WIDTH) for segment in segments)
+    return list(itertools.islice(itertools.chain.from_iterable(of_records), SHOWN_LINES))

@@ -1,14 +1,14 @@
-"""The parts that a stage trains with, which are passed to the checks, so that tests can pass wrong ones.
+"""The parts that a stage trains with. The checks are given them, so that tests can give wrong ones.
 
 Letters in names: B rows, T positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
-from types import MappingProxyType
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -16,81 +16,120 @@ import torch
 from torch import nn
 
 from ttrain.config import Runtime, Training
-from ttrain.core.text import first_line
+from ttrain.data.inspect import Span
 from ttrain.data.loader import Loader, ShuffledOrder
-from ttrain.data.packing import IGNORE, Array, Batch, Counts, Rows
+from ttrain.data.packing import IGNORE, Batch, Rows
 from ttrain.data.pair_rows import PairBatch, finished_pairs
-from ttrain.errors import TTrainError, UsageError
 from ttrain.stages.trainable_model import TrainableModel
 from ttrain.train.callbacks import Callback, StepRecord
 from ttrain.train.distributed import Ranks
 from ttrain.train.precision import Precision, resolve_precision
+from ttrain.train.preference_tuning import score_answers
 from ttrain.train.task import TrainingTask
 from ttrain.train.trainer import Trainer
 from ttrain.train.training_options import Cadence, TrainerOptions
 
-POSITIONS = 192  # of a row, in the checks that need no more: several blocks of the attention on CPUs, which have 32 and 64
-
+# Of a row, in the checks that need no more: several blocks of the attention on CPUs, of 32 and 64.
+POSITIONS = 192
+PAIR_ROWS = 8  # that are scored
 NEVER = 1 << 30  # steps between events that must not happen
-
-BATCH_ARRAYS = tuple(field.name for field in fields(Batch))  # those that all batches have
+DROPOUT = ("p", "attention_dropout")  # probabilities, of modules
 
 
 @dataclass(frozen=True)
-class Learner:
-    """How a stage trains. Its functions are top-level ones of modules, so that they can be sent to other processes.
+class Finding:
+    """What a check measured; `fix` is what to do where it is not ok; `example`: lines to show."""
 
-    `build` gives the same weights every time; `trainer` makes a Trainer of the arguments of one.
+    ok: bool
+    measured: str
+    fix: str = ""
+    example: Sequence[Sequence[Span]] = field(default=(), repr=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """The form that `--json` prints."""
+        return {"ok": self.ok, "measured": self.measured, "fix": None if self.ok else self.fix}
+
+
+@dataclass(frozen=True, eq=False)
+class Learner:
+    """How a stage trains, and on what. Its functions are top-level ones, which can be pickled.
+
+    build         makes the model; the same weights every time
+    is_trained    whether the base is a trained model, not one of random weights
+    steps         of the long run
+    home          where the run will write, with `unmade_bytes` of shards
+    trainer       makes a Trainer of the arguments of one
     """
 
     config: Training
     runtime: Runtime
     build: Callable[[], TrainableModel]
     task: Callable[[Training, nn.Module, Runtime], TrainingTask]
+    rows: Rows | InMemoryRows
+    precision: Precision
+    is_trained: bool = False
+    steps: int = 1
+    home: Path = Path()
+    unmade_bytes: float = 0.0
     trainer: Callable[..., Trainer] = Trainer
 
-    def prepared(
-        self, device: torch.device, model: nn.Module | None = None, **changes: Any
-    ) -> tuple[TrainingTask, nn.Module]:
-        """The task, with these settings changed, and its model on the device, which does not train; a new one by default."""
-        task = self.task(self.config.replaced(changes), model or self.build().model, self.runtime)
-        return task, task.build_model().to(device).eval()
+    def changed(self, **settings: Any) -> Learner:
+        """The same learner with other settings of its stage."""
+        return replace(self, config=self.config.model_copy(update=settings))
+
+    def prepared(self) -> tuple[TrainingTask, Any]:
+        """The task, and its model on the device, which does not train."""
+        task = self.task(self.config, self.build().model, self.runtime)
+        return task, task.build_model().to(self.precision.device).eval()
 
 
-class InMemoryRows(Rows):
-    """Rows in memory: a few of the user's. `references`: log-probabilities by the numbers of pairs' answers."""
+class InMemoryRows:
+    """A few of the user's rows. `references`: log-probabilities by the numbers of answers."""
 
-    def __init__(self, batch: Batch, references: npt.NDArray[np.float64] | None = None) -> None:
-        self.whole, self.row_length, self.pad_id = batch, batch.input_ids_BT.shape[1], 0
-        self.batch_type, self.references = type(batch), references
+    def __init__(self, whole: Batch, references: npt.NDArray[np.float64] | None = None) -> None:
+        self.whole, self.references = whole, references
+        self.row_length = whole.input_ids_BT.shape[1]
 
     def __len__(self) -> int:
         return len(self.whole.input_ids_BT)
 
-    def fill(self, rows: Array, batch: Batch, lines: Array) -> None:
-        for name in BATCH_ARRAYS:
-            getattr(batch, name)[lines] = getattr(self.whole, name)[rows]
-        if isinstance(self.whole, PairBatch) and isinstance(batch, PairBatch):
-            batch.branches_BT[lines] = self.whole.branches_BT[rows]
-            batch.answers_BT[lines] = numbered_answers(self.whole)[rows]
-
-    def finished(self, batch: Batch) -> Batch:
+    def batch(self, rows: Collection[int]) -> Batch:
+        """A batch of the rows with these numbers."""
+        names = [array.name for array in fields(self.whole) if array.name.endswith("_BT")]
+        numbers = np.asarray(rows, np.int64)
+        batch = replace(self.whole, **{name: getattr(self.whole, name)[numbers] for name in names})
         if not isinstance(batch, PairBatch):
             return batch
-        pairs = finished_pairs(batch)
-        return pairs if self.references is None else replace(pairs, references_A=self.references[pairs.answer_ids_A])
+        answer_ids = np.append(batch.answer_ids_A, -1)  # -1: no answer
+        pairs = finished_pairs(replace(batch, answers_BT=answer_ids[batch.answers_BT]))
+        if self.references is None:
+            return pairs
+        return replace(pairs, references_A=self.references[pairs.answer_ids_A])
 
-    def counts(self) -> Counts:
-        return {"rows": len(self), "records": len(self)}
+
+def with_references(learner: Learner) -> Learner:
+    """The learner with a few of its pairs, scored each by the model before its first step."""
+    sample, device = select_rows(learner.rows, PAIR_ROWS), learner.precision.device
+    references = np.full(1 + cast("PairBatch", sample.whole).answer_ids_A.max(), np.nan)
+    _, scored = learner.prepared()
+    with torch.no_grad():
+        for number in range(len(sample)):
+            batch = cast("PairBatch", sample.batch([number]))
+            references[batch.answer_ids_A] = score_answers(scored, batch, device)[0].cpu().numpy()
+    return replace(learner, rows=InMemoryRows(sample.whole, references))
 
 
-def select_rows(rows: Rows, count: int, positions: int | None = POSITIONS) -> InMemoryRows:
-    """`count` of the rows, evenly spread (again from the first where there are fewer), each cut to so many positions.
+def select_rows(
+    rows: Rows | InMemoryRows,
+    count: int,
+    positions: int | None = POSITIONS,
+) -> InMemoryRows:
+    """`count` of the rows, evenly spread, again from the first where there are fewer.
 
-    The cut lies around the row's first target, so that there is something to learn in it.
+    Each is cut to so many positions around its first target, so that there is something to learn.
     """
-    numbers = [number * len(rows) // count if len(rows) >= count else number % len(rows) for number in range(count)]
-    batch = rows.batch(numbers)
+    step = max(1, len(rows) // count)
+    batch = rows.batch([number * step % len(rows) for number in range(count)])
     if not batch.divisible:
         return InMemoryRows(batch, getattr(rows, "references", None))
     width = batch.input_ids_BT.shape[1]
@@ -98,11 +137,13 @@ def select_rows(rows: Rows, count: int, positions: int | None = POSITIONS) -> In
     firsts_B = (batch.labels_BT != IGNORE).argmax(axis=1)
     starts_B = np.clip(firsts_B - length // 2, 0, width - length)
     places_BT = starts_B[:, None] + np.arange(length)
-    return InMemoryRows(Batch(*(np.take_along_axis(getattr(batch, name), places_BT, axis=1) for name in BATCH_ARRAYS)))
+    whole = (getattr(batch, array.name) for array in fields(batch))
+    arrays = [np.take_along_axis(array, places_BT, axis=1) for array in whole]
+    return InMemoryRows(Batch(*arrays))
 
 
 def unevenly_masked(rows: InMemoryRows) -> InMemoryRows:
-    """The rows with all, 1/2, 1/4 and 1/8 of their targets, in turn: so that the mean of means is not the mean."""
+    """The rows with all, 1/2, 1/4, 1/8 of their targets: the mean of means is then not the mean."""
     if not rows.whole.divisible:
         return rows  # whose loss counts pairs, of which rows have different numbers
     labels_BT = rows.whole.labels_BT.copy()
@@ -111,21 +152,12 @@ def unevenly_masked(rows: InMemoryRows) -> InMemoryRows:
     return InMemoryRows(replace(rows.whole, labels_BT=labels_BT))
 
 
-def numbered_answers(batch: PairBatch) -> Array:
-    """`answers_BT` with the numbers that answers have in the whole set."""
-    answer_ids = np.append(batch.answer_ids_A, -1)  # -1: no answer
-    return np.asarray(answer_ids[batch.answers_BT])
-
-
-def without_dropout(model: nn.Module) -> None:
-    """Turn off dropout and routers' noise, which follow the micro-batches, so that gradients depend on the rows alone."""
+def silence(model: nn.Module, *names: str) -> None:
+    """Set attributes of modules to 0, so that no random numbers change gradients."""
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # type: ignore[assignment]  # a number of transformers' modules
-        if isinstance(getattr(module, "noise_scale", None), float):
-            module.noise_scale = 0.0  # type: ignore[assignment]  # a number of routers
+        for name in names:
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
 
 
 class LossRecorder(Callback):
@@ -141,71 +173,36 @@ class LossRecorder(Callback):
 def trainer_of(
     learner: Learner,
     subject: TrainableModel,
-    rows: Rows,
+    rows: Rows | InMemoryRows,
     *,
-    ranks: Ranks,
-    precision: Precision,
+    steps: int,
     rows_per_step: int,
     rows_per_device: int,
-    steps: int,
+    ranks: Ranks | None = None,
     save_every: int = NEVER,
-    changes: Mapping[str, Any] = MappingProxyType({}),
     **parts: Any,
 ) -> Trainer:
-    """The stage's trainer for `steps` steps of these rows. `changes`: other settings of the stage; `parts`: callbacks and
-    other arguments of the trainer."""
-    changed = {
-        "tokens": steps * rows_per_step * rows.row_length,
-        "epochs": None,
-        "tokens_per_step": rows_per_step * rows.row_length,
-        "row_length": rows.row_length,
-        "early_stopping": None,
-        "nonfinite": "raise",
-    }
-    config = learner.config.model_copy(update={**changed, **changes})
+    """The stage's trainer for `steps` steps of these rows. `parts`: its other arguments."""
+    config = learner.config.model_copy(
+        update={
+            "tokens": steps * rows_per_step * rows.row_length,
+            "epochs": None,
+            "tokens_per_step": rows_per_step * rows.row_length,
+            "row_length": rows.row_length,
+            "early_stopping": None,
+            "nonfinite": "raise",
+        }
+    )
+    ranks = ranks or Ranks(0, 1, learner.precision.device)
     order = ShuffledOrder(len(rows), rows_per_step, steps * rows_per_step, config.seed)
-    precision = resolve_precision(precision.word, ranks.device)  # which also sets how fp32 matrices are multiplied
     return learner.trainer(
         learner.task(config, subject.model, learner.runtime),
         Loader(rows, order, rows_per_device=rows_per_device, rank=ranks.rank, world=ranks.world),
         ranks=ranks,
-        precision=precision,
+        # Which also sets how fp32 matrices are multiplied.
+        precision=resolve_precision(learner.precision.word, ranks.device),
         weights=subject,
         cadence=Cadence(log=NEVER, checkpoint=save_every),
         options=TrainerOptions(False, learner.runtime.parallel),
         **parts,
     )
-
-
-Result = TypeVar("Result", bound="Check | None")
-
-
-@dataclass(frozen=True)
-class Check:
-    """`figure`: what was measured. `cure` (its name in the JSON): how to fix it, where it is not ok."""
-
-    name: str
-    ok: bool
-    figure: float | str
-    cure: str | None = None
-
-
-def make_check(name: str, ok: bool, figure: float | str, fix: str) -> Check:
-    """A check, with the fix where it is not ok."""
-    return Check(name, ok, figure, None if ok else fix)
-
-
-def run_check(name: str, examine: Callable[[], Result]) -> Result | Check:
-    """Run a check; an exception becomes a failed check, so that it does not hide the checks after it.
-
-    UsageError is not caught: the settings are wrong, and there is nothing to examine.
-    """
-    try:
-        return examine()
-    except UsageError:
-        raise
-    except TTrainError as error:
-        return Check(name, False, str(error), "do what the message says; training would fail with it too")
-    except Exception as error:
-        figure = f"{type(error).__name__}: {first_line(error)}"
-        return Check(name, False, figure, "training would fail with it too; report it")
