@@ -1,24 +1,52 @@
-"""What is made of a schedule: a deployment on a Prefect server, a systemd unit, a prefect.yaml."""
+"""The schedules of a home, and what is made of them: a systemd unit, a prefect.yaml.
+
+Each schedule is one file, `schedules/<kind>-<name>.json`; `ttrain pipeline serve` (flows/serve.py)
+makes the deployments of a Prefect server from these files. They are the truth, the server's
+database is a view, so nothing here needs a server.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import copy
 import json
 import os
 import re
 import sys
 import textwrap
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from importlib import resources
 from pathlib import Path
 from string import Template
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
+from zoneinfo import ZoneInfo, available_timezones
 
 import yaml
 
+from ttrain.core import redact
+from ttrain.core.files import (
+    PRIVATE_FILE,
+    JsonDict,
+    private_directory,
+    read_json,
+    read_object,
+    write_json,
+)
 from ttrain.core.machine import VERSION
 from ttrain.errors import UsageError
 from ttrain.flows.flow_runs import TAG, home_tag
-from ttrain.flows.schedules import Schedule, parameters, settings_of
+from ttrain.store.runs import is_alive
 
+if TYPE_CHECKING:
+    from ttrain.config import Settings
+
+SERVING = "serving.txt"  # in the folder of schedules: the process that serves
+CRON_FIELDS = 5  # Prefect takes six, the last for seconds
+EXAMPLE = 'write "minute hour day month weekday", for example "0 2 * * *" for two at night'
 INHERITED = ("PREFECT_API_URL", "MLFLOW_TRACKING_URI")
 SECRETS = (
     "PREFECT_API_KEY", "PREFECT_API_AUTH_STRING", "MLFLOW_TRACKING_USERNAME",
@@ -27,37 +55,176 @@ SECRETS = (
 HOME_INSIDE = "/ttrain"  # of a container; a volume of the host or of the cluster
 
 
-def apply(home: Path, schedule: Schedule) -> None:
-    """Create or change the deployment on the server that the environment names."""
-    from prefect.schedules import Cron
-    from prefect.types.entrypoint import EntrypointType
+@dataclass(frozen=True)
+class Schedule:
+    """A flow with its settings, and when it runs: `cron` None only when somebody starts it."""
 
-    from ttrain.flows import deployments
+    kind: str
+    name: str
+    cron: str | None
+    timezone: str
+    settings: Mapping[str, Any]
+    pool: str | None = None  # the kind of the work pool whose workers run it, instead of `serve`
+    paused: bool = False
 
-    settings, flow = settings_of(home, schedule), getattr(deployments, schedule.kind)
-    is_cron = schedule.cron is not None
-    deployment = flow.to_deployment(
-        name=schedule.name,
-        schedule=Cron(schedule.cron, timezone=schedule.timezone, slug="cron") if is_cron else None,
-        paused=schedule.paused,
-        parameters={"settings": parameters(settings.model_dump(mode="json"))},
-        description=f"{flow.description}\n\nIts home is `{home.resolve()}`.",
-        tags=[TAG, home_tag(home)],
-        version=VERSION,
-        entrypoint_type=EntrypointType.MODULE_PATH,
-    )
-    if not is_cron:
-        deployment.schedules = []  # removes an earlier cron
-    deployment.apply()
+    @property
+    def full_name(self) -> str:
+        """The deployment's name, as Prefect writes it: "nightly/quickstart"."""
+        return f"{self.kind}/{self.name}"
+
+    def next_slots(self, count: int) -> list[datetime]:
+        """The next slots, which pass unused where the schedule is paused; none without a cron."""
+        return next_slots(self.cron, self.timezone, count) if self.cron else []
+
+
+def next_slots(cron: str, timezone: str, count: int) -> list[datetime]:
+    """The next slots of Prefect's own scheduler; none for an expression that never fires."""
+    from prefect.server.schemas.schedules import CronSchedule
+
+    try:
+        dates = asyncio.run(CronSchedule(cron=cron, timezone=timezone).get_dates(count))
+    except ValueError:
+        return []
+    return [date.astimezone(ZoneInfo(timezone)) for date in dates]
+
+
+def folder_of(home: Path) -> Path:
+    return home.resolve() / "schedules"
+
+
+def path_of(home: Path, full_name: str) -> Path:
+    return folder_of(home) / f"{full_name.replace('/', '-', 1)}.json"
+
+
+def write(home: Path, schedule: Schedule) -> Path:
+    """Write a schedule to a file that its owner alone can read: it has secrets of sources."""
+    path = path_of(home, schedule.full_name)
+    private_directory(path.parent)
+    write_json(path, asdict(schedule), PRIVATE_FILE)
+    return path
+
+
+def read_all(home: Path) -> dict[str, Schedule]:
+    """The schedules of a home by full name; a damaged file is skipped."""
+    schedules = {}
+    for path in sorted(folder_of(home).glob("*.json")):
+        with contextlib.suppress(TypeError, LookupError):
+            schedule = Schedule(**read_json(path))
+            schedules[schedule.full_name] = schedule
+    return schedules
+
+
+def find(home: Path, which: str | None) -> Schedule:
+    """The schedule that "nightly/quickstart", "nightly" or nothing means. Raises UsageError."""
+    schedules = read_all(home)
+    matches = [s for s in schedules.values() if which in (None, s.full_name, s.kind, s.name)]
+    if len(matches) == 1:
+        return matches[0]
+    if not schedules:
+        raise UsageError("nothing is scheduled; try `ttrain pipeline schedule nightly`")
+    meaning = f"'{which}' means {len(matches)} schedules" if which else "there are several schedules"
+    raise UsageError(f"{meaning}; name one of {', '.join(schedules)}")
+
+
+def pause(home: Path, which: str | None, *, paused: bool) -> str:
+    """Pause or resume a schedule; returns its full name. The slots of a paused one pass unused."""
+    schedule = find(home, which)
+    if schedule.pool:
+        raise UsageError(f"{schedule.full_name} is on a work pool; pause it on Prefect's page")
+    write(home, replace(schedule, paused=paused))
+    return schedule.full_name
+
+
+def remove(home: Path, which: str | None) -> str:
+    """Remove a schedule; returns its full name. What serves removes its deployment."""
+    schedule = find(home, which)
+    path_of(home, schedule.full_name).unlink(missing_ok=True)
+    return schedule.full_name
+
+
+def served_by(home: Path) -> int | None:
+    """The process that serves this home, if there is one."""
+    process = read_object(folder_of(home) / SERVING)
+    return int(process["pid"]) if process.get("pid") and is_alive(process) else None
+
+
+def last_run_file(home: Path, full_name: str) -> Path:
+    """Where a flow run of the schedule writes how it ended: name, outcome, slot, message."""
+    return path_of(home, full_name).with_suffix(".last")
+
+
+def last_run(home: Path, schedule: Schedule) -> JsonDict | None:
+    """How the last run of the schedule ended."""
+    return read_object(last_run_file(home, schedule.full_name)) or None
+
+
+def check_cron(cron: str | None, timezone: str) -> None:
+    """Raise UsageError where the cron is invalid or never fires, or there is no such time zone."""
+    if timezone not in available_timezones():
+        rule = "which is not a time zone; try Europe/Berlin or UTC"
+        raise UsageError(f"--timezone is '{timezone}', {rule}")
+    if cron is None:
+        return
+    if len(cron.split()) != CRON_FIELDS or not next_slots(cron, timezone, 1):
+        rule = "which is not a cron expression of five fields, or never fires"
+        raise UsageError(f"--cron is '{cron}', {rule}; {EXAMPLE}")
+
+
+def local_timezone() -> str:
+    """The name of this machine's time zone: TZ, else where /etc/localtime points, else UTC."""
+    link = os.path.realpath("/etc/localtime").partition("/zoneinfo/")[2]
+    names = (os.environ.get("TZ", "").removeprefix(":"), link, "UTC")
+    return next(name for name in names if name in available_timezones())
+
+
+def settings_of(home: Path, schedule: Schedule) -> Settings:
+    """The settings of a schedule's file. Raises UsageError for those of another version."""
+    from pydantic import ValidationError
+
+    from ttrain.config import Settings
+
+    try:
+        return Settings.model_validate(schedule.settings)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        setting = ".".join(map(str, wrong["loc"]))
+        raise UsageError(
+            f"{path_of(home, schedule.full_name)} has settings of another version of ttrain "
+            f"({setting}: {wrong['msg']}); make it again with "
+            f"`ttrain pipeline schedule {schedule.kind}`"
+        ) from None
+
+
+def parameters(settings: Mapping[str, Any]) -> JsonDict:
+    """Settings for a server, which shows them to all: no secrets, and none that name code."""
+    from ttrain.config import NAMES_CODE
+
+    tree: JsonDict = copy.deepcopy(redact.masked(settings))
+    for key in NAMES_CODE:
+        *sections, name = key.split(".")
+        section = tree
+        for section_name in sections:
+            section = section.get(section_name) or {}
+        section.pop(name, None)
+    return tree
+
+
+def with_secrets(settings: Settings, schedule: Schedule | None) -> Settings:
+    """The settings with the secrets of their sources: from the schedule, else the environment."""
+    from ttrain.config import Settings
+    from ttrain.config.loading import load
+
+    tree = settings.model_dump()
+    if schedule:
+        tree = redact.restored(tree, schedule.settings)
+    if redact.has_hidden(tree):
+        tree = redact.restored(tree, load().settings.model_dump())
+    return Settings.model_validate(tree)
 
 
 def unit(home: Path) -> str:
     """The text of a unit of the user's systemd; see systemd.service(5) for the quoting."""
     variables = {"TTRAIN_HOME": str(home.resolve()), **_addresses()}
-    for text in (*command(), *variables.values()):
-        if not text.isprintable():
-            rule = "has characters that a unit cannot hold"
-            raise UsageError(f"{text!r} {rule}; choose another directory")
     lines = [f"Environment={_quoted(f'{name}={value}')}" for name, value in variables.items()]
     note = "Not written here: {}. Put NAME=value lines into ~/.config/ttrain/environment, mode 600."
     return _filled(
@@ -107,12 +274,9 @@ def _data_folders(schedule: Schedule) -> list[str]:
     sources = [source for sources in schedule.settings["data"].values() for source in sources]
     paths = [source["path"] if isinstance(source, dict) else source for source in sources]
     here = [path for path in paths if path.startswith("/")]
-    fixed = [re.split(r"/[^/]*[*?[]", path)[0].rstrip("/") for path in here]
-    is_file = {path: bool(Path(path).suffix) and not Path(path).is_dir() for path in fixed}
-    folders = [path.rpartition("/")[0] if is_file[path] else path for path in fixed]
-    if "" in folders:
-        raise UsageError("data lies in /, which a container cannot mount; put it into a folder")
-    return list(dict.fromkeys(folders))
+    fixed = [Path(re.split(r"/[^/]*[*?[]", path)[0]) for path in here]
+    folders = [path.parent if path.suffix and not path.is_dir() else path for path in fixed]
+    return list(dict.fromkeys(map(str, folders)))
 
 
 def _filled(template: str, **values: str) -> str:

@@ -1,51 +1,282 @@
-"""`ttrain pipeline serve`: make the deployments of a home, and run what is due.
+"""The flows of deployments, and `ttrain pipeline serve`, which runs what is due.
 
-Prefect's scheduler says what is due; each flow run is `python -m prefect.engine` in a process of
-its own. Prefect's `Runner` is not used, since with it nights would end without having saved: it
-gives up, and kills the runs in progress, when its server is away for half a minute, and a run that
-is asked to stop has 30 s. It also knows no deployment that is made after it began.
+A deployment's parameters are the tree of settings, typed, so that Prefect's page makes a form of it
+and the server refuses what does not fit. A run that is started through the API with `settings` must
+give all of them; `{"changes": ["sft.epochs=3"]}` keeps the others of the deployment. Settings that
+name code or a command are always the deployment's (`settings_to_run`).
 
-A night never overlaps itself, whoever starts it: it holds the lock of its name, and one that finds
-it taken ends as `Skipped` (flows/nightly.py). Whatever is killed here, the next look goes on: a
-run whose process is gone is marked as crashed, and the next slot continues its night.
+Prefect's `Runner` starts what is due, each flow run in a process of its own: always a flow of this
+module, whatever entry point the server names. Of the promise that a night never overlaps itself and
+never wedges, it keeps its part by knowing nothing: a night holds the lock of its name, and one that
+finds it taken ends as `Skipped` (flows/nightly.py); whatever is killed, the next slot continues its
+night. A runner that gives up, as after half a minute without its server, is started again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
+import logging
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
-from ttrain.config import Auth
-from ttrain.core.files import PRIVATE_FILE, Taken, exclusive, private_directory, refuse, write_json
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import DeploymentFilter
+from prefect.exceptions import CancelledRun, FailedRun
+from prefect.logging import get_run_logger
+from prefect.runner import Runner
+from prefect.runtime import flow_run
+from prefect.schedules import Cron
+from prefect.states import Cancelled, Completed, Failed, State
+from prefect.task_runners import ThreadPoolTaskRunner
+from prefect.types.entrypoint import EntrypointType
+from rich.console import Console
+
+from ttrain.config import NAMES_CODE, Auth, Settings
+from ttrain.core.files import (
+    PRIVATE_FILE,
+    Taken,
+    exclusive,
+    private_directory,
+    refuse,
+    write_json,
+)
+from ttrain.core.machine import VERSION
 from ttrain.core.signals import handling_signals
+from ttrain.core.terminal import escaped, guard_streams, outlast_output, show_warnings
+from ttrain.core.text import timed_lines
 from ttrain.errors import Interrupted, TTrainError, UsageError
-from ttrain.flows import deploy, flow_runs, prefect_api, prefect_run, schedules, servers, slots
-from ttrain.flows.schedules import Schedule
+from ttrain.flows import deploy, flow_runs, prefect_api, prefect_run, servers
+from ttrain.flows.deploy import Schedule
+from ttrain.flows.flow_runs import NIGHT_STATES, TAG, UNFINISHED, current_flow_run, home_tag
+from ttrain.flows.prefect_run import MAX_CONCURRENT_STAGES
+from ttrain.pipeline.artifact_commands import store_of
 from ttrain.store import server_records
+from ttrain.store.layout import usable_home
 from ttrain.store.runs import this_process
 from ttrain.tasks.best_effort import best_effort
 
-LOOK_SECONDS = 5.0  # between two looks for what is due
-TICK_SECONDS = 0.2  # between two looks at signals and processes
-REQUEST_SECONDS = 10.0  # a stop waits for a server that is away so long at most
+DEFAULTS = Settings()
+TICK_SECONDS = 0.2  # between two looks at signals
+LOOK_SECONDS = 5.0  # between two looks for what is due, and for schedules that changed
 RUNS_AT_ONCE = 4  # one of them trains; a slot that comes meanwhile needs seconds to see that
 PREFECT_PORT = 4200
+OWNER = "serve"  # of a server that is started to serve
 STOPPED = "stopped serving; schedules stay, `ttrain pipeline serve` goes on with them"
 
-OWNER = "serve"  # of a server that is started to serve
-# What an API says of an entry point is not run: it may name any code
-ENTRY_POINTS = {f"ttrain.flows.deployments.{kind}": kind for kind in schedules.KINDS}
+# The API gets these logs, the terminal does not: it has the run's own messages. Now, not in the
+# flow: a signal that comes before it is logged as a crash.
+for run_logger in ("prefect.flow_runs", "prefect.task_runs"):
+    logging.getLogger(run_logger).propagate = False
+
+
+def slot_name() -> str:
+    """The name of a flow run until it is named after its night or run."""
+    return f"slot {flow_run.scheduled_start_time.astimezone():%Y-%m-%d %H:%M}"
+
+
+def run_full(settings: Settings = DEFAULTS, changes: tuple[str, ...] = ()) -> State[Any] | None:
+    """The pipeline `full`.
+
+    Args:
+        settings: of the whole pipeline; what is left out has its default
+        changes: settings of this run alone as key=value, such as sft.epochs=3
+    """
+    return _final_state("full", _run_full, settings, changes)
+
+
+def run_nightly(settings: Settings = DEFAULTS, changes: tuple[str, ...] = ()) -> State[Any] | None:
+    """One night.
+
+    Args:
+        settings: of the whole night; what is left out has its default
+        changes: settings of this night alone as key=value, such as pretrain.tokens=2000000
+    """
+    return _final_state("nightly", _run_night, settings, changes)
+
+
+def make_flow(function: Callable[..., Any], name: str, description: str) -> Any:
+    """A flow of a function of this module, which Prefect's runner pickles by its name."""
+    workers = ThreadPoolTaskRunner(max_workers=MAX_CONCURRENT_STAGES)
+    return flow(
+        function,
+        name=name,
+        description=description,
+        flow_run_name=slot_name,
+        persist_result=False,
+        task_runner=workers,
+    )
+
+
+full = make_flow(
+    run_full,
+    "full",
+    "Raw files to tokenizer, shards, base model, SFT model, LoRA adapter and evaluation. Stages "
+    "whose inputs, settings and code did not change come from the store: a retry continues.",
+)
+nightly = make_flow(
+    run_nightly,
+    "nightly",
+    "New data, a challenger trained on it, its evaluation beside the champion's, and the decision "
+    "which of them is champion. Nothing new: a short run that says so.",
+)
+FLOWS = {"full": full, "nightly": nightly}
+
+
+def _run_full(home: Path, settings: Settings) -> State[Any]:
+    """Run the pipeline; a slot that comes while another one's run is in progress is skipped."""
+    from ttrain.flows import recipe
+    from ttrain.flows.run import run_pipeline
+    from ttrain.pipeline.plan import plan
+
+    store = store_of(home, settings)
+    lock = deploy.path_of(home, f"full/{settings.name}").with_suffix(".lock")
+    is_slot = current_flow_run().auto_scheduled
+    try:
+        with exclusive(lock, refuse) if is_slot else contextlib.nullcontext():
+            stages = plan(recipe("full"), settings, store)
+            console = flow_run_console()
+            run_pipeline("full", settings, store, stages, console, engine="prefect", in_flow=True)
+    except Taken:
+        return Completed(name=NIGHT_STATES["skipped"], message="the slot before is still running")
+    return Completed()
+
+
+def _run_night(home: Path, settings: Settings) -> State[Any]:
+    from ttrain.flows.nightly import run_night
+
+    slot, console = flow_run.scheduled_start_time, flow_run_console()
+    store = store_of(home, settings)
+    result = run_night(settings, store, console, engine="prefect", slot=slot, in_flow=True)
+    if result.outcome in NIGHT_STATES:
+        return Completed(name=NIGHT_STATES[result.outcome], message=result.reason)
+    if result.outcome == "unfinished":
+        return Cancelled(name=UNFINISHED, message=result.reason)
+    return Failed(message=result.reason)
+
+
+def _final_state(
+    kind: str,
+    run: Callable[[Path, Settings], State[Any]],
+    settings: Settings,
+    changes: Sequence[str],
+) -> State[Any] | None:
+    """The final state of the run, which is printed and kept for `schedule list`.
+
+    ttrain's own errors become states, without a traceback. A retry starts the flow again, which
+    takes what is finished from the store and continues the rest. After a mistake of settings or
+    data there is no automatic retry.
+    """
+    set_up_logging()
+    try:
+        home = usable_home()
+        with best_effort():
+            flow_runs.label_with_process(home)
+        state = run(home, settings_to_run(home, kind, settings, changes))
+    except Interrupted as error:
+        state = Cancelled(message=str(error))
+    except TTrainError as error:
+        get_run_logger().error("%s", error)
+        with best_effort():
+            flow_runs.note_shown(is_final=error.is_mistake)
+        state = Failed(message=str(error))
+    with best_effort():
+        _show_end(home, f"{kind}/{settings.name}", state)
+    return None if state.name == "Completed" else state
+
+
+def _show_end(home: Path, schedule: str, state: State[Any]) -> None:
+    """Print how the flow run ended, and keep it as the schedule's last one."""
+    name = flow_run.name
+    message = f", {state.message}" if state.message else ""
+    print(timed_lines(escaped(f"{name}: {state.name}{message}")), flush=True)
+    slot = flow_run.scheduled_start_time.isoformat()
+    last = {"name": name, "outcome": state.name, "slot": slot, "message": state.message}
+    write_json(deploy.last_run_file(home, schedule), last, PRIVATE_FILE)
+
+
+def settings_with_changes(settings: Settings, changes: Sequence[str]) -> Settings:
+    """The settings with changes, validated as a whole. Raises UsageError."""
+    from ttrain.config.loading import load
+    from ttrain.pipeline.names import base_of
+
+    if not changes:
+        return settings
+    base = base_of({"run": "deployment", "settings": settings.model_dump()})
+    return load(changes, environment={}, base=base).settings
+
+
+def set_up_logging() -> None:
+    """The terminal gets the run's own messages, the API all logs but tracebacks of our states."""
+    guard_streams()
+    outlast_output()
+    show_warnings()
+    logging.getLogger("prefect.flow_runs").addFilter(is_not_own_state)
+
+
+def is_not_own_state(record: logging.LogRecord) -> bool:
+    """Logging filter: whether the record is not of a state that ttrain itself returned."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, CancelledRun | FailedRun)
+
+
+def flow_run_console() -> Console:
+    """Make the console that prints to the terminal and to the flow run's log."""
+    return Console(file=_RunLog(), force_terminal=False, width=160)  # type: ignore[arg-type]
+
+
+class _RunLog(io.TextIOBase):
+    """Passes the run's messages to the terminal, and line by line to the flow run's log."""
+
+    def __init__(self) -> None:
+        self._logger, self._rest = get_run_logger(), ""
+
+    def write(self, text: str) -> int:
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in filter(None, map(str.rstrip, lines)):
+            sys.stdout.write(f"{timed_lines(line)}\n")
+            self._logger.info("%s", line)
+        return len(text)
+
+    def flush(self) -> None:
+        sys.stdout.flush()
+
+
+def settings_to_run(home: Path, kind: str, settings: Settings, changes: Sequence[str]) -> Settings:
+    """The settings of the current flow run: its parameters with the secrets of their sources.
+
+    A flow that a user's program calls directly has no deployment, and runs with its arguments. Of
+    a deployment, what names code is always what its file says. Raises UsageError for a change of
+    such a setting.
+    """
+    from prefect.runtime import deployment
+
+    if not deployment.id:
+        return deploy.with_secrets(settings_with_changes(settings, changes), None)
+    full_name = f"{kind}/{deployment.name}"
+    schedule = deploy.read_all(home).get(full_name)
+    for key in (change.partition("=")[0] for change in changes):
+        if any(f"{key}.".startswith(f"{name}.") for name in NAMES_CODE):
+            raise UsageError(
+                f"{key} is in the changes of this flow run, but a setting that names code or a "
+                f"command comes from {deploy.path_of(home, full_name)} only; leave it out, or set "
+                f"it there with `ttrain pipeline schedule {kind} ... {key}=...`"
+            )
+    settings = deploy.with_secrets(settings_with_changes(settings, changes), schedule)
+    deployed = (deploy.settings_of(home, schedule) if schedule else Settings()).model_dump()
+    for section, _, name in (key.partition(".") for key in NAMES_CODE):
+        change = {name: deployed[section][name]} if name else deployed[section]
+        settings = settings.replaced({section: change})
+    return settings
 
 
 def serve(home: Path, say: Callable[[str], None], auth: Auth = "token") -> None:
@@ -54,19 +285,15 @@ def serve(home: Path, say: Callable[[str], None], auth: Auth = "token") -> None:
     Raises Interrupted after SIGINT, and UsageError where this home is served already, or where
     the server that PREFECT_API_URL names does not answer.
     """
-    loop = ScheduleServer(home, say)
-    with serve_lock(home), handling_signals(loop.on_signal):
+    server = ScheduleServer(home, say)
+    with serve_lock(home), handling_signals(server.signums.append):
         try:
-            loop.start(auth)
-            loop.run()
-        except BaseException:
-            # Any: pydantic makes an error of its own of an exit that comes while it calls Python
-            if not loop.signums:
-                raise
+            server.start(auth)
+            asyncio.run(server.run())
         finally:
             _stop_server(home)
     say(STOPPED)
-    if signal.SIGINT in loop.signums:
+    if signal.SIGINT in server.signums:
         stopped = Interrupted(STOPPED, signal.SIGINT)
         stopped.shown = True
         raise stopped
@@ -75,16 +302,15 @@ def serve(home: Path, say: Callable[[str], None], auth: Auth = "token") -> None:
 @contextlib.contextmanager
 def serve_lock(home: Path) -> Iterator[None]:
     """The lock of the one process that serves a home; the system releases it when that dies."""
-    folder = private_directory(schedules.folder_of(home))
+    folder = private_directory(deploy.folder_of(home))
     try:
         with exclusive(folder / "serve.lock", refuse):
-            write_json(folder / schedules.SERVING, this_process(), PRIVATE_FILE)
+            write_json(folder / deploy.SERVING, this_process(), PRIVATE_FILE)
             yield
     except Taken:
-        pid = schedules.served_by(home)
         raise UsageError(
-            f"{home.resolve()} is served already, by process {pid}; stop that one first, "
-            f"or leave it: it also serves schedules that are added later"
+            f"{home.resolve()} is served already, by process {deploy.served_by(home)}; stop that "
+            f"one first, or leave it: it also serves schedules that are added later"
         ) from None
 
 
@@ -98,222 +324,125 @@ def _stop_server(home: Path) -> None:
 
 
 class ScheduleServer:
-    """Makes deployments from the schedules of a home; starts, watches and stops their flow runs."""
+    """Makes deployments of the schedules of a home, and has Prefect's runner start what is due."""
 
     def __init__(self, home: Path, say: Callable[[str], None]) -> None:
         self._home, self._say = home.resolve(), say
-        self._auth: Auth = "token"
-        self._port = 0  # of our own server; 0 where the user's is used
-        self._made: dict[str, Schedule] = {}  # as the server has them
-        self._refused: dict[str, Schedule] = {}
-        self._running: dict[Any, tuple[subprocess.Popen[bytes], Schedule]] = {}  # by id of flow run
-        self._is_away = False
-        self._is_looping = False
-        self._stops = 0  # how many signals the runs know of
+        self._auth: Auth | None = None  # of our own server; None where the user's is used
+        self._port = PREFECT_PORT
+        self._made: dict[str, tuple[Schedule, UUID | None]] = {}  # None: it was refused
         self.signums: list[int] = []
-
-    def on_signal(self, signum: int) -> None:
-        """Note the signal; before the loop begins it ends the process."""
-        self.signums.append(signum)
-        if not self._is_looping:
-            sys.exit(0)
 
     def start(self, auth: Auth) -> None:
         """Choose the server that is named or runs, or start one."""
         prefect_api.check_prefect_server(self._home)
         if not os.environ.get("PREFECT_API_URL"):
             self._auth = auth
-            self._keep_server(PREFECT_PORT)
+            self._keep_server()
+        os.environ["TTRAIN_HOME"] = str(self._home)
         prefect_run.begin(self._home)()
         flow_runs.mark_crashed_runs(self._home)
         with best_effort():
             flow_runs.create_automation()
-        zone = schedules.local_timezone()
+        zone = deploy.local_timezone()
         self._say(f"serving the schedules of {self._home}; times are of {zone}")
         url = os.environ["PREFECT_API_URL"].removesuffix("/api")
         self._say(f"Prefect  {url}  (`ttrain up` prints its token)\nstop with Ctrl-C or SIGTERM")
 
-    def _keep_server(self, port: int) -> None:
-        """Start our server unless one runs. Raises TTrainError where runs would not find it."""
-        if not server_records.live_server(self._home, "prefect"):
-            if self._port:
-                self._say("the Prefect server is gone; starting it again")
-            servers.start(self._home, {"prefect": port}, self._auth, OWNER)
+    def _keep_server(self) -> None:
+        """Start our server unless one runs; again on its port, which runs in progress know."""
+        servers.start(self._home, {"prefect": self._port}, self._auth or "token", OWNER)
         server = server_records.live_server(self._home, "prefect")
-        if server is None or server.port != (self._port or server.port):
-            servers.stop(self._home, "prefect")  # runs in progress know the old port
-            raise TTrainError(f"port {port} of the Prefect server is taken; end the other program")
-        self._port = server.port
+        self._port = server.port if server else self._port
 
-    def run(self) -> None:
-        """Look for what is due again and again, until a signal and until all runs have ended."""
-        from prefect.settings import (
-            PREFECT_API_REQUEST_TIMEOUT,
-            PREFECT_CLIENT_MAX_RETRIES,
-            temporary_settings,
-        )
+    async def run(self) -> None:
+        """Run what is due until a signal, and until all runs have ended."""
+        handler = signal.getsignal(signal.SIGTERM)
+        while not self.signums:
+            runner = Runner(
+                query_seconds=LOOK_SECONDS,
+                prefetch_seconds=0,  # else slots start early
+                heartbeat_seconds=flow_runs.HEARTBEAT_SECONDS,
+                limit=RUNS_AT_ONCE,
+                pause_on_shutdown=False,
+            )
+            self._made = {}
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(runner.start())
+                    await asyncio.sleep(0)  # in which it sets a handler of its own
+                    signal.signal(signal.SIGTERM, handler)
+                    tasks.create_task(self._watch(runner))
+            except* Exception as errors:
+                self._say(f"Prefect's runner ended, starting it again: {errors.exceptions[0]}")
 
-        self._is_looping = True
-        limits = {PREFECT_API_REQUEST_TIMEOUT: REQUEST_SECONDS, PREFECT_CLIENT_MAX_RETRIES: 0}
-        with temporary_settings(limits), flow_runs.sync_client() as client:
-            next_look = 0.0
-            while not self.signums or self._running:
-                if len(self.signums) > self._stops:
-                    self._stop_runs()
-                elif time.monotonic() >= next_look:
-                    self._try(partial(self._look, client))
-                    next_look = time.monotonic() + LOOK_SECONDS
-                for flow_run_id, (process, schedule) in list(self._running.items()):
-                    if process.poll() is not None:
-                        del self._running[flow_run_id]
-                        step = partial(self._end, client, flow_run_id, schedule, process.returncode)
-                        self._try(step)
-                time.sleep(TICK_SECONDS)
+    async def _watch(self, runner: Runner) -> None:
+        """Keep the server and its deployments as they should be, until a signal."""
+        while not self.signums:
+            try:
+                if self._auth:
+                    await asyncio.to_thread(self._keep_server)
+                async with get_client() as client:
+                    await self.make_deployments(runner, client)
+            except Exception as error:
+                self._say(f"Prefect: {type(error).__name__} {error}; trying again")
+            deadline = time.monotonic() + LOOK_SECONDS
+            while not self.signums and time.monotonic() < deadline:
+                await asyncio.sleep(TICK_SECONDS)
+        self._say("stopping: runs in progress save their state")
+        await runner.astop()
 
-    def _stop_runs(self) -> None:
-        """Ask the runs to save and stop; kill them after a second signal."""
-        number = signal.SIGKILL if self._stops else signal.SIGTERM
-        for process, _ in self._running.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, number)  # its stages end with it
-        if self._running and not self._stops:
-            self._say("stopping: runs in progress save their state (again to end at once)")
-        self._stops = len(self.signums)
-
-    def _try(self, step: Callable[[], None]) -> None:
-        """Do a step; a server that is away, or any other error, ends no run in progress."""
-        try:
-            step()
-        except Exception as error:
-            if not self._is_away:
-                reason = f"{type(error).__name__} {error}".splitlines()[0]
-                self._say(f"Prefect: {reason}; trying again")
-            self._is_away = True
-        else:
-            if self._is_away:
-                self._say("Prefect answers again")
-            self._is_away = False
-
-    def _look(self, client: Any) -> None:
-        """Make the server's deployments those of the home, and start what is due."""
-        if self._port:
-            self._keep_server(self._port)
-        served = self._sync(client)
-        if not served or self.signums:
-            return
-        due = client.get_scheduled_flow_runs_for_deployments(list(served), datetime.now(UTC))
-        new = [run for run in due if run.id not in self._running]
-        new = [run for run in new if not postpone(client, run, served[run.deployment_id])]
-        for run in new[: max(0, RUNS_AT_ONCE - len(self._running))]:
-            self._start(client, run, served[run.deployment_id])
-
-    def _sync(self, client: Any) -> dict[Any, Schedule]:
-        """Make the server's deployments those of the home; returns the schedules by deployment id.
+    async def make_deployments(self, runner: Runner, client: Any) -> None:
+        """Make the server's deployments those of the home.
 
         A pause on Prefect's page is written into the file of the schedule.
         """
-        from prefect.client.schemas.filters import DeploymentFilter
+        ours = DeploymentFilter.model_validate({"tags": {"all_": [TAG]}})
+        listing = await client.read_deployments(deployment_filter=ours)
+        present = {deployment.id: deployment for deployment in listing}
+        schedules = {s.full_name: s for s in deploy.read_all(self._home).values() if not s.pool}
+        for name, schedule in schedules.items():
+            made, number = self._made.get(name, (None, None))
+            if made != schedule or (number is not None and number not in present):
+                number = await self._make(runner, schedule, present)
+            elif number is not None and present[number].paused != schedule.paused:
+                schedule = replace(schedule, paused=present[number].paused)
+                deploy.write(self._home, schedule)
+            self._made[name] = (schedule, number)
+        self._made = {name: self._made[name] for name in schedules}
+        kept = {number for _, number in self._made.values()}
+        for deployment in listing:
+            is_ours = home_tag(self._home) in deployment.tags and not deployment.work_pool_name
+            if is_ours and deployment.id not in kept:
+                await client.delete_deployment(deployment.id)
 
-        of_ours = DeploymentFilter.model_validate({"tags": {"all_": [flow_runs.TAG]}})
-        deployments = {
-            f"{ENTRY_POINTS[deployment.entrypoint]}/{deployment.name}": deployment
-            for deployment in client.read_deployments(deployment_filter=of_ours)
-            if deployment.entrypoint in ENTRY_POINTS and deployment.work_pool_name is None
-        }
-        served: dict[Any, Schedule] = {}
-        for name, schedule in schedules.read_all(self._home).items():
-            deployment = None if schedule.pool else deployments.pop(name, None)
-            is_made = deployment is not None and self._made.get(name) == schedule
-            if schedule.pool or self._refused.get(name) == schedule:
-                continue
-            if not is_made:
-                self._make(schedule, deployment)
-            elif deployment and deployment.paused != schedule.paused:
-                self._made[name] = replace(schedule, paused=deployment.paused)
-                schedules.write(self._home, self._made[name])
-            if deployment is not None:  # one that has just been made is served by the next look
-                served[deployment.id] = schedule
-        for deployment in deployments.values():
-            if flow_runs.home_tag(self._home) in deployment.tags:
-                client.delete_deployment(deployment.id)
-        return served
-
-    def _make(self, schedule: Schedule, deployment: Any) -> None:
+    async def _make(self, runner: Runner, schedule: Schedule, present: Mapping[UUID, Any]) -> UUID | None:
         """Make or change a deployment; say so, or why it cannot be made."""
-        tags = deployment.tags if deployment else []
-        homes = [tag.removeprefix("home:") for tag in tags if tag.startswith("home:")]
-        others = [home for home in homes if home != str(self._home) and Path(home).is_dir()]
+        cron = None
+        if schedule.cron:
+            cron = Cron(schedule.cron, timezone=schedule.timezone, slug="cron")
+        flow_of_kind = FLOWS[schedule.kind]
         try:
-            if others:
-                raise UsageError(
-                    f"the deployment {schedule.full_name} on {os.environ['PREFECT_API_URL']} "
-                    f"belongs to {others[0]}; set another name=..., or remove that one"
-                )
-            deploy.apply(self._home, schedule)
+            settings = deploy.settings_of(self._home, schedule)
         except UsageError as error:  # until its file changes; other schedules are served
-            self._refused[schedule.full_name] = schedule
             self._say(str(error))
-        else:
-            self._made[schedule.full_name] = schedule
-            self._say(f"scheduled: {schedule.full_name}")
-
-    def _start(self, client: Any, run: Any, schedule: Schedule) -> None:
-        """Start the process of a flow run, unless the server says that it is not due any more."""
-        from prefect.client.schemas.responses import SetStateStatus
-        from prefect.states import Pending
-
-        if client.set_flow_run_state(run.id, Pending()).status != SetStateStatus.ACCEPT:
-            return
-        slot = f"slot {run.expected_start_time.astimezone():%Y-%m-%d %H:%M}"
-        if run.auto_scheduled and not run.run_count:  # Prefect draws its name from a list
-            client.set_flow_run_name(run.id, slot)
-        environment = {
-            "TTRAIN_HOME": str(self._home),
-            "PREFECT__FLOW_RUN_ID": str(run.id),
-            "PREFECT__FLOW_ENTRYPOINT": f"ttrain.flows.deployments.{schedule.kind}",
-            "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(flow_runs.HEARTBEAT_SECONDS),
-        }
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "prefect.engine"],
-            env={**os.environ, **environment},
-            cwd=schedules.folder_of(self._home),  # where Prefect looks for settings of its own
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C goes to this process only, which asks the others once
+            return None
+        entry_point = f"{__name__}.run_{schedule.kind}"
+        for other in present.values():
+            is_same = (other.entrypoint, other.name) == (entry_point, schedule.name)
+            if is_same and home_tag(self._home) not in other.tags:
+                self._say(f"{schedule.full_name} belongs to another home there; set name=...")
+                return None
+        number: UUID = await runner.aadd_flow(
+            flow_of_kind,
+            name=schedule.name,
+            schedules=[cron] if cron else [],  # none removes an earlier cron
+            paused=schedule.paused,
+            parameters={"settings": deploy.parameters(settings.model_dump(mode="json"))},
+            description=f"{flow_of_kind.description}\n\nIts home is `{self._home}`.",
+            tags=[TAG, home_tag(self._home)],
+            version=VERSION,
+            entrypoint_type=EntrypointType.MODULE_PATH,
         )
-        self._running[run.id] = process, schedule
-        self._say(f"{slot} of {schedule.full_name}: started")
-
-    def _end(self, client: Any, flow_run_id: Any, schedule: Schedule, code: int) -> None:
-        """Say and keep how a flow run ended; one that could not tell the server is marked."""
-        from prefect.states import Cancelled, Crashed
-
-        run = client.read_flow_run(flow_run_id)  # which has the name of its night by now
-        state = run.state
-        if state.is_running() or state.is_pending() or state.is_cancelling():
-            is_stopped = bool(self.signums) or state.is_cancelling()
-            state = Crashed(message=f"its process ended with exit code {code}")
-            if is_stopped:
-                state = Cancelled(message="stopped before it began; the next slot runs")
-            client.set_flow_run_state(run.id, state, force=True)
-            flow_runs.mark_crashed_runs(self._home)  # and its tasks
-        is_shown = run.labels.get(flow_runs.LABEL_SHOWN) and state.is_failed()
-        message = "" if is_shown or not state.message else f", {state.message}"
-        self._say(f"{run.name}: {state.name}{message}")
-        slot = run.expected_start_time.isoformat()
-        last = {"name": run.name, "outcome": state.name, "slot": slot, "message": state.message}
-        outcomes = {**schedules.last_runs(self._home), schedule.full_name: last}
-        write_json(schedules.folder_of(self._home) / schedules.LAST, outcomes, PRIVATE_FILE)
-
-
-def postpone(client: Any, run: Any, schedule: Schedule) -> bool:
-    """Move a slot that Prefect starts on the date before its own to its date; returns whether it was one."""
-    from prefect.states import Scheduled
-
-    if not schedule.cron or not run.auto_scheduled or run.run_count:
-        return False
-    slot = run.expected_start_time
-    moved = asyncio.run(slots.on_its_date(slot, schedule.cron, schedule.timezone))
-    if moved <= max(slot, datetime.now(UTC)):
-        return False
-    client.set_flow_run_state(run.id, Scheduled(scheduled_time=moved), force=True)
-    return True
+        self._say(f"scheduled: {schedule.full_name}")
+        return number

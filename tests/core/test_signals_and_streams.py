@@ -336,18 +336,18 @@ def test_a_guarded_stream_is_what_libraries_expect() -> None:
 
 
 def test_a_log_of_a_flow_run_outlives_the_runner_that_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ttrain.flows import deployments  # with Prefect, which a process of its own would take 3 s to load
+    from ttrain.flows import serve  # with Prefect, which a process of its own would take 3 s to load
 
     lines: list[str] = []
     logger = SimpleNamespace(info=lambda form, line: lines.append(form % line))
-    monkeypatch.setattr(deployments, "get_run_logger", lambda: logger)
+    monkeypatch.setattr(serve, "get_run_logger", lambda: logger)
     reader, writer = os.pipe()
     if not (child := os.fork()):
         try:
             os.dup2(pipe_without_a_reader(), 1)
             sys.stdout = sys.__stdout__
-            deployments.set_up_logging()
-            console = deployments.flow_run_console()
+            serve.set_up_logging()
+            console = serve.flow_run_console()
             console.print("[green]✓[/] pretrain: 3 s")
             console.print("> sft")
             os.write(writer, "|".join(lines).encode())

@@ -19,7 +19,7 @@ from store.test_store import full_disk
 
 from ttrain.core.files import PRIVATE_FILE, private_directory, write_json
 from ttrain.errors import with_fix
-from ttrain.flows import schedules, serve
+from ttrain.flows import deploy, serve
 from ttrain.nightly.records import InputSnapshot, Nights
 from ttrain.store import references, runs
 from ttrain.store.artifacts import ArtifactStore
@@ -199,7 +199,7 @@ def test_a_run_that_could_not_write_its_record_is_not_the_latest(tmp_path: Path,
 def test_records_and_logs_are_for_their_owner_alone_and_what_was_open_is_closed(tmp_path: Path) -> None:
     """Also who serves. Below a directory that is shared, names keep their modes."""
     runs_directory, night = tmp_path / "runs", tmp_path / "nightly" / "mine"
-    served = schedules.folder_of(tmp_path) / schedules.SERVING
+    served = deploy.folder_of(tmp_path) / deploy.SERVING
     weights = tmp_path / "mlflow" / "weights"
     open_files = (runs_directory / "old.json", runs_directory / "old.log", night / "night-000001.json", served)
     for path in (*open_files, weights):

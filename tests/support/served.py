@@ -21,7 +21,7 @@ import psutil
 from support.pipeline_home import Cli
 from support.waiting import wait_until
 
-from ttrain.flows import schedules
+from ttrain.flows import deploy
 from ttrain.pipeline.stage_worker import PROCESS_NAME
 from ttrain.store import server_records
 
@@ -41,7 +41,7 @@ def every_five_seconds(cli: Cli, cron: str = "* * * * * */5") -> None:
 
     A cron with seconds, which the command line does not take, so that a test need not wait for minutes.
     """
-    schedules.write(cli.home, replace(schedules.find(cli.home, None), cron=cron, slots=[]))
+    deploy.write(cli.home, replace(deploy.find(cli.home, None), cron=cron))
 
 
 def write_double(home: Path) -> Path:

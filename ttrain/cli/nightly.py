@@ -29,7 +29,7 @@ from ttrain.store.layout import home, usable_home
 if TYPE_CHECKING:
     from ttrain.config.loading import LoadedSettings
     from ttrain.core.files import JsonObject
-    from ttrain.flows.schedules import Schedule
+    from ttrain.flows.deploy import Schedule
     from ttrain.pipeline.labels import Labels
 
 
@@ -140,17 +140,17 @@ def schedule_full(settings_options: SettingsOptions, slots: SlotOptions, cron: C
 @command(schedule_app, "Example:  ttrain pipeline schedule list --json")
 def schedule_list(as_json: AsJson = False) -> None:
     """List the schedules: next slot, outcome of the last one, whether each is paused and served."""
-    from ttrain.flows import schedules
+    from ttrain.flows import deploy
 
-    listing, pid = list(schedules.read_all(home()).values()), schedules.served_by(home())
-    last = schedules.last_runs(home())
+    listing, pid = list(deploy.read_all(home()).values()), deploy.served_by(home())
+    last = {one.full_name: deploy.last_run(home(), one) for one in listing}
     if as_json:
         print_json([
             {
                 "schedule": schedule.full_name, "kind": schedule.kind, "name": schedule.name, "cron": schedule.cron,
                 "timezone": schedule.timezone, "pool": schedule.pool, "paused": schedule.paused,
-                "next": slot.isoformat() if (slot := schedule.next_slot()) else None,
-                "last": last.get(schedule.full_name), "served_by": pid,
+                "next": next((slot.isoformat() for slot in schedule.next_slots(1)), None),
+                "last": last[schedule.full_name], "served_by": pid,
             }
             for schedule in listing
         ])  # fmt: skip
@@ -159,8 +159,8 @@ def schedule_list(as_json: AsJson = False) -> None:
         print("nothing is scheduled; try `ttrain pipeline schedule nightly`")
         return
     zones = {schedule.timezone for schedule in listing}
-    zone = zones.pop() if len(zones) == 1 else schedules.local_timezone()
-    rows = [_schedule_row(schedule, last.get(schedule.full_name), zone) for schedule in listing]
+    zone = zones.pop() if len(zones) == 1 else deploy.local_timezone()
+    rows = [_schedule_row(schedule, last[schedule.full_name], zone) for schedule in listing]
     table(("schedule", "cron", f"next ({zone})", f"last ({zone})"), rows)
     if not pid and not all(schedule.pool for schedule in listing):
         print("no process serves them: keep `ttrain pipeline serve` running, which starts what is due")
@@ -171,8 +171,8 @@ def _schedule_row(schedule: Schedule, last: JsonObject | None, zone: str) -> tup
     cron = schedule.cron or "by hand"
     if schedule.cron and schedule.timezone != zone:
         cron = f"{schedule.cron} ({schedule.timezone})"
-    slot, ended = schedule.next_slot(), "none"
-    following = f"{slot.astimezone(ZoneInfo(zone)):%a %Y-%m-%d %H:%M}" if slot else "none"
+    slots, ended = schedule.next_slots(1), "none"
+    following = f"{slots[0].astimezone(ZoneInfo(zone)):%a %Y-%m-%d %H:%M}" if slots else "none"
     if last is not None:
         when = datetime.fromisoformat(last["slot"]).astimezone(ZoneInfo(zone))
         message = f", {last['message']}" if last["message"] else ""
@@ -183,25 +183,25 @@ def _schedule_row(schedule: Schedule, last: JsonObject | None, zone: str) -> tup
 @command(schedule_app, "Example:  ttrain pipeline schedule pause nightly")
 def schedule_pause(which: ScheduleName = None, as_json: AsJson = False) -> None:
     """Pause a schedule: its slots are skipped until it is resumed."""
-    from ttrain.flows import schedules
+    from ttrain.flows import deploy
 
-    _print_state(schedules.pause(home(), which, paused=True), "paused", as_json=as_json)
+    _print_state(deploy.pause(home(), which, paused=True), "paused", as_json=as_json)
 
 
 @command(schedule_app, "Example:  ttrain pipeline schedule resume nightly")
 def schedule_resume(which: ScheduleName = None, as_json: AsJson = False) -> None:
     """Resume a paused schedule."""
-    from ttrain.flows import schedules
+    from ttrain.flows import deploy
 
-    _print_state(schedules.pause(home(), which, paused=False), "resumed", as_json=as_json)
+    _print_state(deploy.pause(home(), which, paused=False), "resumed", as_json=as_json)
 
 
 @command(schedule_app, "Example:  ttrain pipeline schedule remove nightly/quickstart")
 def schedule_remove(which: ScheduleName = None, as_json: AsJson = False) -> None:
     """Remove a schedule. A night in progress continues; past runs and their models stay."""
-    from ttrain.flows import schedules
+    from ttrain.flows import deploy
 
-    _print_state(schedules.remove(home(), which), "removed", as_json=as_json)
+    _print_state(deploy.remove(home(), which), "removed", as_json=as_json)
 
 
 def serve(
@@ -226,7 +226,7 @@ def serve(
 
 
 def _schedule(kind: str, settings_options: SettingsOptions, options: SlotOptions, cron: str | None) -> None:
-    from ttrain.flows import deploy, schedules
+    from ttrain.flows import deploy
     from ttrain.flows.night_plan import check
     from ttrain.pipeline.provenance import with_absolute_paths
 
@@ -234,29 +234,30 @@ def _schedule(kind: str, settings_options: SettingsOptions, options: SlotOptions
     settings = with_absolute_paths(settings_options.load().settings)
     if kind == NIGHTLY:
         check(settings)
-    timezone = options.timezone or schedules.local_timezone()
-    schedules.check_cron(cron, timezone)
+    timezone = options.timezone or deploy.local_timezone()
+    deploy.check_cron(cron, timezone)
     if settings.nightly.timezone is None:  # the deadline is by the clock of the schedule
         settings = settings.replaced({"nightly": {"timezone": timezone}})
-    schedule = schedules.Schedule(kind, settings.name, cron, timezone, settings.model_dump(), options.prefect_yaml)
-    before = schedules.read_all(home).get(schedule.full_name)
-    schedule = schedules.with_slots(replace(schedule, paused=bool(before and before.paused)))
+    schedule = deploy.Schedule(kind, settings.name, cron, timezone, settings.model_dump(), options.prefect_yaml)
+    before = deploy.read_all(home).get(schedule.full_name)
+    schedule = replace(schedule, paused=bool(before and before.paused))
     text = deploy.prefect_yaml(home, schedule) if schedule.pool else ""
-    schedules.write(home, schedule)
+    deploy.write(home, schedule)
     if text:
         print(text, end="")
         return
-    slots = schedule.slots[:3]
+    slots = schedule.next_slots(3)
     if options.as_json:
-        print_json({"schedule": schedule.full_name, "changed": before is not None, "next": slots})
+        times = [slot.isoformat() for slot in slots]
+        print_json({"schedule": schedule.full_name, "changed": before is not None, "next": times})
         return
     print(f"{'changed' if before else 'scheduled'}: {schedule.full_name}")
     if slots:
-        times = [f"{datetime.fromisoformat(slot).astimezone(ZoneInfo(timezone)):%a %Y-%m-%d %H:%M}" for slot in slots]
+        times = [f"{slot:%a %Y-%m-%d %H:%M}" for slot in slots]
         print(f"next: {', '.join(times)} ({timezone})")
     else:
         print("no cron: start it in Prefect's UI (`ttrain up`)")
-    if pid := schedules.served_by(home):
+    if pid := deploy.served_by(home):
         print(f"process {pid} serves it")
     else:
         print(
