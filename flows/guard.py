@@ -7,10 +7,6 @@ Other accounts of the machine reach the port as well, but do not know the token.
 A page loads and contacts nothing but its own server: Prefect's pages contact their maker's
 telemetry host from the browser, whatever its settings say, and an image in a run's description
 may be at any address.
-
-MLflow's server also has an assistant: any program that reaches it may choose the language model
-that it asks, and allow what that wants to run with the rights of the server's account. There is
-no option against it, so its routes are refused.
 """
 
 from __future__ import annotations
@@ -34,13 +30,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-ASSISTANT = "/ajax-api/3.0/mlflow/assistant"
 COOKIE_SECONDS = 30 * 24 * 3600
-BODY_BYTES = 64 << 20  # a run's settings are 0.1 MB, a thousand lines of its log 1 MB
-# Where MLflow writes a PUT to disk as it comes: a checkpoint may have any size. It holds all other
-# bodies in memory.
-UPLOADS = ("/api/2.0/mlflow-artifacts/artifacts/", "/ajax-api/2.0/mlflow-artifacts/artifacts/")
-
 HOST_REFUSED = "this server answers requests to its own address, from its own pages, only"
 TOKEN_REFUSED = (
     "this server needs its token: open the address that `ttrain up` prints, or send the text "
@@ -68,20 +58,10 @@ class Guard:
 
     token: empty for a server that asks for none
     open_path: a path that anybody may GET
-    refused: the beginning of paths that are refused to everybody
     """
 
-    def __init__(
-        self,
-        app: Any,
-        port: int,
-        token: str,
-        *,
-        open_path: str = "",
-        refused: str = "",
-    ) -> None:
-        self._app, self._token = app, token.encode()
-        self._open_path, self._refused = open_path, refused
+    def __init__(self, app: Any, port: int, token: str, *, open_path: str = "") -> None:
+        self._app, self._token, self._open_path = app, token.encode(), open_path
         self._hosts = (f"{HOST}:{port}", f"localhost:{port}")
         self._policy = (b"content-security-policy", _policy_of(self._hosts).encode())
         # Cookies go to all ports of a host: so each server has its own, useless to another one
@@ -110,7 +90,7 @@ class Guard:
     def _refusal(self, request: HTTPConnection) -> Response | None:
         """The answer instead of the application's; None where the request is allowed."""
         path, method = request.scope["path"], request.scope.get("method", "GET")
-        if not self._is_own(request) or (self._refused and path.startswith(self._refused)):
+        if not self._is_own(request):
             return PlainTextResponse(HOST_REFUSED, 403)
         if not self._token or (method == "GET" and path == self._open_path):
             return None
@@ -118,11 +98,6 @@ class Guard:
             return self._landing()
         if not self._has_token(request):
             return PlainTextResponse(TOKEN_REFUSED, 401, {"WWW-Authenticate": "Bearer"})
-        length = request.headers.get("content-length", "")
-        is_upload = method == "PUT" and path.startswith(UPLOADS)
-        if length.isdigit() and int(length[:20]) > BODY_BYTES and not is_upload:
-            limit = f"the body of a request may have {BODY_BYTES} bytes; this one has more\n"
-            return PlainTextResponse(limit, 413, {"Connection": "close"})
         return None
 
     def _is_own(self, request: HTTPConnection) -> bool:

@@ -196,7 +196,8 @@ def _final_state(
 
 def _show_end(home: Path, schedule: str, state: State[Any]) -> None:
     """Print how the flow run ended, and keep it as the schedule's last one."""
-    name = flow_run.name
+    with flow_runs.sync_client() as client:
+        name = client.read_flow_run(current_flow_run().id).name  # that of its night by now
     message = f", {state.message}" if state.message else ""
     print(timed_lines(escaped(f"{name}: {state.name}{message}")), flush=True)
     slot = flow_run.scheduled_start_time.isoformat()

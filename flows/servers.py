@@ -82,10 +82,10 @@ def tracker_app() -> Any:
 
 def guarded_app(app: Any, name: str) -> Any:
     """The application behind the guard; the health path tells nothing else, and needs no token."""
-    from ttrain.flows.guard import ASSISTANT, Guard  # with starlette, which only the servers' processes need
+    from ttrain.flows.guard import Guard  # with starlette, which only the servers' processes need
 
-    port, token = int(os.environ[PORT]), os.environ.get(server_records.ACCESS, "")
-    return Guard(app, port, token, open_path=HEALTH[name], refused=ASSISTANT)
+    token = os.environ.get(server_records.ACCESS, "")
+    return Guard(app, int(os.environ[PORT]), token, open_path=HEALTH[name])
 
 
 def token_of(auth: Auth, make: Callable[[], str]) -> str:
@@ -109,42 +109,41 @@ def up(home: Path, *, prefect_port: int = 4200, mlflow_port: int = 5000, auth: A
 
 
 def start(home: Path, ports: Mapping[str, int], auth: Auth = "token", owner: str = "") -> None:
-    """Start the named servers as `up` does; `ports` are those to try first. `owner`: the command that ends them."""
+    """Start the named servers as `up` does, those that run not again.
+
+    ports: those to try first
+    owner: the command that ends the servers; empty for those of `up`
+    """
     home = home.resolve()
-    started: list[tuple[Server, subprocess.Popen[bytes]]] = []
+    processes: dict[str, subprocess.Popen[bytes]] = {}
     with start_lock(home):
-        missing = {name: port for name, port in ports.items() if not server_records.live_server(home, name)}
+        missing = [name for name in ports if not server_records.live_server(home, name)]
         token = token_of(auth, lambda: server_records.make_token(home)) if missing else ""
         try:
-            for name, port in missing.items():
+            for name in missing:
                 stop(home, name)  # remains of one that does not answer
-                started.append(_start(home, name, port, token, owner))
-            for number in range(len(started)):
-                _wait(home, started, number, token)
+                processes[name] = _start(home, name, ports[name], token, owner)
+            for name in missing:
+                try:
+                    _wait(home, name, processes[name])
+                except TTrainError as error:
+                    if name != "prefect" or not set_database_aside(home, str(error)):
+                        raise
+                    processes[name] = _start(home, name, ports[name], token, owner)
+                    _wait(home, name, processes[name])
         except BaseException:
             for name in missing:
                 stop(home, name)
             raise
         finally:
-            for _, process in started:
-                process.returncode = 0  # it goes on alone, or has ended: Popen would warn of a child that still runs
+            for process in processes.values():
+                process.returncode = 0  # it outlives us: Popen would warn of a running child
 
 
-def _wait(home: Path, started: list[tuple[Server, subprocess.Popen[bytes]]], number: int, token: str) -> None:
-    """Wait until the server answers: on another port, where one that was free is taken meanwhile."""
-    while True:
-        server, process = started[number]
-        port = server.port
-        try:
-            wait(server.name, port, process, server_records.folder_of(home) / f"{server.name}.log")
-            return
-        except PortTaken:
-            port += 1
-        except TTrainError as error:
-            if server.name != "prefect" or not set_database_aside(home, str(error)):
-                raise
-        stop(home, server.name)
-        started[number] = _start(home, server.name, port, token, server.owner)
+def _wait(home: Path, name: str, process: subprocess.Popen[bytes]) -> None:
+    server = server_records.read(home, name)
+    assert server is not None, "its record has just been written"
+    wait(name, server.port, process, server_records.folder_of(home) / f"{name}.log")
 
 
 def set_database_aside(home: Path, failure: str = "") -> bool:
@@ -192,24 +191,22 @@ def running(home: Path) -> ServerAddresses | None:
     return ServerAddresses(prefect.url, f"{prefect.url}/api", mlflow.url)
 
 
-def _start(home: Path, name: str, wanted_port: int, token: str, owner: str) -> tuple[Server, subprocess.Popen[bytes]]:
+def _start(home: Path, name: str, wanted_port: int, token: str, owner: str) -> subprocess.Popen[bytes]:
+    """Start a server, on the next free port where another program has its own, and record it."""
     port, mark = free_port(wanted_port), secrets.token_hex(8)
     path = server_records.folder_of(home) / f"{name}.log"
     if port != wanted_port:
-        log.warning("port %d is taken by another program; %s listens on %d instead", wanted_port, name, port)
+        taken = "port %d is taken by another program; %s listens on %d instead"
+        log.warning(taken, wanted_port, name, port)
     if name == "prefect":
         prepare_database(home)
     command, environment = (prefect_command if name == "prefect" else mlflow_command)(home, port)
     path.unlink(missing_ok=True)
-    token_variables = {PORT: str(port), server_records.ACCESS: token, AUTH_STRING: token}
-    process = spawn(command, {**unset(SILENT), **environment, **token_variables, SERVER_MARK: mark}, path)
+    environment |= {PORT: str(port), server_records.ACCESS: token, AUTH_STRING: token}
+    process = spawn(command, {**unset(SILENT), **environment, SERVER_MARK: mark}, path)
     server = Server(name, process.pid, port, mark, asks_token=bool(token), owner=owner)
-    try:
-        write_json(path.with_suffix(".json"), asdict(server))
-    except BaseException:  # Ctrl-C, a full disk: no later command would know of it
-        process.kill()
-        raise
-    return server, process
+    write_json(path.with_suffix(".json"), asdict(server))
+    return process
 
 
 def prefect_command(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
@@ -245,10 +242,6 @@ def mlflow_command(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
     return uvicorn_command(tracker_app, port, "warning"), environment
 
 
-class PortTaken(TTrainError):
-    """Another program has the port that was free a moment ago."""
-
-
 def spawn(module: list[str], environment: Mapping[str, str], path: Path) -> subprocess.Popen[bytes]:
     """`python -m module` in its own session, where the terminal's Ctrl-C does not reach it; its output goes to `path`.
 
@@ -267,9 +260,9 @@ def spawn(module: list[str], environment: Mapping[str, str], path: Path) -> subp
 
 
 def wait(name: str, port: int, process: subprocess.Popen[bytes], path: Path) -> None:
-    """Wait until the server answers; raises TTrainError with the end of its log when it dies or stays silent.
+    """Wait until the server answers.
 
-    PortTaken where another program answers on its port: servers that start at once may choose the same.
+    Raises TTrainError with the end of its log when it dies or stays silent.
     """
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     url, deadline = f"http://{HOST}:{port}{HEALTH[name]}", time.monotonic() + START_SECONDS
@@ -278,24 +271,15 @@ def wait(name: str, port: int, process: subprocess.Popen[bytes], path: Path) -> 
         with contextlib.suppress(OSError, HTTPException), direct.open(url, timeout=5.0):
             answered = True
         code = process.poll()
-        if answered and code is None and _listens(process.pid, port):
+        if answered and code is None:
             return
-        if answered and code is not None:
-            raise PortTaken(f"port {port} was taken by another program before the {name} server had it; try again")
         if code is not None or time.monotonic() > deadline:
-            failure = f"did not answer within {START_SECONDS:.0f} s" if code is None else f"ended with exit code {code}"
+            failure = f"did not answer within {START_SECONDS:.0f} s"
+            if code is not None:
+                failure = f"ended with exit code {code}"
             tail = "\n".join(path.read_text(errors="replace").splitlines()[-20:])
-            raise TTrainError(f"the {name} server {failure} on port {port}; the end of {path}:\n{tail}")
+            raise TTrainError(f"the {name} server {failure} on port {port}; {path} ends:\n{tail}")
         time.sleep(0.05)
-
-
-def _listens(leader: int, port: int) -> bool:
-    """Whether a process of the leader's session listens on the port."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if os.getsid(process.pid) == leader and server_records.listens(process, port):
-                return True
-    return False
 
 
 def stop(home: Path, name: str) -> bool:

@@ -23,7 +23,7 @@ from support.waiting import wait_until
 
 from ttrain.config import DATASETS, NAMES_CODE, TRAININGS, Settings
 from ttrain.flows import flow_runs, servers
-from ttrain.flows.schedules import Schedule
+from ttrain.flows.deploy import Schedule
 from ttrain.pipeline.stage_worker import PROCESS_NAME
 
 LONG = "pretrain.tokens=245760"
@@ -56,7 +56,7 @@ def deployed(finished: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def test_the_form_of_the_settings_is_typed_and_refuses_what_does_not_fit() -> None:
     from prefect.utilities.schema_tools import validate
 
-    from ttrain.flows import deployments as deployed
+    from ttrain.flows import serve as deployed
 
     for flow in (deployed.full, deployed.nightly):
         schema = flow.parameters.model_dump()
@@ -76,7 +76,7 @@ def test_the_form_of_the_settings_is_typed_and_refuses_what_does_not_fit() -> No
 def test_changes_are_of_one_setting_and_leave_the_others() -> None:
     from ttrain.config.loading import load
     from ttrain.errors import UsageError
-    from ttrain.flows.deployments import settings_with_changes
+    from ttrain.flows.serve import settings_with_changes
 
     given = ["data.sft=[{path: a.jsonl, weight: 3}]", "notify.webhook=https://host/token", "pretrain.epochs=2"]
     settings = load([*given, "runtime.night={start: '23:00'}", "sft.optim.betas=[0.8, 0.9]"], environment={}).settings
@@ -102,33 +102,29 @@ def test_no_parameter_of_a_flow_run_names_code(tmp_path: Path, monkeypatch: pyte
 
     from ttrain.config.loading import load
     from ttrain.errors import UsageError
-    from ttrain.flows import schedules
-    from ttrain.flows.deployments import settings_to_run, settings_with_changes
+    from ttrain.flows import deploy
+    from ttrain.flows.serve import settings_to_run
 
     mine = ["sft.epochs=2", "notify.command=[bin/tell, me]", "evaluate.suites.sft=mine.yaml", "runtime.loggers=tensorboard"]
     own = load(mine, environment={}).settings
-    for changed in (settings_with_changes(own, [change]) for change in CODE):
-        assert settings_to_run(tmp_path, "nightly", changed) == changed, "called by a program"
-    monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "as a runner sets it")
-    monkeypatch.setitem(vars(deployment), "name", "quickstart")  # which it would ask a server for
-    for kept in (False, True):
-        if kept:
+    for change in CODE:
+        changed = load([change], environment={}).settings
+        assert settings_to_run(tmp_path, "nightly", changed, ()) == changed, "called by a program"
+    monkeypatch.setitem(vars(deployment), "id", "as a server tells it")
+    monkeypatch.setitem(vars(deployment), "name", "quickstart")
+    for deployed in (Settings(), own):
+        if deployed is own:
             tree = own.model_dump(mode="json")
-            path = schedules.write(tmp_path, Schedule("nightly", "quickstart", None, "UTC", tree))
+            path = deploy.write(tmp_path, Schedule("nightly", "quickstart", None, "UTC", tree))
             assert stat.S_IMODE(path.stat().st_mode) == 0o600
         for change in CODE:
-            key = change.partition("=")[0]
-            expected = rf"^{re.escape(key)}[a-z.]* is .*parameters of this flow run.*nightly-quickstart\.json; leave it out"
-            base = own if kept else Settings()
-            for settings in (settings_with_changes(base, [change]), load([change], environment={}).settings):
-                with pytest.raises(UsageError, match=expected) as refused:
-                    settings_to_run(tmp_path, "nightly", settings)
-                assert "/hook" not in str(refused.value)
-    # The form of the UI repeats all settings, the API may leave them out
-    for settings in (own, settings_with_changes(own, ["sft.epochs=3"]), Settings()):
-        ran = settings_to_run(tmp_path, "nightly", settings)
-        assert (ran.sft, ran.notify, ran.evaluate) == (settings.sft, own.notify, own.evaluate)
-        assert ran.runtime.loggers == ("tensorboard",)
+            theirs = load([change, "sft.epochs=3"], environment={}).settings
+            run = settings_to_run(tmp_path, "nightly", theirs, ())
+            assert run == deployed.replaced({"sft": {"epochs": 3}})
+            key = re.escape(change.partition("=")[0])
+            with pytest.raises(UsageError, match=rf"^{key} is in the changes.*nightly-quickstart\.json only; leave it"):
+                settings_to_run(tmp_path, "nightly", own, [change])
+        assert settings_to_run(tmp_path, "nightly", Settings(), ["sft.epochs=3"]).sft.epochs == 3
 
 
 def test_every_setting_that_holds_a_text_names_code_or_is_known_to_be_harmless() -> None:
@@ -158,7 +154,7 @@ def test_every_setting_that_holds_a_text_names_code_or_is_known_to_be_harmless()
 def test_a_returned_state_leaves_no_traceback_in_the_log_and_a_bug_does() -> None:
     from prefect.exceptions import CancelledRun
 
-    from ttrain.flows.deployments import is_not_own_state
+    from ttrain.flows.serve import is_not_own_state
 
     def record(error: Exception) -> logging.LogRecord:
         return logging.LogRecord("prefect.flow_runs", 40, "", 0, "said", (), (type(error), error, None))
@@ -242,6 +238,8 @@ def test_cancelling_in_the_ui_saves_the_state_and_its_retry_continues(deployed: 
     stopped = cli.runs()[0]
     assert stopped["run"] == run["name"] and stopped["outcome"] == "interrupted"
     saved = cli.newest_step()
+    # The runner writes the state once more when the process has ended
+    wait_until(lambda: "successfully" in run_of(cli, id_)["state"]["message"], 30)
 
     set_state(cli, id_, "SCHEDULED", "AwaitingRetry")
     run = ended(cli, id_, served, run_count=2)
@@ -269,7 +267,7 @@ def test_the_api_changes_one_setting_and_refuses_what_is_none(deployed: tuple[Cl
     run = ended(cli, start(cli, "lora.optim.lrr=1"), served)
     assert run["state"]["name"] == "Failed" and "did you mean 'lora.optim.lr'?" in run["state"]["message"]
     run = ended(cli, start(cli, f"notify.command=[touch, {cli.home / 'theirs'}]", "notify.on=[failed]"), served)
-    assert run["state"]["name"] == "Failed" and "notify.command is ['touch'" in run["state"]["message"]
+    assert run["state"]["name"] == "Failed" and "notify.command is in the changes" in run["state"]["message"]
     assert not (cli.home / "theirs").exists()
     [deployment] = call(cli.home, "deployments/filter", {})
     asked = {"state": {"type": "SCHEDULED"}, "parameters": {"settings": {"lora": {"rank": "many"}}}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -218,6 +219,9 @@ def serve(
         print(deploy.unit(usable_home()), end="")
         return
     from ttrain.core.text import timed_lines
+    from ttrain.flows import prefect_api
+
+    os.environ.update(prefect_api.prefect_environment(usable_home()))  # which Prefect reads when imported
     from ttrain.flows import serve
 
     outlast_output()
