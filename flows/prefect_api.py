@@ -70,16 +70,9 @@ def status_of(api_url: str, home: Path) -> int | None:
 
 
 def check_prefect_server(home: Path) -> None:
-    """Raise UsageError where PREFECT_API_URL names a server that does not answer, or refuses our password; without it, where
-    the home's own server refuses the token."""
+    """Raise UsageError where PREFECT_API_URL names a server that does not answer, or refuses our password."""
     url = os.environ.get("PREFECT_API_URL")
     if not url:
-        own = server_records.live_server(home, "prefect")
-        if own and status_of(f"{own.url}/api", home) == HTTPStatus.UNAUTHORIZED:
-            raise UsageError(
-                f"the Prefect server of {home.resolve()} refuses the token in {server_records.token_file(home)} (401), "
-                f"which was changed or removed after it started; end it with `ttrain down`, and run the command again"
-            )
         return
     status = status_of(url, home)
     if status is None:

@@ -151,10 +151,10 @@ def test_lost_metrics_are_in_the_decision_and_the_history(compared: Any, tmp_pat
     texts = json.loads(json.dumps([figure.to_json() for figure in judged.texts], allow_nan=False))
     record.note(decision=judged.decision.to_json(), texts=texts)
     night = of_record(record)
-    assert night.lost == ("chat_loss_sft", "preference_accuracy/dpo")
-    by_name = {text.name: text for text in night.texts}
-    assert by_name["chat_loss_sft"].challenger is None and by_name["chat_loss_sft"].lost
-    assert by_name["preference_accuracy/dpo"].change == pytest.approx(0.55 / 0.75)
+    assert night["lost"] == ["chat_loss_sft", "preference_accuracy/dpo"]
+    by_name = {text["name"]: text for text in night["texts"]}
+    assert by_name["chat_loss_sft"]["challenger"] is None and by_name["chat_loss_sft"]["lost"]
+    assert by_name["preference_accuracy/dpo"]["change"] == pytest.approx(0.55 / 0.75)
 
 
 @pytest.mark.parametrize(

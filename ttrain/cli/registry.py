@@ -77,7 +77,7 @@ def models_history(
 
     pipeline, listed = history.history(home(), name, nights)
     if as_json:
-        print_json({"name": pipeline, "nights": [night.to_json() for night in listed]})
+        print_json({"name": pipeline, "nights": listed})
         return
     table(history.HEADER, [history.row(night) for night in listed])
     print(escaped(history.summary_line(listed)))

@@ -5,12 +5,12 @@ Reads the nights' own records.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
+from ttrain.core.files import JsonDict
 from ttrain.core.text import ABSENT, counted, first_of, format_time
 from ttrain.errors import UsageError
 from ttrain.evaluate.few_records import not_judged
@@ -19,6 +19,7 @@ from ttrain.stages import REPLAY, SHARDS_PRETRAIN
 from ttrain.store.layout import Artifact, Artifacts
 
 NIGHTS = 30  # that are shown
+COUNTS = ("documents", "tokens", "chats")  # of what a night learnt, in the table
 
 
 def learnt_of(artifacts: Artifacts, chats: Artifact | None) -> dict[str, int]:
@@ -42,56 +43,7 @@ def learnt_of(artifacts: Artifacts, chats: Artifact | None) -> dict[str, int]:
     }
 
 
-@dataclass(frozen=True)
-class TextHistory:
-    """The figures on one held-out text in one night. `change` is the loss as a share of the champion's figure; below 0: a
-    gain."""
-
-    name: str
-    kind: str
-    records: int
-    challenger: float | None
-    champion: float | None
-    change: float | None
-    lost: bool
-
-    @property
-    def not_judged(self) -> str:
-        """Why nothing is said of the change: the text has too few records. A loss that was found counts on few, too."""
-        return "" if self.lost else not_judged(self.records)
-
-
-@dataclass(frozen=True)
-class NightHistory:
-    """One night."""
-
-    night: str
-    began: float | None
-    outcome: str
-    reason: str
-    files: tuple[str, ...]
-    learnt: Mapping[str, int]
-    champion: str | None
-    version: str | None
-    run: str | None
-    metric: str
-    figure: float | None
-    champion_figure: float | None
-    lost: tuple[str, ...] = ()
-    texts: tuple[TextHistory, ...] = field(default=())
-
-    def to_json(self) -> dict[str, Any]:
-        """What `models history --json` prints for it."""
-        return asdict(self)
-
-    @property
-    def worst(self) -> TextHistory | None:
-        """The text on which the challenger is worse than the champion by most; None where it is on none."""
-        worse = [text for text in self.texts if not text.not_judged and text.change is not None and text.change > 0]
-        return max(worse, key=lambda text: text.change or 0.0, default=None)
-
-
-def history(home: Path, name: str | None, most: int = NIGHTS) -> tuple[str, list[NightHistory]]:
+def history(home: Path, name: str | None, most: int = NIGHTS) -> tuple[str, list[JsonDict]]:
     """(name of the pipeline, its last nights, the newest first). Raises UsageError where there is none, or no single one."""
     names = sorted(path.name for path in (home / "nightly").glob("*") if path.is_dir())
     if name is None and len(names) != 1:
@@ -104,34 +56,37 @@ def history(home: Path, name: str | None, most: int = NIGHTS) -> tuple[str, list
     return chosen, [of_record(night.as_it_is_now()) for night in islice(Nights(home, chosen).newest_first(), most)]
 
 
-def of_record(night: NightRecord) -> NightHistory:
-    """A night as its record tells it."""
+def of_record(night: NightRecord) -> JsonDict:
+    """A night as its record tells it, which `models history --json` prints."""
     data, decision = night.data, night.data.get("decision") or {}
     frozen, tries = data["frozen"], data["tries"]
     files = (file["location"] for listed in frozen["files"].values() for file in listed)
-    return NightHistory(
-        night=night.name,
-        began=tries[0]["began"],
-        outcome=night.outcome,
-        reason=data["reason"] or tries[-1].get("reason", ""),
-        files=tuple(dict.fromkeys(files)),
-        learnt=data.get("learnt", {}),
-        champion=frozen["champion"] and frozen["champion"]["version"],
-        version=data.get("version"),
-        run=data.get("run") or tries[-1].get("run"),
-        metric=decision.get("metric", ""),
-        figure=decision.get("challenger"),
-        champion_figure=decision.get("champion"),
-        lost=tuple(decision.get("lost") or ()),
-        texts=tuple(_text(text) for text in data.get("texts") or ()),
-    )
+    return {
+        "night": night.name,
+        "began": tries[0]["began"],
+        "outcome": night.outcome,
+        "reason": data["reason"] or tries[-1].get("reason", ""),
+        "files": list(dict.fromkeys(files)),
+        "learnt": data.get("learnt", {}),
+        "champion": frozen["champion"] and frozen["champion"]["version"],
+        "version": data.get("version"),
+        "run": data.get("run") or tries[-1].get("run"),
+        "metric": decision.get("metric", ""),
+        "figure": decision.get("challenger"),
+        "champion_figure": decision.get("champion"),
+        "lost": list(decision.get("lost") or ()),
+        "texts": [_text(text) for text in data.get("texts") or ()],
+    }
 
 
-def _text(text: Mapping[str, Any]) -> TextHistory:
+def _text(text: JsonDict) -> JsonDict:
+    """The values on one held-out text. `change`: the loss as a share of the champion's value."""
     names = ("name", "kind", "records", "challenger", "champion", "lost")
     champion, difference = text["champion"], text["difference"]
-    change = None if champion is None or difference is None else -difference / (abs(champion) or 1.0) + 0.0
-    return TextHistory(**{name: text[name] for name in names}, change=change)
+    change = None
+    if champion is not None and difference is not None:
+        change = -difference / (abs(champion) or 1.0) + 0.0
+    return {**{name: text[name] for name in names}, "change": change}
 
 
 HEADER = (
@@ -140,39 +95,44 @@ HEADER = (
 )  # fmt: skip
 
 
-def row(night: NightHistory) -> tuple[str, ...]:
+def row(night: JsonDict) -> tuple[str, ...]:
     """A night as a row of the table below HEADER."""
-    learnt = night.learnt
+    learnt = night["learnt"]
+    promoted = f" as version {night['version']}" if night["outcome"] == "promoted" else ""
+    values = (night["figure"], night["champion_figure"])
     return (
-        night.night,
-        format_time(night.began),
-        night.outcome + (f" as version {night.version}" if night.outcome == "promoted" else ""),
-        f"{len(night.files):,}",
-        *(f"{learnt[figure]:,}" if figure in learnt else ABSENT for figure in ("documents", "tokens", "chats")),
-        night.metric or ABSENT,
-        ABSENT if night.figure is None else f"{night.figure:.4f}",
-        ABSENT if night.champion_figure is None else f"{night.champion_figure:.4f}",
+        night["night"],
+        format_time(night["began"]),
+        night["outcome"] + promoted,
+        f"{len(night['files']):,}",
+        *(f"{learnt[name]:,}" if name in learnt else ABSENT for name in COUNTS),
+        night["metric"] or ABSENT,
+        *(ABSENT if value is None else f"{value:.4f}" for value in values),
         lost_text(night),
-        night.reason,
+        night["reason"],
     )
 
 
-def lost_text(night: NightHistory) -> str:
-    """What the night lost: the texts beyond the bound; where there is none, also the one that became worse by most."""
-    if night.lost:
-        return first_of(night.lost, 3)
-    if not night.texts:
+def lost_text(night: JsonDict) -> str:
+    """What the night lost: the texts beyond the bound, else the one that became worse by most."""
+    if night["lost"]:
+        return first_of(night["lost"], 3)
+    texts = night["texts"]
+    if not texts:
         return ABSENT
-    most = max(night.texts, key=lambda text: text.records)
-    if most.not_judged:
-        return most.not_judged
-    return "nothing" + (f"; worst: {night.worst.name} {night.worst.change:+.1%}" if night.worst else "")
+    if few := not_judged(max(text["records"] for text in texts)):
+        return few
+    judged = [text for text in texts if not not_judged(text["records"])]
+    worst = max(judged, key=lambda text: text["change"] or 0.0)
+    change = worst["change"] or 0.0
+    return f"nothing; worst: {worst['name']} {change:+.1%}" if change > 0 else "nothing"
 
 
-def summary_line(nights: Sequence[NightHistory]) -> str:
+def summary_line(nights: Sequence[JsonDict]) -> str:
     """How many nights came to what, and what the champion learnt in them."""
-    promoted = [night for night in nights if night.outcome == "promoted"]
-    documents, tokens = (sum(night.learnt.get(figure, 0) for night in promoted) for figure in ("documents", "tokens"))
-    kinds = {outcome: sum(night.outcome == outcome for night in nights) for outcome in [n.outcome for n in nights]}
-    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in kinds.items())
-    return f"{counted(len(nights), 'night')}: {outcomes}; promoted models learnt {documents:,} documents, {tokens:,} tokens"
+    promoted = [night["learnt"] for night in nights if night["outcome"] == "promoted"]
+    documents, tokens = (sum(learnt.get(name, 0) for learnt in promoted) for name in COUNTS[:2])
+    counts = Counter(night["outcome"] for night in nights)
+    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+    total = f"promoted models learnt {documents:,} documents, {tokens:,} tokens"
+    return f"{counted(len(nights), 'night')}: {outcomes}; {total}"
