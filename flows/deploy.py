@@ -10,17 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import json
 import os
 import re
-import sys
-import textwrap
+import sysconfig
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
-from importlib import resources
 from pathlib import Path
-from string import Template
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from zoneinfo import ZoneInfo, available_timezones
@@ -48,11 +44,44 @@ SERVING = "serving.txt"  # in the folder of schedules: the process that serves
 CRON_FIELDS = 5  # Prefect takes six, the last for seconds
 EXAMPLE = 'write "minute hour day month weekday", for example "0 2 * * *" for two at night'
 INHERITED = ("PREFECT_API_URL", "MLFLOW_TRACKING_URI")
-SECRETS = (
-    "PREFECT_API_KEY", "PREFECT_API_AUTH_STRING", "MLFLOW_TRACKING_USERNAME",
-    "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "HF_TOKEN",
-)  # fmt: skip
 HOME_INSIDE = "/ttrain"  # of a container; a volume of the host or of the cluster
+GLOB_OR_FILE = re.compile(r"/[^/]*[*?[].*$|/[^/]*\.\w+$|/$")  # the end of a path below its folder
+
+UNIT = """\
+# mkdir -p ~/.config/systemd/user
+# ttrain pipeline serve --unit systemd > ~/.config/systemd/user/ttrain.service
+# systemctl --user daemon-reload && systemctl --user enable --now ttrain
+# loginctl enable-linger    (so that it starts with the machine, before you log in)
+[Unit]
+Description=ttrain: what is scheduled in {home}
+After=network-online.target
+Wants=network-online.target
+StartLimitIntervalSec=0
+
+[Service]
+ExecStart={command}
+WorkingDirectory={home}
+{variables}
+# Passwords, keys and tokens of servers are not written here: NAME=value lines, mode 600
+EnvironmentFile=-%h/.config/ttrain/environment
+Restart=on-failure
+RestartSec=30
+# Only `serve` gets SIGTERM, and gives a run 30 s to write a checkpoint
+KillMode=mixed
+TimeoutStopSec=60
+# A stage that runs out of memory fails alone
+OOMPolicy=continue
+
+[Install]
+WantedBy=default.target
+"""
+POOL = """\
+# prefect work-pool create --type {pool} ttrain-{pool}
+# prefect deploy --all --prefect-file prefect.yaml
+# prefect worker start --pool ttrain-{pool}
+# Workers need ttrain (name an image that has it), the home as one volume, and the data at the
+# same paths. Passwords, keys and tokens of servers are not written here; set them there.
+"""
 
 
 @dataclass(frozen=True)
@@ -226,10 +255,7 @@ def unit(home: Path) -> str:
     """The text of a unit of the user's systemd; see systemd.service(5) for the quoting."""
     variables = {"TTRAIN_HOME": str(home.resolve()), **_addresses()}
     lines = [f"Environment={_quoted(f'{name}={value}')}" for name, value in variables.items()]
-    note = "Not written here: {}. Put NAME=value lines into ~/.config/ttrain/environment, mode 600."
-    return _filled(
-        "ttrain.service",
-        secrets=_secrets_note(note),
+    return UNIT.format(
         home=str(home.resolve()).replace("%", "%%"),
         command=" ".join(_quoted(word).replace("$", "$$") for word in command()),
         variables="\n".join(lines),
@@ -237,65 +263,51 @@ def unit(home: Path) -> str:
 
 
 def command() -> list[str]:
-    """The command that serves, in full: the script of this environment, else this Python."""
-    script = Path(sys.executable).with_name("ttrain")
-    start = [sys.executable, "-P", "-c", "from ttrain.cli.main import main; main()"]
-    return [*([str(script)] if script.is_file() else start), "pipeline", "serve"]
+    """The command that serves, in full."""
+    return [str(Path(sysconfig.get_path("scripts")) / "ttrain"), "pipeline", "serve"]
 
 
 def prefect_yaml(home: Path, schedule: Schedule) -> str:
     """The text for one schedule in a pool of the kind `schedule.pool`."""
-    inside = str(home.resolve()) if schedule.pool == "process" else HOME_INSIDE
+    place = str(home.resolve())
+    inside = place if schedule.pool == "process" else HOME_INSIDE
+    variables: JsonDict = {"env": {"TTRAIN_HOME": inside, **_addresses()}}
+    if schedule.pool == "process":
+        variables |= {"working_dir": place}
+    else:
+        variables |= {"image": f"ttrain:{VERSION}", "image_pull_policy": "IfNotPresent"}
+    if schedule.pool == "docker":
+        mounts = [f"{folder}:{folder}:ro" for folder in _data_folders(schedule)]
+        variables |= {"volumes": [f"{place}:{HOME_INSIDE}", *mounts], "auto_remove": True}
     slots = [{"cron": schedule.cron, "timezone": schedule.timezone, "active": True}]
-    mounts = [f"{folder}:{folder}:ro" for folder in _data_folders(schedule)]
-    values = {
+    deployment = {
         "name": schedule.name,
+        "entrypoint": f"ttrain.flows.serve.{schedule.kind}",
         "tags": [TAG, home_tag(home)],
+        "version": VERSION,
         "schedules": slots if schedule.cron else [],
-        "home": str(home.resolve()),
-        "environment": {"TTRAIN_HOME": inside, **_addresses()},
-        "volumes": [f"{home.resolve()}:{HOME_INSIDE}", *mounts],
+        "parameters": {"settings": parameters(schedule.settings)},
+        "work_pool": {"name": f"ttrain-{schedule.pool}", "job_variables": variables},
+        "pull": [],
     }
-    shown = parameters(schedule.settings)
-    settings = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True, width=100)
-    return _filled(
-        f"prefect-{schedule.pool}.yaml",
-        secrets=_secrets_note("Set where the worker runs, not here: {}"),
-        flow=schedule.kind,
-        version=VERSION,
-        settings=textwrap.indent(settings, " " * 6).rstrip(),
-        # JSON is YAML, too
-        **{name: json.dumps(value, ensure_ascii=False) for name, value in values.items()},
-    )
+    file = {"name": "ttrain", "build": None, "push": None, "pull": None}
+    file["deployments"] = [deployment]
+    text = yaml.safe_dump(file, sort_keys=False, allow_unicode=True, width=100)
+    return POOL.format(pool=schedule.pool) + text
 
 
 def _data_folders(schedule: Schedule) -> list[str]:
     """The folders of this machine that hold the data; of a glob its part without wildcards."""
     sources = [source for sources in schedule.settings["data"].values() for source in sources]
     paths = [source["path"] if isinstance(source, dict) else source for source in sources]
-    here = [path for path in paths if path.startswith("/")]
-    fixed = [Path(re.split(r"/[^/]*[*?[]", path)[0]) for path in here]
-    folders = [path.parent if path.suffix and not path.is_dir() else path for path in fixed]
-    return list(dict.fromkeys(map(str, folders)))
-
-
-def _filled(template: str, **values: str) -> str:
-    """A file of templates/ with its $names filled in."""
-    path = resources.files("ttrain.flows").joinpath("templates", template)
-    return Template(path.read_text(encoding="utf-8")).substitute(values)
+    folders = [GLOB_OR_FILE.sub("", path) for path in paths if path.startswith("/")]
+    return list(dict.fromkeys(folders))
 
 
 def _addresses() -> dict[str, str]:
     """The servers that the environment names; without those whose address holds a password."""
     named = {name: os.environ[name] for name in INHERITED if os.environ.get(name)}
     return {name: url for name, url in named.items() if "@" not in urlsplit(url).netloc}
-
-
-def _secrets_note(text: str) -> str:
-    """A comment with the names of the variables that are needed there, but must not be shown."""
-    given = [name for name in (*SECRETS, *INHERITED) if os.environ.get(name)]
-    names = [name for name in given if name not in _addresses()]
-    return f"# {text.format(', '.join(names))}\n" if names else ""
 
 
 def _quoted(word: str) -> str:

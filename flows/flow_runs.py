@@ -1,7 +1,9 @@
-"""Flow runs and their processes: labels a flow run with its process, and marks as Crashed those whose process is gone.
+"""Flow runs and their processes: labels a flow run with its process, and marks as Crashed those
+whose process is gone.
 
-Two checks mark them, since either may be missing: the next run on this machine, and the server itself, by an automation
-that listens for heartbeats (docs.prefect.io/v3/advanced/detect-zombie-flows).
+Two checks mark them, since either may be missing: the next run on this machine, and the server
+itself, by an automation that listens for heartbeats
+(docs.prefect.io/v3/advanced/detect-zombie-flows).
 """
 
 from __future__ import annotations
@@ -16,14 +18,12 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ttrain.core.files import read_json
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.stop_request import SIGNALLED
 from ttrain.store.runs import is_alive, process_started
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
-    from prefect.client.schemas.filters import FlowRunFilter
     from prefect.client.schemas.objects import FlowRun
 
 TAG = "ttrain"
@@ -33,17 +33,26 @@ LABEL_PID = "ttrain.pid"
 LABEL_STARTED = "ttrain.process-started"
 LABEL_TRY = "ttrain.run-count"
 LABEL_RUN = "ttrain.run"  # name of the record
-LABEL_SHOWN = "ttrain.shown"  # the run's own process has shown why it failed
 AUTOMATION = "ttrain: flow runs without a heartbeat have crashed"
 HEARTBEAT_SECONDS = 30  # the minimum of Prefect
 SILENCE_SECONDS = 80  # two heartbeats are missed by then, and less than two minutes have passed
 PENDING_SECONDS = 600.0  # a started process reports within seconds
 WATCH_SECONDS = 3.0
 CANCELLED = "cancelled in Prefect"
-# Names of the states in which our flow runs end: Prefect's own, and those of nights (`flows/deployments.py`).
-NIGHT_STATES = {"promoted": "Promoted", "kept": "Kept", "nothing-new": "NothingNew", "skipped": "Skipped"}
+PROCESS_GONE = "its process is gone"
+# Names of the states in which our flow runs end: Prefect's own, and those of nights (serve.py)
+NIGHT_STATES = {
+    "promoted": "Promoted",
+    "kept": "Kept",
+    "nothing-new": "NothingNew",
+    "skipped": "Skipped",
+}
 UNFINISHED = "Unfinished"
-FINAL_STATES = ("Completed", "Failed", "TimedOut", "Cancelled", "Crashed", UNFINISHED, *NIGHT_STATES.values())
+FINAL_STATES = (
+    *("Completed", "Failed", "TimedOut", "Cancelled", "Crashed"),
+    UNFINISHED,
+    *NIGHT_STATES.values(),
+)
 
 
 def sync_client() -> SyncPrefectClient:
@@ -53,7 +62,7 @@ def sync_client() -> SyncPrefectClient:
     return get_client(sync_client=True)
 
 
-def flow_runs_where(**conditions: Any) -> FlowRunFilter:
+def flow_runs_where(**conditions: Any) -> Any:
     """A filter of flow runs, such as `id={"any_": [...]}`."""
     from prefect.client.schemas.filters import FlowRunFilter
 
@@ -61,29 +70,22 @@ def flow_runs_where(**conditions: Any) -> FlowRunFilter:
 
 
 def label_with_process(home: Path, record: str = "") -> None:
-    """Label the current flow run with its process and machine, and with the name of its `record`.
+    """Label the current flow run with its process and machine, and the name of its `record`.
 
-    Task runs that an earlier attempt left running have ended, whatever ended it: this attempt has begun no task yet.
+    Task runs that an earlier attempt left running have ended, whatever ended it: this attempt has
+    begun no task yet.
     """
     run, pid = current_flow_run(), os.getpid()
-    process = {LABEL_PID: pid, LABEL_STARTED: process_started(pid) or 0.0, LABEL_TRY: run.run_count, LABEL_RUN: record}
+    process = {
+        LABEL_PID: pid,
+        LABEL_STARTED: process_started(pid) or 0.0,
+        LABEL_TRY: run.run_count,
+        LABEL_RUN: record,
+    }
     with sync_client() as client:
         client.update_flow_run_labels(run.id, {**machine_labels(home), **process})
         if run.run_count > 1:
             _end_tasks(client, flow_runs_where(id={"any_": [run.id]}))
-
-
-def note_shown(*, is_final: bool) -> None:
-    """Label the current flow run as one whose failure its own process has shown, for who watches its output.
-
-    `is_final`: it ends with its next state, also where PREFECT_FLOW_DEFAULT_RETRIES is set. A retry in the UI or by the API
-    starts it again nevertheless.
-    """
-    run = current_flow_run()
-    with sync_client() as client:
-        client.update_flow_run_labels(run.id, {LABEL_SHOWN: True})
-        if is_final:
-            client.update_flow_run(run.id, empirical_policy=run.empirical_policy.model_copy(update={"retries": 0}))
 
 
 def current_flow_run() -> FlowRun:
@@ -95,26 +97,23 @@ def current_flow_run() -> FlowRun:
     return context.flow_run
 
 
-def mark_crashed_runs(home: Path) -> list[str]:
-    """Mark as Crashed the flow runs that Prefect takes for running though their process is gone; returns their names.
+def mark_crashed_runs(home: Path) -> None:
+    """Mark as Crashed the flow runs that Prefect takes for running though their process is gone.
 
-    Also marks the task runs of flow runs that the runner or the server marked, which leave task runs as they are.
+    Also marks the task runs of flow runs that the runner or the server marked, which leave task
+    runs as they are. Best effort, never a reason to fail.
     """
     from prefect.states import Crashed
 
-    def of_ours(*states: str) -> FlowRunFilter:
+    def of_ours(*states: str) -> Any:
         return flow_runs_where(tags={"all_": [TAG]}, state={"type": {"any_": states}})
 
-    marked = []
-    with contextlib.suppress(Exception), sync_client() as client:  # best effort, never a reason to fail
-        for run in client.read_flow_runs(flow_run_filter=of_ours("RUNNING", "PENDING", "CANCELLING")):
-            if not (has_ended(run, home) or is_process_gone(run.labels, run.run_count, home) or never_began(run, home)):
-                continue
-            with contextlib.suppress(Exception):  # one that cannot be marked does not stop the others
-                client.set_flow_run_state(run.id, Crashed(message="its process is gone"), force=True)
-                marked.append(run.name)
+    with contextlib.suppress(Exception), sync_client() as client:
+        unfinished = of_ours("RUNNING", "PENDING", "CANCELLING")
+        for run in client.read_flow_runs(flow_run_filter=unfinished):
+            if is_process_gone(run.labels, run.run_count, home) or never_began(run, home):
+                client.set_flow_run_state(run.id, Crashed(message=PROCESS_GONE), force=True)
         _end_tasks(client, of_ours("CRASHED"))
-    return marked
 
 
 def _end_tasks(client: Any, flow_runs: Any) -> None:
@@ -122,19 +121,10 @@ def _end_tasks(client: Any, flow_runs: Any) -> None:
     from prefect.client.schemas.filters import TaskRunFilter
     from prefect.states import Crashed
 
-    tasks = TaskRunFilter.model_validate({"state": {"type": {"any_": ["RUNNING", "PENDING", "SCHEDULED"]}}})
+    unfinished = {"state": {"type": {"any_": ["RUNNING", "PENDING", "SCHEDULED"]}}}
+    tasks = TaskRunFilter.model_validate(unfinished)
     for task_run in client.read_task_runs(flow_run_filter=flow_runs, task_run_filter=tasks):
-        client.set_task_run_state(task_run.id, Crashed(message="its process is gone"), force=True)
-
-
-def has_ended(run: FlowRun, home: Path) -> bool:
-    """Whether our own record says that a run has ended, if no deployment started it; its label, or name, is the record's."""
-    path = home / "runs" / f"{run.labels.get(LABEL_RUN) or run.name}.json"
-    record = read_json(path) if run.deployment_id is None and path.parent == home / "runs" else None
-    if record is None:
-        return False
-    is_here = record["process"].get("host", platform.node()) == platform.node()
-    return bool(record["outcome"] != "running" or (is_here and not is_alive(record["process"])))
+        client.set_task_run_state(task_run.id, Crashed(message=PROCESS_GONE), force=True)
 
 
 def never_began(run: FlowRun, home: Path) -> bool:
@@ -142,7 +132,8 @@ def never_began(run: FlowRun, home: Path) -> bool:
 
     One of a work pool may wait much longer for its image, or for a node.
     """
-    if run.work_pool_name or run.state is None or not run.state.is_pending() or home_tag(home) not in run.tags:
+    is_ours = home_tag(home) in run.tags and not run.work_pool_name
+    if not is_ours or run.state is None or not run.state.is_pending():
         return False
     since: datetime = run.state.timestamp
     return (datetime.now(UTC) - since).total_seconds() > PENDING_SECONDS
@@ -153,7 +144,8 @@ def is_process_gone(labels: Mapping[str, Any], run_count: int, home: Path) -> bo
 
     A retried run has not yet named its new process while the run counts differ.
     """
-    if any(labels.get(name) != value for name, value in machine_labels(home).items()) or labels.get(LABEL_TRY) != run_count:
+    expected = {**machine_labels(home), LABEL_TRY: run_count}
+    if any(labels.get(name) != value for name, value in expected.items()):
         return False
     return not is_alive({"pid": labels.get(LABEL_PID, 0), "started": labels.get(LABEL_STARTED)})
 
@@ -169,7 +161,7 @@ def machine_labels(home: Path) -> dict[str, str]:
 
 
 def create_automation() -> None:
-    """Have the server mark as Crashed every flow run of ours whose heartbeats stop, unless it does so already.
+    """Have the server mark as Crashed every flow run of ours whose heartbeats stop.
 
     Heartbeats come from runs of deployments, and from those that use a server which outlives them.
     """
@@ -179,33 +171,32 @@ def create_automation() -> None:
     from prefect.events.schemas.automations import EventTrigger, Posture
     from prefect.events.schemas.events import ResourceSpecification
 
+    heartbeat = "prefect.flow-run.heartbeat"
+    ours = {"prefect.resource.id": f"prefect.tag.{TAG}", "prefect.resource.role": "tag"}
     trigger = EventTrigger(
-        after={"prefect.flow-run.heartbeat"},
-        expect={"prefect.flow-run.heartbeat", *(f"prefect.flow-run.{name}" for name in FINAL_STATES)},
+        after={heartbeat},
+        expect={heartbeat, *(f"prefect.flow-run.{name}" for name in FINAL_STATES)},
         match=ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"}),
-        match_related=ResourceSpecification({"prefect.resource.id": f"prefect.tag.{TAG}", "prefect.resource.role": "tag"}),
+        match_related=ResourceSpecification(ours),
         for_each={"prefect.resource.id"},
         posture=Posture.Proactive,
         threshold=1,
         within=timedelta(seconds=SILENCE_SECONDS),
     )
-    message = f"no heartbeat for {SILENCE_SECONDS} s: its process is gone"
+    message = f"no heartbeat for {SILENCE_SECONDS} s: {PROCESS_GONE}"
     action = ChangeFlowRunState(state=StateType.CRASHED, message=message)
     try:
-        automation = Automation.read(name=AUTOMATION)
+        Automation.read(name=AUTOMATION)
     except ValueError:
         Automation(name=AUTOMATION, trigger=trigger, actions=[action]).create()
-        return
-    if automation.trigger != trigger:  # of another version of ttrain
-        automation.trigger, automation.actions = trigger, [action]
-        automation.update()
 
 
 @contextlib.contextmanager
 def watching_for_cancellation(execution: PipelineRun) -> Iterator[None]:
-    """Check every few seconds whether the current flow run was cancelled; then ask its stages to stop.
+    """Ask the stages to stop where the current flow run was cancelled; looks every few seconds.
 
-    Prefect's runner sends SIGTERM to the runs that it started; this handles the others, and sets the reason of all.
+    Prefect's runner sends SIGTERM to the runs that it started; this handles the others, and sets
+    the reason of all.
     """
     run, done = current_flow_run(), threading.Event()
 
@@ -215,8 +206,9 @@ def watching_for_cancellation(execution: PipelineRun) -> Iterator[None]:
 
     def watch() -> None:
         while not done.wait(WATCH_SECONDS):
-            with contextlib.suppress(Exception), sync_client() as client:  # ends when the server is away
-                while not is_cancelled(client):  # opening a client costs ten times as much as a request
+            # Opening a client costs ten times as much as a request; it ends when the server is away
+            with contextlib.suppress(Exception), sync_client() as client:
+                while not is_cancelled(client):
                     if done.wait(WATCH_SECONDS):
                         return
                 execution.ask_to_stop(signal.SIGTERM, CANCELLED)
@@ -227,7 +219,8 @@ def watching_for_cancellation(execution: PipelineRun) -> Iterator[None]:
         yield
     finally:
         done.set()
-        if execution.signum and execution.stop_reason == SIGNALLED:  # the runner's signal came first, maybe
+        # The runner's signal may have come before the look
+        if execution.signum and execution.stop_reason == SIGNALLED:
             with contextlib.suppress(Exception), sync_client() as client:
                 if is_cancelled(client):
                     execution.stop_reason = CANCELLED

@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -34,7 +35,7 @@ from prefect.client.schemas.filters import DeploymentFilter
 from prefect.exceptions import CancelledRun, FailedRun
 from prefect.logging import get_run_logger
 from prefect.runner import Runner
-from prefect.runtime import flow_run
+from prefect.runtime import deployment, flow_run
 from prefect.schedules import Cron
 from prefect.states import Cancelled, Completed, Failed, State
 from prefect.task_runners import ThreadPoolTaskRunner
@@ -47,6 +48,7 @@ from ttrain.core.files import (
     Taken,
     exclusive,
     private_directory,
+    read_object,
     refuse,
     write_json,
 )
@@ -66,10 +68,8 @@ from ttrain.store.runs import this_process
 from ttrain.tasks.best_effort import best_effort
 
 DEFAULTS = Settings()
-TICK_SECONDS = 0.2  # between two looks at signals
 LOOK_SECONDS = 5.0  # between two looks for what is due, and for schedules that changed
 RUNS_AT_ONCE = 4  # one of them trains; a slot that comes meanwhile needs seconds to see that
-PREFECT_PORT = 4200
 OWNER = "serve"  # of a server that is started to serve
 STOPPED = "stopped serving; schedules stay, `ttrain pipeline serve` goes on with them"
 
@@ -105,15 +105,18 @@ def run_nightly(settings: Settings = DEFAULTS, changes: tuple[str, ...] = ()) ->
 
 
 def make_flow(function: Callable[..., Any], name: str, description: str) -> Any:
-    """A flow of a function of this module, which Prefect's runner pickles by its name."""
-    workers = ThreadPoolTaskRunner(max_workers=MAX_CONCURRENT_STAGES)
+    """A flow of a function of this module, which Prefect's runner pickles by its name.
+
+    Prefect retries none by itself: stages have retries of their own, and the next slot continues.
+    """
     return flow(
         function,
         name=name,
         description=description,
         flow_run_name=slot_name,
+        retries=0,
         persist_result=False,
-        task_runner=workers,
+        task_runner=ThreadPoolTaskRunner(max_workers=MAX_CONCURRENT_STAGES),
     )
 
 
@@ -132,23 +135,36 @@ nightly = make_flow(
 FLOWS = {"full": full, "nightly": nightly}
 
 
-def _run_full(home: Path, settings: Settings) -> State[Any]:
-    """Run the pipeline; a slot that comes while another one's run is in progress is skipped."""
+def _run_full(home: Path, settings: Settings) -> State[Any] | None:
+    """Run the pipeline; a slot that another one covers is skipped."""
     from ttrain.flows import recipe
     from ttrain.flows.run import run_pipeline
     from ttrain.pipeline.plan import plan
 
-    store = store_of(home, settings)
-    lock = deploy.path_of(home, f"full/{settings.name}").with_suffix(".lock")
+    schedule = f"full/{settings.name}"
+    lock = deploy.path_of(home, schedule).with_suffix(".lock")
     is_slot = current_flow_run().auto_scheduled
     try:
         with exclusive(lock, refuse) if is_slot else contextlib.nullcontext():
+            if is_slot and (covered := covered_by(home, schedule)):
+                return Completed(name=NIGHT_STATES["skipped"], message=covered)
+            store = store_of(home, settings)
             stages = plan(recipe("full"), settings, store)
             console = flow_run_console()
             run_pipeline("full", settings, store, stages, console, engine="prefect", in_flow=True)
     except Taken:
         return Completed(name=NIGHT_STATES["skipped"], message="the slot before is still running")
-    return Completed()
+    return None
+
+
+def covered_by(home: Path, schedule: str) -> str | None:
+    """Why a slot needs no run: one that began after it has ended, as after an outage."""
+    last = read_object(deploy.last_run_file(home, schedule))
+    if flow_run.run_count > 1 or not last:  # a retry
+        return None
+    began = datetime.fromisoformat(last["began"])
+    is_covered = flow_run.scheduled_start_time < began < datetime.now().astimezone()
+    return f"{last['name']} began after this slot" if is_covered else None
 
 
 def _run_night(home: Path, settings: Settings) -> State[Any]:
@@ -166,15 +182,14 @@ def _run_night(home: Path, settings: Settings) -> State[Any]:
 
 def _final_state(
     kind: str,
-    run: Callable[[Path, Settings], State[Any]],
+    run: Callable[[Path, Settings], State[Any] | None],
     settings: Settings,
     changes: Sequence[str],
 ) -> State[Any] | None:
     """The final state of the run, which is printed and kept for `schedule list`.
 
     ttrain's own errors become states, without a traceback. A retry starts the flow again, which
-    takes what is finished from the store and continues the rest. After a mistake of settings or
-    data there is no automatic retry.
+    takes what is finished from the store and continues the rest.
     """
     set_up_logging()
     try:
@@ -186,22 +201,25 @@ def _final_state(
         state = Cancelled(message=str(error))
     except TTrainError as error:
         get_run_logger().error("%s", error)
-        with best_effort():
-            flow_runs.note_shown(is_final=error.is_mistake)
         state = Failed(message=str(error))
     with best_effort():
-        _show_end(home, f"{kind}/{settings.name}", state)
-    return None if state.name == "Completed" else state
+        _show_end(home, f"{kind}/{settings.name}", state or Completed())
+    return state
 
 
 def _show_end(home: Path, schedule: str, state: State[Any]) -> None:
     """Print how the flow run ended, and keep it as the schedule's last one."""
     with flow_runs.sync_client() as client:
-        name = client.read_flow_run(current_flow_run().id).name  # that of its night by now
+        run = client.read_flow_run(current_flow_run().id)  # its name is that of its night by now
     message = f", {state.message}" if state.message else ""
-    print(timed_lines(escaped(f"{name}: {state.name}{message}")), flush=True)
-    slot = flow_run.scheduled_start_time.isoformat()
-    last = {"name": name, "outcome": state.name, "slot": slot, "message": state.message}
+    print(timed_lines(escaped(f"{run.name}: {state.name}{message}")), flush=True)
+    last = {
+        "name": run.name,
+        "outcome": state.name,
+        "slot": flow_run.scheduled_start_time.isoformat(),
+        "began": run.start_time.isoformat(),
+        "message": state.message,
+    }
     write_json(deploy.last_run_file(home, schedule), last, PRIVATE_FILE)
 
 
@@ -259,8 +277,6 @@ def settings_to_run(home: Path, kind: str, settings: Settings, changes: Sequence
     a deployment, what names code is always what its file says. Raises UsageError for a change of
     such a setting.
     """
-    from prefect.runtime import deployment
-
     if not deployment.id:
         return deploy.with_secrets(settings_with_changes(settings, changes), None)
     full_name = f"{kind}/{deployment.name}"
@@ -286,10 +302,10 @@ def serve(home: Path, say: Callable[[str], None], auth: Auth = "token") -> None:
     Raises Interrupted after SIGINT, and UsageError where this home is served already, or where
     the server that PREFECT_API_URL names does not answer.
     """
-    server = ScheduleServer(home, say)
+    server = ScheduleServer(home, say, auth)
     with serve_lock(home), handling_signals(server.signums.append):
         try:
-            server.start(auth)
+            server.start()
             asyncio.run(server.run())
         finally:
             _stop_server(home)
@@ -327,19 +343,17 @@ def _stop_server(home: Path) -> None:
 class ScheduleServer:
     """Makes deployments of the schedules of a home, and has Prefect's runner start what is due."""
 
-    def __init__(self, home: Path, say: Callable[[str], None]) -> None:
-        self._home, self._say = home.resolve(), say
-        self._auth: Auth | None = None  # of our own server; None where the user's is used
-        self._port = PREFECT_PORT
+    def __init__(self, home: Path, say: Callable[[str], None], auth: Auth = "token") -> None:
+        self._home, self._say, self._auth = home.resolve(), say, auth
+        self._port = 4200
+        self._has_own_server = not os.environ.get("PREFECT_API_URL")
         self._made: dict[str, tuple[Schedule, UUID | None]] = {}  # None: it was refused
         self.signums: list[int] = []
 
-    def start(self, auth: Auth) -> None:
+    def start(self) -> None:
         """Choose the server that is named or runs, or start one."""
         prefect_api.check_prefect_server(self._home)
-        if not os.environ.get("PREFECT_API_URL"):
-            self._auth = auth
-            self._keep_server()
+        self._keep_server()
         os.environ["TTRAIN_HOME"] = str(self._home)
         prefect_run.begin(self._home)()
         flow_runs.mark_crashed_runs(self._home)
@@ -352,9 +366,10 @@ class ScheduleServer:
 
     def _keep_server(self) -> None:
         """Start our server unless one runs; again on its port, which runs in progress know."""
-        servers.start(self._home, {"prefect": self._port}, self._auth or "token", OWNER)
-        server = server_records.live_server(self._home, "prefect")
-        self._port = server.port if server else self._port
+        if self._has_own_server:
+            servers.start(self._home, {"prefect": self._port}, self._auth, OWNER)
+            if server := server_records.live_server(self._home, "prefect"):
+                self._port = server.port
 
     async def run(self) -> None:
         """Run what is due until a signal, and until all runs have ended."""
@@ -379,17 +394,17 @@ class ScheduleServer:
 
     async def _watch(self, runner: Runner) -> None:
         """Keep the server and its deployments as they should be, until a signal."""
+        next_look = 0.0
         while not self.signums:
-            try:
-                if self._auth:
+            if time.monotonic() > next_look:
+                try:
                     await asyncio.to_thread(self._keep_server)
-                async with get_client() as client:
-                    await self.make_deployments(runner, client)
-            except Exception as error:
-                self._say(f"Prefect: {type(error).__name__} {error}; trying again")
-            deadline = time.monotonic() + LOOK_SECONDS
-            while not self.signums and time.monotonic() < deadline:
-                await asyncio.sleep(TICK_SECONDS)
+                    async with get_client() as client:
+                        await self.make_deployments(runner, client)
+                except Exception as error:
+                    self._say(f"Prefect: {type(error).__name__} {error}; trying again")
+                next_look = time.monotonic() + LOOK_SECONDS
+            await asyncio.sleep(0.2)
         self._say("stopping: runs in progress save their state")
         await runner.astop()
 
@@ -410,8 +425,7 @@ class ScheduleServer:
                 schedule = replace(schedule, paused=present[number].paused)
                 deploy.write(self._home, schedule)
             self._made[name] = (schedule, number)
-        self._made = {name: self._made[name] for name in schedules}
-        kept = {number for _, number in self._made.values()}
+        kept = {self._made[name][1] for name in schedules}
         for deployment in listing:
             is_ours = home_tag(self._home) in deployment.tags and not deployment.work_pool_name
             if is_ours and deployment.id not in kept:
@@ -419,25 +433,25 @@ class ScheduleServer:
 
     async def _make(self, runner: Runner, schedule: Schedule, present: Mapping[UUID, Any]) -> UUID | None:
         """Make or change a deployment; say so, or why it cannot be made."""
-        cron = None
-        if schedule.cron:
-            cron = Cron(schedule.cron, timezone=schedule.timezone, slug="cron")
-        flow_of_kind = FLOWS[schedule.kind]
-        try:
-            settings = deploy.settings_of(self._home, schedule)
-        except UsageError as error:  # until its file changes; other schedules are served
-            self._say(str(error))
-            return None
         entry_point = f"{__name__}.run_{schedule.kind}"
         for other in present.values():
             is_same = (other.entrypoint, other.name) == (entry_point, schedule.name)
             if is_same and home_tag(self._home) not in other.tags:
                 self._say(f"{schedule.full_name} belongs to another home there; set name=...")
                 return None
+        try:
+            settings = deploy.settings_of(self._home, schedule)
+        except UsageError as error:  # until its file changes; other schedules are served
+            self._say(str(error))
+            return None
+        slots = []  # none removes an earlier cron
+        if schedule.cron:
+            slots = [Cron(schedule.cron, timezone=schedule.timezone, slug="cron")]
+        flow_of_kind = FLOWS[schedule.kind]
         number: UUID = await runner.aadd_flow(
             flow_of_kind,
             name=schedule.name,
-            schedules=[cron] if cron else [],  # none removes an earlier cron
+            schedules=slots,
             paused=schedule.paused,
             parameters={"settings": deploy.parameters(settings.model_dump(mode="json"))},
             description=f"{flow_of_kind.description}\n\nIts home is `{self._home}`.",
