@@ -1,4 +1,4 @@
-"""The schedules of a home, and what is made of them: a systemd unit, a prefect.yaml.
+"""The schedules of a home, and the systemd unit of what serves them.
 
 Each schedule is one file, `schedules/<kind>-<name>.json`; `ttrain pipeline serve` (flows/serve.py)
 makes the deployments of a Prefect server from these files. They are the truth, the server's
@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import os
-import re
 import sysconfig
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -20,8 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from zoneinfo import ZoneInfo, available_timezones
-
-import yaml
 
 from ttrain.core import redact
 from ttrain.core.files import (
@@ -32,9 +28,7 @@ from ttrain.core.files import (
     read_object,
     write_json,
 )
-from ttrain.core.machine import VERSION
 from ttrain.errors import UsageError
-from ttrain.flows.flow_runs import TAG, home_tag
 from ttrain.store.runs import is_alive
 
 if TYPE_CHECKING:
@@ -44,8 +38,6 @@ SERVING = "serving.txt"  # in the folder of schedules: the process that serves
 CRON_FIELDS = 5  # Prefect takes six, the last for seconds
 EXAMPLE = 'write "minute hour day month weekday", for example "0 2 * * *" for two at night'
 INHERITED = ("PREFECT_API_URL", "MLFLOW_TRACKING_URI")
-HOME_INSIDE = "/ttrain"  # of a container; a volume of the host or of the cluster
-GLOB_OR_FILE = re.compile(r"/[^/]*[*?[].*$|/[^/]*\.\w+$|/$")  # the end of a path below its folder
 
 UNIT = """\
 # mkdir -p ~/.config/systemd/user
@@ -75,13 +67,6 @@ OOMPolicy=continue
 [Install]
 WantedBy=default.target
 """
-POOL = """\
-# prefect work-pool create --type {pool} ttrain-{pool}
-# prefect deploy --all --prefect-file prefect.yaml
-# prefect worker start --pool ttrain-{pool}
-# Workers need ttrain (name an image that has it), the home as one volume, and the data at the
-# same paths. Passwords, keys and tokens of servers are not written here; set them there.
-"""
 
 
 @dataclass(frozen=True)
@@ -93,7 +78,7 @@ class Schedule:
     cron: str | None
     timezone: str
     settings: Mapping[str, Any]
-    pool: str | None = None  # the kind of the work pool whose workers run it, instead of `serve`
+    pool: str | None = None  # the work pool whose workers run it, instead of `serve`
     paused: bool = False
 
     @property
@@ -158,8 +143,6 @@ def find(home: Path, which: str | None) -> Schedule:
 def pause(home: Path, which: str | None, *, paused: bool) -> str:
     """Pause or resume a schedule; returns its full name. The slots of a paused one pass unused."""
     schedule = find(home, which)
-    if schedule.pool:
-        raise UsageError(f"{schedule.full_name} is on a work pool; pause it on Prefect's page")
     write(home, replace(schedule, paused=paused))
     return schedule.full_name
 
@@ -215,12 +198,10 @@ def settings_of(home: Path, schedule: Schedule) -> Settings:
     try:
         return Settings.model_validate(schedule.settings)
     except ValidationError as error:
-        wrong = error.errors()[0]
-        setting = ".".join(map(str, wrong["loc"]))
+        setting = ".".join(map(str, error.errors()[0]["loc"]))
         raise UsageError(
-            f"{path_of(home, schedule.full_name)} has settings of another version of ttrain "
-            f"({setting}: {wrong['msg']}); make it again with "
-            f"`ttrain pipeline schedule {schedule.kind}`"
+            f"{path_of(home, schedule.full_name)} has settings of another version of ttrain, such "
+            f"as {setting}; make it again with `ttrain pipeline schedule {schedule.kind}`"
         ) from None
 
 
@@ -228,27 +209,13 @@ def parameters(settings: Mapping[str, Any]) -> JsonDict:
     """Settings for a server, which shows them to all: no secrets, and none that name code."""
     from ttrain.config import NAMES_CODE
 
-    tree: JsonDict = copy.deepcopy(redact.masked(settings))
-    for key in NAMES_CODE:
-        *sections, name = key.split(".")
-        section = tree
-        for section_name in sections:
-            section = section.get(section_name) or {}
-        section.pop(name, None)
-    return tree
-
-
-def with_secrets(settings: Settings, schedule: Schedule | None) -> Settings:
-    """The settings with the secrets of their sources: from the schedule, else the environment."""
-    from ttrain.config import Settings
-    from ttrain.config.loading import load
-
-    tree = settings.model_dump()
-    if schedule:
-        tree = redact.restored(tree, schedule.settings)
-    if redact.has_hidden(tree):
-        tree = redact.restored(tree, load().settings.model_dump())
-    return Settings.model_validate(tree)
+    shown = redact.masked(settings)
+    for section, _, name in (key.partition(".") for key in NAMES_CODE):
+        if name:
+            shown[section].pop(name)
+        else:
+            shown.pop(section)
+    return shown
 
 
 def unit(home: Path) -> str:
@@ -265,43 +232,6 @@ def unit(home: Path) -> str:
 def command() -> list[str]:
     """The command that serves, in full."""
     return [str(Path(sysconfig.get_path("scripts")) / "ttrain"), "pipeline", "serve"]
-
-
-def prefect_yaml(home: Path, schedule: Schedule) -> str:
-    """The text for one schedule in a pool of the kind `schedule.pool`."""
-    place = str(home.resolve())
-    inside = place if schedule.pool == "process" else HOME_INSIDE
-    variables: JsonDict = {"env": {"TTRAIN_HOME": inside, **_addresses()}}
-    if schedule.pool == "process":
-        variables |= {"working_dir": place}
-    else:
-        variables |= {"image": f"ttrain:{VERSION}", "image_pull_policy": "IfNotPresent"}
-    if schedule.pool == "docker":
-        mounts = [f"{folder}:{folder}:ro" for folder in _data_folders(schedule)]
-        variables |= {"volumes": [f"{place}:{HOME_INSIDE}", *mounts], "auto_remove": True}
-    slots = [{"cron": schedule.cron, "timezone": schedule.timezone, "active": True}]
-    deployment = {
-        "name": schedule.name,
-        "entrypoint": f"ttrain.flows.serve.{schedule.kind}",
-        "tags": [TAG, home_tag(home)],
-        "version": VERSION,
-        "schedules": slots if schedule.cron else [],
-        "parameters": {"settings": parameters(schedule.settings)},
-        "work_pool": {"name": f"ttrain-{schedule.pool}", "job_variables": variables},
-        "pull": [],
-    }
-    file = {"name": "ttrain", "build": None, "push": None, "pull": None}
-    file["deployments"] = [deployment]
-    text = yaml.safe_dump(file, sort_keys=False, allow_unicode=True, width=100)
-    return POOL.format(pool=schedule.pool) + text
-
-
-def _data_folders(schedule: Schedule) -> list[str]:
-    """The folders of this machine that hold the data; of a glob its part without wildcards."""
-    sources = [source for sources in schedule.settings["data"].values() for source in sources]
-    paths = [source["path"] if isinstance(source, dict) else source for source in sources]
-    folders = [GLOB_OR_FILE.sub("", path) for path in paths if path.startswith("/")]
-    return list(dict.fromkeys(folders))
 
 
 def _addresses() -> dict[str, str]:

@@ -5,11 +5,11 @@ and the server refuses what does not fit. A run that is started through the API 
 give all of them; `{"changes": ["sft.epochs=3"]}` keeps the others of the deployment. Settings that
 name code or a command are always the deployment's (`settings_to_run`).
 
-Prefect's `Runner` starts what is due, each flow run in a process of its own: always a flow of this
-module, whatever entry point the server names. Of the promise that a night never overlaps itself and
-never wedges, it keeps its part by knowing nothing: a night holds the lock of its name, and one that
+Prefect's `Runner` starts what is due, each flow run in a process of its own. That a night never
+overlaps itself and never wedges, it need not know: a night holds the lock of its name, and one that
 finds it taken ends as `Skipped` (flows/nightly.py); whatever is killed, the next slot continues its
-night. A runner that gives up, as after half a minute without its server, is started again.
+night. One thing the runner lacks for that: it gives up after half a minute without its server, so
+that server and runner are started again here.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ import io
 import logging
 import os
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -32,6 +31,7 @@ from uuid import UUID
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import DeploymentFilter
+from prefect.deployments.runner import DeploymentApplyError
 from prefect.exceptions import CancelledRun, FailedRun
 from prefect.logging import get_run_logger
 from prefect.runner import Runner
@@ -43,6 +43,8 @@ from prefect.types.entrypoint import EntrypointType
 from rich.console import Console
 
 from ttrain.config import NAMES_CODE, Auth, Settings
+from ttrain.config.loading import load
+from ttrain.core import redact
 from ttrain.core.files import (
     PRIVATE_FILE,
     Taken,
@@ -62,6 +64,7 @@ from ttrain.flows.deploy import Schedule
 from ttrain.flows.flow_runs import NIGHT_STATES, TAG, UNFINISHED, current_flow_run, home_tag
 from ttrain.flows.prefect_run import MAX_CONCURRENT_STAGES
 from ttrain.pipeline.artifact_commands import store_of
+from ttrain.pipeline.names import base_of
 from ttrain.store import server_records
 from ttrain.store.layout import usable_home
 from ttrain.store.runs import this_process
@@ -84,8 +87,21 @@ def slot_name() -> str:
     return f"slot {flow_run.scheduled_start_time.astimezone():%Y-%m-%d %H:%M}"
 
 
-def run_full(settings: Settings = DEFAULTS, changes: tuple[str, ...] = ()) -> State[Any] | None:
-    """The pipeline `full`.
+# Prefect retries no flow run: stages have retries of their own, and the next slot continues.
+WORKERS = ThreadPoolTaskRunner(max_workers=MAX_CONCURRENT_STAGES)
+OPTIONS: Any = {
+    "flow_run_name": slot_name,
+    "retries": 0,
+    "persist_result": False,
+    "task_runner": WORKERS,
+}
+
+
+@flow(name="full", **OPTIONS)  # type: ignore[untyped-decorator]
+def full(settings: Settings = DEFAULTS, changes: tuple[str, ...] = ()) -> State[Any] | None:
+    """Raw files to tokenizer, shards, base model, SFT model, LoRA adapter and evaluation.
+
+    Stages whose inputs, settings and code did not change come from the store: a retry continues.
 
     Args:
         settings: of the whole pipeline; what is left out has its default
@@ -94,8 +110,9 @@ def run_full(settings: Settings = DEFAULTS, changes: tuple[str, ...] = ()) -> St
     return _final_state("full", _run_full, settings, changes)
 
 
-def run_nightly(settings: Settings = DEFAULTS, changes: tuple[str, ...] = ()) -> State[Any] | None:
-    """One night.
+@flow(name="nightly", **OPTIONS)  # type: ignore[untyped-decorator]
+def nightly(settings: Settings = DEFAULTS, changes: tuple[str, ...] = ()) -> State[Any] | None:
+    """One night: new data, a challenger trained on it, and the decision which model is champion.
 
     Args:
         settings: of the whole night; what is left out has its default
@@ -104,34 +121,6 @@ def run_nightly(settings: Settings = DEFAULTS, changes: tuple[str, ...] = ()) ->
     return _final_state("nightly", _run_night, settings, changes)
 
 
-def make_flow(function: Callable[..., Any], name: str, description: str) -> Any:
-    """A flow of a function of this module, which Prefect's runner pickles by its name.
-
-    Prefect retries none by itself: stages have retries of their own, and the next slot continues.
-    """
-    return flow(
-        function,
-        name=name,
-        description=description,
-        flow_run_name=slot_name,
-        retries=0,
-        persist_result=False,
-        task_runner=ThreadPoolTaskRunner(max_workers=MAX_CONCURRENT_STAGES),
-    )
-
-
-full = make_flow(
-    run_full,
-    "full",
-    "Raw files to tokenizer, shards, base model, SFT model, LoRA adapter and evaluation. Stages "
-    "whose inputs, settings and code did not change come from the store: a retry continues.",
-)
-nightly = make_flow(
-    run_nightly,
-    "nightly",
-    "New data, a challenger trained on it, its evaluation beside the champion's, and the decision "
-    "which of them is champion. Nothing new: a short run that says so.",
-)
 FLOWS = {"full": full, "nightly": nightly}
 
 
@@ -223,11 +212,39 @@ def _show_end(home: Path, schedule: str, state: State[Any]) -> None:
     write_json(deploy.last_run_file(home, schedule), last, PRIVATE_FILE)
 
 
+def settings_to_run(home: Path, kind: str, settings: Settings, changes: Sequence[str]) -> Settings:
+    """The settings of the current flow run: its parameters with the secrets of their sources.
+
+    Secrets are those of the schedule, else of the environment. What names code is always what the
+    schedule says; a flow that a user's program calls directly runs with its arguments. Raises
+    UsageError for a change of such a setting.
+    """
+    schedule = None
+    if deployment.id:
+        full_name = f"{kind}/{deployment.name}"
+        schedule = deploy.read_all(home).get(full_name)
+        for key in (change.partition("=")[0] for change in changes):
+            if any(f"{key}.".startswith(f"{name}.") for name in NAMES_CODE):
+                raise UsageError(
+                    f"{key} is in the changes of this flow run, but a setting that names code or a "
+                    f"command comes from {deploy.path_of(home, full_name)} only; leave it out, or "
+                    f"set it there with `ttrain pipeline schedule {kind} ... {key}=...`"
+                )
+    tree = settings_with_changes(settings, changes).model_dump()
+    if schedule:
+        tree = redact.restored(tree, schedule.settings)
+    if redact.has_hidden(tree):
+        tree = redact.restored(tree, load().settings.model_dump())
+    if deployment.id:
+        deployed = deploy.settings_of(home, schedule) if schedule else Settings()
+        for section, _, name in (key.partition(".") for key in NAMES_CODE):
+            own = deployed.model_dump()[section]
+            tree[section] = {**tree[section], name: own[name]} if name else own
+    return Settings.model_validate(tree)
+
+
 def settings_with_changes(settings: Settings, changes: Sequence[str]) -> Settings:
     """The settings with changes, validated as a whole. Raises UsageError."""
-    from ttrain.config.loading import load
-    from ttrain.pipeline.names import base_of
-
     if not changes:
         return settings
     base = base_of({"run": "deployment", "settings": settings.model_dump()})
@@ -250,50 +267,21 @@ def is_not_own_state(record: logging.LogRecord) -> bool:
 
 def flow_run_console() -> Console:
     """Make the console that prints to the terminal and to the flow run's log."""
-    return Console(file=_RunLog(), force_terminal=False, width=160)  # type: ignore[arg-type]
+    return Console(file=_RunLog(), force_terminal=False, width=160)
 
 
-class _RunLog(io.TextIOBase):
+class _RunLog(io.StringIO):
     """Passes the run's messages to the terminal, and line by line to the flow run's log."""
 
     def __init__(self) -> None:
-        self._logger, self._rest = get_run_logger(), ""
+        super().__init__()
+        self._logger = get_run_logger()
 
     def write(self, text: str) -> int:
-        *lines, self._rest = (self._rest + text).split("\n")
-        for line in filter(None, map(str.rstrip, lines)):
-            sys.stdout.write(f"{timed_lines(line)}\n")
+        for line in filter(None, map(str.rstrip, text.split("\n"))):
+            print(timed_lines(line), flush=True)
             self._logger.info("%s", line)
         return len(text)
-
-    def flush(self) -> None:
-        sys.stdout.flush()
-
-
-def settings_to_run(home: Path, kind: str, settings: Settings, changes: Sequence[str]) -> Settings:
-    """The settings of the current flow run: its parameters with the secrets of their sources.
-
-    A flow that a user's program calls directly has no deployment, and runs with its arguments. Of
-    a deployment, what names code is always what its file says. Raises UsageError for a change of
-    such a setting.
-    """
-    if not deployment.id:
-        return deploy.with_secrets(settings_with_changes(settings, changes), None)
-    full_name = f"{kind}/{deployment.name}"
-    schedule = deploy.read_all(home).get(full_name)
-    for key in (change.partition("=")[0] for change in changes):
-        if any(f"{key}.".startswith(f"{name}.") for name in NAMES_CODE):
-            raise UsageError(
-                f"{key} is in the changes of this flow run, but a setting that names code or a "
-                f"command comes from {deploy.path_of(home, full_name)} only; leave it out, or set "
-                f"it there with `ttrain pipeline schedule {kind} ... {key}=...`"
-            )
-    settings = deploy.with_secrets(settings_with_changes(settings, changes), schedule)
-    deployed = (deploy.settings_of(home, schedule) if schedule else Settings()).model_dump()
-    for section, _, name in (key.partition(".") for key in NAMES_CODE):
-        change = {name: deployed[section][name]} if name else deployed[section]
-        settings = settings.replaced({section: change})
-    return settings
 
 
 def serve(home: Path, say: Callable[[str], None], auth: Auth = "token") -> None:
@@ -347,6 +335,7 @@ class ScheduleServer:
         self._home, self._say, self._auth = home.resolve(), say, auth
         self._port = 4200
         self._has_own_server = not os.environ.get("PREFECT_API_URL")
+        self._environment = {"TTRAIN_HOME": str(self._home)}
         self._made: dict[str, tuple[Schedule, UUID | None]] = {}  # None: it was refused
         self.signums: list[int] = []
 
@@ -354,7 +343,7 @@ class ScheduleServer:
         """Choose the server that is named or runs, or start one."""
         prefect_api.check_prefect_server(self._home)
         self._keep_server()
-        os.environ["TTRAIN_HOME"] = str(self._home)
+        os.environ.update(self._environment)
         prefect_run.begin(self._home)()
         flow_runs.mark_crashed_runs(self._home)
         with best_effort():
@@ -415,49 +404,50 @@ class ScheduleServer:
         """
         ours = DeploymentFilter.model_validate({"tags": {"all_": [TAG]}})
         listing = await client.read_deployments(deployment_filter=ours)
-        present = {deployment.id: deployment for deployment in listing}
-        schedules = {s.full_name: s for s in deploy.read_all(self._home).values() if not s.pool}
+        present = {one.id: one for one in listing}
+        schedules = deploy.read_all(self._home)
         for name, schedule in schedules.items():
             made, number = self._made.get(name, (None, None))
             if made != schedule or (number is not None and number not in present):
-                number = await self._make(runner, schedule, present)
+                try:
+                    number = await self._make(runner, schedule, listing)
+                    self._say(f"scheduled: {name}")
+                except UsageError as error:  # until its file changes; other schedules are served
+                    number = None
+                    self._say(f"{name} is not served: {error}")
             elif number is not None and present[number].paused != schedule.paused:
                 schedule = replace(schedule, paused=present[number].paused)
                 deploy.write(self._home, schedule)
             self._made[name] = (schedule, number)
         kept = {self._made[name][1] for name in schedules}
-        for deployment in listing:
-            is_ours = home_tag(self._home) in deployment.tags and not deployment.work_pool_name
-            if is_ours and deployment.id not in kept:
-                await client.delete_deployment(deployment.id)
+        for one in listing:
+            if home_tag(self._home) in one.tags and one.id not in kept:
+                await client.delete_deployment(one.id)
 
-    async def _make(self, runner: Runner, schedule: Schedule, present: Mapping[UUID, Any]) -> UUID | None:
-        """Make or change a deployment; say so, or why it cannot be made."""
-        entry_point = f"{__name__}.run_{schedule.kind}"
-        for other in present.values():
-            is_same = (other.entrypoint, other.name) == (entry_point, schedule.name)
-            if is_same and home_tag(self._home) not in other.tags:
-                self._say(f"{schedule.full_name} belongs to another home there; set name=...")
-                return None
-        try:
-            settings = deploy.settings_of(self._home, schedule)
-        except UsageError as error:  # until its file changes; other schedules are served
-            self._say(str(error))
-            return None
-        slots = []  # none removes an earlier cron
-        if schedule.cron:
-            slots = [Cron(schedule.cron, timezone=schedule.timezone, slug="cron")]
-        flow_of_kind = FLOWS[schedule.kind]
-        number: UUID = await runner.aadd_flow(
-            flow_of_kind,
+    async def _make(self, runner: Runner, schedule: Schedule, present: Iterable[Any]) -> UUID:
+        """Make or change a deployment. Raises UsageError where its file or the server forbids it."""
+        for other in present:
+            names = (other.entrypoint.rpartition(".")[2], other.name)
+            if names == (schedule.kind, schedule.name) and home_tag(self._home) not in other.tags:
+                raise UsageError("the server has one of another home by this name; set name=...")
+        settings = deploy.settings_of(self._home, schedule)
+        cron = [Cron(schedule.cron, timezone=schedule.timezone)] if schedule.cron else []
+        made = await FLOWS[schedule.kind].ato_deployment(
             name=schedule.name,
-            schedules=slots,
+            schedules=cron,  # an empty list removes an earlier one
             paused=schedule.paused,
             parameters={"settings": deploy.parameters(settings.model_dump(mode="json"))},
-            description=f"{flow_of_kind.description}\n\nIts home is `{self._home}`.",
             tags=[TAG, home_tag(self._home)],
             version=VERSION,
             entrypoint_type=EntrypointType.MODULE_PATH,
+            work_pool_name=schedule.pool,
+            job_variables={"env": self._environment} if schedule.pool else None,
         )
-        self._say(f"scheduled: {schedule.full_name}")
+        if not schedule.pool:
+            number: UUID = await runner.aadd_deployment(made)
+            return number
+        try:
+            number = await made.aapply()
+        except DeploymentApplyError as error:
+            raise UsageError(f"{error}; make the pool, then schedule again") from None
         return number

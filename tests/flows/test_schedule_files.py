@@ -1,4 +1,4 @@
-"""Schedules of a home, and what is made of them: deployments, a systemd unit, the prefect.yaml of pools."""
+"""Schedules of a home, and the systemd unit of what serves them."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ import stat
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
-import yaml
 
 from ttrain.config import Settings
 from ttrain.config.loading import load
 from ttrain.core.files import write_json
 from ttrain.errors import UsageError
-from ttrain.flows import deploy
+from ttrain.flows import deploy, serve
 from ttrain.flows.deploy import Schedule
 from ttrain.pipeline.provenance import with_absolute_paths
 from ttrain.store.runs import this_process
 
-POOLS = ("process", "docker", "kubernetes")
 # A directory whose name holds what shells, systemd and cron each take for something else
 AWKWARD = "a home $HOME 50% 'of' \"it\" \\n"
 
@@ -33,7 +32,7 @@ AWKWARD = "a home $HOME 50% 'of' \"it\" \\n"
 def nothing_set_by_the_user(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nor does anything that is chosen for Prefect outlive the test."""
     before = dict(os.environ)
-    for name in (*deploy.INHERITED, *deploy.SECRETS, "TZ"):
+    for name in (*deploy.INHERITED, "TZ"):
         monkeypatch.delenv(name, raising=False)
     yield
     for name in set(os.environ) - set(before):
@@ -51,12 +50,6 @@ def schedule(pool: str | None = None, *overrides: str, **changes: Any) -> Schedu
     settings = with_absolute_paths(load(overrides, environment={}).settings)
     return Schedule(**{"kind": "nightly", "name": settings.name, "cron": "0 2 * * *", "timezone": "Europe/Berlin",
                        "settings": settings.model_dump(mode="json"), "pool": pool} | changes)  # fmt: skip
-
-
-def deployment_of(home: Path, made: Schedule) -> dict[str, Any]:
-    """The deployment of a schedule's prefect.yaml."""
-    found: dict[str, Any] = yaml.safe_load(deploy.prefect_yaml(home, made))["deployments"][0]
-    return found
 
 
 def test_a_schedule_is_read_as_it_was_written_and_a_damaged_file_is_none(odd_home: Path) -> None:
@@ -118,7 +111,9 @@ def test_paths_are_kept_in_full_and_what_is_elsewhere_as_it_is(tmp_path: Path, m
     assert with_absolute_paths(Settings()) == Settings()
 
 
-def test_a_secret_is_in_the_file_of_the_user_alone_and_no_server_gets_what_names_code(odd_home: Path) -> None:
+def test_a_secret_is_in_the_file_of_the_user_alone_and_no_server_gets_what_names_code(
+    odd_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url = "https://user:word@hooks.example/services/T0/secret"
     made = schedule(None, f"notify.webhook={url}", "data.lora=https://me:word@data.example/a.jsonl")
     settings = load([f"notify.webhook={url}", "data.lora=https://me:word@data.example/a.jsonl"], environment={}).settings
@@ -130,7 +125,8 @@ def test_a_secret_is_in_the_file_of_the_user_alone_and_no_server_gets_what_names
     kept = deploy.read_all(odd_home)[made.full_name]
     assert deploy.settings_of(odd_home, kept) == settings
     from_server = Settings.model_validate(json.loads(shown))
-    restored = deploy.with_secrets(from_server, kept)
+    monkeypatch.setattr(serve, "deployment", SimpleNamespace(id="a", name=made.name))
+    restored = serve.settings_to_run(odd_home, "nightly", from_server, ())
     assert restored.data.paths("lora") == ("https://me:word@data.example/a.jsonl",)
 
 
@@ -138,12 +134,6 @@ def test_settings_of_another_version_are_told_with_their_place_and_the_fix(odd_h
     old = schedule(settings={"pretrain": {"bogus": 1}})
     with pytest.raises(UsageError, match=r"nightly-quickstart\.json has settings of another version.*pretrain\.bogus"):
         deploy.settings_of(odd_home, old)
-
-
-def test_what_is_paused_or_removed_on_a_pool_is_so_on_its_server(odd_home: Path) -> None:
-    deploy.write(odd_home, schedule("docker"))
-    with pytest.raises(UsageError, match="pause it on Prefect's page"):
-        deploy.pause(odd_home, None, paused=True)
 
 
 def test_a_name_means_the_one_schedule_that_it_fits(odd_home: Path) -> None:
@@ -201,52 +191,15 @@ def test_a_systemd_unit_starts_the_command_in_any_home(odd_home: Path, tmp_path:
     assert "KillMode=mixed" in text and "OOMPolicy=continue" in text
 
 
-@pytest.fixture
-def secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two secrets in the environment."""
+def test_no_secret_stands_in_a_unit_but_the_place_where_it_belongs(odd_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFECT_API_KEY", "pnu_confidential")
     monkeypatch.setenv("PREFECT_API_URL", "https://prefect.example/api")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:confidential@mlflow.example/")
-
-
-@pytest.mark.usefixtures("secret")
-@pytest.mark.parametrize("kind", ["systemd", *POOLS])
-def test_no_secret_stands_in_what_keeps_it_up_but_where_it_belongs_does(kind: str, odd_home: Path) -> None:
-    text = deploy.prefect_yaml(odd_home, schedule(kind)) if kind in POOLS else deploy.unit(odd_home)
-    assert "confidential" not in text
-    assert "https://prefect.example/api" in text
-    assert "PREFECT_API_KEY, MLFLOW_TRACKING_URI" in text
-    if kind == "systemd":
-        assert "\nEnvironmentFile=-%h/.config/ttrain/environment\n" in text
+    text = deploy.unit(odd_home)
+    assert "confidential" not in text and "https://prefect.example/api" in text
+    assert "\nEnvironmentFile=-%h/.config/ttrain/environment\n" in text
 
 
 def test_the_command_of_a_unit_opens_its_help() -> None:
     done = subprocess.run([*deploy.command(), "--help"], capture_output=True, text=True, check=True)
     assert "--unit" in done.stdout
-    assert deploy.command()[-2:] == ["pipeline", "serve"]
-
-
-@pytest.mark.parametrize("pool", POOLS)
-def test_the_prefect_yaml_of_a_pool_names_the_flow_and_its_settings(pool: str, odd_home: Path, tmp_path: Path) -> None:
-    (tmp_path / "docs").mkdir()
-    made = schedule(pool, f"data.pretrain={tmp_path}/docs/*.jsonl")
-    from prefect.flows import load_flow_from_entrypoint
-
-    deployment = deployment_of(odd_home, made)
-    assert deployment["work_pool"]["name"] == f"ttrain-{pool}" and deployment["tags"] == ["ttrain", f"home:{odd_home}"]
-    assert [(one["cron"], one["timezone"]) for one in deployment["schedules"]] == [("0 2 * * *", "Europe/Berlin")]
-    flow = load_flow_from_entrypoint(deployment["entrypoint"])
-    given = flow.validate_parameters(deployment["parameters"])
-    assert given["settings"] == Settings.model_validate(made.settings)
-    variables = deployment["work_pool"]["job_variables"]
-    assert variables["env"]["TTRAIN_HOME"] == (str(odd_home) if pool == "process" else "/ttrain")
-    if pool == "docker":
-        assert variables["volumes"] == [f"{odd_home}:/ttrain", f"{tmp_path}/docs:{tmp_path}/docs:ro"]
-
-
-def test_folders_that_only_the_worker_has_are_mounted_and_never_the_whole_disk(odd_home: Path) -> None:
-    made = schedule(
-        "docker", "data.pretrain=/nowhere/docs/", "data.sft=/nowhere/chats/*.jsonl", "data.lora=/nowhere/d/a.jsonl"
-    )
-    volumes = deployment_of(odd_home, made)["work_pool"]["job_variables"]["volumes"]
-    assert volumes[1:] == ["/nowhere/docs:/nowhere/docs:ro", "/nowhere/chats:/nowhere/chats:ro", "/nowhere/d:/nowhere/d:ro"]

@@ -6,14 +6,17 @@ import asyncio
 import multiprocessing
 import os
 from dataclasses import replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prefect.deployments.runner import RunnerDeployment
+from prefect.flows import load_flow_from_entrypoint
 
-from ttrain.core.files import exclusive
+from ttrain.config import Settings
+from ttrain.core.files import exclusive, write_json
 from ttrain.errors import UsageError
 from ttrain.flows import deploy, serve, servers
 from ttrain.flows.deploy import Schedule
@@ -50,17 +53,17 @@ class Server:
     async def delete_deployment(self, number: str) -> None:
         del self.deployments[number]
 
-    async def aadd_flow(self, flow: Any, name: str, paused: bool, **options: Any) -> str:
-        number = f"{flow.name}/{name}"
-        self.add(number, paused=paused)
+    async def aadd_deployment(self, made: Any) -> str:
+        number = f"{made.flow_name}/{made.name}"
+        self.add(number, paused=made.paused, entrypoint=made.entrypoint, tags=made.tags)
         self.added.append(number)
         return number
 
     def add(self, number: str, **fields: Any) -> None:
         kind, name = number.split("/")
-        own = {"id": number, "name": name, "entrypoint": f"ttrain.flows.serve.run_{kind}", "paused": False}
+        own = {"id": number, "name": name, "entrypoint": f"ttrain.flows.serve.{kind}"}
         tags = ["ttrain", f"home:{self.home}"]
-        self.deployments[number] = SimpleNamespace(**{**own, "work_pool_name": None, "tags": tags, **fields})
+        self.deployments[number] = SimpleNamespace(**{**own, "paused": False, "tags": tags, **fields})
 
 
 @pytest.fixture
@@ -87,7 +90,6 @@ def test_deployments_are_those_of_the_files_and_a_pause_in_the_ui_is_kept_in_the
     look: Any, server: Server, said: list[str], tmp_path: Path
 ) -> None:
     deploy.write(tmp_path, MINE)
-    deploy.write(tmp_path, replace(MINE, name="of-a-pool", pool="docker"))
     look()
     look()
     assert server.added == ["nightly/mine"] and said == ["scheduled: nightly/mine"]
@@ -104,10 +106,9 @@ def test_deployments_are_those_of_the_files_and_a_pause_in_the_ui_is_kept_in_the
     assert len(server.added) == 3, "also where the server has lost it"
 
     server.add("nightly/of-another-home", tags=["ttrain", "home:/"])
-    server.add("nightly/of-a-pool", work_pool_name="docker")
     server.add("full/removed")
     look()
-    assert set(server.deployments) == {"nightly/mine", "nightly/of-another-home", "nightly/of-a-pool"}
+    assert set(server.deployments) == {"nightly/mine", "nightly/of-another-home"}
 
 
 def test_a_schedule_that_cannot_be_made_is_said_once_and_the_others_are_made(
@@ -120,18 +121,54 @@ def test_a_schedule_that_cannot_be_made_is_said_once_and_the_others_are_made(
     look()
     look()
     assert server.added == ["nightly/good"] and len(said) == 3
-    assert "settings of another version" in said[0] and "taken belongs to another home" in said[2]
+    assert "settings of another version" in said[0] and "taken is not served" in said[2]
+
+
+def test_a_pool_gets_the_flow_by_its_module_with_the_home(
+    look: Any, server: Server, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    applied: list[Any] = []
+
+    async def apply(made: RunnerDeployment) -> str:
+        applied.append(made)
+        server.add("nightly/mine")
+        return "nightly/mine"
+
+    monkeypatch.setattr(RunnerDeployment, "aapply", apply)
+    deploy.write(tmp_path, replace(MINE, pool="docker-pool"))
+    look()
+    look()
+    [made] = applied
+    assert (made.work_pool_name, made.entrypoint) == ("docker-pool", "ttrain.flows.serve.nightly")
+    assert made.job_variables == {"env": {"TTRAIN_HOME": str(tmp_path)}} and not server.added
+    assert [(slot.schedule.cron, slot.schedule.timezone) for slot in made.schedules] == [("0 2 * * *", "UTC")]
+    assert load_flow_from_entrypoint(made.entrypoint).validate_parameters(made.parameters)
+
+
+@pytest.mark.parametrize(("slot", "tries", "covered"), [(5, 1, True), (7, 1, False), (5, 2, False)])
+def test_a_slot_of_full_before_the_start_of_the_newest_run_is_covered_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slot: int, tries: int, covered: bool
+) -> None:
+    """As two missed ones are after an outage; a retry runs."""
+    began = datetime(2026, 1, 1, 6, tzinfo=UTC)
+    path = deploy.last_run_file(tmp_path, "full/mine")
+    path.parent.mkdir()
+    write_json(path, {"name": "one", "began": began.isoformat()})
+    run = SimpleNamespace(run_count=tries, scheduled_start_time=began.replace(hour=slot))
+    monkeypatch.setattr(serve, "flow_run", run)
+    reason = serve.covered_by(tmp_path, "full/mine")
+    assert reason == ("one began after this slot" if covered else None)
+    assert serve.covered_by(tmp_path, "full/another") is None
 
 
 def test_a_slot_of_full_that_finds_the_one_before_it_running_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ttrain.config import Settings
-
     monkeypatch.setattr(serve, "current_flow_run", lambda: SimpleNamespace(auto_scheduled=True))
     lock = deploy.path_of(tmp_path, "full/quickstart").with_suffix(".lock")
     with exclusive(lock):
         state = serve._run_full(tmp_path, Settings())
+    assert state is not None
     assert (state.name, state.message) == ("Skipped", "the slot before is still running")
 
 

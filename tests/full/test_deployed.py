@@ -185,28 +185,6 @@ def test_whose_process_is_gone_is_told_from_who_lives_who_is_elsewhere_and_who_b
     assert not flow_runs.is_process_gone({}, 1, tmp_path)
 
 
-def test_a_run_has_ended_where_its_record_says_so_or_its_process_is_gone(tmp_path: Path) -> None:
-    from ttrain.core.files import write_json
-    from ttrain.store.runs import process_started
-
-    (tmp_path / "runs").mkdir()
-
-    def ended(
-        outcome: str, started: float | None, *, deployment: str | None = None, name: str = "full-1", label: str = ""
-    ) -> bool:
-        record = {"outcome": outcome, "process": {"pid": os.getpid(), "started": started}}
-        write_json(tmp_path / "runs" / "full-1.json", record)
-        run: Any = SimpleNamespace(name=name, deployment_id=deployment, labels={flow_runs.LABEL_RUN: label} if label else {})
-        return flow_runs.has_ended(run, tmp_path)
-
-    alive = process_started(os.getpid())
-    assert not ended("running", alive) and ended("running", 1.0) and ended("completed", alive)
-    assert not ended("crashed", 1.0, deployment="its second try keeps the name of the first for a moment")
-    assert ended("completed", alive, name="night-000001", label="full-1")
-    assert not ended("crashed", 1.0, label="../runs/full-1")
-    assert not ended("crashed", 1.0, name="of-another-home") and not ended("crashed", 1.0, name="../runs/full-1")
-
-
 def test_a_run_that_was_taken_and_never_began_is_told_from_one_that_is_just_beginning(tmp_path: Path) -> None:
     from datetime import UTC, datetime, timedelta
 

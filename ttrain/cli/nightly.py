@@ -115,17 +115,14 @@ class SlotOptions:
     """The options of the commands that schedule, apart from the cron."""
 
     timezone: Annotated[str | None, option("of the cron, such as Europe/Berlin; else this machine's")] = None
-    prefect_yaml: Annotated[
-        Literal["process", "docker", "kubernetes"] | None,
-        option("print a prefect.yaml for a pool of this kind"),
-    ] = None
+    pool: Annotated[str | None, option("the Prefect work pool whose workers run it")] = None
     as_json: AsJson = False
 
 
 @command(
     schedule_app,
     'Examples:  ttrain pipeline schedule nightly --cron "0 2 * * *" -c mine.yaml --profile night\n\n'
-    "ttrain pipeline schedule nightly --prefect-yaml docker data.pretrain=/data/docs > prefect.yaml",
+    "ttrain pipeline schedule nightly --pool docker-pool data.pretrain=/data/docs",
 )
 def schedule_nightly(settings_options: SettingsOptions, slots: SlotOptions, cron: Cron = "0 2 * * *") -> None:
     """Schedule nightly training on new data, which `ttrain pipeline serve` runs. An existing schedule is changed."""
@@ -163,7 +160,7 @@ def schedule_list(as_json: AsJson = False) -> None:
     zone = zones.pop() if len(zones) == 1 else deploy.local_timezone()
     rows = [_schedule_row(schedule, last[schedule.full_name], zone) for schedule in listing]
     table(("schedule", "cron", f"next ({zone})", f"last ({zone})"), rows)
-    if not pid and not all(schedule.pool for schedule in listing):
+    if not pid:
         print("no process serves them: keep `ttrain pipeline serve` running, which starts what is due")
 
 
@@ -242,14 +239,10 @@ def _schedule(kind: str, settings_options: SettingsOptions, options: SlotOptions
     deploy.check_cron(cron, timezone)
     if settings.nightly.timezone is None:  # the deadline is by the clock of the schedule
         settings = settings.replaced({"nightly": {"timezone": timezone}})
-    schedule = deploy.Schedule(kind, settings.name, cron, timezone, settings.model_dump(), options.prefect_yaml)
+    schedule = deploy.Schedule(kind, settings.name, cron, timezone, settings.model_dump(), options.pool)
     before = deploy.read_all(home).get(schedule.full_name)
     schedule = replace(schedule, paused=bool(before and before.paused))
-    text = deploy.prefect_yaml(home, schedule) if schedule.pool else ""
     deploy.write(home, schedule)
-    if text:
-        print(text, end="")
-        return
     slots = schedule.next_slots(3)
     if options.as_json:
         times = [slot.isoformat() for slot in slots]
