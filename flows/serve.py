@@ -431,23 +431,24 @@ class ScheduleServer:
             if names == (schedule.kind, schedule.name) and home_tag(self._home) not in other.tags:
                 raise UsageError("the server has one of another home by this name; set name=...")
         settings = deploy.settings_of(self._home, schedule)
-        cron = [Cron(schedule.cron, timezone=schedule.timezone)] if schedule.cron else []
-        made = await FLOWS[schedule.kind].ato_deployment(
-            name=schedule.name,
-            schedules=cron,  # an empty list removes an earlier one
-            paused=schedule.paused,
-            parameters={"settings": deploy.parameters(settings.model_dump(mode="json"))},
-            tags=[TAG, home_tag(self._home)],
-            version=VERSION,
-            entrypoint_type=EntrypointType.MODULE_PATH,
-            work_pool_name=schedule.pool,
-            job_variables={"env": self._environment} if schedule.pool else None,
-        )
-        if not schedule.pool:
-            number: UUID = await runner.aadd_deployment(made)
+        options: dict[str, Any] = {
+            "name": schedule.name,
+            "schedules": [],  # which removes an earlier one
+            "paused": schedule.paused,
+            "parameters": {"settings": deploy.parameters(settings.model_dump(mode="json"))},
+            "tags": [TAG, home_tag(self._home)],
+            "version": VERSION,
+            "entrypoint_type": EntrypointType.MODULE_PATH,
+        }
+        if schedule.cron:
+            options["schedules"] = [Cron(schedule.cron, timezone=schedule.timezone, slug="cron")]
+        own_flow = FLOWS[schedule.kind]
+        if not schedule.pool:  # runs this flow itself, whatever entry point the server names
+            number: UUID = await runner.aadd_flow(own_flow, **options)
             return number
+        options |= {"work_pool_name": schedule.pool, "job_variables": {"env": self._environment}}
         try:
-            number = await made.aapply()
+            number = await (await own_flow.ato_deployment(**options)).aapply()
         except DeploymentApplyError as error:
             raise UsageError(f"{error}; make the pool, then schedule again") from None
         return number

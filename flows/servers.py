@@ -15,10 +15,10 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from http.client import HTTPException
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -264,12 +264,13 @@ def wait(name: str, port: int, process: subprocess.Popen[bytes], path: Path) -> 
 
     Raises TTrainError with the end of its log when it dies or stays silent.
     """
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    url, deadline = f"http://{HOST}:{port}{HEALTH[name]}", time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + START_SECONDS
     while True:
         answered = False
-        with contextlib.suppress(OSError, HTTPException), direct.open(url, timeout=5.0):
-            answered = True
+        connection = HTTPConnection(HOST, port, timeout=5.0)
+        with contextlib.suppress(OSError, HTTPException), contextlib.closing(connection):
+            connection.request("GET", HEALTH[name])
+            answered = connection.getresponse().status == HTTPStatus.OK
         code = process.poll()
         if answered and code is None:
             return

@@ -53,9 +53,9 @@ class Server:
     async def delete_deployment(self, number: str) -> None:
         del self.deployments[number]
 
-    async def aadd_deployment(self, made: Any) -> str:
-        number = f"{made.flow_name}/{made.name}"
-        self.add(number, paused=made.paused, entrypoint=made.entrypoint, tags=made.tags)
+    async def aadd_flow(self, flow: Any, name: str, paused: bool, **options: Any) -> str:
+        number = f"{flow.name}/{name}"
+        self.add(number, paused=paused)
         self.added.append(number)
         return number
 

@@ -51,7 +51,7 @@ def named(home: Path, what: Callable[[psutil.Process], bool]) -> list[psutil.Pro
 
 
 def flows(home: Path) -> list[psutil.Process]:
-    return named(home, lambda process: "prefect.engine" in " ".join(process.cmdline()))
+    return named(home, lambda process: "spawn_main" in " ".join(process.cmdline()))
 
 
 def workers(home: Path) -> list[psutil.Process]:
