@@ -87,18 +87,7 @@ def slot_name() -> str:
     return f"slot {flow_run.scheduled_start_time.astimezone():%Y-%m-%d %H:%M}"
 
 
-# Prefect retries no flow run: stages have retries of their own, and the next slot continues.
-WORKERS = ThreadPoolTaskRunner(max_workers=MAX_CONCURRENT_STAGES)
-OPTIONS: Any = {
-    "flow_run_name": slot_name,
-    "retries": 0,
-    "persist_result": False,
-    "task_runner": WORKERS,
-}
-
-
-@flow(name="full", **OPTIONS)  # type: ignore[untyped-decorator]
-def full(settings: Settings = DEFAULTS, changes: tuple[str, ...] = ()) -> State[Any] | None:
+def run_full(settings: Settings = DEFAULTS, changes: tuple[str, ...] = ()) -> State[Any] | None:
     """Raw files to tokenizer, shards, base model, SFT model, LoRA adapter and evaluation.
 
     Stages whose inputs, settings and code did not change come from the store: a retry continues.
@@ -110,8 +99,7 @@ def full(settings: Settings = DEFAULTS, changes: tuple[str, ...] = ()) -> State[
     return _final_state("full", _run_full, settings, changes)
 
 
-@flow(name="nightly", **OPTIONS)  # type: ignore[untyped-decorator]
-def nightly(settings: Settings = DEFAULTS, changes: tuple[str, ...] = ()) -> State[Any] | None:
+def run_nightly(settings: Settings = DEFAULTS, changes: tuple[str, ...] = ()) -> State[Any] | None:
     """One night: new data, a challenger trained on it, and the decision which model is champion.
 
     Args:
@@ -121,6 +109,16 @@ def nightly(settings: Settings = DEFAULTS, changes: tuple[str, ...] = ()) -> Sta
     return _final_state("nightly", _run_night, settings, changes)
 
 
+# Prefect retries no flow run: stages have retries of their own, and the next slot continues. Names
+# differ from those of the functions, which the runner's processes load by their names.
+OPTIONS: Any = {
+    "flow_run_name": slot_name,
+    "retries": 0,
+    "persist_result": False,
+    "task_runner": ThreadPoolTaskRunner(max_workers=MAX_CONCURRENT_STAGES),
+}
+full = flow(run_full, name="full", **OPTIONS)
+nightly = flow(run_nightly, name="nightly", **OPTIONS)
 FLOWS = {"full": full, "nightly": nightly}
 
 
@@ -427,8 +425,9 @@ class ScheduleServer:
     async def _make(self, runner: Runner, schedule: Schedule, present: Iterable[Any]) -> UUID:
         """Make or change a deployment. Raises UsageError where its file or the server forbids it."""
         for other in present:
-            names = (other.entrypoint.rpartition(".")[2], other.name)
-            if names == (schedule.kind, schedule.name) and home_tag(self._home) not in other.tags:
+            kind = other.entrypoint.rpartition(".")[2].removeprefix("run_")
+            is_same = (kind, other.name) == (schedule.kind, schedule.name)
+            if is_same and home_tag(self._home) not in other.tags:
                 raise UsageError("the server has one of another home by this name; set name=...")
         settings = deploy.settings_of(self._home, schedule)
         options: dict[str, Any] = {
@@ -447,8 +446,10 @@ class ScheduleServer:
             number: UUID = await runner.aadd_flow(own_flow, **options)
             return number
         options |= {"work_pool_name": schedule.pool, "job_variables": {"env": self._environment}}
+        pooled = await own_flow.ato_deployment(**options)
+        pooled.entrypoint = f"{__name__}.{schedule.kind}"
         try:
-            number = await (await own_flow.ato_deployment(**options)).aapply()
+            number = await pooled.aapply()
         except DeploymentApplyError as error:
             raise UsageError(f"{error}; make the pool, then schedule again") from None
         return number

@@ -121,7 +121,6 @@ def start(home: Path, ports: Mapping[str, int], auth: Auth = "token", owner: str
         token = token_of(auth, lambda: server_records.make_token(home)) if missing else ""
         try:
             for name in missing:
-                stop(home, name)  # remains of one that does not answer
                 processes[name] = _start(home, name, ports[name], token, owner)
             for name in missing:
                 try:
@@ -193,6 +192,7 @@ def running(home: Path) -> ServerAddresses | None:
 
 def _start(home: Path, name: str, wanted_port: int, token: str, owner: str) -> subprocess.Popen[bytes]:
     """Start a server, on the next free port where another program has its own, and record it."""
+    stop(home, name)  # remains of one that does not answer
     port, mark = free_port(wanted_port), secrets.token_hex(8)
     path = server_records.folder_of(home) / f"{name}.log"
     if port != wanted_port:
