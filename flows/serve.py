@@ -234,9 +234,9 @@ def settings_to_run(home: Path, kind: str, settings: Settings, changes: Sequence
     if redact.has_hidden(tree):
         tree = redact.restored(tree, load().settings.model_dump())
     if deployment.id:
-        deployed = deploy.settings_of(home, schedule) if schedule else Settings()
+        deployed = (deploy.settings_of(home, schedule) if schedule else Settings()).model_dump()
         for section, _, name in (key.partition(".") for key in NAMES_CODE):
-            own = deployed.model_dump()[section]
+            own = deployed[section]
             tree[section] = {**tree[section], name: own[name]} if name else own
     return Settings.model_validate(tree)
 

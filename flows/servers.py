@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
@@ -125,9 +124,9 @@ def start(home: Path, ports: Mapping[str, int], auth: Auth = "token", owner: str
             for name in missing:
                 try:
                     _wait(home, name, processes[name])
-                except TTrainError as error:
-                    if name != "prefect" or not set_database_aside(home, str(error)):
-                        raise
+                except TTrainError as error:  # or another program took the port meanwhile
+                    if name == "prefect":
+                        set_database_aside(home, str(error))
                     processes[name] = _start(home, name, ports[name], token, owner)
                     _wait(home, name, processes[name])
         except BaseException:
@@ -268,9 +267,12 @@ def wait(name: str, port: int, process: subprocess.Popen[bytes], path: Path) -> 
     while True:
         answered = False
         connection = HTTPConnection(HOST, port, timeout=5.0)
-        with contextlib.suppress(OSError, HTTPException), contextlib.closing(connection):
+        silent = contextlib.suppress(OSError, HTTPException, psutil.Error)
+        with silent, contextlib.closing(connection):
             connection.request("GET", HEALTH[name])
-            answered = connection.getresponse().status == HTTPStatus.OK
+            connection.getresponse()
+            # Not another program there, which clients would send their token
+            answered = server_records.listens(psutil.Process(process.pid), port)
         code = process.poll()
         if answered and code is None:
             return

@@ -285,6 +285,24 @@ def test_a_damaged_file_owns_no_process(faked_home: Path, text: str, stranger: s
     assert stranger.poll() is None and not path.exists()
 
 
+def test_a_server_whose_port_another_one_takes_meanwhile_is_started_on_the_next(
+    faked_home: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would take that one's answer for its own, and send it the token."""
+    theirs = tmp_path_factory.mktemp("theirs")
+    write_double(theirs)
+    free_port, port = servers.free_port, ports()[0]
+    servers.start(theirs, {"prefect": port})
+    chosen = iter([port])
+    monkeypatch.setattr(servers, "free_port", lambda first: next(chosen, None) or free_port(first))
+    try:
+        servers.start(faked_home, {"prefect": port})
+        server = server_records.live_server(faked_home, "prefect")
+        assert server is not None and server.port != port
+    finally:
+        servers.down(theirs)
+
+
 def test_a_server_that_dies_says_why_and_takes_the_other_along(faked_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "mlflow_command", lambda home, port: (["there_is_no_such_module"], {}))
     with pytest.raises(TTrainError, match=r"(?s)mlflow server ended with exit code 1.*No module named there_is_no"):
