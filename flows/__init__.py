@@ -1,4 +1,4 @@
-"""The recipes of pipelines and what runs them: the engine, Prefect, servers."""
+"""The graphs of pipelines and what runs them: the engine, Prefect, servers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from ttrain.store import references
 
 if TYPE_CHECKING:
-    from ttrain.pipeline.recipe import Recipe
+    from ttrain.pipeline.graph import Pipeline
 
-NAMES = ("full", "nightly")  # nightly: its recipe depends on the inputs of a night (`flows/nightly.py`)
+NAMES = ("full", "nightly")  # nightly: its graph depends on the inputs of a night (`flows/nightly.py`)
 
 
-def recipe(name: str) -> Recipe:
-    """The recipe of a pipeline. Raises UsageError with the nearest name."""
+def pipeline(name: str) -> Pipeline:
+    """The function that makes the graph of a pipeline. Raises UsageError with the nearest name."""
     if name == "full":
         from ttrain.flows.full import full  # here: it loads all settings, which listing schedules need not
 

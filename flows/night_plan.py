@@ -1,8 +1,8 @@
-"""The plan of a night: what it reads, and the recipe of its stages."""
+"""The plan of a night: what it reads, and the graph of its stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,8 +15,8 @@ from ttrain.nightly import heldout, records
 from ttrain.nightly import inputs as night_inputs
 from ttrain.nightly.inputs import UNFROZEN_OF_NIGHTLY, NightInputs
 from ttrain.nightly.records import Champion, InputSnapshot, NightRecord, Nights
+from ttrain.pipeline.graph import Graph, Node, Planned, Source
 from ttrain.pipeline.plan import plan
-from ttrain.pipeline.recipe import Planned, Recipe
 from ttrain.pipeline.run_models import REGISTERED
 from ttrain.stages import (
     BASE_OF,
@@ -64,74 +64,66 @@ def plan_night(settings: Settings, store: ArtifactStore) -> NightPlan:
     inputs = night_inputs.inputs_of(frozen, settings, store)
     reason = "; ".join(filter(None, (reason, inputs.note)))
     near = 0.0 if inputs.keeps_base else inputs.settings.reading.near_duplicates or 0.0
-    stages = tuple(plan(recipe_of(inputs), inputs.settings, store))
+    stages = tuple(plan(night_graph(inputs), inputs.settings, store))
     return NightPlan(reason, frozen, stages, near, len(inputs.learnt) if near else 0)
 
 
-def recipe_of(inputs: NightInputs) -> Recipe:
+def night_graph(inputs: NightInputs) -> Graph:
     """The pipeline `full`, with stages replaced by the champion's artifacts, and the champion evaluated as well."""
+    graph = Graph()
+    for node in full(inputs.settings).replacing(_replaced(inputs)).values():
+        graph.add(node.stage, **{**node.sources, **_night_sources(inputs, node, graph)})
+    return graph
 
-    def nightly(stage: Callable[..., Any], settings: Settings) -> None:
-        full(NightWalk(stage, inputs), settings)
 
-    return nightly
+def _replaced(inputs: NightInputs) -> dict[str, Source | None]:
+    """What the stages that a night does not run are replaced by."""
+    replaced: dict[str, Source | None] = {**inputs.replacements}
+    if inputs.kept_base:
+        replaced |= {PRETRAIN.name: inputs.kept_base, EXISTING_MODEL.name: inputs.kept_base}
+    if inputs.keeps_base:
+        replaced[SHARDS_PRETRAIN.name] = None
+    return replaced
 
 
-@dataclass(frozen=True)
-class NightWalk:
-    """What becomes of each stage of `full` in a night."""
+def _night_sources(inputs: NightInputs, node: Node, graph: Graph) -> dict[str, Source | None]:
+    """The inputs that a stage has in a night, in addition to its own; adds the stages that make them to the graph."""
+    base = {"base": inputs.bases[node.stage.name]} if node.stage.name in inputs.bases else {}
+    if node.stage is SHARDS_PRETRAIN:
+        near = inputs.learnt if inputs.settings.reading.near_duplicates else ()
+        return {EARLIER_HELDOUT: inputs.earlier_heldout, **_learnt_before(near)}
+    if node.stage is PRETRAIN:
+        earlier = {"tokenizer": node.sources["tokenizer"], EARLIER_HELDOUT: inputs.earlier_heldout}
+        heldout_inputs = earlier if inputs.earlier_heldout else {}
+        replay = _replay(graph, REPLAY, node, inputs.replayed, **heldout_inputs)
+        return {"replay": replay, "plateau": inputs.plateau}
+    if node.stage is SFT:
+        return {"replay": _replay(graph, REPLAY_SFT, node, inputs.replayed_chats), **base}
+    if node.stage is EVALUATE:
+        return _evaluation_sources(inputs, node, graph)
+    return {**base}
 
-    stage: Callable[..., Any]
-    inputs: NightInputs
 
-    def __call__(self, of: Stage, **stage_inputs: Any) -> Any:
-        if self.inputs.kept_base and (of is PRETRAIN or of is EXISTING_MODEL):
-            return self.inputs.kept_base
-        if self.inputs.keeps_base and of is SHARDS_PRETRAIN:
-            return None
-        if of.name in self.inputs.replacements:
-            return self.inputs.replacements[of.name]
-        if of is SHARDS_PRETRAIN:
-            stage_inputs[EARLIER_HELDOUT] = self.inputs.earlier_heldout
-            if self.inputs.settings.reading.near_duplicates:
-                stage_inputs |= _learnt_before(self.inputs.learnt)
-        if of is PRETRAIN:
-            return self._base(stage_inputs)
-        if of is EVALUATE:
-            return self._evaluate(stage_inputs)
-        if of is SFT:
-            stage_inputs["replay"] = self._replay(REPLAY_SFT, stage_inputs["shards"], self.inputs.replayed_chats)
-        if of.name in self.inputs.bases:
-            stage_inputs["base"] = self.inputs.bases[of.name]
-        return self.stage(of, **stage_inputs)
+def _replay(graph: Graph, stage: Stage, training: Node, learnt: Sequence[Artifact], **sources: Source | None) -> str | None:
+    """Add the stage that samples what was learnt before, if there is any, for a training."""
+    if not learnt:
+        return None
+    return graph.add(stage, documents=training.sources["shards"], **_learnt_before(learnt), **sources)
 
-    def _base(self, stage_inputs: Mapping[str, Any]) -> Any:
-        """The base model, trained with a sample of what was learnt before."""
-        heldout_inputs = {}
-        if self.inputs.earlier_heldout:
-            heldout_inputs = {"tokenizer": stage_inputs["tokenizer"], EARLIER_HELDOUT: self.inputs.earlier_heldout}
-        replay = self._replay(REPLAY, stage_inputs["shards"], self.inputs.replayed, **heldout_inputs)
-        return self.stage(PRETRAIN, **stage_inputs, replay=replay, plateau=self.inputs.plateau)
 
-    def _replay(self, of: Stage, shards: Any, learnt: Sequence[Artifact], **inputs: Any) -> Any:
-        """A sample of what was learnt before, if there is any."""
-        return self.stage(of, documents=shards, **_learnt_before(learnt), **inputs) if learnt else None
+def _evaluation_sources(inputs: NightInputs, node: Node, graph: Graph) -> dict[str, Source | None]:
+    """The held-out documents of all nights, and the bases of adapters.
 
-    def _evaluate(self, stage_inputs: Mapping[str, Any]) -> Any:
-        """The evaluation of the night's models, after that of the champion on the same data."""
-        stage_inputs = {**stage_inputs, "documents": self._documents(stage_inputs.get("documents"))}
-        if self.inputs.champion:
-            data = {name: value for name, value in stage_inputs.items() if name in HELDOUT_PARTS}
-            bases = _adapter_bases(self.inputs.champion_bases)
-            self.stage(EVALUATE_CHAMPION, **data, **self.inputs.champion, **bases)
-        return self.stage(EVALUATE, **stage_inputs, **_adapter_bases(self.inputs.bases))
-
-    def _documents(self, new: Any) -> Any:
-        """The held-out documents of this and all earlier nights."""
-        earlier = self.inputs.earlier_heldout if self.inputs.measures_earlier else None
-        if new is None or earlier is None:
-            return earlier if new is None else new
-        return self.stage(HELDOUT, documents=new, **{EARLIER_HELDOUT: earlier})
+    Adds the evaluation of the champion on the same data.
+    """
+    documents = node.sources.get("documents")
+    if inputs.earlier_heldout and inputs.measures_earlier:
+        earlier = inputs.earlier_heldout
+        documents = graph.add(HELDOUT, documents=documents, **{EARLIER_HELDOUT: earlier}) if documents else earlier
+    if inputs.champion:
+        data = {name: source for name, source in node.sources.items() if name in HELDOUT_PARTS} | {"documents": documents}
+        graph.add(EVALUATE_CHAMPION, **data, **inputs.champion, **_adapter_bases(inputs.champion_bases))
+    return {"documents": documents, **_adapter_bases(inputs.bases)}
 
 
 def _learnt_before(artifacts: Sequence[Artifact]) -> dict[str, Artifact]:

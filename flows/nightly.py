@@ -1,6 +1,6 @@
 """A night: look for new data, train a challenger on it, compare it with the champion, promote or keep.
 
-`night_plan.py` has the inputs and the recipe, `night_decision.py` the decision, by the rules of
+`night_plan.py` has the inputs and the graph, `night_decision.py` the decision, by the rules of
 `ttrain/evaluate/promotion.py`; records and slots are in `ttrain/nightly/records.py`, the champion is in the registry. This
 module brings them together, and is the same with and without Prefect.
 
@@ -225,7 +225,6 @@ class NightRun:
         inputs = night_inputs.inputs_of(frozen, self.settings, self.store)
         if inputs.note:
             self.say(inputs.note)
-        recipe = night_plan.recipe_of(inputs)
 
         def on_begin(execution: PipelineRun) -> None:
             night.note_try(run=execution.record.run)
@@ -235,10 +234,9 @@ class NightRun:
             NAME,
             inputs.settings,
             self.store,
-            plan(recipe, inputs.settings, self.store),
+            plan(night_plan.night_graph(inputs), inputs.settings, self.store),
             self.console,
             engine=self.engine,
-            own_recipe=recipe,
             on_begin=on_begin,
             night=night.name,
             labels=self.labels,

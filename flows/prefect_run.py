@@ -1,4 +1,4 @@
-"""Run a recipe under Prefect: a flow run per pipeline run, a task run per stage, independent stages in parallel."""
+"""Run a plan under Prefect: a flow run per pipeline run, a task run per stage, independent stages in parallel."""
 
 from __future__ import annotations
 
@@ -24,19 +24,16 @@ from ttrain.flows.prefect_api import AUTH_STRING, token_environment
 from ttrain.flows.servers import PORT, prefect_app, token_of, uvicorn_command
 from ttrain.pipeline import plan as plan_table
 from ttrain.pipeline.execution import PipelineRun
-from ttrain.pipeline.recipe import Recipe
 from ttrain.pipeline.run_summary import REPORT
 from ttrain.reports import summary
-from ttrain.stages import Stage
 from ttrain.store import server_records
-from ttrain.store.layout import Artifact
 from ttrain.store.runs import NOTHING_NEW
 from ttrain.store.server_records import HOST
 from ttrain.tasks.best_effort import best_effort
 
 log = logging.getLogger("ttrain")
 
-MAX_CONCURRENT_STAGES = 4  # the most stages of a recipe that are independent, and one to spare
+MAX_CONCURRENT_STAGES = 4  # the most stages of a graph that are independent, and one to spare
 
 
 def begin(home: Path, auth: Auth = "token") -> Callable[[], None]:
@@ -61,10 +58,8 @@ def reread_environment() -> None:
         refresh_global_settings_context()
 
 
-def run(
-    execution: PipelineRun, recipe: Recipe, wait_for_server: Callable[[], None], *, in_flow: bool = False, night: str = ""
-) -> None:
-    """Run the recipe as a flow, or `in_flow` as a part of the flow run of a deployment that calls this. The flow run has the
+def run(execution: PipelineRun, wait_for_server: Callable[[], None], *, in_flow: bool = False, night: str = "") -> None:
+    """Run the plan as a flow, or `in_flow` as a part of the flow run of a deployment that calls this. The flow run has the
     name of the `night`, else those of the settings and the run, and the user's tags.
 
     Raises what the first failed stage raised, or Interrupted.
@@ -90,7 +85,7 @@ def run(
     if in_flow:
         with execution.catching_signals():
             rename(night or execution.record.run)
-            _run_stages(execution, recipe)
+            _run_stages(execution)
         _raise_failure(execution, "a retry or the next run continues")
         return
 
@@ -109,7 +104,7 @@ def run(
                 flow_runs.label_with_process(execution.store.root, execution.record.run)
                 if night:  # after the label, which names its record from then on
                     rename(night)
-            _run_stages(execution, recipe)
+            _run_stages(execution)
         have_ended.append(True)
         if execution.signum:
             did = "were ended where they stood" if execution.at_once else "saved their state"
@@ -141,8 +136,8 @@ def tags_of(execution: PipelineRun) -> list[str]:
     return [TAG, *(f"{key}={value}" for key, value in own.items())]
 
 
-def _run_stages(execution: PipelineRun, recipe: Recipe) -> None:
-    """Submit every stage to the current flow run, wait for them, and report the results to Prefect."""
+def _run_stages(execution: PipelineRun) -> None:
+    """Submit every stage of the plan to the current flow run, wait for them, and report the results to Prefect."""
     from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
     from prefect.context import TagsContext
     from prefect.futures import PrefectFuture
@@ -150,19 +145,10 @@ def _run_stages(execution: PipelineRun, recipe: Recipe) -> None:
 
     from ttrain.tasks.stage import stage_task
 
-    futures: list[PrefectFuture[Any]] = []
-    shards: list[PrefectFuture[Any]] = []
+    futures: dict[str, PrefectFuture[Any]] = {}
+    stages = {planned.stage.name: planned for planned in execution.planned if not planned.reused}
+    shards = {name for name, planned in stages.items() if planned.stage.reuses_parts}
     is_limited = _trainings_are_limited()
-
-    def submit(stage: Stage, **inputs: PrefectFuture[Any] | Artifact | None) -> PrefectFuture[Any]:
-        stage_inputs = {name: future for name, future in inputs.items() if future is not None}
-        # All shards: a stage with too few rows ends the run before it trains
-        prerequisites = shards if stage.uses_ranks else ()
-        futures.append(stage_task(stage, execution, is_limited=is_limited).submit(stage_inputs, wait_for=prerequisites))
-        if stage.reuses_parts:
-            shards.append(futures[-1])
-        return futures[-1]
-
     run = execution.record.run
     flow_run_id = str(current_flow_run().id)
     execution.note_prefect(flow_run_id, None if is_own() else url_for("flow-run", obj_id=flow_run_id))
@@ -174,10 +160,14 @@ def _run_stages(execution: PipelineRun, recipe: Recipe) -> None:
             create_link_artifact(page, key="mlflow", link_text=f"{run} in MLflow")
     with contextlib.suppress(Interrupted), watching_for_cancellation(execution):
         with TagsContext(current_tags=set()):  # the flow run's tags are not for its tasks (see `stage_task`)
-            recipe(submit, execution.settings)
-        for future in futures:
+            for name, planned in stages.items():
+                # All shards: a stage with too few rows ends the run before it trains
+                needed = planned.reads | shards if planned.stage.uses_ranks else planned.reads
+                before = [future for of, future in futures.items() if of in needed]
+                futures[name] = stage_task(planned, execution, is_limited=is_limited).submit(wait_for=before)
+        for future in futures.values():
             future.wait()
-        check_all_completed(execution, futures)
+        check_all_completed(execution, [*futures.values()])
     with best_effort():
         page = execution.page_of()
         link = f"[The whole report]({page}/artifacts/{REPORT}), with curves.\n\n" if page else ""

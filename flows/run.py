@@ -1,4 +1,4 @@
-"""Run a recipe, with or without Prefect."""
+"""Run a plan, with or without Prefect."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from ttrain.config import Settings
 from ttrain.engine.plain import run_plain
 from ttrain.engine.run import begin, print_summary, recorded, screen
 from ttrain.errors import UsageError
-from ttrain.flows import recipe
 from ttrain.nightly import notify
 from ttrain.pipeline.execution import PipelineRun
+from ttrain.pipeline.graph import NOTHING_AGAIN, Planned, Rerun
 from ttrain.pipeline.labels import NO_LABELS, Labels
 from ttrain.pipeline.progress_display import StageDisplay
-from ttrain.pipeline.recipe import NOTHING_AGAIN, Planned, Recipe, Rerun, planned_part
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.runs import NIGHTLY
 
@@ -29,7 +28,6 @@ def run_pipeline(
     rerun: Rerun = NOTHING_AGAIN,
     *,
     engine: str = "prefect",
-    own_recipe: Recipe | None = None,
     on_begin: Callable[[PipelineRun], object] = lambda execution: None,
     night: str = "",
     labels: Labels = NO_LABELS,
@@ -39,10 +37,10 @@ def run_pipeline(
 ) -> PipelineRun:
     """Run the plan `stages`, then print the evaluation; returns the execution.
 
-    `own_recipe`: instead of that of the pipeline's name; the plan must be of it. `on_begin` gets the run before its
-    first stage. `night`: of which it is a part. The user's `labels` go to its record. `in_flow`: the stages join the Prefect
-    flow run that this is called in. `display` shows the stages, instead of the console. At `stop_at`, in seconds since the
-    epoch, the stages are asked to save and stop.
+    `on_begin` gets the run before its first stage. `night`: of which it is a part. The user's `labels` go to its record.
+    `in_flow`: the stages join the Prefect flow run that this is called in. `display` shows the stages, instead of the
+    console. At `stop_at`, in seconds since the epoch, the stages are asked to save and stop.
+
     Raises what the first failed stage raised, or Interrupted.
     """
     if settings.runtime.sharding == "dask" and engine != "prefect":
@@ -53,7 +51,6 @@ def run_pipeline(
         from ttrain.train.precision import resolve_device  # loads torch, so only where a device is named
 
         resolve_device(settings.runtime.device)  # not after minutes, at the first training
-    chosen = planned_part(own_recipe or recipe(pipeline), stages)
     with screen(console, settings.runtime.log_level, display) as shown_on:
         if engine == "prefect":
             from ttrain.flows import prefect_run
@@ -71,10 +68,10 @@ def run_pipeline(
                 execution.raise_if_signalled()
                 with execution.stopping_at(stop_at):
                     if engine == "prefect":
-                        prefect_run.run(execution, chosen, wait_for_server, in_flow=in_flow, night=night)
+                        prefect_run.run(execution, wait_for_server, in_flow=in_flow, night=night)
                     else:
                         with execution.catching_signals():
-                            run_plain(execution, chosen)
+                            run_plain(execution)
         finally:
             print_summary(execution, execution.outcome, console)
             if pipeline != NIGHTLY:  # a night sends its own

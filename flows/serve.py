@@ -124,7 +124,7 @@ FLOWS = {"full": full, "nightly": nightly}
 
 def _run_full(home: Path, settings: Settings) -> State[Any] | None:
     """Run the pipeline; a slot that another one covers is skipped."""
-    from ttrain.flows import recipe
+    from ttrain.flows.full import full
     from ttrain.flows.run import run_pipeline
     from ttrain.pipeline.plan import plan
 
@@ -136,7 +136,7 @@ def _run_full(home: Path, settings: Settings) -> State[Any] | None:
             if is_slot and (covered := covered_by(home, schedule)):
                 return Completed(name=NIGHT_STATES["skipped"], message=covered)
             store = store_of(home, settings)
-            stages = plan(recipe("full"), settings, store)
+            stages = plan(full(settings), settings, store)
             console = flow_run_console()
             run_pipeline("full", settings, store, stages, console, engine="prefect", in_flow=True)
     except Taken:

@@ -24,15 +24,15 @@ from prefect.states import Cancelled, Completed, Failed, State
 from ttrain.config import Runtime
 from ttrain.errors import Interrupted, NothingNew, TTrainError, UsageError
 from ttrain.pipeline.execution import PipelineRun
+from ttrain.pipeline.graph import Planned
 from ttrain.stages import Stage
-from ttrain.store.layout import Artifacts
 from ttrain.tasks.best_effort import best_effort
 
 TRAINS = "trains"  # the tag by which Prefect can limit how many stages train at once
 
 
-def stage_task(stage: Stage, execution: PipelineRun, *, is_limited: bool = False) -> Task[..., Any]:
-    """A Prefect task for one stage of one run; its retries continue where the attempt before was killed or failed.
+def stage_task(planned: Planned, execution: PipelineRun, *, is_limited: bool = False) -> Task[..., Any]:
+    """A Prefect task for one stage of a run's plan; its retries continue where the attempt before was killed or failed.
 
     Where `is_limited`, the stages that train have a tag. Else none has: for every tag, Prefect asks its server for a slot
     before the task begins, limit or not, and the task fails where the server is away.
@@ -40,10 +40,11 @@ def stage_task(stage: Stage, execution: PipelineRun, *, is_limited: bool = False
     A mistake of settings or data fails at once. The delay before a retry is waited for here and not by Prefect, whose
     sleep cannot be interrupted by a signal.
     """
+    stage = planned.stage
     attempts = execution.settings.runtime.attempts_of(stage.name)
     retries, first_delay = attempts.retries or 0, attempts.retry_delay_seconds or 0.0
 
-    def body(inputs: Artifacts) -> State[Any]:
+    def body() -> State[Any]:
         logger = get_run_logger()
         if done := (task_run.run_count or 1) - 1:
             delay = first_delay * 2 ** (done - 1)
@@ -52,7 +53,7 @@ def stage_task(stage: Stage, execution: PipelineRun, *, is_limited: bool = False
         if execution.signum:
             return Cancelled(message=f"{execution.stop_reason} before this stage began")
         try:
-            artifact, state = execution.run_stage(stage, inputs, logger.info)
+            artifact, state = execution.run_stage(planned, logger.info)
         except Interrupted as error:
             return Cancelled(message=str(error))
         except NothingNew as error:

@@ -28,7 +28,7 @@ from ttrain.engine.cached import record_cached
 from ttrain.engine.displays import CallbackDisplay, Progress, notebook_display
 from ttrain.engine.plan import Plan, PlannedStage
 from ttrain.errors import Interrupted, TTrainError, UsageError
-from ttrain.pipeline.recipe import Rerun, Selection
+from ttrain.pipeline.graph import Rerun, Selection
 from ttrain.store import layout
 from ttrain.store import runs as run_records
 from ttrain.store.artifacts import ArtifactStore
@@ -90,7 +90,7 @@ def plan(
     `resume_key` is the key of unfinished work to resume. `home`: of the store; else TTRAIN_HOME, else ./artifacts.
     Raises UsageError.
     """
-    from ttrain.flows import recipe
+    from ttrain import flows
     from ttrain.pipeline.artifact_commands import store_of
     from ttrain.pipeline.input_files import check_first_rows, named_shards
     from ttrain.pipeline.plan import plan as plan_stages
@@ -100,16 +100,18 @@ def plan(
     store = store_of(_home(home), settings)
     selection = Selection(_stage_names(only), since, until)
     rerun = Rerun(_stage_names(force), extend, resume_key)
-    settings = settings_of_selection(recipe(pipeline), settings, store, rerun, selection)
+    make_graph = flows.pipeline(pipeline)
+    settings = settings_of_selection(make_graph(settings), settings, store, rerun, selection)
+    graph = make_graph(settings)
     earlier = run_records.newest_finished(store.root, settings.name)
     try:
-        stages = plan_stages(recipe(pipeline), settings, store, rerun, selection=selection, compared_with=earlier)
+        stages = plan_stages(graph, settings, store, rerun, selection=selection, compared_with=earlier)
     except UsageError:
         check_first_rows(named_shards(settings), settings)  # a file of another kind explains more than what is missing
         raise
     check_first_rows([stage.stage for stage in stages if stage.state == "run"], settings)
     name = str(earlier["run"]) if earlier else ""
-    return Plan(pipeline, settings, store, stages, selection, rerun, name)
+    return Plan(pipeline, settings, store, graph, stages, selection, rerun, name)
 
 
 def _stage_names(names: Iterable[str]) -> frozenset[str]:

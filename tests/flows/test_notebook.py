@@ -12,6 +12,7 @@ import rich.console
 
 from ttrain import api
 from ttrain.engine import displays
+from ttrain.pipeline.graph import Graph
 from ttrain.pipeline.notebook_display import NotebookDisplay
 from ttrain.stages import SFT
 from ttrain.store.artifacts import ArtifactStore
@@ -55,7 +56,7 @@ def test_a_plan_and_a_run_are_escaped_tables_in_the_colours_of_the_page(tmp_path
     settings = api.Settings()
     store = ArtifactStore(tmp_path)
     planned = SimpleNamespace(stage=SFT, state="run", key="a" * 64, why=[HOSTILE])
-    plan = api.Plan("full", settings, store, [planned], api.Selection(), api.Rerun())  # type: ignore[list-item]
+    plan = api.Plan("full", settings, store, Graph(), [planned])  # type: ignore[list-item]
     stage = {"name": "sft", "outcome": "failed", "seconds": 2.0, "error": HOSTILE}
     record = {"run": "full-1", "outcome": "failed", "stages": [stage], "metrics": {"eval/bits_per_byte": 1.5}}
     for shown in (plan._repr_html_(), api.Run(record, store)._repr_html_()):

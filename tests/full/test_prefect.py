@@ -15,6 +15,7 @@ from support.pipeline_home import Cli
 from support.waiting import wait_until
 
 from ttrain.errors import StageFailed
+from ttrain.pipeline.graph import Planned
 from ttrain.stages import EVALUATE
 
 WITHOUT_PREFECT = (
@@ -111,11 +112,11 @@ def test_a_stage_s_task_has_its_attempts_with_longer_and_longer_waits_and_no_cac
     fails = Mock(side_effect=StageFailed("its process was killed"))
     run: Any = Mock(settings=settings, signum=0, wait=waits.append, run_stage=fails)
     run.page_of.return_value = None
-    task = stage.stage_task(EVALUATE, run)
+    task = stage.stage_task(Planned(EVALUATE, "run", ()), run)
     monkeypatch.setattr(stage, "get_run_logger", Mock())
     for count in (1, 2, 3):
         monkeypatch.setattr(stage, "task_run", SimpleNamespace(run_count=count))
-        state = task.fn({})
+        state = task.fn()
         assert state.is_failed() and state.message == "its process was killed"
     assert waits == [5.0, 10.0]
     assert (task.name, task.retries, task.cache_policy, task.persist_result) == (EVALUATE.name, 3, NO_CACHE, False)

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.night_files import artifact, walked
+from support.night_files import artifact, sources_in
 
 from ttrain.config import Nightly, Settings
 from ttrain.errors import UsageError
-from ttrain.flows.night_plan import check, recipe_of
+from ttrain.flows.night_plan import check, night_graph
 from ttrain.nightly import inputs as night_inputs
 from ttrain.nightly.inputs import NightInputs
 from ttrain.nightly.records import COMPLETED, Champion, InputSnapshot, Nights, needed_keys
@@ -68,7 +68,7 @@ def inputs(
 
 
 def stages_of(found: NightInputs) -> dict[str, dict[str, Any]]:
-    return walked(recipe_of(found), found.settings)
+    return sources_in(night_graph(found))
 
 
 # --- pretraining

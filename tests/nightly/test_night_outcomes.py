@@ -202,18 +202,13 @@ def test_a_night_of_known_documents_is_closed_as_nothing_new_or_learns_its_new_c
 ) -> None:  # fmt: skip
     runs: list[set[str]] = []
 
-    def names_of(recipe: Any, settings: Settings, _: object) -> list[str]:
-        names: list[str] = []
-        recipe(lambda stage, **inputs: names.append(stage.name) or stage.name, settings)
-        return names
-
     def finds_nothing(_: str, settings: Settings, __: Any, stages: list[str], *___: object, **____: object) -> None:
         runs.append(set(stages))
         if "shards-pretrain" in runs[-1]:
             raise NothingNew("data.pretrain: 9 of 9 rows are near-duplicates")
         trains_nothing()
 
-    monkeypatch.setattr(nightly, "plan", names_of)
+    monkeypatch.setattr(nightly, "plan", lambda graph, *_: list(graph))
     monkeypatch.setattr(nightly, "run_pipeline", finds_nothing)
     monkeypatch.setattr(night_plan, "current_champion", lambda settings, store: champion)
     kept_before(nights, inbox(tmp_path, a="1"), store, champion)

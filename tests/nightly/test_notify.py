@@ -206,7 +206,7 @@ def test_a_run_of_full_says_that_it_completed_or_why_it_failed(
     kept = tmp_path / "kept.json"
     settings = house.settings("tracking.enabled=false", "name=mine")
     settings = settings.replaced({"notify": {"command": writer(kept)}})
-    planned = plan(full, settings, house.store)
+    planned = plan(full(settings), settings, house.store)
     with contextlib.suppress(StageFailed):
         flows_run.run_pipeline("full", settings, house.store, planned, Console(quiet=True), engine="none")
     message = json.loads(kept.read_text())

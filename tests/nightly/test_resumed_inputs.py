@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.night_files import artifact, completed, inbox, list_of, walked
+from support.night_files import artifact, completed, inbox, list_of, sources_in
 
 from ttrain.config import Nightly, Settings
 from ttrain.errors import ArtifactError
@@ -64,7 +64,7 @@ def test_a_night_whose_shards_are_made_goes_on_with_them_whatever_becomes_of_a_f
         assert frozen.shards == {"pretrain": "shards-pretrain/made"}
         night.freeze(frozen)
     inputs = night_inputs.inputs_of(night.frozen, settings, store)
-    stages = walked(night_plan.recipe_of(inputs), inputs.settings)
+    stages = sources_in(night_plan.night_graph(inputs))
     assert "shards-pretrain" not in stages and stages["pretrain"]["shards"].key == "made"
     assert stages["evaluate"]["documents"].key == "made"
 
@@ -84,7 +84,7 @@ def test_a_first_night_goes_on_with_the_tokenizer_of_its_shards(
     planned = night_plan.choose_inputs(settings, store, known, night)[0]
     assert planned is not None
     inputs = night_inputs.inputs_of(planned, settings, store)
-    stages = {row.stage.name: row for row in plan(night_plan.recipe_of(inputs), inputs.settings, store)}
+    stages = {row.stage.name: row for row in plan(night_plan.night_graph(inputs), inputs.settings, store)}
     assert {"tokenizer", "shards-pretrain"}.isdisjoint(stages) and stages["pretrain"].state == "run"
     assert inputs.replacements["tokenizer"].key == "t" and inputs.replacements["shards-pretrain"].key == "made"
 

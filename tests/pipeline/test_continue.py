@@ -19,7 +19,7 @@ from ttrain.core.files import write_json
 from ttrain.core.hashing import code_digests
 from ttrain.errors import UsageError
 from ttrain.pipeline import resume
-from ttrain.pipeline.recipe import Planned, Selection
+from ttrain.pipeline.graph import Planned, Selection
 from ttrain.stages import STAGES
 from ttrain.store.artifacts import ArtifactStore
 

@@ -6,7 +6,6 @@ import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -17,6 +16,7 @@ from ttrain.errors import NothingNew, StageFailed
 from ttrain.flows import prefect_run
 from ttrain.flows.run import run_pipeline
 from ttrain.pipeline.execution import PipelineRun
+from ttrain.pipeline.graph import Graph
 from ttrain.pipeline.plan import plan
 from ttrain.pipeline.progress_display import Display
 from ttrain.reports import summary
@@ -45,12 +45,11 @@ def sharded(home: Home, texts: Sequence[str], out: io.StringIO, **learnt: Artifa
     """Run the stage of the shards, and one that waits for it."""
     settings = settings_of(home, texts)
 
-    def recipe(stage: Any, settings: Settings) -> None:
-        stage(SHARDS_PRETRAIN, tokenizer=home.tokenizer, **learnt)
-
-    stages = plan(recipe, settings, home.store)
+    graph = Graph()
+    graph.add(SHARDS_PRETRAIN, tokenizer=home.tokenizer, **learnt)
+    stages = plan(graph, settings, home.store)
     console = Console(file=out, width=200)
-    return run_pipeline("nightly", settings, home.store, stages, console, engine="none", own_recipe=recipe)
+    return run_pipeline("nightly", settings, home.store, stages, console, engine="none")
 
 
 def test_a_run_without_a_new_document_ends_as_nothing_new_and_tells_its_stage_alone(tmp_path: Path) -> None:

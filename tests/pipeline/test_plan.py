@@ -19,8 +19,8 @@ from ttrain.data import python_docs
 from ttrain.errors import UsageError
 from ttrain.flows.full import full
 from ttrain.model import registry
+from ttrain.pipeline.graph import Planned, Rerun
 from ttrain.pipeline.plan import plan, plan_json, plan_stage, trained_on, without_data
-from ttrain.pipeline.recipe import Planned, Rerun
 from ttrain.stages import EXISTING_MODEL, NEW_MODEL, OF_NIGHTS, PRETRAIN, SFT, STAGES
 from ttrain.store.layout import Artifact
 
@@ -244,7 +244,8 @@ def test_forcing_a_stage_that_does_not_exist_names_those_that_do(built: House) -
 
 
 def test_the_quickstart_begins_with_its_source_and_own_files_do_without(house: House) -> None:
-    quickstart = plan(full, load([], environment={}).settings, house.store)
+    settings = load([], environment={}).settings
+    quickstart = plan(full(settings), settings, house.store)
     others = {EXISTING_MODEL.name, NEW_MODEL.name}  # in the place of one of them, where a stage starts from another model
     others |= {*OF_NIGHTS, "shards-dpo", "reference", "dpo"}  # without pairs there is no preference tuning
     assert [planned.stage.name for planned in quickstart] == [name for name in STAGES if name not in others]
@@ -257,7 +258,7 @@ def test_a_model_whose_rules_are_the_settings_is_not_built_to_see_whether_it_can
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "BUILDER", "no.such.module")
-    plan(full, house.settings("model.hidden_size=132", "model.heads=3", "model.preset=1m"), house.store)
+    house.plan("model.hidden_size=132", "model.heads=3", "model.preset=1m")
     assert not (house.store.root / "cache" / "shapes").exists()
 
 
@@ -270,9 +271,9 @@ def test_a_model_is_built_once_to_see_whether_it_can_exist(house: House, monkeyp
     monkeypatch.setenv("PYTHONPATH", str(house.data))
     monkeypatch.setattr(registry, "BUILDER", "builder")
     for _ in range(2):
-        plan(full, house.settings("model.kind=gpt2"), house.store)
+        house.plan("model.kind=gpt2")
         with pytest.raises(UsageError, match="not with three"):
-            plan(full, house.settings("model.kind=gpt2", "model.heads=3", "model.hidden_size=129"), house.store)
+            house.plan("model.kind=gpt2", "model.heads=3", "model.hidden_size=129")
     assert calls.read_text() == "xx"
 
 
@@ -362,16 +363,17 @@ def test_chats_without_documents_are_refused_with_the_fix(house: House, given: s
     overrides = given.replace("FILE", str(house.data / "chats.jsonl")).split()
     settings = load(overrides, environment={}).settings
     with pytest.raises(UsageError, match=f"data.pretrain is none, .*{words}"):
-        plan(full, settings, house.store)
+        plan(full(settings), settings, house.store)
 
 
 def test_the_plan_says_what_each_training_is_trained_on(built: House) -> None:
     settings = built.settings("data.lora=none")
-    stages = plan(full, settings, built.store)
+    stages = plan(full(settings), settings, built.store)
     assert [one.stage.name for one in stages if one.state == "run"] == ["evaluate"], "the others are the same"
     lines = trained_on(settings, stages)
     assert lines == {"pretrain": str(built.data / "documents.jsonl"), "sft": str(built.data / "chats.jsonl")}
     assert without_data(settings) == "no lora: data.lora is none"
     own_text = load(["data.sft=none", "data.lora=none"], environment={}).settings
-    assert trained_on(own_text, plan(full, own_text, built.store)) == {"pretrain": "python-docs, which ships with ttrain"}
+    planned = plan(full(own_text), own_text, built.store)
+    assert trained_on(own_text, planned) == {"pretrain": "python-docs, which ships with ttrain"}
     assert without_data(own_text) == "no sft, lora: data.sft, data.lora are none"

@@ -83,7 +83,7 @@ def test_the_text_that_ships_counts_for_the_stage_that_reads_it(tmp_path: Path, 
     settings, own = load([], environment={}).settings, House(tmp_path)
 
     def first() -> Any:
-        return plan(full, settings, ArtifactStore(own.store.root))[0]
+        return plan(full(settings), settings, ArtifactStore(own.store.root))[0]
 
     own.publish(first())
     assert (first().stage, first().state) == (SOURCE, "cached")

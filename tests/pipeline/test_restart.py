@@ -13,8 +13,8 @@ from ttrain.cli.options import RestartOptions
 from ttrain.core.files import write_json
 from ttrain.errors import UsageError
 from ttrain.pipeline import launch, resume
+from ttrain.pipeline.graph import Planned, Rerun
 from ttrain.pipeline.plan import plan_stage
-from ttrain.pipeline.recipe import Planned, Rerun
 from ttrain.pipeline.restart import restart, steps_in
 from ttrain.stages import PRETRAIN
 

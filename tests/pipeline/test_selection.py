@@ -7,7 +7,6 @@ import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -19,18 +18,16 @@ from ttrain import api
 from ttrain.cli.main import _with_settings
 from ttrain.cli.options import stage_names
 from ttrain.config import Tracking
-from ttrain.engine.plain import run_plain
 from ttrain.errors import TooFewRows, UsageError
 from ttrain.flows.full import full
 from ttrain.flows.run import run_pipeline
 from ttrain.pipeline.execution import PipelineRun
-from ttrain.pipeline.plan import Planner, plan
+from ttrain.pipeline.graph import Graph, Planned, Rerun, Selection
+from ttrain.pipeline.plan import plan
 from ttrain.pipeline.progress_display import Display
-from ttrain.pipeline.recipe import Planned, Selection, graph_of, planned_part
-from ttrain.stages import EVALUATE, PRETRAIN, SFT, SHARDS_PRETRAIN, TOKENIZER, Stage
+from ttrain.stages import EVALUATE, PRETRAIN, SFT, SHARDS_PRETRAIN, TOKENIZER
 from ttrain.stages import SHARDS as SHARDS_SETS
 from ttrain.store import runs
-from ttrain.store.layout import Artifact
 
 SHARDS = {"shards-pretrain", "shards-sft", "shards-lora"}
 BASE = {"tokenizer", "shards-pretrain", "pretrain"}
@@ -40,8 +37,8 @@ def only(*names: str) -> Selection:
     return Selection(only=frozenset(names))
 
 
-# selection, built, taken; all others are left out. Without documents the recipe makes a model of random weights; a selection
-# without them must not look like that.
+# selection, built, taken; all others are left out. Without documents the pipeline makes a model of random weights; a
+# selection without them must not look like that.
 CASES: list[tuple[Selection, set[str], set[str]]] = [
     (only("shards-sft"), {"shards-sft"}, {"tokenizer"}),
     (Selection(), {*BASE, *SHARDS, "sft", "lora", "evaluate"}, set()),
@@ -57,10 +54,10 @@ CASES: list[tuple[Selection, set[str], set[str]]] = [
 
 
 def test_a_selection_builds_its_stages_takes_what_they_need_and_leaves_out_the_rest(built: House) -> None:
-    graph = graph_of(full, built.settings())
+    graph = full(built.settings())
     for selection, built_, taken in CASES:
         parts = selection.of(graph)
-        assert (parts.built, parts.reused, parts.left_out) == (built_, taken, {*graph} - built_ - taken)
+        assert (parts.built, parts.reused) == (built_, taken)
         stages = built.plan("pretrain.seed=1", selection=selection)
         assert {name for name, planned in stages.items() if planned.reused} == taken
         assert {*stages} == built_ | taken and running(stages) == set()
@@ -74,8 +71,8 @@ def test_what_is_left_out_and_not_there_is_named_with_the_command_that_makes_it(
         house.plan(selection=wanted)
     command = shlex.split(str(refused.value).split("`")[1])
     assert command[:4] == ["ttrain", "pipeline", "run", "full"] and command[4] == "--only"
-    planned = plan(full, house.settings(), house.store, selection=Selection(stage_names([command[5]])))
-    made = house.build(house.settings(), stages={p.stage.name for p in planned if not p.reused})
+    planned = house.plan(selection=Selection(stage_names([command[5]])))
+    made = house.build(house.settings(), stages={name for name, stage in planned.items() if not stage.reused})
     assert "lora" not in made
     stages = house.plan(selection=wanted)
     assert running(stages) == {"lora"}
@@ -103,49 +100,27 @@ def test_forcing_what_is_selected_leaves_what_is_taken_as_it_is(built: House) ->
     assert running(built.plan(force=frozenset({"sft"}), selection=Selection(until="sft"))) == {"sft"}
 
 
-def test_a_part_of_a_recipe_calls_what_is_built_on_what_was_taken(built: House) -> None:
+def test_a_run_of_a_part_builds_on_what_was_taken(built: House) -> None:
     stages = built.plan("sft.seed=2", selection=Selection(since="sft", until="lora"))
-    called: dict[str, dict[str, Any]] = {}
-
-    def stage(stage: Stage, **inputs: Any) -> str:
-        called[stage.name] = inputs
-        return f"made {stage.name}"
-
-    planned_part(full, list(stages.values()))(stage, built.settings())
-    assert {*called} == {"sft", "lora"}
-    assert called["sft"] == {"base": stages["pretrain"].artifact, "shards": stages["shards-sft"].artifact}
-    assert called["lora"] == {"base": "made sft", "shards": stages["shards-lora"].artifact}
+    assert stages["sft"].sources == {"base": "pretrain", "shards": "shards-sft"}
+    assert stages["sft"].inputs == {"base": stages["pretrain"].artifact, "shards": stages["shards-sft"].artifact}
+    assert stages["lora"].sources == {"base": "sft", "shards": "shards-lora"} and not stages["lora"].inputs
 
 
 # --- artifacts that exist as inputs
 
 
 def test_the_planner_takes_an_artifact_that_exists_as_an_input(built: House) -> None:
-    settings, base = built.settings(), built.store.latest("pretrain")
-    planner = Planner(settings, built.store)
-    shards = planner(SFT, base=base, shards=built.store.latest("shards-sft"))
-    assert shards.state == "cached" and shards.inputs["base"] == base
-    waits = Planned(SFT, "run", ())
-    assert planner(EVALUATE, base=base, sft=waits).why == ("waits for sft",)
-
-
-def test_a_recipe_without_prefect_takes_artifacts_and_what_it_made(built: House) -> None:
-    given = {name: built.store.latest(name) for name in ("pretrain", "sft")}
-    seen: list[dict[str, Artifact]] = []
-
-    class Execution:
-        settings, signum = built.settings(), 0
-
-        def run_stage(self, stage: Stage, inputs: dict[str, Artifact], logged: object) -> tuple[Artifact, str]:
-            seen.append(inputs)
-            return given["sft"], "completed"
-
-    def recipe(stage: Any, settings: object) -> None:
-        made = stage(SFT, base=given["pretrain"], shards=None)
-        stage(EVALUATE, base=given["pretrain"], sft=made)
-
-    run_plain(Execution(), recipe)  # type: ignore[arg-type]
-    assert seen == [{"base": given["pretrain"]}, {"base": given["pretrain"], "sft": given["sft"]}]
+    settings, base = built.settings("evaluate.seed=2"), built.store.latest("pretrain")
+    graph = Graph()
+    sft = graph.add(SFT, base=base, shards=built.store.latest("shards-sft"))
+    graph.add(EVALUATE, base=base, sft=sft)
+    taken, evaluation = plan(graph, settings, built.store)
+    assert taken.state == "cached" and taken.inputs["base"] == base
+    assert evaluation.inputs == {"base": base, "sft": taken.artifact}
+    again = plan(graph, settings, built.store, Rerun(force=frozenset({"sft"})))
+    assert [planned.state for planned in again] == ["run", "run"]
+    assert plan(graph, built.settings("sft.seed=2"), built.store)[1].why == ("waits for sft",)
 
 
 def test_a_training_whose_shards_are_taken_and_too_few_is_refused_before_it_begins(tmp_path: Path) -> None:
@@ -158,14 +133,10 @@ def test_a_training_whose_shards_are_taken_and_too_few_is_refused_before_it_begi
     result = {"train": counts, "heldout": counts, "rows": {}, "blocks": 1, "encoded_blocks": 1}
     documents = replace(home.documents, manifest={**home.documents.manifest, "result": result})
     shards = Planned(SHARDS_PRETRAIN, "cached", (), documents.key, documents, inputs=inputs, reused=True)
-
-    def recipe(stage: Any, settings: object) -> None:
-        made = stage(TOKENIZER)
-        stage(PRETRAIN, tokenizer=made, shards=stage(SHARDS_PRETRAIN, tokenizer=made))
-
-    stages = [tokenizer, shards, Planned(PRETRAIN, "run", ())]
+    sources = {"tokenizer": "tokenizer", "shards": "shards-pretrain"}
+    stages = [tokenizer, shards, Planned(PRETRAIN, "run", (), sources=sources)]
     with pytest.raises(TooFewRows, match=r"pretrain\.tokens_per_step is 256000, 8000 rows of 32 tokens"):
-        run_pipeline("full", settings, home.store, stages, Console(quiet=True), engine="none", own_recipe=recipe)
+        run_pipeline("full", settings, home.store, stages, Console(quiet=True), engine="none")
     assert not list(home.store.root.glob("work/pretrain/*")), "no process was started for it"
     [record] = runs.history(home.store.root)
     assert {stage["name"]: stage["outcome"] for stage in record["stages"]}["pretrain"] == "failed"
@@ -208,8 +179,7 @@ def test_models_that_it_leaves_out_and_the_store_lacks_are_not_evaluated(
     if lacks:
         shutil.rmtree(built.store.latest(lacks).path)
     planned = api.plan("full", built.settings(), only=names, home=built.store.root)
-    inputs = graph_of(full, planned.settings)["evaluate"]
-    assert inputs == evaluated
+    assert planned.graph["evaluate"].reads == evaluated
     assert {stage.name: stage.state for stage in planned}["evaluate"] == ("run" if lacks else "cached")
 
 

@@ -23,8 +23,8 @@ from ttrain.inference import loading
 from ttrain.pipeline import artifact_commands, launch, names
 from ttrain.pipeline.artifact_commands import DamagedArtifact
 from ttrain.pipeline.execution import PipelineRun
+from ttrain.pipeline.graph import Planned
 from ttrain.pipeline.progress_display import Display
-from ttrain.pipeline.recipe import Planned
 from ttrain.stages import PRETRAIN, SFT, SHARDS, Stage
 from ttrain.store import integrity
 from ttrain.store.artifacts import ArtifactStore

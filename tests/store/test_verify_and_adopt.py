@@ -20,8 +20,8 @@ from ttrain.core.files import read_json, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.errors import ArtifactError, DamagedFile, UsageError
 from ttrain.pipeline import artifact_commands
+from ttrain.pipeline.graph import Planned
 from ttrain.pipeline.plan import key_of
-from ttrain.pipeline.recipe import Planned
 from ttrain.store import runs
 from ttrain.store.layout import Artifact, write_manifest
 from ttrain.store.model_files import Reference

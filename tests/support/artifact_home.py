@@ -17,8 +17,8 @@ from ttrain.core.files import write_json
 from ttrain.core.hashing import digest_of
 from ttrain.nightly import records
 from ttrain.pipeline import garbage_collection
+from ttrain.pipeline.graph import Planned
 from ttrain.pipeline.plan import key_of
-from ttrain.pipeline.recipe import Planned
 from ttrain.pipeline.stage_worker import JOB
 from ttrain.store import events, runs
 from ttrain.store.artifacts import ArtifactStore

@@ -10,7 +10,7 @@ from zoneinfo import ZoneInfo
 from ttrain.config import Settings
 from ttrain.nightly import inputs as night_inputs
 from ttrain.nightly.records import Champion, InputSnapshot, Nights
-from ttrain.pipeline.recipe import Recipe
+from ttrain.pipeline.graph import Graph
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 
@@ -56,13 +56,6 @@ def list_of(settings: Settings, store: ArtifactStore, champion: Champion | None 
     return InputSnapshot(files, settings.model_dump(mode="json"), champion)
 
 
-def walked(recipe: Recipe, settings: Settings) -> dict[str, dict[str, Any]]:
-    """The inputs of each stage that a recipe calls."""
-    stages: dict[str, dict[str, Any]] = {}
-
-    def stage(of: Any, **inputs: Any) -> Any:
-        stages[of.name] = {name: value for name, value in inputs.items() if value is not None}
-        return of.name
-
-    recipe(stage, settings)
-    return stages
+def sources_in(graph: Graph) -> dict[str, dict[str, Any]]:
+    """Where the inputs of each stage come from, by stage."""
+    return {name: dict(node.sources) for name, node in graph.items()}

@@ -16,9 +16,9 @@ from ttrain.config import Settings
 from ttrain.config.loading import load
 from ttrain.core.hashing import DigestCache, code_digests
 from ttrain.flows.full import full
+from ttrain.pipeline.graph import Planned, Rerun, Selection
 from ttrain.pipeline.plan import plan, plan_stage
-from ttrain.pipeline.recipe import Planned, Rerun, Selection
-from ttrain.stages import STAGES, Stage
+from ttrain.stages import STAGES
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 
@@ -94,18 +94,14 @@ class House:
         says: Callable[[str, str], str] = lambda stage, key: key,
         stages: Collection[str] = tuple(STAGES),
     ) -> dict[str, Artifact]:
-        """Publish what is missing of these stages, in the recipe's order."""
+        """Publish what is missing of these stages, in the pipeline's order."""
         built: dict[str, Artifact] = {}
 
-        def stage_(stage: Stage, **inputs: Artifact | None) -> Artifact | None:
-            if stage.name not in stages:
-                return None
-            given = {name: artifact for name, artifact in inputs.items() if artifact}
-            planned = plan_stage(stage, settings, self.store, given)
-            built[stage.name] = planned.artifact or self.publish(planned, says(stage.name, str(planned.key)))
-            return built[stage.name]
-
-        full(stage_, settings)
+        for name, node in full(settings).items():
+            if name in stages:
+                inputs = {of: built[source] for of, source in node.sources.items() if source in built}
+                planned = plan_stage(node.stage, settings, self.store, inputs)
+                built[name] = planned.artifact or self.publish(planned, says(name, str(planned.key)))
         return built
 
     def publish(
@@ -125,7 +121,7 @@ class House:
         self, *overrides: str, files: Sequence[Path] = (), selection: Selection = ALL, **rerun: Any
     ) -> dict[str, Planned]:
         settings, store = self.settings(*overrides, files=files), ArtifactStore(self.store.root)
-        stages = plan(full, settings, store, Rerun(**rerun), selection=selection)
+        stages = plan(full(settings), settings, store, Rerun(**rerun), selection=selection)
         return {planned.stage.name: planned for planned in stages}
 
 

@@ -19,8 +19,8 @@ from support.tiny_data import make_shards, make_tokenizer
 
 from ttrain.config import PretrainConfig, Runtime, Section, Settings
 from ttrain.core.files import ProgressWriter
+from ttrain.pipeline.graph import Planned
 from ttrain.pipeline.processes import StageObserver
-from ttrain.pipeline.recipe import Planned
 from ttrain.stages import STAGES, Stage, pretrain
 from ttrain.stages.job import StageContext
 from ttrain.store.artifacts import ArtifactStore

@@ -19,7 +19,7 @@ from support.tiny_trainers import make_trainer, settings_of_training, tiny_model
 from ttrain.config import Optim, Settings, TaskConfig
 from ttrain.config.loading import load
 from ttrain.errors import UsageError
-from ttrain.flows.full import full
+from ttrain.pipeline.graph import Graph
 from ttrain.pipeline.plan import plan
 from ttrain.stages.callbacks import description
 from ttrain.store.artifacts import ArtifactStore
@@ -332,7 +332,7 @@ def test_a_logger_that_is_not_installed_is_refused_with_the_command_that_install
     extra = extras.EXTRAS[name]
     for refuse in (
         lambda: make_loggers([name], tmp_path, ABOUT),
-        lambda: plan(full, Settings.model_validate({"runtime": {"loggers": [name]}}), ArtifactStore(tmp_path)),
+        lambda: plan(Graph(), Settings.model_validate({"runtime": {"loggers": [name]}}), ArtifactStore(tmp_path)),
     ):
         with pytest.raises(UsageError, match=rf"runtime\.loggers has {name}, .*pip install 'ttrain\[{extra}\]'"):
             refuse()

@@ -20,8 +20,8 @@ from support.tiny_stages import Home, Watcher, stage_settings
 from ttrain.core.hashing import sha256_file
 from ttrain.errors import Interrupted, StageFailed
 from ttrain.pipeline import launch
+from ttrain.pipeline.graph import Rerun
 from ttrain.pipeline.plan import plan_stage
-from ttrain.pipeline.recipe import Rerun
 from ttrain.pipeline.stage_worker import PROCESS_NAME
 from ttrain.stages import PRETRAIN
 from ttrain.store.layout import Artifact

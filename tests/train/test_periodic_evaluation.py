@@ -259,7 +259,7 @@ def test_what_cannot_be_asked_is_refused_before_the_first_stage_and_the_path_of_
     for name, said in (("englsh", "did you mean english"), (str(tmp_path / "no.yaml"), "there is no suite file")):
         settings = load([f"runtime.eval_suite={name}", "runtime.eval_every_steps=5"], environment={}).settings
         with pytest.raises(UsageError, match=said):
-            plan.plan(full, settings, ArtifactStore(tmp_path))
+            plan.plan(full(settings), settings, ArtifactStore(tmp_path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text(SUITE)
     settings = load(["runtime.eval_suite=mine.yaml"], environment={}).settings

@@ -10,7 +10,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated
 
 from typer import Exit
@@ -132,14 +131,13 @@ def stage_run(
     outlast_output()
     layout.usable_home()
     loaded = settings_options.load()
-    planned = api.plan("full", loaded.settings, extend=extend)
-    rerun = replace(planned.rerun, force=frozenset({stage} if force else ()))
+    forced = [stage] if force else []
+    planned = api.plan("full", loaded.settings, force=forced, extend=extend)
     if restart:
-        chosen = [p for p in planned.stages if p.stage.name == stage and (force or p.state == "run")]
-        restart.apply(planned.store, chosen)
-        planned = api.plan("full", loaded.settings, extend=extend)
+        restart.apply(planned.store, [p for p in planned.stages if p.stage.name == stage and p.state == "run"])
+        planned = api.plan("full", loaded.settings, force=forced, extend=extend)
     screen = console(stderr=as_json)
-    artifact, state = run_one_stage(stage, loaded.settings, planned.store, planned.stages, screen, rerun)
+    artifact, state = run_one_stage(stage, planned, screen)
     if as_json:
         path, key = str(artifact.path), artifact.key
         print_json({"stage": stage, "state": state, "key": key, "path": path, "result": artifact.result})

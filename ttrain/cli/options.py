@@ -27,8 +27,8 @@ from ttrain.store.model_files import Reference
 if TYPE_CHECKING:
     from ttrain.config import Servers
     from ttrain.config.loading import LoadedSettings, Override
+    from ttrain.pipeline.graph import Planned
     from ttrain.pipeline.labels import Labels
-    from ttrain.pipeline.recipe import Planned
 
 Command = TypeVar("Command", bound=Callable[..., None])
 

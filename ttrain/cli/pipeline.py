@@ -407,14 +407,8 @@ def _settings_of_earlier_run(stage: str, run: str, settings_options: SettingsOpt
 
 
 def _print_left_out(planned: Plan) -> None:
-    if planned.selection:
-        from ttrain.flows import recipe
-        from ttrain.pipeline.recipe import graph_of
-
-        names = {stage.name for stage in planned}
-        left_out = [name for name in graph_of(recipe(planned.pipeline), planned.settings) if name not in names]
-        if left_out:
-            print(f"left out by {planned.selection}: {', '.join(left_out)}")
+    if planned.left_out:
+        print(f"left out by {planned.selection}: {', '.join(planned.left_out)}")
 
 
 def _print_cached(planned: Plan, record: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ttrain.config import Settings
 from ttrain.core.html_table import html_table
-from ttrain.pipeline.recipe import Planned, Rerun, Selection
+from ttrain.pipeline.graph import EVERYTHING, NOTHING_AGAIN, Graph, Planned, Rerun, Selection
 from ttrain.store.artifacts import ArtifactStore
 
 if TYPE_CHECKING:
@@ -38,9 +38,10 @@ class Plan(Sequence[PlannedStage]):
     pipeline: str
     settings: Settings
     store: ArtifactStore
+    graph: Graph
     stages: list[Planned]
-    selection: Selection
-    rerun: Rerun
+    selection: Selection = EVERYTHING
+    rerun: Rerun = NOTHING_AGAIN
     compared_with: str = ""  # the run that the reasons compare with; empty: the most similar artifacts
 
     def __len__(self) -> int:
@@ -70,6 +71,12 @@ class Plan(Sequence[PlannedStage]):
     def is_cached(self) -> bool:
         """Whether nothing would run."""
         return all(stage.state == "cached" for stage in self.stages)
+
+    @property
+    def left_out(self) -> list[str]:
+        """The stages of the pipeline that the selection leaves out."""
+        planned = {each.stage.name for each in self.stages}
+        return [name for name in self.graph if name not in planned]
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """(stage, state, key, why) for a table."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,11 +15,12 @@ from ttrain.config import Settings
 from ttrain.core.signals import catching_signals, handling_signals
 from ttrain.core.terminal import print_plain, showing_logs, table
 from ttrain.core.text import format_duration
+from ttrain.engine.plan import Plan
 from ttrain.errors import Interrupted, UsageError
 from ttrain.pipeline.execution import PipelineRun
+from ttrain.pipeline.graph import Planned, Rerun
 from ttrain.pipeline.plan import no_stage
 from ttrain.pipeline.progress_display import Display, StageDisplay
-from ttrain.pipeline.recipe import Planned, Rerun, with_dependencies
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.runs import NIGHTLY, NOTHING_NEW
@@ -76,33 +78,29 @@ def _interrupt(signum: int) -> None:
     raise EarlySignal(signum)
 
 
-def run_one_stage(
-    name: str,
-    settings: Settings,
-    store: ArtifactStore,
-    stages: list[Planned],
-    console: Console,
-    rerun: Rerun,
-) -> tuple[Artifact, str]:
+def run_one_stage(name: str, plan: Plan, console: Console) -> tuple[Artifact, str]:
     """Build one stage of the plan alone; returns its artifact and state. Raises UsageError where it is unknown or an
     input is missing."""
-    planned = {p.stage.name: p for p in stages}
+    settings, store = plan.settings, plan.store
+    planned = {each.stage.name: each for each in plan.stages}
     if name not in planned:
         raise no_stage(name, planned, settings)
-    if planned[name].key is None:
-        needed = with_dependencies(name, {p.stage.name: frozenset(p.waits_for) for p in stages}) - {name}
-        commands = ", ".join(f"`ttrain stage run {p}`" for p in planned if p in needed)
+    chosen = planned[name]
+    if chosen.key is None:
+        needed = plan.graph.needed_by(name) - {name}
+        missing = [each for each in planned if each in needed and not planned[each].artifact]
+        commands = ", ".join(f"`ttrain stage run {each}`" for each in missing)
         raise UsageError(
-            f"stage {name} {planned[name].why[0]}; run first, with the same settings: {commands}; "
+            f"stage {name} {chosen.why[0]}; run first, with the same settings: {commands}; "
             f"or all at once: `ttrain pipeline run full`"
         )
-    stage = planned[name].stage
+    chosen = replace(chosen, sources=chosen.inputs)  # the artifacts that are there
     with screen(console, settings.runtime.log_level) as display:
-        execution = begin(f"stage-{name}", settings, store, display, [planned[name]], rerun)
+        execution = begin(f"stage-{name}", settings, store, display, [chosen], plan.rerun)
         with recorded(execution):
             execution.raise_if_signalled()
             with execution.catching_signals():
-                artifact, state = execution.run_stage(stage, planned[name].inputs, lambda line: None)
+                artifact, state = execution.run_stage(chosen, lambda line: None)
             artifact = store.complete(artifact, report=lambda line: display.say(f"  {name}: {line}"))
             print_plain(console, f"artifact: {artifact.path}")
     return artifact, state

@@ -10,8 +10,8 @@ from ttrain.config import Settings
 from ttrain.config.training import BITS_PER_BYTE, TRAINING_STAGES, VALIDATION_LOSS
 from ttrain.core.text import is_number
 from ttrain.errors import UsageError
+from ttrain.pipeline.graph import Graph
 from ttrain.pipeline.plan import no_stage
-from ttrain.pipeline.recipe import with_dependencies
 from ttrain.reports import facts, summary
 from ttrain.stages import EVALUATE, SHARDS, SOURCE, STAGES, TOKENIZER, Stage
 
@@ -19,8 +19,6 @@ PREFIXES = {"eval": EVALUATE.name, "tok": TOKENIZER.name}  # of metrics that do 
 AFTER_BASE = frozenset(  # stages that bits per byte of the base model do not need
     name for row in TRAINING_STAGES.values() if row.role != "base" for name in (row.name, SHARDS[row.dataset].name)
 )
-
-Graph = Mapping[str, frozenset[str]]
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ def choose(
 
 def affected_by(stages: Collection[str], graph: Graph) -> frozenset[str]:
     """These stages and all that depend on them: those that each trial makes anew."""
-    return frozenset(name for name in graph if not with_dependencies(name, graph).isdisjoint(stages))
+    return frozenset(name for name in graph if not graph.needed_by(name).isdisjoint(stages))
 
 
 def directly_affected(keys: Collection[str], graph: Graph) -> frozenset[str]:

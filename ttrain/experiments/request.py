@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,12 @@ from ttrain.errors import UsageError
 from ttrain.experiments import measure, records, space
 from ttrain.experiments.measure import Measure
 from ttrain.experiments.space import Space
+from ttrain.pipeline.graph import Graph, Pipeline, Planned
 from ttrain.pipeline.input_files import check_first_rows, file_digests, named_shards
-from ttrain.pipeline.plan import plan
+from ttrain.pipeline.plan import no_stage, plan
 from ttrain.pipeline.provenance import with_absolute_paths
-from ttrain.pipeline.recipe import Planned, Recipe, Selection, graph_of, with_dependencies
 from ttrain.pipeline.system_metrics import visible
-from ttrain.stages import STAGES, Stage
+from ttrain.stages import STAGES
 from ttrain.store.artifacts import ArtifactStore
 
 TRIALS = 8
@@ -30,10 +30,10 @@ TRIALS = 8
 
 @dataclass(frozen=True)
 class SweepRequest:
-    """What a sweep is to do. `recipe`: the pipeline `full`, without the stages that the measure
-    does not need; `overrides`: all settings that are given, with their ranges."""
+    """What a sweep is to do. `pipeline`: makes the graph of `full`; `overrides`: all settings that are given, with
+    their ranges."""
 
-    recipe: Recipe
+    pipeline: Pipeline
     overrides: Sequence[Override]
     space: Space
     measure: Measure
@@ -58,17 +58,23 @@ class SweepRequest:
 
     def plan(self, values: Mapping[str, Any], store: ArtifactStore, slot: int = 0) -> list[Planned]:
         """The plan of a trial with these values."""
-        return plan(self.recipe, self.settings(values, slot), store, selection=Selection(until=self.measure.stage))
+        settings = self.settings(values, slot)
+        return plan(self.graph(settings), settings, store)
 
     def check_data(self) -> None:
         """Raise UsageError for data that the trials cannot read, before the first of them."""
         settings = self.settings(self.first)
         check_first_rows(named_shards(settings), settings)
 
-    def graph(self) -> dict[str, frozenset[str]]:
-        """The stages of a trial, each with those that it reads."""
-        graph = graph_of(self.recipe, self.settings(self.first))
-        return {name: graph[name] for name in graph if name in with_dependencies(self.measure.stage, graph)}
+    def graph(self, settings: Settings | None = None) -> Graph:
+        """The stages that the measure of a trial needs. `settings`: of the trial, else those of the first values."""
+        graph = self.pipeline(settings or self.settings(self.first))
+        if self.measure.base_only:  # the evaluation gets no model that is trained on top of the base model
+            graph = graph.replacing(dict.fromkeys(measure.AFTER_BASE))
+        if self.measure.stage not in graph:
+            raise no_stage(self.measure.stage, graph, settings or self.settings(self.first))
+        needed = graph.needed_by(self.measure.stage)
+        return graph.replacing({name: None for name in graph if name not in needed})
 
     def stages(self) -> tuple[list[str], list[str]]:
         """(stages that all trials share, stages that each trial makes for itself), in their order."""
@@ -101,7 +107,7 @@ class SweepRequest:
 
 
 def sweep_request(
-    whole: Recipe,
+    pipeline: Pipeline,
     overrides: Sequence[Override],
     *,
     trials: int | None = None,
@@ -127,12 +133,11 @@ def sweep_request(
             "runtime.sharding is dask, which goes through Prefect, as the trials of a sweep do not; set it to processes, or "
             "run the pipeline once before: what trials share is then in the store"
         )
-    graph = graph_of(whole, settings)
-    chosen = measure.choose(settings, list(search_space.dimensions), graph, metric=metric, maximize=maximize)
+    chosen = measure.choose(settings, list(search_space.dimensions), pipeline(settings), metric=metric, maximize=maximize)
     gpus = assigned_gpus(settings.runtime, chosen=os.environ.get("CUDA_VISIBLE_DEVICES"))
     trial_count = trials or (sampler == "grid" and search_space.size) or TRIALS
     return SweepRequest(
-        recipe=_base_only(whole) if chosen.base_only else whole,
+        pipeline=pipeline,
         overrides=overrides,
         space=search_space,
         measure=chosen,
@@ -189,18 +194,6 @@ def _check_values(overrides: Sequence[Override], search_space: Space) -> Setting
             tried = " ".join(space.assignment(key, value) for key, value in values.items())
             raise UsageError(f"the sweep cannot try {tried}: {error}") from None
     return settings[0]
-
-
-def _base_only(whole: Recipe) -> Recipe:
-    """The recipe without the models that are trained on top of the base model: the evaluation gets that one alone."""
-
-    def of_base(stage: Callable[..., Any], settings: Settings) -> None:
-        def chosen(of: Stage, **inputs: Any) -> Any:
-            return None if of.name in measure.AFTER_BASE else stage(of, **inputs)
-
-        whole(chosen, settings)
-
-    return of_base
 
 
 def assigned_gpus(runtime: Runtime, *, devices: Path = Path("/dev"), chosen: str | None = None) -> list[int]:

@@ -30,7 +30,6 @@ from ttrain.experiments.space import format_value
 from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.progress_display import Display
 from ttrain.pipeline.pusher import SWEEP, Pusher
-from ttrain.pipeline.recipe import planned_part
 from ttrain.pipeline.stop_request import StopRequest
 from ttrain.pipeline.tracked_runs import NOTE, id_of, status_of
 from ttrain.reports import summary as report
@@ -281,7 +280,7 @@ class RunningTrial:
         self.execution = execution
         with execution.recorded():
             execution.raise_if_signalled()
-            run_plain(execution, planned_part(self.request.recipe, stages))
+            run_plain(execution)
 
 
 @dataclass

@@ -14,8 +14,8 @@ from ttrain.config import Settings
 from ttrain.core.files import link_or_copy, remove_tree
 from ttrain.core.hashing import differences, sha256_file
 from ttrain.errors import ArtifactError, UsageError
+from ttrain.pipeline.graph import Planned
 from ttrain.pipeline.plan import key_of
-from ttrain.pipeline.recipe import Planned
 from ttrain.pipeline.resume import partial_runs
 from ttrain.stages import STAGES
 from ttrain.store import references, runs

@@ -21,9 +21,9 @@ from ttrain.core.files import JsonDict, JsonObject
 from ttrain.core.machine import cpu_flags, usable_cores
 from ttrain.data import locations
 from ttrain.pipeline import resume
+from ttrain.pipeline.graph import Planned
 from ttrain.pipeline.input_files import TRAIN, data_files
 from ttrain.pipeline.provenance import machine
-from ttrain.pipeline.recipe import Planned
 from ttrain.stages import SHARDS
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact

@@ -17,18 +17,18 @@ from ttrain.core.files import JsonDict, read_object, write_json
 from ttrain.core.redact import without_user
 from ttrain.errors import Interrupted, NothingNew, TooFewRows, TTrainError, with_fix
 from ttrain.pipeline import launch, processes, run_summary
+from ttrain.pipeline.graph import NOTHING_AGAIN, Planned, Rerun
 from ttrain.pipeline.labels import NO_LABELS, Labels
 from ttrain.pipeline.progress_display import DisplayObserver, StageDisplay
 from ttrain.pipeline.provenance import commit, with_absolute_paths
 from ttrain.pipeline.pusher import Pusher
-from ttrain.pipeline.recipe import NOTHING_AGAIN, Planned, Rerun
 from ttrain.pipeline.run_models import RunModels, check_names
 from ttrain.pipeline.stage_worker import TRACKED
 from ttrain.pipeline.stop_request import SIGNALLED, StopRequest
 from ttrain.reports import summary
 from ttrain.stages import STAGES, Stage
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.layout import Artifact, Artifacts
+from ttrain.store.layout import Artifact
 from ttrain.store.runs import BUILT, NOTHING_NEW, RunLog, RunRecord
 from ttrain.tracking.book import Book
 from ttrain.tracking.client import tracking_uri
@@ -83,7 +83,6 @@ class PipelineRun(StopRequest):
         self.make_parts_elsewhere: Callable[[Stage, Path], None] | None = None  # before a stage that reuses parts starts
         self.to_start = {planned.stage.name: planned.stage for planned in stages if planned.state == "run"}
         self._began = time.monotonic()
-        self._forced: set[tuple[str, str]] = set()  # (stage, key) of artifacts that --force rebuilt
         self.record.note(commit=commit(), user=user_name(), **part_of)
         self._models = RunModels(settings.name, store, self.record.run)
         self._pusher: Pusher | None = None
@@ -95,16 +94,20 @@ class PipelineRun(StopRequest):
         """Pickle as a bare object: Prefect sends flow and task functions to Dask with everything they reference."""
         return object, ()
 
-    def run_stage(self, stage: Stage, inputs: Artifacts, logged: Callable[[str], None]) -> tuple[Artifact, str]:
-        """Build one stage, or take it from the store; return the artifact and its state: cached, completed, ..."""
+    def run_stage(self, planned: Planned, logged: Callable[[str], None]) -> tuple[Artifact, str]:
+        """Build a stage of the plan, once those that it reads have ended, or take it from the store.
+
+        Returns the artifact and its state: cached, completed, ...
+        """
+        stage = planned.stage
+        inputs = {name: self.artifacts[of] if isinstance(of, str) else of for name, of in planned.sources.items()}
         if stage.uses_ranks:
             self._raise_too_few_rows()  # nothing is trained that the shards of another training have ended
         watcher = StageWatcher(self, stage, logged)
-        forced = stage.name in self.rerun.force or any((a.stage, a.key) in self._forced for a in inputs.values())
-        planned = self._unbuilt.pop(stage.name, None)  # a retry plans anew: the stage may have saved its state
+        unbuilt = self._unbuilt.pop(stage.name, None)  # a retry plans anew: the stage may have saved its state
         try:
             outcome = launch.build(
-                stage, self.settings, self.store, inputs, watcher, self.rerun, forced=forced, planned=planned
+                stage, self.settings, self.store, inputs, watcher, self.rerun, forced=planned.forced, planned=unbuilt
             )
         except BaseException as error:
             if not isinstance(error, Interrupted):
@@ -117,8 +120,6 @@ class PipelineRun(StopRequest):
         self.failures.pop(stage.name, None)  # a retry succeeded
         watcher.ended(outcome)
         self._add_artifact(outcome.artifact)
-        if forced:
-            self._forced.add((stage.name, outcome.artifact.key))
         for training in self._trained_on(stage):
             self._check_rows(training, outcome.artifact, inputs["tokenizer"], watcher)
         self._raise_too_few_rows()

@@ -15,10 +15,10 @@ from ttrain.core import redact
 from ttrain.core.files import PRIVATE_FILE, JsonDict, read_object, remove_tree, write_json
 from ttrain.errors import ArtifactError, DamagedFile, Interrupted, StageFailed, TTrainError
 from ttrain.pipeline import artifact_commands, processes, provenance, resume, stage_worker
+from ttrain.pipeline.graph import NOTHING_AGAIN, Planned, Rerun
 from ttrain.pipeline.input_files import data_files, file_digests
 from ttrain.pipeline.plan import plan_stage, section_of
 from ttrain.pipeline.processes import StageObserver
-from ttrain.pipeline.recipe import NOTHING_AGAIN, Planned, Rerun
 from ttrain.pipeline.restart import RESTARTED
 from ttrain.pipeline.stage_worker import JOB, PROGRESS
 from ttrain.stages import SHARDS, TOKENIZER, Stage

@@ -1,4 +1,4 @@
-"""Plan a recipe: the key of every stage, whether it is cached, and why not. Imports nothing heavy."""
+"""Plan a graph: the key of every stage, whether it is cached, and why not. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ttrain.core.text import counted
 from ttrain.errors import UsageError
 from ttrain.model import registry
 from ttrain.pipeline import resume
+from ttrain.pipeline.graph import EVERYTHING, NOTHING_AGAIN, Graph, Node, Planned, Rerun, Selection, StageParts
 from ttrain.pipeline.input_files import check_suite, data_files, file_digests
-from ttrain.pipeline.recipe import LEFT_OUT, NOTHING_AGAIN, Planned, Recipe, Rerun, Selection, graph_of
 from ttrain.pipeline.resume import extension_of
 from ttrain.reports.summary import shortened
 from ttrain.stages import EVALUATE, OF_NIGHTS, SHARDS, STAGES, Stage
@@ -34,7 +34,6 @@ COUNTED_BY_BYTES = (
     *(f"evaluate.suites.{row.model}" for row in TRAINING_STAGES.values()),
 )
 
-EVERYTHING = Selection()
 SHOWN_SOURCES = 4
 
 SAME, IN_MLFLOW = ("same settings, inputs and code",), ("in MLflow, fetched when a stage reads it",)
@@ -42,55 +41,8 @@ SAME, IN_MLFLOW = ("same settings, inputs and code",), ("in MLflow, fetched when
 WHOLE_IN_MLFLOW = ("MLflow has an intact copy: `ttrain artifacts verify --set-aside` lets the next run fetch it",)
 
 
-@dataclass
-class Planner:
-    """Walks a recipe without running it. A stage's inputs may be existing artifacts or the planned outputs of others."""
-
-    settings: Settings
-    store: ArtifactStore
-    rerun: Rerun = NOTHING_AGAIN
-    compared_with: RecordedRun | None = None
-    stages: dict[str, Planned] = field(default_factory=dict)  # so far
-    continues: bool = False  # whether a model comes from an earlier run, as a night's does, whose shape is its own
-
-    def __call__(self, stage: Stage, **inputs: Planned | Artifact | None) -> Planned:
-        present = {name: planned for name, planned in inputs.items() if planned is not None}
-        self.continues = self.continues or isinstance(present.get("base"), Artifact)
-        planned_inputs = [planned for planned in present.values() if isinstance(planned, Planned)]
-        forced = stage.name in self.rerun.force or any(planned.forced for planned in planned_inputs)
-        pending = tuple(dict.fromkeys(planned.stage.name for planned in planned_inputs if planned.artifact is None))
-        if pending:
-            data_files(stage, self.settings)  # report a wrong path now, not after earlier stages were built
-            planned = Planned(stage, "run", (f"waits for {', '.join(pending)}",), forced=forced, waits_for=pending)
-        else:
-            known = {name: p.artifact if isinstance(p, Planned) else p for name, p in present.items()}
-            artifacts = {name: artifact for name, artifact in known.items() if artifact}
-            planned = plan_stage(
-                stage,
-                self.settings,
-                self.store,
-                artifacts,
-                self.rerun,
-                forced=forced,
-                compared_with=self.compared_with,
-            )
-        if planned.state == "run":
-            self._check_model(stage)
-        self.stages[stage.name] = planned
-        return planned
-
-    def _check_model(self, stage: Stage) -> None:
-        """Raise UsageError for a model that cannot be, or not with its adapter: now, not after the stages before."""
-        checks = registry.ShapeChecks(self.store.cache, self.store.root / "cache" / "shapes")
-        if _describes_model(stage, self.settings):
-            checks.new_model(self.settings.model)
-        adapter = adapter_of(stage.name, self.settings)
-        if adapter is not None and not self.continues and self.settings.existing_model is None:
-            checks.adapter(stage.name, adapter, self.settings.model)
-
-
 def plan(
-    recipe: Recipe,
+    graph: Graph,
     settings: Settings,
     store: ArtifactStore,
     rerun: Rerun = NOTHING_AGAIN,
@@ -98,7 +50,7 @@ def plan(
     selection: Selection = EVERYTHING,
     compared_with: RecordedRun | None = None,
 ) -> list[Planned]:
-    """Plan every stage of the recipe, in its order, except those that the selection leaves out.
+    """Plan every stage of the graph, in its order, except those that the selection leaves out.
 
     `compared_with`: the run whose artifacts the stages that will run are compared with, else with the most similar ones.
 
@@ -107,30 +59,13 @@ def plan(
     """
     extras.check(settings.runtime.loggers)  # now, not after the stages before the first training
     check_suite(settings)
-    graph = graph_of(recipe, settings)
-    required_by = {f"--force {name}": name for name in sorted(rerun.force)}
-    if rerun.resume_key:
-        required_by[f"--continue {rerun.resume_key}"] = resume.find_stage(store, rerun.resume_key)
-    for name in (*selection.names, *required_by.values()):
-        if name not in graph:
-            raise no_stage(name, graph, settings)
-    parts = selection.of(graph)
-    for option, name in required_by.items():
-        if name not in parts.built:
-            raise UsageError(f"{option} refers to stage {name}, which {selection} leaves out; remove one of them")
+    parts = _selected(graph, settings, store, rerun, selection)
     planner = Planner(settings, store, rerun, compared_with)
-
-    def chosen(stage: Stage, **inputs: Planned | Artifact | None) -> object:
-        if stage.name in parts.left_out:
-            return LEFT_OUT
-        planned = planner(stage, **inputs)
-        if stage.name in parts.reused and planned.artifact:
-            why = (f"taken from the store: {selection} leaves it out",)
-            planned = replace(planned, state="cached", why=why, forced=False, reused=True)
-            planner.stages[stage.name] = planned
-        return planned
-
-    recipe(chosen, settings)
+    for name in graph:
+        if name in parts.built:
+            planner.add(graph[name])
+        elif name in parts.reused:
+            planner.add(graph[name], reused_by=selection)
     store.cache.save()
     stages = list(planner.stages.values())
     if missing := [planned for planned in stages if planned.stage.name in parts.reused and not planned.reused]:
@@ -143,8 +78,79 @@ def plan(
     return stages
 
 
+def _selected(graph: Graph, settings: Settings, store: ArtifactStore, rerun: Rerun, selection: Selection) -> StageParts:
+    """The stages that the selection builds and reuses. Raises UsageError where an option names another stage."""
+    required_by = {f"--force {name}": name for name in sorted(rerun.force)}
+    if rerun.resume_key:
+        required_by[f"--continue {rerun.resume_key}"] = resume.find_stage(store, rerun.resume_key)
+    for name in (*selection.names, *required_by.values()):
+        if name not in graph:
+            raise no_stage(name, graph, settings)
+    parts = selection.of(graph)
+    for option, name in required_by.items():
+        if name not in parts.built:
+            raise UsageError(f"{option} refers to stage {name}, which {selection} leaves out; remove one of them")
+    return parts
+
+
+@dataclass
+class Planner:
+    """Plans one stage after the other; an input may be an artifact or the planned output of an earlier stage."""
+
+    settings: Settings
+    store: ArtifactStore
+    rerun: Rerun = NOTHING_AGAIN
+    compared_with: RecordedRun | None = None
+    stages: dict[str, Planned] = field(default_factory=dict)  # so far
+    continues: bool = False  # whether a model comes from an earlier run, as a night's does, whose shape is its own
+
+    def add(self, node: Node, reused_by: Selection | None = None) -> None:
+        """Plan a stage. `reused_by`: the selection that leaves it out, so that it is taken from the store."""
+        stage, earlier = node.stage, [self.stages[name] for name in node.sources.values() if isinstance(name, str)]
+        self.continues = self.continues or isinstance(node.sources.get("base"), Artifact)
+        forced = stage.name in self.rerun.force or any(planned.forced for planned in earlier)
+        pending = tuple(dict.fromkeys(planned.stage.name for planned in earlier if planned.artifact is None))
+        if pending:
+            data_files(stage, self.settings)  # report a wrong path now, not after earlier stages were built
+            planned = Planned(stage, "run", (f"waits for {', '.join(pending)}",), forced=forced)
+        else:
+            planned = plan_stage(
+                stage,
+                self.settings,
+                self.store,
+                self._inputs(node),
+                self.rerun,
+                forced=forced,
+                compared_with=self.compared_with,
+            )
+        if planned.state == "run":
+            self._check_model(stage)
+        planned = replace(planned, sources=node.sources)
+        if reused_by is not None and planned.artifact:
+            why = (f"taken from the store: {reused_by} leaves it out",)
+            planned = replace(planned, state="cached", why=why, forced=False, reused=True)
+        self.stages[stage.name] = planned
+
+    def _inputs(self, node: Node) -> dict[str, Artifact]:
+        inputs = {}
+        for name, source in node.sources.items():
+            artifact = self.stages[source].artifact if isinstance(source, str) else source
+            if artifact:
+                inputs[name] = artifact
+        return inputs
+
+    def _check_model(self, stage: Stage) -> None:
+        """Raise UsageError for a model that cannot be, or not with its adapter: now, not after the stages before."""
+        checks = registry.ShapeChecks(self.store.cache, self.store.root / "cache" / "shapes")
+        if _describes_model(stage, self.settings):
+            checks.new_model(self.settings.model)
+        adapter = adapter_of(stage.name, self.settings)
+        if adapter is not None and not self.continues and self.settings.existing_model is None:
+            checks.adapter(stage.name, adapter, self.settings.model)
+
+
 def settings_of_selection(
-    recipe: Recipe, settings: Settings, store: ArtifactStore, rerun: Rerun, selection: Selection
+    graph: Graph, settings: Settings, store: ArtifactStore, rerun: Rerun, selection: Selection
 ) -> Settings:
     """The settings for stages that `--only` names: without the data of the trainings that it leaves out, where it names
     evaluate, and others that train, and not all those models are in the store. What is not there is not evaluated.
@@ -158,7 +164,7 @@ def settings_of_selection(
     left_out = [name for name in settings.trainings if name not in kept]
     if EVALUATE.name not in selection.only or not kept or not left_out:
         return settings
-    planned = plan(recipe, settings, store, rerun)
+    planned = plan(graph, settings, store, rerun)
     if all(one.state == "cached" for one in planned if one.stage.name in left_out):
         return settings
     none = {TRAINING_STAGES[name].dataset: () for name in left_out}

@@ -22,7 +22,7 @@ from ttrain.core.signals import PARENT, RENDEZVOUS, STOP_SIGNALS
 from ttrain.errors import FREE_SPACE, Interrupted, NothingNew, RankLost, StageFailed
 from ttrain.pipeline import stage_worker
 from ttrain.pipeline.fork_server import BASIC, PRELOADED, ForkedProcess, ForkServer, ForkServerError, available
-from ttrain.pipeline.recipe import Planned
+from ttrain.pipeline.graph import Planned
 from ttrain.pipeline.stage_worker import PROGRESS
 from ttrain.pipeline.stop_request import StopRequest
 from ttrain.stages import GATE, TASK, Stage

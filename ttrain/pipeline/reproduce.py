@@ -23,11 +23,11 @@ from ttrain.core.files import JsonDict, read_json, temporary_directory, user_pat
 from ttrain.core.hashing import differences
 from ttrain.errors import ArtifactError, Interrupted, TTrainError, UsageError
 from ttrain.pipeline import launch, provenance
+from ttrain.pipeline.graph import Planned
 from ttrain.pipeline.input_files import HELDOUT, TRAIN, file_digests
 from ttrain.pipeline.lineage import REGISTRY, Lineage, Link
 from ttrain.pipeline.names import with_secrets
 from ttrain.pipeline.progress_display import DisplayObserver, StageDisplay
-from ttrain.pipeline.recipe import Planned
 from ttrain.pipeline.stop_request import StopRequest
 from ttrain.stages import STAGES, Stage
 from ttrain.store.artifacts import ArtifactStore

@@ -13,7 +13,7 @@ from ttrain.core.files import link_or_copy, remove_tree, write_json
 from ttrain.core.text import first_of
 from ttrain.errors import UsageError
 from ttrain.pipeline import resume
-from ttrain.pipeline.recipe import Planned
+from ttrain.pipeline.graph import Planned
 from ttrain.store.artifacts import ArtifactStore
 
 RESTARTED = "restarted.json"  # in a work directory that begins with older checkpoints, also where the stage is forced

@@ -1,8 +1,8 @@
-"""A recipe, and the plan of one of its stages."""
+"""The graph of a pipeline, and the plan of one of its stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,76 @@ from ttrain.pipeline import resume
 from ttrain.stages import Stage
 from ttrain.store.layout import Artifact, Artifacts
 
-Recipe = Callable[["Callable[..., Any]", Settings], Any]
+Source = str | Artifact  # of an input: the name of the stage that makes it, or an artifact that is there
+
+
+@dataclass(frozen=True)
+class Node:
+    """A stage of a pipeline and where each of its inputs comes from, by the input's name."""
+
+    stage: Stage
+    sources: Mapping[str, Source] = field(default_factory=dict)
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The stages that make its inputs."""
+        return frozenset(source for source in self.sources.values() if isinstance(source, str))
+
+    def __str__(self) -> str:
+        sources = (of if isinstance(of, str) else f"{of.stage} {of.key[:12]}" for of in self.sources.values())
+        return f"{self.stage.name} <- {', '.join(sources)}" if self.sources else self.stage.name
+
+
+class Graph(Mapping[str, Node]):
+    """The stages of a pipeline by name, each after those that it reads."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[str, Node] = {}
+
+    def add(self, stage: Stage, **sources: Source | None) -> str:
+        """Add a stage and return its name, for those that read it. An input whose source is None is not there."""
+        present = {name: source for name, source in sources.items() if source is not None}
+        self._nodes[stage.name] = Node(stage, present)
+        return stage.name
+
+    def __getitem__(self, name: str) -> Node:
+        return self._nodes[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._nodes)
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __str__(self) -> str:
+        """A line for each stage: its name, and what it reads."""
+        return "\n".join(map(str, self.values()))
+
+    def replacing(self, replaced: Mapping[str, Source | None]) -> Graph:
+        """The graph without these stages: what reads one of them reads the source instead, or nothing where it is None."""
+        graph = Graph()
+        for name, node in self.items():
+            if name not in replaced:
+                sources = {
+                    of: replaced.get(source, source) if isinstance(source, str) else source
+                    for of, source in node.sources.items()
+                }
+                graph.add(node.stage, **sources)
+        return graph
+
+    def needed_by(self, name: str) -> frozenset[str]:
+        """The stage and all that it depends on, directly or not."""
+        needed: set[str] = set()
+        waiting = [name]
+        while waiting:
+            stage = waiting.pop()
+            if stage not in needed:
+                needed.add(stage)
+                waiting.extend(self[stage].reads)
+        return frozenset(needed)
+
+
+Pipeline = Callable[[Settings], Graph]
 
 
 @dataclass(frozen=True)
@@ -30,9 +99,14 @@ class Planned:
     forced: bool = False
     inputs: Artifacts = field(default_factory=dict)
     start_from: Path | None = None  # a checkpoint of a shorter run, if --extend found one
-    waits_for: tuple[str, ...] = ()  # stages that must run first, since it reads their artifacts
     partial_run: resume.PartialRun | None = None  # the work that --continue names
     reused: bool = False  # left out by the selection: it must be in the store
+    sources: Mapping[str, Source] = field(default_factory=dict)  # of its inputs, as in the graph
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The stages of the plan that make its inputs."""
+        return Node(self.stage, self.sources).reads
 
     def has_inputs(self, inputs: Artifacts) -> bool:
         """Whether the plan is of these inputs."""
@@ -55,8 +129,6 @@ class Rerun:
 
 
 NOTHING_AGAIN = Rerun()
-
-LEFT_OUT = object()  # output of a stage that is not called; None would mean that the recipe has no such stage
 
 
 @dataclass(frozen=True)
@@ -89,59 +161,23 @@ class Selection:
         """The stages that the options name."""
         return sorted({*self.only, self.since, self.until} - {""})
 
-    def of(self, graph: Mapping[str, frozenset[str]]) -> StageParts:
+    def of(self, graph: Graph) -> StageParts:
         """Split the stages into built, reused and left out. Raises UsageError if none is built."""
-        until = with_dependencies(self.until, graph) if self.until else graph
-        since = (name for name in until if not self.since or self.since in with_dependencies(name, graph))
+        until = graph.needed_by(self.until) if self.until else graph
+        since = (name for name in until if not self.since or self.since in graph.needed_by(name))
         built = self.only or frozenset(since)
         if not built:
             raise UsageError(f"{self} leaves no stage to build: {self.until} does not depend on {self.since}; swap them")
-        needed = frozenset[str]().union(*(with_dependencies(name, graph) for name in built))
-        return StageParts(built, needed - built, frozenset(graph) - needed)
+        needed = frozenset[str]().union(*map(graph.needed_by, built))
+        return StageParts(built, needed - built)
+
+
+EVERYTHING = Selection()
 
 
 @dataclass(frozen=True)
 class StageParts:
-    """Names of the stages that are built (or cached), that must be in the store, and that are not called."""
+    """Names of the stages that are built (or cached), and of those that must be in the store."""
 
     built: frozenset[str]
     reused: frozenset[str]
-    left_out: frozenset[str]
-
-
-def graph_of(recipe: Recipe, settings: Settings) -> dict[str, frozenset[str]]:
-    """{stage: stages whose artifacts it reads}, in the order of the recipe."""
-    graph: dict[str, frozenset[str]] = {}
-
-    def stage_(stage: Stage, **inputs: Any) -> str:
-        graph[stage.name] = frozenset(input_name for input_name in inputs.values() if isinstance(input_name, str))
-        return stage.name
-
-    recipe(stage_, settings)
-    return graph
-
-
-def planned_part(recipe: Recipe, stages: list[Planned]) -> Recipe:
-    """The recipe with the stages that the plan reuses replaced by their artifacts, and the others left out."""
-    artifacts = {p.stage.name: p.artifact for p in stages if p.reused and p.artifact}
-    called = {p.stage.name for p in stages if not p.reused}
-
-    def part(stage_: Any, settings: Settings) -> None:
-        def chosen(stage: Stage, **inputs: Any) -> Any:
-            return stage_(stage, **inputs) if stage.name in called else artifacts.get(stage.name, LEFT_OUT)
-
-        recipe(chosen, settings)
-
-    return part
-
-
-def with_dependencies(name: str, graph: Mapping[str, frozenset[str]]) -> frozenset[str]:
-    """The stage and all that it depends on, directly or not."""
-    dependencies: set[str] = set()
-    waiting = [name]
-    while waiting:
-        stage = waiting.pop()
-        if stage not in dependencies:
-            dependencies.add(stage)
-            waiting.extend(graph[stage])
-    return frozenset(dependencies)
