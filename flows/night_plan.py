@@ -121,7 +121,8 @@ def _evaluation_sources(inputs: NightInputs, node: Node, graph: Graph) -> dict[s
         earlier = inputs.earlier_heldout
         documents = graph.add(HELDOUT, documents=documents, **{EARLIER_HELDOUT: earlier}) if documents else earlier
     if inputs.champion:
-        data = {name: source for name, source in node.sources.items() if name in HELDOUT_PARTS} | {"documents": documents}
+        sources = {**node.sources, "documents": documents}
+        data = {name: source for name, source in sources.items() if name in HELDOUT_PARTS}
         graph.add(EVALUATE_CHAMPION, **data, **inputs.champion, **_adapter_bases(inputs.champion_bases))
     return {"documents": documents, **_adapter_bases(inputs.bases)}
 

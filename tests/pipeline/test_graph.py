@@ -1,0 +1,72 @@
+"""The graph of a pipeline: what each stage reads, in words."""
+
+from __future__ import annotations
+
+from textwrap import dedent
+
+import pytest
+
+from ttrain.config.loading import load, profile_names
+from ttrain.flows.full import full
+
+USUAL = """
+    source
+    tokenizer <- source
+    shards-pretrain <- tokenizer, source
+    shards-sft <- tokenizer, source
+    shards-lora <- tokenizer, source
+    pretrain <- tokenizer, shards-pretrain
+    sft <- pretrain, shards-sft
+    lora <- sft, shards-lora
+    evaluate <- pretrain, shards-pretrain, sft, shards-sft, lora, shards-lora
+"""
+PREFERENCES = """
+    source
+    tokenizer <- source
+    shards-pretrain <- tokenizer, source
+    shards-sft <- tokenizer, source
+    shards-dpo <- tokenizer, source
+    shards-lora <- tokenizer, source
+    pretrain <- tokenizer, shards-pretrain
+    sft <- pretrain, shards-sft
+    reference <- sft, shards-dpo
+    dpo <- sft, shards-dpo, reference
+    lora <- dpo, shards-lora
+    evaluate <- pretrain, shards-pretrain, sft, shards-sft, dpo, shards-dpo, lora, shards-lora
+"""
+CHATS_ALONE = """
+    tokenizer
+    shards-sft <- tokenizer
+    new-model <- tokenizer
+    sft <- new-model, shards-sft
+    evaluate <- new-model, sft, shards-sft
+"""
+
+
+def picture(words: str) -> str:
+    return dedent(words).strip()
+
+
+@pytest.mark.parametrize("profile", profile_names())
+def test_the_graph_of_a_profile_is_this(profile: str) -> None:
+    graph = full(load([], profiles=(profile,), environment={}).settings)
+    assert str(graph) == picture(PREFERENCES if profile == "preferences" else USUAL)
+
+
+def test_a_stage_that_starts_from_no_model_gets_a_new_one_and_nothing_that_no_stage_needs_is_there() -> None:
+    settings = load(["sft.start_from=none", "data.sft=a.jsonl"], environment={}).settings
+    assert str(full(settings)) == picture(CHATS_ALONE)
+
+
+def test_what_reads_a_replaced_stage_reads_what_replaces_it() -> None:
+    graph = full(load([], environment={}).settings)
+    replaced = graph.replacing({"source": None, "sft": "pretrain", "shards-sft": None})
+    assert replaced["lora"].sources == {"base": "pretrain", "shards": "shards-lora"}
+    assert replaced["tokenizer"].sources == {} and {"source", "sft", "shards-sft"}.isdisjoint(replaced)
+    assert "sft" in graph, "a graph is a value"
+
+
+def test_a_stage_needs_all_that_it_reads_directly_or_not() -> None:
+    graph = full(load([], environment={}).settings)
+    needed = {"source", "tokenizer", "shards-pretrain", "pretrain", "shards-sft", "sft"}
+    assert graph.needed_by("sft") == needed and graph.needed_by("source") == {"source"}
