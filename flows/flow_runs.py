@@ -18,7 +18,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ttrain.pipeline.execution import PipelineRun
+from ttrain.engine.execution import PipelineRun
 from ttrain.pipeline.stop_request import SIGNALLED
 from ttrain.store.runs import is_alive, process_started
 

@@ -21,15 +21,16 @@ from rich.console import Console
 
 from ttrain.config import Event, Settings
 from ttrain.core.terminal import print_plain
+from ttrain.engine.execution import PipelineRun
+from ttrain.engine.plan import Plan
 from ttrain.errors import Interrupted, NothingNew, StageFailed, TooFewRows, TTrainError
 from ttrain.evaluate import promotion
 from ttrain.flows import night_decision, night_plan
-from ttrain.flows.run import run_pipeline
+from ttrain.flows.run import RunOptions, run_pipeline
 from ttrain.nightly import history, notify, records
 from ttrain.nightly import inputs as night_inputs
 from ttrain.nightly.inputs import NightInputs
 from ttrain.nightly.records import InputSnapshot, NightRecord, Nights
-from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.labels import NO_LABELS, Labels
 from ttrain.pipeline.plan import plan
 from ttrain.pipeline.pusher import push_noted
@@ -230,20 +231,10 @@ class NightRun:
             night.note_try(run=execution.record.run)
             execution.artifacts.update(inputs.replacements)
 
-        execution = run_pipeline(
-            NAME,
-            inputs.settings,
-            self.store,
-            plan(night_plan.night_graph(inputs), inputs.settings, self.store),
-            self.console,
-            engine=self.engine,
-            on_begin=on_begin,
-            night=night.name,
-            labels=self.labels,
-            in_flow=self.in_flow,
-            stop_at=self.stop_at,
-        )
-        return execution, inputs
+        graph = night_plan.night_graph(inputs)
+        planned = Plan(NAME, inputs.settings, self.store, graph, plan(graph, inputs.settings, self.store))
+        options = RunOptions(self.engine, self.in_flow, night.name, self.stop_at, self.labels)
+        return run_pipeline(planned, self.console, options, on_begin), inputs
 
     def _decide(self, night: NightRecord, execution: PipelineRun, inputs: NightInputs) -> promotion.Decision:
         """Decide, show the decision in Prefect, promote or keep."""

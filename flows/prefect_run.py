@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config import Auth
+from ttrain.engine.execution import PipelineRun
 from ttrain.errors import Interrupted, NothingNew, TTrainError, UsageError
 from ttrain.flows import flow_runs, prefect_api, servers
 from ttrain.flows.flow_runs import TAG, current_flow_run, mark_crashed_runs, sync_client, watching_for_cancellation
 from ttrain.flows.prefect_api import AUTH_STRING, token_environment
 from ttrain.flows.servers import PORT, prefect_app, token_of, uvicorn_command
 from ttrain.pipeline import plan as plan_table
-from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.run_summary import REPORT
 from ttrain.reports import summary
 from ttrain.store import server_records
@@ -92,7 +92,7 @@ def run(execution: PipelineRun, wait_for_server: Callable[[], None], *, in_flow:
     have_ended: list[bool] = []  # true once the stages have
 
     @flow(  # type: ignore[untyped-decorator]  # mypy does not follow Prefect
-        name=execution.pipeline,
+        name=execution.plan.pipeline,
         flow_run_name=f"{execution.settings.name}: {execution.record.run}",
         persist_result=False,
         validate_parameters=False,
@@ -146,7 +146,7 @@ def _run_stages(execution: PipelineRun) -> None:
     from ttrain.tasks.stage import stage_task
 
     futures: dict[str, PrefectFuture[Any]] = {}
-    stages = {planned.stage.name: planned for planned in execution.planned if not planned.reused}
+    stages = {planned.stage.name: planned for planned in execution.plan.stages if not planned.reused}
     shards = {name for name, planned in stages.items() if planned.stage.reuses_parts}
     is_limited = _trainings_are_limited()
     run = execution.record.run
@@ -154,7 +154,7 @@ def _run_stages(execution: PipelineRun) -> None:
     execution.note_prefect(flow_run_id, None if is_own() else url_for("flow-run", obj_id=flow_run_id))
     with best_effort():
         names = ("stage", "state", "key", "why")
-        plan = [dict(zip(names, row, strict=True)) for row in plan_table.plan_rows(execution.planned)]
+        plan = [dict(zip(names, row, strict=True)) for row in plan_table.plan_rows(execution.plan.stages)]
         create_table_artifact(plan, key="plan", description=f"plan of {run}")
         if page := execution.page_of():
             create_link_artifact(page, key="mlflow", link_text=f"{run} in MLflow")

@@ -124,8 +124,9 @@ FLOWS = {"full": full, "nightly": nightly}
 
 def _run_full(home: Path, settings: Settings) -> State[Any] | None:
     """Run the pipeline; a slot that another one covers is skipped."""
-    from ttrain.flows.full import full
-    from ttrain.flows.run import run_pipeline
+    from ttrain.engine.plan import Plan
+    from ttrain.flows.full import full as full_graph
+    from ttrain.flows.run import RunOptions, run_pipeline
     from ttrain.pipeline.plan import plan
 
     schedule = f"full/{settings.name}"
@@ -136,9 +137,9 @@ def _run_full(home: Path, settings: Settings) -> State[Any] | None:
             if is_slot and (covered := covered_by(home, schedule)):
                 return Completed(name=NIGHT_STATES["skipped"], message=covered)
             store = store_of(home, settings)
-            stages = plan(full(settings), settings, store)
-            console = flow_run_console()
-            run_pipeline("full", settings, store, stages, console, engine="prefect", in_flow=True)
+            graph = full_graph(settings)
+            planned = Plan("full", settings, store, graph, plan(graph, settings, store))
+            run_pipeline(planned, flow_run_console(), RunOptions(in_flow=True))
     except Taken:
         return Completed(name=NIGHT_STATES["skipped"], message="the slot before is still running")
     return None

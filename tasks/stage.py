@@ -22,8 +22,8 @@ from prefect.runtime import task_run
 from prefect.states import Cancelled, Completed, Failed, State
 
 from ttrain.config import Runtime
+from ttrain.engine.execution import PipelineRun
 from ttrain.errors import Interrupted, NothingNew, TTrainError, UsageError
-from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.graph import Planned
 from ttrain.stages import Stage
 from ttrain.tasks.best_effort import best_effort

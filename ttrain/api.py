@@ -247,21 +247,13 @@ def run(
     if record := record_cached(planned, labels):
         return Run(record, planned.store)
     layout.usable_home(planned.store.root)
-    from ttrain.flows.run import run_pipeline
+    from ttrain.flows.run import RunOptions, run_pipeline
 
     with without_signal_handlers():
         try:
-            execution = run_pipeline(
-                pipeline,
-                planned.settings,
-                planned.store,
-                planned.stages,
-                console() if progress is True else Console(quiet=True),
-                planned.rerun,
-                engine=engine,
-                labels=labels,
-                display=CallbackDisplay(progress) if callable(progress) else notebook_display() if progress else None,
-            )
+            screen = console() if progress is True else Console(quiet=True)
+            display = CallbackDisplay(progress) if callable(progress) else notebook_display() if progress else None
+            execution = run_pipeline(planned, screen, RunOptions(engine, labels=labels, display=display))
         except Interrupted as error:
             raise KeyboardInterrupt(str(error)) from None
     return Run(run_records.read(planned.store.root, execution.record.run) or {}, planned.store)

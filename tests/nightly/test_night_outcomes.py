@@ -43,7 +43,7 @@ def kept_before(nights: Nights, settings: Settings, store: ArtifactStore, champi
         nights.begin(list_of(settings, store, champion), None).end_try("kept", "", closed=True)
 
 
-def trains_nothing(*_: object, **__: object) -> None:
+def trains_nothing(*_: object) -> None:
     raise Interrupted("the test needs no model")
 
 
@@ -63,9 +63,9 @@ def test_a_night_that_reaches_its_deadline_goes_on_in_the_next_slot_with_the_sam
     """Same keys, so the same work directories and checkpoints, though a file came and a setting changed meanwhile."""
     planned: list[Any] = []
 
-    def stops(_: str, settings: Settings, __: Any, stages: Any, *___: object, stop_at: float, **____: Any) -> None:
-        assert stop_at <= time.time()
-        planned.append((settings, {stage.stage.name: stage.key for stage in stages}))
+    def stops(plan: Any, _: object, options: Any, *__: object) -> None:
+        assert options.stop_at <= time.time()
+        planned.append((plan.settings, {stage.name: stage.key for stage in plan}))
         raise Interrupted("stage pretrain: stopped by a signal")  # all that a stage knows
 
     monkeypatch.setattr(nightly, "run_pipeline", stops)
@@ -140,8 +140,9 @@ def test_damaged_files_are_left_out_until_they_are_replaced_and_the_night_reads_
 ) -> None:
     read: list[str] = []
 
-    def shards(_: str, settings: Settings, *__: object, **___: object) -> None:
-        read.append(", ".join(Path(location).stem for location in settings.data.pretrain))  # type: ignore[arg-type]
+    def shards(plan: Any, *_: object) -> None:
+        settings = plan.settings
+        read.append(", ".join(Path(location).stem for location in settings.data.pretrain))
         try:
             for location in settings.data.pretrain:
                 with streams.noting_faults(str(location)):
@@ -184,7 +185,7 @@ def test_a_night_whose_only_new_file_is_damaged_fails_once(
     kept_before(nights, inbox(tmp_path, a="1"), store)
     settings, path = inbox(tmp_path, a="1", b="2"), str(tmp_path / "inbox/b.jsonl")
 
-    def fails(*_: object, **__: object) -> None:
+    def fails(*_: object) -> None:
         raise StageFailed(f"stage shards-pretrain failed: {path} is binary", DataError.__name__, files=[path])
 
     monkeypatch.setattr(nightly, "run_pipeline", fails)
@@ -202,8 +203,8 @@ def test_a_night_of_known_documents_is_closed_as_nothing_new_or_learns_its_new_c
 ) -> None:  # fmt: skip
     runs: list[set[str]] = []
 
-    def finds_nothing(_: str, settings: Settings, __: Any, stages: list[str], *___: object, **____: object) -> None:
-        runs.append(set(stages))
+    def finds_nothing(planned: Any, *_: object) -> None:
+        runs.append(set(planned.stages))
         if "shards-pretrain" in runs[-1]:
             raise NothingNew("data.pretrain: 9 of 9 rows are near-duplicates")
         trains_nothing()
@@ -249,7 +250,7 @@ def test_a_wrong_setting_is_no_failed_try_and_a_retry_of_its_slot_runs(
 def test_too_few_rows_are_no_failed_try_and_give_the_list_up(
     tmp_path: Path, store: ArtifactStore, nights: Nights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object, **options: object) -> None:
+    def refuse(*_: object) -> None:
         raise TooFewRows("pretrain.tokens_per_step is 64000, but the training data gives 5 rows")
 
     settings, out = inbox(tmp_path, a="1"), io.StringIO()

@@ -20,13 +20,12 @@ from rich.console import Console
 from support.planned_homes import House
 from support.waiting import stopwatch, wait_until
 
+from ttrain import api
 from ttrain.config import Notify, Settings, flatten
 from ttrain.config.loading import load
 from ttrain.errors import StageFailed, UsageError
 from ttrain.flows import run as flows_run
-from ttrain.flows.full import full
 from ttrain.nightly.notify import send, send_end_of_run
-from ttrain.pipeline.plan import plan
 from ttrain.store.runs import process_started
 
 SECRET = "T0KEN-of-the-hook"
@@ -206,9 +205,9 @@ def test_a_run_of_full_says_that_it_completed_or_why_it_failed(
     kept = tmp_path / "kept.json"
     settings = house.settings("tracking.enabled=false", "name=mine")
     settings = settings.replaced({"notify": {"command": writer(kept)}})
-    planned = plan(full(settings), settings, house.store)
+    planned = api.plan("full", settings, home=house.store.root)
     with contextlib.suppress(StageFailed):
-        flows_run.run_pipeline("full", settings, house.store, planned, Console(quiet=True), engine="none")
+        flows_run.run_pipeline(planned, Console(quiet=True), flows_run.RunOptions("none"))
     message = json.loads(kept.read_text())
     assert (message["event"], message["pipeline"]) == (event, "mine") and message["run"].startswith("full-")
     assert message["reason"].startswith(reason) and event in message["text"]

@@ -8,15 +8,17 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from support.tiny_stages import planned
+from support.tiny_stages import planned, run_of
 from support.waiting import stopwatch
 
 from ttrain.config import Runtime, Settings
 from ttrain.config.loading import load, settable_keys
 from ttrain.config.runtime import StageRuntime
+from ttrain.engine.execution import PipelineRun
+from ttrain.engine.plan import Plan
 from ttrain.errors import ArtifactError, DataError, Interrupted, StageFailed, TooFewRows, UsageError
 from ttrain.pipeline import names
-from ttrain.pipeline.execution import PipelineRun
+from ttrain.pipeline.graph import Graph
 from ttrain.pipeline.progress_display import Display
 from ttrain.stages import STAGES
 from ttrain.store.artifacts import ArtifactStore
@@ -27,7 +29,7 @@ from ttrain.store.references import need_run
 def execution(tmp_path: Path) -> PipelineRun:
     settings = load(["tracking.enabled=false"], environment={}).settings
     console = Console(file=io.StringIO(), width=200)
-    return PipelineRun("full", settings, ArtifactStore(tmp_path), Display(console), planned("sft"))
+    return PipelineRun(Plan("full", settings, ArtifactStore(tmp_path), Graph(), planned("sft")), Display(console))
 
 
 def said(execution: PipelineRun) -> str:
@@ -101,7 +103,7 @@ def test_a_run_s_record_means_the_same_files_wherever_its_stage_is_rerun(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     settings = load(["data.sft=chats*.jsonl", "tracking.enabled=false"], environment={}).settings
-    made = PipelineRun("full", settings, ArtifactStore(tmp_path), Display(Console(quiet=True)), planned("sft"))
+    made = run_of(ArtifactStore(tmp_path), settings, planned("sft"))
     monkeypatch.chdir("/")
     again = load(base=names.settings_of(need_run(tmp_path, made.record.run)), environment={}).settings
     assert again.data.sft == (str(tmp_path / "chats*.jsonl"),)

@@ -216,8 +216,8 @@ def test_a_run_of_many_passes_is_asked_about_on_a_terminal_alone(
 ) -> None:
     started: list[str] = []
 
-    def run_pipeline(pipeline: str, *_: object, **__: object) -> None:
-        started.append(pipeline)
+    def run_pipeline(plan: api.Plan, *_: object) -> None:
+        started.append(plan.pipeline)
         raise UsageError("it was started")
 
     monkeypatch.setattr("ttrain.flows.run.run_pipeline", run_pipeline)

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from support.tiny_stages import Home, planned
+from support.tiny_stages import Home, planned, run_of
 
 from ttrain.config import Settings
+from ttrain.engine.execution import PipelineRun
+from ttrain.engine.plan import Plan
 from ttrain.errors import NothingNew, StageFailed
 from ttrain.flows import prefect_run
-from ttrain.flows.run import run_pipeline
-from ttrain.pipeline.execution import PipelineRun
+from ttrain.flows.run import RunOptions, run_pipeline
 from ttrain.pipeline.graph import Graph
 from ttrain.pipeline.plan import plan
-from ttrain.pipeline.progress_display import Display
 from ttrain.reports import summary
 from ttrain.stages import SHARDS_PRETRAIN
 from ttrain.stages.shards import heldout_records
@@ -47,9 +47,9 @@ def sharded(home: Home, texts: Sequence[str], out: io.StringIO, **learnt: Artifa
 
     graph = Graph()
     graph.add(SHARDS_PRETRAIN, tokenizer=home.tokenizer, **learnt)
-    stages = plan(graph, settings, home.store)
+    planned = Plan("nightly", settings, home.store, graph, plan(graph, settings, home.store))
     console = Console(file=out, width=200)
-    return run_pipeline("nightly", settings, home.store, stages, console, engine="none")
+    return run_pipeline(planned, console, RunOptions("none"))
 
 
 def test_a_run_without_a_new_document_ends_as_nothing_new_and_tells_its_stage_alone(tmp_path: Path) -> None:
@@ -96,9 +96,8 @@ def test_a_status_leaves_out_the_stages_that_a_night_without_news_did_not_come_t
 
 def test_a_failure_of_another_stage_comes_before_that_nothing_is_new(tmp_path: Path) -> None:
     """Under Prefect independent stages go on."""
-    display = Display(Console(file=io.StringIO()))
     settings = Settings.model_validate({"tracking": {"enabled": False}})
-    run = PipelineRun("nightly", settings, Home.make(tmp_path).store, display, planned("shards-pretrain", "shards-sft"))
+    run = run_of(Home.make(tmp_path).store, settings, planned("shards-pretrain", "shards-sft"))
     run.failures = {"shards-pretrain": NothingNew("x"), "shards-sft": StageFailed("bad rows")}
     with pytest.raises(StageFailed):
         prefect_run._raise_failure(run)

@@ -6,16 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
-from support.tiny_stages import planned
+from support.tiny_stages import planned, run_of
 
 from ttrain.config import Settings
 from ttrain.core.files import read_json, write_json
+from ttrain.engine.execution import PipelineRun
 from ttrain.errors import UsageError
 from ttrain.evaluate.task_result import Metric, ScoreTable
 from ttrain.pipeline import run_summary
-from ttrain.pipeline.execution import PipelineRun
-from ttrain.pipeline.progress_display import Display
 from ttrain.store import artifacts, layout
 from ttrain.store.references import Registered
 from ttrain.store.registry import Registry, Version
@@ -48,8 +46,7 @@ def ran(
 ) -> PipelineRun:
     """A run that took all its artifacts from the store, to its end; it is not tracked."""
     tree = Settings(tracking={"enabled": False}, **settings)
-    display = Display(Console(quiet=True))
-    execution = PipelineRun("full", tree, store, display, planned(*found), registers=registers)
+    execution = run_of(store, tree, planned(*found), registers=registers)
     execution.artifacts.update(found)
     execution.finish(outcome)
     return execution

@@ -11,20 +11,19 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from support.planned_homes import House, running
-from support.tiny_stages import Home, stage_settings
+from support.tiny_stages import Home, run_of, stage_settings
 from typer.testing import CliRunner
 
 from ttrain import api
 from ttrain.cli.main import _with_settings
 from ttrain.cli.options import stage_names
 from ttrain.config import Tracking
+from ttrain.engine.plan import Plan
 from ttrain.errors import TooFewRows, UsageError
 from ttrain.flows.full import full
-from ttrain.flows.run import run_pipeline
-from ttrain.pipeline.execution import PipelineRun
+from ttrain.flows.run import RunOptions, run_pipeline
 from ttrain.pipeline.graph import Graph, Planned, Rerun, Selection
 from ttrain.pipeline.plan import plan
-from ttrain.pipeline.progress_display import Display
 from ttrain.stages import EVALUATE, PRETRAIN, SFT, SHARDS_PRETRAIN, TOKENIZER
 from ttrain.stages import SHARDS as SHARDS_SETS
 from ttrain.store import runs
@@ -136,7 +135,7 @@ def test_a_training_whose_shards_are_taken_and_too_few_is_refused_before_it_begi
     sources = {"tokenizer": "tokenizer", "shards": "shards-pretrain"}
     stages = [tokenizer, shards, Planned(PRETRAIN, "run", (), sources=sources)]
     with pytest.raises(TooFewRows, match=r"pretrain\.tokens_per_step is 256000, 8000 rows of 32 tokens"):
-        run_pipeline("full", settings, home.store, stages, Console(quiet=True), engine="none")
+        run_pipeline(Plan("full", settings, home.store, Graph(), stages), Console(quiet=True), RunOptions("none"))
     assert not list(home.store.root.glob("work/pretrain/*")), "no process was started for it"
     [record] = runs.history(home.store.root)
     assert {stage["name"]: stage["outcome"] for stage in record["stages"]}["pretrain"] == "failed"
@@ -153,7 +152,7 @@ def test_all_trainings_with_too_few_rows_are_told_at_once_with_the_settings_that
         for stage, artifact in ((SHARDS_PRETRAIN, home.documents), (SHARDS_SETS["sft"], home.chats))
     ]
     stages += [Planned(PRETRAIN, "run", ()), Planned(SFT, "run", ())]
-    execution = PipelineRun("full", settings, home.store, Display(Console(quiet=True)), stages)
+    execution = run_of(home.store, settings, stages)
     with pytest.raises(TooFewRows, match=r"(?s)pretrain.tokens_per_step is .*\n.*sft.tokens_per_step is ") as raised:
         execution.check_reused()
     pretrain, sft = raised.value.fixes

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 from core.test_hashing import LONG_AGO, read_bytes
-from rich.console import Console
 from support.comparing import flip_bit
-from support.tiny_stages import Home, Watcher, stage_settings
+from support.tiny_stages import Home, Watcher, run_of, stage_settings
 
 from ttrain.config import Settings
 from ttrain.data.shards import ShardSet
@@ -22,9 +21,7 @@ from ttrain.errors import ArtifactError, DamagedFile, StageFailed
 from ttrain.inference import loading
 from ttrain.pipeline import artifact_commands, launch, names
 from ttrain.pipeline.artifact_commands import DamagedArtifact
-from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.graph import Planned
-from ttrain.pipeline.progress_display import Display
 from ttrain.stages import PRETRAIN, SFT, SHARDS, Stage
 from ttrain.store import integrity
 from ttrain.store.artifacts import ArtifactStore
@@ -90,7 +87,7 @@ def test_damage_that_the_check_of_rows_meets_is_set_aside_so_that_the_next_run_h
     of_shards, inputs = fresh_home.chats, {"tokenizer": fresh_home.tokenizer}
     shards = Planned(SHARDS["sft"], "cached", (), of_shards.key, of_shards, inputs=inputs, reused=True)
     plan = [shards, Planned(SFT, "run", ())]
-    execution = PipelineRun("full", settings, fresh_home.store, Display(Console(quiet=True)), plan)
+    execution = run_of(fresh_home.store, settings, plan)
     with pytest.raises(StageFailed, match=rf"stage sft: .* is damaged: .* moved to .*: {damaged.stage} {damaged.key[:12]}"):
         execution.check_reused()
     assert execution.failures.keys() == {"sft"} and fresh_home.store.artifacts(damaged.stage) == []

@@ -8,19 +8,23 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from support.planned_homes import remember_modules
 from support.tiny_data import make_shards, make_tokenizer
 
 from ttrain.config import PretrainConfig, Runtime, Section, Settings
 from ttrain.core.files import ProgressWriter
-from ttrain.pipeline.graph import Planned
+from ttrain.engine.execution import PipelineRun
+from ttrain.engine.plan import Plan
+from ttrain.pipeline.graph import Graph, Planned
 from ttrain.pipeline.processes import StageObserver
+from ttrain.pipeline.progress_display import Display
 from ttrain.stages import STAGES, Stage, pretrain
 from ttrain.stages.job import StageContext
 from ttrain.store.artifacts import ArtifactStore
@@ -99,6 +103,11 @@ def run_here(module: Any, config: Section, output: Path, inputs: Mapping[str, Pa
 def planned(*names: str) -> list[Planned]:
     """The plan of stages that are to run."""
     return [Planned(STAGES[name], "run", ()) for name in names]
+
+
+def run_of(store: ArtifactStore, settings: Settings, stages: Sequence[Planned], **options: Any) -> PipelineRun:
+    """A run of these stages, which shows nothing; the run is not begun."""
+    return PipelineRun(Plan("full", settings, store, Graph(), [*stages]), Display(Console(quiet=True)), **options)
 
 
 @dataclass

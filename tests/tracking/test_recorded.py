@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
-from support.tiny_stages import Home, stage_settings
+from support.tiny_stages import Home, run_of, stage_settings
 from support.tracked_stores import client_of, files_of, tracked
 
 from ttrain.config import Settings
 from ttrain.errors import StageFailed, UsageError
-from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.graph import Planned
 from ttrain.pipeline.labels import labels_of
-from ttrain.pipeline.progress_display import Display
 from ttrain.stages import PRETRAIN
 
 
@@ -28,10 +25,10 @@ def stages_of(home: Home) -> list[Planned]:
 
 def run(home: Home, settings: Settings, **options: Any) -> tuple[Any, Any, Path]:
     """The tracked runs of a pipeline with one stage, and of that stage; and the log of the former in the home."""
-    execution = PipelineRun("full", settings, home.store, Display(Console(quiet=True)), stages_of(home), **options)
+    execution = run_of(home.store, settings, stages_of(home), **options)
     outcome = "failed"
     try:
-        execution.run_stage(execution.planned[0], lambda line: None)
+        execution.run_stage(execution.plan.stages[0], lambda line: None)
         outcome = "completed"
     except StageFailed:
         pass
@@ -85,8 +82,8 @@ def test_a_note_tags_and_the_night_mode_stand_in_mlflow_and_on_the_page_and_in_n
     assert parent.data.tags["mlflow.note.content"].startswith("why: &lt;b>  \n***\n\n`pretrain.tokens=512`")
     record = json.loads(log.with_suffix(".json").read_text())
     assert record["note"] == "why: <b>\n***" and record["tags"] == {"purpose": "a smaller rate", "hub.token": "***"}
-    again = PipelineRun("full", stage_settings(2), stage_home.store, Display(Console(quiet=True)), stages_of(stage_home))
-    assert again.run_stage(again.planned[0], lambda line: None)[1] == "cached"
+    again = run_of(stage_home.store, stage_settings(2), stages_of(stage_home))
+    assert again.run_stage(again.plan.stages[0], lambda line: None)[1] == "cached"
     again.finish("completed")
     page = files_of(parent)["report.html"].read_text()
     assert "why: &lt;b&gt;" in page and "purpose=a smaller rate" in page and "x1" not in json.dumps(record["tags"])

@@ -340,19 +340,10 @@ def plan_and_run(
     if asks and not confirm("run it?", default=False):
         print("nothing was run; --yes runs it without asking")
         raise Exit(1)
-    from ttrain.flows.run import run_pipeline
+    from ttrain.flows.run import RunOptions, run_pipeline
     from ttrain.reports.summary import OVERFIT
 
-    execution = run_pipeline(
-        pipeline,
-        planned.settings,
-        planned.store,
-        planned.stages,
-        console(),
-        planned.rerun,
-        engine=options.engine,
-        labels=labels,
-    )
+    execution = run_pipeline(planned, console(), RunOptions(options.engine, labels=labels))
     if command is None:
         changed = sorted(planned.rerun.force)[:1] or [planned.stages[0].stage.name]
         command = RanCommand(["pipeline", "rerun", *changed, "--run", execution.record.run])

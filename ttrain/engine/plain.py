@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from ttrain.engine.execution import PipelineRun
 from ttrain.errors import Interrupted
-from ttrain.pipeline.execution import PipelineRun
 
 
 def run_plain(execution: PipelineRun) -> None:
     """Build the stages of the plan one after the other, in this thread."""
-    for planned in execution.planned:
+    for planned in execution.plan.stages:
         if planned.reused:
             continue
         execution.run_stage(planned, lambda line: None)

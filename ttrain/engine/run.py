@@ -4,24 +4,21 @@ run of one stage alone."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from rich.console import Console
 
-from ttrain.config import Settings
 from ttrain.core.signals import catching_signals, handling_signals
 from ttrain.core.terminal import print_plain, showing_logs, table
 from ttrain.core.text import format_duration
+from ttrain.engine.execution import PipelineRun
 from ttrain.engine.plan import Plan
 from ttrain.errors import Interrupted, UsageError
-from ttrain.pipeline.execution import PipelineRun
-from ttrain.pipeline.graph import Planned, Rerun
 from ttrain.pipeline.plan import no_stage
 from ttrain.pipeline.progress_display import Display, StageDisplay
-from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.runs import NIGHTLY, NOTHING_NEW
 
@@ -37,15 +34,7 @@ def screen(console: Console, log_level: str, display: StageDisplay | None = None
         raise Interrupted(str(early), early.args[0]) from None
 
 
-def begin(
-    pipeline: str,
-    settings: Settings,
-    store: ArtifactStore,
-    display: StageDisplay,
-    stages: Sequence[Planned],
-    rerun: Rerun,
-    **options: Any,
-) -> PipelineRun:
+def begin(plan: Plan, display: StageDisplay, **options: Any) -> PipelineRun:
     """Create the execution. A signal meanwhile waits for it, so that its record is closed; a second one does not."""
     signums: list[int] = []
 
@@ -54,7 +43,7 @@ def begin(
         display.say("stopping before a stage begins (again to end at once)")
 
     with catching_signals(on_signal, EarlySignal):
-        execution = PipelineRun(pipeline, settings, store, display, stages, rerun, **options)
+        execution = PipelineRun(plan, display, **options)
     execution.signum = signums[0] if signums else 0
     return execution
 
@@ -81,10 +70,9 @@ def _interrupt(signum: int) -> None:
 def run_one_stage(name: str, plan: Plan, console: Console) -> tuple[Artifact, str]:
     """Build one stage of the plan alone; returns its artifact and state. Raises UsageError where it is unknown or an
     input is missing."""
-    settings, store = plan.settings, plan.store
     planned = {each.stage.name: each for each in plan.stages}
     if name not in planned:
-        raise no_stage(name, planned, settings)
+        raise no_stage(name, planned, plan.settings)
     chosen = planned[name]
     if chosen.key is None:
         needed = plan.graph.needed_by(name) - {name}
@@ -95,13 +83,13 @@ def run_one_stage(name: str, plan: Plan, console: Console) -> tuple[Artifact, st
             f"or all at once: `ttrain pipeline run full`"
         )
     chosen = replace(chosen, sources=chosen.inputs)  # the artifacts that are there
-    with screen(console, settings.runtime.log_level) as display:
-        execution = begin(f"stage-{name}", settings, store, display, [chosen], plan.rerun)
+    with screen(console, plan.settings.runtime.log_level) as display:
+        execution = begin(replace(plan, pipeline=f"stage-{name}", stages=[chosen]), display)
         with recorded(execution):
             execution.raise_if_signalled()
             with execution.catching_signals():
                 artifact, state = execution.run_stage(chosen, lambda line: None)
-            artifact = store.complete(artifact, report=lambda line: display.say(f"  {name}: {line}"))
+            artifact = plan.store.complete(artifact, report=lambda line: display.say(f"  {name}: {line}"))
             print_plain(console, f"artifact: {artifact.path}")
     return artifact, state
 
@@ -122,7 +110,7 @@ def print_summary(execution: PipelineRun, outcome: str, console: Console) -> Non
     next_step = ", and the same command continues there"
     if any(getattr(error, "is_mistake", False) for error in execution.failures.values()):
         next_step = ", and the command continues there once the mistake is fixed"
-    if execution.pipeline == NIGHTLY:  # which says its own
+    if execution.plan.pipeline == NIGHTLY:  # which says its own
         next_step = ""
     say(
         f"{outcome} after {took}; finished stages are kept{next_step} "

@@ -13,11 +13,12 @@ from ttrain.config import SHAPE_NO_RESULT, Runtime, Settings
 from ttrain.config.loading import Override, settings_of
 from ttrain.core.files import JsonDict
 from ttrain.core.hashing import code_digests, digest_of
+from ttrain.engine.plan import Plan
 from ttrain.errors import UsageError
 from ttrain.experiments import measure, records, space
 from ttrain.experiments.measure import Measure
 from ttrain.experiments.space import Space
-from ttrain.pipeline.graph import Graph, Pipeline, Planned
+from ttrain.pipeline.graph import Graph, Pipeline
 from ttrain.pipeline.input_files import check_first_rows, file_digests, named_shards
 from ttrain.pipeline.plan import no_stage, plan
 from ttrain.pipeline.provenance import with_absolute_paths
@@ -56,10 +57,11 @@ class SweepRequest:
         """The first value of each setting."""
         return next(self.space.probes())
 
-    def plan(self, values: Mapping[str, Any], store: ArtifactStore, slot: int = 0) -> list[Planned]:
+    def plan(self, values: Mapping[str, Any], store: ArtifactStore, slot: int = 0) -> Plan:
         """The plan of a trial with these values."""
         settings = self.settings(values, slot)
-        return plan(self.graph(settings), settings, store)
+        graph = self.graph(settings)
+        return Plan("full", settings, store, graph, plan(graph, settings, store))
 
     def check_data(self) -> None:
         """Raise UsageError for data that the trials cannot read, before the first of them."""
@@ -167,7 +169,7 @@ def preview(request: SweepRequest, store: ArtifactStore) -> JsonDict:
         {
             "trial": trial.number,
             "values": dict(trial.values),
-            "run": [planned.stage.name for planned in request.plan(trial.values, store) if planned.state == "run"],
+            "run": [stage.name for stage in request.plan(trial.values, store) if stage.state == "run"],
         }
         for trial in planned_trials
     ]

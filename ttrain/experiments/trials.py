@@ -19,6 +19,7 @@ from rich.console import Console
 
 from ttrain.core.terminal import print_plain
 from ttrain.core.text import format_duration
+from ttrain.engine.execution import PipelineRun
 from ttrain.engine.plain import run_plain
 from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
 from ttrain.experiments import summary
@@ -27,7 +28,6 @@ from ttrain.experiments.records import COMPLETED, DIVERGED, FAILED, RUNNING, Swe
 from ttrain.experiments.request import SweepRequest
 from ttrain.experiments.sampler import TrialSampler
 from ttrain.experiments.space import format_value
-from ttrain.pipeline.execution import PipelineRun
 from ttrain.pipeline.progress_display import Display
 from ttrain.pipeline.pusher import SWEEP, Pusher
 from ttrain.pipeline.stop_request import StopRequest
@@ -263,15 +263,12 @@ class RunningTrial:
     def _pipeline(self) -> None:
         values, runner = self.trial.values, self._runner
         with runner.planning:
-            stages = self.request.plan(values, runner.store, self.slot)
+            plan = self.request.plan(values, runner.store, self.slot)
         earlier = runs.read(runner.store.root, self.trial.run) if self.trial.run else None
         sweep = {"name": runner.sweep.name, "trial": self.trial.number}
         execution = PipelineRun(
-            "full",
-            self.request.settings(values, self.slot),
-            runner.store,
+            plan,
             _TrialDisplay(runner.display, self.trial.number, runner.shared),
-            stages,
             registers=False,
             part_of={"sweep": sweep, **({"continues": id_of(earlier)} if earlier else {})},  # an interrupted one goes on
         )

@@ -6,18 +6,18 @@ import contextlib
 import getpass
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ttrain.config import Settings
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.core.files import JsonDict, read_object, write_json
 from ttrain.core.redact import without_user
+from ttrain.engine.plan import Plan
 from ttrain.errors import Interrupted, NothingNew, TooFewRows, TTrainError, with_fix
 from ttrain.pipeline import launch, processes, run_summary
-from ttrain.pipeline.graph import NOTHING_AGAIN, Planned, Rerun
+from ttrain.pipeline.graph import Planned
 from ttrain.pipeline.labels import NO_LABELS, Labels
 from ttrain.pipeline.progress_display import DisplayObserver, StageDisplay
 from ttrain.pipeline.provenance import commit, with_absolute_paths
@@ -27,7 +27,6 @@ from ttrain.pipeline.stage_worker import TRACKED
 from ttrain.pipeline.stop_request import SIGNALLED, StopRequest
 from ttrain.reports import summary
 from ttrain.stages import STAGES, Stage
-from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.runs import BUILT, NOTHING_NEW, RunLog, RunRecord
 from ttrain.tracking.book import Book
@@ -44,22 +43,18 @@ class PipelineRun(StopRequest):
 
     def __init__(
         self,
-        pipeline: str,
-        settings: Settings,
-        store: ArtifactStore,
+        plan: Plan,
         display: StageDisplay,
-        stages: Sequence[Planned],
-        rerun: Rerun = NOTHING_AGAIN,
         *,
         part_of: Mapping[str, Any] = MappingProxyType({}),
         labels: Labels = NO_LABELS,
         registers: bool = True,
     ) -> None:
-        """`stages`: the plan of the run. `part_of`: what is noted in its record of the night or the sweep that it is a part
-        of, and as `continues` the interrupted run with which trackers show it as one."""
+        """`part_of`: what is noted in its record of the night or the sweep that it is a part of, and as `continues` the
+        interrupted run with which trackers show it as one."""
         super().__init__(display.say)
-        self.pipeline, self.settings, self.store, self.display = pipeline, settings, store, display
-        self.rerun = rerun
+        settings, store = plan.settings, plan.store
+        self.plan, self.settings, self.store, self.display = plan, settings, store, display
         self.registers = registers and settings.runtime.node_rank == 0  # whether its models become versions
         if self.registers:
             check_names(store, settings.name)
@@ -67,8 +62,8 @@ class PipelineRun(StopRequest):
         self.labels = labels
         self.record = RunRecord(
             store.root,
-            pipeline,
-            [planned.stage.name for planned in stages],
+            plan.pipeline,
+            [planned.stage.name for planned in plan.stages],
             with_absolute_paths(settings).model_dump(mode="json"),
             labels=labels.to_json(),
         )
@@ -76,12 +71,11 @@ class PipelineRun(StopRequest):
         self.artifacts: dict[str, Artifact] = {}
         self.model_set: str | None = None  # version of the registered set of models, once the run is complete
         self.failures: dict[str, BaseException] = {}  # by stage, of those without a result
-        self.planned = stages
-        self._unbuilt = {planned.stage.name: planned for planned in stages if planned.key}
+        self._unbuilt = {planned.stage.name: planned for planned in plan.stages if planned.key}
         self._champion: dict[str, JsonDict] | None = None  # as a baseline; looked for once there is an evaluation
         self.mlflow_url: str | None = None  # of a server that displays the tracker's database but is not the tracker itself
         self.make_parts_elsewhere: Callable[[Stage, Path], None] | None = None  # before a stage that reuses parts starts
-        self.to_start = {planned.stage.name: planned.stage for planned in stages if planned.state == "run"}
+        self.to_start = {planned.stage.name: planned.stage for planned in plan.stages if planned.state == "run"}
         self._began = time.monotonic()
         self.record.note(commit=commit(), user=user_name(), **part_of)
         self._models = RunModels(settings.name, store, self.record.run)
@@ -107,7 +101,7 @@ class PipelineRun(StopRequest):
         unbuilt = self._unbuilt.pop(stage.name, None)  # a retry plans anew: the stage may have saved its state
         try:
             outcome = launch.build(
-                stage, self.settings, self.store, inputs, watcher, self.rerun, forced=planned.forced, planned=unbuilt
+                stage, self.settings, self.store, inputs, watcher, self.plan.rerun, forced=planned.forced, planned=unbuilt
             )
         except BaseException as error:
             if not isinstance(error, Interrupted):
@@ -129,7 +123,7 @@ class PipelineRun(StopRequest):
         """The training stages that this run must train on these shards; none for another stage."""
         if not shards.reuses_parts:
             return []
-        waiting = {planned.stage.name for planned in self.planned if planned.state == "run"}
+        waiting = {planned.stage.name for planned in self.plan.stages if planned.state == "run"}
         return [name for name, row in TRAINING_STAGES.items() if name in waiting and row.dataset == shards.dataset]
 
     def _check_rows(self, training: str, shards: Artifact, tokenizer: Artifact, watcher: StageWatcher) -> None:
@@ -151,7 +145,7 @@ class PipelineRun(StopRequest):
         """Raise TooFewRows for all trainings that have too few, once the shards of all are checked."""
         errors = [error for error in self.failures.values() if isinstance(error, TooFewRows)]
         known = {*self.artifacts, *self.failures}
-        to_build = [planned.stage for planned in self.planned if not planned.reused and planned.stage.name not in known]
+        to_build = [planned.stage for planned in self.plan.stages if not planned.reused and planned.stage.name not in known]
         waits = any(map(self._trained_on, to_build))
         if errors and not waits:
             fixes = [fix for error in errors for fix in error.fixes]
@@ -159,7 +153,7 @@ class PipelineRun(StopRequest):
 
     def check_reused(self) -> None:
         """Fail a training whose reused shards have too few rows, before anything trains."""
-        for planned in self.planned:
+        for planned in self.plan.stages:
             tokenizer = planned.inputs.get("tokenizer")
             if planned.reused and planned.artifact and tokenizer:
                 for training in self._trained_on(planned.stage):
@@ -210,8 +204,8 @@ class PipelineRun(StopRequest):
     def _results(self) -> dict[str, Mapping[str, Any]]:
         """The results by stage, with the champion's as a baseline if no stage scores it."""
         stage_results = {name: artifact.result for name, artifact in self.artifacts.items()}
-        evaluation, planned = self.artifacts.get("evaluate"), {planned_stage.stage.name for planned_stage in self.planned}
-        if evaluation is None or run_summary.STAGE in planned:
+        evaluation = self.artifacts.get("evaluate")
+        if evaluation is None or any(stage.name == run_summary.STAGE for stage in self.plan):
             return stage_results
         if self._champion is None:
             self._champion = run_summary.of(evaluation, self.settings.name, self.store)
