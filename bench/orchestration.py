@@ -4,7 +4,7 @@
 
 A stage adds one to a number and notes that it ran. Every engine, in directories of its own, interleaved: a first run; the
 same again, which must run nothing; and elsewhere a first run of one stage. The cost of one more stage is that of six less
-that of one, over five. ttrain runs with its tracking, from a copy of the package with one more recipe and one more stage
+that of one, over five. ttrain runs with its tracking, from a copy of the package with one more pipeline and one more stage
 module, and gives each stage a process of its own; Prefect runs all of them in one. One Prefect server runs meanwhile.
 """
 
@@ -94,35 +94,37 @@ SIX = tuple(
 STAGES = {**STAGES, **{stage.name: stage for stage in SIX}}
 RUNNABLE = {**RUNNABLE, **{stage.name: stage for stage in SIX}}
 """
-RECIPE = """
+PIPELINE = """
 import os
 
+from ttrain.pipeline.graph import Graph
 from ttrain.stages import SIX
 
 
-def six(stage, settings):
-    before = None
+def six(settings):
+    graph, before = Graph(), None
     for one in SIX[: int(os.environ["BENCH_STAGES"])]:
-        before = stage(one, before=before)
+        before = graph.add(one, before=before)
+    return graph
 
 
-shipped_recipe = recipe
+shipped_pipeline = pipeline
 
 
-def recipe(name):
-    return six if name == "six" else shipped_recipe(name)
+def pipeline(name):
+    return six if name == "six" else shipped_pipeline(name)
 """
 
 
 def copy_package(directory: Path) -> Path:
-    """A copy of ttrain with the recipe `six` and its stages, and the same as a flow of Prefect."""
+    """A copy of ttrain with the pipeline `six` and its stages, and the same as a flow of Prefect."""
     package = directory / "package"
     for name in ("ttrain", "configs"):
         shutil.copytree(REPOSITORY / name, package / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name, code in {
         "ttrain/six_step.py": STAGE_MODULE,
         "ttrain/stages/__init__.py": STAGE_TABLE,
-        "ttrain/flows/__init__.py": RECIPE,
+        "ttrain/flows/__init__.py": PIPELINE,
         "prefect_six.py": PREFECT_FLOW,
     }.items():
         with (package / name).open("a") as file:

@@ -10,7 +10,7 @@ from rich.console import Console
 from ttrain.engine.execution import PipelineRun
 from ttrain.engine.plain import run_plain
 from ttrain.engine.plan import Plan
-from ttrain.engine.run import begin, print_summary, recorded, screen
+from ttrain.engine.run import print_summary, screen
 from ttrain.errors import UsageError
 from ttrain.nightly import notify
 from ttrain.pipeline.labels import NO_LABELS, Labels
@@ -61,9 +61,9 @@ def run_pipeline(
 
             wait_for_server = (lambda: None) if options.in_flow else prefect_run.begin(store.root, settings.servers.auth)
         part_of = {"night": options.night} if options.night else {}
-        execution = begin(plan, shown_on, part_of=part_of, labels=options.labels)
+        execution = PipelineRun(plan, shown_on, part_of=part_of, labels=options.labels)
         try:
-            with recorded(execution):
+            with execution.recorded():
                 for planned in plan.stages:
                     if planned.reused:
                         execution.note_reused(planned)

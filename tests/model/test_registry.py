@@ -21,7 +21,8 @@ from ttrain.errors import ArtifactError, UsageError
 from ttrain.model import factory, registry, shape_check
 from ttrain.model.architecture import build_config, suitable_kinds
 from ttrain.model.factory import residual_weights
-from ttrain.pipeline.plan import Planner
+from ttrain.pipeline.graph import Graph
+from ttrain.pipeline.plan import plan
 from ttrain.stages import LORA
 from ttrain.train.language_modeling import LanguageModeling, NextTokenLoss
 from ttrain.train.losses import token_loss_sum
@@ -300,8 +301,10 @@ def test_the_plan_refuses_what_its_process_finds_also_beside_a_users_own_random(
         house.plan("lora.targets=no_such_layer")
     house.plan("lora.targets=q_proj,attention")
     earlier = house.build(house.settings())
-    night = Planner(house.settings("lora.targets=c_attn"), house.store)  # whose champion may be of another kind
-    assert night(LORA, base=earlier["sft"], shards=earlier["shards-lora"]).state == "run"
+    night = Graph()  # whose champion may be of another kind
+    night.add(LORA, base=earlier["sft"], shards=earlier["shards-lora"])
+    [adapter] = plan(night, house.settings("lora.targets=c_attn"), house.store)
+    assert adapter.state == "run"
 
 
 # --- positions ----------------------------------------------------------------------------------------------------------

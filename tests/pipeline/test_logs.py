@@ -70,7 +70,7 @@ def test_a_disk_that_takes_nothing_costs_the_lines_and_is_told_once(
 
 def test_who_waits_for_a_stage_and_what_a_stage_continued_is_said() -> None:
     output = io.StringIO()
-    DisplayObserver(Display(Console(file=output, width=150)), StopRequest()).waiting(TOKENIZER, "the run full-1")
+    DisplayObserver(Display(Console(file=output, width=150)), StopRequest()).waits_for(TOKENIZER, "the run full-1")
     assert output.getvalue() == "  tokenizer: the run full-1 is building it; waiting for it to finish\n"
     result = {"tokens": 512, "resumed_from_step": 3, "steps": 9}
     assert summary.key_figures("pretrain", result).endswith("continued at step 3 of 9")

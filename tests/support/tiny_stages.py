@@ -126,11 +126,8 @@ class Watcher(StageObserver):
         self.lines.append(line)
         self.act(line)
 
-    def waiting(self, stage: Stage, who: str) -> None:
-        self.lines.append(f"waiting for {who}")
-
-    def fetching(self, stage: Stage, line: str) -> None:
-        self.lines.append(line)
+    def noted(self, stage: Stage, text: str) -> None:
+        self.lines.append(text)
 
     def stop_signal(self) -> int:
         return self.signum

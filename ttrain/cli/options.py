@@ -424,7 +424,7 @@ class RestartOptions:
 class RunOptions:
     """The options of the commands that run pipelines: the engine, and the labels of the run."""
 
-    engine: Annotated[Literal["prefect", "none"], option("none: run the same recipe without Prefect")] = "prefect"
+    engine: Annotated[Literal["prefect", "none"], option("none: run the same graph without Prefect")] = "prefect"
     note: Annotated[
         str | None,
         option("a note on the purpose of this run; shown with it", metavar="TEXT"),

@@ -128,8 +128,8 @@ class PipelineRun(StopRequest):
 
     def _check_rows(self, training: str, shards: Artifact, tokenizer: Artifact, watcher: StageWatcher) -> None:
         """Note a training with too few rows as failed as soon as its shards exist. Raises for other faults of the data."""
-        shards = self.store.complete(shards, ("train",), report=lambda line: watcher.fetching(STAGES[shards.stage], line))
-        tokenizer = self.store.complete(tokenizer, (), report=lambda line: watcher.fetching(STAGES[tokenizer.stage], line))
+        shards = self.store.complete(shards, ("train",), report=lambda line: watcher.noted(STAGES[shards.stage], line))
+        tokenizer = self.store.complete(tokenizer, (), report=lambda line: watcher.noted(STAGES[tokenizer.stage], line))
         stage, inputs = STAGES[training], {"shards": shards, "tokenizer": tokenizer}
         try:
             launch.verify_inputs(stage, self.store, inputs)  # first: a damaged index is no fault of settings or data
@@ -217,10 +217,8 @@ class PipelineRun(StopRequest):
         return run_summary.description(self.store.root, run, self.metrics(), table, self._models.versions)
 
     @contextlib.contextmanager
-    def recorded(
-        self, guard: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-    ) -> Iterator[None]:
-        """Close the run with the outcome of the block. `guard`: around the closing."""
+    def recorded(self) -> Iterator[None]:
+        """Close the run with the outcome of the block."""
         outcome, error = "failed", None
         try:
             yield
@@ -235,8 +233,7 @@ class PipelineRun(StopRequest):
             error = str(raised)
             raise
         finally:
-            with guard():
-                self.finish(outcome, error)
+            self.finish(outcome, error)
 
     def finish(self, outcome: str, error: str | None = None) -> None:
         """Close the record and the tracked run. `outcome`: completed, failed, interrupted or nothing-new."""
@@ -331,13 +328,10 @@ class StageWatcher(DisplayObserver):
         self._execution.log.add(stage.name, line)
         self._logged(line)
 
-    def waiting(self, stage: Stage, who: str) -> None:
-        super().waiting(stage, who)
-        self._execution.log.add(stage.name, f"waiting for {who}, who is building it")
-
-    def fetching(self, stage: Stage, line: str) -> None:
-        super().fetching(stage, line)
-        self.logged(stage, line)
+    def noted(self, stage: Stage, text: str) -> None:
+        super().noted(stage, text)
+        self._execution.log.add(stage.name, text)
+        self._logged(text)
 
     def ended(self, outcome: launch.StageOutcome) -> None:
         run, artifact, name = self._execution, outcome.artifact, self._stage.name

@@ -7,11 +7,10 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from rich.console import Console
 
-from ttrain.core.signals import catching_signals, handling_signals
+from ttrain.core.signals import handling_signals
 from ttrain.core.terminal import print_plain, showing_logs, table
 from ttrain.core.text import format_duration
 from ttrain.engine.execution import PipelineRun
@@ -32,28 +31,6 @@ def screen(console: Console, log_level: str, display: StageDisplay | None = None
             yield shown_on
     except EarlySignal as early:
         raise Interrupted(str(early), early.args[0]) from None
-
-
-def begin(plan: Plan, display: StageDisplay, **options: Any) -> PipelineRun:
-    """Create the execution. A signal meanwhile waits for it, so that its record is closed; a second one does not."""
-    signums: list[int] = []
-
-    def on_signal(signum: int) -> None:
-        signums.append(signum)
-        display.say("stopping before a stage begins (again to end at once)")
-
-    with catching_signals(on_signal, EarlySignal):
-        execution = PipelineRun(plan, display, **options)
-    execution.signum = signums[0] if signums else 0
-    return execution
-
-
-def recorded(execution: PipelineRun) -> contextlib.AbstractContextManager[None]:
-    """Close the record after the block. A first signal is too late to change the outcome of the run; a second one ends it at
-    once."""
-    return execution.recorded(
-        lambda: contextlib.nullcontext() if execution.signum else catching_signals(lambda signum: None, EarlySignal)
-    )
 
 
 class EarlySignal(KeyboardInterrupt):
@@ -84,8 +61,8 @@ def run_one_stage(name: str, plan: Plan, console: Console) -> tuple[Artifact, st
         )
     chosen = replace(chosen, sources=chosen.inputs)  # the artifacts that are there
     with screen(console, plan.settings.runtime.log_level) as display:
-        execution = begin(replace(plan, pipeline=f"stage-{name}", stages=[chosen]), display)
-        with recorded(execution):
+        execution = PipelineRun(replace(plan, pipeline=f"stage-{name}", stages=[chosen]), display)
+        with execution.recorded():
             execution.raise_if_signalled()
             with execution.catching_signals():
                 artifact, state = execution.run_stage(chosen, lambda line: None)

@@ -70,17 +70,19 @@ def build(
         take = _train_along if stage.uses_ranks else _wait_for_first_node
         return take(stage, settings, store, planned, observer, began)
     key, work = planned.key, store.work(stage.name, planned.key)
-    with store.lock(stage.name, key, waiting=lambda: observer.waiting(stage, runs.builder(store, stage.name, key))):
+    with store.lock(stage.name, key, waiting=lambda: observer.waits_for(stage, runs.builder(store, stage.name, key))):
         stored = store.find(stage.name, key) or (None if forced else store.finish_publishing(stage.name, key))
         if stored and not forced:
             remove_tree(work)  # left if a run was killed between publishing and this line
             return StageOutcome(stored, "cached", time.monotonic() - began)
-        with store.lock(stage.name, f"{key}.process", waiting=lambda: observer.waiting(stage, "a process of an ended run")):
+        with store.lock(
+            stage.name, f"{key}.process", waiting=lambda: observer.waits_for(stage, "a process of an ended run")
+        ):
             pass  # a killed run's process may live for another 0.2 s: it must be gone before its work is touched
         if forced and stored and not (work / RESTARTED).exists():
             remove_tree(work)
         for name, input_artifact in inputs.items():
-            store.complete(input_artifact, stage.inputs.get(name, ()), report=lambda line: observer.fetching(stage, line))
+            store.complete(input_artifact, stage.inputs.get(name, ()), report=lambda line: observer.noted(stage, line))
         verify_inputs(stage, store, inputs)
         if planned.partial_run:
             resume.take_over(store, planned.partial_run, planned.key, planned.ingredients)
@@ -218,7 +220,7 @@ def _train_along(
         processes.run(stage, settings, work, log_path, observer)
     except TTrainError as error:
         failure = error
-    with store.lock(stage.name, planned.key, waiting=lambda: observer.waiting(stage, "node 0")):
+    with store.lock(stage.name, planned.key, waiting=lambda: observer.waits_for(stage, "node 0")):
         artifact = store.find(stage.name, planned.key)
     if isinstance(failure, Interrupted):
         raise failure
@@ -236,7 +238,7 @@ def _wait_for_first_node(
     Raises StageFailed if it is not being built for NODE_SECONDS, or Interrupted.
     """
     assert planned.key is not None, "the inputs exist, so the key is known"
-    observer.waiting(stage, "node 0")
+    observer.waits_for(stage, "node 0")
     last_sign_of_life = time.monotonic()
     while (artifact := store.find(stage.name, planned.key)) is None:
         if signum := observer.stop_signal():

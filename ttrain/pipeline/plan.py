@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from ttrain.config import Section, Settings, flatten, rules
@@ -60,14 +60,18 @@ def plan(
     extras.check(settings.runtime.loggers)  # now, not after the stages before the first training
     check_suite(settings)
     parts = _selected(graph, settings, store, rerun, selection)
-    planner = Planner(settings, store, rerun, compared_with)
+    planned_stages: dict[str, Planned] = {}
     for name in graph:
-        if name in parts.built:
-            planner.add(graph[name])
-        elif name in parts.reused:
-            planner.add(graph[name], reused_by=selection)
+        if name not in parts.built | parts.reused:
+            continue
+        planned = _planned(graph[name], planned_stages, settings, store, rerun, compared_with)
+        if name in parts.reused and planned.artifact:
+            why = (f"taken from the store: {selection} leaves it out",)
+            planned = replace(planned, state="cached", why=why, forced=False, reused=True)
+        planned_stages[name] = planned
+    stages = list(planned_stages.values())
+    _check_models(stages, settings, store)
     store.cache.save()
-    stages = list(planner.stages.values())
     if missing := [planned for planned in stages if planned.stage.name in parts.reused and not planned.reused]:
         names = [planned.stage.name for planned in missing]
         raise UsageError(
@@ -93,60 +97,41 @@ def _selected(graph: Graph, settings: Settings, store: ArtifactStore, rerun: Rer
     return parts
 
 
-@dataclass
-class Planner:
-    """Plans one stage after the other; an input may be an artifact or the planned output of an earlier stage."""
+def _planned(
+    node: Node,
+    earlier: Mapping[str, Planned],
+    settings: Settings,
+    store: ArtifactStore,
+    rerun: Rerun,
+    near: RecordedRun | None,
+) -> Planned:
+    """The plan of a stage, after those of the `earlier` ones. `near`: the run that its reasons compare with."""
+    stage = node.stage
+    read = [earlier[name] for name in node.sources.values() if isinstance(name, str)]
+    forced = stage.name in rerun.force or any(planned.forced for planned in read)
+    if pending := dict.fromkeys(planned.stage.name for planned in read if planned.artifact is None):
+        data_files(stage, settings)  # report a wrong path now, not after earlier stages were built
+        return Planned(stage, "run", (f"waits for {', '.join(pending)}",), forced=forced, sources=node.sources)
+    found = {name: earlier[of].artifact if isinstance(of, str) else of for name, of in node.sources.items()}
+    inputs = {name: artifact for name, artifact in found.items() if artifact}
+    planned = plan_stage(stage, settings, store, inputs, rerun, forced=forced, compared_with=near)
+    return replace(planned, sources=node.sources)
 
-    settings: Settings
-    store: ArtifactStore
-    rerun: Rerun = NOTHING_AGAIN
-    compared_with: RecordedRun | None = None
-    stages: dict[str, Planned] = field(default_factory=dict)  # so far
-    continues: bool = False  # whether a model comes from an earlier run, as a night's does, whose shape is its own
 
-    def add(self, node: Node, reused_by: Selection | None = None) -> None:
-        """Plan a stage. `reused_by`: the selection that leaves it out, so that it is taken from the store."""
-        stage, earlier = node.stage, [self.stages[name] for name in node.sources.values() if isinstance(name, str)]
-        self.continues = self.continues or isinstance(node.sources.get("base"), Artifact)
-        forced = stage.name in self.rerun.force or any(planned.forced for planned in earlier)
-        pending = tuple(dict.fromkeys(planned.stage.name for planned in earlier if planned.artifact is None))
-        if pending:
-            data_files(stage, self.settings)  # report a wrong path now, not after earlier stages were built
-            planned = Planned(stage, "run", (f"waits for {', '.join(pending)}",), forced=forced)
-        else:
-            planned = plan_stage(
-                stage,
-                self.settings,
-                self.store,
-                self._inputs(node),
-                self.rerun,
-                forced=forced,
-                compared_with=self.compared_with,
-            )
-        if planned.state == "run":
-            self._check_model(stage)
-        planned = replace(planned, sources=node.sources)
-        if reused_by is not None and planned.artifact:
-            why = (f"taken from the store: {reused_by} leaves it out",)
-            planned = replace(planned, state="cached", why=why, forced=False, reused=True)
-        self.stages[stage.name] = planned
-
-    def _inputs(self, node: Node) -> dict[str, Artifact]:
-        inputs = {}
-        for name, source in node.sources.items():
-            artifact = self.stages[source].artifact if isinstance(source, str) else source
-            if artifact:
-                inputs[name] = artifact
-        return inputs
-
-    def _check_model(self, stage: Stage) -> None:
-        """Raise UsageError for a model that cannot be, or not with its adapter: now, not after the stages before."""
-        checks = registry.ShapeChecks(self.store.cache, self.store.root / "cache" / "shapes")
-        if _describes_model(stage, self.settings):
-            checks.new_model(self.settings.model)
-        adapter = adapter_of(stage.name, self.settings)
-        if adapter is not None and not self.continues and self.settings.existing_model is None:
-            checks.adapter(stage.name, adapter, self.settings.model)
+def _check_models(stages: Iterable[Planned], settings: Settings, store: ArtifactStore) -> None:
+    """Raise UsageError for a model that cannot be, or not with its adapter: now, not after the stages before it."""
+    checks = registry.ShapeChecks(store.cache, store.root / "cache" / "shapes")
+    continues = False  # whether a model comes from an earlier run, as a night's does, whose shape is its own
+    for planned in stages:
+        stage = planned.stage
+        continues = continues or isinstance(planned.sources.get("base"), Artifact)
+        if planned.state == "cached":
+            continue
+        if _describes_model(stage, settings):
+            checks.new_model(settings.model)
+        adapter = adapter_of(stage.name, settings)
+        if adapter and not continues and settings.existing_model is None:
+            checks.adapter(stage.name, adapter, settings.model)
 
 
 def settings_of_selection(

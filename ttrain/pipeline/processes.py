@@ -146,7 +146,6 @@ def run(stage: Stage, settings: Settings, work: Path, log_path: Path, observer: 
             stop_signal, timed_out = _wait(group, stage, settings, work, log_path, position, observer)
         finally:
             group.end()
-            observer.process_ended(stage)
     return _result(group, stage, settings, work, log_path, stop_signal, timed_out)
 
 
@@ -387,11 +386,12 @@ class StageObserver:
     def __init__(self, stop_request: StopRequest | None = None) -> None:
         self.stop_request = stop_request or StopRequest()
 
-    def waiting(self, stage: Stage, who: str) -> None:
-        """Another process builds it."""
+    def noted(self, stage: Stage, text: str) -> None:
+        """Another process builds it, or files of an input are fetched from MLflow."""
 
-    def fetching(self, stage: Stage, line: str) -> None:
-        """Files of an input are brought from the tracker."""
+    def waits_for(self, stage: Stage, who: str) -> None:
+        """Note that another process builds it."""
+        self.noted(stage, f"{who} is building it; waiting for it to finish")
 
     def started(self, stage: Stage, planned: Planned, work: Path) -> None:
         """Its work directory is prepared."""
@@ -401,9 +401,6 @@ class StageObserver:
 
     def logged(self, stage: Stage, line: str) -> None:
         """A line of its log."""
-
-    def process_ended(self, stage: Stage) -> None:
-        """Its processes are gone; its output is not published yet."""
 
     def stop_signal(self) -> int:
         """The signal to stop it with; 0 for none."""

@@ -148,11 +148,8 @@ class DisplayObserver(StageObserver):
         super().__init__(stop_request)
         self.display, self.log_level = display, log_level
 
-    def waiting(self, stage: Stage, who: str) -> None:
-        self.display.say(f"  {stage.name}: {who} is building it; waiting for it to finish")
-
-    def fetching(self, stage: Stage, line: str) -> None:
-        self.display.say(f"  {stage.name}: {line}")
+    def noted(self, stage: Stage, text: str) -> None:
+        self.display.say(f"  {stage.name}: {text}")
 
     def progressed(self, stage: Stage, progress: Mapping[str, Any]) -> None:
         self.display.progressed(stage.name, progress)
