@@ -8,6 +8,7 @@ from typing import Any
 
 from ttrain.config import Settings
 from ttrain.config.training import TRAINING_STAGES
+from ttrain.engine.plan import Plan
 from ttrain.errors import UsageError
 from ttrain.evaluate import promotion
 from ttrain.flows.full import full
@@ -36,6 +37,7 @@ from ttrain.stages import (
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, Artifacts
 from ttrain.store.registry import Registry
+from ttrain.store.runs import NIGHTLY
 from ttrain.tracking.registered import take_over_champions
 
 # Inputs of the evaluation: what is held out for each training stage.
@@ -48,7 +50,7 @@ class NightPlan:
 
     reason: str
     frozen: InputSnapshot | None = None  # None: there is nothing to read
-    stages: tuple[Planned, ...] = ()
+    stages: Sequence[Planned] = ()
     near_duplicates: float = 0.0  # similarity from which a new document is left out; 0: never
     earlier_sets: int = 0  # of documents, with which new ones are compared
 
@@ -64,8 +66,13 @@ def plan_night(settings: Settings, store: ArtifactStore) -> NightPlan:
     inputs = night_inputs.inputs_of(frozen, settings, store)
     reason = "; ".join(filter(None, (reason, inputs.note)))
     near = 0.0 if inputs.keeps_base else inputs.settings.reading.near_duplicates or 0.0
-    stages = tuple(plan(night_graph(inputs), inputs.settings, store))
-    return NightPlan(reason, frozen, stages, near, len(inputs.learnt) if near else 0)
+    return NightPlan(reason, frozen, plan_of(inputs, store).stages, near, len(inputs.learnt) if near else 0)
+
+
+def plan_of(inputs: NightInputs, store: ArtifactStore) -> Plan:
+    """The plan of a night with these inputs."""
+    graph = night_graph(inputs)
+    return Plan(NIGHTLY, inputs.settings, store, graph, plan(graph, inputs.settings, store))
 
 
 def night_graph(inputs: NightInputs) -> Graph:

@@ -22,7 +22,6 @@ from rich.console import Console
 from ttrain.config import Event, Settings
 from ttrain.core.terminal import print_plain
 from ttrain.engine.execution import PipelineRun
-from ttrain.engine.plan import Plan
 from ttrain.errors import Interrupted, NothingNew, StageFailed, TooFewRows, TTrainError
 from ttrain.evaluate import promotion
 from ttrain.flows import night_decision, night_plan
@@ -32,7 +31,6 @@ from ttrain.nightly import inputs as night_inputs
 from ttrain.nightly.inputs import NightInputs
 from ttrain.nightly.records import InputSnapshot, NightRecord, Nights
 from ttrain.pipeline.labels import NO_LABELS, Labels
-from ttrain.pipeline.plan import plan
 from ttrain.pipeline.pusher import push_noted
 from ttrain.pipeline.stop_request import AT_DEADLINE, SIGNALLED
 from ttrain.stages import EVALUATE, SHARDS, SHARDS_PRETRAIN
@@ -40,7 +38,6 @@ from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.registry import Registry
 from ttrain.store.runs import NOTHING_NEW
 
-NAME = "nightly"
 MOST_LEFT_OUT = 20  # damaged files of a night, each of which is found by a pass over the new ones
 
 
@@ -231,10 +228,8 @@ class NightRun:
             night.note_try(run=execution.record.run)
             execution.artifacts.update(inputs.replacements)
 
-        graph = night_plan.night_graph(inputs)
-        planned = Plan(NAME, inputs.settings, self.store, graph, plan(graph, inputs.settings, self.store))
         options = RunOptions(self.engine, self.in_flow, night.name, self.stop_at, self.labels)
-        return run_pipeline(planned, self.console, options, on_begin), inputs
+        return run_pipeline(night_plan.plan_of(inputs, self.store), self.console, options, on_begin), inputs
 
     def _decide(self, night: NightRecord, execution: PipelineRun, inputs: NightInputs) -> promotion.Decision:
         """Decide, show the decision in Prefect, promote or keep."""

@@ -209,7 +209,7 @@ def test_a_night_of_known_documents_is_closed_as_nothing_new_or_learns_its_new_c
             raise NothingNew("data.pretrain: 9 of 9 rows are near-duplicates")
         trains_nothing()
 
-    monkeypatch.setattr(nightly, "plan", lambda graph, *_: list(graph))
+    monkeypatch.setattr(night_plan, "plan", lambda graph, *_: list(graph))
     monkeypatch.setattr(nightly, "run_pipeline", finds_nothing)
     monkeypatch.setattr(night_plan, "current_champion", lambda settings, store: champion)
     kept_before(nights, inbox(tmp_path, a="1"), store, champion)

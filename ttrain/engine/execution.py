@@ -292,7 +292,6 @@ class StageWatcher(DisplayObserver):
     def __init__(self, execution: PipelineRun, stage: Stage, logged: Callable[[str], None]) -> None:
         super().__init__(execution.display, execution, execution.settings.runtime.log_level)
         self._execution, self._stage, self._logged = execution, stage, logged
-        self.log_path: Path | None = None
         self._noted = 0.0  # when its progress was noted last
 
     def started(self, stage: Stage, planned: Planned, work: Path) -> None:
@@ -300,7 +299,7 @@ class StageWatcher(DisplayObserver):
         if not stage.loads_torch:  # then its own process is there before the libraries are
             run.to_start.pop(stage.name, None)
         processes.warm_up(run.settings, [*run.to_start.values()])
-        log_path = self.log_path = work / "output" / "run" / "log.txt"
+        log_path = work / "output" / "run" / "log.txt"
         run.display.started(stage.name, summary.shortened(planned.why))
         run.log.add(stage.name, f"started: {'; '.join(planned.why)}")
         tracked = run.track_stage(stage, work)
