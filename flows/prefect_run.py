@@ -146,6 +146,7 @@ def _run_stages(execution: PipelineRun) -> None:
     from ttrain.tasks.stage import stage_task
 
     futures: dict[str, PrefectFuture[Any]] = {}
+    graph = execution.plan.graph
     stages = {planned.stage.name: planned for planned in execution.plan.stages if not planned.reused}
     shards = {name for name, planned in stages.items() if planned.stage.reuses_parts}
     is_limited = _trainings_are_limited()
@@ -162,7 +163,7 @@ def _run_stages(execution: PipelineRun) -> None:
         with TagsContext(current_tags=set()):  # the flow run's tags are not for its tasks (see `stage_task`)
             for name, planned in stages.items():
                 # All shards: a stage with too few rows ends the run before it trains
-                needed = planned.reads | shards if planned.stage.uses_ranks else planned.reads
+                needed = graph[name].reads | (shards if planned.stage.uses_ranks else frozenset())
                 before = [future for of, future in futures.items() if of in needed]
                 futures[name] = stage_task(planned, execution, is_limited=is_limited).submit(wait_for=before)
         for future in futures.values():

@@ -109,9 +109,7 @@ def test_a_night_killed_anywhere_ends_like_one_that_never_was(
     if point in REACHED:
         kill_once_reached(cli, REACHED[point], *NIGHT, *SETTINGS)
     else:
-        done = killed_at(
-            cli, "ttrain.engine.execution", "PipelineRun.register_set", 1, point.split()[0], *NIGHT, *SETTINGS
-        )
+        done = killed_at(cli, "ttrain.engine.execution", "PipelineRun.register_set", 1, point.split()[0], *NIGHT, *SETTINGS)
         assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
     step = cli.newest_step()
     assert not point.startswith("the ") or (0 < step < STEPS and (step > DECAY_BEGINS) == (point == "the branch")), step

@@ -71,7 +71,6 @@ class PipelineRun(StopRequest):
         self.artifacts: dict[str, Artifact] = {}
         self.model_set: str | None = None  # version of the registered set of models, once the run is complete
         self.failures: dict[str, BaseException] = {}  # by stage, of those without a result
-        self._unbuilt = {planned.stage.name: planned for planned in plan.stages if planned.key}
         self._champion: dict[str, JsonDict] | None = None  # as a baseline; looked for once there is an evaluation
         self.mlflow_url: str | None = None  # of a server that displays the tracker's database but is not the tracker itself
         self.make_parts_elsewhere: Callable[[Stage, Path], None] | None = None  # before a stage that reuses parts starts
@@ -98,10 +97,9 @@ class PipelineRun(StopRequest):
         if stage.uses_ranks:
             self._raise_too_few_rows()  # nothing is trained that the shards of another training have ended
         watcher = StageWatcher(self, stage, logged)
-        unbuilt = self._unbuilt.pop(stage.name, None)  # a retry plans anew: the stage may have saved its state
         try:
             outcome = launch.build(
-                stage, self.settings, self.store, inputs, watcher, self.plan.rerun, forced=planned.forced, planned=unbuilt
+                stage, self.settings, self.store, inputs, watcher, self.plan.rerun, forced=planned.forced, planned=planned
             )
         except BaseException as error:
             if not isinstance(error, Interrupted):

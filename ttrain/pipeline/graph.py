@@ -103,15 +103,10 @@ class Planned:
     reused: bool = False  # left out by the selection: it must be in the store
     sources: Mapping[str, Source] = field(default_factory=dict)  # of its inputs, as in the graph
 
-    @property
-    def reads(self) -> frozenset[str]:
-        """The stages of the plan that make its inputs."""
-        return Node(self.stage, self.sources).reads
-
     def has_inputs(self, inputs: Artifacts) -> bool:
-        """Whether the plan is of these inputs."""
+        """Whether the plan is of these inputs, and knows its key."""
         mine, theirs = ({name: (a.key, a.content) for name, a in of.items()} for of in (self.inputs, inputs))
-        return mine == theirs
+        return self.key is not None and mine == theirs
 
     def to_json(self) -> dict[str, Any]:
         """The form that `plan --json` prints."""
@@ -161,23 +156,15 @@ class Selection:
         """The stages that the options name."""
         return sorted({*self.only, self.since, self.until} - {""})
 
-    def of(self, graph: Graph) -> StageParts:
-        """Split the stages into built, reused and left out. Raises UsageError if none is built."""
+    def of(self, graph: Graph) -> tuple[frozenset[str], frozenset[str]]:
+        """The stages that are built (or cached), and those that must be in the store. Raises UsageError if none is built."""
         until = graph.needed_by(self.until) if self.until else graph
         since = (name for name in until if not self.since or self.since in graph.needed_by(name))
         built = self.only or frozenset(since)
         if not built:
             raise UsageError(f"{self} leaves no stage to build: {self.until} does not depend on {self.since}; swap them")
         needed = frozenset[str]().union(*map(graph.needed_by, built))
-        return StageParts(built, needed - built)
+        return built, needed - built
 
 
 EVERYTHING = Selection()
-
-
-@dataclass(frozen=True)
-class StageParts:
-    """Names of the stages that are built (or cached), and of those that must be in the store."""
-
-    built: frozenset[str]
-    reused: frozenset[str]

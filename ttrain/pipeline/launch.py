@@ -60,7 +60,7 @@ def build(
     Raises StageFailed with the stage's own message, or Interrupted once its state is saved.
     """
     began = time.monotonic()
-    if planned is None or planned.forced != forced or not planned.has_inputs(inputs):
+    if planned is None or not planned.has_inputs(inputs):
         planned = plan_stage(stage, settings, store, inputs, rerun, forced=forced)
     assert planned.key is not None, "the inputs exist, so the key is known"
     if planned.state == "cached":

@@ -16,7 +16,7 @@ from ttrain.core.text import counted
 from ttrain.errors import UsageError
 from ttrain.model import registry
 from ttrain.pipeline import resume
-from ttrain.pipeline.graph import EVERYTHING, NOTHING_AGAIN, Graph, Node, Planned, Rerun, Selection, StageParts
+from ttrain.pipeline.graph import EVERYTHING, NOTHING_AGAIN, Graph, Node, Planned, Rerun, Selection
 from ttrain.pipeline.input_files import check_suite, data_files, file_digests
 from ttrain.pipeline.resume import extension_of
 from ttrain.reports.summary import shortened
@@ -59,20 +59,20 @@ def plan(
     """
     extras.check(settings.runtime.loggers)  # now, not after the stages before the first training
     check_suite(settings)
-    parts = _selected(graph, settings, store, rerun, selection)
+    built, reused = _selected(graph, settings, store, rerun, selection)
     planned_stages: dict[str, Planned] = {}
     for name in graph:
-        if name not in parts.built | parts.reused:
+        if name not in built | reused:
             continue
         planned = _planned(graph[name], planned_stages, settings, store, rerun, compared_with)
-        if name in parts.reused and planned.artifact:
+        if name in reused and planned.artifact:
             why = (f"taken from the store: {selection} leaves it out",)
             planned = replace(planned, state="cached", why=why, forced=False, reused=True)
         planned_stages[name] = planned
     stages = list(planned_stages.values())
     _check_models(stages, settings, store)
     store.cache.save()
-    if missing := [planned for planned in stages if planned.stage.name in parts.reused and not planned.reused]:
+    if missing := [planned for planned in stages if planned.stage.name in reused and not planned.reused]:
         names = [planned.stage.name for planned in missing]
         raise UsageError(
             f"{selection} leaves out {', '.join(names)}, which the store does not have as these settings make it "
@@ -82,7 +82,9 @@ def plan(
     return stages
 
 
-def _selected(graph: Graph, settings: Settings, store: ArtifactStore, rerun: Rerun, selection: Selection) -> StageParts:
+def _selected(
+    graph: Graph, settings: Settings, store: ArtifactStore, rerun: Rerun, selection: Selection
+) -> tuple[frozenset[str], frozenset[str]]:
     """The stages that the selection builds and reuses. Raises UsageError where an option names another stage."""
     required_by = {f"--force {name}": name for name in sorted(rerun.force)}
     if rerun.resume_key:
@@ -90,11 +92,11 @@ def _selected(graph: Graph, settings: Settings, store: ArtifactStore, rerun: Rer
     for name in (*selection.names, *required_by.values()):
         if name not in graph:
             raise no_stage(name, graph, settings)
-    parts = selection.of(graph)
+    built, reused = selection.of(graph)
     for option, name in required_by.items():
-        if name not in parts.built:
+        if name not in built:
             raise UsageError(f"{option} refers to stage {name}, which {selection} leaves out; remove one of them")
-    return parts
+    return built, reused
 
 
 def _planned(
@@ -103,9 +105,9 @@ def _planned(
     settings: Settings,
     store: ArtifactStore,
     rerun: Rerun,
-    near: RecordedRun | None,
+    compared_with: RecordedRun | None,
 ) -> Planned:
-    """The plan of a stage, after those of the `earlier` ones. `near`: the run that its reasons compare with."""
+    """The plan of a stage, after those of the `earlier` ones."""
     stage = node.stage
     read = [earlier[name] for name in node.sources.values() if isinstance(name, str)]
     forced = stage.name in rerun.force or any(planned.forced for planned in read)
@@ -114,7 +116,7 @@ def _planned(
         return Planned(stage, "run", (f"waits for {', '.join(pending)}",), forced=forced, sources=node.sources)
     found = {name: earlier[of].artifact if isinstance(of, str) else of for name, of in node.sources.items()}
     inputs = {name: artifact for name, artifact in found.items() if artifact}
-    planned = plan_stage(stage, settings, store, inputs, rerun, forced=forced, compared_with=near)
+    planned = plan_stage(stage, settings, store, inputs, rerun, forced=forced, compared_with=compared_with)
     return replace(planned, sources=node.sources)
 
 
