@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ttrain.config import Settings
 from ttrain.core.html_table import html_table
@@ -33,9 +33,6 @@ from ttrain.store import layout
 from ttrain.store import runs as run_records
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifacts
-
-if TYPE_CHECKING:
-    pass
 
 logging.getLogger("ttrain").addHandler(logging.NullHandler())  # else Python prints warnings to standard error
 

@@ -30,7 +30,7 @@ from ttrain.doctor.parts import with_references
 from ttrain.doctor.sample import gather
 from ttrain.engine.plan import Plan
 from ttrain.errors import DataError
-from ttrain.pipeline.recipe import Rerun, Selection
+from ttrain.pipeline.graph import Graph
 from ttrain.stages.rows import open_rows
 from ttrain.store.artifacts import ArtifactStore
 
@@ -226,7 +226,7 @@ def test_pairs_too_long_for_a_row_are_named_before_a_run_trains_what_dpo_starts_
     dpo = {"row_length": 64, "tokens_per_step": 64}
     settings = with_data(tmp_path / "home", NUMBERS, dpo=dpo)
     store = ArtifactStore(tmp_path / "home")
-    plan = Plan("full", settings, store, [], Selection(), Rerun())
+    plan = Plan("full", settings, store, Graph(), [])
     (tmp_path / "made").mkdir()
     learner, data, _ = run.prepare("dpo", plan, tmp_path / "made")
     assert data.kind == "pairs" and data.rows.counts()["pairs"] > 40
