@@ -114,7 +114,10 @@ def test_the_version_names_the_libraries_and_the_home(run: Run) -> None:
         (("pipeline", "run", "full", "--engine", "dask"), "invalid value for '--engine': 'dask' is not one of"),
         (("pipeline", "plan", "ful"), "there is no pipeline 'ful'; did you mean full?"),
         (("eval", "sft", "--limit", "0"), "--limit is '0' but must be at least 1; `ttrain eval --help` shows"),
-        (("data", "check", "x", "--max-rejected", "nan"), "--max-rejected is 'nan' but must be at most 1.0"),
+        (
+            ("data", "check", "x", "reading.rejected_fraction=nan"),
+            "reading.rejected_fraction is nan (from",
+        ),
         (("up", "--prefect-port", "70000"), "--prefect-port is '70000' but must be at most 65535"),
         (("chat", "sft", "--versus", ""), "an empty word follows '--versus'"),
         (("data", "show", "x", "--row-length", "9" * 20), f"--row-length is '{'9' * 20}' but must be at most 1048576"),

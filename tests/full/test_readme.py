@@ -38,7 +38,7 @@ OTHERS = (  # run by inference/test_serve, test_gate; test_ui, test_compare, tes
 # Commands of the other pages that a finished pipeline can run, but those that name what only a reader has.
 RUN_HERE = (
     "pipeline plan ", "pipeline run full", "models size", "adapter show lora", "artifacts ", "export sft --to out/chat",
-    "export lora --", "data contamination NESTED", "lineage sft", "report",
+    "export lora --", "lineage sft", "report",
 )  # fmt: skip
 ONLY_THERE = ("start_from=", "llama.cpp", "runtime.node_rank", "nightly", "english", "adopt")
 OTHER_PAGES = sorted({

@@ -11,13 +11,13 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
-from typer import Argument, Option, Typer
+from typer import Argument, Exit, Option, Typer
 from typer.core import TyperCommand, TyperGroup
 
 from ttrain.core.files import JsonDict, JsonObject
-from ttrain.core.terminal import print_escaped
+from ttrain.core.terminal import print_escaped, print_json, table
 from ttrain.errors import UsageError
 from ttrain.store import layout, runs
 from ttrain.store.artifacts import ArtifactStore
@@ -25,12 +25,12 @@ from ttrain.store.layout import MANIFEST
 from ttrain.store.model_files import Reference
 
 if TYPE_CHECKING:
-    from ttrain.config import Servers
+    from ttrain.config import Servers, Settings
     from ttrain.config.loading import LoadedSettings, Override
     from ttrain.pipeline.labels import Labels
     from ttrain.pipeline.recipe import Planned
 
-Command = TypeVar("Command", bound=Callable[..., None])
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 Panel = Literal["Train", "Look", "Use", "Data", "Models", "Servers"]  # of the help
 PANELS = get_args(Panel)
@@ -51,6 +51,7 @@ OTHER_WORDS = {  # for commands, in other programs
     **dict.fromkeys(("check",), "doctor"),
 }
 SHOWN_COMMANDS = 4
+DATA_SECTIONS = ("reading", "shards", "tokenizer", "runtime")  # settings of the commands on data files
 LAST = ("train",)  # of tasks of one's own, which a newcomer takes for the way to train a model
 OWN_SETTINGS = Path("my.yaml")  # as `ttrain init` writes it
 ADVISED_RUN = re.compile(r"`ttrain (pipeline run|sweep) full(?! -c)")
@@ -252,9 +253,40 @@ Allow = Annotated[list[str] | None, option("a setting that may differ from the c
 Extend = Annotated[bool, option("for a larger training budget, continue from a shorter run's checkpoint", "--extend")]
 
 
-def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of its parameters that are dataclasses: each field is an option, in place of the group."""
+class Table(NamedTuple):
+    """A table that a command prints."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[object]]
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a command prints: `value` with --json, else the lines and tables; then it exits with the code."""
+
+    value: Any
+    parts: Sequence[str | Table] = ()
+    code: int = 0
+
+    def print(self, *, as_json: bool) -> None:
+        if as_json:
+            print_json(self.value)
+        for part in () if as_json else self.parts:
+            if isinstance(part, Table):
+                table(*part)
+            else:
+                print_escaped(part)
+        if self.code:
+            raise Exit(self.code)
+
+
+def with_option_groups(function: Callable[..., Output | None]) -> Callable[..., None]:
+    """Give a command the options of its parameters that are dataclasses: each field is an option, in place of the group.
+
+    A command that returns an `Output` has the option --json, and its output is printed here.
+    """
     hints = get_type_hints(function, include_extras=True)
+    has_output = hints.pop("return") is Output
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     options: list[tuple[str, Any, Any]] = []
     for name, parameter in inspect.signature(function).parameters.items():
@@ -263,12 +295,18 @@ def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
             options += [(field.name, types[field.name], field.default) for field in fields(groups[name])]
         else:
             options.append((name, hints[name], parameter.default))
+    takes_json = "as_json" in hints
+    if has_output and not takes_json:
+        options.append(("as_json", AsJson, False))
 
     @functools.wraps(function)
     def call(**values: Any) -> None:
+        as_json = values.get("as_json", False) if takes_json else values.pop("as_json", False)
         for name, group in groups.items():
             values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
-        function(**values)
+        output = function(**values)
+        if output is not None:
+            output.print(as_json=as_json)
 
     untyped: Any = call
     untyped.__doc__ = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(function) or "")  # Typer keeps line breaks
@@ -476,6 +514,14 @@ def task_settings(overrides: list[str] | None, config: list[Path] | None) -> lis
     from ttrain.config.loading import layers
 
     return layers(overrides or (), config or (), environment=os.environ, root=None)
+
+
+def files_and_settings(words: Sequence[str], *defaults: str) -> tuple[list[str], Settings]:
+    """The files among the words of a command on data, and the settings among them, over these defaults."""
+    from ttrain.config.loading import load
+
+    own = [word for word in words if "=" in word and word.partition(".")[0] in DATA_SECTIONS]
+    return [word for word in words if word not in own], load([*defaults, *own]).settings
 
 
 def server_settings(overrides: list[str] | None) -> Servers:
