@@ -78,7 +78,7 @@ def test_own_tasks_come_last_in_their_panel_and_one_thing_has_one_name(run: Run)
         ("pipeline", "status"), ("pipeline", "logs"), ("report",), ("compare", "latest", "other"),
         ("lineage", "latest"), ("lineage", "sft"), ("chat",), ("chat", "sft"), ("export", "sft", "--to", "out"),
         ("generate", "prompts.jsonl", "--out", "out"), ("models", "history"), ("models", "promote", "3"),
-        ("adapter", "show", "lora"), ("artifacts", "path", "sft"), ("artifacts", "show", "sft"), ("reproduce", "sft"),
+        ("artifacts", "path", "sft"), ("artifacts", "show", "sft"), ("reproduce", "sft"),
         ("pipeline", "rerun", "sft"), ("sweep", "show"),
     ],
 )  # fmt: skip
