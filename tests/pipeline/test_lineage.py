@@ -226,8 +226,8 @@ def test_the_command_prints_the_chain_and_its_json_round_trips(
     counts = "90 records, 800 tokens, 3,000 bytes of text"
     words = ("mine/1: a set of models, of the run", "key ba5e00000000", "commit cccccccccccc, seed 7", counts)
     words += ("docs.jsonl sha256", "at /data/docs.jsonl", "pretrain.optim.lr=0.5", RUN)
-    trained = "trained in bf16 on cpu, ranks 2, threads 3, rows_per_device 4"
-    for word in (*words, trained, "all with ttrain 0.1.0, python 3.11.7"):
+    trained = "trained with precision bf16, device cpu, ranks 2, threads 3, rows_per_device 4"
+    for word in (*words, trained, "\nwith ttrain 0.1.0, python 3.11.7"):
         assert word in said
     told = run("lineage", "mine/1", "--json").json
     assert [stage["stage"] for stage in told["stages"]] == WHOLE and (told["kind"], told["run"]) == ("set", RUN)
