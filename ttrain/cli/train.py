@@ -18,8 +18,9 @@ from ttrain.cli.options import (
     Allow,
     AsJson,
     Files,
-    RestartOptions,
+    Output,
     SettingsOptions,
+    Table,
     app,
     argument,
     check_no_artifact,
@@ -27,8 +28,8 @@ from ttrain.cli.options import (
     option,
     task_settings,
 )
-from ttrain.core.files import PRIVATE_FILE, JsonDict, JsonObject, exclusive, remove_tree, write_json
-from ttrain.core.terminal import console, escaped, outlast_output, print_json, print_spans, table
+from ttrain.core.files import PRIVATE_FILE, JsonDict, JsonObject, exclusive, write_json
+from ttrain.core.terminal import console, escaped, outlast_output, print_json, print_spans
 from ttrain.core.text import format_duration, format_value
 from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
 from ttrain.store import references
@@ -52,11 +53,10 @@ FIGURES = ("steps", "epochs", "loss", "validation_loss", "rows", "parameters", "
     app,
     "Examples:  ttrain train regression hidden=128 --out regression\n\n"
     "ttrain train mytask:MyTask optim.lr=1e-3 runtime.threads=1 --out mine\n\n"
-    "ttrain train mytask:MyTask optim.lr=5e-4 --allow optim.lr --out mine --from-step 200",
+    "ttrain train mytask:MyTask optim.lr=5e-4 --allow optim.lr --out mine",
     "Train",
 )
 def train(
-    restart: RestartOptions,
     name: Annotated[str | None, argument(TASK_HELP, metavar="TASK")] = None,
     overrides: Annotated[
         list[str] | None,
@@ -66,7 +66,7 @@ def train(
     out: Annotated[Path | None, option("where model, checkpoints and curves go; else under TTRAIN_HOME")] = None,
     allow: Allow = None,
     as_json: AsJson = False,
-) -> None:
+) -> Output:
     """Train a task of your own (docs/tasks.md); the same command continues a stopped training."""
     from ttrain.pipeline.progress_display import Display
     from ttrain.train import task
@@ -79,32 +79,19 @@ def train(
         raise UsageError(f"'{name}' is a file of settings, not a task; write `ttrain pipeline run full -c {file}`")
     task_overrides = task_settings(overrides, config)
     with closing(Display(console(stderr=as_json))) as display:
-        if restart:
-            task.find_task(name)  # before anything is renamed
-            for line in restart_output(output_of(name, out), restart.from_step):
-                display.say(line)
         summary = train_task(name, task_overrides, out, allow or (), display)
-    if as_json:
-        print_json(summary)
-        return
-    _print_summary(summary, format_duration(summary["train_seconds"]))
-
-
-def _print_summary(summary: JsonDict, took: str) -> None:
-    """Print the outcome of a task, and what to do next."""
-    out = Path(summary["out"])
-    table(("figure", "value"), [(key, format_value(summary[key])) for key in FIGURES if summary.get(key) is not None])
-    print("next:")
-    print(f"  the weights, by PyTorch names: {out / WEIGHTS}")
-    print(f"  curves {out / METRICS}, log {out / LOG}")
-    print(f"  train with another setting: ttrain train {summary['task']} KEY=VALUE --out ANOTHER")
+    rows = [(key, format_value(summary[key])) for key in FIGURES if summary.get(key) is not None]
+    end = f"done in {format_duration(summary['train_seconds'])}"
     if summary["was_finished"]:
-        print(f"it was already finished at step {summary['steps']}; nothing was trained")
-    else:
-        print(f"done in {took}")
+        end = f"it was already finished at step {summary['steps']}; nothing was trained"
+    lines = [
+        f"the weights, by PyTorch names: {Path(summary['out'], 'model.safetensors')}",
+        f"curves {Path(summary['out'], 'run/metrics.jsonl')}, log {Path(summary['out'], LOG)}",
+    ]
+    return Output(summary, [Table(("metric", "value"), rows), *lines, end])
 
 
-WEIGHTS, METRICS, LOG = "model.safetensors", "run/metrics.jsonl", "run/log.txt"
+LOG = "run/log.txt"
 
 WORK, LOCK = Path("run", "work"), Path("run", "lock")
 
@@ -130,31 +117,6 @@ def train_task(
 def output_of(name: str, output: Path | None) -> Path:
     """Where a task trains: `output`, else a directory of its own in the home."""
     return (output or usable_home() / "tasks" / name.replace(":", ".")).absolute()
-
-
-def restart_output(out: Path, from_step: int | None) -> list[str]:
-    """Rename an earlier training in `out` aside, and with `from_step` begin with its checkpoints up to that step; a line on
-    where it is, or none if there was none. Raises UsageError where another process uses it, or it lacks the checkpoint."""
-    from ttrain.pipeline import restart
-
-    if from_step is None and not (out / WORK).is_dir():
-        return []
-
-    def taken() -> None:
-        raise UsageError(f"another process trains in {out}; stop it before you begin again there")
-
-    check_output(out)
-    prepared = out.with_name(f"{out.name}.restarted")
-    remove_tree(prepared)
-    if from_step is not None:
-        restart.copy_until(out, prepared, from_step, str(out))
-        (prepared / WORK).mkdir()
-    with exclusive(out / LOCK, taken):
-        pass
-    aside = restart.set_aside(out)
-    if from_step is not None:
-        prepared.rename(out)
-    return [f"the earlier training is set aside as {aside}"]
 
 
 def split_runtime(overrides: Sequence[Override]) -> tuple[Runtime, list[Override]]:
