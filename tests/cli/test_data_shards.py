@@ -8,17 +8,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import filelock
 import pytest
 from rich.cells import cell_len
 from support.data_commands import ESCAPES, Run, documents, shard, texts, write
 
-from ttrain.cli import data_reports
-from ttrain.config import Settings
 from ttrain.core.terminal import escaped
 from ttrain.data import inspect, tokenizer
 from ttrain.data.encoder import Encoder, open_tokenizer
-from ttrain.data.sharding import Here
 from ttrain.data.shards import ShardSet
 from ttrain.store.artifacts import ArtifactStore
 
@@ -72,22 +68,6 @@ def test_shards_are_never_written_over_something_else(run: Run, tmp_path: Path, 
     assert [path.name for path in folder.iterdir()] == ["a.jsonl"]
     (tmp_path / "new").mkdir()
     assert run("data", "shard", "data", "--tokenizer", tok, "--out", "new").code == 0
-
-
-def test_a_second_writer_waits_for_the_first(run: Run, tmp_path: Path, tok: Path) -> None:
-    documents(tmp_path / "a.jsonl", 5)
-    Path("out/run").mkdir(parents=True)
-    lock = filelock.FileLock("out/run/lock")
-    lock.acquire()
-    waited = []
-
-    def waiting() -> None:
-        waited.append(lock.is_locked)
-        lock.release()
-
-    options: dict[str, Any] = {"kind": "documents", "pool": Here(), "waiting": waiting}
-    made = data_reports.shard(["a.jsonl"], tok, Path("out"), Settings(), **options)
-    assert (waited, made["documents"]) == ([True], 5)
 
 
 def test_every_learnt_token_is_underlined_once_in_the_packed_rows(

@@ -166,14 +166,13 @@ def test_servers_that_were_started_for_a_run_that_does_not_exist_are_named(
     ]
 
 
-def test_the_shell_completes_stages_runs_models_settings_and_profiles(home: Path) -> None:
+def test_the_shell_completes_stages_runs_models_and_settings(home: Path) -> None:
     record = RunRecord(home, "full", ["sft"], {})
     assert options.stage_words("shards-s") == ["shards-sft"]
     assert options.run_words("full-") == [record.run] and options.run_words("la") == ["latest"]
     assert options.model_words("sf") == ["sft"] and options.model_words(f"{record.run}:l") == [f"{record.run}:lora"]
     assert options.setting_words("sft.optim.l") == ["sft.optim.lr="]
-    assert options.profile_words("s") == ["small"] and options.suite_words("e") == ["english"]
-    assert options.pipeline_words("n") == ["nightly"] and options.sweep_words("") == ["latest"]
+    assert options.pipeline_words("n") == ["nightly"]
     assert options.pipeline_words("sft.optim.l") == ["sft.optim.lr="]
 
 

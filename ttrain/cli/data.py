@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -59,10 +58,7 @@ def data_shard(
     data_reports.check_output(out, files, sources)
     chosen = data_reports.kind_of(kind, settings) or kind_of_all(sources, settings.reading.max_line_bytes)
     with bar("sharding", "rows") as progress, data_reports.pool_for(sources, settings.runtime.workers) as pool:
-        summary = data_reports.shard(
-            sources, tokenizer, out, settings, kind=chosen, pool=pool, progress=progress,
-            waiting=lambda: print(f"waiting: another process writes {out}", file=sys.stderr),
-        )  # fmt: skip
+        summary = data_reports.shard(sources, tokenizer, out, settings, kind=chosen, pool=pool, progress=progress)
     Output(summary, data_reports.tables(summary)).print(as_json=as_json)
     if "error" in summary:
         raise DataError(summary["error"])

@@ -35,6 +35,7 @@ SMALL_BYTES = 32 << 20  # files of this size together are encoded in this proces
 SMALL_UNENCODED_BYTES = 64 << 20  # the same where they are only counted, at 55 MB a second
 LINE_WIDTH = 100  # of text in a pipe
 
+LOCK = Path("run", "lock")
 SMALLEST_SHARE = 0.001  # of a script that is named
 SHOWN_BAD_ROWS = 10
 OVERVIEW = ("file", "kind", "rows", "kept", "skipped", "rejected", "duplicates")
@@ -148,9 +149,6 @@ def report_on(patterns: Sequence[str], settings: Settings, kind: str | None, *, 
     return Output(values if len(values) > 1 else values[0], shown, code=2 if missing else int(bool(failed)))
 
 
-LOCK = Path("run", "lock")
-
-
 def shard(
     sources: Sequence[str],
     tokenizer: Path,
@@ -160,23 +158,21 @@ def shard(
     kind: str,
     pool: Pool,
     progress: Callable[[int], None] = lambda rows: None,
-    waiting: Callable[[], None] = lambda: None,
 ) -> JsonDict:
     """Make the shards of the files (which `locations.expand` found) in `output`, which `check_output` allowed.
 
     Returns the figures, also in `run/summary.json`. If too many rows are bad, they have an "error", and `output` is
-    not a set of shards, although the blocks stay there for the next run. `waiting` is called if another run is writing.
+    not a set of shards, although the blocks stay there for the next run.
     """
     from ttrain.stages.shards import check, recipe_of
 
     reading = records.with_heldout_share(settings.reading, sources, records.parser_of(kind, settings.reading.text_field))
     recipe = recipe_of(reading, inspect.tokenizer_at(tokenizer), kind)
-    files = [DataFile(path, locations.name(path)) for path in sources]
     (output / BLOCKS).mkdir(parents=True, exist_ok=True)
-    with exclusive(output / LOCK, waiting):
+    with exclusive(output / LOCK, lambda: print(f"waiting: another process writes {output}", file=sys.stderr)):
         built = sharding.build(
             output,
-            {"train": files},
+            {"train": [DataFile(path, locations.name(path)) for path in sources]},
             recipe,
             reading,
             block_bytes=settings.shards.block_bytes,
@@ -212,10 +208,8 @@ def check_output(output: Path, patterns: Sequence[str], sources: Sequence[str]) 
     check_no_artifact(output)
     if output.exists() and not (output / BLOCKS).is_dir() and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(f"--out is {output}, which holds files that are not shards; name an empty directory or a new one")
-    real = output.resolve()
-    paths = [locations.local_path(name).resolve() for name in (*patterns, *sources) if not locations.is_remote(name)]
-    inside = [path for path in paths if (path.is_dir() and real.is_relative_to(path)) or path.is_relative_to(real)]
-    if inside:
+    names = [locations.local_path(name).resolve() for name in (*patterns, *sources) if not locations.is_remote(name)]
+    if inside := [path for path in names if path.is_dir() and output.resolve().is_relative_to(path)]:
         raise UsageError(
             f"--out is {output} but {inside[0]} is an input, so that the shards would be read too; name another"
         )
@@ -234,11 +228,12 @@ def train_tokenizer(sources: Sequence[str], output: Path, settings: Settings, pr
     destination = output.absolute()  # "." has no name
     destination.parent.mkdir(parents=True, exist_ok=True)
     remove_interrupted_writes(destination)
-    work = temporary_path(destination)
-    config, label = settings.tokenizer, _sources_label(sources)
-    train = partial(train_directory, sources, work, config, settings.reading, progress=progress, setting=label)
+    work, config = temporary_path(destination), settings.tokenizer
+    label = _sources_label(sources)
     try:
-        figures = interruptible(train)
+        figures = interruptible(
+            partial(train_directory, sources, work, config, settings.reading, progress=progress, setting=label)
+        )
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         summary = {
             "out": str(output),

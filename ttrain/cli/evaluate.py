@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import orjson
 
 from ttrain.cli.chat import LoadingOptions, before_torch
-from ttrain.cli.options import AsJson, Output, Table, app, argument, check_output_file, command, option, suite_words
+from ttrain.cli.options import AsJson, Output, Table, app, argument, check_output_file, command, option
 from ttrain.core.files import JsonDict, JsonObject, output_file, user_path
 from ttrain.core.terminal import bar, print_escaped
 from ttrain.errors import UsageError
@@ -62,7 +62,7 @@ def evaluate(
     models: Annotated[list[str], argument(MODELS_HELP, metavar="MODEL")],
     suite: Annotated[
         list[str] | None,
-        option("tasks: a name, or a YAML file; repeatable", "--suite", "-s", metavar="SUITE", autocompletion=suite_words),
+        option("tasks: a name, or a YAML file; repeatable", "--suite", "-s", metavar="SUITE"),
     ] = None,
     *,
     files: TaskFiles,

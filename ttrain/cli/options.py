@@ -193,22 +193,6 @@ def pipeline_words(incomplete: str) -> list[str]:
     return [name for name in NAMES if name.startswith(incomplete)] or setting_words(incomplete)
 
 
-def sweep_words(incomplete: str) -> list[str]:
-    """The sweeps of the home that begin so."""
-    from ttrain.experiments.records import list_sweeps
-
-    return [
-        name for name in ("latest", *(sweep.name for sweep in list_sweeps(layout.home()))) if name.startswith(incomplete)
-    ]
-
-
-def suite_words(incomplete: str) -> list[str]:
-    """The suites that ship with ttrain and begin so."""
-    from ttrain.evaluate import suites
-
-    return [name for name in suites.names() if name.startswith(incomplete)]
-
-
 def run_words(incomplete: str) -> list[str]:
     """The runs of the home that begin so."""
     return [name for name in ("latest", *runs.names(layout.home())) if name.startswith(incomplete)]
@@ -230,18 +214,11 @@ def setting_words(incomplete: str) -> list[str]:
     return [f"{key}=" for key in known_keys() if key.startswith(incomplete)]
 
 
-def profile_words(incomplete: str) -> list[str]:
-    """The profiles that begin so."""
-    from ttrain.config.loading import profile_names
-
-    return [name for name in profile_names() if name.startswith(incomplete)]
-
-
 MODEL_HELP = "a run, a stage such as sft, a registered model (NAME@ALIAS, NAME/VERSION), or a directory"
 Files = Annotated[list[Path] | None, option("YAML file with settings; several may be given", "--config", "-c")]
 Profiles = Annotated[
     list[str] | None,
-    option("named settings that ship with ttrain, such as small", autocompletion=profile_words),
+    option("named settings that ship with ttrain, such as small"),
 ]
 RunName = Annotated[
     str | None,
