@@ -16,7 +16,7 @@ from support.tiny_models import write_model
 from support.tiny_stages import Home, run_here, stage_settings
 from support.tracked_stores import client_of
 
-from ttrain.cli.evaluate import default_suite, heldout_of
+from ttrain.cli.evaluation import default_suite, heldout_of
 from ttrain.cli.main import main
 from ttrain.config import Evaluate, EvaluateConfig, Promotion
 from ttrain.errors import UsageError
