@@ -7,8 +7,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
-from ttrain.cli import train as train_task
 from ttrain.cli.options import Allow, AsJson, Files, Output, Table, argument, command, command_group, option, task_settings
+from ttrain.cli.train import check_output
 from ttrain.core import redact
 from ttrain.core.files import JsonDict, JsonObject
 from ttrain.core.terminal import console, outlast_output
@@ -112,16 +112,17 @@ def train(
     from ttrain.config import Gate, GateConfig
     from ttrain.config.loading import merge, with_types, without_pipeline_settings
     from ttrain.data import existing, locations
+    from ttrain.engine.alone import run_alone, split_runtime
     from ttrain.inference import gate_files
     from ttrain.pipeline.names import resolve_all
     from ttrain.stages import GATE
 
-    runtime, gate_overrides = train_task.split_runtime(overrides)
+    runtime, gate_overrides = split_runtime(overrides)
     if runtime.devices > 1:
         raise UsageError(f"runtime.devices is {runtime.devices}, but a gate trains in one process; set runtime.devices=1")
     settings, _ = merge(Gate, with_types(Gate, without_pipeline_settings(gate_overrides, Gate)))
     out = out.absolute()
-    train_task.check_output(out)
+    check_output(out)
     references = resolve_all(expert_names(experts))
     texts = locations.expand(data, "--data") if data else heldout_files(references)
     config = GateConfig(
@@ -138,7 +139,7 @@ def train(
                 f"set row_length={longest} and stride={max(1, longest // 2)}"
             )
     why = f"{counted(len(references), 'expert')}, {counted(len(texts), 'file')}, in {out}"
-    figures = train_task.run_alone(GATE, GATE.name, config.model_dump(mode="json"), runtime, out, why, display)
+    figures = run_alone(GATE, config.model_dump(mode="json"), runtime, out, why, display)
     return {
         "out": str(out),
         "experts": [expert.model_dump() for expert in config.experts],
