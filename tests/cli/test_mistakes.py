@@ -76,7 +76,7 @@ def test_a_typical_mistake_is_answered_with_its_name_its_value_and_the_fix(
     assert not (folder / "home" / "runs").exists(), "nothing ran"
 
 
-@pytest.mark.parametrize("words", ["status", "report latest", "compare latest a", "chat sft", "rerun sft"])
+@pytest.mark.parametrize("words", ["status", "report latest", "compare latest a", "chat sft", "pipeline rerun sft"])
 def test_a_run_that_is_advised_takes_the_settings_file_of_the_folder(folder: Path, run: Run, words: str) -> None:
     assert "`ttrain pipeline run full -c my.yaml`" in run(*words.split()).err
     (folder / "my.yaml").unlink()

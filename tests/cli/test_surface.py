@@ -55,7 +55,7 @@ def all_commands(command: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[s
 
 def test_usage_lines_end_with_the_options_and_no_flag_has_a_type(run: Run) -> None:
     commands = all_commands(get_command(app))
-    assert len(commands) > 50
+    assert len(commands) > 40
     for path, command in commands:
         usage = command.collect_usage_pieces(command.context_class(command))
         assert usage[-1] == "[OPTIONS]" and usage.count("[OPTIONS]") == 1, path
@@ -132,7 +132,7 @@ def test_a_mistake_is_one_line_without_a_box(run: Run, words: tuple[str, ...], m
 def test_the_short_commands_are_those_of_pipelines(run: Run) -> None:
     commands = get_command(app).commands  # type: ignore[attr-defined]
     pipeline = commands["pipeline"].commands
-    for name in ("run", "plan", "status", "logs", "rerun"):
+    for name in ("run", "plan", "status", "logs"):
         short, long = commands[name], pipeline[name]
         assert (short.help, short.epilog) == (long.help, long.epilog), name
         assert [each.name for each in short.params] == [each.name for each in long.params], name

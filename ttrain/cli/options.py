@@ -34,7 +34,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 Panel = Literal["Train", "Look", "Use", "Data", "Models", "Servers"]  # of the help
 PANELS = get_args(Panel)
-FIRST = ("init", "run", "plan", "status", "logs", "rerun", "pipeline", "chat", "models", "report")
+FIRST = ("init", "run", "plan", "status", "logs", "pipeline", "chat", "models", "report")
 OTHER_WORDS = {  # for commands, in other programs
     **dict.fromkeys(("start", "resume", "continue", "fit"), "pipeline run full"),
     **dict.fromkeys(("finetune", "fine-tune"), "stage run sft"),
@@ -155,7 +155,7 @@ app = Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Raw JSONL to a tokenizer, shards, a pretrained model, an SFT model, a LoRA adapter and an evaluation.",
     epilog="Begin with:  ttrain pipeline run full\n\nThen, with your own data:  ttrain init\n\n"
-    "Short forms of `ttrain pipeline`:  ttrain run, plan, status, logs, rerun",
+    "Short forms of `ttrain pipeline`:  ttrain run, plan, status, logs",
 )
 
 

@@ -102,7 +102,6 @@ def pipeline_run(
     pipeline_app,
     "Examples:  ttrain pipeline rerun sft\n\nttrain pipeline rerun sft --run full-20261121-160222-1a2b sft.epochs=3\n\n"
     "ttrain pipeline rerun pretrain --from-step 600",
-    short="Train",
 )
 def pipeline_rerun(
     stage: Annotated[
