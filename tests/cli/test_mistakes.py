@@ -89,12 +89,6 @@ def test_a_run_that_is_advised_takes_the_settings_file_of_the_command(folder: Pa
     assert "`ttrain pipeline run full -c other.yaml --only source," in done.err
 
 
-def test_the_plan_refuses_a_device_that_is_not_here(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    done = run("plan", "runtime.device=cuda")
-    assert done.code == 2 and "runtime.device is cuda, but torch" in done.err and "no such device here" in done.err
-
-
 @pytest.mark.parametrize("value", ["*.jsonl", "~/docs/a.jsonl", "my docs.jsonl", "my docs"])
 def test_what_people_type_first_is_read(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -15,6 +15,8 @@ from typing import Annotated
 from typer import Exit
 from typer._click.exceptions import BadParameter, ClickException, NoArgsIsHelpError, NoSuchOption
 from typer._click.exceptions import UsageError as ClickUsageError
+from typer.core import TyperGroup
+from typer.main import get_command
 
 from ttrain.cli import (  # noqa: F401  # each registers its commands
     artifacts,
@@ -264,7 +266,7 @@ def main(arguments: list[str] | None = None) -> None:
         error.show()
         sys.exit(error.exit_code)
     except ClickException as error:
-        path = error.ctx.command_path if isinstance(error, ClickUsageError) and error.ctx else "ttrain"
+        path = error.ctx.command_path if isinstance(error, ClickUsageError) and error.ctx else _command_path(arguments)
         problem = _option_as_setting(error, arguments) or _problem(error)
         _print_error(f"{problem}; `{path} --help` shows what it takes")
         sys.exit(error.exit_code)
@@ -292,6 +294,17 @@ def _with_settings(arguments: list[str], settings: Sequence[str]) -> str:
     keys = {setting.partition("=")[0] for setting in settings}
     words = [word for word in arguments if word.partition("=")[0] not in keys]
     return shlex.join(["ttrain", *map(redact.text, words), *settings])
+
+
+def _command_path(arguments: list[str]) -> str:
+    """The command that the arguments name, such as "ttrain pipeline run"; of an error that came before it was known."""
+    command, path = get_command(app), ["ttrain"]
+    for word in arguments:
+        child = command.commands.get(word) if isinstance(command, TyperGroup) else None
+        if child is not None:
+            command = child
+            path.append(word)
+    return " ".join(path)
 
 
 def _problem(error: ClickException) -> str:
