@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ttrain.config.training import TRAINING_STAGES
 from ttrain.core.files import JsonDict, JsonObject
 from ttrain.core.hashing import DigestCache, sha256_file
 from ttrain.core.machine import usable_cores
@@ -253,6 +252,8 @@ def _piece_hash() -> hashlib.blake2b:
 
 def heldout_shards(artifact: Artifact | None, store: ArtifactStore) -> dict[str, Artifact]:
     """The shards that a model and its base models were trained on, by part."""
+    from ttrain.config.training import TRAINING_STAGES  # pydantic takes 0.15 s, and --help comes by here
+
     parts = {f"shards-{row.dataset}": row.part for row in TRAINING_STAGES.values()}
     shard_artifacts: dict[str, Artifact] = {}
     visited: set[tuple[str, str]] = set()  # the paths through the inputs of nights double every night
