@@ -19,7 +19,7 @@ from ttrain.core.files import write_json
 from ttrain.errors import UsageError
 from ttrain.pipeline.lineage import REGISTRY, STORE, TRACKER, History, Lineage, lineage_of
 from ttrain.pipeline.names import resolve
-from ttrain.store import integrity
+from ttrain.store import run_evaluations
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.model_files import MODEL
@@ -304,7 +304,7 @@ def test_what_lies_behind_a_model_of_many_nights_is_walked_once(tmp_path: Path) 
         *(a.key for a in nights.values()),
         model.key,
     ]
-    assert integrity.heldout_shards(model, store)["documents"].key == last.key
+    assert run_evaluations.heldout_shards(model, store)["documents"].key == last.key
     assert [link.key for link in lineage_of(tmp_path, model.key).links][-1] == model.key
 
 

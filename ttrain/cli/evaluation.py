@@ -28,9 +28,8 @@ from ttrain.pipeline.registration import EVALUATION_TABLE
 from ttrain.stages.shards import heldout_records
 from ttrain.store import layout, runs
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.integrity import heldout_shards
 from ttrain.store.model_files import Reference
-from ttrain.store.run_evaluations import RunEvaluation
+from ttrain.store.run_evaluations import RunEvaluation, heldout_shards
 
 COMPARISON_TABLE = "comparison_table.json"
 Records = Mapping[str, Sequence[JsonObject]]
