@@ -55,6 +55,7 @@ LIGHT = (
 # What a light package has for those who have decided to load a model, or a server, already
 LOADS = {
     "ttrain.cli.chat_screen": "torch",
+    "ttrain.cli.evaluation": "torch",
     "ttrain.flows.serve": "prefect",
 }
 STARTED = """

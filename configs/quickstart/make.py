@@ -4,7 +4,7 @@
 
 A row has a set (pretrain, code, sft or lora), a group, which is held out as a whole, and the row itself. Twins such as
 `heapq` and `_heapq` are one group. What is left of repetition between groups is removed: items by word 8-grams, documents
-by the search of `ttrain data contamination`. With neither, 21 % of the held-out docstrings stood in the training part word
+by the search of `shards.decontaminate`. With neither, 21 % of the held-out docstrings stood in the training part word
 for word; with the twins together 6 % still did, with the 8-grams alone 11 of 626.
 
 Every choice depends on the sha256 of a name, never on a random state, on set order or on which modules are imported: the
@@ -143,7 +143,7 @@ def drop_contained(documents: list[Row]) -> list[Row]:
 
 
 def contained_documents(documents: list[Row]) -> set[int]:
-    """Numbers of the documents of which `ttrain data contamination` finds SHARE in a document of another group.
+    """Numbers of the documents of which the search of `shards.decontaminate` finds SHARE in a document of another group.
 
     Of two that contain each other only the shorter is listed.
     """

@@ -71,7 +71,7 @@ def test_one_percent_of_bad_rows_pass_and_one_more_does_not(run: Run, tmp_path: 
     assert done.code == 1
     assert "11 of 1001 rows are bad" in done.json["error"] and "more.jsonl:991" in done.json["error"]
     assert done.json["keys_seen"]["text"] == 990 and done.json["keys_seen"]["id"] > 0
-    assert run("data", "check", "more.jsonl", "--max-rejected", "0.02").code == 0
+    assert run("data", "check", "more.jsonl", "reading.rejected_fraction=0.02").code == 0
 
 
 def test_blocks_packing_and_processes_change_neither_counts_nor_line_numbers(
@@ -88,7 +88,9 @@ def test_blocks_packing_and_processes_change_neither_counts_nor_line_numbers(
     values = []
     for name, in_processes in (("a.jsonl", False), ("b.jsonl.gz", True)):
         monkeypatch.setattr("ttrain.cli.data_reports.SMALL_UNENCODED_BYTES", 0 if in_processes else 10**9)
-        done = run("data", "check", name, "--json", "--max-rejected", "1", "--rejected", "bad.jsonl", "--workers", "2")
+        done = run(
+            "data", "check", name, "--json", "reading.rejected_fraction=1", "--rejected", "bad.jsonl", "runtime.workers=2"
+        )
         quarantine = [json.loads(line) for line in (tmp_path / "bad.jsonl").read_bytes().splitlines()]
         assert [row["line"] for row in quarantine] == [number for number, _ in bad]
         assert {row["file"] for row in quarantine} == {name}
@@ -108,7 +110,7 @@ def test_a_row_is_a_duplicate_of_one_in_an_earlier_file_too(run: Run, tmp_path: 
         documents(tmp_path / name, 20)
     first, second = run("data", "check", "a.jsonl", "b.jsonl", "--json").json
     assert (first["kept"], first["duplicates"], second["kept"], second["skipped"]) == (20, 0, 0, {"duplicate": 20})
-    done = run("data", "check", "a.jsonl", "b.jsonl", "--json", "--keep-duplicates")
+    done = run("data", "check", "a.jsonl", "b.jsonl", "--json", "reading.deduplicate=false")
     assert done.code == 0 and [value["kept"] for value in done.json] == [20, 20]
     assert [value["duplicates"] for value in done.json] == [0, 20]
 
@@ -121,7 +123,7 @@ def test_the_kind_is_said_and_can_be_set(run: Run, tmp_path: Path) -> None:
     assert [value["kind"] for value in done.json] == ["chats", "chats", "documents"]
     assert run("data", "check", "b.jsonl", "--kind", "documents", "--json").json["kept"] == 5
     write(tmp_path / "d.jsonl", [{**chat(one, one), "poem": one} for one in texts(5)])
-    assert run("data", "check", "d.jsonl", "--text-field", "poem", "--json").json["kind"] == "documents"
+    assert run("data", "check", "d.jsonl", "reading.text_field=poem", "--json").json["kind"] == "documents"
     done = run("data", "shard", "a.jsonl", "c.jsonl", "--tokenizer", "t", "--out", "out")
     assert done.code == 2
     assert "a.jsonl holds chats but c.jsonl documents; shard them apart, or set --kind" in done.err.replace("\n", " ")
@@ -141,14 +143,14 @@ def test_shards_are_shown_with_the_counts_of_their_rows(
 
 def test_statistics_of_a_file_count_scripts_lengths_and_duplicates(run: Run, tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [{"text": "abc 12"}, {"text": "東京abc!"}, {"text": "москва"}, {"text": "abc 12"}, b"["])
-    done = run("data", "check", "a.jsonl", "--json", "--max-rejected", "1")
+    done = run("data", "check", "a.jsonl", "--json", "reading.rejected_fraction=1")
     value = done.json
     assert done.code == 0
     assert (value["documents"], value["duplicates"], value["bytes"]) == (4, 1, 6 + 10 + 12 + 6)
     assert value["letters"] == 3 + 5 + 6 + 3
     assert value["scripts"] == {"Latin": 9 / 17, "Cyrillic": 6 / 17, "Han": 2 / 17}
     assert [value["lengths"][name] for name in ("mean", "min", "50 %", "99 %", "max")] == [8.5, 6, 6, 12, 12]
-    out = run("data", "check", "a.jsonl", "--max-rejected", "1").out
+    out = run("data", "check", "a.jsonl", "reading.rejected_fraction=1").out
     assert "Latin 52.9%, Cyrillic 35.3%, Han 11.8%" in " ".join(out.split())
 
 
@@ -162,7 +164,7 @@ def test_scripts_are_told_by_letters_alone() -> None:
 def test_a_trained_tokenizer_says_what_it_read(run: Run, tmp_path: Path) -> None:
     documents(tmp_path / "a.jsonl", 300)
     write(tmp_path / "b.jsonl", [*({"text": one} for one in texts(197, 4)), b"{", {"text": 1}, {"text": ""}])
-    done = train(run, "a.jsonl", "b.jsonl", "--out", "tok", "--max-lines", "200")
+    done = train(run, "a.jsonl", "b.jsonl", "--out", "tok", "tokenizer.max_documents=200")
     value, encoder = done.json, Encoder(tmp_path / "tok")
     assert done.code == 0
     assert (value["vocab_size"], value["documents"], value["documents_seen"]) == (330, 200, 497) and len(encoder) == 330
@@ -172,7 +174,7 @@ def test_a_trained_tokenizer_says_what_it_read(run: Run, tmp_path: Path) -> None
     assert 10**7 < value["peak_memory_bytes"] < 10**10
     assert json.loads((tmp_path / "tok" / "run" / "summary.json").read_bytes()) == value
     assert value["tokenizer_digest"] == encoder.digest
-    taken = train(run, "a.jsonl", "--out", "taken", "--existing", "tok")
+    taken = train(run, "a.jsonl", "--out", "taken", "tokenizer.existing=tok")
     assert taken.code == 0 and taken.json["vocab_size"] == 330 and taken.json["bytes_per_token"] > 1
 
 
@@ -183,21 +185,9 @@ def test_bad_documents_or_none_end_the_training_and_leave_nothing(run: Run, tmp_
         done = train(run, name, "--out", "tok")
         assert done.code == 1 and expected in done.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl"]
-    assert train(run, "b.jsonl", "--out", "tok", "--text-field", "poem").code == 0
-    done = train(run, "b.jsonl", "--out", "tok", "--text-field", "poem")
+    assert train(run, "b.jsonl", "--out", "tok", "reading.text_field=poem").code == 0
+    done = train(run, "b.jsonl", "--out", "tok", "reading.text_field=poem")
     assert done.code == 2 and "--out is tok, which is not empty" in done.err
-
-
-def test_a_tokenizer_is_shown_with_a_text(run: Run, tok: Path) -> None:
-    value = run("tokenizer", "inspect", tok, "--json").json
-    encoder = Encoder(tok)
-    assert (value["vocab_size"], value["digest"], value["template"]) == (340, encoder.digest, "ttrain")
-    assert {one["token"]: one["id"] for one in value["special_tokens"]}["<|end|>"] == encoder.end_id
-    shown = run("tokenizer", "inspect", tok, "--text", "a fox<|end|>", "--json").json["tokens"]
-    assert shown["ids"] == encoder.encode(["a fox<|end|>"])[0] and "".join(shown["pieces"]) == "a fox<|end|>"
-    cut = run("tokenizer", "inspect", tok, "--text", "caf\udcc3", "--json").json["tokens"]  # a byte that is not UTF-8
-    assert "".join(cut["pieces"]) == "caf\ufffd"
-    assert run("tokenizer", "inspect", "nowhere").code == 2
 
 
 # --- as it is installed -------------------------------------------------------------------------------------------------
@@ -219,8 +209,7 @@ print("heavy:", [name for name in ("torch", "transformers", "mlflow", "prefect")
 def test_a_pipe_gets_no_colours_and_nothing_heavy_is_loaded(tmp_path: Path, tok: Path) -> None:
     documents(tmp_path / "a.jsonl", 30)
     commands = [
-        ["tokenizer", "train", "a.jsonl", "--out", "tok", "--vocab-size", "300"],
-        ["tokenizer", "inspect", "tok", "--text", "a fox"],
+        ["tokenizer", "train", "a.jsonl", "--out", "tok", "tokenizer.vocab_size=300"],
         ["data", "check", "a.jsonl"],
         ["data", "shard", "a.jsonl", "--tokenizer", "tok", "--out", "out"],
         ["data", "show", "out"],
@@ -240,7 +229,7 @@ def test_texts_of_answers_that_are_not_read_are_counted_and_printed(run: Run, to
     assert re.search(r"not read: chats.jsonl +rows *\nthinking +3", run("data", "check", "chats.jsonl").out)
     command = ("data", "shard", "chats.jsonl", "--tokenizer", tok, "--out", "chats")
     for _ in range(2):  # the second reads the counts of the blocks
-        assert re.search("texts not read +3: thinking 3", run(*command).out)
+        assert re.search("unread keys +3: thinking 3", run(*command).out)
     made = run(*command, "--json").json
     assert made["rows"]["unread_keys"] == {"thinking": 3}
     assert made["rows"]["with_reasoning"] == 3
@@ -261,7 +250,7 @@ def test_pairs_are_validated_sharded_counted_and_shown_part_by_part(run: Run, to
     [reason] = validated["rejected"]
     assert reason == "'chosen' and 'rejected' are equal; write two different answers, or leave the row out"
     made = run(
-        "data", "shard", "pairs.jsonl", "--tokenizer", tok, "--out", "out", "--heldout-fraction", "0.2", "--json"
+        "data", "shard", "pairs.jsonl", "--tokenizer", tok, "--out", "out", "reading.heldout_fraction=0.2", "--json"
     ).json
     assert_adds_up(made["rows"])
     assert made["kind"] == "pairs" and made["heldout"]["rows"] + made["train"]["rows"] == 302

@@ -55,8 +55,8 @@ def test_shards_of_four_times_the_text_take_the_same_memory_below_300_mb(tmp_pat
                 size += file.write(f'{{"text": "{number} {text[number % 100]}"}}\n')
                 if size > megabytes * MEGABYTE:
                     break
-        arguments = ("--tokenizer", tmp_path / "tokenizer", "--out", tmp_path / f"out-{megabytes}", "--workers", "1")
-        made, peak = command("data", "shard", path, *arguments, "--block-bytes", "1000000")
+        arguments = ("--tokenizer", tmp_path / "tokenizer", "--out", tmp_path / f"out-{megabytes}", "runtime.workers=1")
+        made, peak = command("data", "shard", path, *arguments, "shards.block_bytes=1000000")
         assert made["documents"] == number + 1 and made["blocks"] >= megabytes
         peaks.append(peak)
     small, large = peaks
@@ -72,8 +72,8 @@ def test_a_tokenizer_of_half_a_million_of_600_000_lines_says_how_many_and_takes_
         for number in range(600_000):
             own = "xyzxyz " * (number >= 540_000)
             file.write(f'{{"text": "{own}{number} {" ".join(itertools.islice(stream, 4))}"}}\n')
-    limits = ("--max-lines", "500000", "--sample", "reservoir", "--seed", "1")
-    made, peak = command("tokenizer", "train", path, "--out", tmp_path / "out", "--vocab-size", "3000", *limits)
+    limits = ("tokenizer.max_documents=500000", "tokenizer.seed=1")
+    made, peak = command("tokenizer", "train", path, "--out", tmp_path / "out", "tokenizer.vocab_size=3000", *limits)
     assert (made["documents"], made["documents_seen"]) == (500_000, 600_000)
     manifest = json.loads((tmp_path / "out" / "run" / "summary.json").read_text())
     assert (manifest["documents"], manifest["documents_seen"]) == (500_000, 600_000)

@@ -8,17 +8,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import filelock
 import pytest
 from rich.cells import cell_len
 from support.data_commands import ESCAPES, Run, documents, shard, texts, write
 
-from ttrain.cli import data_reports
-from ttrain.config import Reading
 from ttrain.core.terminal import escaped
 from ttrain.data import inspect, tokenizer
 from ttrain.data.encoder import Encoder, open_tokenizer
-from ttrain.data.sharding import Here
 from ttrain.data.shards import ShardSet
 from ttrain.store.artifacts import ArtifactStore
 
@@ -26,7 +22,7 @@ from ttrain.store.artifacts import ArtifactStore
 def test_figures_are_those_of_the_shards_and_of_an_independent_count(run: Run, tmp_path: Path, tok: Path) -> None:
     lines = texts(80)
     write(tmp_path / "a.jsonl", [*({"text": one} for one in lines), {"text": ""}, {"text": lines[0]}])
-    made = shard(run, tok, "a.jsonl", "--out", "out", "--heldout-fraction", "0.2")
+    made = shard(run, tok, "a.jsonl", "--out", "out", "reading.heldout_fraction=0.2")
     encoder = Encoder(tok, fast=False)
     assert made["rows"] == {"rows": 82, "kept": 80, "skipped": {"empty text": 1, "duplicate": 1}, "rejected": {}}
     assert made["documents"] == 80 == made["train"]["rows"] + made["heldout"]["rows"] and made["heldout"]["rows"] > 5
@@ -38,11 +34,11 @@ def test_figures_are_those_of_the_shards_and_of_an_independent_count(run: Run, t
 
 def test_a_limit_takes_exactly_so_many_distinct_rows(run: Run, tmp_path: Path, tok: Path) -> None:
     documents(tmp_path / "a.jsonl", 100)
-    assert shard(run, tok, "a.jsonl", "--out", "b", "--limit", "7", "--rounds", "3")["documents"] == 21
-    assert shard(run, tok, "a.jsonl", "--out", "c", "--limit", "7", "--sample", "head")["documents"] == 7
+    assert shard(run, tok, "a.jsonl", "--out", "b", "reading.limit=7", "reading.rounds=3")["documents"] == 21
+    assert shard(run, tok, "a.jsonl", "--out", "c", "reading.limit=7", "reading.sample=head")["documents"] == 7
     rows = ShardSet(tmp_path / "c" / "train")
     assert [Encoder(tok).decode(rows.row(number)[0].tolist()) for number in range(7)] == texts(100)[:7]
-    assert run("data", "shard", "a.jsonl", "--tokenizer", tok, "--out", "d", "--limit", "0").code == 2
+    assert run("data", "shard", "a.jsonl", "--tokenizer", tok, "--out", "d", "reading.limit=0").code == 2
 
 
 def test_too_many_bad_rows_leave_no_set_but_what_was_made_is_used_again(run: Run, tmp_path: Path, tok: Path) -> None:
@@ -52,7 +48,7 @@ def test_too_many_bad_rows_leave_no_set_but_what_was_made_is_used_again(run: Run
     assert done.json["rows"]["rejected"] and "error" in done.json
     assert run("data", "show", "out").code == 2
     assert [json.loads(line)["line"] for line in Path(done.json["quarantine"]).read_bytes().splitlines()] == [51]
-    again = run("data", "shard", "a.jsonl", "--tokenizer", tok, "--out", "out", "--json", "--max-rejected", "0.02")
+    again = run("data", "shard", "a.jsonl", "--tokenizer", tok, "--out", "out", "--json", "reading.rejected_fraction=0.02")
     assert (again.code, again.json["encoded_blocks"], again.json["documents"]) == (0, 0, 50)
     assert "error" not in again.json
 
@@ -72,22 +68,6 @@ def test_shards_are_never_written_over_something_else(run: Run, tmp_path: Path, 
     assert [path.name for path in folder.iterdir()] == ["a.jsonl"]
     (tmp_path / "new").mkdir()
     assert run("data", "shard", "data", "--tokenizer", tok, "--out", "new").code == 0
-
-
-def test_a_second_writer_waits_for_the_first(run: Run, tmp_path: Path, tok: Path) -> None:
-    documents(tmp_path / "a.jsonl", 5)
-    Path("out/run").mkdir(parents=True)
-    lock = filelock.FileLock("out/run/lock")
-    lock.acquire()
-    waited = []
-
-    def waiting() -> None:
-        waited.append(lock.is_locked)
-        lock.release()
-
-    options: dict[str, Any] = {"kind": "documents", "block_bytes": 4096, "pool": Here(), "waiting": waiting}
-    made = data_reports.shard(["a.jsonl"], tok, Path("out"), Reading(heldout_fraction=0), **options)
-    assert (waited, made["documents"]) == ([True], 5)
 
 
 def test_every_learnt_token_is_underlined_once_in_the_packed_rows(
@@ -116,8 +96,6 @@ def test_documents_go_on_in_the_next_row(run: Run, tmp_path: Path, tok: Path) ->
     ids = [number for row in rows for number, live in zip(row["ids"], row["live"], strict=True) if live]
     firsts = set(stream.starts.tolist())
     assert ids == [number for place, number in enumerate(stream.stream(0, stream.tokens).tolist()) if place not in firsts]
-    first, again = (run("data", "show", "docs", "--rows", "4", "--seed", "3", "--json").json for _ in range(2))
-    assert first == again
 
 
 def test_control_characters_of_the_data_do_not_reach_the_terminal(

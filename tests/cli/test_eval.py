@@ -16,7 +16,7 @@ from support.tiny_models import write_model
 from support.tiny_stages import Home, run_here, stage_settings
 from support.tracked_stores import client_of
 
-from ttrain.cli.evaluate import default_suite, heldout_of
+from ttrain.cli.evaluation import default_suite, heldout_of
 from ttrain.cli.main import main
 from ttrain.config import Evaluate, EvaluateConfig, Promotion
 from ttrain.errors import UsageError
@@ -91,13 +91,10 @@ def test_two_models_stand_side_by_side_on_the_same_items(here: Path, capsys: pyt
     assert len({row["item"] for row in rows}) == len(CHOICES)
 
 
-def test_the_table_says_what_was_left_out_and_what_the_items_can_show_also_on_a_full_disk(
+def test_the_table_says_what_was_left_out_and_what_the_items_can_show(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["eval", "pretrain", "pretrain", "--choices", "words.jsonl", "--items", "/dev/full"])
-    text, error = capsys.readouterr()
-    assert ended.value.code == 2 and "--items is /dev/full, which cannot be written: No space left on device" in error
+    text = said(capsys, "pretrain", "pretrain", "--choices", "words.jsonl")
     assert text.startswith(f"pretrain = full-1:pretrain, {'3' * 12} (the newest pretrain here)\n")
     places = "fewer than two choices (1: words.jsonl:9), answer is out of range (1: words.jsonl:10)"
     assert f"words: 2 rows left out: {places}" in text
@@ -125,13 +122,12 @@ def test_without_a_task_the_held_out_data_of_the_models_runs_is_scored(
     [
         (("nothing",), "there is no model 'nothing'"),
         (("pretrain", "--choices", "none.jsonl"), "--choices is none.jsonl, which is not a file; name a JSON Lines file"),
-        (("pretrain", "--last-word", "other"), "is other, which is a directory; name each file in it with --last-word"),
-        (("pretrain", "--choices", "words.jsonl", "--choices", "./words.jsonl"), "--choices names words.jsonl twice, so"),
+        (("pretrain", "--last-word", "other"), "--last-word is other, which is not a file"),
         (("pretrain", "--suite", "heldot"), "did you mean heldout"),
         (("./other",), "there is no held-out data of ./other in this store"),
         (("pretrain", "--choices", "words.jsonl", "--track"), "'pretrain' is not from a tracked run"),
-        (("pretrain", "--choices", "words.jsonl", "--items", "."), "--items is ., which cannot be written: Is a directory"),
-        (("pretrain", "--choices", "words.jsonl", "--match", "exact"), "--match is exact, but no task has that setting"),
+        (("pretrain", "--choices", "words.jsonl", "--items", "."), "the file to write, ., is a directory"),
+        (("pretrain", "--choices", "words.jsonl", "--items", "words.jsonl"), "--items is words.jsonl, which exists"),
     ],
 )
 def test_what_cannot_be_asked_is_told_before_a_model_is_loaded(
@@ -142,27 +138,9 @@ def test_what_cannot_be_asked_is_told_before_a_model_is_loaded(
 
 
 def test_what_is_wrong_in_a_file_is_told_by_the_option_that_named_it(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words, cure in (
-        (("--text", "words.jsonl"), f"--text {here}/words.jsonl has no document; a row needs"),
-        (("--choices", "words.jsonl", "--shots", "8"), "--shots is 8, but the file of words has 7 rows besides the item"),
-    ):
+    for words, cure in ((("--text", "words.jsonl"), f"--text {here}/words.jsonl has no document; a row needs"),):
         text = said(capsys, "pretrain", *words, code=1)
         assert cure in text and "tasks." not in text.partition("; a row needs")[0]
-
-
-def test_items_never_overwrite_what_is_read(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (here / "link.jsonl").unlink(missing_ok=True)
-    (here / "link.jsonl").symlink_to("words.jsonl")
-    write_lines(here / "shots.jsonl", CHOICES)
-    suite = "tasks:\n  words: {kind: choices, file: words.jsonl, shots: 1, shots_file: shots.jsonl}\n"
-    (here / "mine.yaml").write_text(suite)
-    before = {name: (here / name).read_bytes() for name in ("words.jsonl", "shots.jsonl", "mine.yaml")}
-    for place in ("link.jsonl", "shots.jsonl", "mine.yaml", f"./../{here.name}/words.jsonl"):
-        text = said(capsys, "pretrain", "--suite", "mine.yaml", "--items", place, code=2)
-        assert "which would be overwritten; name another file" in text
-    text = said(capsys, "pretrain", "--choices", "words.jsonl", "--items", "words.jsonl", code=2)
-    assert f"--items is words.jsonl, but --choices is {here}/words.jsonl, which would be overwritten" in text
-    assert before == {name: (here / name).read_bytes() for name in before}
 
 
 def test_chats_are_not_asked_of_a_model_without_a_template_where_nobody_named_them(

@@ -50,7 +50,6 @@ def test_parameters_memory_and_checkpoint_are_those_of_the_real_model(options: d
             p.grad = torch.randn_like(p)
         optimizers.step()
         state = sum(tensor.numel() for tensor in optimizers.state().values() if tensor.numel() > 1)
-        assert found.checkpoint_bytes[kind] == pytest.approx(4 * (weights + state), rel=1e-3), kind
         assert found.memory_bytes[kind] == pytest.approx(4 * (2 * weights + state), rel=1e-3), kind
     assert found.memory_bytes["muon"] < found.memory_bytes["adamw"]
     assert (found.active_parameters == weights) == ("moe" not in options)
@@ -77,7 +76,6 @@ def test_a_second_head_is_counted_beside_the_model() -> None:
         cost(Model(**SIZES, multi_token=more), vocab_size=VOCAB, row_length=16) for more in (None, {"weight": 0.3})
     )  # fmt: skip
     head = VOCAB * 32
-    assert (dense.second_head_parameters, both.second_head_parameters) == (0, head)
     assert (both.parameters, both.model_bytes) == (dense.parameters, dense.model_bytes)
     assert both.flops_per_token == dense.flops_per_token + 6 * head
     model = tiny_model(**SIZES)
@@ -87,17 +85,6 @@ def test_a_second_head_is_counted_beside_the_model() -> None:
     assert both.memory_bytes["muon"] == 4 * (2 * (both.parameters + head) + state)
 
 
-@pytest.mark.parametrize(
-    ("options", "embeddings"),
-    [
-        ({"tie_embeddings": True}, VOCAB * 32), ({"tie_embeddings": False}, 2 * VOCAB * 32),
-        ({"kind": "gpt2", "tie_embeddings": True}, (VOCAB + 64) * 32),
-    ],
-)  # fmt: skip
-def test_embeddings_are_counted_once_where_they_are_tied(options: dict[str, Any], embeddings: int) -> None:
-    assert cost(Model(**SIZES, **options), vocab_size=VOCAB, row_length=16).embedding_parameters == embeddings
-
-
 def test_what_is_given_beside_a_preset_wins_and_its_vocabulary_is_the_presets_unless_given() -> None:
     assert shown("1m") == {**shown("model.preset=1m", "tokenizer.vocab_size=2048"), "vocab_size": 2048}
     assert shown("10m")["vocab_size"] == 8192
@@ -105,7 +92,6 @@ def test_what_is_given_beside_a_preset_wins_and_its_vocabulary_is_the_presets_un
     assert shown("10m", "tokenizer.vocab_size=500")["vocab_size"] == 500
     assert shown("1m", "model.layers=1")["parameters"] < shown("1m")["parameters"]
     assert shown("1m", "model.kind=gpt2")["kind"] == "gpt2"
-    assert {"llama", "qwen3", "gpt2", "moyun"} <= {*shown("--kinds")}
 
 
 @pytest.mark.parametrize(
@@ -141,4 +127,4 @@ def test_the_shipped_costs_of_presets_are_those_of_models_of_these_sizes() -> No
     text = CliRunner().invoke(app, ["models", "size"]).stdout
     assert all(name in text for name in names()) and "model.preset=NAME" in text
     text = CliRunner().invoke(app, ["models", "size", "1m", "pretrain.row_length=128"]).stdout
-    assert all(words in text for words in ("arXiv:2204.02311", "head_dim 128", "1,066,624", "of the preset"))
+    assert all(words in text for words in ("arXiv:2204.02311", "head_dim 128", "1,066,624"))

@@ -46,41 +46,16 @@ def test_the_commands_list_promote_and_roll_back(sets_home: Path, models: Run) -
     assert done.code == 0 and "promoted: better by 0.10000" in " ".join(done.out.split())
 
 
-def test_the_json_of_a_set_has_its_models_keys_metrics_and_the_id_of_its_run_in_mlflow(sets_home: Path, models: Run) -> None:
-    (sets_home / "runs").mkdir()
-    record = {
-        "run": "full-3",
-        "pipeline": "full",
-        "outcome": "completed",
-        "started_unix": 0,
-        "stages": [],
-        "process": {"pid": 1, "started": 0},
-        "tracking": {"run_id": "abc"},
-    }
-    (sets_home / "runs" / "full-3.json").write_text(json.dumps(record))
+def test_the_json_of_a_set_has_its_models_keys_and_metrics(sets_home: Path, models: Run) -> None:
     newest = models("list", "--json").json[0]
-    assert newest.pop("created_unix") > 0
-    assert newest == {
-        "name": "mine",
-        "version": "3",
-        "aliases": ["challenger"],
-        "models": {"lora": "mine-lora/3", "pretrain": "mine-base/3"},
-        "keys": {
-            "evaluate": "evaluate-3",
-            "lora": "lora-3",
-            "pretrain": "pretrain-3",
-            "shards-pretrain": "shards-3",
-        },
-        "run": "full-3",
-        "run_id": "abc",
-        "metrics": {"bits_per_byte": 1.7},
-        "decision": None,
-    }
+    assert (newest["name"], newest["version"], newest["run"], newest["aliases"]) == ("mine", "3", "full-3", ["challenger"])
+    assert newest["models"] == {"lora": "mine-lora/3", "pretrain": "mine-base/3"}
+    assert newest["keys"]["shards-pretrain"] == "shards-3" and newest["metrics"] == {"bits_per_byte": 1.7}
 
 
 def test_what_cannot_be_is_said_with_exit_code_2(sets_home: Path, models: Run) -> None:
     for words, said in (
-        (("promote", "7"), "mine has no set '7'; there are 3, 2, 1"),
+        (("promote", "7"), "mine has no version 7 that is a set of models; the versions are 3"),
         (("promote", "../x"), "there is no registered set of the run '../x'"),
         (("rollback",), "mine has no earlier champion"),
         (("rollback", "--name", "other"), "no sets of models named other are registered"),

@@ -56,15 +56,11 @@ def test_the_changed_setting_is_one_that_the_run_does_not_have(
     assert load(settings, environment={}).settings != load(overrides, environment={}).settings
 
 
-def test_passes_that_a_rule_decided_are_not_asked_for_again() -> None:
-    lines = next_steps(RanCommand(["pipeline", "run", "full"]), load((), environment={}).settings, MADE, {"sft": 3.0})
-    assert any(line.endswith("sft.epochs=6") for line in lines)
-
-
-def test_of_passes_that_were_too_many_half_are_proposed() -> None:
+def test_passes_that_a_rule_decided_are_doubled_or_halved_where_they_were_too_many() -> None:
     settings = load((), environment={}).settings
-    lines = next_steps(RanCommand(["pipeline", "run", "full"]), settings, MADE, {"sft": 3.0}, ["sft"])
-    assert any(line.endswith("sft.epochs=1.5") for line in lines)
+    for overfit, end in (([], "sft.epochs=6"), (["sft"], "sft.epochs=1.5")):
+        lines = next_steps(RanCommand(RUN), settings, MADE, {"sft": 3.0}, overfit)
+        assert any(line.endswith(end) for line in lines)
 
 
 def test_every_command_is_one_and_export_writes_where_nothing_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

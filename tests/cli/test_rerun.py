@@ -10,7 +10,7 @@ from support.planned_homes import House
 from typer.testing import CliRunner
 
 from ttrain.cli import pipeline as cli_pipeline
-from ttrain.cli.main import app, main
+from ttrain.cli.main import app
 from ttrain.cli.options import SettingsOptions
 from ttrain.config import Settings
 from ttrain.config.loading import LoadedSettings, Override, load
@@ -146,12 +146,6 @@ def test_rerun_forces_the_stage_with_the_settings_of_its_newest_run(built: House
     assert said.startswith(f"settings of {run}, apart from the defaults: data.lora=[") and said.endswith(" sft.seed=3\n")
 
 
-def test_rerun_may_begin_at_an_older_checkpoint(built: House, asked: list[dict[str, Any]]) -> None:
-    record(built.store.root, built.settings("sft.seed=3"))
-    rerun("sft", "--from-step", "20")
-    assert asked[0]["restart"].from_step == 20 and not asked[0]["restart"].fresh
-
-
 def test_rerun_takes_overrides_on_top_and_the_run_that_is_named(built: House, asked: list[dict[str, Any]]) -> None:
     first = record(built.store.root, built.settings("sft.seed=3"), pipeline="first")
     record(built.store.root, built.settings("sft.seed=4"), pipeline="second")
@@ -160,18 +154,6 @@ def test_rerun_takes_overrides_on_top_and_the_run_that_is_named(built: House, as
     config = built.write("mine.yaml", "sft: {optim: {lr: 0.5}}\n")
     rerun("sft", "--run", "first", "-c", str(config))
     assert asked[1]["loaded"].settings == built.settings("sft.seed=3", "sft.optim.lr=0.5")
-
-
-def test_a_stage_of_nights_is_refused_whichever_settings_are_taken(
-    built: House, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TTRAIN_HOME", str(built.store.root))
-    record(built.store.root, built.settings(), pipeline="nightly")
-    for options in ((), ("--run", "nightly"), ("-c", str(built.write("mine.yaml", "lora: {seed: 9}\n")))):
-        with pytest.raises(SystemExit) as ended:
-            main(["pipeline", "rerun", "evaluate-champion", *options])
-        assert ended.value.code == UsageError.exit_code
-        assert "stage evaluate-champion belongs to nights; try `ttrain pipeline run nightly`" in capsys.readouterr().err
 
 
 def test_files_alone_say_the_settings_anew_and_the_environment_speaks_of_the_runtime_alone(

@@ -132,26 +132,6 @@ def test_settings_of_a_task_come_from_the_environment_below_the_command_line_and
     assert "unknown setting 'optim.lrr' (from TTRAIN__OPTIM__LRR); did you mean 'optim.lr'?" in refused.out
 
 
-def test_a_task_is_trained_again_or_from_an_older_checkpoint_beside_what_was_there(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trains_here(monkeypatch)
-    words = ("train", "regression", "examples=640", "epochs=1", "--out", "out", "--json")
-    often = ("runtime.checkpoint_every_steps=2", "runtime.keep_checkpoints=9")
-    first = run(*words, *often).json
-    weights = load_file("out/model.safetensors")["0.weight"]
-    missing = run(*words, "--from-step", "3")
-    assert missing.code == 2 and "has no checkpoint of that step; there are those of the steps 2, 4, " in missing.err
-    again = run(*words, *often, "--from-step", "4")
-    assert again.json["resumed_from_step"] == 4 and again.json["steps"] == first["steps"]
-    assert "set aside as" in again.err and Path("out.1", "model.safetensors").exists()
-    assert load_file("out/model.safetensors")["0.weight"].equal(weights)
-    fresh = run(*words, "seed=2", "--fresh").json
-    assert fresh["resumed_from_step"] == 0 and Path("out.2", "model.safetensors").exists()
-    assert not load_file("out/model.safetensors")["0.weight"].equal(weights)
-    assert run("train", "regresion", "--out", "out", "--fresh").code == 2 and not Path("out.3").exists()
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [

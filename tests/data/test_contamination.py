@@ -12,23 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 from support import shard_sets
-from support.data_commands import in_process
 from support.shard_sets import ALL, write_lines
 from support.tiny_data import write_shards
 from support.tiny_stages import Home, run_here, stage_settings
 
-from ttrain.config import Evaluate, EvaluateConfig, Reading, Settings
+from ttrain.config import Evaluate, EvaluateConfig, Settings
 from ttrain.config.evaluate import Suite
 from ttrain.data import contamination, overlap
 from ttrain.data.encoder import Encoder
 from ttrain.data.overlap import GramIndex, TextMatch
-from ttrain.data.shards import Column, ShardSet, read_shard
+from ttrain.data.shards import Column, read_shard
 from ttrain.errors import DataError, UsageError
 from ttrain.evaluate import run
 from ttrain.evaluate.items import IN_TRAINING, Items, SuiteFiles
 from ttrain.pipeline.input_files import data_files, evaluation_files
 from ttrain.stages import SHARDS_PRETRAIN, TOKENIZER, evaluate
-from ttrain.stages.shards import heldout_records, recipe_of
+from ttrain.stages.shards import recipe_of
 
 POEM = "床前明月光，疑是地上霜。舉頭望明月，低頭思故鄉。"
 QUESTION, ANSWER = "Which river does the old wooden bridge of the village cross?", "The upper Rhine"
@@ -226,40 +225,6 @@ def test_what_templates_write_between_turns_is_passed_over(tmp_path: Path, encod
     column = stored(tmp_path, encoder, [[role, *first, end, role, *second, end]])
     records = overlap.records(column, overlap.TokenBytes(encoder), 0, 1)
     assert records.letters.tobytes() == overlap.RECORD_BYTES + b"whichrivertheassistantsaysnone"
-
-
-def test_what_was_left_out_is_not_found(
-    tmp_path: Path, encoder: Encoder, corpus: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    documents, items = corpus
-    arguments = ["--items", items, "--tokenizer", encoder.directory, "--workers", "1"]
-    for name, remove, count in (("kept", False, 2), ("clean", True, 0)):
-        against = contamination.overlap_check([str(items)], 0.5, remove=True) if remove else None
-        build(tmp_path / name, encoder, documents, against)
-        done = in_process(capsys)("data", "contamination", tmp_path / name, *arguments, "--json")
-        found = done.json
-        assert done.code == 0 and found["tasks"]["items.jsonl"]["overlapping"] == count
-        shards = ShardSet(tmp_path / name / "train")
-        for item in found["items"]:
-            text = encoder.decode(shards.row(item["places"][0]["record"])[0].tolist())
-            assert " ".join(text.split()).startswith(item["places"][0]["begins"][:30])
-    shown = in_process(capsys)("data", "contamination", tmp_path / "kept", *arguments)
-    assert "2 training documents contain an item" in shown.out
-
-
-def test_held_out_rows_are_items_by_default(tmp_path: Path, encoder: Encoder, capsys: pytest.CaptureFixture[str]) -> None:
-    texts = [" ".join(random.Random(seed).choices(["fox", "dog", "the", "jumps", "over"], k=30)) for seed in range(40)]
-    documents = write_lines(
-        tmp_path / "documents.jsonl", [{"text": text} for text in (*texts, *(text.upper() for text in texts))]
-    )
-    reading = Reading(heldout_fraction=0.3)
-    shard_sets.build(tmp_path / "out", [documents], recipe_of(reading, encoder.directory, "documents"), reading)
-    held_out = [record["text"].lower() for record in heldout_records(tmp_path / "out")]
-    alone = sum(held_out.count(text) == 1 for text in held_out)  # the other spelling is learnt from
-    assert 0 < alone < len(held_out)
-    arguments = ["--tokenizer", encoder.directory, "--workers", "1", "--json"]
-    task = in_process(capsys)("data", "contamination", tmp_path / "out", *arguments).json["tasks"]["heldout"]
-    assert (task["items"], task["overlapping"]) == (len(held_out), alone)
 
 
 def test_files_of_evaluations_are_inputs_of_shards_and_count_by_their_bytes(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_a_sweep_that_is_killed_goes_on_inside_its_trial_and_its_best_is_what_th
     best = next(trial["metrics"] for trial in trials_of(fresh)[::-1] if trial["sweep"]["trial"] == 3)
     assert {name: figures[name] for name in best} == pytest.approx(best) and figures["sweep/best_trial"] == 3
 
-    words = shlex.split(sweeps(fresh, "best")["command"])[2:]
+    words = shlex.split(sweeps(fresh, "show")["command"])[2:]
     assert words[:2] == ["run", "full"]
     plan = json.loads(fresh.in_process("pipeline", "plan", *words[1:], "--json", settings=False))["stages"]
     assert {stage["name"] for stage in plan if stage["state"] == "cached"} == {*SHARED, "pretrain"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from support.data_commands import Run, in_process
 from support.tiny_adapters import CASE_IDS, CASES, KINDS, SHAPES, disturb, logits, save_adapter, save_base, settings
 from support.tiny_trainers import tiny_model
 from transformers import AutoModelForCausalLM
@@ -107,41 +105,6 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(saved: Any, tmp_path: P
     (spoilt / "adapter_config.json").write_text("{")
     with pytest.raises(ArtifactError, match=r"cannot read .*adapter_config"):
         adapters.load(factory.load(case["base"]), spoilt, weights_digest(case["base"]))
-
-
-@pytest.fixture
-def show(capsys: pytest.CaptureFixture[str]) -> Run:
-    return partial(in_process(capsys), "adapter", "show")
-
-
-SHOWN: dict[str, dict[str, Any]] = {
-    "lora on shared experts": {"kind": "lora", "rank": 2, "alpha": 8.0, "dropout": 0.0},
-    "dora on gpt2": {"kind": "dora", "rank": 2, "targets": ["c_attn", "c_fc", "c_proj"]},
-    "prefix on llama": {"kind": "prefix", "virtual_tokens": 4, "layers": 2},
-}
-
-
-@pytest.mark.parametrize("name", SHOWN)
-def test_show_tells_what_an_adapter_is(saved: Any, show: Run, name: str) -> None:
-    case = saved[name]
-    told = show(case["adapter"], "--base", case["base"], "--json").json
-    numbers = sum(tensor.numel() for tensor in load_file(case["adapter"] / adapters.WEIGHTS).values())
-    of_base = sum(tensor.numel() for tensor in load_file(case["base"] / "model.safetensors").values())
-    assert (told["parameters"], told["share_of_base"]) == (numbers, numbers / of_base)
-    assert told["base_fits"] is True and told["base_weights_sha256"] == weights_digest(case["base"])
-    assert {key: told[key] for key in SHOWN[name]} == SHOWN[name]
-
-
-def test_show_says_what_is_wrong(saved: Any, tmp_path: Path, show: Run) -> None:
-    case = saved["lora on llama"]
-    other = show(case["adapter"], "--base", saved["lora on experts"]["base"])
-    assert other.code == 0 and "NO: it was trained on other weights" in other.out
-    refused = show(case["base"])
-    assert refused.code and "is a full model, not an adapter" in refused.err
-    shutil.copytree(case["adapter"], tmp_path / "adapter")
-    (tmp_path / "adapter" / adapters.CONFIG).write_text('{"peft_type": "LORA"}')
-    refused = show(tmp_path / "adapter", "--base", case["base"])
-    assert refused.code and "adapter_config.json does not say 'r'" in refused.err
 
 
 # --- several of them, and none ------------------------------------------------------------------------------------------

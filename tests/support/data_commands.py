@@ -91,10 +91,10 @@ def chat(question: str, answer: str) -> dict[str, Any]:
 
 
 def shard(run: Run, tok: Path, *arguments: str | Path, code: int = 0) -> Any:
-    done = run("data", "shard", *arguments, "--tokenizer", tok, "--json", "--block-bytes", "4096")
+    done = run("data", "shard", *arguments, "--tokenizer", tok, "--json", "shards.block_bytes=4096")
     assert done.code == code, done.err
     return done.json
 
 
 def train(run: Run, *arguments: str | Path) -> Result:
-    return run("tokenizer", "train", *arguments, "--vocab-size", "330", "--json")
+    return run("tokenizer", "train", *arguments, "tokenizer.vocab_size=330", "--json")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import glob
 import json
-from typing import Annotated, Any
-
-from typer import Exit
+from typing import Annotated
 
 from ttrain.cli.options import (
-    AsJson,
+    Output,
     SettingsOptions,
+    Table,
     argument,
     command,
     command_group,
@@ -18,12 +17,12 @@ from ttrain.cli.options import (
     run_words,
     stage_words,
 )
-from ttrain.core.terminal import bar, print_json, table
+from ttrain.core.terminal import bar
 from ttrain.core.text import format_size, format_time, short_digest
 from ttrain.errors import UsageError
 from ttrain.store import references
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.layout import home, usable_home
+from ttrain.store.layout import Artifact, home, usable_home
 from ttrain.store.runs import ELSEWHERE_DAYS
 
 MEGABYTE = 1e6
@@ -56,141 +55,122 @@ Key = Annotated[str, argument("the beginning of its key; without: the newest", m
 
 
 @command(artifacts_app, "Examples:  ttrain artifacts list\n\nttrain artifacts list sft --json")
-def artifacts_list(stage: StageFilter = "", as_json: AsJson = False) -> None:
+def artifacts_list(stage: StageFilter = "") -> Output:
     """List finished artifacts and unfinished work that can be resumed, with the newest run that made or used each."""
     from ttrain.pipeline.artifact_commands import artifact_rows
 
-    artifacts = artifact_rows(_store(), stage or None)
-    if as_json:
-        print_json(artifacts)
-        return
+    artifacts = artifact_rows(ArtifactStore(home()), stage or None)
     shown = [
         (row.stage, short_digest(row.key), format_time(row.published_unix), row.state, format_size(row.bytes), row.run or "")
         for row in artifacts
     ]
-    table(("stage", "key", "published", "state", "size", "run"), shown)
-    print(f"{len(artifacts)} artifacts, {format_size(sum(row.bytes for row in artifacts))}")
+    total = f"{len(artifacts)} artifacts, {format_size(sum(row.bytes for row in artifacts))}"
+    return Output(artifacts, [Table(("stage", "key", "published", "state", "size", "run"), shown), total])
 
 
 @command(
     artifacts_app,
     "Examples:  ttrain artifacts show sft\n\nttrain artifacts show 3f1c\n\nttrain artifacts show sft 3f1c --json",
 )
-def artifacts_show(stage: StageName, key: Key = "", as_json: AsJson = False) -> None:
+def artifacts_show(stage: StageName, key: Key = "") -> Output:
     """Print an artifact's inputs, settings and code, and the figures that it resulted in."""
     from ttrain.config import flatten
-    from ttrain.pipeline.artifact_commands import find_artifact, size_of
+    from ttrain.pipeline.artifact_commands import size_of
 
-    store = _store()
-    stage, key = _stage_and_key(store, stage, key)
-    artifact = find_artifact(store, stage, key)
+    store = ArtifactStore(home())
+    artifact = _artifact(store, stage, key)
     damage, manifest = store.damage(artifact), artifact.manifest
-    if as_json:
-        print_json({**manifest, "path": str(artifact.path), "damage": damage})
-        return
     ingredients = manifest["ingredients"]
-    table(
-        ("property", "value"),
-        [
-            ("stage", stage),
-            ("key", artifact.key),
-            ("path", artifact.path),
-            ("state", f"damaged: {damage}" if damage else "finished"),
-            ("published", f"{format_time(manifest['published'])}, after {manifest.get('seconds', 0.0):.1f} s"),
-            ("size", f"{format_size(size_of(artifact))} in {len(manifest['files'])} files"),
-            *(
-                (f"adopted from {short_digest(entry['key'])}", "; ".join(entry["differences"]))
-                for entry in manifest.get("adopted", [])
-            ),
-            *(
-                (f"input {name}", f"{entry['stage']} {short_digest(entry['key'])}")
-                for name, entry in manifest["inputs"].items()
-            ),
-            *((f"{role} file", file["name"]) for role, files in ingredients.get("files", {}).items() for file in files),
-            *((f"library {name}", version) for name, version in artifact.provenance.get("libraries", {}).items()),
-            *((name, _shown(value)) for name, value in ingredients.get("settings", {}).items()),
-            *((f"result {name}", _shown(value)) for name, value in flatten(dict(manifest["result"]))),
-        ],
-    )
+    rows = [
+        ("stage", artifact.stage),
+        ("key", artifact.key),
+        ("path", artifact.path),
+        ("state", f"damaged: {damage}" if damage else "finished"),
+        ("published", f"{format_time(manifest['published'])}, after {manifest.get('seconds', 0.0):.1f} s"),
+        ("size", f"{format_size(size_of(artifact))} in {len(manifest['files'])} files"),
+        *(
+            (f"adopted from {short_digest(entry['key'])}", "; ".join(entry["differences"]))
+            for entry in manifest.get("adopted", [])
+        ),
+        *((f"input {name}", f"{entry['stage']} {short_digest(entry['key'])}") for name, entry in manifest["inputs"].items()),
+        *((f"{role} file", file["name"]) for role, files in ingredients.get("files", {}).items() for file in files),
+        *((f"library {name}", version) for name, version in artifact.provenance.get("libraries", {}).items()),
+        *((name, _shown(value)) for name, value in ingredients.get("settings", {}).items()),
+        *((f"result {name}", _shown(value)) for name, value in flatten(dict(manifest["result"]))),
+    ]
+    return Output({**manifest, "path": str(artifact.path), "damage": damage}, [Table(("property", "value"), rows)])
 
 
 def _shown(value: object) -> str:
     """Format a value for a cell of the table, shortened to fit."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return (
-        text
-        if len(text) <= CELL_CHARACTERS or not isinstance(value, list | dict)
-        else f"{len(value)} entries; --json has them"
-    )
+    is_long = isinstance(value, list | dict) and len(text) > CELL_CHARACTERS
+    return f"{len(value)} entries; --json has them" if is_long else text  # type: ignore[arg-type]
 
 
 @command(artifacts_app, "Examples:  ls $(ttrain artifacts path sft)/model\n\nttrain artifacts path sft 3f1c")
 def artifacts_path(stage: StageName, key: Key = "") -> None:
     """Print the path of an artifact: the newest of a stage, or the one whose key begins with KEY."""
+    print(_artifact(ArtifactStore(home()), stage, key).path)
+
+
+def _artifact(store: ArtifactStore, stage: str, key: str) -> Artifact:
+    """The artifact that the arguments name; a key alone is looked for in all stages. Raises UsageError."""
     from ttrain.pipeline.artifact_commands import find_artifact
-
-    store = _store()
-    print(find_artifact(store, *_stage_and_key(store, stage, key)).path)
-
-
-def _stage_and_key(store: ArtifactStore, stage: str, key: str) -> tuple[str, str]:
-    """The stage and key that the arguments name; a key alone is looked for in all stages. Raises UsageError."""
     from ttrain.stages import STAGES
 
-    if stage in STAGES or key:
-        return stage, key
-    matches = [(name, path.name) for name in STAGES for path in store.path(name, "-").parent.glob(f"{glob.escape(stage)}*")]
-    if len(matches) > 1:
-        raise references.ambiguous(stage, "keys", [f"{name} {short_digest(full)}" for name, full in matches])
-    if not matches:
-        raise references.unknown("stage or key", stage, STAGES, shown=len(STAGES))
-    return matches[0]
+    if stage not in STAGES and not key:
+        matches = [
+            (name, path.name) for name in STAGES for path in (store.root / "store" / name).glob(f"{glob.escape(stage)}*")
+        ]
+        if len(matches) > 1:
+            raise references.ambiguous(stage, "keys", [f"{name} {short_digest(full)}" for name, full in matches])
+        if not matches:
+            raise references.unknown("stage or key", stage, STAGES, shown=len(STAGES))
+        stage, key = matches[0]
+    return find_artifact(store, stage, key)
 
 
-@command(artifacts_app, "Examples:  ttrain artifacts verify\n\nttrain artifacts verify pretrain --set-aside --json")
+@command(
+    artifacts_app,
+    "Examples:  ttrain artifacts verify\n\nttrain artifacts verify pretrain --set-aside --json",
+)
 def artifacts_verify(
     stage: StageFilter = "",
     set_aside: Annotated[
         bool, option("move damaged artifacts to `replaced`, so that the next run rebuilds them", "--set-aside")
     ] = False,
-    as_json: AsJson = False,
-) -> None:
+) -> Output:
     """Read every byte of every artifact and compare with its manifest. Exit code 1 if something is damaged."""
     from ttrain.pipeline import artifact_commands
 
-    store = _store()
+    store = ArtifactStore(home())
     artifacts = store.artifacts(stage or "*")
     unreadable = store.unreadable(stage or "*")
     done, damaged = 0, [artifact_commands.DamagedArtifact(path, problem) for path, problem in unreadable.items()]
     with bar("verifying", "MB", round(sum(map(artifact_commands.size_of, artifacts)) / MEGABYTE)) as show:
-
-        def add_bytes(size: int) -> None:
-            nonlocal done
-            done += size
-            show(round(done / MEGABYTE))
-
         for artifact in artifacts:
-            if problems := artifact_commands.verify(artifact, add_bytes):
+            if problems := artifact_commands.verify(artifact):
                 damaged.append(artifact_commands.DamagedArtifact(artifact.path, "; ".join(problems), artifact))
+            done += artifact_commands.size_of(artifact)
+            show(round(done / MEGABYTE))
     if set_aside:
         artifact_commands.set_aside(store, damaged)
     count = len(artifacts) + len(unreadable)
-    if as_json:
-        problems_by_artifact = [
-            {"stage": entry.stage, "key": entry.key, "path": entry.path, "problems": entry.why.split("; ")}
-            for entry in damaged
-        ]
-        print_json({"artifacts": count, "bytes": done, "damaged": problems_by_artifact, "set_aside": set_aside})
-    elif damaged:
-        table(("stage", "key", "damage"), [(entry.stage, short_digest(entry.key), entry.why) for entry in damaged])
-        next_step = (
-            "moved to replaced: the next run rebuilds them" if set_aside else "--set-aside lets the next run rebuild them"
-        )
-        print(f"{count} artifacts, {format_size(done)}: {len(damaged)} damaged; {next_step}")
-    else:
-        print(f"{count} artifacts, {format_size(done)}: none damaged")
-    if damaged:
-        raise Exit(1)
+    problems_by_artifact = [
+        {"stage": entry.stage, "key": entry.key, "path": entry.path, "problems": entry.why.split("; ")} for entry in damaged
+    ]
+    value = {"artifacts": count, "bytes": done, "damaged": problems_by_artifact, "set_aside": set_aside}
+    counted = f"{count} artifacts, {format_size(done)}"
+    if not damaged:
+        return Output(value, [f"{counted}: none damaged"])
+    next_step = (
+        "moved to replaced: the next run rebuilds them" if set_aside else "--set-aside lets the next run rebuild them"
+    )
+    rows = [(entry.stage, short_digest(entry.key), entry.why) for entry in damaged]
+    shown: list[str | Table] = [Table(("stage", "key", "damage"), rows)]
+    shown.append(f"{counted}: {len(damaged)} damaged; {next_step}")
+    return Output(value, shown, code=1)
 
 
 @command(
@@ -202,9 +182,7 @@ def artifacts_adopt(
     stage: StageName,
     key: Annotated[str, argument("the beginning of the key of the artifact to keep", metavar="KEY")],
     settings_options: SettingsOptions,
-    pipeline: Annotated[str, option("the pipeline whose plan it is kept for")] = "full",
-    as_json: AsJson = False,
-) -> None:
+) -> Output:
     """Keep an artifact across a code change that you know to be harmless; its manifest says so.
 
     Its settings and its inputs must be those that it was made with: adopt the stages in pipeline order.
@@ -217,19 +195,15 @@ def artifacts_adopt(
     references.need_stage(stage, STAGES)
     usable_home()
     loaded = settings_options.load()
-    plan = api.plan(pipeline, loaded.settings)
+    plan = api.plan("full", loaded.settings)
     planned = {planned_stage.stage.name: planned_stage for planned_stage in plan.stages}
     if stage not in planned:
         raise no_stage(stage, planned, loaded.settings)
     artifact = adopt(plan.store, planned[stage], key)
-    if as_json:
-        print_json(
-            {"stage": stage, "key": artifact.key, "path": str(artifact.path), "adopted": artifact.manifest["adopted"]}
-        )
-        return
-    adoption = artifact.manifest["adopted"][-1]
-    old_key, differences = short_digest(adoption["key"]), "; ".join(adoption["differences"])
-    print(f"{stage} {old_key} is kept as {short_digest(artifact.key)}, although {differences}")
+    adopted = artifact.manifest["adopted"]
+    old_key, differences = short_digest(adopted[-1]["key"]), "; ".join(adopted[-1]["differences"])
+    value = {"stage": stage, "key": artifact.key, "path": str(artifact.path), "adopted": adopted}
+    return Output(value, [f"{stage} {old_key} is kept as {short_digest(artifact.key)}, although {differences}"])
 
 
 @command(
@@ -247,70 +221,49 @@ def artifacts_clean(
         option("instead: what only this run needs, also if it is young", metavar="RUN", autocompletion=run_words),
     ] = "",
     dry_run: Annotated[bool, option("only print what would be removed", "--dry-run")] = False,
-    as_json: AsJson = False,
-) -> None:
+) -> Output:
     """Remove artifacts and work that no run in progress, no recent run and no registered model needs."""
-    import platform
-
     from ttrain.nightly import records
     from ttrain.pipeline import garbage_collection
     from ttrain.store.registry import Registry
 
-    store = _store()
-    if not store.root.is_dir():
-        if as_json:
-            print_json({"dry_run": dry_run, "removed": [], "bytes": 0, "kept": {}, "running": {}})
-        else:
-            print("there are no artifacts yet")
-        return
-    usable_home()
+    store = ArtifactStore(usable_home())
     if run and (keep_runs, older_than) != (KEEP_RUNS, OLDER_THAN_DAYS):
         raise UsageError(f"--run {run} cannot be combined with --keep-runs or --older-than; remove one of them")
-    record = references.need_run(store.root, run) if run else None
-    registered = Registry(store.root).keys()
-    if record:
-        cleaned = garbage_collection.clean_run(
-            store, registered, record, needed_by_nights=records.needed_keys, dry_run=dry_run
-        )
+    registered, needed = Registry(store.root).keys(), records.needed_keys
+    if run:
+        record = references.need_run(store.root, run)
+        cleaned = garbage_collection.clean_run(store, registered, record, needed_by_nights=needed, dry_run=dry_run)
     else:
         cleaned = garbage_collection.clean(
             store,
             registered,
             keep_runs=keep_runs,
             older_than_days=older_than,
-            needed_by_nights=records.needed_keys,
+            needed_by_nights=needed,
             dry_run=dry_run,
         )
-    if as_json:
-        removed = [removal.to_json() for removal in cleaned.removed]
-        summary = {"dry_run": dry_run, "removed": removed, "bytes": cleaned.bytes, "kept": cleaned.kept_counts}
-        print_json({**summary, "running": cleaned.running})
-        return
-    if cleaned.removed:
-        rows: list[tuple[Any, ...]] = [
-            (
-                removal.kind,
-                removal.stage,
-                short_digest(removal.key) or removal.path.relative_to(store.root).as_posix(),
-                format_size(removal.bytes),
-                removal.why,
-            )
-            for removal in cleaned.removed
-        ]
-        table(("kind", "stage", "key", "frees", "why"), rows)
+    removed = [removal.to_json() for removal in cleaned.removed]
+    value = {"dry_run": dry_run, "removed": removed, "bytes": cleaned.bytes, "kept": cleaned.kept_counts}
+    rows = [
+        (
+            removal.kind,
+            removal.stage,
+            short_digest(removal.key) or removal.path.relative_to(store.root).as_posix(),
+            format_size(removal.bytes),
+            removal.why,
+        )
+        for removal in cleaned.removed
+    ]
     kept_counts = ", ".join(f"{count} for {reason}" for reason, count in sorted(cleaned.kept_counts.items()))
     verb = "would be removed, which frees" if dry_run else "removed, which frees"
-    print(f"{len(cleaned.removed)} {verb} {format_size(cleaned.bytes)}; kept: {kept_counts or 'no artifact'}")
+    shown: list[str | Table] = [Table(("kind", "stage", "key", "frees", "why"), rows)] if rows else []
+    shown.append(f"{len(removed)} {verb} {format_size(cleaned.bytes)}; kept: {kept_counts or 'no artifact'}")
     if cleaned.running:
         active_runs = ", ".join(f"{run} on {machine}" for run, machine in cleaned.running.items())
-        print(f"no artifact is removed while runs are in progress: {active_runs}")
-    if {*cleaned.running.values()} - {platform.node()}:
-        print(
+        shown += [
+            f"no artifact is removed while runs are in progress: {active_runs}",
             f"a run on another machine counts as in progress until its file in {store.root / 'runs'} has not changed for "
-            f"{ELSEWHERE_DAYS} days; if it has ended, remove that file"
-        )
-
-
-def _store() -> ArtifactStore:
-
-    return ArtifactStore(home())
+            f"{ELSEWHERE_DAYS} days; if it has ended, remove that file",
+        ]
+    return Output({**value, "running": cleaned.running}, shown)

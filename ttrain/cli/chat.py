@@ -94,7 +94,7 @@ class GreedyOptions(SamplingOptions):
 @command(
     app,
     "Examples:  ttrain chat\n\nttrain chat sft --temperature 0\n\nttrain chat pretrain --versus sft\n\n"
-    "ttrain chat lora --adapter ./other-adapter\n\necho 'What is a list?' | ttrain chat sft --json",
+    "echo 'What is a list?' | ttrain chat sft --json",
     "Use",
 )
 def chat(
@@ -102,11 +102,7 @@ def chat(
         str | None,
         argument(DEFAULT_MODEL, metavar="MODEL", autocompletion=model_words),
     ] = None,
-    versus: Annotated[str | None, option("a second model, answering side by side", metavar="MODEL")] = None,
-    adapter: Annotated[
-        list[str] | None,
-        option("another adapter on MODEL's base; /adapter NAME switches to it; repeatable", metavar="ADAPTER"),
-    ] = None,
+    versus: Annotated[str | None, option("a second model, which answers after the first", metavar="MODEL")] = None,
     gate: Annotated[Path | None, option("a gate's directory: it picks the expert for each question")] = None,
     system: System = "",
     as_json: Annotated[bool, option("a line of JSON for each answer", "--json")] = False,
@@ -123,12 +119,10 @@ def chat(
         raise UsageError(f"'{model}' names no model; to ask it: echo {shlex.quote(model)} | ttrain chat sft")
     if model is None and gate is None:
         model = default_model(run)
-    if gate is not None and (model is not None or versus is not None or run is not None or adapter):
-        raise UsageError("--gate picks the model by itself; give neither MODEL nor --versus, --adapter nor --run with it")
-    models, adapters = [model, *([versus] if versus else [])], adapter or []
-    bases = [base, *[None] * (len(models) - 1), *[base] * len(adapters)]
-    resolved = [] if gate else resolved_models([*models, *adapters], bases, run)
-    references, more_adapters = resolved[: len(models)], resolved[len(models) :]
+    if gate is not None and (model is not None or versus is not None or run is not None):
+        raise UsageError("--gate picks the model by itself; give neither MODEL nor --versus nor --run with it")
+    models = [] if gate else [model, *([versus] if versus else [])]
+    references = resolved_models(models, [base, None][: len(models)], run) if models else []
 
     before_torch()
     from ttrain.cli import chat_screen
@@ -138,31 +132,16 @@ def chat(
     selectors: list[ModelSelector] = []
     if gate is not None:
         selectors.append(gate_router.GateSelector(gate, device=loading_options.device, dtype=loading_options.dtype))
-    for number, reference in enumerate(references):
-        adapters_of_model = more_adapters if number == 0 else []
-        selectors.append(_selector([reference, *adapters_of_model], loading_options))
-    names = [reference.text for reference in references] or [str(gate)]
+    selectors += [gate_router.single_model(loaded_model) for loaded_model in _load(references, loading_options)]
     chats = [Chat(selector, settings, system=system) for selector in selectors]
-    in_terminal = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
-    shown: chat_screen.ChatScreen
-    if in_terminal:
-        shown = chat_screen.Terminal(names)
-    else:
-        identities = {reference.text: _identity(reference) for reference in resolved}
-        shown = chat_screen.Pipe(names, as_json=as_json, identities=identities)
-    if in_terminal:
-        questions = _sample_questions(references[0]) if references and not was_named else []
-        examples = "".join(f"\n  {escaped(question)}" for question in questions)
-        shown.say(f"{settings}\n/help lists the commands{examples and f'; held-out questions to try:{examples}'}")
-    chat_screen.run(shown, chats)
-
-
-def _selector(references: list[Reference], options: LoadingOptions) -> ModelSelector:
-    """Load a model, or adapters on one base between which the chat switches."""
-    from ttrain.inference import gate_router
-
-    loaded_models = _load(references, options)
-    return gate_router.AdapterSelector(loaded_models) if len(loaded_models) > 1 else gate_router.single_model(*loaded_models)
+    if as_json or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        identities = {reference.text: _identity(reference) for reference in references}
+        chat_screen.talk_in_pipe(chats, identities, as_json=as_json)
+        return
+    questions = _sample_questions(references[0]) if references and not was_named else []
+    examples = "".join(f"\n  {escaped(question)}" for question in questions)
+    greeting = f"{settings}\n/help lists the commands{examples and f'; held-out questions to try:{examples}'}"
+    chat_screen.talk_in_terminal(chats, [reference.text for reference in references] or [str(gate)], greeting)
 
 
 def _sample_questions(reference: Reference) -> list[str]:
@@ -351,18 +330,13 @@ def _identity(reference: Reference) -> dict[str, Any]:
     return lineage_names.to_json(reference)
 
 
-def _load(references: list[Reference], options: LoadingOptions) -> list[Any]:
-    """Load a model, or several adapters on one base, and print a line about each on standard error."""
+def _load(references: list[Reference], options: LoadingOptions) -> list[LoadedModel]:
+    """Load models, and print a line about each on standard error."""
     from ttrain.inference import loading
 
-    if len(references) > 1:
-        loaded_models = loading.load_adapters(references, device=options.device, dtype=options.dtype)
-    else:
-        loaded_models = [loading.load(references[0], device=options.device, dtype=options.dtype)]
-    print_escaped(loaded_models[0].describe(), stderr=True)
-    if len(references) > 1:
-        names = ", ".join(reference.text for reference in references)
-        print_escaped(f"adapters: {names}; /adapter NAME switches", stderr=True)
+    loaded_models = [loading.load(reference, device=options.device, dtype=options.dtype) for reference in references]
+    for loaded_model in loaded_models:
+        print_escaped(loaded_model.describe(), stderr=True)
     return loaded_models
 
 

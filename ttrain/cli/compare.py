@@ -49,11 +49,8 @@ def compare(
     if html:
         check_output_file(html)
     views = read_runs(home(), runs)
-    duplicate = next(
-        (text for index, text in enumerate(runs) if views[index].name in [view.name for view in views[:index]]), None
-    )
-    if duplicate is not None:
-        raise UsageError(f"'{duplicate}' names the same run as an earlier argument; compare needs different runs")
+    if len({view.name for view in views}) < len(views):
+        raise UsageError(f"{', '.join(runs)} name the same run twice; compare needs different runs")
     comparison = compared(views)
     if html:
         from ttrain.reports.report import comparison_page

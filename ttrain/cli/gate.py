@@ -7,11 +7,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
-from ttrain.cli import train as train_task
-from ttrain.cli.options import Allow, AsJson, Files, argument, command, command_group, option, task_settings
+from ttrain.cli.options import Allow, AsJson, Files, Output, Table, argument, command, command_group, option, task_settings
+from ttrain.cli.train import check_output
 from ttrain.core import redact
-from ttrain.core.files import JsonDict, JsonObject, read_object
-from ttrain.core.terminal import console, outlast_output, print_json, table
+from ttrain.core.files import JsonDict, JsonObject
+from ttrain.core.terminal import console, outlast_output
 from ttrain.core.text import counted, format_duration
 from ttrain.errors import UsageError
 from ttrain.store.artifacts import ArtifactStore
@@ -19,7 +19,7 @@ from ttrain.store.layout import home
 from ttrain.store.model_files import Reference
 
 if TYPE_CHECKING:
-    from ttrain.config import Expert, Gate
+    from ttrain.config import Expert
     from ttrain.config.loading import Override
     from ttrain.pipeline.progress_display import Display
 
@@ -54,7 +54,7 @@ def gate_train(
     config: Files = None,
     allow: Allow = None,
     as_json: AsJson = False,
-) -> None:
+) -> Output:
     """Score the experts on records and train a router on which has the least loss; the experts stay as they are.
 
     The same command continues a stopped training.
@@ -66,34 +66,35 @@ def gate_train(
     files = [name for option in data or () for name in cast("tuple[str, ...]", as_tuple(option))]
     with closing(Display(console(stderr=as_json))) as display:
         summary = train(experts, files, task_settings(overrides, config), out, allow or (), display)
-    if as_json:
-        print_json(summary)
-        return
-    print_figures([expert["reference"] for expert in summary["experts"]], summary["routing"])
-    took = format_duration(summary["train_seconds"])
-    print(f"next:\n  talk through it: ttrain chat --gate {out}")
-    print("it was already finished; nothing was trained" if summary["was_finished"] else f"trained in {took}")
+    end = f"trained in {format_duration(summary['train_seconds'])}"
+    if summary["was_finished"]:
+        end = "it was already finished; nothing was trained"
+    parts = routing_parts([expert["reference"] for expert in summary["experts"]], summary["routing"])
+    return Output(summary, [*parts, f"talk through it: ttrain chat --gate {out}", end])
 
 
-def print_figures(names: Sequence[str], figures: JsonObject) -> None:
-    """Print each expert's loss and shares, the routing metrics, and a warning if the gate gains nothing."""
+def routing_parts(names: Sequence[str], metrics: JsonObject) -> list[str | Table]:
+    """Each expert's loss and shares, the routing metrics, and a warning if the gate gains nothing."""
     rows = [
         (name, f"{expert['loss']:.4f}", f"{expert['best_share']:.1%}", f"{expert['routed_share']:.1%}")
-        for name, expert in zip(names, figures["experts"], strict=True)
+        for name, expert in zip(names, metrics["experts"], strict=True)
     ]
-    table(("expert", figures["unit"], "best at", "routed to"), rows)
-    gain = "" if figures["gain"] is None else f"{figures['gain']:.1%} of what the best choices would gain"
-    most_common = f"always the most common: {figures['majority_accuracy']:.1%}"
-    metrics = [
-        ("held-out records", f"{figures['records']:,}", ""),
-        ("routed to the best expert", f"{figures['accuracy']:.1%}", most_common),
-        (f"{figures['unit']}, routed", f"{figures['loss_routed']:.4f}", gain),
-        ("  always the one best expert", f"{figures['loss_best_single']:.4f}", ""),
-        ("  each by its best expert", f"{figures['loss_oracle']:.4f}", ""),
+    gain = "" if metrics["gain"] is None else f"{metrics['gain']:.1%} of what the best choices would gain"
+    most_common = f"always the most common: {metrics['majority_accuracy']:.1%}"
+    routing = [
+        ("held-out records", f"{metrics['records']:,}", ""),
+        ("routed to the best expert", f"{metrics['accuracy']:.1%}", most_common),
+        (f"{metrics['unit']}, routed", f"{metrics['loss_routed']:.4f}", gain),
+        ("  always the one best expert", f"{metrics['loss_best_single']:.4f}", ""),
+        ("  each by its best expert", f"{metrics['loss_oracle']:.4f}", ""),
     ]
-    table(("metric", "value", ""), metrics)
-    if figures["accuracy"] <= figures["majority_accuracy"]:
-        print("no more records reach their best expert than if all went to the most common one: this gate gains nothing")
+    parts: list[str | Table] = [
+        Table(("expert", metrics["unit"], "best at", "routed to"), rows),
+        Table(("metric", "value", ""), routing),
+    ]
+    if metrics["accuracy"] <= metrics["majority_accuracy"]:
+        parts.append("no more records reach their best expert than if all went to the most common one: no gain")
+    return parts
 
 
 def train(
@@ -110,17 +111,18 @@ def train(
     """
     from ttrain.config import Gate, GateConfig
     from ttrain.config.loading import merge, with_types, without_pipeline_settings
-    from ttrain.data import locations
+    from ttrain.data import existing, locations
+    from ttrain.engine.alone import run_alone, split_runtime
     from ttrain.inference import gate_files
     from ttrain.pipeline.names import resolve_all
     from ttrain.stages import GATE
 
-    runtime, gate_overrides = train_task.split_runtime(overrides)
+    runtime, gate_overrides = split_runtime(overrides)
     if runtime.devices > 1:
         raise UsageError(f"runtime.devices is {runtime.devices}, but a gate trains in one process; set runtime.devices=1")
     settings, _ = merge(Gate, with_types(Gate, without_pipeline_settings(gate_overrides, Gate)))
     out = out.absolute()
-    train_task.check_output(out)
+    check_output(out)
     references = resolve_all(expert_names(experts))
     texts = locations.expand(data, "--data") if data else heldout_files(references)
     config = GateConfig(
@@ -130,9 +132,14 @@ def train(
         allow=tuple(allow),
     )
     for expert in config.experts:
-        check_length(expert, settings)
+        longest = existing.max_length({"config": [Path(expert.model) / existing.CONFIG]})
+        if longest is not None and settings.row_length > longest:
+            raise UsageError(
+                f"row_length is {settings.row_length} but the expert {expert.reference} takes {longest} positions; "
+                f"set row_length={longest} and stride={max(1, longest // 2)}"
+            )
     why = f"{counted(len(references), 'expert')}, {counted(len(texts), 'file')}, in {out}"
-    figures = train_task.run_alone(GATE, GATE.name, config.model_dump(mode="json"), runtime, out, why, display)
+    figures = run_alone(GATE, config.model_dump(mode="json"), runtime, out, why, display)
     return {
         "out": str(out),
         "experts": [expert.model_dump() for expert in config.experts],
@@ -162,33 +169,13 @@ def check_distinct(experts: Sequence[Expert]) -> tuple[Expert, ...]:
     return tuple(experts)
 
 
-def check_length(expert: Expert, settings: Gate) -> None:
-    """Raise UsageError if the expert's config allows fewer positions than row_length."""
-    from ttrain.data import existing
-
-    longest = existing.max_length({"config": [Path(expert.model) / existing.CONFIG]})
-    if longest is not None and settings.row_length > longest:
-        raise UsageError(
-            f"row_length is {settings.row_length} but the expert {expert.reference} takes {longest} positions; "
-            f"set row_length={longest} and stride={max(1, longest // 2)}"
-        )
-
-
 def heldout_files(experts: Sequence[Reference]) -> list[str]:
     """The records held out from each expert's training data. Raises UsageError if there are none."""
-
     store, files = ArtifactStore(home()), dict[str, None]()
     for expert in experts:
-        artifact = store.input_of(expert.artifact, "shards")
-        if artifact is None:
-            raise UsageError(
-                f"what {expert.text} was trained on is not in {store.root}, nor the records held out from it; "
-                f"name files with --data"
-            )
-        heldout_directory = artifact.path / "heldout"
-        index = read_object(heldout_directory / "index.json")
-        names = (shard["records"] for shard in index.get("shards", ()) if "records" in shard)
-        files |= dict.fromkeys(str(heldout_directory / name) for name in names)
-    if not files:
-        raise UsageError("the experts' data has no held-out records; name files with --data")
+        shards = store.input_of(expert.artifact, "shards")
+        records = sorted((shards.path / "heldout").glob("*.jsonl")) if shards else []
+        if not records:
+            raise UsageError(f"{store.root} has no records held out from the data of {expert.text}; name files with --data")
+        files |= dict.fromkeys(map(str, records))
     return list(files)

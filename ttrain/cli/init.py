@@ -6,9 +6,8 @@ import shlex
 from pathlib import Path
 from typing import Annotated
 
-from ttrain.cli.options import OWN_SETTINGS, AsJson, app, argument, check_output_file, command, option
+from ttrain.cli.options import OWN_SETTINGS, Output, Table, app, argument, check_output_file, command, option
 from ttrain.core.files import write_output
-from ttrain.core.terminal import print_escaped, print_json, table
 from ttrain.errors import UsageError
 
 
@@ -24,8 +23,7 @@ def init(
     ] = None,
     out: Annotated[Path, option("the file to write", metavar="FILE")] = OWN_SETTINGS,
     force: Annotated[bool, option("overwrite it", "--force")] = False,
-    as_json: AsJson = False,
-) -> None:
+) -> Output:
     """Write a file of settings for your own data: files of documents, chats and pairs are told by their rows."""
     from ttrain.config.loading import load
     from ttrain.data import locations, starter
@@ -46,15 +44,12 @@ def init(
     write_output(out, text)
     load(files=[out])
     next_command = f"ttrain pipeline run full -c {shlex.quote(str(out))}"
-    if as_json:
-        print_json({"path": str(out), "data": datasets, "left_out": left_out, "next": next_command})
-        return
+    value = {"path": str(out), "data": datasets, "left_out": left_out, "next": next_command}
     rows = [(file, f"data.{dataset}") for dataset, names in datasets.items() for file in names]
-    table(("file", "setting"), rows)
-    for file, reason in left_out.items():
-        print_escaped(f"left out: {file}: {reason}")
+    lines = [f"left out: {file}: {reason}" for file, reason in left_out.items()]
     if len(datasets.get("sft", [])) > 1:
-        print_escaped("all chats are in data.sft; move those of one domain to data.lora for an adapter")
+        lines.append("all chats are in data.sft; move those of one domain to data.lora for an adapter")
     if "pretrain" not in datasets:
-        print_escaped("there are no documents; without data.pretrain, set sft.start_from to a model of yours")
-    print_escaped(f"wrote {out}; next: {next_command.replace(' run ', ' plan ')}, then {next_command}")
+        lines.append("there are no documents; without data.pretrain, set sft.start_from to a model of yours")
+    lines.append(f"wrote {out}; next: {next_command.replace(' run ', ' plan ')}, then {next_command}")
+    return Output(value, [Table(("file", "setting"), rows), *lines])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shlex
@@ -36,8 +35,10 @@ from ttrain.cli import (  # noqa: F401  # each registers its commands
 from ttrain.cli.options import (
     AsJson,
     Extend,
+    Output,
     RestartOptions,
     SettingsOptions,
+    Table,
     app,
     argument,
     command,
@@ -60,7 +61,6 @@ from ttrain.core.terminal import (
     print_escaped,
     print_json,
     show_warnings,
-    table,
 )
 from ttrain.core.text import invalid_values
 from ttrain.errors import TooFewRows, TTrainError, UsageError, exit_code_of, with_fix
@@ -86,12 +86,9 @@ def _version(show: bool) -> None:
         import platform
         from importlib import metadata
 
-        from ttrain.core.machine import VERSION
-
-        print(f"ttrain {VERSION}\nPython {platform.python_version()}")
+        print(f"ttrain {metadata.version('ttrain')}\nPython {platform.python_version()}")
         for library in ("torch", "prefect", "mlflow"):
-            with contextlib.suppress(metadata.PackageNotFoundError):
-                print(f"{library} {metadata.version(library)}")
+            print(f"{library} {metadata.version(library)}")
         print(f"home {escaped(str(layout.home()))}")
         raise Exit
 
@@ -144,15 +141,12 @@ def stage_run(
 
 
 @command(stage_app, "Example:  ttrain stage list")
-def stage_list(as_json: AsJson = False) -> None:
+def stage_list() -> Output:
     """List the stages, each with what it does."""
     from ttrain.stages import STAGES
 
     abouts = {stage.name: stage.about for stage in STAGES.values()}
-    if as_json:
-        print_json(abouts)
-    else:
-        table(("stage", "what it does"), list(abouts.items()))
+    return Output(abouts, [Table(("stage", "what it does"), list(abouts.items()))])
 
 
 @command(
@@ -162,8 +156,7 @@ def stage_list(as_json: AsJson = False) -> None:
 def config_show(
     settings_options: SettingsOptions,
     changed: Annotated[bool, option("only what differs from the defaults", "--changed")] = False,
-    as_json: AsJson = False,
-) -> None:
+) -> Output:
     """Print every setting, its value and where the value comes from."""
     from ttrain.config import Settings, flatten
 
@@ -173,13 +166,8 @@ def config_show(
     if changed:
         usual = dict(flatten(Settings().model_dump(mode="json")))
         values = {key: entry for key, entry in values.items() if usual.get(key) != entry["value"]}
-    if as_json:
-        print_json(values)
-        return
-    if changed and not values:
-        print("all settings have their defaults")
-    for key, entry in values.items():
-        print(f"{key}: {json.dumps(entry['value'], ensure_ascii=False)}  # {entry['source']}")
+    lines = [f"{key}: {json.dumps(each['value'], ensure_ascii=False)}  # {each['source']}" for key, each in values.items()]
+    return Output(values, lines or ["all settings have their defaults"])
 
 
 @command(config_app, "Example:  ttrain config schema > ttrain.schema.json")

@@ -11,13 +11,13 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
-from typer import Argument, Option, Typer
+from typer import Argument, Exit, Option, Typer
 from typer.core import TyperCommand, TyperGroup
 
 from ttrain.core.files import JsonDict, JsonObject
-from ttrain.core.terminal import print_escaped
+from ttrain.core.terminal import print_escaped, print_json, table
 from ttrain.errors import UsageError
 from ttrain.store import layout, runs
 from ttrain.store.artifacts import ArtifactStore
@@ -25,16 +25,16 @@ from ttrain.store.layout import MANIFEST
 from ttrain.store.model_files import Reference
 
 if TYPE_CHECKING:
-    from ttrain.config import Servers
+    from ttrain.config import Servers, Settings
     from ttrain.config.loading import LoadedSettings, Override
     from ttrain.pipeline.graph import Planned
     from ttrain.pipeline.labels import Labels
 
-Command = TypeVar("Command", bound=Callable[..., None])
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 Panel = Literal["Train", "Look", "Use", "Data", "Models", "Servers"]  # of the help
 PANELS = get_args(Panel)
-FIRST = ("init", "run", "plan", "status", "logs", "rerun", "pipeline", "chat", "models", "report")
+FIRST = ("init", "run", "plan", "status", "logs", "pipeline", "chat", "models", "report")
 OTHER_WORDS = {  # for commands, in other programs
     **dict.fromkeys(("start", "resume", "continue", "fit"), "pipeline run full"),
     **dict.fromkeys(("finetune", "fine-tune"), "stage run sft"),
@@ -51,6 +51,7 @@ OTHER_WORDS = {  # for commands, in other programs
     **dict.fromkeys(("check",), "doctor"),
 }
 SHOWN_COMMANDS = 4
+DATA_SECTIONS = ("reading", "shards", "tokenizer", "runtime")  # settings of the commands on data files
 LAST = ("train",)  # of tasks of one's own, which a newcomer takes for the way to train a model
 OWN_SETTINGS = Path("my.yaml")  # as `ttrain init` writes it
 ADVISED_RUN = re.compile(r"`ttrain (pipeline run|sweep) full(?! -c)")
@@ -154,7 +155,7 @@ app = Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Raw JSONL to a tokenizer, shards, a pretrained model, an SFT model, a LoRA adapter and an evaluation.",
     epilog="Begin with:  ttrain pipeline run full\n\nThen, with your own data:  ttrain init\n\n"
-    "Short forms of `ttrain pipeline`:  ttrain run, plan, status, logs, rerun",
+    "Short forms of `ttrain pipeline`:  ttrain run, plan, status, logs",
 )
 
 
@@ -192,22 +193,6 @@ def pipeline_words(incomplete: str) -> list[str]:
     return [name for name in NAMES if name.startswith(incomplete)] or setting_words(incomplete)
 
 
-def sweep_words(incomplete: str) -> list[str]:
-    """The sweeps of the home that begin so."""
-    from ttrain.experiments.records import list_sweeps
-
-    return [
-        name for name in ("latest", *(sweep.name for sweep in list_sweeps(layout.home()))) if name.startswith(incomplete)
-    ]
-
-
-def suite_words(incomplete: str) -> list[str]:
-    """The suites that ship with ttrain and begin so."""
-    from ttrain.evaluate import suites
-
-    return [name for name in suites.names() if name.startswith(incomplete)]
-
-
 def run_words(incomplete: str) -> list[str]:
     """The runs of the home that begin so."""
     return [name for name in ("latest", *runs.names(layout.home())) if name.startswith(incomplete)]
@@ -229,18 +214,11 @@ def setting_words(incomplete: str) -> list[str]:
     return [f"{key}=" for key in known_keys() if key.startswith(incomplete)]
 
 
-def profile_words(incomplete: str) -> list[str]:
-    """The profiles that begin so."""
-    from ttrain.config.loading import profile_names
-
-    return [name for name in profile_names() if name.startswith(incomplete)]
-
-
 MODEL_HELP = "a run, a stage such as sft, a registered model (NAME@ALIAS, NAME/VERSION), or a directory"
 Files = Annotated[list[Path] | None, option("YAML file with settings; several may be given", "--config", "-c")]
 Profiles = Annotated[
     list[str] | None,
-    option("named settings that ship with ttrain, such as small", autocompletion=profile_words),
+    option("named settings that ship with ttrain, such as small"),
 ]
 RunName = Annotated[
     str | None,
@@ -252,9 +230,40 @@ Allow = Annotated[list[str] | None, option("a setting that may differ from the c
 Extend = Annotated[bool, option("for a larger training budget, continue from a shorter run's checkpoint", "--extend")]
 
 
-def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of its parameters that are dataclasses: each field is an option, in place of the group."""
+class Table(NamedTuple):
+    """A table that a command prints."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[object]]
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a command prints: `value` with --json, else the lines and tables; then it exits with the code."""
+
+    value: Any
+    parts: Sequence[str | Table] = ()
+    code: int = 0
+
+    def print(self, *, as_json: bool) -> None:
+        if as_json:
+            print_json(self.value)
+        for part in () if as_json else self.parts:
+            if isinstance(part, Table):
+                table(*part)
+            else:
+                print_escaped(part)
+        if self.code:
+            raise Exit(self.code)
+
+
+def with_option_groups(function: Callable[..., Output | None]) -> Callable[..., None]:
+    """Give a command the options of its parameters that are dataclasses: each field is an option, in place of the group.
+
+    A command that returns an `Output` has the option --json, and its output is printed here.
+    """
     hints = get_type_hints(function, include_extras=True)
+    has_output = hints.pop("return") is Output
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     options: list[tuple[str, Any, Any]] = []
     for name, parameter in inspect.signature(function).parameters.items():
@@ -263,12 +272,18 @@ def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
             options += [(field.name, types[field.name], field.default) for field in fields(groups[name])]
         else:
             options.append((name, hints[name], parameter.default))
+    takes_json = "as_json" in hints
+    if has_output and not takes_json:
+        options.append(("as_json", AsJson, False))
 
     @functools.wraps(function)
     def call(**values: Any) -> None:
+        as_json = values.get("as_json", False) if takes_json else values.pop("as_json", False)
         for name, group in groups.items():
             values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
-        function(**values)
+        output = function(**values)
+        if output is not None:
+            output.print(as_json=as_json)
 
     untyped: Any = call
     untyped.__doc__ = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(function) or "")  # Typer keeps line breaks
@@ -476,6 +491,14 @@ def task_settings(overrides: list[str] | None, config: list[Path] | None) -> lis
     from ttrain.config.loading import layers
 
     return layers(overrides or (), config or (), environment=os.environ, root=None)
+
+
+def files_and_settings(words: Sequence[str], *defaults: str) -> tuple[list[str], Settings]:
+    """The files among the words of a command on data, and the settings among them, over these defaults."""
+    from ttrain.config.loading import load
+
+    own = [word for word in words if "=" in word and word.partition(".")[0] in DATA_SECTIONS]
+    return [word for word in words if word not in own], load([*defaults, *own]).settings
 
 
 def server_settings(overrides: list[str] | None) -> Servers:

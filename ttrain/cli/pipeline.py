@@ -13,15 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Exit, confirm
 
-from ttrain.cli import model, nightly
+from ttrain.cli import nightly
 from ttrain.cli.next_steps import RanCommand, next_steps
 from ttrain.cli.options import (
     AsJson,
     Extend,
+    Output,
     RestartOptions,
     RunOptions,
     SelectionOptions,
     SettingsOptions,
+    Table,
     argument,
     command,
     command_group,
@@ -40,7 +42,7 @@ from ttrain.core.terminal import (
     print_plain,
     table,
 )
-from ttrain.core.text import format_duration, format_size, format_time
+from ttrain.core.text import format_duration, format_time
 from ttrain.errors import UsageError
 from ttrain.store import layout, references, runs
 from ttrain.store.layout import home, usable_home
@@ -48,6 +50,7 @@ from ttrain.store.layout import home, usable_home
 if TYPE_CHECKING:
     from ttrain.api import Plan, Run
     from ttrain.config.loading import LoadedSettings
+    from ttrain.config.rules import Rule
     from ttrain.pipeline.labels import Labels
 
 LISTED_RUNS = 10
@@ -99,7 +102,6 @@ def pipeline_run(
     pipeline_app,
     "Examples:  ttrain pipeline rerun sft\n\nttrain pipeline rerun sft --run full-20261121-160222-1a2b sft.epochs=3\n\n"
     "ttrain pipeline rerun pretrain --from-step 600",
-    short="Train",
 )
 def pipeline_rerun(
     stage: Annotated[
@@ -129,7 +131,7 @@ def pipeline_rerun(
 @command(
     pipeline_app,
     "Examples:  ttrain pipeline plan full sft.epochs=3 --json\n\nttrain pipeline plan full --from sft\n\n"
-    "ttrain pipeline plan full --profile small --memory",
+    "ttrain pipeline plan full --profile small --rules",
     short="Train",
 )
 def pipeline_plan(
@@ -137,7 +139,6 @@ def pipeline_plan(
     pipeline: Pipeline = FULL,
     settings_options: SettingsOptions,
     options: SelectionOptions,
-    memory: Annotated[bool, option("also the memory of a new model during pretraining", "--memory")] = False,
     show_rules: Annotated[bool, option("also what follows from other settings, by which rule", "--rules")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -146,9 +147,6 @@ def pipeline_plan(
     The reasons compare with the newest finished run of the same `name`.
     """
     from ttrain import api
-    from ttrain.config import flatten, rules
-    from ttrain.config.loading import IS_NONE, IS_SET
-    from ttrain.pipeline import launch
     from ttrain.pipeline.plan import trained_on
 
     pipeline, settings_options = _pipeline_and_settings(pipeline, settings_options)
@@ -162,38 +160,32 @@ def pipeline_plan(
         from ttrain.train.precision import resolve_device  # loads torch, so only where a device is named
 
         resolve_device(loaded.settings.runtime.device)
-    needs = {}
-    if memory:  # apart from activations
-        kind = loaded.settings.pretrain.optim.kind
-        size = model.of_settings(loaded.settings).memory_bytes["muon" if kind == "muon" else "adamw"]
-        needs = {"memory_bytes": {f"weights, gradients and state of {kind}": size}}
-    automatic = (
-        rules.followed(dict(flatten(loaded.settings.model_dump()))) if "pretrain" in loaded.settings.trainings else {}
-    )
-    automatic |= {
-        key: rules.Rule(getattr(loaded.settings, section).start_from, origin)
-        for key, origin in loaded.sources.items()
-        if origin.endswith((IS_SET, IS_NONE)) and (section := key.removesuffix(".start_from")) != key
+    automatic = _rules(loaded, planned, packs=show_rules)
+    value = {
+        **planned.to_json(),
+        "trained_on": trained_on(planned.settings, planned.stages),
+        "auto": {key: asdict(rule) for key, rule in automatic.items()},
     }
-    automatic |= launch.rules_of_rows(planned.settings, planned.stages, packs=show_rules)
-    if as_json:
-        auto = {key: asdict(rule) for key, rule in automatic.items()}
-        print_json(
-            {
-                **planned.to_json(),
-                **needs,
-                "trained_on": trained_on(planned.settings, planned.stages),
-                "auto": auto,
-            }
-        )
-        return
-    _print_plan(planned)
-    for key, rule in automatic.items() if show_rules else ():
-        print_escaped(f"{key} is {json.dumps(rule.value)} by rule: {rule.reason}")
-    for name, size in needs.get("memory_bytes", {}).items():
-        print(f"{name}: {format_size(size)}, plus activations")
+    shown = automatic.items() if show_rules else ()
+    lines = [f"{key} is {json.dumps(rule.value)} by rule: {rule.reason}" for key, rule in shown]
     waiting = sum(stage.state == "run" for stage in planned)
-    print(f"{waiting} of {len(planned)} stages will run" if waiting else "everything is cached")
+    lines.append(f"{waiting} of {len(planned)} stages will run" if waiting else "everything is cached")
+    Output(value, [*_plan_parts(planned), *lines]).print(as_json=as_json)
+
+
+def _rules(loaded: LoadedSettings, planned: Plan, *, packs: bool) -> dict[str, Rule]:
+    """What settings follow from others, from the data that are there, or from the rows, each with its rule."""
+    from ttrain.config import flatten, rules
+    from ttrain.config.loading import IS_NONE, IS_SET
+    from ttrain.pipeline import launch
+
+    settings = loaded.settings
+    automatic = rules.followed(dict(flatten(settings.model_dump()))) if "pretrain" in settings.trainings else {}
+    for key, origin in loaded.sources.items():
+        section, _, name = key.rpartition(".")
+        if name == "start_from" and origin.endswith((IS_SET, IS_NONE)):
+            automatic[key] = rules.Rule(getattr(settings, section).start_from, origin)
+    return {**automatic, **launch.rules_of_rows(planned.settings, planned.stages, packs=packs)}
 
 
 @command(pipeline_app, "Examples:  ttrain pipeline status --json\n\nttrain pipeline status --limit 1 --watch", short="Look")
@@ -334,7 +326,7 @@ def plan_and_run(
     if record := record_cached(planned, labels):
         _print_cached(planned, record)
         return
-    _print_plan(planned)
+    Output(None, _plan_parts(planned)).print(as_json=False)
     usable_home()
     asks = planned.estimate.remarks() and not options.yes and is_on_terminal()
     if asks and not confirm("run it?", default=False):
@@ -361,25 +353,17 @@ def is_on_terminal() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def _print_plan(planned: Plan) -> None:
-    """The table of a plan, what its reasons compare with, and about how long it takes."""
-    table(("stage", "state", "key", "why"), planned.rows())
-    _print_data(planned)
-    _print_left_out(planned)
-    if planned.compared_with and not planned.is_cached:
-        print_escaped(f"compared with the run {planned.compared_with}")
-    for line in (*planned.estimate.lines(), *planned.estimate.remarks()):
-        print_escaped(line)
-
-
-def _print_data(planned: Plan) -> None:
-    """Print what each training is trained on, a line each, and which have no data."""
+def _plan_parts(planned: Plan) -> list[str | Table]:
+    """The table of a plan, what is trained on, what its reasons compare with, and about how long it takes."""
     from ttrain.pipeline.plan import trained_on, without_data
 
-    for name, sources in trained_on(planned.settings, planned.stages).items():
-        print_escaped(f"training data of {name}: {sources}")
-    if line := without_data(planned.settings):
-        print(line)
+    data = trained_on(planned.settings, planned.stages).items()
+    lines = [f"training data of {name}: {sources}" for name, sources in data]
+    lines += [without_data(planned.settings), _left_out(planned)]
+    if planned.compared_with and not planned.is_cached:
+        lines.append(f"compared with the run {planned.compared_with}")
+    lines += [*planned.estimate.lines(), *planned.estimate.remarks()]
+    return [Table(("stage", "state", "key", "why"), planned.rows()), *filter(None, lines)]
 
 
 def _settings_of_earlier_run(stage: str, run: str, settings_options: SettingsOptions) -> LoadedSettings:
@@ -397,9 +381,10 @@ def _settings_of_earlier_run(stage: str, run: str, settings_options: SettingsOpt
     return loaded
 
 
-def _print_left_out(planned: Plan) -> None:
-    if planned.left_out:
-        print(f"left out by {planned.selection}: {', '.join(planned.left_out)}")
+def _left_out(planned: Plan) -> str:
+    if not planned.left_out:
+        return ""
+    return f"left out by {planned.selection}: {', '.join(planned.left_out)}"
 
 
 def _print_cached(planned: Plan, record: Mapping[str, Any]) -> None:
@@ -408,7 +393,7 @@ def _print_cached(planned: Plan, record: Mapping[str, Any]) -> None:
     from ttrain.reports import summary
 
     if rows := summary.rows(record["metrics"], cached_results(planned)):
-        table(("figure", "value", ""), rows)
+        table(("metric", "value", ""), rows)
     same = f" in the run {equals}" if (equals := record["equals"]) else ""
     subject = f"all {len(planned)} stages of {planned.pipeline} are" if len(planned) > 1 else f"{planned[0].name} is"
     print(f"everything is cached: {subject} unchanged{same}; nothing was run")

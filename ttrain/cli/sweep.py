@@ -9,16 +9,16 @@ from ttrain.cli.options import (
     AsJson,
     CommandGroup,
     Files,
+    Output,
     Profiles,
+    Table,
     argument,
     command,
     command_group,
     option,
-    sweep_words,
     with_settings_file,
 )
-from ttrain.core.terminal import console, outlast_output, print_escaped, print_json, table
-from ttrain.errors import TTrainError
+from ttrain.core.terminal import console, outlast_output
 from ttrain.store.layout import home, usable_home
 
 if TYPE_CHECKING:
@@ -47,9 +47,7 @@ EPILOG = (
     "ttrain sweep full 'sft.optim.lr=log(1e-4,1e-2,5)' 'sft.epochs=choice(1,2)' --sampler grid\n\n"
     "ttrain sweep full 'tokenizer.vocab_size=choice(1024,2048,4096)' --dry-run"
 )
-Name = Annotated[
-    str, argument("its name, or a part of it", metavar="SWEEP", show_default="the latest", autocompletion=sweep_words)
-]
+Name = Annotated[str, argument("its name, or a part of it", metavar="SWEEP", show_default="the latest")]
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ def sweep_full(
     options: SweepOptions,
     dry_run: Annotated[bool, option("show what would be tried and run; run nothing", "--dry-run")] = False,
     as_json: AsJson = False,
-) -> None:
+) -> Output:
     """Run the pipeline `full` with several values of the settings that are given as ranges; its name may be left out.
 
     Stages that the trials share are built once. The same command continues after a kill, and with more --trials.
@@ -104,8 +102,7 @@ def sweep_full(
     request = requests.sweep_request(full, settings_layers, **asdict(options))
     request.check_data()
     if dry_run:
-        _show_plan(requests.preview(request, store_of(home(), request.settings(request.first))), as_json)
-        return
+        return _plan(requests.preview(request, store_of(home(), request.settings(request.first))))
     outlast_output()
     arguments = [*(f"--profile={name}" for name in profile or ()), *(f"--config={path}" for path in config or ())]
     arguments += [word for word in overrides or () if word.partition("=")[0].strip() not in request.space.dimensions]
@@ -115,89 +112,70 @@ def sweep_full(
     with sweep.lock():
         try:
             trials.run(request, sweep, arguments, store, screen)
-        finally:
-            _show(sweep, as_json)
+        except BaseException:
+            _shown(sweep).print(as_json=as_json)
+            raise
+        return _shown(sweep)
 
 
 @command(sweep_app, "Example:  ttrain sweep list --json")
-def sweep_list(as_json: AsJson = False) -> None:
+def sweep_list() -> Output:
     """List the sweeps, the newest first."""
     from ttrain.experiments import records, summary
 
     sweeps = records.list_sweeps(home())
-    if as_json:
-        print_json([*map(summary.sweep_json, sweeps)])
-        return
+    values = [*map(summary.sweep_json, sweeps)]
     if not sweeps:
         hint = "no sweeps yet; begin with `ttrain sweep full 'pretrain.optim.lr=log(1e-4,3e-3)' --trials 8`"
-        print(with_settings_file(hint))
-        return
+        return Output(values, [with_settings_file(hint)])
     rows = [
         (
             sweep.name,
             sweep.outcome,
             "  ".join(f"{key}={text}" for key, text in sweep.space.texts.items()),
-            str(len(sweep.trials)),
+            len(sweep.trials),
             summary.verdict(sweep.trials, sweep.measure),
         )
         for sweep in sweeps
     ]
-    table(("sweep", "outcome", "varies", "trials", "best"), rows)
+    return Output(values, [Table(("sweep", "outcome", "varies", "trials", "best"), rows)])
 
 
 @command(sweep_app, "Examples:  ttrain sweep show\n\nttrain sweep show sweep-20261121-160222-1a2b --json")
-def sweep_show(name: Name = "latest", as_json: AsJson = False) -> None:
-    """Show the trials of a sweep, the best first."""
+def sweep_show(name: Name = "latest") -> Output:
+    """Show the trials of a sweep, the best first, and the command that runs the pipeline with the best settings."""
     from ttrain.experiments import records
 
-    _show(records.find_sweep(home(), name), as_json)
+    return _shown(records.find_sweep(home(), name))
 
 
-@command(sweep_app, "Example:  ttrain sweep best --json")
-def sweep_best(name: Name = "latest", as_json: AsJson = False) -> None:
-    """Print the best trial's settings, and the command that runs the pipeline with them."""
-    from ttrain.experiments import records, summary
-
-    sweep = records.find_sweep(home(), name)
-    best = records.best_of(sweep.trials, maximize=sweep.measure.maximize)
-    if best is None:
-        raise TTrainError(f"no trial of {sweep.name} has completed yet; `ttrain sweep show {sweep.name}` lists them")
-    if as_json:
-        print_json({"sweep": sweep.name, **asdict(best), "command": summary.command(sweep, best)})
-        return
-    print_escaped(summary.command(sweep, best))
-
-
-def _show(sweep: Sweep, as_json: bool) -> None:
-    """Print the trials, the best first."""
+def _shown(sweep: Sweep) -> Output:
+    """The trials, the best first."""
     from ttrain.experiments import summary
     from ttrain.experiments.records import FAILED, RUNNING, best_of
 
-    if as_json:
-        print_json(summary.sweep_json(sweep))
-        return
     trials = sweep.trials
-    table(*summary.trial_table(trials, sweep.space, sweep.measure))
-    print_escaped(f"{sweep.name}: {summary.verdict(trials, sweep.measure)}")
+    trial_table = Table(*summary.trial_table(trials, sweep.space, sweep.measure))
+    lines = [f"{sweep.name}: {summary.verdict(trials, sweep.measure)}"]
     if any(trial.outcome in (RUNNING, FAILED) for trial in trials):
-        print("the same command continues unfinished trials and retries failed ones")
+        lines.append("the same command continues unfinished trials and retries failed ones")
     if best := best_of(trials, maximize=sweep.measure.maximize):
-        print_escaped(f"to run the best one in full: {summary.command(sweep, best)}")
+        lines.append(f"to run the best one in full: {summary.command(sweep, best)}")
+    return Output(summary.sweep_json(sweep), [trial_table, *lines])
 
 
-def _show_plan(plan: Mapping[str, Any], as_json: bool) -> None:
-    """Print the planned trials; of a sampler that learns, only those drawn before it learns."""
+def _plan(plan: Mapping[str, Any]) -> Output:
+    """The planned trials; of a sampler that learns, only those drawn before it learns."""
     from ttrain.experiments.space import format_value
 
-    if as_json:
-        print_json(plan)
-        return
     rows = [
         (trial["trial"], *map(format_value, trial["values"].values()), ", ".join(trial["run"]) or "nothing: cached")
         for trial in plan["trials"]
     ]
-    table(("trial", *plan["space"], "will run"), rows)
-    if plan["chosen_later"]:
-        print(f"and {plan['chosen_later']} more, which {plan['sampler']} chooses by the results of these")
-    print(f"once: {', '.join(plan['once']) or 'nothing'}; in each trial: {', '.join(plan['each'])}")
-    print(f"compared by: {plan['metric']} ({plan['direction']})")
+    later = f"and {plan['chosen_later']} more, which {plan['sampler']} chooses by the results of these"
+    lines = [
+        *([later] if plan["chosen_later"] else []),
+        f"once: {', '.join(plan['once']) or 'nothing'}; in each trial: {', '.join(plan['each'])}",
+        f"compared by: {plan['metric']} ({plan['direction']})",
+    ]
+    return Output(plan, [Table(("trial", *plan["space"], "will run"), rows), *lines])

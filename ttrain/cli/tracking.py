@@ -8,21 +8,15 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-from typer import Exit
-
-from ttrain.cli.options import AsJson, argument, command, command_group, option
+from ttrain.cli.options import Output, argument, command, command_group, option
 from ttrain.core.files import PRIVATE_FILE, write_bytes
-from ttrain.core.redact import without_user
-from ttrain.core.terminal import console, print_escaped, print_json, print_plain
+from ttrain.core.terminal import console, print_plain
 from ttrain.core.text import counted
 from ttrain.errors import UsageError
 from ttrain.store import references, runs
 from ttrain.store.layout import usable_home
-
-if TYPE_CHECKING:
-    from ttrain.tracking.views import Addresses
 
 track_app = command_group(
     "track",
@@ -39,8 +33,7 @@ track_app = command_group(
 def track_push(
     run: Annotated[str | None, argument("a run, as `ttrain pipeline status` lists it", metavar="RUN")] = None,
     everything: Annotated[bool, option("also the runs that have not changed since their last push", "--all")] = False,
-    as_json: AsJson = False,
-) -> None:
+) -> Output:
     """Push runs to MLflow: without RUN, all that changed since their last push. What MLflow has is not sent again.
 
     The next run does the same. Use it after an outage of a server, or after MLflow's database was removed or damaged.
@@ -58,31 +51,32 @@ def track_push(
         names = [record["run"] for record in reversed(runs.history(root)) if is_tracked(record)]
     screen = console(stderr=True)
     pushed = pusher.push(root, names, lambda name: print_plain(screen, name))
-    if as_json:
-        print_json([one.to_json() for one in pushed])
-    elif not pushed:
-        print("MLflow is up to date: no run has changed since its last push")
-    else:
-        failed = [one for one in pushed if one.why]
-        for one in failed:
-            print_escaped(f"{one.run}: {one.why}")
-        print(f"pushed: {counted(len(pushed) - len(failed), 'run')}" + (f", {len(failed)} failed" if failed else ""))
-    raise Exit(int(any(one.why for one in pushed)))
+    failed = [f"{one.run}: {one.why}" for one in pushed if one.why]
+    total = f"pushed: {counted(len(pushed) - len(failed), 'run')}" + (f", {len(failed)} failed" if failed else "")
+    if not pushed:
+        total = "MLflow is up to date: no run has changed since its last push"
+    return Output([one.to_json() for one in pushed], [*failed, total], code=int(bool(failed)))
 
 
-def links_of(root: Path, address: str, runs: Sequence[str]) -> dict[str, str]:
+def links_of(root: Path, address: str, names: Sequence[str]) -> dict[str, str]:
     """Pages of the MLflow server at this address, with its token: of these runs, if any, and the table and curves of all
-    runs of the same `name`."""
+    runs of the same `name`. Raises UsageError where MLflow has none of them."""
+    from ttrain.pipeline import pusher
     from ttrain.store.server_records import page_with_token
+    from ttrain.tracking.views import addresses_of
 
-    pages = _pages(root, runs)
+    chosen = [_run_and_stage(root, text) for text in names]
+    if not runs.names(root):
+        raise UsageError(f"nothing is tracked in {root} yet; begin with `ttrain pipeline run full`")
+    failed = [one.why for one in pusher.push(root) if one.why]
+    if failed:
+        raise UsageError(failed[0])
+    pages = addresses_of(root, chosen)
     links = {"table": pages.table, "curves": pages.curves}
-    if runs:
+    if names:
         links = {"url": pages.first, **links}
-    return {
-        **{name: page_with_token(root, f"{address.rstrip('/')}/{page}") for name, page in links.items()},
-        "experiment": pages.experiment,
-    }
+    shown = {name: page_with_token(root, f"{address.rstrip('/')}/{page}") for name, page in links.items()}
+    return {**shown, "experiment": pages.experiment}
 
 
 def open_in_browser(root: Path, url: str) -> None:
@@ -94,47 +88,6 @@ def open_in_browser(root: Path, url: str) -> None:
         if has_screen and webbrowser.open(redirect_page(root, url)):  # else the browser would take over the terminal
             return
     print("no browser could be opened here; open the address yourself", file=sys.stderr)
-
-
-def _pages(root: Path, references_: Sequence[str]) -> Addresses:
-    """The pages of these runs or stages; of the newest run's experiment where there are none. Raises UsageError."""
-    from ttrain.config import Tracking
-    from ttrain.pipeline import pusher
-    from ttrain.tracking.book import Book
-    from ttrain.tracking.client import tracking_uri
-    from ttrain.tracking.views import Addresses
-
-    names = [_run_and_stage(root, text) for text in references_]
-    nothing = UsageError(f"nothing is tracked in {root} yet; begin with `ttrain pipeline run full`")
-    if not runs.names(root):
-        raise nothing
-    failed = [one.why for one in pusher.push(root) if one.why]
-    if failed:
-        raise UsageError(failed[0])
-    book = Book(root, tracking_uri(root))
-    notes, ids, experiments = book.runs, list[str](), list[str]()
-    for name, stage in names:
-        noted = notes.get(name, {})
-        run_id = noted.get("stages", {}).get(stage) if stage else noted.get("run_id")
-        if run_id is None:
-            label = f"{name}:{stage}" if stage else name
-            raise UsageError(f"MLflow has no run of {label}: it was not tracked; `ttrain report {name}` shows what there is")
-        ids.append(run_id)
-        experiments.append(noted["experiment_id"])
-    newest = next((name for name in runs.names(root) if notes.get(name, {}).get("run_id")), None)
-    uri = tracking_uri(root)
-    if newest is None and uri.startswith("http") and runs.names(root):
-        raise UsageError(f"MLflow at {without_user(uri)} has no run of {root}; `ttrain track push --all` brings them there")
-    if newest is None:
-        raise nothing
-    record = runs.read(root, names[0][0] if names else newest) or {}
-    settings = record.get("settings", {})
-    return Addresses(
-        settings.get("tracking", {}).get("experiment") or Tracking().experiment,
-        tuple(dict.fromkeys(experiments or [notes[newest]["experiment_id"]])),
-        str(settings.get("name", "")),
-        tuple(ids),
-    )
 
 
 def _run_and_stage(root: Path, text: str) -> tuple[str, str | None]:

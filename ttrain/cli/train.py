@@ -6,7 +6,6 @@ import os
 import shlex
 import time
 import warnings
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +17,9 @@ from ttrain.cli.options import (
     Allow,
     AsJson,
     Files,
-    RestartOptions,
+    Output,
     SettingsOptions,
+    Table,
     app,
     argument,
     check_no_artifact,
@@ -27,22 +27,17 @@ from ttrain.cli.options import (
     option,
     task_settings,
 )
-from ttrain.core.files import PRIVATE_FILE, JsonDict, JsonObject, exclusive, remove_tree, write_json
-from ttrain.core.terminal import console, escaped, outlast_output, print_json, print_spans, table
+from ttrain.core.terminal import console, escaped, outlast_output, print_json, print_spans
 from ttrain.core.text import format_duration, format_value
-from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
+from ttrain.errors import UsageError
 from ttrain.store import references
 from ttrain.store.layout import usable_home
 
 if TYPE_CHECKING:
-    from ttrain.config import Runtime
-    from ttrain.config.loading import Override
     from ttrain.doctor.parts import Finding
-    from ttrain.pipeline.processes import StageObserver
-    from ttrain.pipeline.progress_display import Display
-    from ttrain.stages import Stage
 
 
+WORK = Path("run", "work")
 TASK_HELP = "name of an installed task, such as regression, or module:Class"
 
 FIGURES = ("steps", "epochs", "loss", "validation_loss", "rows", "parameters", "precision", "device", "train_seconds")
@@ -52,11 +47,10 @@ FIGURES = ("steps", "epochs", "loss", "validation_loss", "rows", "parameters", "
     app,
     "Examples:  ttrain train regression hidden=128 --out regression\n\n"
     "ttrain train mytask:MyTask optim.lr=1e-3 runtime.threads=1 --out mine\n\n"
-    "ttrain train mytask:MyTask optim.lr=5e-4 --allow optim.lr --out mine --from-step 200",
+    "ttrain train mytask:MyTask optim.lr=5e-4 --allow optim.lr --out mine",
     "Train",
 )
 def train(
-    restart: RestartOptions,
     name: Annotated[str | None, argument(TASK_HELP, metavar="TASK")] = None,
     overrides: Annotated[
         list[str] | None,
@@ -66,9 +60,11 @@ def train(
     out: Annotated[Path | None, option("where model, checkpoints and curves go; else under TTRAIN_HOME")] = None,
     allow: Allow = None,
     as_json: AsJson = False,
-) -> None:
+) -> Output:
     """Train a task of your own (docs/tasks.md); the same command continues a stopped training."""
+    from ttrain.engine.alone import run_alone, split_runtime
     from ttrain.pipeline.progress_display import Display
+    from ttrain.stages import TASK
     from ttrain.train import task
 
     outlast_output()
@@ -77,143 +73,24 @@ def train(
     if Path(name).suffix in (".yaml", ".yml"):
         file = shlex.quote(name)
         raise UsageError(f"'{name}' is a file of settings, not a task; write `ttrain pipeline run full -c {file}`")
-    task_overrides = task_settings(overrides, config)
-    with closing(Display(console(stderr=as_json))) as display:
-        if restart:
-            task.find_task(name)  # before anything is renamed
-            for line in restart_output(output_of(name, out), restart.from_step):
-                display.say(line)
-        summary = train_task(name, task_overrides, out, allow or (), display)
-    if as_json:
-        print_json(summary)
-        return
-    _print_summary(summary, format_duration(summary["train_seconds"]))
-
-
-def _print_summary(summary: JsonDict, took: str) -> None:
-    """Print the outcome of a task, and what to do next."""
-    out = Path(summary["out"])
-    table(("figure", "value"), [(key, format_value(summary[key])) for key in FIGURES if summary.get(key) is not None])
-    print("next:")
-    print(f"  the weights, by PyTorch names: {out / WEIGHTS}")
-    print(f"  curves {out / METRICS}, log {out / LOG}")
-    print(f"  train with another setting: ttrain train {summary['task']} KEY=VALUE --out ANOTHER")
-    if summary["was_finished"]:
-        print(f"it was already finished at step {summary['steps']}; nothing was trained")
-    else:
-        print(f"done in {took}")
-
-
-WEIGHTS, METRICS, LOG = "model.safetensors", "run/metrics.jsonl", "run/log.txt"
-
-WORK, LOCK = Path("run", "work"), Path("run", "lock")
-
-
-def train_task(
-    name: str, overrides: Sequence[Override], output: Path | None, allow: Sequence[str], display: Display
-) -> JsonDict:
-    """Train the task, or continue where the same command was stopped; returns a summary.
-
-    The task's own settings are checked in its process, where it is imported. Raises UsageError for invalid ones.
-    """
-    from ttrain.stages import TASK
-    from ttrain.train import task
-
+    runtime, task_overrides = split_runtime(task_settings(overrides, config))
     point = task.find_task(name)
-    runtime, task_overrides = split_runtime(overrides)
-    out = output_of(name, output)
-    config = {"task": name, "given": task_overrides, "allow": list(allow)}
-    figures = run_alone(TASK, name, config, runtime, out, f"{point.value} in {out}", display)
-    return {"task": name, "out": str(out), **figures}
-
-
-def output_of(name: str, output: Path | None) -> Path:
-    """Where a task trains: `output`, else a directory of its own in the home."""
-    return (output or usable_home() / "tasks" / name.replace(":", ".")).absolute()
-
-
-def restart_output(out: Path, from_step: int | None) -> list[str]:
-    """Rename an earlier training in `out` aside, and with `from_step` begin with its checkpoints up to that step; a line on
-    where it is, or none if there was none. Raises UsageError where another process uses it, or it lacks the checkpoint."""
-    from ttrain.pipeline import restart
-
-    if from_step is None and not (out / WORK).is_dir():
-        return []
-
-    def taken() -> None:
-        raise UsageError(f"another process trains in {out}; stop it before you begin again there")
-
-    check_output(out)
-    prepared = out.with_name(f"{out.name}.restarted")
-    remove_tree(prepared)
-    if from_step is not None:
-        restart.copy_until(out, prepared, from_step, str(out))
-        (prepared / WORK).mkdir()
-    with exclusive(out / LOCK, taken):
-        pass
-    aside = restart.set_aside(out)
-    if from_step is not None:
-        prepared.rename(out)
-    return [f"the earlier training is set aside as {aside}"]
-
-
-def split_runtime(overrides: Sequence[Override]) -> tuple[Runtime, list[Override]]:
-    """Split the overrides into (runtime settings, other overrides). Raises UsageError for several machines."""
-    from ttrain.config.loading import merge, with_types
-    from ttrain.config.runtime import TaskRuntime
-
-    own = [override for override in overrides if _is_runtime(override)]
-    runtime = merge(TaskRuntime, with_types(TaskRuntime, own))[0].runtime
-    if runtime.nodes > 1:
-        raise UsageError(f"runtime.nodes is {runtime.nodes}, but a task trains on one machine; set runtime.nodes=1")
-    return runtime, [override for override in overrides if not _is_runtime(override)]
-
-
-def run_alone(
-    stage: Stage, name: str, config: JsonObject, runtime: Runtime, out: Path, why: str, display: Display
-) -> JsonDict:
-    """Run a stage outside of a pipeline, in its own process, with `out` as its output; returns its figures.
-
-    An earlier attempt in `out` is continued; "was_finished" says whether nothing was left to do. `name` and `why` are
-    shown. Raises UsageError if `out` holds something else.
-    """
-    from ttrain.pipeline import launch
-    from ttrain.pipeline.progress_display import DisplayObserver
-    from ttrain.pipeline.stage_worker import JOB
-    from ttrain.pipeline.stop_request import StopRequest
-
-    check_output(out)
-    work = out / WORK
-    work.mkdir(parents=True, exist_ok=True)
-    stop_request = StopRequest(display.say, "the training saves its state")
-    with (
-        exclusive(out / LOCK, lambda: display.say(f"  another process trains in {out}; waiting for that one")),
-        stop_request.catching_signals(),
-    ):
-        with exclusive(work.with_name(f"{work.name}.process.lock")):
-            pass  # a killed run's process may live for another 0.2 s
-        launch.remove_earlier_results(work)
-        spec: JsonDict = {
-            "stage": stage.name,
-            "uses_ranks": True,
-            "config": config,
-            "runtime": runtime.model_dump(mode="json"),
-            "output": str(out),
-            "start_from": None,
-            **{name: {} for name in ("inputs", "files", "versions", "groups")},  # only stages of a pipeline have these
-            **{name: [] for name in ("weights", "reuse")},
-        }
-        write_json(work / JOB, spec, PRIVATE_FILE)
-        display.log_level = runtime.log_level
-        display.started(name, why)
-        observer = DisplayObserver(display, stop_request, runtime.log_level)
-        try:
-            figures = _run(replace(stage, name=name), runtime, work, out / LOG, observer)
-        except TTrainError as error:
-            display.failed(name, f"{error}; the same command continues it" if isinstance(error, Interrupted) else str(error))
-            error.shown = True
-            raise
-    return {"was_finished": figures["resumed_from_step"] == figures["steps"], **figures}
+    directory = (out or usable_home() / "tasks" / name.replace(":", ".")).absolute()
+    check_output(directory)
+    settings = {"task": name, "given": task_overrides, "allow": list(allow or ())}
+    with closing(Display(console(stderr=as_json))) as display:
+        why = f"{point.value} in {directory}"
+        metrics = run_alone(replace(TASK, name=name), settings, runtime, directory, why, display)
+    summary = {"task": name, "out": str(directory), **metrics}
+    rows = [(key, format_value(summary[key])) for key in FIGURES if summary.get(key) is not None]
+    end = f"done in {format_duration(summary['train_seconds'])}"
+    if summary["was_finished"]:
+        end = f"it was already finished at step {summary['steps']}; nothing was trained"
+    lines = [
+        f"the weights, by PyTorch names: {directory / 'model.safetensors'}",
+        f"curves {directory / 'run/metrics.jsonl'}, log {directory / 'run/log.txt'}",
+    ]
+    return Output(summary, [Table(("metric", "value"), rows), *lines, end])
 
 
 def check_output(out: Path) -> None:
@@ -223,25 +100,6 @@ def check_output(out: Path) -> None:
         raise UsageError(f"--out is {out}, which is a file; name a directory")
     if out.exists() and not (out / WORK).is_dir() and any(out.iterdir()):
         raise UsageError(f"--out is {out}, which holds other files; name an empty directory, or one of an earlier training")
-
-
-def _is_runtime(override: Override) -> bool:
-    return override.key == "runtime" or override.key.startswith("runtime.")
-
-
-def _run(stage: Stage, runtime: Runtime, work: Path, log_path: Path, observer: StageObserver) -> JsonDict:
-    """Run the process of the task."""
-    from ttrain.config import Settings
-    from ttrain.pipeline import processes, stage_worker
-
-    os.environ.setdefault("HF_HUB_OFFLINE", "0")  # a task may need the Hub
-    try:
-        return processes.run(stage, Settings(runtime=runtime), work, log_path, observer)
-    except StageFailed:
-        outcome = stage_worker.read(work)
-        if outcome and outcome.get("kind") == UsageError.__name__:
-            raise UsageError(outcome["error"]) from None
-        raise
 
 
 READ_BY_C = ("GLIBC_", "GOMP_")  # variables of a stage's process that are read when OpenMP is loaded, or a rank starts

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from ttrain.core.files import JsonDict, read_json, read_object
 from ttrain.core.terminal import escaped
@@ -23,7 +21,6 @@ from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import MANIFEST
 
 SUMMARY = Path("run", "summary.json")
-LONGEST = 20  # tokens that `describe` shows
 
 
 @dataclass(frozen=True)
@@ -114,25 +111,12 @@ def encoder_of(folder: Path, tokenizer_directory: Path | None, store: ArtifactSt
     )
 
 
-def near_duplicates_of(summary: Mapping[str, Any]) -> int | None:
-    """Near-duplicates that were left out of a set of shards; None where they were not looked for."""
-    figures = summary.get("near_duplicates")
-    return int(figures["dropped"]) if isinstance(figures, Mapping) and "dropped" in figures else None
-
-
 def rows_of(shards: ShardSet, encoder: Encoder | None, row_length: int) -> Rows:
     """The packed rows that training with this row length would use; of documents, to count them, without the tokenizer."""
     if shards.index["kind"] == "documents":
         return DocumentRows(shards, row_length, encoder.pad_id if encoder else 0)
     assert encoder is not None, "a turn of a chat ends with a token of its tokenizer"
     return answer_rows(shards, row_length, encoder)
-
-
-def row_numbers(count: int, rows: int, seed: int | None) -> list[int]:
-    """Indexes of `rows` of `count` rows: the first ones, or a random sample if a seed is given."""
-    if seed is None:
-        return list(range(min(rows, count)))
-    return sorted(np.random.default_rng(seed).choice(count, size=min(rows, count), replace=False).tolist())
 
 
 def show_row(rows: Rows, number: int, pieces: TokenDecoder) -> TokenView:
@@ -175,12 +159,6 @@ class TokenDecoder:
             pieces[-1] = whole[len("".join(pieces)) :]
         return pieces
 
-    def longest(self, count: int) -> list[tuple[int, str]]:
-        """(id, text) of the tokens with the longest text, special ones left out."""
-        ids = [number for number in self._tokenizer.get_vocab().values() if number not in self.special]
-        texts = [(number, self._tokenizer.decode([number])) for number in ids]
-        return sorted(texts, key=lambda item: (-len(item[1]), item[0]))[:count]
-
 
 def lines(shown: TokenView, segment: int, special: frozenset[int], width: int) -> Iterator[list[Span]]:
     """The record `segment` as lines of at most `width` columns, broken after each newline and when a line is full.
@@ -207,28 +185,3 @@ def lines(shown: TokenView, segment: int, special: frozenset[int], width: int) -
                 line, room = [], width
     if line:
         yield line
-
-
-def describe(encoder: Encoder) -> JsonDict:
-    """Vocabulary, special tokens, template and longest tokens of a tokenizer."""
-    pieces = TokenDecoder(encoder)
-    names = {encoder.special(token): name for name, token in encoder.tokens.items()}
-    return {
-        "path": str(encoder.directory),
-        "vocab_size": len(encoder),
-        "digest": encoder.digest,
-        "template": encoder.template,
-        "special_tokens": [
-            {"id": number, "token": pieces([number])[0], "name": names.get(number)} for number in sorted(pieces.special)
-        ],
-        "longest": [{"id": number, "text": text} for number, text in pieces.longest(LONGEST)],
-    }
-
-
-def show_text(encoder: Encoder, text: str) -> TokenView:
-    """The tokens of a text, without those around a document. Raises UsageError if it is not valid Unicode."""
-    try:
-        (ids,) = encoder.encode([text])
-    except UnicodeEncodeError:
-        raise UsageError(f"the text {text[:40]!r} is not valid UTF-8") from None
-    return TokenView.of(ids, [False] * len(ids), TokenDecoder(encoder))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,13 +61,6 @@ class Chat:
         """Forget all turns; the system prompt and the settings stay, and random numbers begin anew."""
         self._turns.clear()
         self._question_count = 0
-
-    def last_question(self) -> str:
-        """Remove the last question and its answer, and return the question. Raises UsageError if there is none."""
-        if not self._turns:
-            raise UsageError("there is no question yet")
-        self._turns.pop()
-        return self._turns.pop().content
 
     def ask(self, question: str, on_text: OnText | None = None) -> Reply:
         """Answer a question and append both to the history; `on_text` gets the answer in pieces.
@@ -134,7 +127,7 @@ class Chat:
         )
 
 
-def save(path: Path, chats: list[Chat]) -> int:
+def save(path: Path, chats: Sequence[Chat]) -> int:
     """Append each conversation as a line that `data.sft` can read; returns how many were written. Raises UsageError."""
     lines = [
         json.dumps({"messages": [message.to_json() for message in chat.messages]}, ensure_ascii=False) + "\n"

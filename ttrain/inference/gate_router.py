@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +21,10 @@ from torch.nn import functional as F
 from ttrain.config import Expert, Gate
 from ttrain.core.hashing import sha256_file
 from ttrain.data.loader import spread
-from ttrain.errors import ArtifactError, UsageError
+from ttrain.errors import ArtifactError
 from ttrain.inference import gate_files, loading
 from ttrain.inference.chat import ModelSelector, Selected
 from ttrain.inference.loading import LoadedModel
-from ttrain.model import adapters
 
 PADDING = 0  # the id of no n-gram
 
@@ -118,33 +117,6 @@ class OpenedGate:
 def single_model(loaded_model: LoadedModel) -> ModelSelector:
     """Select the same model for every question."""
     return lambda question: (loaded_model, {})
-
-
-class AdapterSelector:
-    """Selects the active one of several adapters on one base, which is in memory once; initially the first."""
-
-    def __init__(self, loaded_models: Sequence[LoadedModel]) -> None:
-        """`loaded_models`: from `loading.load_adapters`."""
-        self._models = {loaded_model.name: (number, loaded_model) for number, loaded_model in enumerate(loaded_models)}
-        self.active = loaded_models[0].name
-        self.switch(self.active)
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the adapters, as the user gave them."""
-        return list(self._models)
-
-    def switch(self, name: str) -> None:
-        """Activate an adapter. Raises UsageError if there is none of this name."""
-        if name not in self._models:
-            raise UsageError(f"there is no adapter '{name}'; there are {', '.join(self.names)}")
-        number, loaded_model = self._models[name]
-        model: Any = loaded_model.model
-        adapters.switch(model, loading.adapter_name(number))
-        self.active = name
-
-    def __call__(self, question: str) -> Selected:
-        return self._models[self.active][1], {}
 
 
 class GateSelector:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ import torch
 from ttrain.core.files import temporary_directory
 from ttrain.data import existing
 from ttrain.data.encoder import Encoder, open_tokenizer
-from ttrain.errors import ArtifactError, UsageError
+from ttrain.errors import ArtifactError
 from ttrain.evaluate.token_losses import causal_of
 from ttrain.model import adapters, factory
 from ttrain.store.model_files import Reference
@@ -83,36 +82,6 @@ def load(reference: Reference, *, device: str = "auto", dtype: str = "fp32") -> 
             model = adapters.merge(model)  # as fast as the base
     model = _move_to(model, target_device, DTYPES[dtype])
     return with_tokenizer(reference.text, model, reference.tokenizer)
-
-
-def load_adapters(references: Sequence[Reference], *, device: str = "auto", dtype: str = "fp32") -> list[LoadedModel]:
-    """Load several adapters on one base, which is in memory once; the last is active. None is merged.
-
-    Raises UsageError if one is not an adapter or of another kind, ArtifactError if one was trained on another base.
-    """
-    first, *other_references = references
-    if plain := next((reference.text for reference in references if reference.adapter is None), None):
-        raise UsageError(f"'{plain}' is a full model, not an adapter; --adapter switches between adapters of one base")
-    if len({reference.text for reference in references}) < len(references):
-        raise UsageError(f"an adapter is named twice: {', '.join(reference.text for reference in references)}")
-    for reference in references:
-        reference.verify()
-    target_device, digest = precision.resolve_device(device), first.base_digest
-    model: Any = factory.load(first.model)
-    model = adapters.load(model, first.directory, digest, adapter_name(0))
-    for number, reference in enumerate(other_references, start=1):
-        adapters.add(model, reference.directory, digest, adapter_name(number))
-    model = _move_to(model, target_device, DTYPES[dtype])
-    loaded_models = []
-    for number, reference in enumerate(references):
-        adapters.switch(model, adapter_name(number))  # the number of positions left depends on the adapter
-        loaded_models.append(with_tokenizer(reference.text, model, reference.tokenizer))
-    return loaded_models
-
-
-def adapter_name(number: int) -> str:
-    """PEFT's name of one of several adapters: it may not contain dots, which paths have."""
-    return f"adapter{number}"
 
 
 def _move_to(model: Any, target_device: torch.device, dtype: torch.dtype) -> Any:

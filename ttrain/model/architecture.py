@@ -70,14 +70,6 @@ def build_config(config: Model, *, vocab_size: int, ids: Mapping[str, int]) -> P
     return hf_config
 
 
-def suitable_kinds() -> list[str]:
-    """Every `model.kind` that is a text-only decoder. Imports their configs, which takes a second."""
-    from transformers import CONFIG_MAPPING
-
-    registry.register_own()
-    return sorted(kind for kind in registry.names() if not _unsuitable(CONFIG_MAPPING[kind], kind))
-
-
 class FieldNames:
     """Field names of an architecture's config. Raises UsageError for an unknown kind, or one that is not a plain decoder."""
 

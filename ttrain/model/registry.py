@@ -32,7 +32,7 @@ def check_kind(kind: str) -> None:
     """Raise UsageError, with the closest names, if there is no such `model.kind`."""
     if kind not in names():
         near = difflib.get_close_matches(kind, sorted(names()), n=3, cutoff=0.5)
-        hint = f"; did you mean {' or '.join(near)}?" if near else "; `ttrain models size --kinds` lists them all"
+        hint = f"; did you mean {' or '.join(near)}?" if near else "; docs/models.md names the usual ones"
         raise UsageError(f"model.kind is '{kind}', which is not a causal architecture of transformers{hint}")
 
 

@@ -97,6 +97,14 @@ class ModelSet:
         """The model that it stands for: the adapter, else the SFT model, else the base."""
         return next((self.members[stage] for stage in LAST_FIRST if stage in self.members), None)
 
+    @property
+    def models(self) -> list[Version]:
+        """The tokenizer and the models, in the order of the stages."""
+        return [self.members[stage] for stage in ("tokenizer", *MODEL_STAGES) if stage in self.members]
+
+    def __str__(self) -> str:
+        return f"{self.name}/{self.version}"
+
     def to_json(self) -> JsonDict:
         """What `models list --json` prints."""
         return {
@@ -139,6 +147,38 @@ class Registry:
         state = self.read()
         _need_set(state, name, version)
         return self._set(state, name, version)
+
+    def only_name(self, name: str | None = None) -> str:
+        """The name of all sets. Raises UsageError where there are none, or sets of several names."""
+        names = sorted({model_set.name for model_set in self.sets(name)})
+        if len(names) == 1:
+            return names[0]
+        if not names:
+            named = f" named {name}" if name else ""
+            raise UsageError(
+                f"no sets of models{named} are registered; `ttrain pipeline run full` registers one, "
+                "`ttrain models list` shows them"
+            )
+        raise UsageError(f"there are sets of {', '.join(names)}; choose one with --name, for example --name {names[0]}")
+
+    def find_set(self, which: str, name: str | None = None) -> ModelSet:
+        """The set of this version or run, whose name may be shortened. Raises UsageError.
+
+        A run whose models were all cached shares the set of the run that made them.
+        """
+        if which.isdigit():
+            return self.find(self.only_name(name), which)
+        model_sets = self.sets(name)
+        names = [model_set.run for model_set in model_sets]
+        run = references.matching(which, [*dict.fromkeys([*names, *runs.names(self._home)])])
+        record = runs.read(self._home, run) if run else None
+        keys = runs.keys_of(record) if record else {}
+        for model_set in model_sets:
+            made_by_it = model_set.members and all(keys.get(stage) == model_set.keys[stage] for stage in model_set.members)
+            if model_set.run == run or made_by_it:
+                return model_set
+        also = "; `ttrain models list` shows them" if names else ""
+        raise references.unknown("registered set of the run", which, names, also=also)
 
     def resolve(self, reference: Registered) -> Version | ModelSet:
         """The set or model of this name; a model has the aliases of its set.

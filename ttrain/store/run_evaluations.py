@@ -1,4 +1,5 @@
-"""Evaluations that a user made of the models of a run afterwards, `ttrain eval --track`: a file each, beside the run."""
+"""Evaluations that a user made of the models of a run afterwards, `ttrain eval --track`: a file each, beside the run;
+and the shards whose held-out part they read."""
 
 from __future__ import annotations
 
@@ -8,7 +9,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ttrain.config.training import TRAINING_STAGES
 from ttrain.core.files import PRIVATE_FILE, JsonDict, private_directory, read_object, write_json
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.integrity import verify_artifact
+from ttrain.store.layout import Artifact
 from ttrain.store.runs import new_name
 
 
@@ -44,3 +49,24 @@ def evaluations_of(home: Path, run: str) -> Iterator[RunEvaluation]:
     for path in sorted(folder_of(home, run).glob("*.json")):
         if written := read_object(path):
             yield RunEvaluation(**written)
+
+
+def heldout_shards(artifact: Artifact | None, store: ArtifactStore) -> dict[str, Artifact]:
+    """The shards that a model and its base models were trained on, by part."""
+    parts = {f"shards-{row.dataset}": row.part for row in TRAINING_STAGES.values()}
+    shard_artifacts: dict[str, Artifact] = {}
+    visited: set[tuple[str, str]] = set()  # the paths through the inputs of nights double every night
+    waiting = [artifact] if artifact else []
+    while waiting:
+        for used in waiting.pop().manifest["inputs"].values():
+            name = (used["stage"], used["key"])
+            ancestor = None if name in visited else store.find(*name)
+            visited.add(name)
+            if ancestor is None:
+                continue
+            waiting.append(ancestor)
+            part_name = parts.get(ancestor.stage)
+            if part_name and not any(name.startswith("heldout/") for name in ancestor.absent):
+                verify_artifact(ancestor, ("heldout",))
+                shard_artifacts.setdefault(part_name, ancestor)
+    return shard_artifacts

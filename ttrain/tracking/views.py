@@ -12,11 +12,17 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import quote, urlencode
 
-from ttrain.config import by_weight
+from ttrain.config import Tracking, by_weight
 from ttrain.config.training import PRIMARY_METRICS, VALIDATION_LOSS
 from ttrain.core.files import parse_json
+from ttrain.core.redact import without_user
+from ttrain.errors import UsageError
+from ttrain.store import runs
+from ttrain.tracking.book import Book
+from ttrain.tracking.client import tracking_uri
 from ttrain.tracking.mirror import FAILED, KILLED, Mirror, page_of
 
 NAME = "ttrain.name"  # tag of the runs of pipelines; the runs of their stages have none
@@ -58,6 +64,34 @@ class Addresses:
     def curves(self) -> str:
         """The curves of the runs of the table."""
         return f"{self.table}&compareRunsMode=CHART"
+
+
+def addresses_of(home: Path, chosen: Sequence[tuple[str, str | None]]) -> Addresses:
+    """The pages of these runs, or stages of runs; of the newest pushed run's experiment where there are none.
+
+    Raises UsageError for one that MLflow lacks.
+    """
+    uri = tracking_uri(home)
+    notes, ids, experiments = Book(home, uri).runs, list[str](), list[str]()
+    for name, stage in chosen:
+        noted = notes.get(name, {})
+        run_id = noted.get("stages", {}).get(stage) if stage else noted.get("run_id")
+        if run_id is None:
+            label = f"{name}:{stage}" if stage else name
+            raise UsageError(f"MLflow has no run of {label}: it was not tracked; `ttrain report {name}` shows what there is")
+        ids.append(run_id)
+        experiments.append(noted["experiment_id"])
+    newest = next((name for name in runs.names(home) if notes.get(name, {}).get("run_id")), None)
+    if newest is None:
+        raise UsageError(f"MLflow at {without_user(uri)} has no run of {home}; `ttrain track push --all` brings them there")
+    record = runs.read(home, chosen[0][0] if chosen else newest) or {}
+    settings = record.get("settings", {})
+    return Addresses(
+        settings.get("tracking", {}).get("experiment") or Tracking().experiment,
+        tuple(dict.fromkeys(experiments or [notes[newest]["experiment_id"]])),
+        str(settings.get("name", "")),
+        tuple(ids),
+    )
 
 
 def refresh_view(mirror: Mirror, experiment: str, name: str) -> None:

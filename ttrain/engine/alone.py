@@ -1,0 +1,79 @@
+"""Run a stage outside of a pipeline, in a process of its own: a user's task, or a gate."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ttrain.config import Runtime, Settings
+from ttrain.config.loading import Override, merge, with_types
+from ttrain.config.runtime import TaskRuntime
+from ttrain.core.files import PRIVATE_FILE, JsonDict, JsonObject, exclusive, write_json
+from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
+from ttrain.pipeline import launch, processes, stage_worker
+from ttrain.pipeline.progress_display import Display, DisplayObserver
+from ttrain.pipeline.stop_request import StopRequest
+from ttrain.stages import RUNNABLE, Stage
+
+WORK, LOCK, LOG = Path("run", "work"), Path("run", "lock"), Path("run", "log.txt")
+
+
+def split_runtime(overrides: Sequence[Override]) -> tuple[Runtime, list[Override]]:
+    """Split the overrides into (runtime settings, other overrides). Raises UsageError for several machines."""
+    own = [override for override in overrides if override.key.partition(".")[0] == "runtime"]
+    runtime = merge(TaskRuntime, with_types(TaskRuntime, own))[0].runtime
+    if runtime.nodes > 1:
+        raise UsageError(f"runtime.nodes is {runtime.nodes}, but a task trains on one machine; set runtime.nodes=1")
+    return runtime, [override for override in overrides if override not in own]
+
+
+def run_alone(stage: Stage, config: JsonObject, runtime: Runtime, out: Path, why: str, display: Display) -> JsonDict:
+    """Run the stage with `out` as its output; returns its figures. `why` is shown.
+
+    An earlier attempt in `out` is continued; "was_finished" says whether nothing was left to do.
+    """
+    work = out / WORK
+    work.mkdir(parents=True, exist_ok=True)
+    stop_request = StopRequest(display.say, "the training saves its state")
+    with (
+        exclusive(out / LOCK, lambda: display.say(f"  another process trains in {out}; waiting for that one")),
+        stop_request.catching_signals(),
+    ):
+        with exclusive(work.with_name(f"{work.name}.process.lock")):
+            pass  # a killed run's process may live for another 0.2 s
+        launch.remove_earlier_results(work)
+        row = next(name for name, each in RUNNABLE.items() if each.module == stage.module)
+        spec: JsonDict = {
+            "stage": row,
+            "uses_ranks": True,
+            "config": config,
+            "runtime": runtime.model_dump(mode="json"),
+            "output": str(out),
+            "start_from": None,
+            **{name: {} for name in ("inputs", "files", "versions", "groups")},  # only stages of a pipeline have these
+            **{name: [] for name in ("weights", "reuse")},
+        }
+        write_json(work / stage_worker.JOB, spec, PRIVATE_FILE)
+        display.log_level = runtime.log_level
+        display.started(stage.name, why)
+        os.environ.setdefault("HF_HUB_OFFLINE", "0")  # a task may need the Hub
+        observer = DisplayObserver(display, stop_request, runtime.log_level)
+        try:
+            figures = _run(stage, runtime, work, out / LOG, observer)
+        except TTrainError as error:
+            message = f"{error}; the same command continues it" if isinstance(error, Interrupted) else str(error)
+            display.failed(stage.name, message)
+            error.shown = True
+            raise
+    return {"was_finished": figures["resumed_from_step"] == figures["steps"], **figures}
+
+
+def _run(stage: Stage, runtime: Runtime, work: Path, log_path: Path, observer: DisplayObserver) -> JsonDict:
+    try:
+        return processes.run(stage, Settings(runtime=runtime), work, log_path, observer)
+    except StageFailed:
+        outcome = stage_worker.read(work)
+        if outcome and outcome.get("kind") == UsageError.__name__:
+            raise UsageError(outcome["error"]) from None
+        raise
