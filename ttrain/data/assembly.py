@@ -149,14 +149,14 @@ def _place_shards(
     for part_name in PARTS:
         (output / part_name).mkdir(parents=True, exist_ok=True)
         used_names = set[str]()
-        for block in built_blocks:
+        for number, block in enumerate(built_blocks):
             entry = _place_shard(output, part_name, block, used_names, recipe)
             if entry:
                 used_names.add(entry["file"])
                 entries[part_name].append({**entry, "group": block.source.group})
                 sizes[block.role, block.file].update({name: entry[name] for name in ("tokens", "bytes")})
                 if near:
-                    near.keep(part_name, block, entry)
+                    near.keep(part_name, number, entry)
     return entries, sizes
 
 
