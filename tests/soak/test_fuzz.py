@@ -24,7 +24,7 @@ import pytest
 from support.tiny_data import LINES, make_tokenizer
 
 from ttrain.config import Reading
-from ttrain.data import exact_json, sharding
+from ttrain.data import sharding, tools
 from ttrain.data.assembly import ShardSetResult
 from ttrain.data.blocks import BlockRecipe
 from ttrain.data.built_blocks import DataFile
@@ -195,8 +195,8 @@ def understood(line: bytes, kind: str) -> Record | None:
     sys.setrecursionlimit(10_000)  # orjson reads 1024 levels
     try:
         value = json.loads(line.decode("utf-8"), parse_int=whole_number)
-        if kind == "chats":  # null is absent there, and numbers of functions stay as they are written
-            value = exact_json.parse_row(line, value)
+        if kind == "chats":  # null is absent there, and whole numbers of functions are exact
+            value = tools.without_null_keys(line, value)
     except ValueError:
         return None
     finally:
