@@ -313,7 +313,7 @@ def _write_lowest_row(output: Path, block: BuiltBlock, row: int, recipe: BlockRe
     record = next((record for record in rows if records.content_hash(record) == content_hash), None)
     if record is None:
         raise CannotRead(f"{location} changed while it was read; run the same command again")
-    column = blocks.encode_records(blocks.encoder_of(recipe.tokenizer, fast=recipe.fast), recipe.kind, [record])
+    column = blocks.encode_records(blocks.encoder_of(recipe.tokenizer), recipe.kind, [record])
     name = f"{hashlib.blake2b(record.content(), digest_size=8).hexdigest()}-lowest"
     entry = shards.write_shard(output / "heldout" / f"{name}.arrow", column, recipe.vocab_size)
     shards.write_files([(output / "heldout" / f"{name}.jsonl", orjson.dumps(record.to_json()) + b"\n")])

@@ -39,7 +39,6 @@ SHIPPED_BYTES = 1 << 20
 # Texts go to the encoder in groups of this size: a worker of 16 MiB blocks stays below 350 MB.
 ENCODED_BYTES = 4_000_000
 ENCODED_RECORDS = 20_000  # a million of one letter took 565 MB
-CHECKED_TEXTS, CHECKED_CHARACTERS = 3, 2000  # of each block, encoded by `tokenizers` too: 0.3 % of the time
 UTF8_BOM = b"\xef\xbb\xbf"
 RENDERED_RECORDS = 1000  # by a tokenizer's own template at once
 BEYOND_LIMIT = "beyond reading.limit"
@@ -73,7 +72,6 @@ class BlockRecipe:
     seed: int = 0
     learn_reasoning: bool = True  # of chats and pairs
     keep_below: int | None = None  # reading.limit leaves out rows whose draw is not lower
-    fast: bool = field(default=True, compare=False)
     reuse: tuple[str, ...] = field(default=(), compare=False)  # outputs that may hold the block already
 
     @property
@@ -177,7 +175,7 @@ def scan(block: Block, recipe: BlockRecipe) -> npt.NDArray[np.uint64]:
 def make(block: Block, recipe: BlockRecipe, output: str) -> tuple[int, str, str, bool]:
     """Make the block's files under `output`, unless they exist there or in one of `recipe.reuse`.
 
-    Returns (number of its file, id, the directory with its files, whether it was encoded now). Raises EncoderDiffers.
+    Returns (number of its file, id, the directory with its files, whether it was encoded now).
     """
     data = read(block)
     content = sources.hash_of(data).hex()
@@ -186,16 +184,16 @@ def make(block: Block, recipe: BlockRecipe, output: str) -> tuple[int, str, str,
         for digest, size in ((recipe.digest, 12), (recipe.digest_of_data, 8))
     )
     for directory in (output, *recipe.reuse):
-        if is_built(Path(directory), identity, fast=recipe.fast):
+        if is_built(Path(directory), identity):
             return block.file, identity, directory, False
     _make(data, block, recipe, Path(output), name, identity)
     return block.file, identity, output, True
 
 
-def is_built(directory: Path, identity: str, *, fast: bool = True) -> bool:
-    """Whether the directory has the complete block, made by an encoder that may be trusted."""
+def is_built(directory: Path, identity: str) -> bool:
+    """Whether the directory has the complete block."""
     manifest = read_json(directory / BLOCKS / f"{identity}.json")
-    if manifest is None or (not fast and manifest["encoder"] != "tokenizers"):
+    if manifest is None:
         return False
     endings = ["rows", *(["rejected.jsonl"] if manifest["tally"]["rejected"] else [])]
     if not all((directory / BLOCKS / f"{identity}.{ending}").is_file() for ending in endings):
@@ -237,7 +235,7 @@ def records(data: bytes, block: Block, recipe: BlockRecipe, tally: Tally) -> Ite
     accepted = sources.accepted(parsed, recipe.parser, tally)
     if recipe.kind == "documents" or not recipe.tokenizer:
         return accepted
-    return _rendered(accepted, block, encoder_of(recipe.tokenizer, fast=recipe.fast), tally)
+    return _rendered(accepted, block, encoder_of(recipe.tokenizer), tally)
 
 
 def _rendered(
@@ -269,7 +267,7 @@ def _conversations(record: sources.Record) -> list[Messages]:
 
 
 def _make(data: bytes, block: Block, recipe: BlockRecipe, output: Path, name: str, identity: str) -> None:
-    encoder = encoder_of(recipe.tokenizer, fast=recipe.fast)
+    encoder = encoder_of(recipe.tokenizer)
     bad_rows, rows = list[dict[str, Any]](), list[bytes]()
     tally = Tally(quarantine=bad_rows.append)
     threshold = round(recipe.heldout_fraction * 2**64)
@@ -300,9 +298,9 @@ def _make(data: bytes, block: Block, recipe: BlockRecipe, output: Path, name: st
 
 
 @lru_cache(maxsize=2)
-def encoder_of(directory: str, *, fast: bool) -> Encoder:
+def encoder_of(directory: str) -> Encoder:
     """The encoder of a tokenizer, opened once per process."""
-    return Encoder(Path(directory), fast=fast)
+    return Encoder(Path(directory))
 
 
 def encode_records(encoder: Encoder, kind: str, records: Sequence[sources.Record]) -> Column:
@@ -378,9 +376,6 @@ class _ShardBuilder:
     def _encode(self) -> None:
         if not self._pending:
             return
-        if not self._done:
-            some = self._pending[:: max(1, len(self._pending) // CHECKED_TEXTS)][:CHECKED_TEXTS]
-            self._encoder.check([text_of(record)[:CHECKED_CHARACTERS] for record in some])
         self._done.append(encode_records(self._encoder, self._kind, self._pending))
         self._pending, self._pending_bytes = [], 0
 

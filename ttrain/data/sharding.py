@@ -28,7 +28,6 @@ from ttrain.data.assembly import ShardSetResult, assemble
 from ttrain.data.blocks import BLOCKS, Block, BlockRecipe
 from ttrain.data.built_blocks import BuiltBlock, DataFile, FilesByRole, Pool, Table
 from ttrain.data.contamination import OverlapCheck, OverlapMatch
-from ttrain.data.encoder import EncoderDiffers
 from ttrain.data.near_duplicate_sets import EarlierSet, NearDuplicateSearch
 from ttrain.data.near_duplicates import SimilarityRule
 from ttrain.errors import StageFailed
@@ -76,13 +75,9 @@ def make_all(
     pool: Pool,
     progress: Progress = lambda rows, block_count: None,
 ) -> list[BuiltBlock]:
-    """Make or reuse every block of the files. If the encoders differ, all blocks are made again with `tokenizers`."""
+    """Make or reuse every block of the files."""
     recipe = replace(recipe, heldout_fraction=0.0 if "heldout" in files else recipe.heldout_fraction)
-    maker = _BlockMaker(output, files, reading, block_bytes, pool, progress)
-    try:
-        return maker.make_all(recipe)
-    except EncoderDiffers:
-        return maker.make_all(replace(recipe, fast=False))
+    return _BlockMaker(output, files, reading, block_bytes, pool, progress).make_all(recipe)
 
 
 def scan(
