@@ -67,10 +67,7 @@ class JinjaTemplate(Template):
         self._reads_reasoning = "reasoning_content" in encoder.jinja
         self._has_generation = GENERATION.search(encoder.jinja) is not None
         self._skeletons: dict[tuple[object, ...], Skeleton] = {}
-        question_and_answer = (Message("user", "Q"), Message("assistant", "A"))
-        (rendering,) = self.render([question_and_answer])
-        if isinstance(rendering, DataError):
-            raise rendering
+        rendering = self.render((Message("user", "Q"), Message("assistant", "A")))
         ((start, end),) = rendering.live or [(0, 0)]
         answer_start, answer_end = rendering.contents[-1]
         ends = self._encoder.specials_behind("A", rendering.text[answer_end:end])
@@ -79,20 +76,8 @@ class JinjaTemplate(Template):
         self.end_id = ends[0][0]
         self.lead = rendering.text[start:answer_start]
 
-    def render(self, conversations: Sequence[Messages], *, prompt: bool = False) -> list[Rendering | DataError]:
-        rendered = self._render([(messages, {}) for messages in conversations], prompt=prompt)
-        renderings: list[Rendering | DataError] = []
-        for messages, text_and_spans in zip(conversations, rendered, strict=True):
-            try:
-                if isinstance(text_and_spans, DataError):
-                    raise text_and_spans
-                renderings.append(self._filled(messages, text_and_spans[0], prompt=prompt))
-            except DataError as error:
-                renderings.append(error)
-        return renderings
-
-    def _filled(self, messages: Messages, text: str, *, prompt: bool) -> Rendering:
-        """The rendered conversation with the places of its contents. Raises DataError if the template changed one."""
+    def render(self, messages: Messages, *, prompt: bool = False) -> Rendering:
+        text, _ = self._render(messages, {}, prompt=prompt)
         skeleton = self._skeleton(messages, prompt=prompt)
         contents = self._contents(messages, text, skeleton)
         live: list[Span] = []
@@ -154,10 +139,7 @@ class JinjaTemplate(Template):
     def _marked(self, messages: Messages, *, prompt: bool) -> Skeleton:
         """Make a skeleton by rendering marks. Raises DataError if a content is not written exactly once, in order."""
         marks = {piece: f"x{secrets.token_hex(MARK_BYTES)}y" for piece in self._pieces(messages)}
-        (marked,) = self._render([(messages, marks)], prompt=prompt, spans=self._has_generation and bool(marks))
-        if isinstance(marked, DataError):
-            raise marked
-        rendered, spans = marked
+        rendered, spans = self._render(messages, marks, prompt=prompt, spans=self._has_generation and bool(marks))
         turns = {mark: turn for turn, mark in marks.items()}
         places = [(turns[match[0]], match.start()) for match in MARK.finditer(rendered) if match[0] in turns]
         self._check_order(messages, list(marks), [turn for turn, _ in places])
@@ -240,22 +222,14 @@ class JinjaTemplate(Template):
         except DataError:
             return None
 
-    def _render(
-        self, conversations: Sequence[tuple[Messages, Mapping[int, str]]], *, prompt: bool, spans: bool = False
-    ) -> list[Rendered | DataError]:
-        """(text, spans of `{% generation %}`) of each conversation with its marks in place of contents, or why not."""
-        turns = [
-            [self._turn(turn, number, marks) for number, turn in enumerate(messages)] for messages, marks in conversations
-        ]
-        renderings = jinja_templates.render(self._jinja, self._encoder.tokens, turns, prompt=prompt, spans=spans)
-        texts: list[Rendered | DataError] = []
-        for (messages, _), rendering in zip(conversations, renderings, strict=True):
-            if isinstance(rendering, str):
-                roles = ", ".join(turn.role for turn in messages)
-                texts.append(self._refused(f"it does not render the turns {roles}: {rendering}"))
-            else:
-                texts.append(rendering)
-        return texts
+    def _render(self, messages: Messages, marks: Mapping[int, str], *, prompt: bool, spans: bool = False) -> Rendered:
+        """(text, spans of `{% generation %}`) of a conversation with its marks in place of contents."""
+        turns = [self._turn(turn, number, marks) for number, turn in enumerate(messages)]
+        try:
+            return jinja_templates.render(self._jinja, self._encoder.tokens, turns, prompt=prompt, spans=spans)
+        except DataError as error:
+            roles = ", ".join(turn.role for turn in messages)
+            raise self._refused(f"it does not render the turns {roles}: {error}") from None
 
     def _turn(self, message: Message, number: int, marks: Mapping[int, str]) -> JsonDict:
         """A turn as the template gets it, with marks in place of its texts."""
