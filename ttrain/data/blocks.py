@@ -8,7 +8,6 @@ block that exists already (from a run that was killed, or an artifact that lacks
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,7 @@ from ttrain.core.files import read_json
 from ttrain.core.hashing import digest_of
 from ttrain.data import parquet, shards, streams
 from ttrain.data import records as sources
-from ttrain.data.chat import encode_chats, encode_preferences, refusals
+from ttrain.data.chat import encode_chats, encode_preferences, refusal
 from ttrain.data.chat_templates import Messages
 from ttrain.data.encoder import Encoder
 from ttrain.data.preferences import Preference
@@ -40,7 +39,6 @@ SHIPPED_BYTES = 1 << 20
 ENCODED_BYTES = 4_000_000
 ENCODED_RECORDS = 20_000  # a million of one letter took 565 MB
 UTF8_BOM = b"\xef\xbb\xbf"
-RENDERED_RECORDS = 1000  # by a tokenizer's own template at once
 BEYOND_LIMIT = "beyond reading.limit"
 
 
@@ -245,18 +243,13 @@ def _rendered(
     if encoder.template != "own":  # the templates of ttrain render every chat
         yield from accepted
         return
-    rows = iter(accepted)
-    while batch := list(itertools.islice(rows, RENDERED_RECORDS)):
-        conversations = [conversation for _, record in batch for conversation in _conversations(record)]
-        reasons = iter(refusals(encoder, conversations))
-        for line, record in batch:
-            record_reasons = [next(reasons) for _ in _conversations(record)]
-            reason = next(filter(None, record_reasons), "")
-            if reason:
-                tally.kept -= 1
-                tally.reject(block.location, line, reason, orjson.dumps(record.to_json()))
-            else:
-                yield line, record
+    for line, record in accepted:
+        reasons = (refusal(encoder, messages) for messages in _conversations(record))
+        if reason := next(filter(None, reasons), ""):
+            tally.kept -= 1
+            tally.reject(block.location, line, reason, orjson.dumps(record.to_json()))
+        else:
+            yield line, record
 
 
 def _conversations(record: sources.Record) -> list[Messages]:
@@ -283,8 +276,7 @@ def _make(data: bytes, block: Block, recipe: BlockRecipe, output: Path, name: st
         rows.append(content_hash + size.to_bytes(8, "big") + line.to_bytes(8, "big"))
     files: list[tuple[Path, Any]] = [(output / BLOCKS / f"{identity}.rows", b"".join(rows))]
     if tally.rejected:
-        in_order = sorted(bad_rows, key=lambda row: row["line"])  # templates refuse in batches
-        lines = b"".join(orjson.dumps(row) + b"\n" for row in in_order)
+        lines = b"".join(orjson.dumps(row) + b"\n" for row in bad_rows)
         files.append((output / BLOCKS / f"{identity}.rejected.jsonl", lines))
     manifest = {
         "encoder": encoder.kind,

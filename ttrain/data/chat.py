@@ -35,16 +35,13 @@ def encode_chats(encoder: Encoder, conversations: Sequence[Messages]) -> list[En
     return _encode(encoder, conversations, prompt=False)
 
 
-def refusals(encoder: Encoder, conversations: Sequence[Messages]) -> list[str]:
-    """Why the tokenizer's own template refuses each conversation; "" where it does not, as those of ttrain."""
-    reasons = []
-    for messages in conversations:
-        try:
-            template_of(encoder).render(messages)
-            reasons.append("")
-        except TemplateRefused as error:
-            reasons.append(error.reason)
-    return reasons
+def refusal(encoder: Encoder, messages: Messages) -> str:
+    """Why the tokenizer's own template refuses a conversation; "" where it does not, as those of ttrain."""
+    try:
+        template_of(encoder).render(messages)
+    except TemplateRefused as error:
+        return error.reason
+    return ""
 
 
 def _encode(encoder: Encoder, conversations: Sequence[Messages], *, prompt: bool) -> list[Encoded]:

@@ -105,10 +105,8 @@ def jaccard(first: Hashes, second: Hashes) -> float:
     small, large = sorted((first, second), key=len)
     if not len(small):
         return 0.0
-    common = 0
-    for start in range(0, len(small), SLICE):
-        values = small[start : start + SLICE]
-        common += int((large[np.minimum(large.searchsorted(values), len(large) - 1)] == values).sum())
+    places = np.minimum(large.searchsorted(small), len(large) - 1)
+    common = int((large[places] == small).sum())
     return common / (len(first) + len(second) - common)
 
 
