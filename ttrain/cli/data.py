@@ -289,13 +289,12 @@ def data_contamination(
             item["where"],
             f"{item['share']:.0%}",
             f"{occurrence['file']} record {occurrence['record']}",
-            escaped(occurrence["begins"][:40]),
         )
         for item in report["items"][:SHOWN_ITEMS]
         for occurrence in item["places"][:1]
     ]
     if shown:
-        table(("item", "share", "found in", "which begins"), shown)
+        table(("item", "share", "found in"), shown)
     documents = report["documents"]
     print(f"{documents:,} training documents contain an item: {overlap_share:.0%} of its 13-grams of words, or more")
 

@@ -24,9 +24,10 @@ from ttrain.core.files import JsonDict, link_or_copy, write_json
 from ttrain.data import blocks, contamination, records, shards
 from ttrain.data.blocks import BEYOND_LIMIT, BLOCKS, PARTS, BlockRecipe
 from ttrain.data.built_blocks import BuiltBlock, FilesByRole, Flags, Table
-from ttrain.data.contamination import OverlapCheck, OverlapMatch
+from ttrain.data.contamination import OverlapCheck
 from ttrain.data.near_duplicate_sets import NearDuplicateSearch
 from ttrain.data.near_duplicates import NEAR_DUPLICATE
+from ttrain.data.overlap import TextMatch
 from ttrain.data.records import Tally
 from ttrain.errors import CannotRead
 
@@ -38,7 +39,7 @@ HELD_OUT, DUPLICATE = "stands in the held-out part", "duplicate"
 
 
 Entry = JsonDict  # of a shard, in the index of its part
-Overlaps = tuple[OverlapCheck, Sequence[list[OverlapMatch]]]  # with evaluation items, of each block's training part
+Overlaps = tuple[OverlapCheck, Sequence[list[TextMatch]]]  # with evaluation items, of each block's training part
 Tallies = Mapping[tuple[str, int], Tally]  # by role and number of the file
 
 
@@ -260,7 +261,7 @@ class _Selection:
         number = int(self._starts.searchsorted(lowest, "right")) - 1
         return self._blocks[number], lowest - int(self._starts[number])
 
-    def places_of(self, scans: Sequence[Sequence[OverlapMatch]]) -> list[npt.NDArray[np.int64]]:
+    def places_of(self, scans: Sequence[Sequence[TextMatch]]) -> list[npt.NDArray[np.int64]]:
         """For each block, the number of the row of each match in its training part."""
         return [
             span.start + np.flatnonzero(~block.is_heldout)[[match.record for match in matches]]

@@ -217,12 +217,6 @@ class TokenBytes:
         joined = data.to_pybytes() if data else b""
         return [joined[start:end] for start, end in itertools.pairwise(borders)]
 
-    def text(self, ids: Ids) -> str:
-        """Readable text of a few ids, on one line, without special tokens."""
-        (data,) = self.split(ids, np.array([0, len(ids)]))
-        text = data.replace(SPECIAL, b" ").decode("utf-8", "replace")
-        return " ".join(text.split()).rstrip("\ufffd")  # the ids may end within a character
-
 
 @lru_cache(maxsize=2)
 def token_bytes_of(directory: str) -> TokenBytes:

@@ -27,9 +27,10 @@ from ttrain.data import blocks, contamination, shard_worker
 from ttrain.data.assembly import ShardSetResult, assemble
 from ttrain.data.blocks import BLOCKS, Block, BlockRecipe
 from ttrain.data.built_blocks import BuiltBlock, DataFile, FilesByRole, Pool, Table
-from ttrain.data.contamination import OverlapCheck, OverlapMatch
+from ttrain.data.contamination import OverlapCheck
 from ttrain.data.near_duplicate_sets import EarlierSet, NearDuplicateSearch
 from ttrain.data.near_duplicates import SimilarityRule
+from ttrain.data.overlap import TextMatch
 from ttrain.errors import StageFailed
 
 Progress = Callable[[int, int], None]  # gets the rows so far, and the blocks
@@ -82,7 +83,7 @@ def make_all(
 
 def scan(
     built_blocks: Sequence[BuiltBlock], recipe: BlockRecipe, against: OverlapCheck, pool: Pool
-) -> list[list[OverlapMatch]]:
+) -> list[list[TextMatch]]:
     """Overlap of each block's training part with the items; empty if it has no training part."""
     paths = [
         blocks.need_file(block.directory, "train", block.manifest["train"]["file"]) if block.manifest["train"] else None
