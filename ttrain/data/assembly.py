@@ -372,7 +372,7 @@ def _write_selection(
 
 def _place_file(block: BuiltBlock, part_name: str, name: str, target: Path, *, keep: bool) -> None:
     """Put a block's file at `target`: moved if it belongs to this output, else linked (copied across file systems)."""
-    source = blocks.need_file(block.directory, part_name, name)
+    source = blocks.file_of(block.directory, part_name, name)
     if source == target:
         return
     target.unlink(missing_ok=True)

@@ -29,7 +29,7 @@ from ttrain.data.encoder import Encoder
 from ttrain.data.preferences import Preference
 from ttrain.data.records import Tally
 from ttrain.data.shards import Column
-from ttrain.errors import ArtifactError, CannotRead
+from ttrain.errors import CannotRead
 from ttrain.store.integrity import home_of, is_intact
 
 PARTS = ("train", "heldout")
@@ -197,32 +197,20 @@ def is_built(directory: Path, identity: str) -> bool:
     if not all((directory / BLOCKS / f"{identity}.{ending}").is_file() for ending in endings):
         return False
     files = (
-        (find_file(directory, part_name, name), entry)
+        (file_of(directory, part_name, name), entry)
         for part_name in PARTS
         for name, entry in (manifest[part_name] or {}).get("files", {}).items()
     )
     return all(  # have the bytes that were written, so that no damaged shard goes into a new set
-        path is not None and path.stat().st_size == entry["bytes"] and is_intact(path, entry["sha256"], home_of(directory))
+        path.is_file() and path.stat().st_size == entry["bytes"] and is_intact(path, entry["sha256"], home_of(directory))
         for path, entry in files
     )
 
 
-def find_file(directory: Path, part_name: str, name: str) -> Path | None:
+def file_of(directory: Path, part_name: str, name: str) -> Path:
     """Path of a block's file: in its part, or in `run/blocks` if the part has only a selection of its rows."""
-    for path in (directory / part_name / name, directory / BLOCKS / f"{part_name}-{name}"):
-        if path.is_file():
-            return path
-    return None
-
-
-def need_file(directory: Path, part_name: str, name: str) -> Path:
-    """As `find_file`; raises ArtifactError where it is gone."""
-    path = find_file(directory, part_name, name)
-    if path is None:
-        raise ArtifactError(
-            f"{part_name}/{name} vanished from {directory} while it was being reused; run the same command again"
-        )
-    return path
+    path = directory / part_name / name
+    return path if path.is_file() else directory / BLOCKS / f"{part_name}-{name}"
 
 
 def records(data: bytes, block: Block, recipe: BlockRecipe, tally: Tally) -> Iterator[tuple[int, sources.Record]]:

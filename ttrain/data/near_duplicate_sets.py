@@ -71,7 +71,7 @@ class NearDuplicateSearch:
         for block, start in zip(built_blocks, self.starts.tolist(), strict=False):
             for part_name in PARTS:
                 if entry := block.manifest[part_name]:
-                    path = blocks.need_file(block.directory, part_name, entry["file"])
+                    path = blocks.file_of(block.directory, part_name, entry["file"])
                     positions = start + np.flatnonzero(block.in_part(part_name))
                     self.shards.append(SketchedShard(path, self._name(entry), positions))
         rows = int(self.starts[-1])

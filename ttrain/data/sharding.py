@@ -86,7 +86,7 @@ def scan(
 ) -> list[list[TextMatch]]:
     """Overlap of each block's training part with the items; empty if it has no training part."""
     paths = [
-        blocks.need_file(block.directory, "train", block.manifest["train"]["file"]) if block.manifest["train"] else None
+        blocks.file_of(block.directory, "train", block.manifest["train"]["file"]) if block.manifest["train"] else None
         for block in built_blocks
     ]
     tasks = ((str(path), recipe.tokenizer, against.texts, against.share) for path in paths if path)
