@@ -19,10 +19,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ttrain.core.files import JsonDict
-from ttrain.data import jinja_templates
 from ttrain.data.chat_templates import Message, Messages, Rendering, Span, Template, TemplateRefused, is_live
 from ttrain.data.encoder import Encoder
-from ttrain.data.jinja_templates import Rendered
 from ttrain.errors import DataError
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -41,6 +39,7 @@ SKELETONS = 4096  # kept; a data set has a few dozen
 MARK_BYTES = 12  # random ones, of a mark in place of a content
 MARK_CHARACTERS = 2 + 2 * MARK_BYTES
 MARK = re.compile(rf"x[0-9a-f]{{{2 * MARK_BYTES}}}y")
+ERROR_CHARACTERS = 200
 FIX = "set tokenizer.template=ttrain for the template of ttrain"
 
 
@@ -222,14 +221,25 @@ class JinjaTemplate(Template):
         except DataError:
             return None
 
-    def _render(self, messages: Messages, marks: Mapping[int, str], *, prompt: bool, spans: bool = False) -> Rendered:
+    def _render(
+        self, messages: Messages, marks: Mapping[int, str], *, prompt: bool, spans: bool = False
+    ) -> tuple[str, list[Span]]:
         """(text, spans of `{% generation %}`) of a conversation with its marks in place of contents."""
-        turns = [self._turn(turn, number, marks) for number, turn in enumerate(messages)]
+        from transformers.utils.chat_template_utils import render_jinja_template
+
         try:
-            return jinja_templates.render(self._jinja, self._encoder.tokens, turns, prompt=prompt, spans=spans)
-        except DataError as error:
+            (text,), found_spans = render_jinja_template(
+                [[self._turn(turn, number, marks) for number, turn in enumerate(messages)]],
+                chat_template=self._jinja,
+                add_generation_prompt=prompt,
+                return_assistant_tokens_mask=spans,
+                **self._encoder.tokens,
+            )
+        except Exception as error:  # a template is a program: it may raise anything
             roles = ", ".join(turn.role for turn in messages)
-            raise self._refused(f"it does not render the turns {roles}: {error}") from None
+            reason = str(error)[:ERROR_CHARACTERS]
+            raise self._refused(f"it does not render the turns {roles}: {reason}") from None
+        return text, found_spans[0] if spans else []
 
     def _turn(self, message: Message, number: int, marks: Mapping[int, str]) -> JsonDict:
         """A turn as the template gets it, with marks in place of its texts."""
