@@ -79,7 +79,7 @@ def data_shard(
 ) -> None:
     """Tokenize files into Arrow shards. A second call with other files tokenizes only the new ones."""
     from ttrain.cli import data_reports
-    from ttrain.data import inspect, locations
+    from ttrain.data import locations
     from ttrain.data.check import kind_of_all
 
     reading = _reading(
@@ -95,7 +95,7 @@ def data_shard(
             progress=progress, waiting=lambda: print(f"waiting: another process writes {out}", file=sys.stderr),
         )  # fmt: skip
     counts = {"heldout_rows": summary["heldout"]["rows"], "reused_blocks": summary["blocks"] - summary["encoded_blocks"]}
-    counts["near_duplicates"] = inspect.near_duplicates_of(summary)
+    counts["near_duplicates"] = summary.get("near_duplicates", {}).get("dropped")
     data_reports.show([summary if as_json else {**summary, **counts, "files": ()}], as_json=as_json)
     if "error" in summary:
         raise DataError(escaped(summary["error"]))

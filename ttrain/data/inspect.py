@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -112,12 +112,6 @@ def encoder_of(folder: Path, tokenizer_directory: Path | None, store: ArtifactSt
         f"the tokenizer {digest[:12]} of the shards in {folder} is not where they were made, nor in {store.root}; name its "
         "directory with --tokenizer"
     )
-
-
-def near_duplicates_of(summary: Mapping[str, Any]) -> int | None:
-    """Near-duplicates that were left out of a set of shards; None where they were not looked for."""
-    figures = summary.get("near_duplicates")
-    return int(figures["dropped"]) if isinstance(figures, Mapping) and "dropped" in figures else None
 
 
 def rows_of(shards: ShardSet, encoder: Encoder | None, row_length: int) -> Rows:
