@@ -5,7 +5,7 @@ characters, so that one rule serves both, and a text without spaces too. A docum
 without letters has none and is never a near-duplicate. A document is dropped for one that is kept and stands before it,
 never for one that was dropped, so that no chain of small edits joins two different texts.
 
-Bands of MinHash values (https://arxiv.org/abs/2107.06499, appendix A, does the same) are stored as one number each, 80 bytes
+Bands of MinHash values (https://arxiv.org/abs/2107.06499, appendix A, does the same) are stored as one number each, 84 bytes
 a document at a threshold of 0.8. Exact up to equal 64-bit hashes of different shingles.
 """
 
