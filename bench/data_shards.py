@@ -93,7 +93,7 @@ def shard(path: str, tokenizer: str, output: str, workers: str, near: str = "") 
     from ttrain.data.built_blocks import DataFile
     from ttrain.stages.shards import recipe_of
 
-    reading = Reading(near_duplicates=float(near) if near else None)
+    reading = Reading(heldout_fraction=0.02, near_duplicates=float(near) if near else None)
     recipe, began = recipe_of(reading, Path(tokenizer), "documents"), time.perf_counter()
     work = Path(output), {"train": [DataFile(path, path)]}, recipe, reading
     with sharding.Processes(int(workers)) as pool:

@@ -28,7 +28,7 @@ def assert_adds_up(value: dict[str, Any]) -> None:
 
 UNUSABLE = {
     "truncated.jsonl.gz": (gzip.compress(b"\n".join([b'{"text": "a"}'] * 9))[:-9], "truncated"),
-    "blank.jsonl": (b"\n \r\n\n", "no rows: it is empty, or holds nothing but blank lines"),
+    "blank.jsonl": (b"\n \r\n\n", "no rows are left of 0"),
 }
 
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from support import shard_sets
 from support.shard_sets import ALL, write_lines
@@ -53,10 +52,8 @@ def stored(directory: Path, encoder: Encoder, texts: Sequence[Sequence[int]]) ->
 def test_ids_of_shards_become_the_plain_text_of_their_records(tmp_path: Path, encoder: Encoder, chunk_tokens: int) -> None:
     column, token_bytes, found = stored(tmp_path, encoder, encoder.encode(AWKWARD)), overlap.TokenBytes(encoder), []
     for first, last in overlap.chunks(column, chunk_tokens):
-        records = overlap.records(column, token_bytes, first, last)
-        assert len(records.begins) == last - first
-        found += [bytes(part.tobytes()) for part in np.split(records.letters, records.begins[1:])]
-    assert found == [overlap.RECORD_BYTES + overlap.plain(text) for text in AWKWARD]
+        found += [text.split() for text in overlap.records(column, token_bytes, first, last)]
+    assert found == [overlap.spaced(text).split() for text in AWKWARD]
     assert overlap.plain("Ｔhe  CAFÉ,\n(1)") == overlap.plain("the cafe\u03011") == b"thecafe1"
     assert overlap.plain("—… 🙂 \u200b\0") == b"" and overlap.plain("你好，世界！") == "你好世界".encode()
 
@@ -65,7 +62,7 @@ def test_ids_that_are_no_text_do_not_harm_the_records_beside_them(tmp_path: Path
     (poem,) = encoder.encode([POEM])
     column = stored(tmp_path, encoder, [poem, poem[:1], poem])  # the second ends within a character
     records = overlap.records(column, overlap.TokenBytes(encoder), 0, 3)
-    assert len(records.begins) == 3
+    assert len(records) == 3
     assert GramIndex([overlap.spaced(POEM)]).find(records) == [TextMatch(0, 0, 1.0), TextMatch(2, 0, 1.0)]
 
 
@@ -223,8 +220,8 @@ def test_what_templates_write_between_turns_is_passed_over(tmp_path: Path, encod
     role, end = encoder.special("<|user|>"), encoder.special("<|end|>")
     first, second = encoder.encode(["user\nWhich river?", "assistant\nThe assistant\nsays: none"])
     column = stored(tmp_path, encoder, [[role, *first, end, role, *second, end]])
-    records = overlap.records(column, overlap.TokenBytes(encoder), 0, 1)
-    assert records.letters.tobytes() == overlap.RECORD_BYTES + b"whichrivertheassistantsaysnone"
+    (text,) = overlap.records(column, overlap.TokenBytes(encoder), 0, 1)
+    assert text.split() == b"which river the assistant says none".split()
 
 
 def test_files_of_evaluations_are_inputs_of_shards_and_count_by_their_bytes(tmp_path: Path) -> None:

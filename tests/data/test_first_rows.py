@@ -12,7 +12,7 @@ import pytest
 from ttrain.config.data import Reading
 from ttrain.data import first_rows
 from ttrain.data.records import Kind
-from ttrain.errors import DataError, UsageError
+from ttrain.errors import UsageError
 
 DOCUMENT = {"text": "a"}
 CHAT = {"question": "q", "answer": "a"}
@@ -52,15 +52,6 @@ def test_rows_of_another_kind_are_refused_with_file_line_and_the_setting_that_ta
     assert f"write {fix}{path}" in message
 
 
-def test_a_glob_of_several_kinds_is_refused_with_settings_that_take_all_its_files(tmp_path: Path) -> None:
-    docs, chats = (written(tmp_path / f"{name}.jsonl", row) for name, row in (("docs", DOCUMENT), ("chats", CHAT)))
-    settings = {"data.pretrain": docs, "data.sft": chats}
-    kinds: dict[str, Kind] = {"data.pretrain": "documents", "data.sft": "chats"}
-    for setting, kind in kinds.items():
-        message = refused(setting, kind, docs, chats)
-        assert set(message.partition("; write ")[2].split()) == {f"{key}={path}" for key, path in settings.items()}
-
-
 def test_rows_of_no_kind_are_refused_with_their_keys(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", {"Title": "t", "Body": "a long text"})
     message = refused("data.pretrain", "documents", path)
@@ -89,24 +80,6 @@ def test_what_the_stage_counts_is_left_to_it(tmp_path: Path) -> None:
     rated = written(tmp_path / "rated.jsonl", {"prompt": "q", "completion": "a", "label": 1})
     first_rows.check("data.dpo", "pairs", [rated], tolerant)
     first_rows.check("data.sft", "chats", [written(tmp_path / "bad.jsonl", {"messages": 1})], tolerant)
-
-
-BAD = ("{broken", {"question": "q", "answer": 7}, {"messages": 1})
-
-
-def test_too_many_bad_rows_of_a_small_file_are_refused_with_the_first(tmp_path: Path) -> None:
-    path = written(tmp_path / "chats.jsonl", CHAT, *BAD)
-    with pytest.raises(DataError, match=r"data\.sft: 3 of 4 rows are bad, more than .*; the first is .*chats\.jsonl:2: "):
-        first_rows.check("data.sft", "chats", [path], Reading())
-    first_rows.check("data.sft", "chats", [path], Reading(rejected_fraction=0.8))
-
-
-def test_bad_rows_among_the_first_of_many_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = written(tmp_path / "chats.jsonl", *BAD, *[CHAT] * 30)
-    first_rows.check("data.sft", "chats", [path, written(tmp_path / "good.jsonl", CHAT)], Reading())
-    assert "data.sft: 3 of the first " in caplog.text and f"`ttrain data check {path}` lists them" in caplog.text
-    first_rows.check("data.sft", "chats", [path], Reading(rejected_fraction=0.5))
-    assert caplog.text.count("are bad") == 1
 
 
 def test_packed_files_are_looked_into_and_remote_ones_are_not(tmp_path: Path) -> None:

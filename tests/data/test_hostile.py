@@ -8,8 +8,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -260,47 +258,3 @@ def test_rows_of_parquet_are_numbered_through_empty_groups(tmp_path: Path, recip
     for block_bytes in (1, 1 << 20):
         found = outcome(path, recipe, block_bytes)
         assert found == ({"kept": 1, "skipped": {"duplicate": 1}, "rejected": rejected}, [2, 4])
-
-
-# --- memory
-
-# The peak is read from /proc where there is one: what getrusage says begins with that of the process that started this one.
-MEASURED = """
-import json, re, resource, sys, time
-from pathlib import Path
-from ttrain.config import Reading
-from ttrain.data import sharding
-from ttrain.data.built_blocks import DataFile
-from ttrain.data.sharding import Here
-from ttrain.stages.shards import recipe_of
-status, reading = Path("/proc/self/status"), Reading(heldout_fraction=0.0, **json.loads(sys.argv[2]))
-recipe = recipe_of(reading, Path(sys.argv[1]), "documents")
-for path in sys.argv[3:]:
-    files = {"train": [DataFile(path, path)]}
-    built = sharding.build(Path(path + ".shards"), files, recipe, reading, block_bytes=16 << 20, pool=Here())
-    if status.exists():
-        kib = int(re.search(r"VmHWM:\\s+(\\d+)", status.read_text())[1])
-    else:
-        kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    print(json.dumps([built.tallies["train"].to_json(), kib // 1024, time.process_time()]))
-"""
-
-
-def measured(recipe: BlockRecipe, paths: Sequence[Path], **reading: Any) -> list[tuple[dict[str, Any], int, float]]:
-    """(rows by outcome, MiB at most in use until then, seconds of CPU) after each file, by a process of its own."""
-    command = [sys.executable, "-c", MEASURED, recipe.tokenizer, json.dumps(reading), *map(str, paths)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-@pytest.mark.soak
-def test_a_document_of_20_mb_costs_what_is_said_of_it(tmp_path: Path, recipe: BlockRecipe) -> None:
-    """Of words 24 bytes a byte, of letters without a boundary, which the encoder merges as one word, at most 64."""
-    paths = [tmp_path / "words", tmp_path / "letters"]
-    for path, words in zip(paths, (b"words of a line " * (20_000_000 // 16), b"letters" * (20_000_000 // 7)), strict=True):
-        path.write_bytes(b'{"text": "' + words + b'"}\n' + LAST)
-    found = measured(recipe, paths, max_line_bytes=32 << 20)
-    for (rows, peak, _), bytes_a_byte in zip(found, (24, 64), strict=True):
-        assert rows["kept"] == rows["rows"] == 2
-        assert peak < 200 + bytes_a_byte * 20

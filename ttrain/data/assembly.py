@@ -24,9 +24,10 @@ from ttrain.core.files import JsonDict, link_or_copy, write_json
 from ttrain.data import blocks, contamination, records, shards
 from ttrain.data.blocks import BEYOND_LIMIT, BLOCKS, PARTS, BlockRecipe
 from ttrain.data.built_blocks import BuiltBlock, FilesByRole, Flags, Table
-from ttrain.data.contamination import OverlapCheck, OverlapMatch
+from ttrain.data.contamination import OverlapCheck
 from ttrain.data.near_duplicate_sets import NearDuplicateSearch
 from ttrain.data.near_duplicates import NEAR_DUPLICATE
+from ttrain.data.overlap import TextMatch
 from ttrain.data.records import Tally
 from ttrain.errors import CannotRead
 
@@ -38,7 +39,7 @@ HELD_OUT, DUPLICATE = "stands in the held-out part", "duplicate"
 
 
 Entry = JsonDict  # of a shard, in the index of its part
-Overlaps = tuple[OverlapCheck, Sequence[list[OverlapMatch]]]  # with evaluation items, of each block's training part
+Overlaps = tuple[OverlapCheck, Sequence[list[TextMatch]]]  # with evaluation items, of each block's training part
 Tallies = Mapping[tuple[str, int], Tally]  # by role and number of the file
 
 
@@ -149,14 +150,14 @@ def _place_shards(
     for part_name in PARTS:
         (output / part_name).mkdir(parents=True, exist_ok=True)
         used_names = set[str]()
-        for block in built_blocks:
+        for number, block in enumerate(built_blocks):
             entry = _place_shard(output, part_name, block, used_names, recipe)
             if entry:
                 used_names.add(entry["file"])
                 entries[part_name].append({**entry, "group": block.source.group})
                 sizes[block.role, block.file].update({name: entry[name] for name in ("tokens", "bytes")})
                 if near:
-                    near.keep(part_name, block, entry)
+                    near.keep(part_name, number, entry)
     return entries, sizes
 
 
@@ -260,7 +261,7 @@ class _Selection:
         number = int(self._starts.searchsorted(lowest, "right")) - 1
         return self._blocks[number], lowest - int(self._starts[number])
 
-    def places_of(self, scans: Sequence[Sequence[OverlapMatch]]) -> list[npt.NDArray[np.int64]]:
+    def places_of(self, scans: Sequence[Sequence[TextMatch]]) -> list[npt.NDArray[np.int64]]:
         """For each block, the number of the row of each match in its training part."""
         return [
             span.start + np.flatnonzero(~block.is_heldout)[[match.record for match in matches]]
@@ -313,7 +314,7 @@ def _write_lowest_row(output: Path, block: BuiltBlock, row: int, recipe: BlockRe
     record = next((record for record in rows if records.content_hash(record) == content_hash), None)
     if record is None:
         raise CannotRead(f"{location} changed while it was read; run the same command again")
-    column = blocks.encode_records(blocks.encoder_of(recipe.tokenizer, fast=recipe.fast), recipe.kind, [record])
+    column = blocks.encode_records(blocks.encoder_of(recipe.tokenizer), recipe.kind, [record])
     name = f"{hashlib.blake2b(record.content(), digest_size=8).hexdigest()}-lowest"
     entry = shards.write_shard(output / "heldout" / f"{name}.arrow", column, recipe.vocab_size)
     shards.write_files([(output / "heldout" / f"{name}.jsonl", orjson.dumps(record.to_json()) + b"\n")])
@@ -371,7 +372,7 @@ def _write_selection(
 
 def _place_file(block: BuiltBlock, part_name: str, name: str, target: Path, *, keep: bool) -> None:
     """Put a block's file at `target`: moved if it belongs to this output, else linked (copied across file systems)."""
-    source = blocks.need_file(block.directory, part_name, name)
+    source = blocks.file_of(block.directory, part_name, name)
     if source == target:
         return
     target.unlink(missing_ok=True)

@@ -8,7 +8,6 @@ block that exists already (from a run that was killed, or an artifact that lacks
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,13 +23,13 @@ from ttrain.core.files import read_json
 from ttrain.core.hashing import digest_of
 from ttrain.data import parquet, shards, streams
 from ttrain.data import records as sources
-from ttrain.data.chat import encode_chats, encode_preferences, refusals
+from ttrain.data.chat import encode_chats, encode_preferences, refusal
 from ttrain.data.chat_templates import Messages
 from ttrain.data.encoder import Encoder
 from ttrain.data.preferences import Preference
 from ttrain.data.records import Tally
 from ttrain.data.shards import Column
-from ttrain.errors import ArtifactError, CannotRead
+from ttrain.errors import CannotRead
 from ttrain.store.integrity import home_of, is_intact
 
 PARTS = ("train", "heldout")
@@ -39,9 +38,7 @@ SHIPPED_BYTES = 1 << 20
 # Texts go to the encoder in groups of this size: a worker of 16 MiB blocks stays below 350 MB.
 ENCODED_BYTES = 4_000_000
 ENCODED_RECORDS = 20_000  # a million of one letter took 565 MB
-CHECKED_TEXTS, CHECKED_CHARACTERS = 3, 2000  # of each block, encoded by `tokenizers` too: 0.3 % of the time
 UTF8_BOM = b"\xef\xbb\xbf"
-RENDERED_RECORDS = 1000  # by a tokenizer's own template at once
 BEYOND_LIMIT = "beyond reading.limit"
 
 
@@ -73,7 +70,6 @@ class BlockRecipe:
     seed: int = 0
     learn_reasoning: bool = True  # of chats and pairs
     keep_below: int | None = None  # reading.limit leaves out rows whose draw is not lower
-    fast: bool = field(default=True, compare=False)
     reuse: tuple[str, ...] = field(default=(), compare=False)  # outputs that may hold the block already
 
     @property
@@ -177,7 +173,7 @@ def scan(block: Block, recipe: BlockRecipe) -> npt.NDArray[np.uint64]:
 def make(block: Block, recipe: BlockRecipe, output: str) -> tuple[int, str, str, bool]:
     """Make the block's files under `output`, unless they exist there or in one of `recipe.reuse`.
 
-    Returns (number of its file, id, the directory with its files, whether it was encoded now). Raises EncoderDiffers.
+    Returns (number of its file, id, the directory with its files, whether it was encoded now).
     """
     data = read(block)
     content = sources.hash_of(data).hex()
@@ -186,47 +182,35 @@ def make(block: Block, recipe: BlockRecipe, output: str) -> tuple[int, str, str,
         for digest, size in ((recipe.digest, 12), (recipe.digest_of_data, 8))
     )
     for directory in (output, *recipe.reuse):
-        if is_built(Path(directory), identity, fast=recipe.fast):
+        if is_built(Path(directory), identity):
             return block.file, identity, directory, False
     _make(data, block, recipe, Path(output), name, identity)
     return block.file, identity, output, True
 
 
-def is_built(directory: Path, identity: str, *, fast: bool = True) -> bool:
-    """Whether the directory has the complete block, made by an encoder that may be trusted."""
+def is_built(directory: Path, identity: str) -> bool:
+    """Whether the directory has the complete block."""
     manifest = read_json(directory / BLOCKS / f"{identity}.json")
-    if manifest is None or (not fast and manifest["encoder"] != "tokenizers"):
+    if manifest is None:
         return False
     endings = ["rows", *(["rejected.jsonl"] if manifest["tally"]["rejected"] else [])]
     if not all((directory / BLOCKS / f"{identity}.{ending}").is_file() for ending in endings):
         return False
     files = (
-        (find_file(directory, part_name, name), entry)
+        (file_of(directory, part_name, name), entry)
         for part_name in PARTS
         for name, entry in (manifest[part_name] or {}).get("files", {}).items()
     )
     return all(  # have the bytes that were written, so that no damaged shard goes into a new set
-        path is not None and path.stat().st_size == entry["bytes"] and is_intact(path, entry["sha256"], home_of(directory))
+        path.is_file() and path.stat().st_size == entry["bytes"] and is_intact(path, entry["sha256"], home_of(directory))
         for path, entry in files
     )
 
 
-def find_file(directory: Path, part_name: str, name: str) -> Path | None:
+def file_of(directory: Path, part_name: str, name: str) -> Path:
     """Path of a block's file: in its part, or in `run/blocks` if the part has only a selection of its rows."""
-    for path in (directory / part_name / name, directory / BLOCKS / f"{part_name}-{name}"):
-        if path.is_file():
-            return path
-    return None
-
-
-def need_file(directory: Path, part_name: str, name: str) -> Path:
-    """As `find_file`; raises ArtifactError where it is gone."""
-    path = find_file(directory, part_name, name)
-    if path is None:
-        raise ArtifactError(
-            f"{part_name}/{name} vanished from {directory} while it was being reused; run the same command again"
-        )
-    return path
+    path = directory / part_name / name
+    return path if path.is_file() else directory / BLOCKS / f"{part_name}-{name}"
 
 
 def records(data: bytes, block: Block, recipe: BlockRecipe, tally: Tally) -> Iterator[tuple[int, sources.Record]]:
@@ -237,7 +221,7 @@ def records(data: bytes, block: Block, recipe: BlockRecipe, tally: Tally) -> Ite
     accepted = sources.accepted(parsed, recipe.parser, tally)
     if recipe.kind == "documents" or not recipe.tokenizer:
         return accepted
-    return _rendered(accepted, block, encoder_of(recipe.tokenizer, fast=recipe.fast), tally)
+    return _rendered(accepted, block, encoder_of(recipe.tokenizer), tally)
 
 
 def _rendered(
@@ -247,18 +231,13 @@ def _rendered(
     if encoder.template != "own":  # the templates of ttrain render every chat
         yield from accepted
         return
-    rows = iter(accepted)
-    while batch := list(itertools.islice(rows, RENDERED_RECORDS)):
-        conversations = [conversation for _, record in batch for conversation in _conversations(record)]
-        reasons = iter(refusals(encoder, conversations))
-        for line, record in batch:
-            record_reasons = [next(reasons) for _ in _conversations(record)]
-            reason = next(filter(None, record_reasons), "")
-            if reason:
-                tally.kept -= 1
-                tally.reject(block.location, line, reason, orjson.dumps(record.to_json()))
-            else:
-                yield line, record
+    for line, record in accepted:
+        reasons = (refusal(encoder, messages) for messages in _conversations(record))
+        if reason := next(filter(None, reasons), ""):
+            tally.kept -= 1
+            tally.reject(block.location, line, reason, orjson.dumps(record.to_json()))
+        else:
+            yield line, record
 
 
 def _conversations(record: sources.Record) -> list[Messages]:
@@ -269,7 +248,7 @@ def _conversations(record: sources.Record) -> list[Messages]:
 
 
 def _make(data: bytes, block: Block, recipe: BlockRecipe, output: Path, name: str, identity: str) -> None:
-    encoder = encoder_of(recipe.tokenizer, fast=recipe.fast)
+    encoder = encoder_of(recipe.tokenizer)
     bad_rows, rows = list[dict[str, Any]](), list[bytes]()
     tally = Tally(quarantine=bad_rows.append)
     threshold = round(recipe.heldout_fraction * 2**64)
@@ -285,8 +264,7 @@ def _make(data: bytes, block: Block, recipe: BlockRecipe, output: Path, name: st
         rows.append(content_hash + size.to_bytes(8, "big") + line.to_bytes(8, "big"))
     files: list[tuple[Path, Any]] = [(output / BLOCKS / f"{identity}.rows", b"".join(rows))]
     if tally.rejected:
-        in_order = sorted(bad_rows, key=lambda row: row["line"])  # templates refuse in batches
-        lines = b"".join(orjson.dumps(row) + b"\n" for row in in_order)
+        lines = b"".join(orjson.dumps(row) + b"\n" for row in bad_rows)
         files.append((output / BLOCKS / f"{identity}.rejected.jsonl", lines))
     manifest = {
         "encoder": encoder.kind,
@@ -300,9 +278,9 @@ def _make(data: bytes, block: Block, recipe: BlockRecipe, output: Path, name: st
 
 
 @lru_cache(maxsize=2)
-def encoder_of(directory: str, *, fast: bool) -> Encoder:
+def encoder_of(directory: str) -> Encoder:
     """The encoder of a tokenizer, opened once per process."""
-    return Encoder(Path(directory), fast=fast)
+    return Encoder(Path(directory))
 
 
 def encode_records(encoder: Encoder, kind: str, records: Sequence[sources.Record]) -> Column:
@@ -378,9 +356,6 @@ class _ShardBuilder:
     def _encode(self) -> None:
         if not self._pending:
             return
-        if not self._done:
-            some = self._pending[:: max(1, len(self._pending) // CHECKED_TEXTS)][:CHECKED_TEXTS]
-            self._encoder.check([text_of(record)[:CHECKED_CHARACTERS] for record in some])
         self._done.append(encode_records(self._encoder, self._kind, self._pending))
         self._pending, self._pending_bytes = [], 0
 

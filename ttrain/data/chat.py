@@ -16,14 +16,12 @@ from ttrain.data import chat_templates, preferences
 from ttrain.data.chat_templates import (
     Message,
     Messages,
-    Rendering,
     Segment,
     Template,
     TemplateRefused,
     TurnTemplate,
 )
 from ttrain.data.encoder import Encoder
-from ttrain.errors import DataError
 
 Encoded = tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]
 
@@ -37,10 +35,13 @@ def encode_chats(encoder: Encoder, conversations: Sequence[Messages]) -> list[En
     return _encode(encoder, conversations, prompt=False)
 
 
-def refusals(encoder: Encoder, conversations: Sequence[Messages]) -> list[str]:
-    """Why the tokenizer's own template refuses each conversation; "" where it does not, as those of ttrain."""
-    renderings = template_of(encoder).render(conversations)
-    return [rendering.reason if isinstance(rendering, TemplateRefused) else "" for rendering in renderings]
+def refusal(encoder: Encoder, messages: Messages) -> str:
+    """Why the tokenizer's own template refuses a conversation; "" where it does not, as those of ttrain."""
+    try:
+        template_of(encoder).render(messages)
+    except TemplateRefused as error:
+        return error.reason
+    return ""
 
 
 def _encode(encoder: Encoder, conversations: Sequence[Messages], *, prompt: bool) -> list[Encoded]:
@@ -50,11 +51,7 @@ def _encode(encoder: Encoder, conversations: Sequence[Messages], *, prompt: bool
     if isinstance(template, TurnTemplate) and template.separable and not in_pieces:
         render = template.prompt if prompt else template.segments
         return assemble(encoder, [render(messages) for messages in conversations])
-    renderings: list[Rendering] = []
-    for rendering in template.render(conversations, prompt=prompt):
-        if isinstance(rendering, DataError):
-            raise rendering
-        renderings.append(rendering)
+    renderings = [template.render(messages, prompt=prompt) for messages in conversations]
     texts = [rendering.text for rendering in renderings]
     encodings = encoder.encode_in_one_piece(texts, [rendering.contents for rendering in renderings])
     live = [rendering.live for rendering in renderings]

@@ -275,11 +275,10 @@ def apart(
     whole = [key for key, wording in wordings.items() if _is_conversation(wording)]
     # Two may begin with a greeting and continue alike; one that does so is taken for an answer.
     searched = whole or (list(answers) if len(answers) > 1 else [])
-    place = _place_of(wanted, [wordings[key] for key in searched])
-    if place:
-        in_conversation, size = place
-        if in_conversation:
-            prompt = answers[searched[0]][:size]
+    size = _end_of(wanted, [wordings[key] for key in searched])
+    if size >= len(wanted):
+        prompt = answers[searched[0]][:size]
+    if size:
         return prompt, [turns[size * (key in searched) :] for key, turns in answers.items()]
     for key in whole:
         if wordings[key][0][0] == "system" or wanted[-1][0] == "user":
@@ -312,26 +311,20 @@ def _repeated_turns(prompt: Sequence[Wording], answer: Sequence[Wording]) -> int
     return min(size, own) if size and answer[-size:] == prompt[-size:] else 0
 
 
-def _place_of(
-    wanted: Sequence[Wording],
-    conversations: Sequence[Sequence[Wording]],
-) -> tuple[bool, int] | None:
-    """Where the prompt ends in what conversations begin with alike: (is all of it there, turns).
+def _end_of(wanted: Sequence[Wording], conversations: Sequence[Sequence[Wording]]) -> int:
+    """Where the prompt ends in what conversations begin with alike; 0 where it is not there.
 
-    If not all is, its last turns are: it may have a system turn that they lack. None: nothing is.
+    They may have turns before it, or its last turns alone: a prompt may have a system turn that they lack.
     """
     size = 0
     shortest = min(map(len, conversations), default=0)
     while size < shortest - 1 and len({conversation[size] for conversation in conversations}) == 1:
         size += 1
-    beginning = list(conversations[0][:size]) if conversations else []
-    for end in range(size, len(wanted) - 1, -1):
-        if beginning[end - len(wanted) : end] == wanted:
-            return True, end
-    for end in range(min(size, len(wanted) - 1), 0, -1):
-        if wanted[-end:] == beginning[:end]:
-            return False, end
-    return None
+    for end in range(size, 0, -1):
+        known = min(end, len(wanted))
+        if [*conversations[0][end - known : end]] == [*wanted[-known:]]:
+            return end
+    return 0
 
 
 def not_learnt(message: Message) -> Message:

@@ -117,8 +117,8 @@ class Template(ABC):
     lead = ""
 
     @abstractmethod
-    def render(self, conversations: Sequence[Messages], *, prompt: bool = False) -> list[Rendering | DataError]:
-        """Render each conversation, or say why the template refuses it.
+    def render(self, messages: Messages, *, prompt: bool = False) -> Rendering:
+        """Render a conversation. Raises DataError if the template refuses it.
 
         Live are the assistant's non-blank texts, what the template writes between the prompt and such a text, and the token
         that ends it. `prompt`: up to the beginning of the assistant's next answer.
@@ -140,16 +140,8 @@ class TurnTemplate(Template):
     spelling: Callable[[int], str]
     separable: bool
 
-    def render(self, conversations: Sequence[Messages], *, prompt: bool = False) -> list[Rendering | DataError]:
-        renderings: list[Rendering | DataError] = []
-        for messages in conversations:
-            try:
-                renderings.append(self._rendering(self.prompt(messages) if prompt else self.segments(messages)))
-            except DataError as error:
-                renderings.append(error)
-        return renderings
-
-    def _rendering(self, segments: Sequence[Segment]) -> Rendering:
+    def render(self, messages: Messages, *, prompt: bool = False) -> Rendering:
+        segments = self.prompt(messages) if prompt else self.segments(messages)
         rendering = Rendering("", [], [])
         pieces: list[str] = []
         at = 0

@@ -61,12 +61,9 @@ class Report:
 
     def check(self, rejected_fraction: float, text_field: str) -> None:
         """Set `error` if the file as a whole cannot be used."""
-        shown_file = redact.url(self.file)
-        if self.error is None and not self.tally.rows:
-            self.error = f"{shown_file}: no rows: it is empty, or holds nothing but blank lines"
-        elif self.error is None:
+        if self.error is None:
             try:
-                self.tally.check(shown_file, rejected_fraction, records.expected_fields(self.kind, text_field))
+                self.tally.check(redact.url(self.file), rejected_fraction, records.expected_fields(self.kind, text_field))
             except DataError as error:
                 self.error = str(error)
 

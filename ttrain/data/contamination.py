@@ -11,18 +11,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ttrain.core.files import JsonDict, read_object, write_json
 from ttrain.data import locations, overlap, records, shards
 from ttrain.data.chat_templates import Messages
-from ttrain.data.overlap import GramIndex
+from ttrain.data.overlap import GramIndex, TextMatch
 from ttrain.data.preferences import Preference, is_preference
 from ttrain.errors import DataError
 
 MAX_LINE_BYTES = 32 << 20
 
-BEGINNING_TOKENS, EXCERPT_LETTERS = 40, 80
+EXCERPT_LETTERS = 80
 
 MOST_PLACES = 3  # reported per item
 
@@ -67,15 +67,6 @@ class OverlapCheck:
         return tuple(dict.fromkeys(item.text for item in self.items))
 
 
-class OverlapMatch(NamedTuple):
-    """A record of a shard that contains an item: number of the item's text, its share, the beginning of the record."""
-
-    record: int
-    text: int
-    share: float
-    beginning: str
-
-
 def item_of(task: str, location: str, text: str) -> EvaluationItem:
     """Make an item of a text."""
     return EvaluationItem(task, location, " ".join(text.split())[:EXCERPT_LETTERS], overlap.spaced(text))
@@ -118,7 +109,7 @@ def overlap_check(files: Sequence[str], share: float, *, remove: bool) -> Overla
     return OverlapCheck(tuple(items), share, remove, left_out)
 
 
-def scan(path: str, tokenizer: str, texts: tuple[bytes, ...], share: float) -> list[OverlapMatch]:
+def scan(path: str, tokenizer: str, texts: tuple[bytes, ...], share: float) -> list[TextMatch]:
     """Find the texts of items in one shard that was encoded with the tokenizer in that directory.
 
     Takes 100 to 200 MB, whatever the size of the shard, unless one record is longer than a chunk.
@@ -129,10 +120,7 @@ def scan(path: str, tokenizer: str, texts: tuple[bytes, ...], share: float) -> l
     for first, last in overlap.chunks(column):
         for match in index.find(overlap.records(column, token_bytes, first, last)):
             if match.share >= share:
-                record = first + match.record
-                start, end = column.offsets[record : record + 2]
-                beginning = token_bytes.text(column.tokens[start : min(end, start + BEGINNING_TOKENS)])
-                matches.append(OverlapMatch(record, match.text, match.share, beginning[:EXCERPT_LETTERS]))
+                matches.append(match._replace(record=first + match.record))
     return matches
 
 
@@ -154,21 +142,20 @@ def write_item_shares(directory: Path, items: Mapping[str, float]) -> None:
         write_json(directory / ITEM_SHARES, dict(sorted(items.items())))
 
 
-def report(against: OverlapCheck, scans: Iterable[tuple[Mapping[str, Any], Sequence[OverlapMatch]]]) -> JsonDict:
+def report(against: OverlapCheck, scans: Iterable[tuple[Mapping[str, Any], Sequence[TextMatch]]]) -> JsonDict:
     """Report on all shards, as JSON. `scans` has, for each shard, fields to add to its matches.
 
     {"removed", "documents": number with an item, "share",
      "tasks": {task: {"items", "too_short", "overlapping", "share", "left_out"}},
      "items": [{"task", "where", "digest", "text", "share", "documents", "places": [{..., "record",
-      "share", "begins"}]}], the largest share first}
+      "share"}]}], the largest share first}
     """
     places_of: defaultdict[int, list[JsonDict]] = defaultdict(list)
     documents = 0
     for origin, matches in scans:
         documents += len({match.record for match in matches})
         for match in matches:
-            place = {"record": match.record, "share": round(match.share, 4), "begins": match.beginning}
-            places_of[match.text].append({**origin, **place})
+            places_of[match.text].append({**origin, "record": match.record, "share": round(match.share, 4)})
     totals = _index_of(against.texts).totals
     number_of = {text: number for number, text in enumerate(against.texts)}
     tasks: dict[str, JsonDict] = {}

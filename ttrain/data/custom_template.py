@@ -19,10 +19,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ttrain.core.files import JsonDict
-from ttrain.data import jinja_templates
 from ttrain.data.chat_templates import Message, Messages, Rendering, Span, Template, TemplateRefused, is_live
 from ttrain.data.encoder import Encoder
-from ttrain.data.jinja_templates import Rendered
 from ttrain.errors import DataError
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -41,6 +39,7 @@ SKELETONS = 4096  # kept; a data set has a few dozen
 MARK_BYTES = 12  # random ones, of a mark in place of a content
 MARK_CHARACTERS = 2 + 2 * MARK_BYTES
 MARK = re.compile(rf"x[0-9a-f]{{{2 * MARK_BYTES}}}y")
+ERROR_CHARACTERS = 200
 FIX = "set tokenizer.template=ttrain for the template of ttrain"
 
 
@@ -67,10 +66,7 @@ class JinjaTemplate(Template):
         self._reads_reasoning = "reasoning_content" in encoder.jinja
         self._has_generation = GENERATION.search(encoder.jinja) is not None
         self._skeletons: dict[tuple[object, ...], Skeleton] = {}
-        question_and_answer = (Message("user", "Q"), Message("assistant", "A"))
-        (rendering,) = self.render([question_and_answer])
-        if isinstance(rendering, DataError):
-            raise rendering
+        rendering = self.render((Message("user", "Q"), Message("assistant", "A")))
         ((start, end),) = rendering.live or [(0, 0)]
         answer_start, answer_end = rendering.contents[-1]
         ends = self._encoder.specials_behind("A", rendering.text[answer_end:end])
@@ -79,20 +75,8 @@ class JinjaTemplate(Template):
         self.end_id = ends[0][0]
         self.lead = rendering.text[start:answer_start]
 
-    def render(self, conversations: Sequence[Messages], *, prompt: bool = False) -> list[Rendering | DataError]:
-        rendered = self._render([(messages, {}) for messages in conversations], prompt=prompt)
-        renderings: list[Rendering | DataError] = []
-        for messages, text_and_spans in zip(conversations, rendered, strict=True):
-            try:
-                if isinstance(text_and_spans, DataError):
-                    raise text_and_spans
-                renderings.append(self._filled(messages, text_and_spans[0], prompt=prompt))
-            except DataError as error:
-                renderings.append(error)
-        return renderings
-
-    def _filled(self, messages: Messages, text: str, *, prompt: bool) -> Rendering:
-        """The rendered conversation with the places of its contents. Raises DataError if the template changed one."""
+    def render(self, messages: Messages, *, prompt: bool = False) -> Rendering:
+        text, _ = self._render(messages, {}, prompt=prompt)
         skeleton = self._skeleton(messages, prompt=prompt)
         contents = self._contents(messages, text, skeleton)
         live: list[Span] = []
@@ -154,10 +138,7 @@ class JinjaTemplate(Template):
     def _marked(self, messages: Messages, *, prompt: bool) -> Skeleton:
         """Make a skeleton by rendering marks. Raises DataError if a content is not written exactly once, in order."""
         marks = {piece: f"x{secrets.token_hex(MARK_BYTES)}y" for piece in self._pieces(messages)}
-        (marked,) = self._render([(messages, marks)], prompt=prompt, spans=self._has_generation and bool(marks))
-        if isinstance(marked, DataError):
-            raise marked
-        rendered, spans = marked
+        rendered, spans = self._render(messages, marks, prompt=prompt, spans=self._has_generation and bool(marks))
         turns = {mark: turn for turn, mark in marks.items()}
         places = [(turns[match[0]], match.start()) for match in MARK.finditer(rendered) if match[0] in turns]
         self._check_order(messages, list(marks), [turn for turn, _ in places])
@@ -241,21 +222,24 @@ class JinjaTemplate(Template):
             return None
 
     def _render(
-        self, conversations: Sequence[tuple[Messages, Mapping[int, str]]], *, prompt: bool, spans: bool = False
-    ) -> list[Rendered | DataError]:
-        """(text, spans of `{% generation %}`) of each conversation with its marks in place of contents, or why not."""
-        turns = [
-            [self._turn(turn, number, marks) for number, turn in enumerate(messages)] for messages, marks in conversations
-        ]
-        renderings = jinja_templates.render(self._jinja, self._encoder.tokens, turns, prompt=prompt, spans=spans)
-        texts: list[Rendered | DataError] = []
-        for (messages, _), rendering in zip(conversations, renderings, strict=True):
-            if isinstance(rendering, str):
-                roles = ", ".join(turn.role for turn in messages)
-                texts.append(self._refused(f"it does not render the turns {roles}: {rendering}"))
-            else:
-                texts.append(rendering)
-        return texts
+        self, messages: Messages, marks: Mapping[int, str], *, prompt: bool, spans: bool = False
+    ) -> tuple[str, list[Span]]:
+        """(text, spans of `{% generation %}`) of a conversation with its marks in place of contents."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            (text,), found_spans = render_jinja_template(
+                [[self._turn(turn, number, marks) for number, turn in enumerate(messages)]],
+                chat_template=self._jinja,
+                add_generation_prompt=prompt,
+                return_assistant_tokens_mask=spans,
+                **self._encoder.tokens,
+            )
+        except Exception as error:  # a template is a program: it may raise anything
+            roles = ", ".join(turn.role for turn in messages)
+            reason = str(error)[:ERROR_CHARACTERS]
+            raise self._refused(f"it does not render the turns {roles}: {reason}") from None
+        return text, found_spans[0] if spans else []
 
     def _turn(self, message: Message, number: int, marks: Mapping[int, str]) -> JsonDict:
         """A turn as the template gets it, with marks in place of its texts."""

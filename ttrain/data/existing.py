@@ -20,7 +20,7 @@ from ttrain.config.training import NONE, TRAININGS
 from ttrain.core.files import JsonDict, need_object, parse_json, user_path
 from ttrain.core.text import first_line
 from ttrain.data import jinja_templates
-from ttrain.errors import ArtifactError, DataError, UsageError
+from ttrain.errors import ArtifactError, UsageError
 from ttrain.store.model_files import INDEX_SUFFIX, MODEL, SECOND_HEAD, weight_files
 
 if TYPE_CHECKING:
@@ -131,13 +131,9 @@ def install(tokenizer_files: Sequence[Path], directory: Path, template: str) -> 
 
         own_template = JinjaTemplate(encoder)
         question = (Message("user", "Q"),)
-        prompt, whole = own_template.render([question], prompt=True) + own_template.render(
-            [(*question, Message("assistant", "A"))]
-        )
         save(encoder.spelling(own_template.end_id))
-        if isinstance(prompt, DataError):
-            raise prompt
-        if isinstance(whole, DataError) or not whole.text.startswith(prompt.text):
+        prompt = own_template.render(question, prompt=True)
+        if not own_template.render((*question, Message("assistant", "A"))).text.startswith(prompt.text):
             log.warning("the chat template's generation prompt differs from the text before the answers in training")
     if added:
         log.info("added to the tokenizer: %s", ", ".join(added))

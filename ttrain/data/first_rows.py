@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import shlex
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +17,6 @@ from ttrain.errors import CannotRead, DataError, UsageError
 
 ROWS, FILES = 20, 20  # of a file, and of a data set
 SHOWN_KEYS = 8
-log = logging.getLogger("ttrain")
 NAMES = {"documents": "a document", "chats": "a chat", "pairs": "a pair of answers"}
 DATASETS = {"documents": "pretrain", "chats": "sft", "pairs": "dpo"}
 
@@ -31,18 +29,16 @@ class FirstRow:
     values: JsonDict
 
 
-def read(location: str, reading: Reading, *, with_parquet: bool = False, tally: Tally | None = None) -> list[FirstRow]:
-    """The good rows among the first of a file; a `.txt` file is one, without its text. `tally` counts them, and bad ones.
+def read(location: str, reading: Reading, *, with_parquet: bool = False) -> list[FirstRow]:
+    """The good rows among the first of a file; a `.txt` file is one, without its text.
 
     Those of parquet need pyarrow, which takes 0.2 s to load. Raises DataError for a file of another format.
     """
-    tally = tally or Tally()
     if locations.is_text(location):
-        tally.rows += 1
         return [FirstRow(1, {reading.text_field: "..."})]
     if streams.is_parquet(location) and not with_parquet:
         return []
-    found = records.records([location], tally, reading.max_line_bytes, reading.text_field)
+    found = records.records([location], Tally(), reading.max_line_bytes, reading.text_field)
     return [FirstRow(line, values) for _, line, values in itertools.islice(found, ROWS)]
 
 
@@ -57,35 +53,16 @@ def kind_of(rows: Sequence[FirstRow], text_field: str) -> Kind | None:
 
 def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> None:
     """Raise UsageError for a file that cannot be what its setting needs: by its format, or since all its first rows have
-    keys of something else. Raise DataError where too many rows are bad, if these are all; else warn of them."""
-    tally, parse = Tally(), records.parser_of(kind, reading.text_field)
-    local = [location for location in files if not locations.is_remote(location)]
-    are_all_rows = len(files) == len(local[:FILES])
-    for location in local[:FILES]:
+    keys of something else. Bad rows are counted where they are read."""
+    for location in [location for location in files if not locations.is_remote(location)][:FILES]:
         try:
-            rows = read(location, reading, tally=tally)
+            rows = read(location, reading)
         except CannotRead:
             raise
         except DataError as error:
             raise UsageError(f"{setting}: {error}") from None
         if rows and not any(_may_be(row, kind, reading.text_field) for row in rows):
-            raise UsageError(_problem(setting, kind, location, rows, reading, local))
-        are_all_rows = are_all_rows and len(rows) < ROWS and not streams.is_parquet(location)
-        for row in rows:
-            tally.see(row.values)
-            if isinstance(record := parse(row.values), Rejected):
-                tally.reject(location, row.line, record.reason)
-    try:
-        tally.check_bad(setting, reading.rejected_fraction, records.expected_fields(kind, reading.text_field))
-    except DataError:
-        if are_all_rows:
-            raise
-        log.warning(
-            "%s: %d of the first %d rows are bad, and more than reading.rejected_fraction=%g of all rows end the run; "
-            "`ttrain data check %s` lists them",
-            setting, tally.rejected.total(), tally.rows, reading.rejected_fraction,
-            " ".join(map(shlex.quote, tally.bad_rows)),
-        )  # fmt: skip
+            raise UsageError(_problem(setting, kind, location, rows, reading))
 
 
 def _may_be(row: FirstRow, kind: Kind, text_field: str) -> bool:
@@ -101,16 +78,15 @@ def _is_good(row: FirstRow, kind: Kind, text_field: str) -> bool:
     return not isinstance(records.parser_of(kind, text_field)(row.values), Rejected)
 
 
-def _problem(
-    setting: str, kind: Kind, location: str, rows: Sequence[FirstRow], reading: Reading, files: Sequence[str]
-) -> str:
+def _problem(setting: str, kind: Kind, location: str, rows: Sequence[FirstRow], reading: Reading) -> str:
     first = rows[0]
     keys = first_of(first.values, SHOWN_KEYS) or "no keys"
     found = kind_of(rows, reading.text_field)
     if found and found != kind:
+        part = "_heldout" if setting.endswith("_heldout") else ""
         return (
             f"{setting} needs {kind}, but {location}:{first.line} is {NAMES[found]} (keys: {keys}); "
-            f"write {_sorted(setting, files, reading)}"
+            f"write {shlex.quote(f'data.{DATASETS[found]}{part}={location}')}"
         )
     fix = f"write rows with {records.expected_fields(kind, reading.text_field)}"
     texts = {key: len(value) for key, value in first.values.items() if isinstance(value, str)}
@@ -118,18 +94,6 @@ def _problem(
         fix = f"set reading.text_field={shlex.quote(max(texts, key=lambda key: texts[key]))}, or {fix}"
     reason = _reason(first, kind, reading.text_field)
     return f"{setting} needs {kind}, but {location}:{first.line} is none: {reason} (keys: {keys}); {fix}"
-
-
-def _sorted(setting: str, files: Sequence[str], reading: Reading) -> str:
-    """The settings that give each file of a setting, which a glob may name together, to the data set of its rows."""
-    if len(files) > FILES:
-        return f"what `ttrain init {' '.join(map(shlex.quote, files[:2]))} ...` finds in all of them"
-    part = "_heldout" if setting.endswith("_heldout") else ""
-    names: dict[str, list[str]] = {}
-    for location in files:
-        if kind := kind_of(read(location, reading, with_parquet=True), reading.text_field):
-            names.setdefault(DATASETS[kind], []).append(location)
-    return " ".join(shlex.quote(f"data.{dataset}{part}={','.join(of_it)}") for dataset, of_it in names.items())
 
 
 def why_unreadable(rows: Sequence[FirstRow], text_field: str) -> str:

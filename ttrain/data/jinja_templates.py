@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Sequence
 
-from ttrain.core.files import JsonDict
 from ttrain.data.tools import CALL_BEGIN, CALL_END, TOOLS_BEGIN, TOOLS_END, TOOLS_SENTENCE
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -78,36 +76,3 @@ JINJA = {name: string.Template(_JINJA).substitute(_TOOLS, **parts).lstrip() for 
 def name_of(jinja: str) -> str:
     """Name of the template whose Jinja text this is; "own" for any that is not one of ttrain's."""
     return next((name for name, text in JINJA.items() if text == jinja), "own")
-
-
-Turns = Sequence[JsonDict]
-
-Rendered = tuple[str, list[tuple[int, int]]]
-
-ERROR_CHARACTERS = 200
-
-
-def render(
-    template: str, variables: JsonDict, conversations: Sequence[Turns], *, prompt: bool, spans: bool
-) -> list[Rendered | str]:
-    """(text, spans of `{% generation %}` in it, where `spans`) of each conversation, or why it does not render.
-
-    `variables`: special tokens by their names, and others that the template may read, such as `tools`.
-    """
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    results: list[Rendered | str] = []
-    for turns in conversations:
-        try:
-            (text,), found_spans = render_jinja_template(
-                [turns],
-                chat_template=template,
-                add_generation_prompt=prompt,
-                return_assistant_tokens_mask=spans,
-                **variables,
-            )
-        except Exception as error:  # a template is a program: it may raise anything
-            results.append(str(error)[:ERROR_CHARACTERS])
-        else:
-            results.append((text, found_spans[0] if spans else []))
-    return results

@@ -176,14 +176,9 @@ def _remote_files(pattern: str) -> list[str]:
 
 
 def _files_below(files: Any, folder: str, depth: int | None) -> list[str]:
-    """All files below a folder. fsspec's own `find` and `glob` skip a folder that fails, and would return less data."""
-    paths: list[str] = []
-    for details in files.ls(folder, detail=True):
-        if details["type"] != "directory":
-            paths.append(details["name"])
-        elif depth is None or depth > 1:
-            paths += _files_below(files, details["name"], depth and depth - 1)
-    return paths
+    """All files below a folder. Unlike this, fsspec's `find` and `glob` skip a folder that fails: less data."""
+    folders = files.walk(folder, maxdepth=depth, detail=True, on_error="raise")
+    return [details["name"] for _, _, found in folders for details in found.values()]
 
 
 def _glob(pattern: str) -> re.Pattern[str]:

@@ -24,14 +24,14 @@ import numpy.typing as npt
 
 from ttrain.core.hashing import digest_of
 from ttrain.data import overlap, shards
-from ttrain.data.overlap import RECORD_BYTES, Bytes, Hashes, Places
+from ttrain.data.overlap import Bytes, Hashes, Places
 
 NEAR_DUPLICATE = "near-duplicate"  # the rule's name in the counts
 SHINGLE_BYTES = 24  # eight Chinese characters, or four to five English words
 WORD_BYTES = 8
 # Odd numbers without a pattern: of the golden ratio, and of splitmix64 (https://doi.org/10.1145/2660193.2660195).
 FACTORS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-FORMAT = 1  # of sketches: another one where the values of a text change
+FORMAT = 2  # of sketches: another one where the values of a text change
 VALUES = 128  # MinHash values of a document
 MOST_MISSED = 0.002  # of the pairs that are exactly as similar as the threshold
 MOST_IN_BAND = 64  # kept documents of a band to compare with: ten thousand that are alike must not cost their square
@@ -59,17 +59,6 @@ class SimilarityRule:
     @property
     def bands(self) -> int:
         return VALUES // self.rows
-
-
-class Sketches(NamedTuple):
-    """Of the documents of a shard: the key of each band, of shape [bands, documents], and distinct shingles."""
-
-    keys: Values
-    counts: Values
-
-    @classmethod
-    def none(cls, rule: SimilarityRule) -> Sketches:
-        return cls(np.zeros((rule.bands, 0), np.uint32), np.zeros(0, np.uint32))
 
 
 class NearDuplicate(NamedTuple):
@@ -116,15 +105,13 @@ def jaccard(first: Hashes, second: Hashes) -> float:
     small, large = sorted((first, second), key=len)
     if not len(small):
         return 0.0
-    common = 0
-    for start in range(0, len(small), SLICE):
-        values = small[start : start + SLICE]
-        common += int((large[np.minimum(large.searchsorted(values), len(large) - 1)] == values).sum())
+    places = np.minimum(large.searchsorted(small), len(large) - 1)
+    common = int((large[places] == small).sum())
     return common / (len(first) + len(second) - common)
 
 
-def sketches_of(texts: Sequence[bytes], rule: SimilarityRule) -> Sketches:
-    """The sketches of plain texts."""
+def sketches_of(texts: Sequence[bytes], rule: SimilarityRule) -> Values:
+    """The key of each band of each plain text, of shape [bands, texts]."""
     padded = [_padded(text) for text in texts]
     flat = _shingle_hashes(np.frombuffer(b"".join(padded), np.uint8))
     inside, windows, start = np.zeros(len(flat), np.bool_), list[int](), 0
@@ -133,9 +120,7 @@ def sketches_of(texts: Sequence[bytes], rule: SimilarityRule) -> Sketches:
         inside[start : start + windows[-1]] = True
         start += len(text)
     flat = flat[inside]  # frees those between texts before `owners` is made
-    owners = np.repeat(np.arange(len(texts), dtype=np.int32), windows)
-    keys = _band_keys(flat, owners, len(texts), rule)
-    return Sketches(keys, _distinct(flat, owners, len(texts)))  # which sorts them in place
+    return _band_keys(flat, np.repeat(np.arange(len(texts), dtype=np.int32), windows), len(texts), rule)
 
 
 def _mixed(hashes: Hashes) -> Values:
@@ -143,17 +128,6 @@ def _mixed(hashes: Hashes) -> Values:
     mixed = (hashes ^ (hashes >> np.uint64(30))) * np.uint64(FACTORS[1])
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(FACTORS[2])
     return (mixed >> np.uint64(32)).astype(np.uint32)
-
-
-def _distinct(hashes: Hashes, owners: Owners, documents: int) -> Values:
-    """Distinct shingles of each document; documents are in order, and the hashes of each are sorted in place."""
-    counts = np.zeros(documents, np.int64)
-    firsts = np.searchsorted(owners, np.arange(documents + 1, dtype=np.int32))
-    for number in np.flatnonzero(np.diff(firsts)).tolist():
-        ordered = hashes[firsts[number] : firsts[number + 1]]
-        ordered.sort()
-        counts[number] = 1 + np.count_nonzero(ordered[1:] != ordered[:-1])
-    return np.minimum(counts, 2**32 - 1).astype(np.uint32)
 
 
 @cache
@@ -190,40 +164,38 @@ def sketch_name(sha256: str, tokenizer_digest: str, rule: SimilarityRule) -> str
     return f"{digest_of([FORMAT, sha256, tokenizer_digest, rule.bands, rule.rows])[:24]}.near"
 
 
-def make_sketches(shard: str, tokenizer: str, target: str, rule: SimilarityRule) -> None:
-    """Write the sketches of the documents of a shard that was encoded with the tokenizer in that directory."""
-    column, token_bytes = shards.read_shard(Path(shard)), overlap.token_bytes_of(tokenizer)
-    parts = [Sketches.none(rule)]
+def sketches_of_shard(shard: str, tokenizer: str, rule: SimilarityRule, paths: Sequence[str]) -> Values:
+    """The sketches of a shard that was encoded with the tokenizer in that directory: from the first of these files that
+    has them undamaged, else made and written to the first."""
+    column = shards.read_shard(Path(shard))
+    for path in map(Path, paths):
+        data = path.read_bytes() if path.is_file() else b""
+        if len(data) == DIGEST_BYTES + 4 * rule.bands * len(column) and _digest(data[DIGEST_BYTES:]) == data[:DIGEST_BYTES]:
+            return np.frombuffer(data, "<u4", offset=DIGEST_BYTES).reshape(rule.bands, len(column))
+    token_bytes = overlap.token_bytes_of(tokenizer)
+    parts = [np.zeros((rule.bands, 0), np.uint32)]
     for first, last in overlap.chunks(column):
-        records = overlap.records(column, token_bytes, first, last)
-        texts = (text[len(RECORD_BYTES) :].tobytes() for text in np.split(records.letters, records.begins)[1:])
-        parts.append(sketches_of([*texts], rule))
-    keys, counts = (np.concatenate(arrays, axis=-1) for arrays in zip(*parts, strict=True))
-    write_sketches(Path(target), Sketches(keys, counts))
+        texts = overlap.records(column, token_bytes, first, last)
+        parts.append(sketches_of([text.replace(b" ", b"") for text in texts], rule))
+    sketches = np.concatenate(parts, axis=1)
+    write_sketches(Path(paths[0]), sketches)
+    return sketches
 
 
-def write_sketches(path: Path, sketches: Sketches) -> None:
+def write_sketches(path: Path, sketches: Values) -> None:
     """Write sketches to a file, with a digest before them."""
-    data = np.concatenate([sketches.keys.reshape(-1), sketches.counts]).astype("<u4").tobytes()
-    shards.write_files([(path, hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest() + data)])
+    data = sketches.astype("<u4").tobytes()
+    shards.write_files([(path, _digest(data) + data)])
 
 
-def has_sketches(path: Path, documents: int, rule: SimilarityRule) -> bool:
-    """Whether the file has the sketches of so many documents, undamaged; else they are made again."""
-    try:
-        with path.open("rb") as file:
-            digest, content = file.read(DIGEST_BYTES), hashlib.blake2b(digest_size=DIGEST_BYTES)
-            while chunk := file.read(1 << 20):
-                content.update(chunk)
-            return file.tell() == DIGEST_BYTES + 4 * (rule.bands + 1) * documents and content.digest() == digest
-    except OSError:
-        return False
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
 def shingles_in(column: shards.Column, record: int, tokenizer: str) -> Hashes:
     """The shingles of one record of a shard."""
-    records = overlap.records(column, overlap.token_bytes_of(tokenizer), record, record + 1)
-    return shingles_of(records.letters[records.begins[0] + len(RECORD_BYTES) :].tobytes())
+    (text,) = overlap.records(column, overlap.token_bytes_of(tokenizer), record, record + 1)
+    return shingles_of(text.replace(b" ", b""))
 
 
 # Which documents are dropped
@@ -237,18 +209,15 @@ class Candidates(NamedTuple):
     bands: Places
 
 
-def candidates(
-    band_keys: Callable[[int], Values], rule: SimilarityRule, counts: Values, present: Flags, droppable: Flags
-) -> Candidates:
+def candidates(sketches: Values, present: Flags, droppable: Flags) -> Candidates:
     """Find the documents that share a band with another, where one of both may be dropped.
 
-    `band_keys` returns the key of a band of every document. Memory: some 40 bytes a document, and 16 for each band that a
-    document shares.
+    Memory: some 40 bytes a document, and 16 for each band that a document shares.
     """
-    eligible = np.flatnonzero(present & (counts > 0))
+    eligible = np.flatnonzero(present)
     positions, bands, number = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
-    for band in range(rule.bands if len(eligible) else 0):
-        keys = band_keys(band)[eligible]
+    for band_keys in sketches if len(eligible) else ():
+        keys = band_keys[eligible]
         order = keys.argsort(kind="stable")
         starts = np.flatnonzero(np.r_[True, keys[order][1:] != keys[order][:-1]])
         sizes = np.diff(np.append(starts, len(order)))
@@ -264,11 +233,7 @@ def candidates(
 
 
 def confirm(
-    pairs: Candidates,
-    counts: Values,
-    droppable: Flags,
-    shingles: Callable[[int], Hashes],
-    rule: SimilarityRule,
+    pairs: Candidates, droppable: Flags, shingles: Callable[[int], Hashes], rule: SimilarityRule
 ) -> list[NearDuplicate]:
     """Compare candidates exactly with those kept before them, in order; return those that are dropped."""
     originals: dict[int, list[int]] = {}
@@ -277,16 +242,10 @@ def confirm(
     def compared(position: int, bands: Sequence[int]) -> NearDuplicate | None:
         """With the first kept document, of those with most bands in common, that is as similar as the threshold."""
         shared = Counter(original for band in bands for original in originals.get(band, ()))
-        size = int(counts[position])
-        similar = [
-            (-times, original)
-            for original, times in shared.items()
-            if min(size, int(counts[original])) >= rule.threshold * max(size, int(counts[original]))  # else it cannot be
-        ]
-        if not similar:
+        if not shared:
             return None
         hashes = shingles(position)
-        for _, original in sorted(similar)[:MOST_COMPARED]:
+        for original in sorted(shared, key=lambda original: (-shared[original], original))[:MOST_COMPARED]:
             if (similarity := jaccard(hashes, shingles(original))) >= rule.threshold:
                 return NearDuplicate(position, original, similarity)
         return None

@@ -23,22 +23,20 @@ import pyarrow as pa
 
 from ttrain.core.files import parse_json
 from ttrain.data.encoder import Encoder, open_tokenizer
-from ttrain.data.shards import Column, Ids, arrow_array, counted_up
+from ttrain.data.shards import Column, Ids, Offsets, arrow_array, counted_up
 
 GRAM_WORDS = 13  # of one n-gram; a shorter item is one n-gram
 FEWEST_WORDS = 8  # of an item; what is shorter stands everywhere
 # An n-gram at more places of the items identifies none of them, such as an instruction before each question. Up to 16
 # questions may share a passage.
 MOST_ALIKE = 16
-# Separators of records, and replacements of special tokens: surrogates, which no text has in UTF-8.
-RECORD, SPECIAL = "\ud800", "\ud801"
-RECORD_BYTES, SPECIAL_BYTES = (mark.encode("utf-8", "surrogatepass") for mark in (RECORD, SPECIAL))
+SPECIAL = b"\xff"  # a special token, among the bytes of the others: a byte that UTF-8 never has
+RECORD = 0xFF  # the byte before each record, among the letters of several
 # What most templates write between two turns: special tokens, and the name of a role after one or between two.
-BETWEEN_TURNS = re.compile(SPECIAL_BYTES + rb"(?:(?:system|user|assistant|tool|model)(?:\n|(?=" + SPECIAL_BYTES + rb")))?")
+BETWEEN_TURNS = re.compile(SPECIAL + rb"(?:(?:system|user|assistant|tool|model)(?:\n|(?=" + SPECIAL + rb")))?")
 CODE_POINTS = 0x110000
 LETTERS = (range(0x40000), range(0xE0000, 0xE0200))  # Unicode has no letters elsewhere
 CHUNK_TOKENS = 500_000
-REDUCED_POINTS = 1 << 20
 FILTER_BITS = 22  # 4 MB: of 200,000 n-grams one in twenty hashes passes by chance
 FILTER_SHIFT = np.uint64(64 - FILTER_BITS)
 SPACE = ord(" ")
@@ -55,14 +53,6 @@ class TextMatch(NamedTuple):
     record: int
     text: int
     share: float
-
-
-class PlainRecords(NamedTuple):
-    """Letters of several records, where each record begins in them, and where each word does."""
-
-    letters: Bytes
-    begins: Places
-    words: Places
 
 
 class GramTable(NamedTuple):
@@ -94,18 +84,21 @@ class GramIndex:
         for table in self._tables.values():
             self.totals += np.bincount(table.texts, minlength=len(texts))
 
-    def find(self, records: PlainRecords) -> list[TextMatch]:
-        """Each record with each of the texts of which it has an n-gram."""
+    def find(self, records: Sequence[bytes]) -> list[TextMatch]:
+        """Each record, as `spaced` makes it, with each of the texts of which it has an n-gram."""
         counts: dict[tuple[int, int], int] = {}
-        word_hashes = WordHashes(records.letters, records.words)
+        marked = b"".join(b"\xff %b " % record for record in records)
+        letters, words = _words_of(np.frombuffer(marked, np.uint8))
+        begins = np.flatnonzero(letters == RECORD)
+        word_hashes = WordHashes(letters, words)
         for size, table in self._tables.items():
             hashes = word_hashes.of_grams(size)
             hits = np.flatnonzero(table.filter[hashes >> FILTER_SHIFT])
             first = np.searchsorted(table.hashes, hashes[hits])
             alike = np.searchsorted(table.hashes, hashes[hits], "right") - first
             grams = counted_up(first, alike)
-            places = np.repeat(records.words[hits], alike)
-            owners = np.searchsorted(records.begins, places, "right") - 1
+            places = np.repeat(words[hits], alike)
+            owners = np.searchsorted(begins, places, "right") - 1
             found = np.unique(np.stack([owners, grams], axis=1), axis=0)  # each n-gram once in a record
             pairs = np.stack([found[:, 0], table.texts[found[:, 1]]], axis=1)
             distinct, numbers = np.unique(pairs, axis=0, return_counts=True)
@@ -165,7 +158,9 @@ def _words_of(text: Bytes) -> tuple[Bytes, Places]:
 
 def spaced(text: str) -> bytes:
     """The letters and digits of a text, in lower case, without accents, full-width ones as ASCII, between spaces."""
-    return _reduced(text.encode("utf-32-le", "replace"))
+    points = _table()[np.frombuffer(text.encode("utf-32-le", "replace"), "<u4")]
+    reduced: bytes = points[points != 0].tobytes()
+    return reduced.decode("utf-32-le").encode("utf-8")
 
 
 def plain(text: str) -> bytes:
@@ -178,18 +173,14 @@ def plain(text: str) -> bytes:
     return spaced(text).replace(b" ", b"")
 
 
-def records(column: Column, token_bytes: TokenBytes, first: int, last: int) -> PlainRecords:
-    """The plain text of the records `first` to `last`, each after RECORD_BYTES.
+def records(column: Column, token_bytes: TokenBytes, first: int, last: int) -> list[bytes]:
+    """The letters and digits of the records `first` to `last`, between spaces, as `spaced` makes them of a text.
 
-    The turns of a chat are joined like those of an item, so that an item of many short turns is found whole too.
+    The turns of a chat are joined like those of an item, so that an item of many short turns is found whole too. Bytes that
+    are no UTF-8, of ids that a model generated, are left out.
     """
-    start, end = column.offsets[first], column.offsets[last]
-    ids = np.insert(column.tokens[start:end].astype(np.int32), column.offsets[first:last] - start, token_bytes.record)
-    text = _decoded(BETWEEN_TURNS.sub(b" ", token_bytes.join(ids)))
-    letters, words = _words_of(np.frombuffer(_reduced(text.encode("utf-32-le", "surrogatepass")), np.uint8))
-    begins = np.flatnonzero(letters[:-1] == RECORD_BYTES[0])  # the byte begins letters of Hangul, too
-    begins = begins[letters[begins + 1] == RECORD_BYTES[1]]
-    return PlainRecords(letters, begins[letters[begins + 2] == RECORD_BYTES[2]], words)
+    texts = token_bytes.split(column.tokens, column.offsets[first : last + 1])
+    return [spaced(BETWEEN_TURNS.sub(b" ", text).decode("utf-8", "replace")) for text in texts]
 
 
 def chunks(column: Column, tokens: int = CHUNK_TOKENS) -> list[tuple[int, int]]:
@@ -209,50 +200,28 @@ class TokenBytes:
         path = encoder.directory / "tokenizer.json"
         tokenizer = parse_json(path.read_bytes())
         is_bytes = '"ByteLevel"' in json.dumps(tokenizer["decoder"])
-        token_bytes = [b""] * (len(encoder) + 1)
+        token_bytes = [b""] * len(encoder)
         for piece, number in open_tokenizer(path).get_vocab(with_added_tokens=False).items():
             token_bytes[number] = _bytes_of(piece, is_bytes=is_bytes)
         for token in tokenizer["added_tokens"]:
             token_bytes[token["id"]] = token["content"].encode("utf-8")
         for number in encoder.special_ids():
-            token_bytes[number] = SPECIAL_BYTES
-        self.record = len(encoder)
-        token_bytes[self.record] = b" " + RECORD_BYTES + b" "
+            token_bytes[number] = SPECIAL
         self._array = pa.array(token_bytes, pa.binary())
 
-    def join(self, ids: Ids) -> bytes:
-        """The bytes of all ids, at 400 MB a second; the library's decoder does 10 MB a second."""
-        joined: bytes = self._array.take(arrow_array(ids)).buffers()[2].to_pybytes() if len(ids) else b""
-        return joined
-
-    def text(self, ids: Ids) -> str:
-        """Readable text of a few ids, on one line, without special tokens."""
-        text = self.join(ids.astype(np.int32)).replace(SPECIAL_BYTES, b" ").decode("utf-8", "replace")
-        return " ".join(text.split()).rstrip("\ufffd")  # the ids may end within a character
+    def split(self, ids: Ids, offsets: Offsets) -> list[bytes]:
+        """The bytes of each record, at 400 MB a second; the library's decoder does 10 MB a second."""
+        taken = self._array.take(arrow_array(ids[offsets[0] : offsets[-1]].astype(np.int32)))
+        _, borders, data = taken.buffers()
+        borders = np.frombuffer(borders, np.int32)[offsets - offsets[0]].tolist()
+        joined = data.to_pybytes() if data else b""
+        return [joined[start:end] for start, end in itertools.pairwise(borders)]
 
 
 @lru_cache(maxsize=2)
 def token_bytes_of(directory: str) -> TokenBytes:
     """The token bytes of the tokenizer in a directory, cached."""
     return TokenBytes(Encoder(Path(directory), fast=False))
-
-
-def _reduced(text: bytes) -> bytes:
-    """Reduce UTF-32 to plain text in UTF-8, slice by slice, since it takes four times the memory."""
-    pieces, code_points = [], np.frombuffer(text, "<u4")
-    for start in range(0, len(code_points), REDUCED_POINTS):
-        points = _table()[code_points[start : start + REDUCED_POINTS]]
-        reduced: bytes = points[points != 0].tobytes()
-        pieces.append(reduced.decode("utf-32-le", "surrogatepass").encode("utf-8", "surrogatepass"))
-    return b"".join(pieces)
-
-
-def _decoded(data: bytes) -> str:
-    """Decode UTF-8. Invalid bytes (of ids that a model generated, or of a tokenizer that lost bytes) must not raise."""
-    try:
-        return data.decode("utf-8", "surrogatepass")
-    except UnicodeDecodeError:
-        return RECORD.join(piece.decode("utf-8", "replace") for piece in data.split(RECORD_BYTES))
 
 
 @lru_cache(maxsize=1)
@@ -272,7 +241,6 @@ def _table() -> npt.NDArray[np.uint32]:
             table[point] = ord(parts[0])  # of a ligature that has no letter of its own, the first
         elif unicodedata.category(letter)[0] in "MC" and letter not in "\t\n\r\v\f":  # accents, joiners
             table[point] = 0
-    table[ord(RECORD)] = ord(RECORD)
     return table
 
 

@@ -18,7 +18,7 @@ from ttrain.config.nightly import FEWEST_RECORDS
 from ttrain.config.rules import AUTO
 from ttrain.core import redact
 from ttrain.core.files import JsonDict
-from ttrain.data import exact_json
+from ttrain.data import tools
 from ttrain.data.chat_shapes import CHAT_FIELDS, is_blank, is_chat, messages_of, unread_keys
 from ttrain.data.chat_templates import Messages
 from ttrain.data.preferences import PREFERENCE_FIELDS, Labels, Preference, is_preference, preference_of
@@ -129,8 +129,8 @@ def _weighted(record: Record, weight: object) -> Record | Skipped | Rejected:
 
 def _excerpt(value: JsonDict) -> bytes:
     try:
-        return orjson.dumps(value, default=exact_json.as_json)
-    except TypeError:  # nested deeper than orjson writes, which is less deep than it reads
+        return orjson.dumps(value)
+    except TypeError:  # a number beyond 64 bits, or nested deeper than orjson writes
         return b""
 
 
@@ -487,7 +487,7 @@ def parsed(numbered: Iterable[tuple[int, bytes]], path: str, tally: Tally, max_l
             continue
         if _is_written_again(value, line):
             try:
-                value = exact_json.parse_row(line, value)
+                value = tools.without_null_keys(line, value)
             except RecursionError:
                 tally.reject(path, number, TOO_DEEP, line)
                 continue

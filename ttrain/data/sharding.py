@@ -27,10 +27,10 @@ from ttrain.data import blocks, contamination, shard_worker
 from ttrain.data.assembly import ShardSetResult, assemble
 from ttrain.data.blocks import BLOCKS, Block, BlockRecipe
 from ttrain.data.built_blocks import BuiltBlock, DataFile, FilesByRole, Pool, Table
-from ttrain.data.contamination import OverlapCheck, OverlapMatch
-from ttrain.data.encoder import EncoderDiffers
+from ttrain.data.contamination import OverlapCheck
 from ttrain.data.near_duplicate_sets import EarlierSet, NearDuplicateSearch
 from ttrain.data.near_duplicates import SimilarityRule
+from ttrain.data.overlap import TextMatch
 from ttrain.errors import StageFailed
 
 Progress = Callable[[int, int], None]  # gets the rows so far, and the blocks
@@ -76,21 +76,17 @@ def make_all(
     pool: Pool,
     progress: Progress = lambda rows, block_count: None,
 ) -> list[BuiltBlock]:
-    """Make or reuse every block of the files. If the encoders differ, all blocks are made again with `tokenizers`."""
+    """Make or reuse every block of the files."""
     recipe = replace(recipe, heldout_fraction=0.0 if "heldout" in files else recipe.heldout_fraction)
-    maker = _BlockMaker(output, files, reading, block_bytes, pool, progress)
-    try:
-        return maker.make_all(recipe)
-    except EncoderDiffers:
-        return maker.make_all(replace(recipe, fast=False))
+    return _BlockMaker(output, files, reading, block_bytes, pool, progress).make_all(recipe)
 
 
 def scan(
     built_blocks: Sequence[BuiltBlock], recipe: BlockRecipe, against: OverlapCheck, pool: Pool
-) -> list[list[OverlapMatch]]:
+) -> list[list[TextMatch]]:
     """Overlap of each block's training part with the items; empty if it has no training part."""
     paths = [
-        blocks.need_file(block.directory, "train", block.manifest["train"]["file"]) if block.manifest["train"] else None
+        blocks.file_of(block.directory, "train", block.manifest["train"]["file"]) if block.manifest["train"] else None
         for block in built_blocks
     ]
     tasks = ((str(path), recipe.tokenizer, against.texts, against.share) for path in paths if path)

@@ -11,24 +11,24 @@ strings) and ShareGPT's (`function_call`, the JSON of a call as a turn's text).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import orjson
 
-from ttrain.core.files import JsonDict
-from ttrain.data import exact_json
-from ttrain.data.exact_json import Number
+from ttrain.core.files import JsonDict, parse_json
 
 TOOLS_SENTENCE = "You may call these functions; put each call as JSON between <tool_call> and </tool_call>."
 TOOLS_BEGIN, TOOLS_END = "<tools>", "</tools>"
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 A_TOOL, A_CALL = '{"name": "f", "parameters": {}}', '{"name": "f", "arguments": {}}'
 JSON_TYPES = {
-    type(None): "null", bool: "a boolean", int: "a number", float: "a number", Number: "a number", str: "text",
-    list: "a list", dict: "an object",
+    type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list",
+    dict: "an object",
 }  # fmt: skip
 PARQUET_TYPE = "type of parquet"  # the only key of what replaces a value that JSON lacks, such as a date
+
+
+LARGE = 2.0**63  # doubles from here on may be whole numbers
 
 
 class Malformed(ValueError):
@@ -130,42 +130,43 @@ def _parsed(value: object, name: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return exact_json.parse_row(value, orjson.loads(value))
+        return without_null_keys(value, orjson.loads(value))
     except orjson.JSONDecodeError:
         raise Malformed(f"{name}: not valid JSON; write JSON, or a text that holds JSON") from None
 
 
-_ENCODE = json.JSONEncoder(ensure_ascii=False).encode
+def without_null_keys(data: str | bytes, value: Any) -> Any:
+    """A row without keys that are null, whole numbers exact; `value` is what orjson read of `data`.
+
+    orjson reads whole numbers beyond 64 bits as doubles: an order number was trained on as 9.876543210987654e+19.
+    """
+    if drop_null_keys(value):
+        value = parse_json(data)
+        drop_null_keys(value)
+    return value
+
+
+def drop_null_keys(value: Any) -> bool:
+    """Remove keys that are null, at any depth: structs of parquet have the keys of all rows.
+
+    Returns whether a double may be a whole number beyond 64 bits.
+    """
+    has_large = False
+    items = list(value.items()) if type(value) is dict else enumerate(value) if type(value) is list else ()
+    for key, element in items:
+        kind = type(element)
+        if kind is dict or kind is list:
+            has_large |= drop_null_keys(element)
+        elif element is None and type(value) is dict:
+            del value[key]
+        elif kind is float:
+            has_large |= abs(element) >= LARGE
+    return has_large
 
 
 def dumps(value: object) -> str:
-    """The JSON of a function or of arguments, with numbers as they are written in the row.
-
-    Raises Malformed for what JSON lacks.
-    """
-    pieces: list[str] = []
-    _write(value, pieces.append)
-    return "".join(pieces)
-
-
-def _write(value: object, write: Callable[[str], object]) -> None:
-    if isinstance(value, str):
-        write(_ENCODE(value))
-    elif isinstance(value, dict):
-        if PARQUET_TYPE in value:
-            raise Malformed(f"a value of a function or a call is {kind_of(value)}, which JSON lacks; write it as text")
-        before = "{"
-        for key, element in value.items():
-            write(f"{before}{_ENCODE(key)}: ")
-            _write(element, write)
-            before = ", "
-        write("{}" if before == "{" else "}")
-    elif isinstance(value, list):
-        before = "["
-        for element in value:
-            write(before)
-            _write(element, write)
-            before = ", "
-        write("[]" if before == "[" else "]")
-    else:
-        write(value.text if isinstance(value, Number) else _ENCODE(value))
+    """The JSON of a function or of arguments. Raises Malformed for what JSON lacks."""
+    written = json.dumps(value, ensure_ascii=False)
+    if f'"{PARQUET_TYPE}"' in written:
+        raise Malformed("a value of a function or a call has a type of parquet which JSON lacks; write it as text")
+    return written

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import shutil
 from codecs import BOM_UTF8
 from collections import Counter
@@ -12,11 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import orjson
-
-from ttrain.core.files import JsonDict
+from ttrain.core.files import JsonDict, parse_json
 from ttrain.core.hashing import canonical_json, sha256_file
-from ttrain.data import exact_json, existing
+from ttrain.data import existing, tools
 from ttrain.data.chat import lead_text, prompt_ids
 from ttrain.data.chat_shapes import CHAT_KEYS, messages_of
 from ttrain.data.chat_templates import Message, Messages
@@ -126,8 +125,8 @@ def write_answers(path: Path, header: JsonDict, make: Callable[[int], Iterable[l
 
 
 def line_of(row: JsonDict) -> bytes:
-    """A row as JSON, with the numbers of the prompt's record as they are written there."""
-    return orjson.dumps(row, default=exact_json.as_json)
+    """A row as JSON; orjson would refuse whole numbers beyond 64 bits."""
+    return json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _resume_partial(partial: Path, first: bytes) -> int:
@@ -202,7 +201,7 @@ def read(path: Path, *, raw: bool, system: str = "") -> list[Prompt]:
             continue
         try:
             text = line.decode("utf-8")
-            value = exact_json.parse(text) if is_json else {"prompt": text.rstrip("\r")}
+            value = parse_json(text) if is_json else {"prompt": text.rstrip("\r")}
             prompts.append(_prompt(len(prompts), value, raw=raw, system=system))
         except UnicodeDecodeError:
             raise DataError(f"{path}:{at}: {NOT_UTF8}") from None
@@ -228,7 +227,7 @@ def _prompt(number: int, value: Any, *, raw: bool, system: str) -> Prompt:
         raise Malformed(f"none of the keys {', '.join(('prompt', 'text', *CHAT_KEYS))} holds a prompt")
     answers = {key: value.get(key) or NO_ANSWER for key in ("output", "completion")}  # an answer is optional here
     row = copy.deepcopy({**value, **answers})  # the record is written as it is
-    exact_json.drop_null_keys(row)
+    tools.drop_null_keys(row)
     messages = messages_of(row)
     reference = messages.pop().content if messages[-1].role == "assistant" else None
     if not messages:

@@ -143,7 +143,7 @@ def _digests(shards: ShardSet) -> Iterator[bytes]:
 def _digests_of_earlier(job: StageContext) -> Iterator[bytes]:
     """The digest of each document that earlier nights hold out, as text, in the tokens of tonight's tokenizer."""
     if EARLIER_HELDOUT in job.inputs:
-        encoder = encoder_of(str(job.inputs["tokenizer"]), fast=True)
+        encoder = encoder_of(str(job.inputs["tokenizer"]))
         for document in heldout_documents(job.inputs[EARLIER_HELDOUT]):
             yield _digest(encode_records(encoder, "documents", [document]), 0)
 

@@ -114,7 +114,7 @@ def recipe_of(
     home: Path | None = None,
 ) -> BlockRecipe:  # fmt: skip
     """The recipe that blocks are made by; the digest of its code is part of it. `home`: remembers that of each module."""
-    encoder = blocks.encoder_of(str(tokenizer), fast=True)
+    encoder = blocks.encoder_of(str(tokenizer))
     return BlockRecipe(
         kind=kind,
         text_field=reading.text_field if own_data else "text",
