@@ -253,11 +253,7 @@ def test_a_renewed_signature_or_password_is_the_same_version(old: str, new: str)
     ("location", "other"),
     [
         ("https://host/x?file=1", "https://host/x?file=2"),
-        ("https://host/x?sig=a&se=1", "https://host/x?sig=b&se=2"),
-        ("https://host/x?Expires=1&Signature=a", "https://host/x?Expires=1&Signature=b"),
         (f"https://host/x?{SAS_OLD}&snapshot=1", f"https://host/x?{SAS_OLD}&snapshot=2"),
-        ("sftp://me@host/x", "sftp://you@host/x"),
-        (f"s3://bucket/x?{S3_OLD}", f"s3://bucket/x?{S3_NEW}"),
         ("https://host/x#a", "https://host/x#b"),
     ],
 )
@@ -266,8 +262,6 @@ def test_whatever_else_a_location_says_tells_versions_apart(location: str, other
     assert remote.version_in(details, location) != remote.version_in(details, other)
 
 
-@pytest.mark.parametrize(
-    "location", ["https://host/x?file=1&sp=2", "s3://b/x?versionId=7", "sftp://me@host/x", "https://host/x?"]
-)
+@pytest.mark.parametrize("location", ["https://host/x?file=1&sp=2", "s3://b/x?versionId=7", "https://host/x?"])
 def test_the_version_of_a_location_without_a_signature_is_that_of_earlier_releases(location: str) -> None:
     assert remote.version_in({"ETag": "a", "size": 1}, location) == digest_of([location, "etag", "a", 1])
