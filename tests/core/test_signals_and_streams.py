@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -117,22 +115,6 @@ def test_nohup_is_obeyed() -> None:
         assert end_of(process, "\n\n") == ("", 0)
 
 
-def test_a_handler_may_print_in_the_middle_of_what_was_being_printed() -> None:
-    code = (
-        "import signal, time\nfrom ttrain.core.terminal import guard_streams\nguard_streams()\n"
-        "signal.signal(signal.SIGALRM, lambda *_: print('handled', flush=True))\nsignal.setitimer(signal.ITIMER_REAL, 0.1)\n"
-        "print('x' * 1_000_000, flush=True)"  # far more than a pipe holds
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None and process.stderr is not None
-        assert select.select([process.stdout], [], [], 60)[0]
-        time.sleep(0.3)  # so that the signal finds it writing
-        said = process.stdout.read()
-        assert said.count("x") == 1_000_000 and "handled" in said and process.stderr.read() == ""
-
-
 # --- Ctrl-C in a command that takes no handlers of its own
 
 
@@ -200,71 +182,6 @@ def test_a_command_that_is_told_to_end_removes_its_temporary_files_and_says_so(s
     assert list(tmp_path.iterdir()) == []
 
 
-IGNORED = """
-import os, signal, sys
-from ttrain.__main__ import main
-from ttrain.core.signals import resend_ignored
-from ttrain.pipeline.stage_worker import StopFlag
-class Destroyed:
-    def __del__(self):
-        os.kill(os.getpid(), int(sys.argv[1]))
-        len("x")  # the handler is called here, or after
-class Command:
-    def main(self):
-        Destroyed()
-        signal.sigtimedwait([], 60)  # until the signal comes again
-        print("not ended")
-class Loaded:
-    main = Command()
-sys.modules["ttrain.cli"] = Loaded()
-if sys.argv[2] == "command":
-    main()
-else:
-    stop = StopFlag(stops_by_itself=True)
-    resend_ignored(stop.take_back)
-    stop.listen()
-    Loaded.main.main()
-"""
-
-
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("process", ["command", "stage"])
-def test_a_signal_whose_exception_python_ignores_since_an_object_is_destroyed_is_sent_again(
-    process: str, signum: int
-) -> None:
-    command = [sys.executable, "-c", IGNORED, str(int(signum)), process]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    expected = "KeyboardInterrupt\n" if process == "stage" or signum == signal.SIGINT else ""
-    assert done.stdout == "" and done.stderr.endswith(expected) and done.stderr.count("Traceback") == (expected != "")
-    assert "ignored" not in done.stderr
-    assert process == "stage" or done.returncode in (128 + signum, -signum)
-
-
-NATIVE = """
-import ctypes, os, signal, sys
-from pathlib import Path
-from ttrain.__main__ import main
-from ttrain.stages import tokenizer
-def train(paths, output, *_, **named):
-    output.mkdir()
-    os.kill(os.getpid(), signal.SIGINT)
-    ctypes.CDLL(None).sleep(30)  # which looks at no signal
-tokenizer.train_directory = train
-main()
-"""
-
-
-def test_ctrl_c_does_not_wait_for_native_code_that_trains_a_tokenizer(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}')
-    with subprocess.Popen(["true"]) as ended:
-        pass
-    (tmp_path / f".new.{ended.pid}.tmp").mkdir()  # of one that was killed
-    command = [sys.executable, "-c", NATIVE, "tokenizer", "train", "a.jsonl", "--out", "new"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=20)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
-    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
-
-
 # --- standard output and error
 
 
@@ -302,15 +219,6 @@ def test_a_run_goes_on_when_the_reader_of_its_output_is_gone_or_its_disk_is_full
         assert output_of(WORKS, stdout=full) == (0, "to the end", NOTE.format("No space left on device"))
         assert output_of(log + WORKS, stdout=gone, stderr=gone)[:2] == (0, "to the end")
         assert output_of(stage + WORKS.partition("\n")[2], stdout=full, stderr=full)[:2] == (0, "to the end")
-
-
-def test_a_program_whose_streams_were_closed_opens_its_files_elsewhere(tmp_path: Path) -> None:
-    code = f"{WORKS}file = open('data', 'wb'); assert file.fileno() > 2\nprint('lost'); print('lost', file=sys.stderr)"
-    command = f'exec {sys.executable} -c "$CODE" 9 <&- >&- 2>&- 9>{tmp_path / "result"}'
-    environment = {**os.environ, "CODE": PRELUDE + code}
-    done = subprocess.run(["bash", "-c", command], env=environment, cwd=tmp_path, timeout=60)
-    assert done.returncode == 0
-    assert (tmp_path / "result").read_text() == "to the end" and (tmp_path / "data").read_bytes() == b""
 
 
 def test_a_command_that_prints_ends_quietly_without_its_reader() -> None:

@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from ttrain.pipeline import artifact_commands
 from ttrain.pipeline.plan import key_of
 from ttrain.pipeline.recipe import Planned
 from ttrain.store import runs
-from ttrain.store.layout import Artifact, write_manifest
+from ttrain.store.layout import Artifact
 from ttrain.store.model_files import Reference
 
 # --- verify -------------------------------------------------------------------------------------------------------------
@@ -33,17 +32,11 @@ def alter(manifest: Path, **values: Any) -> None:
     manifest.write_text(json.dumps({**read_json(manifest), **values}))  # half a pair is an escape in it
 
 
-def forge(manifest: Path, **values: Any) -> None:
-    """As somebody does who knows how a manifest is sealed; it may come from an MLflow that others write to."""
-    write_manifest(manifest.parent, {**read_json(manifest), **values})
-
-
 UNREADABLE, ALTERED = "cannot be read: ", "was altered after it was written"
 OTHER = "is not one that this version of ttrain writes"
 MANIFESTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda manifest: manifest.unlink(), "is missing"),
     "truncated": (lambda manifest: os.truncate(manifest, 40), UNREADABLE),
-    "nested": (lambda manifest: manifest.write_text("[" * 100_000), f"{UNREADABLE}it is nested too deeply"),
     "null": (lambda manifest: manifest.write_text("null"), f"{UNREADABLE}it is not a JSON object"),
     "another format": (lambda manifest: alter(manifest, format=2), OTHER),
     "the format alone": (lambda manifest: write_json(manifest, {"format": 1}), OTHER),
@@ -51,18 +44,6 @@ MANIFESTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "provenance": (lambda manifest: alter(manifest, provenance=3), ALTERED),
     "input without a stage": (lambda manifest: alter(manifest, inputs={"base": {"key": "k"}}), ALTERED),
     "another figure": (lambda manifest: alter(manifest, result={"loss": 1.4}), ALTERED),
-    **{
-        f"sealed, {name}": (partial(forge, **{name.split(".")[0]: value}), f"has no {name}, or one of another type")
-        for name, value in (
-            ("published", "now"),
-            ("files", None),
-            ("files.x.mtime_ns", {"x": {"bytes": 1, "sha256": "0"}}),
-            ("result", [1]),
-            ("inputs.base.stage", {"base": {"key": "k"}}),
-            ("ingredients.files.train.0", {"files": {"train": [None]}}),
-            ("provenance.libraries", {"libraries": 3}),
-        )
-    },
 }
 
 

@@ -17,7 +17,6 @@ from typer import Exit
 from ttrain.cli.options import check_no_artifact
 from ttrain.config import Reading, Tokenizer
 from ttrain.core.files import JsonDict, JsonObject, exclusive, output_file, temporary_path, write_json
-from ttrain.core.signals import interruptible
 from ttrain.core.terminal import bar, console, escaped, print_json, print_spans, table
 from ttrain.core.text import format_value
 from ttrain.data import inspect, locations, sharding
@@ -278,7 +277,7 @@ def train_tokenizer(
     work = temporary_path(destination)
     train = partial(train_directory, sources, work, config, reading, progress=progress, setting=_sources_label(sources))
     try:
-        figures = interruptible(train)
+        figures = train()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         summary = {
             "out": str(output),

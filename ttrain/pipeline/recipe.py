@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config import Settings
-from ttrain.core.hashing import Ingredients
 from ttrain.errors import UsageError
 from ttrain.pipeline import resume
 from ttrain.stages import Stage
+from ttrain.store.differences import Ingredients
 from ttrain.store.layout import Artifact, Artifacts
 
 Recipe = Callable[["Callable[..., Any]", Settings], Any]
