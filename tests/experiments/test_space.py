@@ -55,7 +55,6 @@ def test_a_range_means_these_values(text: str, dimension: Any) -> None:
         ("uniform(0,.inf)", "it takes numbers"),
         ("uniform(1)", "it has 1 value, with"),
         ("log(1,2,2.5)", "the count of values must be a whole number"),
-        ("choice(&a [*a],1)", "values cannot be read"),
         ("int(1,2.5)", "it takes whole numbers"),
         ("int(1,9,0)", "the third 1 or more"),
         ("logint(0,8)", "a logarithm needs numbers above 0"),

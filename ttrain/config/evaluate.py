@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from ttrain.config.base import Count, Location, Section, Seed, as_tuple, check_stride, setting, with_fields
+from ttrain.config.base import Count, Listed, Location, Section, Seed, as_tuple, check_stride, setting, with_fields
 from ttrain.config.loop import Optim
 from ttrain.config.training import TRAINING_STAGES, TaskConfig
 
@@ -43,10 +43,12 @@ class Evaluate(Section):
     )
     max_chats: int = setting(500, "held-out chats that are scored", ge=1)
     new_tokens: int = setting(48, "length of a sample; 0: no samples", ge=0)
-    documents: tuple[str, ...] | None = setting(
+    documents: Annotated[tuple[str, ...] | None, Listed] = setting(
         None, "beginnings that samples continue; empty: those of two held-out documents"
     )
-    chats: tuple[str, ...] | None = setting(None, "questions that samples answer; empty: two of held-out chats")
+    chats: Annotated[tuple[str, ...] | None, Listed] = setting(
+        None, "questions that samples answer; empty: two of held-out chats"
+    )
     seed: Seed = setting(1, "of the resampling behind the intervals")
     suites: Suites = Suites()
     overlapping: Literal["report", "leave_out"] = setting(
