@@ -16,7 +16,7 @@ MISTAKES: list[tuple[str, tuple[str, ...]]] = [
     ("run my.yaml", ("'my.yaml'", "-c my.yaml")),
     ("run sft", ("'sft'", "`ttrain stage run sft`")),
     ("run --learning-rate 2e-4", ("--learning-rate", "pretrain.optim.lr=2e-4")),
-    ("run sft.epochs 2", ("'sft.epochs'", "write key=value", "without spaces")),
+    ("run sft.epochs 2", ("'sft.epochs'", "write key=value without spaces")),
     ("run learning_rate=2e-4", ("'learning_rate'", "'sft.optim.lr'", "pretrain.optim.lr=2e-4")),
     ("run sft.lr=2e-4", ("'sft.lr'", "Write sft.optim.lr=2e-4")),
     ("run sft.batch_size=32", ("'sft.batch_size'", "Write sft.tokens_per_step=TOKENS (rows x row_length)")),

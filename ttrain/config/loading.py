@@ -204,7 +204,8 @@ def _layers(
     for item in overrides:
         key, equals, value = item.partition("=")
         if not equals or not key.strip():
-            example = "key=value, for example sft.epochs=3, without spaces; quote a path with spaces, and write commas between files"
+            example = "key=value without spaces, for example sft.epochs=3; "
+            example += "quote a path with spaces, and write commas between files"
             if Path(item).suffix in (".yaml", ".yml"):
                 example = f"-c {shlex.quote(item)} for a file of settings"
             raise UsageError(f"'{one_line(item)}' is not a setting; write {example}")
