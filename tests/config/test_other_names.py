@@ -70,11 +70,3 @@ def test_what_needs_no_setting_says_what_to_do_instead() -> None:
 
 def test_the_right_setting_is_written_as_in_the_layer_where_the_wrong_one_stands() -> None:
     assert "Write TTRAIN__SFT__OPTIM__LR=1e-3" in refused(TTRAIN__SFT__LEARNING_RATE="1e-3")
-
-
-@pytest.mark.parametrize("name", ["lr", "muon_lr", "embedding_lr", "head_lr"])
-def test_a_learning_rate_above_1_is_refused_with_the_usual_range(name: str) -> None:
-    message = refused(f"sft.optim.{name}=2")
-    assert f"sft.optim.{name} is 2 (from command line) but must be at most 1" in message
-    assert "usual are 1e-5 to 5e-2" in message
-    load([f"sft.optim.{name}=1"], environment={})

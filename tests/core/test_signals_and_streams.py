@@ -10,19 +10,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer import Abort
 
 from ttrain.cli.main import main
-from ttrain.core import signals
 from ttrain.core.files import ProgressWriter
 from ttrain.core.terminal import READER_IS_GONE
-from ttrain.errors import Interrupted
 
 PROGRAM = """
 import sys, time
@@ -73,18 +70,6 @@ def test_the_first_signal_asks_and_gives_the_exit_code(signum: int, code: int) -
         assert end_of(process, "\n\n") == ("asked\nstopped\n", code)
 
 
-@pytest.mark.parametrize("signums", [(signal.SIGHUP, signal.SIGHUP), (signal.SIGTERM, signal.SIGHUP)])
-def test_a_hangup_is_no_second_signal_also_while_the_record_is_closed(signums: Sequence[int]) -> None:
-    with program() as process:
-        ask_to_stop(process, signums[0])
-        process.send_signal(signums[1])
-        assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
-        process.send_signal(signums[1])
-        assert end_of(process, "\n") == ("stopped\n", 128 + signums[0])
-
-
 def test_a_second_signal_ends_at_once() -> None:
     with program() as process:
         ask_to_stop(process, signal.SIGHUP)
@@ -98,15 +83,6 @@ def test_one_signal_that_comes_twice_at_once_is_one_signal() -> None:
         ask_to_stop(process, signal.SIGTERM)
         process.send_signal(signal.SIGTERM)  # as `timeout` does: to its command, then to the group
         assert end_of(process, "\n\n") == ("stopped\n", 143)
-
-
-def test_one_signal_again_after_a_second_is_the_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signals, "SAME_SIGNAL_SECONDS", 0.0)
-    asked: list[int] = []
-    with pytest.raises(Interrupted), signals.catching_signals(asked.append):
-        for _ in range(2):
-            signal.raise_signal(signal.SIGTERM)
-    assert asked == [signal.SIGTERM]
 
 
 def test_nohup_is_obeyed() -> None:
@@ -136,25 +112,6 @@ def test_ctrl_c_ends_a_command_with_a_word_and_130_also_where_a_library_makes_an
         main(["artifacts", "list"])
     assert (capsys.readouterr().err == "interrupted\n") == is_interrupt
     assert not is_interrupt or ended.value.args == (130,)
-
-
-LOADING = """
-import os, signal, sys
-from ttrain.__main__ import main
-if sys.argv[1:]:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does for what it puts into the background
-class Loading:
-    def __getattr__(self, name): os.kill(os.getpid(), signal.SIGINT); return self
-    def __call__(self): print("loaded")
-sys.modules["ttrain.cli"] = Loading()
-main()
-"""
-
-
-def test_ctrl_c_while_the_program_is_loaded_ends_it_without_a_traceback_unless_it_is_ignored() -> None:
-    for words, end in (((), (-signal.SIGINT, "", "")), (("ignored",), (0, "loaded\n", ""))):
-        done = subprocess.run([sys.executable, "-c", LOADING, *words], capture_output=True, text=True, timeout=60)
-        assert (done.returncode, done.stdout, done.stderr) == end
 
 
 WITH_FILES = """
@@ -231,40 +188,6 @@ def test_a_command_that_prints_onto_a_full_disk_fails_with_a_message() -> None:
     with Path("/dev/full").open("w") as full:
         ended = output_of("from ttrain.cli.main import main\nmain(['--help'])", stdout=full)
     assert ended == (1, "", "error: standard output cannot be written: No space left on device\n")
-
-
-def test_a_guarded_stream_is_what_libraries_expect() -> None:
-    code = (
-        "import io; assert isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.fileno() == 1\n"
-        "print('é \\ud800', flush=True); sys.stdout.buffer.write(b'bytes\\n')\n"
-        "guard_streams(); print('again')"  # as where an agent becomes a worker
-    )
-    done = subprocess.run([sys.executable, "-c", PRELUDE + code], capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr) == ("é \\ud800\nbytes\nagain\n", "")
-
-
-def test_a_log_of_a_flow_run_outlives_the_runner_that_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ttrain.flows import deployments  # with Prefect, which a process of its own would take 3 s to load
-
-    lines: list[str] = []
-    logger = SimpleNamespace(info=lambda form, line: lines.append(form % line))
-    monkeypatch.setattr(deployments, "get_run_logger", lambda: logger)
-    reader, writer = os.pipe()
-    if not (child := os.fork()):
-        try:
-            os.dup2(pipe_without_a_reader(), 1)
-            sys.stdout = sys.__stdout__
-            deployments.set_up_logging()
-            console = deployments.flow_run_console()
-            console.print("[green]✓[/] pretrain: 3 s")
-            console.print("> sft")
-            os.write(writer, "|".join(lines).encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as result:
-        assert result.read().decode() == "✓ pretrain: 3 s|> sft"
-    os.waitpid(child, 0)
 
 
 def test_progress_that_cannot_be_written_is_left_out(tmp_path: Path) -> None:

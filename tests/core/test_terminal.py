@@ -8,10 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from ttrain.core.terminal import _GuardedText, print_plain
-from ttrain.pipeline.progress_display import Display
+from ttrain.core.terminal import _GuardedText
 
 # --- what data contain: OSC 52 writes the clipboard, C1 is the same in one character, and text may be turned around
 
@@ -57,24 +55,3 @@ def test_the_standard_streams_of_a_command_are_such_streams(tmp_path: Path) -> N
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
     assert "c\\u202ed" in done.stdout
     assert not {"\x1b", "\x9d", "\u202e"} & {*done.stdout}
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_the_lines_of_a_run_show_keys_values_and_names_as_they_are(is_terminal: bool) -> None:
-    file = io.StringIO()
-    display = Display(Console(file=file, width=200, force_terminal=is_terminal, color_system=None))
-    display.close()
-    file.truncate(file.seek(0))
-    print_plain(display.console, HOSTILE)
-    display.say(HOSTILE)
-    display.started(HOSTILE, HOSTILE)
-    display.ended("sft", "cached", 1.0, HOSTILE)
-    display.failed("sft", f"{HOSTILE}\nsecond line")
-    assert file.getvalue().splitlines() == [
-        ESCAPED,
-        ESCAPED,
-        f"> {ESCAPED}: {ESCAPED}",
-        f"= sft: cached - {ESCAPED}",
-        f"x sft: {ESCAPED}",
-        "second line",
-    ]

@@ -6,7 +6,6 @@ import pytest
 from support.tiny_data import make_tokenizer
 from support.tiny_models import tiny_model
 
-from ttrain.data import chat
 from ttrain.data.chat_templates import Message, Messages
 from ttrain.data.encoder import Encoder
 from ttrain.evaluate import samples
@@ -68,13 +67,6 @@ def test_a_question_has_the_turns_before_it_and_its_own_answer(encoder: Encoder)
     ]
     assert chats_of(encoder, unusable) == []
     assert len(chats_of(encoder, [talk("Same?"), talk("Same?", "Another."), talk("Other?")])) == 2
-
-
-def test_a_prompt_fits_into_what_the_model_sees_at_once(encoder: Encoder) -> None:
-    for prompt in documents_of(encoder, [ENGLISH, CHINESE], room=8):
-        assert len(encoder.encode([prompt.text])[0]) <= 8
-    for prompt in chats_of(encoder, [talk("Why? " * count) for count in range(1, 40)], room=40):
-        assert len(chat.prompt_ids(encoder, prompt.turns)) <= 40
 
 
 def test_a_sample_has_the_answer_of_the_model_beside_that_of_the_data(encoder: Encoder) -> None:

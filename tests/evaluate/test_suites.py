@@ -11,7 +11,7 @@ from support.planned_homes import remember_modules
 from ttrain.config import Settings
 from ttrain.config.loading import load
 from ttrain.errors import UsageError
-from ttrain.evaluate import run, suites
+from ttrain.evaluate import suites
 from ttrain.pipeline import plan
 from ttrain.pipeline.input_files import data_files
 from ttrain.pipeline.provenance import with_absolute_paths
@@ -67,12 +67,6 @@ def test_what_is_wrong_is_named_with_its_task_and_a_cure() -> None:
         assert str(caught.value).startswith("mine.yaml: ") and said in str(caught.value), tree
 
 
-def test_a_key_alone_groups_as_a_list_of_one_does() -> None:
-    for kind in ("text", "choices"):
-        task = suites.checked({"tasks": {"a": {"kind": kind, "file": "x", "by": "lang"}}}, "mine.yaml").tasks["a"]
-        assert task.by == ("lang",)
-
-
 def test_the_suites_that_ship_read_no_file_but_themselves_and_are_named_where_there_is_none(tmp_path: Path) -> None:
     for loaded in map(suites.load, suites.names()):
         assert suites.files_of(loaded) == [loaded.file]
@@ -88,20 +82,6 @@ def test_the_files_of_a_suite_lie_beside_it_and_one_that_is_missing_is_named(wri
     (written.parent / "sums.jsonl").unlink()
     with pytest.raises(UsageError, match=r"sums\.file is sums\.jsonl, but there is no file .*mine/sums\.jsonl"):
         suites.files_of(suites.load(str(written)))
-
-
-def test_settings_for_all_tasks_reach_those_that_have_them_and_are_checked(written: Path) -> None:
-    mine = suites.load(str(written))
-    changed = suites.changed(mine, shots=3, limit=5)
-    sums, prose = changed.suite.tasks.values()
-    assert (getattr(sums, "shots", None), sums.limit, prose.limit) == (3, 5, 5)
-    assert not hasattr(prose, "shots")
-    with pytest.raises(UsageError, match="but shots is 0; say how many"):
-        suites.changed(mine, shots=0)
-    with pytest.raises(UsageError, match=r"both .*mine\.yaml and the command line have a task 'sums'; rename one"):
-        suites.check_distinct_tasks([mine, suites.of_tasks({"sums": CHOICES}, "the command line")])
-    with pytest.raises(UsageError, match=r"prose\.file is heldout, but the model's own run held out no documents"):
-        run.read([suites.changed(mine, shots=1)], {"chats": []})
 
 
 # --- suites of a pipeline ----------------------------------------------------------------------------------------------

@@ -5,11 +5,10 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-import secrets
 import subprocess
 import time
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -66,17 +65,6 @@ def test_a_run_whose_process_was_killed_is_shown_as_crashed(tmp_path: Path) -> N
     assert history(tmp_path)[0]["outcome"] == "crashed"
 
 
-def test_a_recycled_process_number_does_not_count_as_alive_and_the_dead_keep_their_outcome(tmp_path: Path) -> None:
-    own = runs.process_started(os.getpid())
-    assert own is not None
-    made = record(tmp_path, process={"pid": os.getpid(), "started": own - 1000})
-    made.stage("pretrain", outcome="running")
-    (run,) = history(tmp_path)
-    assert run["outcome"] == "crashed" and [stage["outcome"] for stage in run["stages"]] == ["pending", "crashed"]
-    made.finish("interrupted", {})
-    assert history(tmp_path)[0]["outcome"] == "interrupted", "one that ended keeps its outcome"
-
-
 KEYS: dict[str, str | None] = {"tokenizer": "a", "pretrain": "b"}
 
 
@@ -127,32 +115,6 @@ def test_a_run_that_was_killed_after_its_last_stage_is_cut_short(tmp_path: Path,
     [run] = runs.equal_runs(tmp_path, KEYS)
     assert (run["run"], runs.is_cut_short(run)) == (made.run, is_cut_short)
     assert not list(runs.equal_runs(tmp_path, {**KEYS, "pretrain": "c"}))
-
-
-def test_two_runs_of_the_same_second_never_share_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = datetime.now(UTC)  # names tell thousandths of a second
-    monkeypatch.setattr(runs, "datetime", Mock(wraps=datetime, now=lambda zone: now))
-    words = iter(["0000", "0000", "0000", "0001"])
-    monkeypatch.setattr(secrets, "token_hex", lambda count: next(words))
-    one, other = record(tmp_path), record(tmp_path)
-    assert one.run != other.run
-    assert {run["run"] for run in history(tmp_path)} == {one.run, other.run}
-
-
-def test_the_newest_run_is_the_last_that_began_also_where_the_clock_was_set_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun = []
-    for clock in ("2026-11-27T12:00", "2026-11-24T12:00", "2026-11-24T12:00", "2026-11-28T09:00"):
-        now = datetime.fromisoformat(clock).replace(tzinfo=UTC)
-        monkeypatch.setattr(runs, "datetime", Mock(wraps=datetime, now=lambda zone, now=now: now))
-        begun.append(RunRecord(tmp_path, "full", ["pretrain"], {}))
-        (tmp_path / "runs" / "full-99999999-999999-00000.json").write_text("{}")  # looks like a run's
-    assert [run["run"] for run in history(tmp_path)] == [made.run for made in reversed(begun)]
-    assert runs.names(tmp_path)[1:] == [made.run for made in reversed(begun)]
-    assert [made.run[:24] for made in begun[::3]] == ["full-20261127-120000-000", "full-20261128-090000-000"]
-    assert begun[1].snapshot()["started"] == "2026-11-24T12:00:00+00:00", "when it began is what the clock showed"
-    assert runs.new_name("sweep", ["sweep-20991231-235959-3e7ff"]).startswith("sweep-21000101-000000-000")
 
 
 def test_who_builds_a_key_is_told_by_run_and_process(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from support.comparing import flip_bit
 from support.planned_homes import House
 
 from ttrain.core.files import read_json, write_json
-from ttrain.core.hashing import digest_of
 from ttrain.errors import ArtifactError, DamagedFile, UsageError
 from ttrain.pipeline import artifact_commands
 from ttrain.pipeline.plan import key_of
@@ -135,17 +134,6 @@ def test_what_differs_in_code_alone_is_adopted_under_a_new_key(pipeline: House, 
         artifact_commands.adopt(pipeline.store, after, new.key)
 
 
-def test_what_was_adopted_before_tells_all_of_its_past(pipeline: House) -> None:
-    planned = pipeline.plan()["tokenizer"]
-    first = published(pipeline, planned, code=older(planned))
-    between = {**planned.ingredients, "code": {**older(planned), "ttrain.data.records": digest_of("older")}}
-    second = artifact_commands.adopt(
-        pipeline.store, Planned(planned.stage, "run", (), key_of(between), None, between), first.key
-    )
-    third = artifact_commands.adopt(pipeline.store, planned, second.key)
-    assert [entry["key"] for entry in third.manifest["adopted"]] == [first.key, second.key]
-
-
 def test_what_differs_in_more_than_code_is_refused_with_the_difference_and_so_is_what_is_damaged(pipeline: House) -> None:
     planned = pipeline.plan()["tokenizer"]
     changes: dict[str, dict[str, Any]] = {
@@ -164,11 +152,6 @@ def test_what_differs_in_more_than_code_is_refused_with_the_difference_and_so_is
     flip_bit(old.path / "heldout" / "file")
     with pytest.raises(ArtifactError, match="heldout/file was altered"):
         artifact_commands.adopt(pipeline.store, planned, old.key)
-
-
-def test_a_stage_whose_inputs_are_to_be_built_first_cannot_adopt_yet(pipeline: House) -> None:
-    with pytest.raises(UsageError, match="waits for pretrain, shards-sft"):
-        artifact_commands.adopt(pipeline.store, pipeline.plan()["sft"], "abc")
 
 
 # --- list, show, path -----------------------------------------------------------------------------------------------------
