@@ -40,7 +40,6 @@ HOME = "TTRAIN_SERVER_HOME"
 HEALTH = {"prefect": "/api/health", "mlflow": "/health"}
 START_SECONDS = 180.0  # both take 11 s on two idle cores, 24 s where Prefect makes its database
 STOP_SECONDS = 10.0  # idle servers stop within 2 s
-DATABASE_CHECK_SECONDS = 0.5  # before each start; 1.6 MB take 0.01 s, 94 MB 0.5 s
 # What Prefect's server says of a database that another version of Prefect wrote
 UNKNOWN_REVISION = "Can't locate revision identified by"
 
@@ -150,7 +149,7 @@ def set_database_aside(home: Path, failure: str = "") -> bool:
     It holds only the history of runs: the next server makes a new one. Returns whether it was renamed.
     """
     database = database_of(home)
-    damage = damage_of(database, DATABASE_CHECK_SECONDS)
+    damage = damage_of(database)
     if UNKNOWN_REVISION in failure:
         damage = "it is of another version of Prefect"
     if damage is None:
@@ -163,7 +162,7 @@ def set_database_aside(home: Path, failure: str = "") -> bool:
 
 def prepare_database(home: Path) -> None:
     """Before a Prefect server starts: set a damaged database aside, and say that making a new one takes long."""
-    private_directory(database_of(home).parent, closes_files=False)
+    private_directory(database_of(home).parent)
     set_database_aside(home)
     if not database_of(home).exists():
         log.warning("Prefect makes its database in %s, which takes some 15 s, once", database_of(home).parent)
@@ -230,7 +229,7 @@ def uvicorn_command(factory: Callable[[], Any], port: int, log_level: str) -> li
 def mlflow_command(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
     """Arguments of `python` and environment variables that start the MLflow server."""
     mirror.prepare(home)  # the server would refuse a damaged one
-    private_directory(mlflow_client.database_of(home).parent, closes_files=False)
+    private_directory(mlflow_client.database_of(home).parent)
     hosts = (f"{HOST}:{port}", f"localhost:{port}")
     environment = {
         HOME: str(home),

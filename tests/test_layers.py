@@ -253,16 +253,6 @@ def test_no_private_name_of_a_library_is_used(library: str) -> None:
     assert uses and offenders == []
 
 
-# What is no file: a pipe of our own processes, a library's answer, what this process has just written.
-PARSES_ITSELF = ("files", "fork_server", "existing", "model", "layout", "artifacts")
-
-
-def test_files_are_parsed_by_the_one_reader_that_takes_any_nesting() -> None:
-    pattern = re.compile(r"(?<!or)json\.loads?\(")
-    paths = [path for package in TOP for path in (ROOT / package).rglob("*.py") if path.stem not in PARSES_ITSELF]
-    assert [path for path in paths if pattern.search(path.read_text(encoding="utf-8"))] == []
-
-
 def test_a_process_of_python_imports_nothing_from_the_directory_that_it_is_started_in() -> None:
     """`python -m` and `-c` put it first. A script has its own directory there, and a server starts in that of its log."""
     started = re.compile(r"\[\s*sys\.executable,\s*(.*)")

@@ -21,7 +21,7 @@ def main() -> None:
     if is_interruptible:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from ttrain.cli import main as command_line
-    from ttrain.core.signals import SAME_SIGNAL_SECONDS, resend_ignored
+    from ttrain.core.signals import SAME_SIGNAL_SECONDS
 
     if is_interruptible:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -39,13 +39,6 @@ def main() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # kernel and shell both send it
         sys.exit(128 + signum)
 
-    def signal_of(error: BaseException | None) -> int:
-        if isinstance(error, SystemExit) and received:
-            signal.signal(received[0], end)
-            return received.pop()
-        return signal.SIGINT if isinstance(error, KeyboardInterrupt) else 0
-
-    resend_ignored(signal_of)
     # Under nohup SIGHUP is ignored, and stays so.
     heeded = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is signal.SIG_DFL]
     for signum in heeded:

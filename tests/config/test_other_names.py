@@ -36,8 +36,8 @@ def test_every_name_of_another_library_means_settings_that_exist_or_has_a_note()
         ("SFT.Learning-Rate=2e-4", "sft.optim.lr=2e-4"),
         ("learing_rate=2e-4", "pretrain.optim.lr=2e-4"),
         ("trainer.optim.lr=2e-4", "pretrain.optim.lr=2e-4"),
-        ("sft.batch_size=32", "sft.tokens_per_step=8192 (32 x sft.row_length 256)"),
-        ("lora.max_steps=1k", "lora.tokens=2048000 (1k x lora.tokens_per_step 2048)"),
+        ("sft.batch_size=32", "sft.tokens_per_step=TOKENS (rows x row_length)"),
+        ("lora.max_steps=1k", "lora.tokens=TOKENS (steps x tokens_per_step)"),
         ("per_device_train_batch_size=8", "runtime.rows_per_device=8"),
         ("num_train_epochs=3", "pretrain.epochs=3"),
         ("num_hidden_layers=8", "model.layers=8"),
@@ -70,11 +70,3 @@ def test_what_needs_no_setting_says_what_to_do_instead() -> None:
 
 def test_the_right_setting_is_written_as_in_the_layer_where_the_wrong_one_stands() -> None:
     assert "Write TTRAIN__SFT__OPTIM__LR=1e-3" in refused(TTRAIN__SFT__LEARNING_RATE="1e-3")
-
-
-@pytest.mark.parametrize("name", ["lr", "muon_lr", "embedding_lr", "head_lr"])
-def test_a_learning_rate_above_1_is_refused_with_the_usual_range(name: str) -> None:
-    message = refused(f"sft.optim.{name}=2")
-    assert f"sft.optim.{name} is 2 (from command line) but must be at most 1" in message
-    assert "usual are 1e-5 to 5e-2" in message
-    load([f"sft.optim.{name}=1"], environment={})

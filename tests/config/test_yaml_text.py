@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 import pytest
-import yaml
-from hypothesis import given
-from hypothesis import settings as given_settings
-from hypothesis import strategies as st
 from support.refusals import refused, settings_file
 
 from ttrain.config import Night
-from ttrain.config.loading import known_keys, load
+from ttrain.config.loading import load
 from ttrain.errors import UsageError
 
 
@@ -84,42 +79,3 @@ def test_a_file_that_is_wrong_is_answered_in_one_line(text: str | bytes, message
     said = refused(files=[path])
     assert message in said and str(path) in said
     assert "\n" not in said and len(said) < 700
-
-
-@pytest.mark.parametrize("name", ["a day that is none", "a bell", "two documents"])
-def test_the_same_in_a_variable_and_on_the_command_line(name: str) -> None:
-    text = WRONG[name][0]
-    for call in (
-        lambda: load([f"sft.epochs={text}"], environment={}), lambda: load([text], environment={}),
-        lambda: load([f"{text}=1"], environment={}), lambda: load(environment={"TTRAIN__SFT__EPOCHS": text}),
-    ):  # fmt: skip
-        with pytest.raises(UsageError) as caught:
-            call()
-        assert "\n" not in str(caught.value) and len(str(caught.value)) < 700
-
-
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.dates() | st.text(max_size=20),
-    lambda values: st.lists(values, max_size=4) | st.dictionaries(st.text(max_size=8) | st.integers(), values, max_size=4),
-    max_leaves=8,
-)
-WORDS = (
-    "sft:", "model:", "  fields:", "  epochs:", "  optim: {lr:", "&a", "*a", "<<:", "- ", "[", "]", "{", "}", ",", "!!int",
-    "!!str", "!!float", "!!null", "|", ">", "'", '"', "\n", "  ", "?", ":", "=", "~", "0x", "1_0", "0b1", "1e400", ".nan",
-    "2026-13-01", "12:61", "---", "...", "%YAML 1.1", "\t", "#", "é",
-)  # fmt: skip
-LINES = st.lists(st.sampled_from(WORDS) | st.text(max_size=4), max_size=25)
-TREES = st.dictionaries(st.sampled_from(known_keys()), VALUES, max_size=2).map(yaml.dump)
-
-
-@given_settings(max_examples=15, deadline=None)
-@given(st.one_of(LINES.map(" ".join), LINES.map("".join), TREES))
-def test_whatever_a_file_says_is_read_or_refused_in_lines(text: str) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "settings.yaml"
-        path.write_text(text, encoding="utf-8", errors="replace")
-        for call in (lambda: load(files=[path], environment={}), lambda: load([f"sft.epochs={text}"], environment={})):
-            try:
-                call()
-            except UsageError as error:
-                assert all(len(line) < 700 for line in str(error).split("\n"))

@@ -7,24 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer import Abort
 
 from ttrain.cli.main import main
-from ttrain.core import signals
 from ttrain.core.files import ProgressWriter
 from ttrain.core.terminal import READER_IS_GONE
-from ttrain.errors import Interrupted
 
 PROGRAM = """
 import sys, time
@@ -75,18 +70,6 @@ def test_the_first_signal_asks_and_gives_the_exit_code(signum: int, code: int) -
         assert end_of(process, "\n\n") == ("asked\nstopped\n", code)
 
 
-@pytest.mark.parametrize("signums", [(signal.SIGHUP, signal.SIGHUP), (signal.SIGTERM, signal.SIGHUP)])
-def test_a_hangup_is_no_second_signal_also_while_the_record_is_closed(signums: Sequence[int]) -> None:
-    with program() as process:
-        ask_to_stop(process, signums[0])
-        process.send_signal(signums[1])
-        assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
-        process.send_signal(signums[1])
-        assert end_of(process, "\n") == ("stopped\n", 128 + signums[0])
-
-
 def test_a_second_signal_ends_at_once() -> None:
     with program() as process:
         ask_to_stop(process, signal.SIGHUP)
@@ -102,35 +85,10 @@ def test_one_signal_that_comes_twice_at_once_is_one_signal() -> None:
         assert end_of(process, "\n\n") == ("stopped\n", 143)
 
 
-def test_one_signal_again_after_a_second_is_the_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signals, "SAME_SIGNAL_SECONDS", 0.0)
-    asked: list[int] = []
-    with pytest.raises(Interrupted), signals.catching_signals(asked.append):
-        for _ in range(2):
-            signal.raise_signal(signal.SIGTERM)
-    assert asked == [signal.SIGTERM]
-
-
 def test_nohup_is_obeyed() -> None:
     with program("nohup") as process:
         process.send_signal(signal.SIGHUP)
         assert end_of(process, "\n\n") == ("", 0)
-
-
-def test_a_handler_may_print_in_the_middle_of_what_was_being_printed() -> None:
-    code = (
-        "import signal, time\nfrom ttrain.core.terminal import guard_streams\nguard_streams()\n"
-        "signal.signal(signal.SIGALRM, lambda *_: print('handled', flush=True))\nsignal.setitimer(signal.ITIMER_REAL, 0.1)\n"
-        "print('x' * 1_000_000, flush=True)"  # far more than a pipe holds
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None and process.stderr is not None
-        assert select.select([process.stdout], [], [], 60)[0]
-        time.sleep(0.3)  # so that the signal finds it writing
-        said = process.stdout.read()
-        assert said.count("x") == 1_000_000 and "handled" in said and process.stderr.read() == ""
 
 
 # --- Ctrl-C in a command that takes no handlers of its own
@@ -156,25 +114,6 @@ def test_ctrl_c_ends_a_command_with_a_word_and_130_also_where_a_library_makes_an
     assert not is_interrupt or ended.value.args == (130,)
 
 
-LOADING = """
-import os, signal, sys
-from ttrain.__main__ import main
-if sys.argv[1:]:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does for what it puts into the background
-class Loading:
-    def __getattr__(self, name): os.kill(os.getpid(), signal.SIGINT); return self
-    def __call__(self): print("loaded")
-sys.modules["ttrain.cli"] = Loading()
-main()
-"""
-
-
-def test_ctrl_c_while_the_program_is_loaded_ends_it_without_a_traceback_unless_it_is_ignored() -> None:
-    for words, end in (((), (-signal.SIGINT, "", "")), (("ignored",), (0, "loaded\n", ""))):
-        done = subprocess.run([sys.executable, "-c", LOADING, *words], capture_output=True, text=True, timeout=60)
-        assert (done.returncode, done.stdout, done.stderr) == end
-
-
 WITH_FILES = """
 import os, signal, sys, tempfile
 from ttrain.__main__ import main
@@ -198,71 +137,6 @@ def test_a_command_that_is_told_to_end_removes_its_temporary_files_and_says_so(s
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (128 + signum, "", "interrupted\n")
     assert list(tmp_path.iterdir()) == []
-
-
-IGNORED = """
-import os, signal, sys
-from ttrain.__main__ import main
-from ttrain.core.signals import resend_ignored
-from ttrain.pipeline.stage_worker import StopFlag
-class Destroyed:
-    def __del__(self):
-        os.kill(os.getpid(), int(sys.argv[1]))
-        len("x")  # the handler is called here, or after
-class Command:
-    def main(self):
-        Destroyed()
-        signal.sigtimedwait([], 60)  # until the signal comes again
-        print("not ended")
-class Loaded:
-    main = Command()
-sys.modules["ttrain.cli"] = Loaded()
-if sys.argv[2] == "command":
-    main()
-else:
-    stop = StopFlag(stops_by_itself=True)
-    resend_ignored(stop.take_back)
-    stop.listen()
-    Loaded.main.main()
-"""
-
-
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("process", ["command", "stage"])
-def test_a_signal_whose_exception_python_ignores_since_an_object_is_destroyed_is_sent_again(
-    process: str, signum: int
-) -> None:
-    command = [sys.executable, "-c", IGNORED, str(int(signum)), process]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    expected = "KeyboardInterrupt\n" if process == "stage" or signum == signal.SIGINT else ""
-    assert done.stdout == "" and done.stderr.endswith(expected) and done.stderr.count("Traceback") == (expected != "")
-    assert "ignored" not in done.stderr
-    assert process == "stage" or done.returncode in (128 + signum, -signum)
-
-
-NATIVE = """
-import ctypes, os, signal, sys
-from pathlib import Path
-from ttrain.__main__ import main
-from ttrain.stages import tokenizer
-def train(paths, output, *_, **named):
-    output.mkdir()
-    os.kill(os.getpid(), signal.SIGINT)
-    ctypes.CDLL(None).sleep(30)  # which looks at no signal
-tokenizer.train_directory = train
-main()
-"""
-
-
-def test_ctrl_c_does_not_wait_for_native_code_that_trains_a_tokenizer(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}')
-    with subprocess.Popen(["true"]) as ended:
-        pass
-    (tmp_path / f".new.{ended.pid}.tmp").mkdir()  # of one that was killed
-    command = [sys.executable, "-c", NATIVE, "tokenizer", "train", "a.jsonl", "--out", "new"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=20)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
-    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
 # --- standard output and error
@@ -304,15 +178,6 @@ def test_a_run_goes_on_when_the_reader_of_its_output_is_gone_or_its_disk_is_full
         assert output_of(stage + WORKS.partition("\n")[2], stdout=full, stderr=full)[:2] == (0, "to the end")
 
 
-def test_a_program_whose_streams_were_closed_opens_its_files_elsewhere(tmp_path: Path) -> None:
-    code = f"{WORKS}file = open('data', 'wb'); assert file.fileno() > 2\nprint('lost'); print('lost', file=sys.stderr)"
-    command = f'exec {sys.executable} -c "$CODE" 9 <&- >&- 2>&- 9>{tmp_path / "result"}'
-    environment = {**os.environ, "CODE": PRELUDE + code}
-    done = subprocess.run(["bash", "-c", command], env=environment, cwd=tmp_path, timeout=60)
-    assert done.returncode == 0
-    assert (tmp_path / "result").read_text() == "to the end" and (tmp_path / "data").read_bytes() == b""
-
-
 def test_a_command_that_prints_ends_quietly_without_its_reader() -> None:
     assert output_of(MANY_LINES, stdout=pipe_without_a_reader()) == (READER_IS_GONE, "", "")
     few = "from ttrain.cli.main import main\nmain(['--help'])"  # what fails is the last flush
@@ -323,40 +188,6 @@ def test_a_command_that_prints_onto_a_full_disk_fails_with_a_message() -> None:
     with Path("/dev/full").open("w") as full:
         ended = output_of("from ttrain.cli.main import main\nmain(['--help'])", stdout=full)
     assert ended == (1, "", "error: standard output cannot be written: No space left on device\n")
-
-
-def test_a_guarded_stream_is_what_libraries_expect() -> None:
-    code = (
-        "import io; assert isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.fileno() == 1\n"
-        "print('é \\ud800', flush=True); sys.stdout.buffer.write(b'bytes\\n')\n"
-        "guard_streams(); print('again')"  # as where an agent becomes a worker
-    )
-    done = subprocess.run([sys.executable, "-c", PRELUDE + code], capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr) == ("é \\ud800\nbytes\nagain\n", "")
-
-
-def test_a_log_of_a_flow_run_outlives_the_runner_that_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ttrain.flows import serve  # with Prefect, which a process of its own would take 3 s to load
-
-    lines: list[str] = []
-    logger = SimpleNamespace(info=lambda form, line: lines.append(form % line))
-    monkeypatch.setattr(serve, "get_run_logger", lambda: logger)
-    reader, writer = os.pipe()
-    if not (child := os.fork()):
-        try:
-            os.dup2(pipe_without_a_reader(), 1)
-            sys.stdout = sys.__stdout__
-            serve.set_up_logging()
-            console = serve.flow_run_console()
-            console.print("[green]✓[/] pretrain: 3 s")
-            console.print("> sft")
-            os.write(writer, "|".join(lines).encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as result:
-        assert result.read().decode() == "✓ pretrain: 3 s|> sft"
-    os.waitpid(child, 0)
 
 
 def test_progress_that_cannot_be_written_is_left_out(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tables in terminals of any width: no word of a cell is broken, and none is lost."""
+"""What data contain reaches no terminal as a control."""
 
 from __future__ import annotations
 
@@ -8,45 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from ttrain.core.terminal import _EscapingText, print_plain, table
-from ttrain.pipeline.progress_display import Display
-
-PATH = "/home/me/artifacts/store/pretrain/5b0a8a1be01f*/run/log.txt"
-HEADER = ("stage", "outcome", "figures", "log")
-ROWS = [("pretrain", "completed", "validation_loss 3.188, tokens 20,480", PATH), ("sft", "pending", "", "")]
-
-
-def printed(width: int, *, is_terminal: bool = True) -> list[str]:
-    """The lines of the table, without what only pads them."""
-    file = io.StringIO()
-    table(HEADER, ROWS, Console(file=file, width=width, force_terminal=is_terminal, no_color=True, color_system=None))
-    return [line.rstrip() for line in file.getvalue().splitlines()]
-
-
-@pytest.mark.parametrize("width", [30, 40, 80, 98, 99, 100, 110, 140, 300])
-def test_no_word_is_broken_or_lost_at_any_width(width: int) -> None:
-    lines = printed(width)
-    text = " ".join(lines)
-    assert [word for row in ROWS for cell in row for word in cell.split() if word not in text.split()] == []
-    if any(line.startswith("stage") and "figures" in line for line in lines):
-        assert max(map(len, lines)) <= width
-
-
-def test_a_terminal_too_narrow_for_the_longest_words_has_long_cells_below_the_row() -> None:
-    assert printed(40) == [
-        "stage     outcome",
-        "pretrain  completed",
-        "  figures: validation_loss 3.188, tokens 20,480",
-        f"  log: {PATH}",
-        "sft       pending",
-    ]
-
-
-def test_a_pipe_has_a_row_in_a_line() -> None:
-    assert len(printed(180, is_terminal=False)) == 3
-
+from ttrain.core.terminal import _GuardedText
 
 # --- what data contain: OSC 52 writes the clipboard, C1 is the same in one character, and text may be turned around
 
@@ -68,7 +31,7 @@ class Stream(io.BytesIO):
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_whatever_is_printed_reaches_the_stream_without_controls(is_terminal: bool) -> None:
     raw = Stream(is_terminal=is_terminal)
-    stream = _EscapingText(raw, encoding="utf-8", write_through=True)
+    stream = _GuardedText(raw, encoding="utf-8", write_through=True)
     print(HOSTILE, file=stream)
     stream.writelines([HOSTILE, "\tä\n"])
     assert raw.getvalue().decode() == f"{ESCAPED}\n{ESCAPED}\tä\n"
@@ -79,7 +42,7 @@ def test_colours_and_bars_of_a_terminal_stay_and_a_pipe_has_none() -> None:
     shown = {}
     for is_terminal in (True, False):
         raw = Stream(is_terminal=is_terminal)
-        stream = _EscapingText(raw, encoding="utf-8", write_through=True)
+        stream = _GuardedText(raw, encoding="utf-8", write_through=True)
         stream.write(drawn)
         stream.write("\r 50%")  # as tqdm writes
         shown[is_terminal] = raw.getvalue().decode()
@@ -92,24 +55,3 @@ def test_the_standard_streams_of_a_command_are_such_streams(tmp_path: Path) -> N
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
     assert "c\\u202ed" in done.stdout
     assert not {"\x1b", "\x9d", "\u202e"} & {*done.stdout}
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_the_lines_of_a_run_show_keys_values_and_names_as_they_are(is_terminal: bool) -> None:
-    file = io.StringIO()
-    display = Display(Console(file=file, width=200, force_terminal=is_terminal, color_system=None))
-    display.close()
-    file.truncate(file.seek(0))
-    print_plain(display.console, HOSTILE)
-    display.say(HOSTILE)
-    display.started(HOSTILE, HOSTILE)
-    display.ended("sft", "cached", 1.0, HOSTILE)
-    display.failed("sft", f"{HOSTILE}\nsecond line")
-    assert file.getvalue().splitlines() == [
-        ESCAPED,
-        ESCAPED,
-        f"> {ESCAPED}: {ESCAPED}",
-        f"= sft: cached - {ESCAPED}",
-        f"x sft: {ESCAPED}",
-        "second line",
-    ]

@@ -96,48 +96,6 @@ def test_a_better_base_model_does_not_pay_for_the_loss_of_another_model(
     assert compared({**GAIN, **changes}, forgetting=None).decision.promote
 
 
-def test_a_reason_names_both_figures_of_a_metric_which_is_lost_on_few_records_if_it_is_no_number(compared: Any) -> None:
-    assert "chat_loss_sft: 1.50000 became 9.00000, 500.0% worse" in compared({**GAIN, "sft": 9.0}).decision.reason
-    few = compared({**GAIN, "sft": math.nan, "count": 2}, {"count": 2}).decision
-    assert few.lost == ("chat_loss_sft",)
-    assert "chat_loss_sft: 1.50000 became nan, which is not a finite number;" in few.reason, few.reason
-    both = compared({**GAIN, "sft": math.nan, "lora": 1.1}).decision.reason
-    assert both.startswith("it forgets chat_loss_sft: ") and "; domain_loss_lora: " in both, "the worst first"
-
-
-@pytest.mark.parametrize(
-    ("challenger", "champion"),
-    [
-        ({"sft": 1.53, "lora": 1.02, "dpo": 0.75}, {}),  # within the bound
-        ({"sft": 1.0, "lora": 0.5, "dpo": 1.0}, {}),  # better, each in its direction
-        ({"dpo": 0.7}, {}),  # beyond the bound, but not all of the interval
-        ({"sft": 9.0, "lora": 9.0, "dpo": 0.0, "count": 4}, {"count": 4}),  # too few for an interval
-        ({"sft": 9.0}, {"sft": None}),  # the champion has none
-        ({"sft": None}, {}),
-        ({"sft": 9.0}, {"sft": math.nan}),
-        ({"sft": 9.0, "tokens": 11}, {}),  # of two tokenizers
-        ({"sft": 9.0, "lora": 9.0, "dpo": 0.0, "count": 41}, {}),  # not over the same records
-    ],
-)
-def test_what_cannot_be_compared_or_may_be_chance_loses_nothing(
-    compared: Any, challenger: dict[str, Any], champion: dict[str, Any]
-) -> None:
-    decision = compared({**GAIN, **challenger}, champion).decision
-    assert decision.promote and decision.lost == (), decision.reason
-
-
-def test_the_metric_that_decides_is_not_judged_twice_and_the_others_are(compared: Any) -> None:
-    """As in a night without new documents, where the first model that differs decides."""
-    judged = compared({"sft": 1.2, "lora": 2.0}, metric="chat_loss_sft")
-    assert not judged.decision.promote and judged.decision.lost == ("domain_loss_lora",)
-    assert [figure.name for figure in judged.texts if figure.kind == "metric"] == [
-        "preference_accuracy/dpo",
-        "domain_loss_lora",
-    ]
-    judged = compared({"dpo": 1.0, "sft": 1.2}, metric="preference_accuracy/dpo", higher_is_better=True)
-    assert judged.decision.promote and [figure.lost for figure in judged.texts] == [False] * len(judged.texts)
-
-
 def test_lost_metrics_are_in_the_decision_and_the_history(compared: Any, tmp_path: Path) -> None:
     judged = compared({**GAIN, "sft": math.nan, "dpo": 0.2})
     table, figures = night_decision.tables(judged)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +63,6 @@ def values(outcome: TaskResult) -> dict[str, float]:
 
 
 # --- fluency ------------------------------------------------------------------------------------------------------------
-
-
-def test_words_are_characters_where_a_script_has_no_spaces() -> None:
-    assert chats.words("Don't say: 3 Äpfel_2!\n") == ["Don", "'", "t", "say", ":", "3", "Äpfel_2", "!"]
-    assert chats.words("你好，world。　한국어 ไทย") == ["你", "好", "，", "world", "。", "한국어", "ไ", "ท", "ย"]
 
 
 def test_distinct_is_the_share_of_different_runs_over_all_answers() -> None:
@@ -194,11 +188,3 @@ def test_rows_that_are_no_chats_are_left_out_with_their_reason(encoder: Encoder,
     (tmp_path / "chats.jsonl").write_text("{}\n")
     with pytest.raises(DataError, match=r"has no chat; a row needs 'messages' or 'conversations'.*chats.jsonl:1"):
         chats.read("talk", ChatsTask(file="chats.jsonl"), SuiteFiles(tmp_path))
-
-
-def test_progress_goes_from_nothing_to_all_once(encoder: Encoder, model: Any, tmp_path: Path) -> None:
-    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [vars(turn) for turn in turns("a", "b")]}))
-    items = chats.read("talk", ChatsTask(file="chats.jsonl", new_tokens=2), SuiteFiles(tmp_path))
-    seen: list[float] = []
-    chats.run(items, replace(subject_of(model, encoder), batch_tokens=8), lambda done, total: seen.append(done / total))
-    assert seen == sorted(seen) and seen[-1] == 1 and 0.5 in seen

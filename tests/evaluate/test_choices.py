@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from ttrain.errors import DataError
 from ttrain.evaluate import choices
 from ttrain.evaluate.evaluated_model import EvaluatedModel
 from ttrain.evaluate.items import BadRow, SuiteFiles
-from ttrain.evaluate.log_likelihood import Likelihood, beginning, encode_pairs, fit, log_likelihoods
+from ttrain.evaluate.log_likelihood import beginning, encode_pairs, fit, log_likelihoods
 
 PASSAGE = "A list is a sequence of items; a tuple is one that cannot change. " * 2
 TEXTS = [
@@ -101,17 +100,6 @@ def test_contexts_and_what_they_begin_with_are_computed_once(encoder: Encoder) -
     assert computed < 0.2 * alone  # 0.3 where questions are computed once, but not their passage
 
 
-def test_short_continuations_are_not_padded_to_a_long_one(encoder: Encoder) -> None:
-    model = model_of(encoder)
-    watched, subject = Watched(model), subject_of(model, encoder)
-    texts = [(PASSAGE, f" {choice}") for choice in (*"abcdefgh", " ".join(LINES)[:40])]
-    pairs = encode_pairs(subject, texts)
-    log_likelihoods(subject, texts, quiet)
-    needed = len(pairs[0][0]) + sum(len(continuation) for _, continuation in pairs)
-    computed = sum(rows * width for rows, width in watched.shapes)
-    assert computed < 2 * needed  # 2.9 where all are as long as the longest
-
-
 @pytest.mark.parametrize("batch_tokens", [1, 100])
 def test_a_score_does_not_depend_on_its_batch_which_has_a_limit(encoder: Encoder, batch_tokens: int) -> None:
     model = model_of(encoder)
@@ -120,19 +108,6 @@ def test_a_score_does_not_depend_on_its_batch_which_has_a_limit(encoder: Encoder
     log_likelihoods(subject, [(f"{number} items", " a") for number in range(30)], quiet)
     assert all(rows == 1 or rows * width <= batch_tokens for rows, width in watched.shapes)
     assert max(rows * width for rows, width in watched.shapes if rows > 1 or batch_tokens == 1) > 0.7 * batch_tokens
-
-
-def test_a_model_that_keeps_no_keys_is_scored_by_whole_rows(encoder: Encoder) -> None:
-    model = model_of(encoder)
-    decoder = model.get_decoder()
-    forward = decoder.forward
-
-    @functools.wraps(forward)
-    def without_cache(*arguments: Any, past_key_values: Any = None, use_cache: bool = False, **more: Any) -> Any:
-        return forward(*arguments, use_cache=False, **more)
-
-    decoder.forward = without_cache
-    check(subject_of(model, encoder))
 
 
 def test_tokens_at_the_border_are_those_of_the_whole_text(subject: EvaluatedModel) -> None:
@@ -253,23 +228,6 @@ def test_figures_are_those_of_a_naive_loop(tmp_path: Path, subject: EvaluatedMod
     assert [row["right"] for row in outcome.rows] == [bool(one) for one in by_byte]
 
 
-def test_each_length_has_a_choice_of_its_own() -> None:
-    texts = ["abcdefghij", "日日日日", "abcdefghijklmnop", "abc"]
-    found = [Likelihood(nats, tokens, False, 0) for nats, tokens in ((5.0, 2), (4.4, 4), (7.0, 4), (4.2, 1))]
-    assert choices.chosen_by(texts, found) == {"none": 3, "characters": 2, "bytes": 1, "tokens": 1}
-
-
-def test_scores_that_are_no_numbers_are_wrong_answers(tmp_path: Path, encoder: Encoder) -> None:
-    model = model_of(encoder)
-    with torch.no_grad():
-        model.get_input_embeddings().weight.fill_(math.nan)
-    write(tmp_path / "a.jsonl", [question(number) for number in range(3)])
-    outcome = choices.score_choices(quiz(tmp_path), subject_of(model, encoder), quiet)
-    assert outcome.primary.value == 0
-    assert math.isnan(outcome.figures[-1].value)
-    assert json.dumps(outcome.rows, allow_nan=False)
-
-
 # --- examples -----------------------------------------------------------------------------------------------------------
 
 
@@ -316,19 +274,6 @@ def test_what_is_asked_is_what_digests_tell_apart(tmp_path: Path) -> None:
     assert read(limit=4) != read(limit=4, seed=3)
 
 
-def test_one_space_stands_where_the_script_has_one(tmp_path: Path) -> None:
-    for text, choice, continuation in (
-        ("What", "yes", " yes"), ("What\n", "yes", "yes"), ("什么？", "yes", "yes"), ("뭐", "yes", " yes"),
-        ("ที่", "yes", "yes"), ("What", "\nyes", "\nyes"), ("什么？", " yes", " yes"),
-    ):  # fmt: skip
-        rows = [question(0, question=text, choices=[choice, "no"]), question(1, choices=[choice, "no"], answer=0)]
-        write(tmp_path / "a.jsonl", rows)
-        assert quiz(tmp_path).items[0].continuations[0] == continuation
-        shown = quiz(tmp_path, shots=1, template="{question} =").items[0].context
-        assert shown == f"Question 1? ={choice if choice[0].isspace() else f' {choice}'}\n\n{text} ="
-        assert quiz(tmp_path, delimiter=" ").items[0].continuations[0] == f" {choice}", "a delimiter that is set stays"
-
-
 # --- last words ---------------------------------------------------------------------------------------------------------
 
 
@@ -346,10 +291,3 @@ def test_last_words_are_those_that_the_model_would_say(tmp_path: Path, subject: 
     assert outcome.primary.sums == tuple(float(greedy) for _, greedy in wanted)
     perplexity = math.exp(sum(nats for nats, _ in wanted) / len(wanted))
     assert outcome.figures[1].value == pytest.approx(perplexity, rel=1e-4)
-
-
-def test_contexts_that_are_cut_are_told(tmp_path: Path, subject: EvaluatedModel) -> None:
-    write(tmp_path / "a.jsonl", [{"context": "word " * 200, "target": "end"}, {"context": "word", "target": "end"}])
-    items = choices.read_passages("words", LastWordTask(file="a.jsonl"), SuiteFiles(tmp_path))
-    outcome = choices.score_passages(items, subject, quiet)
-    assert (outcome.figures[-1].name, outcome.figures[-1].sums) == ("cut", (1.0, 0.0)) and outcome.rows[0]["cut"] > 0

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -106,29 +104,6 @@ def test_small_nights_are_judged_together_and_not_at_all_where_even_these_are_to
     assert judged(challenger, champion, resamples=0)[0].lost == ("night-1",), "the figures alone, as the user wants"
 
 
-def test_small_nights_beside_large_ones_are_one_text() -> None:
-    champion, challenger = model({"a": 2.0, "b": 2.0}, seed=2), model({"a": 2.0, "b": 2.0}, seed=2)
-    texts = [HeldoutText("night", name, tuple(range(8 * n, 8 * n + 8))) for n, name in enumerate(("x", "y"))]
-    texts.append(HeldoutText("night", "z", tuple(range(16, 80))))
-    figures = forgetting.figures(challenger, champion, texts, Promotion())
-    assert {figure.name: (figure.records, figure.judged) for figure in figures} == {
-        "x": (8, False), "y": (8, False), "z": (64, True), "nights of fewer than 20 records": (16, True),
-        "all earlier nights": (80, True),
-    }  # fmt: skip
-
-
-def test_sources_are_judged_like_nights_also_those_of_the_new_text() -> None:
-    champion, challenger = model({"code": 2.0, "prose": 2.0}, seed=2), model({"code": 1.0, "prose": 2.3})
-    sources = nights_of(champion)
-    texts = heldout_texts(champion.records, {"night-1": champion.records}, sources, "night-1")
-    assert [(text.kind, text.name) for text in texts] == [("source", "code"), ("source", "prose")], "one night is all text"
-    figures = forgetting.figures(challenger, champion, texts, Promotion())
-    decision = decide(challenger, champion, Promotion(), texts=figures)
-    assert decision.lost == ("source prose",) and "it forgets source prose: " in decision.reason
-    assert [row[0] for row in forgetting.rows(figures)] == ["source code", "source prose"]
-    assert [row[-1] for row in forgetting.rows(figures)] == ["", "lost"]
-
-
 def test_an_accuracy_that_falls_is_a_loss() -> None:
     def right(share: float) -> Metric:
         sums = tuple(float(number < share * 100) for number in range(100))
@@ -139,16 +114,6 @@ def test_an_accuracy_that_falls_is_a_loss() -> None:
     low, high = right(0.2), right(0.5)
     [worse, _], [better, _] = (forgetting.figures(*pair, texts, Promotion()) for pair in ((low, high), (high, low)))
     assert worse.lost and not better.lost
-
-
-def test_figures_without_a_champion_have_intervals_and_scores_that_cannot_be_compared_no_figures() -> None:
-    one, other = model({"a": 2.0, "b": 1.0}), model({"a": 2.0, "c": 2.0})
-    texts = heldout_texts(one.records, nights_of(one), {}, "b")
-    [first, second] = forgetting.figures(one, None, texts, Promotion())
-    assert first.challenger_interval is not None and first.champion is None and not first.lost and not second.lost
-    assert forgetting.rows([first])[0][3:] == ("", "", "", "", "")
-    broken = replace(one, recorded=math.nan)
-    assert forgetting.figures(one, other, texts, Promotion()) == forgetting.figures(one, broken, texts, Promotion()) == []
 
 
 # --- many nights ---
@@ -184,37 +149,12 @@ def test_losses_within_the_bound_of_a_night_do_not_add_up_over_nights() -> None:
     assert decision.promote and figures["night-1"].best == 2.0 and not figures["night-1"].lost, "it may be chance"
 
 
-def test_a_best_figure_that_tells_nothing_of_this_text_does_not_count() -> None:
-    for best in (
-        BestFigure(2.0, "version 1", COUNT - 1),  # of other records
-        BestFigure(2.0, "version 1", COUNT, deviation=math.inf),  # of too few records for an interval
-        BestFigure(2.5, "version 1", COUNT),  # worse than the champion
-    ):
-        decision, figures = drifting(1, **{"night-1": best})
-        assert decision.promote and figures["night-1"].best is None
-
-
 def test_a_challenger_that_gains_on_the_champion_passes_however_good_an_earlier_champion_was() -> None:
     """Else nothing could be promoted any more after one that forgot was promoted by hand."""
     champion, challenger = model({"a": 3.0, "b": 3.0}, seed=2), model({"a": 2.9, "b": 1.0})
     texts = heldout_texts(champion.records, nights_of(champion), {}, "b")
     [old, _] = forgetting.figures(challenger, champion, texts, Promotion(), {"a": BestFigure(2.0, "version 1", COUNT)})
     assert old.best == 2.0 and not old.lost
-
-
-def test_the_small_nights_are_bounded_together_each_at_its_best() -> None:
-    names = [f"night-{number}" for number in range(1, 6)]
-    champion = model(dict.fromkeys(names, 2.0), count=12, seed=2)
-    challenger = model({**dict.fromkeys(names, 2.04), "night-5": 1.0}, count=12)
-    texts = heldout_texts(champion.records, nights_of(champion), {}, "night-5")
-    best = {name: BestFigure(1.9, f"version {name[-1]}", 12, deviation=0.01) for name in names[:3]}
-    assert not any(figure.lost for figure in forgetting.figures(challenger, champion, texts, Promotion()))
-    figures = {figure.name: figure for figure in forgetting.figures(challenger, champion, texts, Promotion(), best)}
-    together = figures["all earlier nights"]
-    assert together.lost and together.best == pytest.approx(1.925, abs=0.01) and not figures["night-1"].lost
-    assert "worse than" in together.describe() and "of the best champion of each" in together.describe()
-    rules = Promotion(resamples=0)
-    assert [figure.lost for figure in forgetting.figures(challenger, champion, texts, rules, best)][-1]
 
 
 # --- the first champion ---
@@ -237,17 +177,3 @@ def test_a_first_champion_must_beat_the_baseline(setting: str | float | None, va
     decision = decide(challenger, None, rules, baseline=baseline_of(metrics, challenger, rules))
     assert (decision.promote, decision.word) == (promote, "promoted" if promote else "kept")
     assert why in decision.reason, decision.reason
-
-
-def test_another_metric_is_compared_with_the_user_s_value_in_its_own_direction() -> None:
-    rules = Promotion(baseline=0.5, metric="poems/accuracy/base")
-    for value, promote in ((0.6, True), (0.4, False)):
-        challenger = recorded_metric(rules.metric, value, higher_is_better=True)
-        assert decide(challenger, None, rules, baseline=baseline_of({}, challenger, rules)).promote == promote
-    named = Promotion(metric="chat_loss_sft")
-    metrics = {"bits_per_byte": 1.0, "bits_per_byte_xz": 2.0}
-    assert baseline_of(metrics, recorded_metric("chat_loss_sft", 3.0), named).is_beaten  # type: ignore[union-attr]  # of its base
-    assert baseline_of({}, recorded_metric("chat_loss_sft", 3.0), named) is None, "without documents there is no xz"
-    later, champion = model({"a": 2.5}), model({"a": 3.0}, seed=2)
-    baseline = baseline_of({"bits_per_byte": 2.5, "bits_per_byte_xz": 2.0}, later, Promotion())
-    assert decide(later, champion, Promotion(), baseline=baseline).promote, "a later challenger need not beat it"

@@ -149,15 +149,6 @@ def test_our_multiple_choice_is_the_harness_s(place: Path, subject: EvaluatedMod
         assert row["nats"] == pytest.approx([-one[0] for one in sample["filtered_resps"]], abs=1e-4)
 
 
-def test_a_model_in_bf16_is_the_one_that_transformers_opens(place: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    ids_BT = torch.arange(120)[None]  # far enough for rounded frequencies of rotary positions to show
-    theirs = AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.bfloat16)
-    with torch.no_grad():
-        assert torch.equal(speaker(place / "model", dtype="bf16").model(ids_BT).logits, theirs(ids_BT).logits)
-
-
 def test_a_limit_draws_items_by_the_seed_and_two_models_are_asked_the_same(
     place: Path, subject: EvaluatedModel, tmp_path: Path
 ) -> None:
@@ -209,13 +200,6 @@ def test_a_suite_that_allows_code_runs_the_python_of_its_task_files(place: Path,
     suite.write_text("tasks: {theirs: {kind: harness, task: mine.yaml}}\n")
     with pytest.raises(UsageError, match="may run Python"):
         run.read([suites.load(str(suite))], {})
-
-
-def test_what_includes_itself_or_is_no_yaml_is_an_error_and_no_loop(tmp_path: Path) -> None:
-    for text in ("include: task.yaml\ntask: mine\n", "a: [", "a: !unknown b"):
-        (tmp_path / "task.yaml").write_text(text)
-        with pytest.raises(DataError, match=r"theirs\.task is task\.yaml, whose data or task file cannot be read"):
-            read(tmp_path, "task")
 
 
 def test_tasks_are_known_by_name(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,8 @@ from support.tiny_data import documents
 from support.tiny_trainers import score_of, tiny_model
 
 from ttrain.config.evaluate import TextTask
-from ttrain.data import tokenizer
 from ttrain.data.encoder import Encoder
-from ttrain.errors import DataError, UsageError
+from ttrain.errors import DataError
 from ttrain.evaluate import baselines, perplexity, task_result
 from ttrain.evaluate.items import SuiteFiles
 from ttrain.evaluate.task_result import LN2, TaskResult
@@ -80,15 +79,6 @@ def test_every_token_of_a_text_counts_also_the_first_and_special_tokens_are_text
     assert (found.rows[-1]["text"], found.rows[-1]["nats"]) == (special, found.primary.sums[-1])
 
 
-def test_models_with_other_tokenizers_are_asked_the_same_bytes(tmp_path: Path, encoder: Encoder) -> None:
-    tokenizer.save(tokenizer.train([row["text"] for row in ROWS], 400), tmp_path / "other")
-    other = Encoder(tmp_path / "other")
-    first, second = (evaluated(tmp_path, ROWS, subject_of(model_for(one), one)) for one in (encoder, other))
-    assert first.items == second.items
-    assert first.primary.sizes == second.primary.sizes
-    assert [f.sizes for f in first.figures[1:]] != [f.sizes for f in second.figures[1:]], "tokens are not the same"
-
-
 def test_what_a_tokenizer_does_not_give_back_is_told(
     tmp_path: Path, encoder: Encoder, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -141,18 +131,3 @@ def test_held_out_documents_are_named_as_the_records_of_an_evaluation_are(tmp_pa
     table.write(tmp_path)
     assert list(items.digests) == json.loads((tmp_path / task_result.FILE).read_text())["parts"]["documents"]["records"]
     assert sorted(items.groups) == ["source=s0", "source=s1", "source=s2"]
-
-
-def test_a_model_that_knows_no_begin_is_refused(tmp_path: Path, encoder: Encoder) -> None:
-    subject = subject_of(tiny_model(vocab=2), encoder)
-    with pytest.raises(UsageError, match="the model tiny knows no token that begins or ends a text"):
-        evaluated(tmp_path, ROWS[:1], subject)
-
-
-def test_windows_are_no_longer_than_the_model_accepts(tmp_path: Path, encoder: Encoder) -> None:
-    model = model_for(encoder, kind="gpt2", max_length=24)  # whose positions are a table that ends
-    rows = [{"text": "A long text. " * 20}]
-    found = evaluated(tmp_path, rows, subject_of(model, encoder, max_length=24), row_length=64, stride=64)
-    (ids,) = encoder.encode([rows[0]["text"]])
-    alone = score_of(model, [([encoder.bos_id, *ids], [False] + [True] * len(ids))], 24, 24)
-    assert found.primary.sums[0] == pytest.approx(alone.nats, rel=1e-6)

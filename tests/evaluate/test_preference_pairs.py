@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,8 @@ from ttrain.data.chat import encode_chat
 from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
 from ttrain.data.preferences import Preference
-from ttrain.errors import DataError, UsageError
-from ttrain.evaluate import perplexity, preferences, suites
-from ttrain.evaluate.items import SuiteFiles, comparable
+from ttrain.evaluate import perplexity, preferences
+from ttrain.evaluate.items import SuiteFiles
 from ttrain.evaluate.perplexity import Score
 from ttrain.evaluate.run import mark_overlaps
 
@@ -101,33 +99,6 @@ def test_pairs_of_a_file_are_scored_as_those_of_the_stage(encoder: Encoder, mode
     places = {row.location.rpartition("/")[2]: row.reason for row in items.left_out}
     assert set(places) == {"pairs.jsonl:3", "pairs.jsonl:4"}
     assert "equal" in places["pairs.jsonl:3"] and places["pairs.jsonl:4"] == preferences.RATED
-
-
-def test_a_pair_that_the_template_refuses_does_not_count(
-    encoder: Encoder, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    items = preferences.read("mine", *asked(tmp_path))
-
-    def encode(encoder: Encoder, messages: Any) -> Any:
-        if messages[-1].content == "走开":
-            raise DataError("no such turn here")
-        return encode_chat(encoder, messages)
-
-    monkeypatch.setattr("ttrain.data.chat.encode_chat", encode)
-    subject = subject_of(model, encoder)
-    result = preferences.run(items, subject, lambda done, total: None)
-    assert result.rows[1] == {"refused": "no such turn here"} and result.figures[0].sizes == (1.0, 0.0)
-    assert result.figures[0].value == result.rows[0]["preferred"]
-    with pytest.raises(UsageError, match="mine evaluates pairs, but the tokenizer of tiny has no chat template"):
-        preferences.run(items, replace(subject, can_chat=False), lambda done, total: None)
-
-
-def test_held_out_pairs_are_a_part_of_what_a_run_held_out_and_rated_answers_are_not(tmp_path: Path) -> None:
-    held_out = [pair("a", "b").to_json(), Preference((QUESTION,), (), (Message("assistant", "bad"),)).to_json()]
-    loaded = suites.with_parts(suites.load_heldout(), ["pairs"])
-    assert list(loaded.suite.tasks) == ["pairs"]
-    items = preferences.read("pairs", PairsTask(), SuiteFiles(tmp_path, {"pairs": comparable(held_out)}))
-    assert items.items == (pair("a", "b"),)
 
 
 def test_a_pair_that_occurs_in_the_training_documents_is_left_out(tmp_path: Path) -> None:

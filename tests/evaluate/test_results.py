@@ -44,16 +44,6 @@ def test_a_difference_is_claimed_only_where_the_items_show_it() -> None:
     assert (near.compared.p, round(far.compared.difference, 9)) == (0.5, -0.2)
 
 
-def test_many_comparisons_need_more_than_one() -> None:
-    """6 of 6 disagreements for one model: p 0.03 alone, 0.3 among ten such comparisons, of which each needs 9 of 9."""
-    one = Results([choices("a", 50), choices("b", 56)], Rule())
-    assert one.comparisons()[0].verdict(Rule()) == "b is better"
-    tasks = [choices(model, right, f"task{number}") for number in range(10) for model, right in (("a", 50), ("b", 56))]
-    found = Results(tasks, Rule()).comparisons()
-    assert [versus.p_of_all for versus in found] == pytest.approx([0.3125] * 10)
-    assert {versus.verdict(Rule()) for versus in found} == {"no significant difference (minimum detectable: 0.0900)"}
-
-
 def test_what_cannot_be_compared_says_why() -> None:
     other = choices("b", 60, items=tuple(f"other{number}" for number in range(100)))
     assert Results([choices("a", 50), other], Rule()).comparisons()[0].why == OTHER_ITEMS
@@ -100,15 +90,6 @@ def test_rows_that_are_left_out_are_said_with_their_places() -> None:
     assert task["left_out_rows"][1] == {"file": "/data/a.jsonl", "line": 7, "reason": "no text"}
     one = Results([choices("a", 50)], Rule(), [Items("poems", TextTask(), ("x",), ("d",), tuple(left_out[:1]))])
     assert one.notes() == ["poems: 1 row left out: no text (1: a.jsonl:3)"]
-
-
-def test_copies_of_an_item_are_said() -> None:
-    for names, said in (
-        ("abcde", []),
-        ("abcda", ["poems: 1 of 5 items is a copy of another; intervals are narrower than they should be"]),
-        ("aabaa", ["poems: 3 of 5 items are copies of others; intervals are narrower than they should be"]),
-    ):
-        assert Results([], Rule(), [Items("poems", TextTask(), tuple(names), tuple(names))]).notes() == said
 
 
 def test_a_key_that_groups_nothing_is_said_where_the_user_wrote_it() -> None:
@@ -165,19 +146,6 @@ def test_the_json_holds_what_the_table_shows_and_is_json() -> None:
     assert told["comparisons"][0]["interval"] is None
 
 
-def test_the_runs_table_shows_the_main_figure_of_each_model_and_what_the_items_say_of_two() -> None:
-    """Also from a manifest, which sorts names."""
-    results = Results([choices("base", 50, left_out={"one choice": 3}), choices("sft", 70), choices("lora", 50)], Rule())
-    told = json.loads(json.dumps({"suites": results.to_json()}, sort_keys=True))
-    rows = summary.rows({"eval/bits_per_byte": 1.5}, {"evaluate": {**told, "intervals": {"bits_per_byte": [1.25, 2]}}})
-    assert rows[0][:2] == ("bits per byte, base model", "1.500 (1.250 to 2.000)")
-    assert [(what, value.split()[0], remark) for what, value, remark in rows[1:]] == [
-        ("poems accuracy, base", "0.500", "100 items; 3 rows left out"),
-        ("poems accuracy, sft", "0.700", "+0.200: sft is better"),
-        ("poems accuracy, lora", "0.500", "+0.000: no significant difference (minimum detectable: 0.0700)"),
-    ]
-
-
 def test_the_champion_stands_below_its_challenger_in_the_suites_too() -> None:
     new = Results([choices("base", 70), choices("sft", 60)], Rule()).to_json()
     old = Results([choices("base", 50), choices("sft", 80)], Rule()).to_json()
@@ -194,17 +162,3 @@ def test_the_champion_stands_below_its_challenger_in_the_suites_too() -> None:
     old = json.loads(json.dumps(other).replace("accuracy", "accuracy_exact"))
     remarks = [row[2] for row in summary.rows({}, {"evaluate": {"suites": other}, "evaluate-champion": {"suites": old}})]
     assert remarks.count("the challenger's is accuracy") == 1, "an earlier one may have called its figure otherwise"
-
-
-@pytest.mark.parametrize("count", [3, 20])
-def test_the_table_of_a_run_has_no_verdict_on_too_few_records(count: int) -> None:
-    metrics = {
-        "eval/bits_per_byte": 1.5, "eval/bits_per_byte_xz": 2.0, "eval/documents": count, "eval/document_bytes": 900,
-        "eval/chat_loss_base": 3.0, "eval/chat_loss_sft": 2.0, "eval/chats": count, "champion/bits_per_byte": 1.6,
-    }  # fmt: skip
-    evaluated = {"metrics": {}, "intervals": {}, "paired": {"chat_loss_sft": {"p": 0.01}}}
-    remarks = {what: remark for what, _, remark in summary.rows(metrics, {"evaluate": evaluated})}
-    few = f"not judged ({count} of 20 held-out records)" if count < 20 else ""
-    assert remarks["bits per byte, base model"] == f"{count} documents, 900 bytes; {few or 'beats xz'}"
-    assert remarks["chats loss, sft"] == (few or "-1.000, p = 0.01")
-    assert remarks["bits per byte, base model, champion"] == (few or "the challenger: -0.100")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from support.tiny_data import make_tokenizer
 from support.tiny_models import tiny_model
 
-from ttrain.data import chat
 from ttrain.data.chat_templates import Message, Messages
 from ttrain.data.encoder import Encoder
 from ttrain.evaluate import samples
 from ttrain.evaluate.samples import SamplePrompt
+from ttrain.inference.evaluated_model import as_evaluated_model
+from ttrain.inference.loading import with_encoder
 
 CHINESE = "山海经\n南山经之首曰鹊山其首曰招摇之山临于西海之上多桂多金玉有草焉其状如韭而青花其名曰祝余食之不饥" * 4
 ENGLISH = "The quick brown fox jumps over the lazy dog, and then it returns to the place where it began. " * 4
@@ -69,17 +69,10 @@ def test_a_question_has_the_turns_before_it_and_its_own_answer(encoder: Encoder)
     assert len(chats_of(encoder, [talk("Same?"), talk("Same?", "Another."), talk("Other?")])) == 2
 
 
-def test_a_prompt_fits_into_what_the_model_sees_at_once(encoder: Encoder) -> None:
-    for prompt in documents_of(encoder, [ENGLISH, CHINESE], room=8):
-        assert len(encoder.encode([prompt.text])[0]) <= 8
-    for prompt in chats_of(encoder, [talk("Why? " * count) for count in range(1, 40)], room=40):
-        assert len(chat.prompt_ids(encoder, prompt.turns)) <= 40
-
-
 def test_a_sample_has_the_answer_of_the_model_beside_that_of_the_data(encoder: Encoder) -> None:
-    model = tiny_model(vocab=len(encoder))
+    speaker = with_encoder("model", tiny_model(vocab=len(encoder)), encoder, (encoder.bos_id,), can_chat=True)
     prompts = [samples.beginning("The fox"), samples.question("Why?"), *documents_of(encoder, [ENGLISH])]
-    written = samples.continuations(model, encoder, prompts, new_tokens=3, device=torch.device("cpu"))
+    written = samples.continuations(as_evaluated_model(speaker), prompts, new_tokens=3)
     assert [sample.prompt for sample in written] == [prompt.text for prompt in prompts]
     assert [sorted(sample.to_json()) for sample in written] == [
         ["answer", "prompt"], ["answer", "prompt"], ["answer", "prompt", "reference"],

@@ -11,7 +11,7 @@ from support.planned_homes import remember_modules
 from ttrain.config import Settings
 from ttrain.config.loading import load
 from ttrain.errors import UsageError
-from ttrain.evaluate import run, suites
+from ttrain.evaluate import suites
 from ttrain.pipeline import plan
 from ttrain.pipeline.input_files import data_files
 from ttrain.pipeline.provenance import with_absolute_paths
@@ -41,18 +41,16 @@ def settings(*overrides: str) -> Settings:
 
 CHOICES = {"kind": "choices", "file": "x"}
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({}, "tasks is missing; under tasks, write a name and the settings of each task, such as poems: {kind"),
+    ({}, "tasks is missing"),
     ({"task": {}}, "task is not a key of a suite; put it under tasks:"),
-    ({"tasks": {}}, "tasks is {} but must not be empty; under tasks, write a name and the settings of each task"),
-    ({"tasks": None}, "tasks is None but must be a mapping; under tasks, write a name"),
-    ({"tasks": [{"kind": "text"}]}, "tasks is [{'kind': 'text'}] but must be a mapping; under tasks, write a name"),
+    ({"tasks": {}}, "tasks is {} but must be a list of 1 or more"),
+    ({"tasks": None}, "tasks is None but must be a group of names with values"),
     ({"tasks": {"a b": {"kind": "text"}}}, "a task is called 'a b'; take letters"),
-    ({"tasks": {"a/b": {"kind": "text"}}}, "a task is called 'a/b'; take letters"),
-    ({"tasks": {"a": 3}}, "a is 3 but must be a mapping, such as {kind: text"),
-    ({"tasks": {"a": {"file": "x"}}}, "a has no kind; choose one of text, chats, pairs, choices"),
-    ({"tasks": {"a": {"kind": "chooses"}}}, "a is of kind 'chooses', which does not exist; choose one of text, chats"),
+    ({"tasks": {"a": 3}}, "a is 3 but must be a group of names"),
+    ({"tasks": {"a": {"file": "x"}}}, "a.kind must be one of text, chats, pairs, choices"),
+    ({"tasks": {"a": {"kind": "chooses"}}}, "a.kind must be one of text, chats"),
     ({"tasks": {"a": {"kind": "choices"}}}, "a.file is missing"),
-    ({"tasks": {"a": {**CHOICES, "shot": 1}}}, "setting of kind choices; did you mean 'shots'?"),
+    ({"tasks": {"a": {**CHOICES, "shot": 1}}}, "a.shot is not a setting of kind choices; it has "),
     ({"tasks": {"a": {**CHOICES, "shots": -1}}}, "is -1 but must be at least 0"),
     ({"tasks": {"a": {**CHOICES, "shots": 1.5}}}, "a.shots is 1.5 but must be a whole number"),
     ({"tasks": {"a": {**CHOICES, "shots_file": "y"}}}, "shots_file is y, but shots is 0"),
@@ -67,12 +65,6 @@ def test_what_is_wrong_is_named_with_its_task_and_a_cure() -> None:
         with pytest.raises(UsageError) as caught:
             suites.checked(tree, "mine.yaml")
         assert str(caught.value).startswith("mine.yaml: ") and said in str(caught.value), tree
-
-
-def test_a_key_alone_groups_as_a_list_of_one_does() -> None:
-    for kind in ("text", "choices"):
-        task = suites.checked({"tasks": {"a": {"kind": kind, "file": "x", "by": "lang"}}}, "mine.yaml").tasks["a"]
-        assert task.by == ("lang",)
 
 
 def test_the_suites_that_ship_read_no_file_but_themselves_and_are_named_where_there_is_none(tmp_path: Path) -> None:
@@ -90,20 +82,6 @@ def test_the_files_of_a_suite_lie_beside_it_and_one_that_is_missing_is_named(wri
     (written.parent / "sums.jsonl").unlink()
     with pytest.raises(UsageError, match=r"sums\.file is sums\.jsonl, but there is no file .*mine/sums\.jsonl"):
         suites.files_of(suites.load(str(written)))
-
-
-def test_settings_for_all_tasks_reach_those_that_have_them_and_are_checked(written: Path) -> None:
-    mine = suites.load(str(written))
-    changed = suites.changed(mine, shots=3, limit=5)
-    sums, prose = changed.suite.tasks.values()
-    assert (getattr(sums, "shots", None), sums.limit, prose.limit) == (3, 5, 5)
-    assert not hasattr(prose, "shots")
-    with pytest.raises(UsageError, match="but shots is 0; say how many"):
-        suites.changed(mine, shots=0)
-    with pytest.raises(UsageError, match=r"both .*mine\.yaml and the command line have a task 'sums'; rename one"):
-        suites.check_distinct_tasks([mine, suites.of_tasks({"sums": CHOICES}, "the command line")])
-    with pytest.raises(UsageError, match=r"prose\.file is heldout, but the model's own run held out no documents"):
-        run.read([suites.changed(mine, shots=1)], {"chats": []})
 
 
 # --- suites of a pipeline ----------------------------------------------------------------------------------------------

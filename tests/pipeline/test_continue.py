@@ -140,13 +140,6 @@ def test_a_budget_of_rows_that_are_not_packed_has_more_steps(built: House, chang
     assert not built.plan(*budget, "sft.tokens=204800")["sft"].why[0].startswith("unfinished")
 
 
-def test_work_whose_ingredients_are_damaged_is_not_offered(built: House, work: resume.PartialRun) -> None:
-    """They ended each plan of the stage in a KeyError."""
-    for damaged in ({}, {"settings": []}, {**work.ingredients, "code": 5}, [1]):
-        write_json(work.path / resume.INGREDIENTS, damaged)
-        assert not built.plan(SEED)["sft"].why[0].startswith("unfinished")
-
-
 def test_the_furthest_work_is_offered(built: House, changed: Callable[[], None]) -> None:
     near, far = (
         left(built, built.plan(*TOKENS, f"sft.tokens={tokens}")["sft"], s) for tokens, s in ((409600, 5), (819200, 9))

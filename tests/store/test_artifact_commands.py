@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import subprocess
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from support.artifact_home import DAY, Home, keys, printed
-from support.held_locks import held_elsewhere
 from support.kill_points import number_printed_by
 
-from ttrain.cli.main import main
-from ttrain.core.files import exclusive, read_json, temporary_path, write_json
-from ttrain.errors import UsageError
+from ttrain.core.files import read_json, write_json
 from ttrain.nightly.records import needed_keys
 from ttrain.pipeline.garbage_collection import clean_run
 from ttrain.store import runs
@@ -135,20 +129,6 @@ def test_what_is_damaged_goes_by_the_same_rules_unless_its_manifest_may_be_good(
     assert cleaned.kept_counts == {"a recent run though damaged": 1, "its age though damaged": 1}
 
 
-def test_what_a_killed_process_was_writing_goes_wherever_it_is_in_the_home(user_home: Home) -> None:
-    root, ended = user_home.store.root, subprocess.Popen(["true"])
-    root.mkdir()
-    ended.wait()
-    names = [temporary_path(root / "digests.json").name.replace(str(os.getpid()), "{}")]
-    dead, living = ([root / name.format(pid) for name in names] for pid in (ended.pid, os.getpid()))
-    for path in (*dead, *living, root / f".young.{ended.pid}.tmp"):
-        path.touch()
-        os.utime(path, (1, 1) if "young" not in path.name else None)
-    cleaned = user_home.clean()
-    assert {removal.path for removal in cleaned.removed} == {*dead}
-    assert {*root.glob(".*.tmp")} == {*living, root / f".young.{ended.pid}.tmp"}
-
-
 def test_unfinished_work_of_a_kept_run_stays_with_what_it_reads_and_dead_work_goes(user_home: Home) -> None:
     base, gone = user_home.publish("pretrain", "p"), user_home.publish("pretrain", "gone")
     wanted, dead = user_home.work("sft", "a" * 64, reads={"base": base}), user_home.work("sft", "b" * 64)
@@ -168,19 +148,6 @@ def test_unfinished_work_of_a_kept_run_stays_with_what_it_reads_and_dead_work_go
     assert not dead.exists() and not leftover.exists()
 
 
-def test_work_that_mends_an_artifact_or_that_a_process_is_at_stays_with_all_that_it_reads(user_home: Home) -> None:
-    damaged = user_home.publish("pretrain", "damaged")
-    (damaged.path / "model" / "weights.bin").unlink()
-    mending = user_home.work("pretrain", damaged.key, age=DAY)
-    user_home.run(damaged)
-    base = user_home.publish("pretrain", "p", tokenizer=user_home.publish("tokenizer", "t"))
-    work = user_home.work("sft", "c" * 64, reads={"base": base})
-    with held_elsewhere(user_home.store.root, "sft", "c" * 64):
-        user_home.clean()
-    assert work.exists() and (mending / "output" / "checkpoints" / "step-7" / "state.json").exists()
-    assert base.key in user_home.keys
-
-
 def test_a_clean_that_is_killed_leaves_whole_artifacts_and_the_next_one_finishes(user_home: Home, tmp_path: Path) -> None:
     kept, gone = user_home.publish("pretrain", "kept"), user_home.publish("sft", "gone")
     user_home.run(kept)
@@ -196,52 +163,6 @@ def test_a_clean_that_is_killed_leaves_whole_artifacts_and_the_next_one_finishes
         copy.clean()
         assert copy.keys == keys(kept)
         assert size_on_disk(copy.store.root / "trash") == size_on_disk(copy.store.root / "work") == 0
-
-
-def test_a_run_that_starts_meanwhile_waits_until_what_is_removed_is_out_of_sight(user_home: Home) -> None:
-    with ThreadPoolExecutor(1) as threads:
-        with exclusive(user_home.store.root / runs.CLEANING):
-            started = threads.submit(runs.RunRecord, user_home.store.root, "full", ["sft"], {})
-            with pytest.raises(TimeoutError):
-                started.result(0.3)
-        assert started.result(10)
-
-
-def test_locks_of_forgotten_keys_go_unless_a_run_is_in_progress_or_somebody_has_them(user_home: Home) -> None:
-    """Such as one that adopts an artifact, which is no run. Without its name the lock would keep nobody out."""
-    kept, gone = user_home.publish("sft", "kept").key, "d" * 64
-    for key in (kept, gone):
-        with user_home.store.lock("sft", key):
-            pass
-    user_home.run(user_home.store.latest("sft"))
-    user_home.run(outcome="running", lora="pending")
-    user_home.clean()
-    locks = user_home.store.root / "work" / "sft"
-    assert {path.stem for path in locks.glob("*.lock")} == {kept, gone}
-    for path in (user_home.store.root / "runs").glob("full-*.json"):
-        write_json(path, {**read_json(path), "outcome": "completed"})
-    for held in (gone, "f" * 64 + ".process"):
-        with held_elsewhere(user_home.store.root, "sft", held) as process:
-            user_home.clean()
-            assert user_home.store.is_locked("sft", held)
-            process.communicate("\n")
-    user_home.clean()
-    assert {path.stem for path in locks.iterdir() if path.suffix in (".lock", ".holder")} == {kept}
-
-
-def test_a_lock_that_was_removed_after_opening_is_opened_anew(user_home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes, each with a lock of its own, would write to one work directory."""
-    path, flock, opened = user_home.store.root / "work" / "sft" / "a.lock", fcntl.flock, []
-
-    def late(descriptor: int, operation: int) -> None:
-        if not opened:  # the first to open it is slow, and another removes it
-            opened.append(os.fstat(descriptor).st_ino)
-            path.unlink()
-        flock(descriptor, operation)
-
-    monkeypatch.setattr(fcntl, "flock", late)
-    with user_home.store.lock("sft", "a"):
-        assert opened and path.exists(), "else the next one would make another, and have it at once"
 
 
 def test_the_command_tells_what_and_how_much_it_removed(user_home: Home, capsys: pytest.CaptureFixture[str]) -> None:
@@ -266,34 +187,6 @@ def test_the_command_tells_what_and_how_much_it_removed(user_home: Home, capsys:
     assert done["bytes"] == told["bytes"] == size - size_on_disk(root) - elsewhere.stat().st_size
     user_home.publish("pretrain", "another")
     assert "1 removed" in printed(capsys, "artifacts", "clean", "--older-than", "20")
-
-
-def test_the_command_names_the_run_that_keeps_everything_and_believes_another_machine_for_a_week(
-    user_home: Home, capsys: pytest.CaptureFixture[str]
-) -> None:
-    user_home.publish("pretrain", "gone")
-    user_home.run(outcome="running", age=30 * DAY, lora="running")
-    (path,) = (user_home.store.root / "runs").glob("full-*.json")
-    write_json(path, {**read_json(path), "process": {"pid": 1, "started": 1.0, "host": "elsewhere"}})
-    for days, removed, running in ((6, 0, {path.stem: "elsewhere"}), (8, 1, {})):
-        for written in (path, path.with_suffix(".events.jsonl")):
-            os.utime(written, (time.time() - days * DAY, time.time() - days * DAY))
-        told = json.loads(printed(capsys, "artifacts", "clean", "--dry-run", "--json"))
-        assert (len(told["removed"]), told["running"]) == (removed, running)
-        text = " ".join(printed(capsys, "artifacts", "clean").split())
-        assert (f"no artifact is removed while runs are in progress: {path.stem} on elsewhere" in text) == bool(running)
-        assert ("7 days; if it has ended, remove that file" in text) == bool(running)
-
-
-def test_with_a_damaged_registry_nothing_is_removed(user_home: Home, capsys: pytest.CaptureFixture[str]) -> None:
-    user_home.run(user_home.publish("pretrain", "kept"))
-    gone = user_home.publish("pretrain", "gone")
-    (user_home.store.root / "registry.json").write_text("{")
-    with pytest.raises(SystemExit) as ended:
-        main(["artifacts", "clean"])
-    assert ended.value.code == UsageError.exit_code
-    assert "registry.json" in capsys.readouterr().err
-    assert gone.path.exists()
 
 
 # --- what only one run needs
@@ -326,10 +219,3 @@ def test_clean_run_removes_nothing_while_a_run_is_in_progress(user_home: Home) -
     user_home.run(outcome="running")
     cleaned = clean_run(user_home.store, (), record, needed_by_nights=needed_keys)
     assert cleaned.removed == [] and cleaned.running and user_home.keys == keys(made)
-
-
-def test_clean_run_takes_no_rule_about_other_runs(user_home: Home, capfd: pytest.CaptureFixture[str]) -> None:
-    user_home.run(user_home.publish("sft", "mine"))
-    with pytest.raises(SystemExit):
-        main(["artifacts", "clean", "--run", "latest", "--keep-runs", "3"])
-    assert "remove one of them" in capfd.readouterr().err

@@ -8,20 +8,18 @@ import os
 import re
 import signal
 import stat
-import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.champion_sets import SUFFIXES, artifact_of, register
+from support.champion_sets import SUFFIXES, register
 
 from ttrain.errors import UsageError
 from ttrain.store import layout
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.references import Registered, registered
-from ttrain.store.registry import ModelSet, Registry, Version
+from ttrain.store.registry import ModelSet, Registry
 
 DECISION = {
     "promote": True, "metric": "bits_per_byte", "challenger": 1.7, "champion": 1.8, "difference": 0.1,
@@ -55,11 +53,6 @@ def test_the_same_models_are_one_set_that_knows_its_newest_evaluation(sets_home:
     assert [each.version for each in Registry(sets_home).sets()] == ["3", "2", "1"]
 
 
-def test_the_same_key_with_other_bytes_is_another_version(sets_home: Path) -> None:
-    again = Registry(sets_home).register_model("mine-base", artifact_of("pretrain", "pretrain-1", "other"), "again")
-    assert again == Version("mine-base", "4", "pretrain", "pretrain-1", again.content, "again")
-
-
 def test_the_newest_set_is_challenger_until_it_is_champion(sets_home: Path) -> None:
     assert aliases(sets_home) == {"challenger": "3"}
     Registry(sets_home).promote("mine", "3")
@@ -74,23 +67,6 @@ def test_a_name_that_models_of_another_pipeline_bear_is_refused(sets_home: Path)
     with pytest.raises(UsageError, match=r"name is mi, but mine already names .*; .*set another `name`"):
         registry.check_names("mi", ["mine"])
     registry.check_names("mine", ["mine-base"])
-
-
-def test_a_set_of_another_home_keeps_its_numbers_where_they_are_free(sets_home: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    for number in (7, 8, 1):
-        register(other, number)
-    first, second, same = (Registry(other).find("mine", version) for version in ("1", "2", "3"))
-    registry = Registry(sets_home)
-    free = replace(second, version="9", decision=DECISION, run_id="abc")
-    assert registry.adopt(free, ["champion", "best"]) == replace(
-        free, aliases=("best", "champion"), members=registry.find("mine", "9").members
-    )
-    adopted = registry.adopt(first)
-    assert (adopted.version, adopted.run, adopted.members["lora"].key) == ("10", "full-7", "lora-7")
-    assert registry.adopt(same).version == "1", "it is the set that is here"
-    assert registry.adopt(first).version == "10"
-    assert aliases(sets_home) == {"challenger": "3", "champion": "9", "best": "9"}
 
 
 # --- promoting and going back -----------------------------------------------------------------------
@@ -198,14 +174,6 @@ def test_the_kept_keys_are_those_of_all_versions_their_inputs_and_the_champions_
 # --- the file ---------------------------------------------------------------------------------------
 
 
-def test_a_home_without_a_registry_has_no_sets_and_reading_makes_none(tmp_path: Path) -> None:
-    registry = Registry(tmp_path)
-    assert registry.champion("mine") is None and registry.sets() == []
-    with pytest.raises(UsageError):
-        registry.rollback("mine")
-    assert not (tmp_path / "registry.json").exists()
-
-
 def test_the_file_is_for_its_owner_and_is_not_written_when_nothing_changes(sets_home: Path) -> None:
     path = sets_home / "registry.json"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -222,7 +190,6 @@ def test_the_file_is_for_its_owner_and_is_not_written_when_nothing_changes(sets_
     [
         (lambda text: text[: len(text) // 2], "Expecting|Unterminated|delimiter"),
         (lambda text: "[]", "not a JSON object"),
-        (lambda text: text.replace('"champions"', '"champs"'), "sets.mine.champions"),
         (lambda text: "", "Expecting value"),
     ],
 )
@@ -238,12 +205,6 @@ def test_a_damaged_file_is_an_error_with_its_path_and_what_to_do(
             act()
         assert "\n" not in str(raised.value)
     assert path.read_text() == damaged
-
-
-def test_the_registry_loads_no_mlflow(sets_home: Path) -> None:
-    code = f"import sys; from pathlib import Path; from ttrain.store.registry import Registry; \
-assert len(Registry(Path({str(sets_home)!r})).sets()) == 3; assert 'mlflow' not in sys.modules"
-    assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0
 
 
 def _killed_at_the_rename(act: Callable[[], object], when: str) -> None:

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import math
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support.paths import ROOT
 from support.recorded_homes import BEGAN, TOKENS_PER_STEP, Made, falling, make_run
 
 from ttrain.errors import UsageError
@@ -86,16 +82,6 @@ def test_a_curve_has_every_step_once_its_tokens_its_time_and_a_gap_where_there_w
     assert [point.step for point in view.curve("pretrain", "validation_loss")] == [4, 8]
 
 
-def test_a_step_that_was_logged_twice_is_drawn_once_with_its_last_value_and_a_torn_line_not_at_all(tmp_path: Path) -> None:
-    make_run(tmp_path, FIRST, [made := Made("pretrain", falling(8))])
-    path = tmp_path / "store" / "pretrain" / made.key / "run" / "metrics.jsonl"
-    again = f'{{"step": 5, "time": {BEGAN}, "metrics": {{"loss": 7.5}}}}'
-    path.write_text(f'{path.read_text()}{again}\n{{"step": 9, "metr')
-    curve = read_run(tmp_path, FIRST).curve("pretrain", "loss")
-    assert [point.step for point in curve] == list(range(1, 9))
-    assert curve[4].value == 7.5
-
-
 def test_a_cached_stage_has_the_curves_of_the_run_that_made_it(read_home: Path) -> None:
     first, second, cached = read_runs(read_home, [FIRST, SECOND, CACHED])
     assert (second.stages["sft"].cached, second.stages["sft"].made_by) == (True, FIRST)
@@ -116,18 +102,6 @@ def test_runs_that_share_a_stage_read_its_curves_once(tmp_path: Path, monkeypatc
     first, second = read_runs(tmp_path, [FIRST, SECOND])
     assert first.curve("pretrain", "loss") == second.curve("pretrain", "loss") != []
     assert len(read) == 1
-
-
-def test_a_copied_home_reads_its_own_files_and_says_which_are_gone(read_home: Path, tmp_path: Path) -> None:
-    shutil.copytree(read_home, copy := tmp_path / "copy")
-    whole, view = (read_run(home, FIRST) for home in (read_home, copy))
-    assert (view.params, view.metrics, view.notes) == (whole.params, whole.metrics, ())
-    assert str(view.curve("sft", "loss")) == str(whole.curve("sft", "loss"))
-    shutil.rmtree(copy / "store" / "pretrain")
-    view = read_run(copy, FIRST)
-    assert view.notes == (f"the artifacts of pretrain are no longer in {copy}",)
-    assert view.curves("pretrain") == [] and view.text("pretrain", "run/log.txt") is None
-    assert view.metrics == whole.metrics and view.curve("sft", "loss")
 
 
 def test_files_are_listed_and_texts_cannot_lead_out_of_the_stage(read_home: Path, tmp_path: Path) -> None:
@@ -164,13 +138,3 @@ def test_what_the_machine_did_has_the_clock_for_a_step_and_no_tokens(tmp_path: P
         (3, None),
     ]
     assert [point.tokens for point in view.curve("pretrain", "loss")] == [512, 1024, 1536, 2048]
-
-
-def test_reading_a_run_imports_no_mlflow(read_home: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from ttrain.store.run_views import read_run\n"
-        f"for name in {[FIRST, SECOND, CACHED]}:\n"
-        f"    assert read_run(Path({str(read_home)!r}), name).curve('pretrain', 'loss')\n"
-        "sys.exit(any(name in sys.modules for name in ('mlflow', 'sqlalchemy', 'torch')))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0

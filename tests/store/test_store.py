@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import platform
@@ -12,8 +10,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,14 +20,10 @@ import pytest
 from support.held_locks import held_elsewhere
 from support.kill_points import number_printed_by
 
-from ttrain.core.files import exclusive, output_file, read_json, temporary_directory, write_json, write_output
-from ttrain.core.hashing import DigestCache
-from ttrain.errors import ArtifactError, UsageError
-from ttrain.pipeline.names import base_digest_of
-from ttrain.store import runs
+from ttrain.core.files import output_file, read_json, write_json, write_output
+from ttrain.errors import ArtifactError
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.layout import Artifact, home, usable_home
-from ttrain.store.model_files import weight_files
+from ttrain.store.layout import Artifact, home
 
 STAGE, KEY = "pretrain", "k" * 64
 PRIVATE = {"run/log.txt": b"log", "checkpoints/step-1/state.json": b"1"}
@@ -138,20 +130,6 @@ def test_a_published_artifact_is_found_and_one_in_its_place_sets_it_aside(store:
     [kept] = (store.root / "replaced" / STAGE).iterdir()
     assert (kept / "model/weights.bin").read_bytes() == b"weights"
     assert store.find(STAGE, KEY) == second and published_files(second)["model/weights.bin"] == b"second"
-
-
-def test_json_that_is_nested_without_end_is_a_file_that_cannot_be_read(store: ArtifactStore) -> None:
-    """Not a traceback: a run's record, what is remembered of files, an adapter's base, an index of weights."""
-    nested = "[" * 100_000
-    of_a_model = ("a/base.json", "a/model.safetensors.index.json")
-    for name in ("runs/full-1.json", "cache/digests.json", *of_a_model):
-        (store.root / name).parent.mkdir(parents=True, exist_ok=True)
-        (store.root / name).write_text(nested)
-    assert read_json(store.root / "runs/full-1.json") is None and list(runs.history(store.root)) == []
-    assert DigestCache(store.root / "cache/digests.json").file(store.root / "a/base.json")
-    assert base_digest_of(store.root / "a") is None
-    with pytest.raises(ArtifactError, match="is not an index of shards: ValueError: it is nested too deeply"):
-        weight_files(store.root / "a")
 
 
 def alter(path: Path) -> None:
@@ -321,29 +299,6 @@ def full_disk(most_bytes: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, ignored)
 
 
-def test_temporary_directories_of_killed_processes_are_removed_and_those_in_use_are_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    script = (
-        "import os, tempfile; from signal import SIGKILL; from ttrain.core.files import temporary_directory as t\n"
-        f"tempfile.tempdir = {str(tmp_path)!r}\nwith t('serve') as d:\n (d / 'a').touch()\n os.kill(os.getpid(), SIGKILL)"
-    )
-    subprocess.run([sys.executable, "-c", script], check=False)
-    (left,) = tmp_path.glob(".ttrain-*")
-    (tmp_path / ".ttrain-link.tmp").symlink_to(elsewhere)
-    (tmp_path / "ttrain-home").mkdir()
-    with temporary_directory("doctor") as used:
-        assert left.exists(), "it may be one that is made just now"
-        for directory in (left, used, elsewhere):
-            os.utime(directory, (0, 0))
-        with temporary_directory("doctor"):
-            assert used.exists() and not left.exists() and elsewhere.exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".ttrain-link.tmp", "elsewhere", "ttrain-home"]
-
-
 def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
     old = {"text": "ü\u2028", "number": 1}
     write_json(tmp_path / "value.json", old)
@@ -367,16 +322,6 @@ def test_an_output_that_is_interrupted_leaves_the_old_file_and_nothing_else(tmp_
     assert old.read_text() == "whole" and [*tmp_path.iterdir()] == [old]
 
 
-def test_an_output_that_replaces_a_file_keeps_who_may_read_it_while_it_is_written_too(tmp_path: Path) -> None:
-    path = tmp_path / "rejected.jsonl"
-    write_output(path, "old")
-    path.chmod(0o600)
-    with output_file(path) as file:
-        file.write(b"new")
-        assert {one.stat().st_mode & 0o777 for one in tmp_path.iterdir()} == {0o600}
-    assert (path.read_text(), path.stat().st_mode & 0o777) == ("new", 0o600)
-
-
 def test_an_output_that_is_a_link_or_a_pipe_is_written_itself(tmp_path: Path) -> None:
     link, pipe = tmp_path / "link", tmp_path / "pipe"
     link.symlink_to(tmp_path / "file")
@@ -394,27 +339,3 @@ def test_the_home_is_absolute_whatever_names_it(tmp_path: Path, monkeypatch: pyt
     assert home() == tmp_path / "artifacts"
     monkeypatch.setenv("TTRAIN_HOME", "elsewhere")
     assert home() == tmp_path / "elsewhere"
-
-
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP], ids=errno.errorcode.get)
-def test_a_home_without_locks_is_refused_in_one_line_when_it_is_opened_and_where_a_lock_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, recwarn: pytest.WarningsRecorder
-) -> None:
-    """filelock would make a file of its own in place of the lock, which a killed process leaves for ever."""
-
-    def flock(descriptor: object, operation: int) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    root = tmp_path / "home"
-    with pytest.raises(UsageError, match=f"^{root} is on a file system without locks .*set TTRAIN_HOME"):
-        usable_home(root)
-    assert [*root.iterdir()] == []
-    with pytest.raises(UsageError, match=f"^{root} is on a file system without locks"), exclusive(root / "lock"):
-        pytest.fail("it has no lock")
-    assert not recwarn.list
-
-
-def test_an_error_under_a_lock_is_not_taken_for_one_of_the_lock(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="of the body"), exclusive(tmp_path / "lock"):
-        raise OSError(errno.ENOLCK, "of the body")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import math
@@ -14,9 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -327,13 +324,3 @@ def test_the_end_finishes_what_a_killed_writer_of_the_last_step_left(tmp_path: P
     (tmp_path / "step-00000012").rename(tmp_path / ".writing-00000012")
     checkpoints(tmp_path).end(12)
     assert names(tmp_path) == sorted([*whole, "final"])
-
-
-def test_a_disk_without_inodes_is_named_beside_the_space_that_it_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shutil.disk_usage", Mock(return_value=SimpleNamespace(free=24_000_000)))
-    monkeypatch.setattr("os.statvfs", Mock(return_value=SimpleNamespace(f_files=1000, f_favail=0)))
-    error = OSError(errno.ENOSPC, "No space left on device")
-    message = checkpoint.write_failure_message(tmp_path, Snapshot(8, {}, {}, {}), error, 4)
-    assert "and 24 MB are free, but no inodes for new files: make room" in message

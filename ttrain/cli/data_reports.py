@@ -8,7 +8,6 @@ import resource
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import orjson
@@ -16,7 +15,6 @@ import orjson
 from ttrain.cli.options import Output, Table, check_no_artifact
 from ttrain.config import Reading, Settings
 from ttrain.core.files import JsonDict, JsonObject, exclusive, output_file, temporary_path, write_json
-from ttrain.core.signals import interruptible
 from ttrain.core.terminal import bar, console, escaped, print_spans
 from ttrain.core.text import format_value
 from ttrain.data import inspect, locations, records, sharding
@@ -231,9 +229,7 @@ def train_tokenizer(sources: Sequence[str], output: Path, settings: Settings, pr
     work, config = temporary_path(destination), settings.tokenizer
     label = _sources_label(sources)
     try:
-        figures = interruptible(
-            partial(train_directory, sources, work, config, settings.reading, progress=progress, setting=label)
-        )
+        figures = train_directory(sources, work, config, settings.reading, progress=progress, setting=label)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         summary = {
             "out": str(output),

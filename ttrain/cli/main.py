@@ -51,7 +51,6 @@ from ttrain.cli.options import (
 )
 from ttrain.core import redact
 from ttrain.core.files import JsonDict
-from ttrain.core.signals import is_native_code_running
 from ttrain.core.terminal import (
     console,
     escaped,
@@ -281,8 +280,6 @@ def main(arguments: list[str] | None = None) -> None:
         if not _is_interrupt(error):
             raise
         print("interrupted", file=sys.stderr)
-        if is_native_code_running():
-            os._exit(INTERRUPTED)
         sys.exit(INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
 

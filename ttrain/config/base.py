@@ -110,6 +110,14 @@ def as_tuple(value: object) -> object:
     return value
 
 
+def _as_list(value: object) -> object:
+    """Accept one entry without brackets."""
+    return (value,) if isinstance(value, str | int) else value
+
+
+Listed = BeforeValidator(_as_list)
+
+
 def off_as_a_word(value: object) -> object:
     """Turn false back into `off`, which YAML reads as false."""
     return "off" if value is False else value

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from ttrain.config.base import Count, Location, Section, Seed, as_tuple, check_stride, setting, with_fields
+from ttrain.config.base import Count, Listed, Location, Section, Seed, as_tuple, check_stride, setting, with_fields
 from ttrain.config.loop import Optim
 from ttrain.config.training import TRAINING_STAGES, TaskConfig
 
@@ -43,10 +43,12 @@ class Evaluate(Section):
     )
     max_chats: int = setting(500, "held-out chats that are scored", ge=1)
     new_tokens: int = setting(48, "length of a sample; 0: no samples", ge=0)
-    documents: tuple[str, ...] | None = setting(
+    documents: Annotated[tuple[str, ...] | None, Listed] = setting(
         None, "beginnings that samples continue; empty: those of two held-out documents"
     )
-    chats: tuple[str, ...] | None = setting(None, "questions that samples answer; empty: two of held-out chats")
+    chats: Annotated[tuple[str, ...] | None, Listed] = setting(
+        None, "questions that samples answer; empty: two of held-out chats"
+    )
     seed: Seed = setting(1, "of the resampling behind the intervals")
     suites: Suites = Suites()
     overlapping: Literal["report", "leave_out"] = setting(
@@ -124,12 +126,9 @@ class TaskBase(Section):
 
     limit: Limit
     seed: Seed = setting(1, "of the items that `limit` draws")
-    by: tuple[str, ...] = setting((), "keys of the rows, such as source: figures of each of their values too")
-
-    @field_validator("by", mode="before")
-    @classmethod
-    def _one_key_is_a_list(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value
+    by: Annotated[tuple[str, ...], Listed] = setting(
+        (), "keys of the rows, such as source: figures of each of their values too"
+    )
 
 
 class Shots(TaskBase):
@@ -158,7 +157,9 @@ class TextTask(WindowsTask):
     file: str = setting(HELDOUT, "JSON Lines with `text`; heldout: the documents held out from pretraining")
     text_field: str = Field("text", min_length=1)
     max_bytes: int | None = setting(None, "text that is scored, in UTF-8 bytes; empty: all", ge=1)
-    by: tuple[str, ...] = setting(("source", "lang"), "keys of the rows: figures of each of their values too")
+    by: Annotated[tuple[str, ...], Listed] = setting(
+        ("source", "lang"), "keys of the rows: figures of each of their values too"
+    )
 
     def _check(self) -> None:
         check_stride(self)
@@ -221,7 +222,7 @@ class GenerationTask(Shots):
     new_tokens: int = Field(256, ge=1, le=32768)
     chat: bool = setting(False, "ask through the chat template")
     template: str = setting("Question: {question}\nAnswer:", "what is asked where chat is false")
-    stop: tuple[str, ...] = setting(("\n\n", "Question:"), "texts that end an answer where chat is false")
+    stop: Annotated[tuple[str, ...], Listed] = setting(("\n\n", "Question:"), "texts that end an answer where chat is false")
 
 
 class HarnessTask(TaskBase):

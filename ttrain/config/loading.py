@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import itertools
 import json
 import os
 import shlex
@@ -19,14 +18,14 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 from pydantic import ValidationError
 
 from ttrain.config import Section, Settings, flatten, other_names, rules, text_values, tinyseek, yaml_text
-from ttrain.config.base import NONE, PLAIN, WEIGHTED, as_count, is_retired
+from ttrain.config.base import NONE, PLAIN, WEIGHTED, is_retired
 from ttrain.config.data import LEARNT, PYTHON_DOCS, Data
 from ttrain.config.model import sizes_of
 from ttrain.config.other_names import Meaning
 from ttrain.config.settings import OPTIONAL, existing_model_of, last_of, root_of
 from ttrain.config.training import TRAINING_STAGES, TRAININGS
 from ttrain.config.yaml_text import InvalidYaml, one_line, shown
-from ttrain.core.files import JsonDict, JsonObject, user_path
+from ttrain.core.files import JsonDict, JsonObject
 from ttrain.core.text import rule_of
 from ttrain.errors import UsageError
 
@@ -202,40 +201,15 @@ def _layers(
     if isinstance(overrides, Mapping):
         yield "overrides", {key: str(value) if isinstance(value, Path) else value for key, value in overrides.items()}
         return
-    for place, item in enumerate(overrides):
+    for item in overrides:
         key, equals, value = item.partition("=")
         if not equals or not key.strip():
-            start = place - 1 if place and overrides[place - 1].endswith("=") else place
-            example = _joined(overrides[start : start + 3]) or "key=value, for example sft.epochs=3"
-            if paths := _of_paths(overrides, place):
-                example = paths
-            elif Path(item).suffix in (".yaml", ".yml"):
+            example = "key=value without spaces, for example sft.epochs=3; "
+            example += "quote a path with spaces, and write commas between files"
+            if Path(item).suffix in (".yaml", ".yml"):
                 example = f"-c {shlex.quote(item)} for a file of settings"
             raise UsageError(f"'{one_line(item)}' is not a setting; write {example}")
         yield COMMAND_LINE, {key.strip(): value}
-
-
-def _of_paths(words: Sequence[str], place: int) -> str:
-    """How data are written whose path with spaces the shell cut, or of several files; "" where there are none."""
-    start = next((n for n in reversed(range(place)) if "=" in words[n]), None)
-    if start is None or not words[start].startswith("data."):
-        return ""
-    following = itertools.takewhile(lambda word: "=" not in word, words[start + 1 :])
-    parts = [words[start], *following]
-    for end in range(len(parts), 1, -1):
-        setting = " ".join(parts[:end])
-        if user_path(setting.partition("=")[2]).exists():
-            return f"{shlex.quote(setting)}, in quotes"
-    if user_path(words[place]).exists():
-        return f"{shlex.quote(','.join(parts))}, with commas between files"
-    return ""
-
-
-def _joined(words: Sequence[str]) -> str:
-    """A setting whose name and value were written with spaces, as it is written without; "" where it is none."""
-    key, *values = (word for text in words for word in text.split("=", 1) if word)
-    is_setting = key in settable_keys(Settings) and values
-    return f"{shlex.quote(f'{key}={values[0]}')}, without spaces" if is_setting else ""
 
 
 def read_settings(path: Path) -> JsonObject:
@@ -413,66 +387,40 @@ def _check_key(override: Override, valid_keys: Sequence[str]) -> None:
         return
     if is_retired(key):
         raise UsageError(f"'{one_line(key)}' (from {origin}) is a constant now; leave it out")
-    meaning = other_names.meaning_of(key)
-    near = _meant(key, meaning, valid_keys)
+    near, meaning = _suggested(key, valid_keys)
+    problem = f"unknown setting '{one_line(key)}' (from {origin})"
     if is_section:
-        if not near:
+        if meaning is None:
             return  # the validation names the rule
         problem = f"{key} is {shown(value)} (from {origin}) but must be a group of names with values"
-    else:
-        problem = f"unknown setting '{one_line(key)}' (from {origin})"
-    if not near and meaning and meaning.note:
-        raise UsageError(f"{problem}; {meaning.note}")
-    if not near:
-        near, meaning = _nearest(key, valid_keys)
     if near:
         meant = " or ".join(f"'{name}'" for name in near)
-        is_text = near[0] in numeric_keys(Settings) and isinstance(value, str) and not _is_number(value)
-        written = f"{near[0]}=NUMBER" if is_text else _as_written(Override(origin, near[0], value), meaning)
-        place = " at the top level of the file" if "." in key and written.startswith(f"{near[0]}: ") else ""
-        raise UsageError(f"{problem}; did you mean {meant}? Write {'for example ' * (len(near) > 1)}{written}{place}")
+        written = _as_written(Override(origin, near[0], value), meaning)
+        raise UsageError(f"{problem}; did you mean {meant}? Write {'for example ' * (len(near) > 1)}{written}")
+    if meaning and meaning.note:
+        raise UsageError(f"{problem}; {meaning.note}")
     others = "`ttrain config show` lists them all"
     if len(valid_keys) <= SHOWN_KEYS:
         others = f"there are {', '.join(valid_keys)}"
     raise UsageError(f"{problem}; {others}")
 
 
-def _is_number(text: str) -> bool:
-    """Whether a text is a number, in any of the forms that settings take, or the word in place of one."""
-    try:
-        float(str(as_count(text)))
-    except (TypeError, ValueError):
-        return text in (rules.AUTO, *text_values.EMPTY)
-    return True
-
-
 def written_setting(name: str, value: str) -> str:
     """The setting that a name means, also one of another library, as it is typed; "" for none."""
-    valid_keys = settable_keys(Settings)
-    if name in valid_keys:
-        return _as_written(Override(COMMAND_LINE, name, value), None)
-    meaning = other_names.meaning_of(name)
-    near = _meant(name, meaning, valid_keys)
-    if not near:
-        near, meaning = _nearest(name, valid_keys, cutoff=0.8)
+    near, meaning = _suggested(name, settable_keys(Settings), cutoff=0.8)
     return _as_written(Override(COMMAND_LINE, near[0], value), meaning) if near else ""
 
 
-def _meant(key: str, meaning: Meaning | None, valid_keys: Sequence[str]) -> list[str]:
-    """The settings that a name of another library means, those of the key's own section if that has one."""
-    names: list[str] = []
-    for target in meaning.keys if meaning else ():
-        name = target.removeprefix(other_names.STAGE)
-        is_of_stages = name != target
-        names += [name, *(f"{stage}.{name}" for stage in TRAININGS)] if is_of_stages else [name]
-    return _in_section(key, [name for name in names if name in valid_keys])
-
-
-def _nearest(key: str, valid_keys: Sequence[str], cutoff: float = 0.4) -> tuple[list[str], Meaning | None]:
-    """The settings that end as the key does, else those of the most similar name, with what that means.
+def _suggested(key: str, valid_keys: Sequence[str], cutoff: float = 0.4) -> tuple[list[str], Meaning | None]:
+    """The settings that a name of another library means, else those that end as the key does, else those of the most
+    similar name; with what that name means.
 
     A section of the key may be left out, as in `lr` and `sft.lr`, or be another one, as in `train.optim.lr`.
     """
+    meaning = other_names.meaning_of(key)
+    near = _meant(key, meaning, valid_keys)
+    if near or (meaning and meaning.note):
+        return near, meaning
     parts = key.lower().split(".")
     for place in range(len(parts)):
         end = ".".join(parts[place:])
@@ -485,6 +433,17 @@ def _nearest(key: str, valid_keys: Sequence[str], cutoff: float = 0.4) -> tuple[
     return difflib.get_close_matches(key.lower(), valid_keys, n=1, cutoff=cutoff), None
 
 
+def _meant(key: str, meaning: Meaning | None, valid_keys: Sequence[str]) -> list[str]:
+    """The settings that a name of another library means, those of the key's own section if that has one."""
+    names: list[str] = []
+    for target in meaning.keys if meaning else ():
+        name = target.removeprefix(other_names.STAGE)
+        names.append(name)
+        if name != target:
+            names += [f"{stage}.{name}" for stage in TRAININGS]
+    return _in_section(key, [name for name in names if name in valid_keys])
+
+
 def _in_section(key: str, names: list[str]) -> list[str]:
     """The names in the first section of the key, or all if none is."""
     section = f"{key.lower().partition('.')[0]}."
@@ -495,18 +454,10 @@ def _as_written(override: Override, meaning: Meaning | None) -> str:
     """How the setting is written where it was set by a name of this meaning."""
     origin, key, value = override
     text = one_line(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
-    notes: list[str] = []
+    note = ""
     if meaning:
-        factor_key = f"{key.partition('.')[0]}.{meaning.times}"
-        count, factor = as_count(text), _default_values().get(factor_key)
-        if factor == rules.AUTO and key.partition(".")[0] in TRAINING_STAGES:
-            factor = TRAINING_STAGES[key.partition(".")[0]].settings.by_rows.tokens_per_step
-        if isinstance(count, int) and isinstance(factor, int):
-            notes = [f"{text} x {factor_key} {factor}"]
-            text = str(count * factor)
         text = meaning.value(text)
-        notes += [meaning.note] if meaning.note else []
-    note = f" ({'; '.join(notes)})" if notes else ""
+        note = f" ({meaning.note})" if meaning.note else ""
     if origin.startswith(ENVIRONMENT_PREFIX):
         return f"{ENVIRONMENT_PREFIX}{key.upper().replace('.', '__')}={shlex.quote(text)}{note}"
     if origin == COMMAND_LINE:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_serializer, field_validator
 
-from ttrain.config.base import Count, Section, Seed, TimeOfDay, TimeZone, setting
+from ttrain.config.base import Count, Listed, Section, Seed, TimeOfDay, TimeZone, setting
 from ttrain.config.training import BITS_PER_BYTE
 
 FEWEST_RECORDS = 20  # held-out records below which no model is called better: see `ttrain.evaluate.few_records`
@@ -98,14 +98,16 @@ class Promotion(Section):
 class Notify(Section):
     """Who is notified of what happened. Nothing leaves the machine unless it is set here."""
 
-    command: tuple[str, ...] = setting((), "program and arguments, no shell; the message is JSON on stdin")
+    command: Annotated[tuple[str, ...], Listed] = setting(
+        (), "program and arguments, no shell; the message is JSON on stdin"
+    )
     webhook: str | None = setting(
         None, "URL to which the message is posted as JSON; shown and recorded without its path, which can be secret"
     )
     webhook_file: str | None = setting(
         None, "file that holds this URL; for nights of a schedule, which keeps settings as they are shown"
     )
-    on: tuple[Event, ...] = setting(
+    on: Annotated[tuple[Event, ...], Listed] = setting(
         ("failed", "completed", "promoted", "skipped"),
         "events that send a notification; failed and completed also of runs of full",
     )

@@ -17,7 +17,6 @@ class Meaning:
 
     keys: tuple[str, ...] = ()
     values: Mapping[str, str] = field(default_factory=dict)  # what a value is called here
-    times: str = ""  # the value is multiplied by this other setting of the section
     note: str = ""
 
     def value(self, text: str) -> str:
@@ -40,8 +39,8 @@ def _last_part(key: str) -> str:
     return key.rpartition(".")[2].lower().replace("-", "_")
 
 
-def _named(words: str, *keys: str, times: str = "", note: str = "", **values: str) -> dict[str, Meaning]:
-    return dict.fromkeys(words.split(), Meaning(keys, values, times, note))
+def _named(words: str, *keys: str, note: str = "", **values: str) -> dict[str, Meaning]:
+    return dict.fromkeys(words.split(), Meaning(keys, values, note))
 
 
 _PRECISIONS = {
@@ -57,6 +56,8 @@ _SCHEDULES = {
     "warmup_stable_decay": "wsd",
     **dict.fromkeys(("cosine_with_min_lr", "cosine_annealing"), "cosine"),
 }
+
+_TOKENS = {ANY: "TOKENS"}  # here in tokens
 
 NAMES: Mapping[str, Meaning] = {
     # learning rate and optimizer
@@ -78,17 +79,17 @@ NAMES: Mapping[str, Meaning] = {
     **_named("min_lr", "*.schedule.floor", note="as a share of the peak rate", **{ANY: "0.1"}),
     # budget and batch
     **_named("epoch num_epochs num_train_epochs max_epochs n_epochs", "*.epochs"),
-    **_named("steps max_steps num_steps train_steps", "*.tokens", times="tokens_per_step"),
-    **_named("max_iters num_iterations iterations", "*.tokens", times="tokens_per_step"),
+    **_named("steps max_steps num_steps train_steps", "*.tokens", note="steps x tokens_per_step", **_TOKENS),
+    **_named("max_iters num_iterations iterations", "*.tokens", note="steps x tokens_per_step", **_TOKENS),
     **_named("max_tokens train_tokens num_tokens token_budget", "*.tokens"),
-    **_named("batch_size train_batch_size", "*.tokens_per_step", times="row_length"),
-    **_named("global_batch_size effective_batch_size", "*.tokens_per_step", times="row_length"),
+    **_named("batch_size train_batch_size", "*.tokens_per_step", note="rows x row_length", **_TOKENS),
+    **_named("global_batch_size effective_batch_size", "*.tokens_per_step", note="rows x row_length", **_TOKENS),
     **_named("total_batch_size", "*.tokens_per_step"),
     **_named(
         "gradient_accumulation_steps gradient_accumulation accumulate_grad_batches grad_accum",
         "*.tokens_per_step",
-        times="tokens_per_step",
         note="a step has so many tokens; the accumulation follows from runtime.rows_per_device",
+        **_TOKENS,
     ),
     **_named(
         "per_device_train_batch_size per_device_batch_size device_batch_size micro_batch_size mbs", "runtime.rows_per_device"

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ttrain.config.base import Location, Section, TimeOfDay, TimeZone, as_tuple, off_as_a_word, setting
+from ttrain.config.base import Listed, Location, Section, TimeOfDay, TimeZone, as_tuple, off_as_a_word, setting
 from ttrain.config.data import LEARNT
 from ttrain.config.training import TRAININGS
 
@@ -47,7 +47,7 @@ class Runtime(Section):
 
     device: Literal["auto", "cpu", "cuda", "mps"] = setting("auto", "auto: cuda, then mps, then cpu")
     devices: int = setting(1, "ranks of a training stage, and of the evaluation, on this machine", ge=1)
-    gpus: tuple[Annotated[int, Field(ge=0)], ...] = setting(
+    gpus: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Listed] = setting(
         (), "which GPUs of this machine, by their numbers; empty: all that CUDA_VISIBLE_DEVICES leaves"
     )
     nodes: int = setting(1, "machines that train together, through torchrun; all need the same TTRAIN_HOME", ge=1)
@@ -94,7 +94,7 @@ class Runtime(Section):
         10, "between samples of what the machine does: CPU, memory, disk, network, GPUs; 0: none", ge=0
     )
     sample_every_steps: int = setting(0, "steps between texts that the model writes for you; 0: none", ge=0)
-    sample_prompts: tuple[str, ...] | None = setting(
+    sample_prompts: Annotated[tuple[str, ...] | None, Listed] = setting(
         None, "beginnings of documents, or what a user asks; empty: two of the rows that the stage holds out", min_length=1
     )
     eval_every_steps: int = setting(0, "steps between evaluations on a small suite, the last step among them; 0: none", ge=0)
@@ -108,7 +108,7 @@ class Runtime(Section):
     )
     keep_checkpoints: int = setting(2, "the newest so many, beside the best one", ge=1)
     keep_every_steps: int = setting(0, "checkpoints of these steps stay for good; 0: none", ge=0)
-    keep_steps: tuple[Annotated[int, Field(ge=1)], ...] = setting(
+    keep_steps: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Listed] = setting(
         (), "checkpoints of these steps are made, and stay for good"
     )
     guards: Annotated[Literal["warn", "off"], BeforeValidator(off_as_a_word)] = setting(

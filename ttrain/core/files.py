@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import math
 import os
 import re
 import shutil
-import stat
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeVar
 
-from ttrain.errors import UsageError
-
 T = TypeVar("T")
 
 JsonDict = dict[str, Any]  # a JSON object
 JsonObject = Mapping[str, Any]  # the same, where it is only read
-PRIVATE_FILE, PRIVATE_DIRECTORY, GROUP_AND_OTHERS = 0o600, 0o700, 0o077  # modes; records are for the owner of the home alone
+PRIVATE_FILE = 0o600  # records are for the owner of the home alone
+PRIVATE_DIRECTORY = 0o700
 
 
 def private_opener(name: str, flags: int) -> int:
@@ -47,17 +42,9 @@ def finite(value: T) -> T:
     return converted  # type: ignore[no-any-return]
 
 
-def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises ValueError for all that is not one, also where it is nested too deeply to be read."""
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
 def need_object(text: str | bytes) -> JsonDict:
     """The JSON object of a text. Raises ValueError for anything else."""
-    value = parse_json(text)
+    value = json.loads(text)
     if not isinstance(value, dict):
         raise ValueError("it is not a JSON object")
     return value
@@ -70,29 +57,6 @@ def parse_object(text: str | bytes) -> JsonDict:
     return {}
 
 
-def misfit(value: object, types: Any, path: str = "") -> str | None:
-    """The path, such as "files.a.bytes", of the first value that is missing or not of its type; None where all fit.
-
-    `types`: a type, [type of each item], or {name: type}; a name that ends in "?" may be missing, "*" stands for every name.
-    """
-    if isinstance(types, list):
-        return misfit(dict(enumerate(value)), {"*": types[0]}, path) if isinstance(value, list) else path
-    if not isinstance(types, dict):
-        return None if isinstance(value, types) else path
-    if not isinstance(value, dict):
-        return path
-    if "*" in types:
-        types = dict.fromkeys(value, types["*"])
-    else:
-        types = {name.rstrip("?"): type_ for name, type_ in types.items() if name[-1] != "?" or name[:-1] in value}
-    for name, type_ in types.items():
-        place = f"{path}.{name}".lstrip(".")
-        wrong = misfit(value[name], type_, place) if name in value else place
-        if wrong is not None:
-            return wrong
-    return None
-
-
 def read_object(path: Path) -> JsonDict:
     """The JSON object of a file; empty where the file is missing, or holds anything else."""
     value = read_json(path)
@@ -102,27 +66,12 @@ def read_object(path: Path) -> JsonDict:
 def read_json(path: Path) -> Any:
     """The value, or None where the file is missing or not JSON."""
     try:
-        return parse_json(path.read_bytes())
+        return json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
 
 
-def whole_lines(path: Path) -> bytes:
-    """The lines of a file; a torn last one, of a full disk or a crash, is cut off. Empty if there is no file."""
-    try:
-        data = path.read_bytes()
-    except OSError:
-        return b""
-    whole = data[: data.rfind(b"\n") + 1]
-    if whole != data:
-        os.truncate(path, len(whole))
-    return whole
-
-
 INTERRUPTED_WRITE = re.compile(r"\..+\.(\d+)\.tmp")  # a `temporary_path` and its process, which was killed before the rename
-
-
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # of flock, where a file system has none
 
 
 class Taken(Exception):
@@ -144,58 +93,16 @@ def exclusive(path: Path, waiting: Callable[[], object] | None = None, mode: int
 
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(path, mode=mode)
-    warnings.filterwarnings("ignore", "flock not supported")  # which is an error here
     try:
-        try:
-            lock.acquire(timeout=0)
-        except filelock.Timeout:
-            need_flock(lock, path.parent)
-            if waiting:
-                waiting()
-            lock.acquire()
-        need_flock(lock, path.parent)
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        if waiting:
+            waiting()
+        lock.acquire()
+    try:
         yield
-    except (OSError, NotImplementedError) as error:
-        if lock.is_locked or not lacks_locks(error):
-            raise
-        raise no_locks(path.parent) from None
     finally:
         lock.release()
-
-
-def need_flock(lock: object, directory: Path) -> None:
-    """Raise UsageError for a lock that is a file, as filelock makes of its own where the file system has no locks.
-
-    It would outlive a killed process, and all others would wait for it.
-    """
-    import filelock
-
-    if isinstance(lock, filelock.SoftFileLock):
-        raise no_locks(directory)
-
-
-def lacks_locks(error: Exception) -> bool:
-    """Whether flock failed since the file system has none; filelock has an error of its own for that."""
-    return isinstance(error, NotImplementedError) or getattr(error, "errno", None) in NO_LOCKS
-
-
-def no_locks(directory: Path) -> UsageError:
-    """The error for a directory on a file system without locks."""
-    return UsageError(
-        f"{directory.absolute()} is on a file system without locks (flock), which keep two processes from writing the "
-        f"same file; use a directory on a local disk (of a home: set TTRAIN_HOME), or mount it with locks"
-    )
-
-
-def check_locks(path: Path) -> None:
-    """Raise UsageError where a file, which no other process has, cannot be locked on its file system."""
-    with path.open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if lacks_locks(error):
-                raise no_locks(path.parent) from None
-            raise
 
 
 def write_json(path: Path, value: object, mode: int = 0o666) -> None:
@@ -237,14 +144,12 @@ def write_bytes(path: Path, data: bytes, mode: int = 0o666, *, durable: bool = T
 def output_file(path: Path) -> Iterator[BinaryIO]:
     """A file that the user asked for, which takes its name once it is whole; an old one stays if this is interrupted.
 
-    A link, such as /dev/stdout, a pipe, and a file in a directory that cannot be changed are written themselves.
+    A link, such as /dev/stdout, and a pipe are written themselves.
     """
-    is_replaced = not path.is_symlink() and (path.is_file() or not path.exists()) and os.access(path.parent, os.W_OK)
+    is_replaced = not path.is_symlink() and (path.is_file() or not path.exists())
     written = temporary_path(path) if is_replaced else path
     try:
         with written.open("wb") as file:
-            if is_replaced and path.exists():
-                shutil.copymode(path, written)  # before there is anything to read: it may be for its owner alone
             yield file
         if is_replaced:
             written.replace(path)
@@ -262,12 +167,6 @@ def write_output(path: Path, text: str) -> None:
         file.write(text.encode("utf-8"))
 
 
-def lacks_inodes(path: Path) -> bool:
-    """Whether the file system of a path has no room for another file, however much space is free."""
-    status = os.statvfs(path)
-    return status.f_files > 0 and status.f_favail == 0  # without a number of its own, as of btrfs, there is no limit
-
-
 def link_or_copy(source: Path, target: Path) -> None:
     """A hard link, which takes no space; a copy, at once whole, where the file system has none."""
     try:
@@ -278,58 +177,22 @@ def link_or_copy(source: Path, target: Path) -> None:
         temporary.replace(target)
 
 
-def private_directory(path: Path, *, closes_files: bool = True) -> Path:
-    """Make a directory for its owner alone; one that others could look into is closed to them, with all that it holds.
-
-    `closes_files=False` leaves the modes below as they are, where files have second names elsewhere: they cannot be reached.
-    """
+def private_directory(path: Path) -> Path:
+    """Make a directory for its owner alone."""
     path.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
-    with contextlib.suppress(OSError):  # somebody else's, in a home that is shared
-        if stat.S_IMODE(path.stat().st_mode) & GROUP_AND_OTHERS:
-            path.chmod(PRIVATE_DIRECTORY)
-            for below in path.rglob("*") if closes_files else ():
-                if not below.is_symlink():
-                    below.chmod(stat.S_IMODE(below.stat().st_mode) & ~GROUP_AND_OTHERS)
     return path
 
 
 def user_path(text: str | Path) -> Path:
     """The path with the user's home in place of `~`; `~` of a user that does not exist stays, as in a shell."""
-    with contextlib.suppress(RuntimeError):
-        return Path(text).expanduser()
-    return Path(text)
-
-
-UNLOCKED_SECONDS = 60.0  # a temporary directory has its lock within milliseconds
+    return Path(os.path.expanduser(text))  # noqa: PTH111  # no error where that user is unknown
 
 
 @contextlib.contextmanager
 def temporary_directory(name: str) -> Iterator[Path]:
-    """A directory in the system's one for temporary files, which is removed at the end; before it is made, those that killed
-    processes of this account left are removed.
-
-    Its lock, which ends with its process, says that it is in use.
-    """
-    for left in Path(tempfile.gettempdir()).glob(".ttrain-*.tmp"):
-        with contextlib.suppress(OSError), _locked_directory(left) as status:  # in use, another account's, or gone
-            if status.st_uid == os.geteuid() and time.time() - status.st_mtime > UNLOCKED_SECONDS:
-                shutil.rmtree(left)
-    with contextlib.ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f".ttrain-{name}-", suffix=".tmp")))
-        with contextlib.suppress(OSError):  # where the file system has no locks, no directory is taken for left
-            stack.enter_context(_locked_directory(directory))
-        yield directory
-
-
-@contextlib.contextmanager
-def _locked_directory(path: Path) -> Iterator[os.stat_result]:
-    """Hold the lock of a directory, which is no link. Raises OSError where another process has it."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield os.fstat(descriptor)
-    finally:
-        os.close(descriptor)
+    """A directory in the system's one for temporary files, which is removed at the end."""
+    with tempfile.TemporaryDirectory(prefix=f"ttrain-{name}-") as directory:
+        yield Path(directory)
 
 
 def remove_tree(path: Path) -> None:

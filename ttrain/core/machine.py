@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}  # for an interpreter that is started without -P: it imports no file of the user's folder
 
@@ -62,15 +61,3 @@ def versions() -> Mapping[str, str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions_by_name[name] = metadata.version(name)
     return versions_by_name
-
-
-def notes(manifest: Mapping[str, Any], installed: Mapping[str, str]) -> list[str]:
-    """How libraries differ from those that an artifact was made with (`installed`: `versions()`): one line, or none."""
-    provenance = manifest.get("provenance", {})
-    recorded = {**provenance.get("libraries", {}), "Python": provenance.get("python")}
-    present = {**installed, "Python": platform.python_version()}
-    changed = [name for name in recorded if recorded[name] and name in present and recorded[name] != present[name]]
-    if not changed:
-        return []
-    pairs = (", ".join(f"{name} {libraries[name]}" for name in changed) for libraries in (recorded, present))
-    return ["made with {}, here is {}".format(*pairs)]

@@ -34,7 +34,8 @@ LOOKS_SECRET = re.compile(
     r"|xox[abprs]-[A-Za-z0-9-]{10,}|glpat-[\w-]{20,})|-----BEGIN [A-Z ]*PRIVATE KEY-----"
 )
 
-_SCHEME = r"[A-Za-z][A-Za-z0-9+.-]{0,30}"  # all lengths are bounded: a text that a file brings takes linear time
+# All lengths are bounded: a text that a file brings takes linear time.
+_SCHEME = r"[A-Za-z][A-Za-z0-9+.-]{0,30}"
 LOCAL = ("file", "local")  # their "?" and "#" belong to the names of files
 CONTAINERS = ("abfs", "abfss", "adl", "az", "wasb", "wasbs")  # what stands before their "@" is a container
 # User and password end with the last "@" of the host's part. A password that nobody encoded may hold a "/": what follows a
@@ -55,22 +56,13 @@ _CHAIN = re.compile(rf"::(?={_SCHEME}(?:://|::|$))")  # fsspec's: simplecache::h
 _IN_TEXT = re.compile(rf"{_SCHEME}://[^\s'\"<>`]*")
 _HAS_URL = re.compile(rf"(?:{_SCHEME}::)*{_SCHEME}://")
 _HIDDEN_PART = re.compile(r"://\*\*\*@|[?#]\*\*\*")
-# Parameters of signed URLs: those that must be there, and those that a renewed signature changes. What else a query holds
-# says which file is meant. Names in small letters; Azure's are too short to go by one of them alone.
-_SIGNATURE_V4 = ("algorithm", "credential", "date", "expires", "signature", "signedheaders")
-_SIGNED = tuple(
-    (frozenset(required.split()), frozenset(dropped.split()))
-    for required, dropped in (
-        # docs.aws.amazon.com/AmazonS3/latest/API/sigv4-query-string-auth.html; and version 2, which CloudFront resembles
-        ("x-amz-signature", " ".join(f"x-amz-{name}" for name in (*_SIGNATURE_V4, "security-token"))),
-        ("signature awsaccesskeyid", "signature awsaccesskeyid expires x-amz-security-token"),
-        ("signature key-pair-id", "signature key-pair-id expires policy hash-algorithm"),
-        # cloud.google.com/storage/docs/access-control/signed-urls
-        ("x-goog-signature", " ".join(f"x-goog-{name}" for name in _SIGNATURE_V4)),
-        ("signature googleaccessid", "signature googleaccessid expires"),
-        # learn.microsoft.com/rest/api/storageservices/create-service-sas, and those of an account and of a user
-        ("sig sv", "sig sv se st sp sr spr sip ss srt ses sdd skoid sktid skt ske sks skv saoid suoid scid"),
-    )
+# Parameters of the signed URLs of S3, CloudFront, Google and Azure: the signature, and what a renewed one changes. What
+# else a query holds says which file is meant.
+_SIGNATURE = re.compile(r"[?&](?:x-amz-signature|x-goog-signature|signature|sig)=", re.IGNORECASE)
+_RENEWED = re.compile(
+    r"[?&](?:x-(?:amz|goog)-[a-z-]{1,30}|signature|expires|policy|hash-algorithm|key-pair-id|awsaccesskeyid|googleaccessid"
+    r"|sig|s[vetpri]|spr|sip|ss|srt|ses|sdd|sk(?:oid|tid|t|e|s|v)|saoid|suoid|scid)=[^&#]*",
+    re.IGNORECASE,
 )
 # Parameters of a query whose values are secret, wherever a text has them; what may also be a word of a sentence or of a
 # setting counts only where it stands in a query.
@@ -87,13 +79,17 @@ _ROUTE = "#/"  # begins the fragment of a page, as those of MLflow's: an address
 @lru_cache(maxsize=1024)  # asked for each rejected row, which takes half as long with it
 def url(location: str) -> str:
     """A location without the user, password, query and fragment of its URL; a path of this machine as it is."""
-    return "::".join(_link(link) for link in _CHAIN.split(location))
+    return "::".join(map(_shown_link, _CHAIN.split(location)))
 
 
 def without_signature(location: str) -> str:
-    """A location without what grants access and is renewed: the password of its URL, the user too over HTTP (a token may
-    stand there), and the signature in its query. A location that has none of these stays as it is."""
-    return "::".join(_unsigned(link) for link in _CHAIN.split(location))
+    """A location without what grants access and is renewed: user and password of its URL, and the signature in its query."""
+    location = without_user(location)
+    if not _SIGNATURE.search(location):
+        return location
+    address, _, query = _RENEWED.sub("&", location).partition("&")
+    parameters = "&".join(filter(None, query.split("&")))
+    return f"{address}?{parameters}" if parameters else address
 
 
 def text(message: str) -> str:
@@ -128,12 +124,32 @@ def has_hidden(value: Any) -> bool:
     return isinstance(value, str) and is_hidden(value)
 
 
-def restored(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
+def restored(recorded: Any, current: Any) -> Any:
     """Recorded settings, with the locations of the current ones where these, once masked, are what is on record.
 
     What no current location fits, or several do, stays hidden.
     """
-    return {key: _restored(value, current.get(key)) for key, value in recorded.items()}
+    if isinstance(recorded, Mapping):
+        values = current if isinstance(current, Mapping) else {}
+        return {name: restored(value, values.get(name)) for name, value in recorded.items()}
+    if isinstance(recorded, list | tuple):
+        return _restored_list(recorded, current if isinstance(current, list | tuple) else ())
+    is_same = isinstance(current, str) and has_hidden(recorded) and url(current) == recorded
+    return current if is_same else recorded
+
+
+def _restored_list(recorded: Sequence[Any], current: Sequence[Any]) -> list[Any]:
+    if len(recorded) == len(current):
+        pairs = zip(recorded, current, strict=True)
+        in_order = [restored(item, option) for item, option in pairs]
+        if not has_hidden(in_order):
+            return in_order
+    items = []
+    for item in recorded:
+        candidates = [restored(item, option) for option in current]
+        found = [candidate for candidate in candidates if not has_hidden(candidate)]
+        items.append(found[0] if len(found) == 1 else item)
+    return items
 
 
 def is_secret(key: str) -> bool:
@@ -171,42 +187,17 @@ def _masked(key: str, value: Any) -> Any:
     return LOOKS_SECRET.sub(HIDDEN, url(value)) if _HAS_URL.match(value) and _ROUTE not in value else text(value)
 
 
-def _link(link: str) -> str:
+def _shown_link(link: str) -> str:
     """One URL of a chain."""
     scheme, colon, remainder = link.partition("://")
     if not colon or scheme.lower() in LOCAL or not re.fullmatch(_SCHEME, scheme):
         return link
     if user := _USER_OF_URL.match(remainder):
-        remainder = _without_user(scheme, user[0], f"{HIDDEN}@").removeprefix(scheme) + remainder[user.end() :]
+        shown = _without_user(f"{scheme}://", user[0], f"{HIDDEN}@")
+        remainder = shown.partition("://")[2] + remainder[user.end() :]
     is_http = scheme.lower() in HTTP
     remainder = (_FRAGMENT_OF_HTTP if is_http else _FRAGMENT).sub(f"#{HIDDEN}", remainder, count=1)
     return f"{scheme}://{(_QUERY_OF_HTTP if is_http else _QUERY).sub(f'?{HIDDEN}', remainder, count=1)}"
-
-
-def _unsigned(link: str) -> str:
-    """One URL of a chain, for `without_signature`."""
-    scheme, colon, remainder = link.partition("://")
-    if not colon or scheme.lower() in LOCAL or not re.fullmatch(_SCHEME, scheme):
-        return link
-    is_http = scheme.lower() in HTTP
-    if user := _USER_OF_URL.match(remainder):
-        name, has_password, _ = user[0].partition(":")
-        kept_user = "" if is_http else f"{name}@" if has_password else user[0]
-        remainder = kept_user + remainder[user.end() :]
-    if is_http:
-        remainder = _QUERY_OF_HTTP.sub(lambda match: _unsigned_query(match[0]), remainder, count=1)
-    return f"{scheme}://{remainder}"
-
-
-def _unsigned_query(query: str) -> str:
-    """A query, which begins with "?", without the parameters of a signature; "" where it holds nothing else."""
-    parameters = query[1:].split("&")
-    names = [parameter.partition("=")[0].lower() for parameter in parameters]
-    dropped = {name for required, family in _SIGNED if required.issubset(names) for name in family}
-    if dropped.isdisjoint(names):
-        return query
-    kept_parameters = [parameter for parameter, name in zip(parameters, names, strict=True) if name not in dropped]
-    return "?" + "&".join(kept_parameters) if kept_parameters else ""
 
 
 def _without_user(scheme: str, user: str, instead: str) -> str:
@@ -222,33 +213,3 @@ def _in_text(address: str) -> str:
         return f"{url(page)}{_ROUTE}{_QUERY.sub(f'?{HIDDEN}', route)}"
     ended = re.match(rf"(.*?[?#]{re.escape(HIDDEN)})(?=[^\w&=%#-]|$)", address)
     return address if ended and is_hidden(ended[1]) else url(address)
-
-
-def _restored(value: Any, now: Any) -> Any:
-    if isinstance(value, Mapping):
-        return restored(value, now if isinstance(now, Mapping) else {})
-    if isinstance(value, list | tuple):
-        options: Sequence[Any] = now if isinstance(now, list | tuple) else ()
-        if [_location_of(item) for item in value] == [url(_location_of(option)) for option in options]:
-            return [_with_location(item, _location_of(option)) for item, option in zip(value, options, strict=True)]
-        return [_matching(item, options) for item in value]
-    return _matching(value, (now,)) if isinstance(now, str) else value
-
-
-def _matching(item: Any, options: Sequence[Any]) -> Any:
-    """The item, with the location of the only option that equals it once it is masked."""
-    if not has_hidden(item):
-        return item
-    places = {_location_of(option) for option in options if url(_location_of(option)) == _location_of(item)}
-    return _with_location(item, places.pop()) if len(places) == 1 else item
-
-
-def _location_of(source: Any) -> str:
-    """The location of a source, which may have a weight beside it."""
-    return str(source.get("path", "") if isinstance(source, Mapping) else source)
-
-
-def _with_location(source: Any, location: str) -> Any:
-    if isinstance(source, Mapping):
-        return {**source, "path": location} if "path" in source else source
-    return location if isinstance(source, str) else source

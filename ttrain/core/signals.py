@@ -5,19 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextvars import ContextVar, copy_context
+from contextvars import ContextVar
 from types import FrameType
-from typing import TypeVar
 
 from ttrain.errors import Interrupted
-
-T = TypeVar("T")
-
 
 # A second signal of the same number this soon is the first one, delivered twice: `timeout` signals its command and then the
 # group of it, a terminal and the program between send Ctrl-C each, and systemd signals all processes of a unit.
@@ -77,55 +71,6 @@ def handling_signals(handle: Callable[[int], object]) -> Iterator[None]:
     finally:
         for number in heeded_signals():
             signal.signal(number, previous[number])
-
-
-RESEND_SECONDS = 0.01
-
-
-def resend_ignored(signal_of: Callable[[BaseException | None], int]) -> None:
-    """Send a signal again where Python ignored the exception of its handler, as it does while a library's `__del__` runs:
-    of 24 times Ctrl-C in `ttrain generate` one was lost. `signal_of` gives the signal of an ignored exception, or 0."""
-
-    def resend(signum: int) -> None:
-        is_in_hook = True  # in which the exception would be ignored for good
-        while is_in_hook:
-            time.sleep(RESEND_SECONDS)
-            frame = sys._current_frames().get(threading.main_thread().ident or 0)
-            while frame and frame.f_code is not hook.__code__:
-                frame = frame.f_back
-            is_in_hook = frame is not None
-        os.kill(os.getpid(), signum)
-
-    def hook(ignored: sys.UnraisableHookArgs) -> None:
-        if signum := signal_of(ignored.exc_value):
-            threading.Thread(target=resend, args=(signum,), daemon=True).start()
-        else:
-            sys.__unraisablehook__(ignored)
-
-    sys.unraisablehook = hook
-
-
-NATIVE = "native-code"  # name of a thread
-
-
-def interruptible(function: Callable[[], T]) -> T:
-    """Call a function in a thread, so that Ctrl-C need not wait until its native code returns, as that of training a
-    tokenizer does after 16 s. The thread goes on until the process ends (`is_native_code_running`)."""
-    outcome: Future[T] = Future()
-
-    def call() -> None:
-        try:
-            outcome.set_result(function())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=copy_context().run, args=(call,), name=NATIVE, daemon=True).start()
-    return outcome.result()
-
-
-def is_native_code_running() -> bool:
-    """Whether the process has to end by `os._exit`: a thread that returns from native code while Python ends aborts it."""
-    return any(thread.name == NATIVE for thread in threading.enumerate())
 
 
 PARENT = "TTRAIN_PARENT"  # variable with the id of the process whose end is this one's end

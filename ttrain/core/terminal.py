@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import io
 import json
 import os
 import re
-import select
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Self
 
 from ttrain.core.files import finite
 from ttrain.errors import TTrainError
 
 if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer as Buffer
     from rich.console import Console
 
 
 PIPE_WIDTH = 180
-COLUMN_GAP = 2  # of a table
-SHORT_CELL = 20  # columns of a cell that stands beside others in a terminal too narrow for the table
 # What json.dumps leaves as it is, and a terminal may obey: DEL and the C1 controls, line separators, directions, surrogates.
 _TERMINAL_CONTROLS = re.compile("[\x7f-\x9f\u061c\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-_NOT_ASCII = re.compile("[^\x00-\x7f]")
 # What Rich and progress bars of libraries write to a terminal: colours, the cursor up or hidden, a line erased.
 _OF_DISPLAYS = re.compile(r"(\r?\x1b\[(?:[0-9;]*m|[0-9]*A|2K|\?25[lh])\r?|\A\r)")
 
@@ -83,8 +77,7 @@ def showing_logs(level: str) -> Iterator[None]:
 
     logger = logging.getLogger("ttrain")
     before = logger.level
-    if level == "error":
-        logger.setLevel(logging.ERROR)
+    logger.setLevel(logging.ERROR if level == "error" else before)
     try:
         yield
     finally:
@@ -107,57 +100,16 @@ def print_plain(screen: Console, text: str) -> None:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]], screen: Console | None = None) -> None:
-    """Print the cells as they are, on standard output or on a `screen`; no markup counts in them.
-
-    In a terminal that is too narrow for the longest words, where keys and paths would be broken, each row is several lines.
-    """
-    from rich.cells import cell_len
+    """Print the cells as they are, on standard output or on a `screen`; no markup counts in them."""
     from rich.table import Table
     from rich.text import Text
 
-    screen = screen or console()
-    lines = [[escaped(str(cell)) for cell in row] for row in (header, *rows)]
-    columns = list(zip(*lines, strict=True))
-    least = [max((cell_len(word) for text in column for word in text.split()), default=0) for column in columns]
-    room = screen.width - sum(least) - COLUMN_GAP * (len(least) - 1)
-    if screen.is_terminal and room < 0:
-        _print_narrow(lines, screen)
-        return
-    widths: list[int | None] = [None] * len(columns)
-    if screen.is_terminal:  # Rich alone would break the words of a wide column while another has room
-        wanted = [max(map(cell_len, column)) - width for column, width in zip(columns, least, strict=True)]
-        for rank, number in enumerate(sorted(range(len(columns)), key=wanted.__getitem__)):
-            added = min(wanted[number], room // (len(columns) - rank))
-            widths[number] = least[number] + added
-            room -= added
     drawn = Table(box=None, header_style="dim", pad_edge=False)
-    for name, width in zip(lines[0], widths, strict=True):
-        drawn.add_column(Text(name), overflow="fold", width=width)
-    for line in lines[1:]:
-        drawn.add_row(*map(Text, line))
-    screen.print(drawn)
-
-
-def _print_narrow(lines: Sequence[Sequence[str]], screen: Console) -> None:
-    """Print a header and rows: of each row the first short cells in a line, then each other cell with its name below it."""
-    from rich.cells import cell_len
-    from rich.text import Text
-
-    header = lines[0]
-    widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
-    beside, room = [0], screen.width - widths[0]
-    for number, width in enumerate(widths[1:], 1):
-        if width <= SHORT_CELL and width + COLUMN_GAP <= room:
-            beside.append(number)
-            room -= width + COLUMN_GAP
-    gap = " " * COLUMN_GAP
-    for line in lines:
-        cells = (line[number] + " " * (widths[number] - cell_len(line[number])) for number in beside)
-        style = "dim" if line is header else ""
-        screen.print(Text(gap.join(cells).rstrip(), style=style), soft_wrap=True)
-        below = [(header[number], cell) for number, cell in enumerate(line) if number not in beside and cell]
-        for name, cell in below if line is not header else ():
-            screen.print(Text(f"{gap}{name}: {cell}" if name else f"{gap}{cell}"), soft_wrap=True)
+    for name in header:
+        drawn.add_column(Text(name), overflow="fold")
+    for row in rows:
+        drawn.add_row(*(Text(escaped(str(cell))) for cell in row))
+    (screen or console()).print(drawn)
 
 
 def print_json(value: object, *, indent: int | None = 2) -> None:
@@ -165,19 +117,12 @@ def print_json(value: object, *, indent: int | None = 2) -> None:
 
     A dataclass is printed with all its fields. Where a number is not finite, as a loss may be, it is null: JSON has no NaN.
     """
-    dumps = functools.partial(json.dumps, indent=indent, ensure_ascii=False, default=_as_json, allow_nan=False)
-    try:
-        text = dumps(value)
-    except ValueError:
-        text = dumps(finite(value))
+    text = json.dumps(finite(value), indent=indent, ensure_ascii=False, default=_as_json)
     print_json_text(text, flush=indent is None)
 
 
 def print_json_text(text: str, *, flush: bool) -> None:
     """Print JSON that is written already, with what a terminal may obey escaped."""
-    encoding = (getattr(sys.stdout, "encoding", None) or "utf-8").lower()
-    if not encoding.startswith("utf"):  # no letter is lost in a pipe
-        text = _NOT_ASCII.sub(lambda match: json.dumps(match.group())[1:-1], text)
     print(_TERMINAL_CONTROLS.sub(lambda match: f"\\u{ord(match.group()):04x}", text), flush=flush)
 
 
@@ -210,9 +155,6 @@ def print_spans(lines: Iterable[Sequence[tuple[str, bool, bool]]]) -> None:
 @contextlib.contextmanager
 def bar(description: str, unit: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
     """A bar on standard error, where that is a terminal; yields a function that takes how much of `total` is done."""
-    if not sys.stderr.isatty():
-        yield lambda done: None
-        return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -222,7 +164,8 @@ def bar(description: str, unit: str, total: int | None = None) -> Iterator[Calla
         TextColumn("{task.completed:,.0f} " + unit, style="dim"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    screen = Console(stderr=True)
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bars:
         task = bars.add_task(description, total=total)
         yield lambda done: bars.update(task, completed=done)
 
@@ -237,15 +180,11 @@ _drops = False  # whether this process goes on without the output that cannot be
 
 
 def guard_streams() -> None:
-    """Put the guard below `sys.stdout` and `sys.stderr`; replaces those that were closed before the program began.
-
-    A stream without a file of its own, as where tests capture it, stays.
-    """
-    _open_closed_descriptors()
-    if sys.stdin is None:
-        sys.stdin = open(0, encoding="utf-8")  # noqa: SIM115  # as long as the process lives
-    sys.stdout = _guarded(sys.stdout, 1)
-    sys.stderr = _guarded(sys.stderr, 2)
+    """Replace the standard streams that Python made; one without a file of its own, as where tests capture it, stays."""
+    if type(sys.stdout) is io.TextIOWrapper and sys.stdout is sys.__stdout__:
+        sys.stdout = _GuardedText.over(sys.stdout)
+    if type(sys.stderr) is io.TextIOWrapper and sys.stderr is sys.__stderr__:
+        sys.stderr = _GuardedText.over(sys.stderr)
 
 
 def outlast_output() -> None:
@@ -254,90 +193,45 @@ def outlast_output() -> None:
     _drops = True
 
 
-class _GuardedFile(io.FileIO):
-    """The file of a standard stream, whose failing writes are decided here. It writes all or raises, as a buffer would.
+class _GuardedText(io.TextIOWrapper):
+    """A standard stream: all that is printed passes here, so that no data reach a terminal as a control.
 
-    `io.BufferedWriter` is not used: a signal's handler that prints while the same thread is writing gets a RuntimeError.
+    In a terminal colours and the cursor's moves of displays pass; elsewhere no control but tabs and line ends does. Once it
+    cannot be written, since its reader is gone or its disk is full, the command ends, or goes on without it.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        super().__init__(descriptor, "w", closefd=False)
-        self._descriptor, self._noted = descriptor, False
-
-    def write(self, data: Buffer) -> int:
-        remaining = memoryview(data).cast("B")
-        size = len(remaining)
-        try:
-            while remaining:
-                written = super().write(remaining)
-                if written is None:  # another program made the terminal non-blocking
-                    select.select([], [self], [])
-                remaining = remaining[written or 0 :]
-        except OSError as error:
-            self._failed(error)
-        return size
-
-    def _failed(self, error: OSError) -> None:
-        """Return where the output is dropped. Raises SystemExit or TTrainError where the command ends with it."""
-        if _drops:
-            self._note(error)
-            return
-        self._noted = True
-        outlast_output()  # the command ends, and its last words cannot fail it again
-        if error.errno == errno.EPIPE:
-            raise SystemExit(READER_IS_GONE)
-        raise TTrainError(f"{NAMES[self._descriptor]} cannot be written: {error.strerror}")
-
-    def _note(self, error: OSError) -> None:
-        """Warn once, on standard error, that standard output cannot be written."""
-        if not self._noted and self._descriptor == 1:
-            self._noted = True
-            print(f"{NAMES[1]} cannot be written ({error.strerror}); the command goes on without it", file=sys.stderr)
-
-
-class _EscapingText(io.TextIOWrapper):
-    """The text of a standard stream: all that is printed passes here, so that no data reach a terminal as a control.
-
-    In a terminal colours and the cursor's moves of displays pass; elsewhere no control but tabs and line ends does.
-    """
+    @classmethod
+    def over(cls, stream: io.TextIOWrapper) -> Self:
+        """One with the same descriptor, encoding and buffering."""
+        stream.flush()
+        file = open(stream.fileno(), "wb", closefd=False)  # noqa: SIM115  # as long as the process lives
+        line_buffered = stream.line_buffering or stream.write_through
+        return cls(file, stream.encoding, ERRORS, line_buffering=line_buffered)
 
     def write(self, text: str) -> int:
-        if _CONTROLS.search(text) is None:
+        if _CONTROLS.search(text):
+            parts = _OF_DISPLAYS.split(text) if self.isatty() else [text]
+            parts[::2] = map(escape_control_characters, parts[::2])  # between them stands what displays write
+            text = "".join(parts)
+        try:
             return super().write(text)
-        parts = _OF_DISPLAYS.split(text) if self.isatty() else [text]
-        parts[::2] = map(escape_control_characters, parts[::2])  # between them stands what displays write
-        super().write("".join(parts))
-        return len(text)
+        except OSError as error:
+            self._fail(error)
+            return len(text)
 
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError as error:
+            self._fail(error)
 
-def _guarded(stream: TextIO | None, descriptor: int) -> TextIO:
-    if stream is not None and not _is_plain(stream, descriptor):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors=ERRORS)
-        return stream
-    line_buffered = descriptor == 2
-    encoding = None
-    if isinstance(stream, io.TextIOWrapper):
-        stream.flush()
-        encoding, line_buffered = stream.encoding, stream.line_buffering or stream.write_through
-    file: Any = _GuardedFile(descriptor)
-    return _EscapingText(file, encoding=encoding, errors=ERRORS, line_buffering=line_buffered)
-
-
-def _is_plain(stream: TextIO, descriptor: int) -> bool:
-    """Whether the stream is the one that Python made for this descriptor."""
-    if type(stream) is not io.TextIOWrapper or isinstance(stream.buffer, _GuardedFile):
-        return False
-    try:
-        return stream.fileno() == descriptor
-    except OSError:
-        return False
-
-
-def _open_closed_descriptors() -> None:
-    """Open closed streams: else the next file that is opened (a database) gets the number of one, and what is printed."""
-    descriptor = os.open(os.devnull, os.O_RDWR)
-    while descriptor <= 2:
-        os.set_inheritable(descriptor, True)
-        descriptor = os.dup(descriptor)
-    os.close(descriptor)
+    def _fail(self, error: OSError) -> None:
+        """Return where the output is dropped. Raises SystemExit or TTrainError where the command ends with it."""
+        descriptor = self.fileno()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)  # takes what is buffered, and all that comes
+        if not _drops and error.errno == errno.EPIPE:
+            raise SystemExit(READER_IS_GONE)
+        if not _drops:
+            raise TTrainError(f"{NAMES[descriptor]} cannot be written: {error.strerror}")
+        if descriptor == 1:
+            print(f"{NAMES[1]} cannot be written ({error.strerror}); the command goes on without it", file=sys.stderr)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ttrain.config.training import NONE, TRAININGS
-from ttrain.core.files import JsonDict, need_object, parse_json, user_path
+from ttrain.core.files import JsonDict, need_object, user_path
 from ttrain.core.text import first_line
 from ttrain.data import jinja_templates
 from ttrain.errors import ArtifactError, UsageError
@@ -150,7 +150,7 @@ def _tokenizer_config(paths: dict[str, Path]) -> JsonDict:
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if name in paths:
             try:
-                value = parse_json(paths[name].read_bytes())
+                value = json.loads(paths[name].read_bytes())
             except ValueError as error:
                 raise UsageError(f"tokenizer.existing: cannot read {paths[name]}: {error}") from None
             merged.update({key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else {})

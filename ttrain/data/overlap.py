@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ttrain.core.files import parse_json
 from ttrain.data.encoder import Encoder, open_tokenizer
 from ttrain.data.shards import Column, Ids, Offsets, arrow_array, counted_up
 
@@ -198,7 +197,7 @@ class TokenBytes:
 
     def __init__(self, encoder: Encoder) -> None:
         path = encoder.directory / "tokenizer.json"
-        tokenizer = parse_json(path.read_bytes())
+        tokenizer = json.loads(path.read_bytes())
         is_bytes = '"ByteLevel"' in json.dumps(tokenizer["decoder"])
         token_bytes = [b""] * len(encoder)
         for piece, number in open_tokenizer(path).get_vocab(with_added_tokens=False).items():

@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from ttrain.core.files import JsonDict, parse_json
+from ttrain.core.files import JsonDict
 
 TOOLS_SENTENCE = "You may call these functions; put each call as JSON between <tool_call> and </tool_call>."
 TOOLS_BEGIN, TOOLS_END = "<tools>", "</tools>"
@@ -141,7 +141,7 @@ def without_null_keys(data: str | bytes, value: Any) -> Any:
     orjson reads whole numbers beyond 64 bits as doubles: an order number was trained on as 9.876543210987654e+19.
     """
     if drop_null_keys(value):
-        value = parse_json(data)
+        value = json.loads(data)
         drop_null_keys(value)
     return value
 

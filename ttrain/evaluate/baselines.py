@@ -8,21 +8,16 @@ from __future__ import annotations
 
 import lzma
 import zlib
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import nn
+import pandas as pd
 
 BASELINES = ("zlib", "xz", "order0", "order3")
 
 MOST_BYTES = 4 << 20  # xz -9e reads about 1 MB a second
 
 Floats = npt.NDArray[np.float64]
-
-Ints = npt.NDArray[np.int64]
 
 
 def bits_per_byte(data: bytes) -> dict[str, float]:
@@ -57,55 +52,16 @@ def adaptive_bits(data: bytes, order: int) -> Floats:
         if length:
             context[length:] |= byte[:-length] << np.uint32(8 * (length - 1))
         now = slice(length, None)  # the first bytes have no context of this length
-        with_byte = _earlier(_sorted(context[now] << np.uint32(8) | byte[now]))
-        order_of_contexts = _sorted(context[now])
-        met = _earlier(order_of_contexts)
-        kinds = _earlier(order_of_contexts, counted=with_byte == 0)
+        with_byte = _earlier(context[now] << np.uint32(8) | byte[now])
+        met = _earlier(context[now])
+        is_new = pd.Series(with_byte == 0, dtype=np.int64)
+        kinds = (is_new.groupby(context[now], sort=False).cumsum() - is_new).to_numpy()
         chance[now] = np.where(met > 0, (with_byte + kinds * chance[now]) / np.maximum(1, met + kinds), chance[now])
     bits: Floats = -np.log2(chance)
     return bits
 
 
-def _sorted(keys: npt.NDArray[np.uint32]) -> tuple[Ints, Ints]:
-    """(stable sort order of the keys, start of each group of equal keys).
-
-    Sorts by halves of 16 bits, for which numpy uses radix sort: 1 M keys in 0.03 s instead of 0.2.
-    """
-    low = np.argsort(keys.astype(np.uint16), kind="stable")
-    order = low[np.argsort((keys >> np.uint32(16)).astype(np.uint16)[low], kind="stable")]
-    ordered = keys[order]
-    return order, np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
-
-
-def _earlier(groups: tuple[Ints, Ints], counted: npt.NDArray[np.bool_] | None = None) -> Ints:
-    """Number of earlier positions in each position's group; only those `counted`, if that is given."""
-    order, firsts = groups
-    sizes = np.diff(np.r_[firsts, len(order)])
-    if counted is None:
-        counts = np.arange(len(order))
-    else:
-        ones = counted[order].astype(np.int64)
-        counts = np.cumsum(ones) - ones
-    result = np.empty(len(order), np.int64)
-    result[order] = counts - np.repeat(counts[firsts], sizes)
-    return result
-
-
-def greedy(
-    model: nn.Module, prompt: Sequence[int], *, new_tokens: int, stop_ids: Sequence[int], device: torch.device
-) -> list[int]:
-    """Generate the greedy continuation of the prompt's ids, up to a stop id and without it."""
-    model.eval()
-    ids = torch.tensor([list(prompt)], device=device)
-    cache: Any = None
-    new_ids: list[int] = []
-    with torch.no_grad():  # not inference_mode: tables that the model caches could not be used in training
-        for _ in range(new_tokens):
-            out = model(input_ids=ids, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            ids = out.logits[:, -1].argmax(-1, keepdim=True)
-            token = int(ids)
-            if token in stop_ids:
-                break
-            new_ids.append(token)
-    return new_ids
+def _earlier(keys: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
+    """How often each key occurs before its position."""
+    counts: npt.NDArray[np.int64] = pd.Series(keys).groupby(keys, sort=False).cumcount().to_numpy()
+    return counts

@@ -11,14 +11,11 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-from torch import nn
-
 from ttrain.data import chat
 from ttrain.data.chat_templates import Message, Messages
 from ttrain.data.encoder import Encoder
 from ttrain.data.records import hash_of
-from ttrain.evaluate.baselines import greedy
+from ttrain.evaluate.evaluated_model import EvaluatedModel
 
 SAMPLED = 2  # documents, and as many questions
 BEGINNING_BYTES = 80  # of a document: about a line, of at most as many tokens
@@ -111,17 +108,16 @@ def _asked(turns: Messages) -> SamplePrompt | None:
     return SamplePrompt(before[-1].content, before, turns[len(before)].content)
 
 
-def continuations(
-    model: nn.Module, encoder: Encoder, prompts: Sequence[SamplePrompt], *, new_tokens: int, device: torch.device
-) -> list[Sample]:
+def continuations(subject: EvaluatedModel, prompts: Sequence[SamplePrompt], *, new_tokens: int) -> list[Sample]:
     """The most likely continuation of each prompt."""
-    samples = []
-    for prompt in prompts:
-        if prompt.turns:
-            lead, ids = chat.lead_text(encoder), chat.prompt_ids(encoder, prompt.turns)
-        else:
-            lead, ids = "", [encoder.bos_id, *encoder.encode([prompt.text])[0]]
-        stops = [encoder.eos_id, encoder.end_id]
-        tokens = greedy(model, ids, new_tokens=new_tokens, stop_ids=stops, device=device)
-        samples.append(Sample(prompt.text, encoder.decode(tokens).removeprefix(lead), prompt.reference))
-    return samples
+    encoder = subject.encoder
+    lead = chat.lead_text(encoder)
+    ids = [
+        chat.prompt_ids(encoder, prompt.turns) if prompt.turns else [encoder.bos_id, *encoder.encode([prompt.text])[0]]
+        for prompt in prompts
+    ]
+    answers = [encoder.decode(tokens) for tokens, _ in subject.generate(ids, new_tokens)]
+    return [
+        Sample(prompt.text, answer.removeprefix(lead) if prompt.turns else answer, prompt.reference)
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -171,34 +170,20 @@ def _files_of_task(task: Task) -> Iterable[tuple[str, str]]:
     return [(name, file) for name in names if (file := getattr(task, name, None)) is not None]
 
 
-TASKS = "under tasks, write a name and the settings of each task, such as poems: {kind: choices, file: poems.jsonl}"
-# Beside the table of `rule_of`.
-RULES = {
-    "too_short": "must not be empty",
-    "dict_type": "must be a mapping",
-    **dict.fromkeys(("model_type", "model_attributes_type"), "must be a mapping, such as {{kind: text, file: x.jsonl}}"),
-}
-
-
 def describe_error(item: ErrorDetails) -> str:
     """Describe one wrong setting in a line. pydantic's location of a task's setting is tasks, name, kind, setting."""
     location = [str(key) for key in item["loc"]]
     name = ".".join([*location[1:2], *location[3:]] or location)
-    kinds, hint = f"choose one of {', '.join(KINDS)}", f"; {TASKS}" if name == "tasks" else ""
     match item["type"]:
         case "extra_forbidden" if len(location) > 2:
-            settings = list(KINDS[location[2]].model_fields)
-            near = difflib.get_close_matches(location[-1], settings, n=1, cutoff=0.5)
-            known = f"did you mean '{near[0]}'?" if near else f"it has {', '.join(settings)}"
-            return f"{name} is not a setting of kind {location[2]}; {known}"
+            settings = KINDS[location[2]].model_fields
+            return f"{name} is not a setting of kind {location[2]}; it has {', '.join(settings)}"
         case "extra_forbidden":
             return f"{name} is not a key of a suite; put it under tasks:"
         case "missing":
-            return f"{name} is missing{hint}"
-        case "union_tag_not_found":
-            return f"{name} has no kind; {kinds}"
-        case "union_tag_invalid":
-            return f"{name} is of kind {item['ctx']['tag']!r}, which does not exist; {kinds}"
+            return f"{name} is missing"
+        case "union_tag_not_found" | "union_tag_invalid":
+            return f"{name}.kind must be one of {', '.join(KINDS)}"
         case "value_error":
             return f"{name}: {rule_of(item)}"
-    return f"{name} is {item['input']!r} but {rule_of(item, RULES)}{hint}"
+    return f"{name} is {item['input']!r} but {rule_of(item)}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.files import JsonDict, parse_json
+from ttrain.core.files import JsonDict
 from ttrain.core.hashing import canonical_json, sha256_file
 from ttrain.data import existing, tools
 from ttrain.data.chat import lead_text, prompt_ids
@@ -201,7 +201,7 @@ def read(path: Path, *, raw: bool, system: str = "") -> list[Prompt]:
             continue
         try:
             text = line.decode("utf-8")
-            value = parse_json(text) if is_json else {"prompt": text.rstrip("\r")}
+            value = json.loads(text) if is_json else {"prompt": text.rstrip("\r")}
             prompts.append(_prompt(len(prompts), value, raw=raw, system=system))
         except UnicodeDecodeError:
             raise DataError(f"{path}:{at}: {NOT_UTF8}") from None

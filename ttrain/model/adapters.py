@@ -21,7 +21,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ttrain.config import Lora
-from ttrain.core.files import parse_json
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.model import factory
 from ttrain.model.factory import overwrite
@@ -201,7 +200,7 @@ def base_digest_of(directory: Path) -> str | None:
     if not path.is_file():
         return None
     try:
-        return str(parse_json(path.read_bytes())["base_weights_sha256"])
+        return str(json.loads(path.read_bytes())["base_weights_sha256"])
     except (ValueError, KeyError, TypeError) as error:
         raise ArtifactError(f"{path}, which names the adapter's base, is damaged: {error}") from None
 

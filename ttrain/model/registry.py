@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ttrain.config import Lora, Model
-from ttrain.core.files import JsonObject, parse_json, write_bytes
+from ttrain.core.files import JsonObject, write_bytes
 from ttrain.core.hashing import DigestCache, code_digests, digest_of
 from ttrain.core.machine import versions
 from ttrain.errors import UsageError
@@ -113,7 +113,7 @@ def _build_elsewhere(request: JsonObject) -> str | None:
     """Problem of the model, "" for none; None if the process ended without an answer."""
     command = [sys.executable, "-P", "-m", BUILDER]
     done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True)
-    return None if done.returncode else str(parse_json(done.stdout.splitlines()[-1]))
+    return None if done.returncode else str(json.loads(done.stdout.splitlines()[-1]))
 
 
 def register_own() -> None:

@@ -14,7 +14,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ttrain.config import Lora, Model
-from ttrain.core.files import parse_json
 from ttrain.errors import UsageError
 from ttrain.model import adapters, factory
 
@@ -69,7 +68,7 @@ def problem_of_adapter(section: str, adapter: Lora, model: Model) -> str:
 
 def main() -> None:
     """Check what the request on standard input describes."""
-    request = parse_json(sys.stdin.read())
+    request = json.loads(sys.stdin.read())
     model = Model.model_validate(request["model"])
     if "adapter" in request:
         problem = problem_of_adapter(request["section"], Lora.model_validate(request["adapter"]), model)

@@ -12,7 +12,7 @@ from typing import Any
 
 from ttrain.config import Settings
 from ttrain.core.files import link_or_copy, remove_tree
-from ttrain.core.hashing import differences, sha256_file
+from ttrain.core.hashing import sha256_file
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.pipeline.graph import Planned
 from ttrain.pipeline.plan import key_of
@@ -20,6 +20,7 @@ from ttrain.pipeline.resume import partial_runs
 from ttrain.stages import STAGES
 from ttrain.store import references, runs
 from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
+from ttrain.store.differences import differences
 from ttrain.store.layout import MANIFEST, Artifact, Elsewhere
 
 HEX = frozenset("0123456789abcdef")

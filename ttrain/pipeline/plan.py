@@ -11,7 +11,7 @@ from ttrain.config.data import PYTHON_DOCS
 from ttrain.config.settings import OPTIONAL
 from ttrain.config.training import TRAINING_STAGES, adapter_of
 from ttrain.core import machine, redact
-from ttrain.core.hashing import SECOND_HEAD, Ingredients, code_digests, differences, digest_of
+from ttrain.core.hashing import code_digests, digest_of
 from ttrain.core.text import counted
 from ttrain.errors import UsageError
 from ttrain.model import registry
@@ -23,6 +23,7 @@ from ttrain.reports.summary import shortened
 from ttrain.stages import EVALUATE, OF_NIGHTS, SHARDS, STAGES, Stage
 from ttrain.store import references, runs
 from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.differences import SECOND_HEAD, Ingredients, differences, library_changes
 from ttrain.store.layout import Artifact, Artifacts
 from ttrain.store.runs import RecordedRun
 from ttrain.tracking import extras
@@ -343,4 +344,4 @@ def plan_json(pipeline: str, stages: Iterable[Planned]) -> dict[str, Any]:
 
 def _notes(planned: Planned, versions: Mapping[str, str]) -> list[str]:
     cached = planned.artifact if planned.state == "cached" else None
-    return machine.notes(cached.manifest, versions) if cached else []
+    return library_changes(cached.manifest, versions) if cached else []

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ttrain.config import DATASETS, Settings
-from ttrain.core.files import JsonDict, lacks_inodes, read_json
+from ttrain.core.files import JsonDict, read_json
 from ttrain.core.signals import PARENT, RENDEZVOUS, STOP_SIGNALS
 from ttrain.errors import FREE_SPACE, Interrupted, NothingNew, RankLost, StageFailed
 from ttrain.pipeline import stage_worker
@@ -375,8 +375,6 @@ def _advice_on_disk(work: Path) -> str:
     """What to add to a stage's message where its disk is full; else empty."""
     if shutil.disk_usage(work).free < LEAST_FREE_BYTES:
         return f"; the disk of {work} is full: {FREE_SPACE}"
-    if lacks_inodes(work):
-        return f"; the disk of {work} has no inodes left for new files: remove some files and run the same command again"
     return ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import platform
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 from ttrain.config import DATASETS, PYTHON_DOCS, Settings, Weighted
 from ttrain.config.training import MODELS
 from ttrain.core import machine as libraries
-from ttrain.core.files import JsonDict, parse_json, read_object, user_path
+from ttrain.core.files import JsonDict, read_object, user_path
 from ttrain.core.machine import VERSION, processor_model
 from ttrain.core.redact import masked, url
 from ttrain.data import locations
@@ -116,7 +117,7 @@ def commit() -> str | None:
 
     try:
         origin = metadata.distribution("ttrain").read_text("direct_url.json")  # of `pip install git+https://...`
-        return str(parse_json(origin or "{}")["vcs_info"]["commit_id"])
+        return str(json.loads(origin or "{}")["vcs_info"]["commit_id"])
     except (metadata.PackageNotFoundError, KeyError, ValueError):
         return None
 

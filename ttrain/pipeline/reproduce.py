@@ -20,7 +20,6 @@ from ttrain.config.loading import Override, merge
 from ttrain.core import machine as libraries
 from ttrain.core import redact
 from ttrain.core.files import JsonDict, read_json, temporary_directory, user_path, write_json
-from ttrain.core.hashing import differences
 from ttrain.errors import ArtifactError, Interrupted, TTrainError, UsageError
 from ttrain.pipeline import launch, provenance
 from ttrain.pipeline.graph import Planned
@@ -31,6 +30,7 @@ from ttrain.pipeline.progress_display import DisplayObserver, StageDisplay
 from ttrain.pipeline.stop_request import StopRequest
 from ttrain.stages import STAGES, Stage
 from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.differences import differences, library_changes
 from ttrain.store.layout import Artifact
 from ttrain.store.runs import is_interrupted_write
 
@@ -284,7 +284,7 @@ def _data_problems(recipe: RebuildRecipe, cache: ArtifactStore) -> Iterator[str]
 def _environment_remarks(link: Link) -> Iterator[str]:
     """Remarks on versions and machine that differ from the recorded ones."""
     yield from (
-        note.replace("made with", "it was made with") for note in libraries.notes(link.manifest, libraries.versions())
+        note.replace("made with", "it was made with") for note in library_changes(link.manifest, libraries.versions())
     )
     yield from (f"it was {note}" for note in link.notes)
     recorded = link.provenance.get("machine") or {}

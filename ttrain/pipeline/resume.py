@@ -15,18 +15,16 @@ from typing import Any
 
 from ttrain.config import TRAINING_STAGES, Settings, Training, rules
 from ttrain.config.rules import AUTO
-from ttrain.core.files import JsonDict, fsync, misfit, read_json, read_object, remove_tree, write_json
-from ttrain.core.hashing import Ingredients, differences
+from ttrain.core.files import JsonDict, fsync, read_json, read_object, remove_tree, write_json
 from ttrain.core.text import first_of
 from ttrain.errors import UsageError
 from ttrain.stages import STAGES, Stage
 from ttrain.store import references
 from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.differences import Ingredients, differences
 from ttrain.train.schedules import BUDGET, RATES, shared_steps, steps_of
 
 INGREDIENTS, CONTINUED = "ingredients.json", "continued.json"
-
-RECORDED = dict.fromkeys(("settings", "arguments?", "inputs?", "files?", "code?"), dict)  # types in INGREDIENTS
 
 SHOWN_KEY = 12  # characters of a key that a person reads
 
@@ -58,7 +56,7 @@ def partial_runs(store: ArtifactStore, stage: str) -> Iterator[PartialRun]:
     runs_with_checkpoint = []
     for path in (store.root / "work" / stage).glob(f"*/{INGREDIENTS}"):
         ingredients, step = read_json(path), saved_step(path.parent)
-        if misfit(ingredients, RECORDED) is None and step:
+        if ingredients and step:
             runs_with_checkpoint.append(PartialRun(stage, path.parent.name, path.parent, step, ingredients))
     yield from sorted(runs_with_checkpoint, key=lambda work: (-work.step, work.key))
 

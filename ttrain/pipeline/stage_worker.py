@@ -28,7 +28,6 @@ from ttrain.core.signals import (
     end_with_parent,
     heeded_signals,
     ignore_hangup,
-    resend_ignored,
 )
 from ttrain.core.terminal import guard_streams, outlast_output
 from ttrain.errors import DamagedFile, DataError, Interrupted, NothingNew, RankLost, TTrainError, with_fix
@@ -78,14 +77,6 @@ class StopFlag:
         raised, self._raises = self.signum if self._raises else 0, False
         return raised
 
-    def take_back(self, error: BaseException | None) -> int:
-        """The signal whose exception Python ignored, to be sent again; 0 where the error is another one."""
-        if not isinstance(error, KeyboardInterrupt) or not self.signum:
-            return 0
-        signum, self.signum = self.signum, 0
-        signal.signal(signum, self._handle)  # a hang-up is ignored after the first
-        return signum
-
     def _handle(self, signum: int, frame: object) -> None:
         if self.signum:
             if time.monotonic() - self._since > SAME_SIGNAL_SECONDS:
@@ -110,7 +101,6 @@ def main() -> int:
         return 1
     log.setLevel(level_of(spec["runtime"]["log_level"], rank))
     stop = StopFlag(stops_by_itself=not spec["uses_ranks"])
-    resend_ignored(stop.take_back)
     with exclusive(work.with_name(f"{work.name}.process.lock")) if rank == 0 else contextlib.nullcontext():
         with sample_system_metrics(work, spec):
             outcome = _run(work, spec, stop, rank)

@@ -19,8 +19,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.files import parse_json, whole_lines
-
 MEGA = 1e6
 FILE = "system.jsonl"  # under run/
 Figures = dict[str, float]
@@ -77,10 +75,13 @@ class SystemMetrics:
 
 def last_step(path: Path) -> int:
     """Step of the last row, -1 if there is none; cuts off a half-written line that a crash left."""
-    for line in reversed(whole_lines(path).splitlines()):
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            return int(parse_json(line)["step"])
-    return -1
+    if not path.exists():
+        return -1
+    data = path.read_bytes()
+    rows = data[: data.rfind(b"\n") + 1]
+    if rows != data:
+        os.truncate(path, len(rows))
+    return int(json.loads(rows.splitlines()[-1])["step"]) if rows else -1
 
 
 def read(readers: Sequence[Callable[[], Figures]]) -> Figures:

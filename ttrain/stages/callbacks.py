@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -109,13 +109,21 @@ def language_model_callbacks(
     if every:
         _refuse_sharded_models(job.runtime, ranks, "sample_every_steps", "write")
         prompts = sample_prompts(config, job, encoder)
-        write = partial(samples.continuations, model, encoder, prompts, new_tokens=SAMPLE_TOKENS, device=ranks.device)
+        write = partial(_write_samples, model, encoder, prompts)
         callbacks.append(PeriodicSamples(job.run_directory / "samples", model, write, every=every))
     if job.runtime.eval_every_steps:
         writers = [callback for callback in callbacks if isinstance(callback, MetricsFile | Logger)]
         measure = measure_of(config, job, model, encoder, ranks)
         callbacks.append(PeriodicEvaluation(model, measure, writers, every=job.runtime.eval_every_steps))
     return callbacks
+
+
+def _write_samples(model: nn.Module, encoder: Encoder, prompts: Sequence[SamplePrompt]) -> list[samples.Sample]:
+    """What the model in training writes for the prompts."""
+    from ttrain.inference.evaluated_model import as_evaluated_model
+
+    with generation_mode(model, encoder) as speaker:
+        return samples.continuations(as_evaluated_model(speaker), prompts, new_tokens=SAMPLE_TOKENS)
 
 
 def _positions(rows: Rows) -> float:

@@ -133,10 +133,10 @@ def run(config: EvaluateConfig, job: StageContext) -> Figures:
         model = _load(name, job, ranks.device)
         scores = shared.get(name) or _scores(model, records.tokens, settings, job, number, ranks)
         metrics |= _heldout_metrics(table, name, scores, document_bytes, labels)
-        written = samples.continuations(model, encoder, prompts, new_tokens=settings.new_tokens, device=ranks.device)
+        subject = as_evaluated_model(with_tokenizer(name, model, job.inputs["base"] / "model"))
+        written = samples.continuations(subject, prompts, new_tokens=settings.new_tokens)
         samples_by_model[name] = [sample.to_json() for sample in written]
         if items_by_model[name]:
-            subject = as_evaluated_model(with_tokenizer(name, model, job.inputs["base"] / "model"))
             progress = _task_progress(job, number * PARTS + len(records.tokens))
             outcomes += running.ask(items_by_model[name], subject, progress)
     for outcome in outcomes:

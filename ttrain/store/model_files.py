@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
@@ -9,7 +10,6 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from ttrain.core.files import parse_json
 from ttrain.core.hashing import digest_of, sha256_file
 from ttrain.errors import ArtifactError, DamagedFile
 from ttrain.store import integrity
@@ -53,7 +53,7 @@ def shard_names(index: Path) -> list[str]:
     Raises ArtifactError: a name such as /dev/zero or ../other.bin would be opened by whoever trusts the index.
     """
     try:
-        names = sorted(set(parse_json(index.read_bytes())["weight_map"].values()))
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArtifactError(f"{index} is not an index of shards: {type(error).__name__}: {error}") from None
     for name in names:

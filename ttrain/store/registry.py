@@ -21,7 +21,6 @@ from ttrain.core.files import (
     JsonDict,
     JsonObject,
     exclusive,
-    misfit,
     need_object,
     write_json,
 )
@@ -43,21 +42,7 @@ WITH_A_SET = ("evaluate",)  # its metrics are compared with those of the next se
 # The files that the champion was trained on, and the held-out rows: the next night needs both.
 WITH_A_CHAMPION = tuple(f"shards-{dataset}" for dataset in LEARNT)
 
-MODEL = dict.fromkeys(("stage", "key", "content", "run"), str)
-SET = {
-    "members": {"*": [str]},  # by stage: [name, version]
-    "keys": {"*": str},  # of all artifacts of the run, by stage
-    "run": str,
-    "created": int | float,
-    "metrics": {"*": int | float | None},
-    "run_id?": str | None,
-    "decision?": dict,
-    "decided?": {"run": str, "table": str, "figures": str},
-}
-TYPES: JsonObject = {
-    "models": {"*": {"*": MODEL}},  # by name and version
-    "sets": {"*": {"versions": {"*": SET}, "champions": [str], "aliases": {"*": str}}},  # by name
-}
+SECTIONS = ("models", "sets")  # by name, and by version below it
 
 
 @dataclass(frozen=True)
@@ -236,10 +221,8 @@ class Registry:
         """The registry as its file has it; empty where there is none. Raises UsageError for a damaged one."""
         try:
             state = need_object(self._path.read_bytes())
-            if (misfitting := misfit(state, TYPES)) is not None:
-                raise ValueError(f"it has no {misfitting}, or one of another type")
         except FileNotFoundError:
-            return {name: {} for name in TYPES}
+            return {name: {} for name in SECTIONS}
         except ValueError as error:
             raise UsageError(
                 f"{self._path}, which has the registered models and the champion, is damaged: {error}; restore it from "

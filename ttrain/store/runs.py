@@ -27,7 +27,6 @@ from ttrain.core.files import (
     JsonDict,
     JsonObject,
     exclusive,
-    misfit,
     parse_object,
     private_directory,
     private_opener,
@@ -45,16 +44,8 @@ RecordedRun = JsonObject  # the record of a run
 
 CLEANING = Path("runs", "cleaning.lock")  # under the home: held while what is no longer needed is listed and moved away
 
-# The types of what those who read a record rely on (`misfit`); one that does not fit is of another version
-TYPES: JsonObject = {
-    **dict.fromkeys(("run", "pipeline", "outcome"), str),
-    "started_unix": int | float,
-    "process": {"pid": int, "started": int | float | None, "host?": str},
-    "stages": [{"name": str, "outcome": str, "key?": str | None}],
-    "seconds?": int | float | None,
-    **dict.fromkeys(("settings?", "metrics?"), dict),
-    **dict.fromkeys(("tracking?", "prefect?"), dict | None),
-}
+# What every record has; one that lacks any of them is of another version.
+REQUIRED = {"run", "pipeline", "outcome", "started_unix", "process", "stages"}
 
 BUILT = ("completed", "equal", "different")  # outcomes of a stage that a run built
 
@@ -212,7 +203,7 @@ def _records_containing(home: Path, phrases: Sequence[str]) -> Iterator[JsonDict
 def _record_in(path: Path, data: bytes) -> JsonDict | None:
     """The record of a file, or of its events where the run has not ended; None if it is not one of this version."""
     run = parse_object(data)
-    if misfit(run, TYPES) is not None:
+    if not run.keys() >= REQUIRED:
         return None
     return events.fold(events.path_of(path), run) if run["outcome"] == "running" else run
 

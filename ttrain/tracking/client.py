@@ -112,7 +112,7 @@ def open_client(uri: str, home: Path) -> tuple[Any, bool]:
     if uri != own_uri(home):
         return client_of(uri, uri), False
     database = database_of(home)
-    private_directory(database.parent, closes_files=False)
+    private_directory(database.parent)
     with exclusive(database.with_name("mlflow.lock")):  # two that start at once would both make the tables
         is_new = is_missing(home)
         try:

@@ -17,7 +17,6 @@ from urllib.parse import quote, urlencode
 
 from ttrain.config import Tracking, by_weight
 from ttrain.config.training import PRIMARY_METRICS, VALIDATION_LOSS
-from ttrain.core.files import parse_json
 from ttrain.core.redact import without_user
 from ttrain.errors import UsageError
 from ttrain.store import runs
@@ -113,7 +112,7 @@ def refresh_view(mirror: Mirror, experiment: str, name: str) -> None:
     )
     tag = f"mlflow.sharedViewState.ttrain-{name}"
     present = mirror.call("get_experiment", experiment_id).tags.get(tag, "{}")
-    if parse_json(present).get("state") != state:
+    if json.loads(present).get("state") != state:
         title = f"{name}: which is better, and why"
         view = {"name": title, "createdAt": int(1000 * time.time()), "state": state}
         mirror.call("set_experiment_tag", experiment_id, tag, json.dumps(view))

@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ttrain.core.files import ProgressWriter, parse_json, write_bytes
+from ttrain.core.files import ProgressWriter, write_bytes
 from ttrain.core.text import format_duration
 from ttrain.data.loader import Order
 from ttrain.errors import TTrainError, UsageError
@@ -175,7 +175,7 @@ def truncate_after(path: Path, step: int) -> None:
 
 def _step_of(line: bytes) -> float:
     try:
-        return float(parse_json(line)["step"])
+        return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return math.inf
 

@@ -25,7 +25,7 @@ from concurrent.futures import wait as wait_for
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.files import fsync, lacks_inodes, read_json, remove_tree, write_json
+from ttrain.core.files import fsync, read_json, remove_tree, write_json
 from ttrain.core.text import format_size
 from ttrain.errors import ArtifactError
 from ttrain.train.checkpoint_format import (
@@ -325,7 +325,7 @@ def write_failure_message(directory: Path, snapshot: Snapshot, error: OSError, w
 
 def _free(directory: Path) -> str:
     size = format_size(shutil.disk_usage(directory).free)
-    return f"{size} are free, but no inodes for new files" if lacks_inodes(directory) else f"{size} are free"
+    return f"{size} are free"
 
 
 def lower_priority() -> None:

@@ -16,7 +16,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ttrain.core.files import parse_json
 from ttrain.core.hashing import sha256_file
 from ttrain.errors import ArtifactError
 from ttrain.train.snapshots import Snapshot, copy_tensors
@@ -86,7 +85,7 @@ def with_digest(state: Mapping[str, Any]) -> dict[str, Any]:
 def _read_state(path: Path) -> dict[str, Any]:
     file = path / STATE
     try:
-        state: dict[str, Any] = parse_json(file.read_bytes())
+        state: dict[str, Any] = json.loads(file.read_bytes())
         name_matches = path.name in (f"step-{state['step']:08d}", f".writing-{state['step']:08d}")
         whole = state.pop("sha256") == _digest(state) and name_matches and isinstance(state["files"], dict)
     except OSError as error:

@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ttrain.core.files import parse_json
 from ttrain.core.text import first_of
 from ttrain.data.loader import Order
 from ttrain.train.callbacks import Callback, LogRecord, StepRecord, truncate_after
@@ -49,7 +48,7 @@ class GuardLog:
 def counts(path: Path) -> dict[str, int]:
     """{guard: number of warnings} in a file of warnings; empty if there is no file."""
     lines = path.read_text().splitlines() if path.exists() else []
-    return dict(Counter(parse_json(line)["guard"] for line in lines))
+    return dict(Counter(json.loads(line)["guard"] for line in lines))
 
 
 class Guard(Callback):
