@@ -23,17 +23,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 from chats import chats_about
 from reading import DocumentedItem, group_of, order, pick, plain, read_python
 
 from ttrain.data import overlap, python_docs
-from ttrain.data.contamination import NGRAM_BYTES, SHARE
 
 CHAT_ROWS = 10_000  # of 36,000: the quickstart takes 4,220
 CODE_BYTES = 1_200_000  # of 8 MB
 NGRAM_WORDS = 8
+SHARE = 0.5  # of the 13-grams of a document, from which another contains it
 DOCUMENT_BYTES = 2_000  # about three rows of 256 tokens; longer texts are cut between paragraphs
 ALPHABETS = ("LATIN", "GREEK", "CYRILLIC", "ARMENIAN", "GEORGIAN")
 LETTER_QUESTIONS = ("Describe the letter {letter}.", "Which letter is {code}?", "Describe {name}.")
@@ -147,15 +146,14 @@ def contained_documents(documents: list[Row]) -> set[int]:
 
     Of two that contain each other only the shorter is listed.
     """
-    texts = [overlap.plain(row["text"]) for row in documents]
-    index = overlap.TextIndex(texts, NGRAM_BYTES)
+    texts = [overlap.spaced(row["text"]) for row in documents]
+    shares = {(match.record, match.text): match.share for match in overlap.GramIndex(texts).find(texts)}
     contained: set[int] = set()
-    for record, row in enumerate(documents):
-        for match in index.find(np.frombuffer(texts[record], np.uint8), np.zeros(1, np.int64)):
-            is_copy = match.bytes >= SHARE * len(texts[match.text]) and row["group"] != documents[match.text]["group"]
-            mutual = match.bytes >= SHARE * len(texts[record])
-            if is_copy and not (mutual and (len(texts[match.text]), match.text) > (len(texts[record]), record)):
-                contained.add(match.text)
+    for (record, text), share in shares.items():
+        is_copy = share >= SHARE and documents[record]["group"] != documents[text]["group"]
+        is_mutual = shares.get((text, record), 0) >= SHARE
+        if is_copy and not (is_mutual and (len(texts[text]), text) > (len(texts[record]), record)):
+            contained.add(text)
     return contained
 
 

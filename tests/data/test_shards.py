@@ -30,7 +30,7 @@ from ttrain.config import Reading
 from ttrain.core.hashing import sha256_file
 from ttrain.data.blocks import BlockRecipe
 from ttrain.data.sharding import Here, Processes
-from ttrain.data.shards import Column, ShardSet
+from ttrain.data.shards import ShardSet
 from ttrain.errors import ArtifactError, StageFailed
 
 Record = tuple[list[int], list[bool]]
@@ -148,13 +148,6 @@ def test_a_weighted_source_can_be_opened_alone(tmp_path: Path) -> None:
     assert found.weights == [1.0, 3.0]
     for group in (0, 1):
         assert [found.group(group).row(n)[0].tolist() for n in range(15)] == [ids for ids, _ in rows[group::2]]
-
-
-def test_a_selection_of_records_keeps_ids_and_masks_together() -> None:
-    column = Column(np.arange(9), np.array([0, 2, 2, 5, 9]), np.arange(9) % 2)
-    some = column.select(np.array([False, True, True, False]))
-    assert (some.tokens.tolist(), some.offsets.tolist(), some.live.tolist()) == ([2, 3, 4], [0, 0, 3], [0, 1, 0])
-    assert len(column.select(np.zeros(4, bool))) == 0
 
 
 # --- sharding that goes on

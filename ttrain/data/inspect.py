@@ -111,11 +111,10 @@ def encoder_of(folder: Path, tokenizer_directory: Path | None, store: ArtifactSt
     )
 
 
-def rows_of(shards: ShardSet, encoder: Encoder | None, row_length: int) -> Rows:
-    """The packed rows that training with this row length would use; of documents, to count them, without the tokenizer."""
+def rows_of(shards: ShardSet, encoder: Encoder, row_length: int) -> Rows:
+    """The packed rows that training with this row length would use."""
     if shards.index["kind"] == "documents":
-        return DocumentRows(shards, row_length, encoder.pad_id if encoder else 0)
-    assert encoder is not None, "a turn of a chat ends with a token of its tokenizer"
+        return DocumentRows(shards, row_length, encoder.pad_id)
     return answer_rows(shards, row_length, encoder)
 
 
