@@ -263,7 +263,7 @@ def with_option_groups(function: Callable[..., Output | None]) -> Callable[..., 
     A command that returns an `Output` has the option --json, and its output is printed here.
     """
     hints = get_type_hints(function, include_extras=True)
-    has_output = hints.pop("return") is Output
+    has_output = hints.pop("return") in (Output, Output | None)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     options: list[tuple[str, Any, Any]] = []
     for name, parameter in inspect.signature(function).parameters.items():
