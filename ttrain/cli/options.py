@@ -248,8 +248,9 @@ class Output:
     def print(self, *, as_json: bool) -> None:
         if as_json:
             print_json(self.value)
-        for part in () if as_json else self.parts:
+        for number, part in enumerate(() if as_json else self.parts):
             if isinstance(part, Table):
+                print("\n" * bool(number), end="")
                 table(*part)
             else:
                 print_escaped(part)
