@@ -18,7 +18,7 @@ from store.test_store import full_disk
 
 from ttrain.core.files import PRIVATE_FILE, write_json
 from ttrain.errors import with_fix
-from ttrain.flows import serve
+from ttrain.flows import deploy, serve
 from ttrain.nightly.records import InputSnapshot, Nights
 from ttrain.store import references, runs
 from ttrain.store.artifacts import ArtifactStore
