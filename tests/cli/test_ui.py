@@ -73,7 +73,7 @@ def test_a_browser_gets_the_token_in_a_file_that_no_other_account_can_read_not_a
     token = (home / "servers" / "token").read_text().strip()
     path = home / "servers" / "open.html"
     assert there == path.as_uri() and token not in there and token in path.read_text()
-    assert [stat.S_IMODE(file.stat().st_mode) for file in (path, path.parent)] == [0o600, 0o700]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert ui.redirect_page(home, "http://elsewhere:5000/#/") == "http://elsewhere:5000/#/"
 
 

@@ -15,7 +15,9 @@ from ttrain.cli.options import (
     MODEL_HELP,
     AdapterBase,
     AsJson,
+    Output,
     RunName,
+    Table,
     app,
     argument,
     check_output_file,
@@ -28,7 +30,7 @@ from ttrain.cli.options import (
 )
 from ttrain.core.hashing import sha256_file
 from ttrain.core.signals import handling_signals
-from ttrain.core.terminal import bar, encodable, escaped, outlast_output, print_escaped, print_json, print_json_text, table
+from ttrain.core.terminal import bar, encodable, escaped, outlast_output, print_escaped, print_json, print_json_text
 from ttrain.errors import Interrupted, TTrainError, UsageError
 from ttrain.store import layout
 from ttrain.store.artifacts import ArtifactStore
@@ -175,7 +177,7 @@ def generate(
     *,
     sampling: GreedyOptions,
     loading_options: LoadingOptions,
-) -> None:
+) -> Output | None:
     """Answer the prompts of a file, in batches; the same command continues where it was stopped."""
     settings = sampling.settings()
     loading_options.check_device()
@@ -212,13 +214,12 @@ def generate(
                 raise Interrupted(
                     f"stopped; the answers so far are in {batch.partial_of(out)}; the same command continues", signum
                 ) from None
-    summary = {"out": out and str(out), "prompts": len(rows), "answered before": done,
-               **tally.summary()}  # fmt: skip
-    if as_json:
-        print_json({**_identity(reference), **summary})
-    elif out is not None:
-        rows_of_table = {"model": reference.text, **summary}.items()
-        table(("property", "value"), [(name, value) for name, value in rows_of_table if value is not None])
+    if out is None:
+        return None
+    summary = {"out": str(out), "prompts": len(rows), "answered before": done, **tally.summary()}
+    shown = {"model": reference.text, **summary}.items()
+    cells = [(name, value) for name, value in shown if value is not None]
+    return Output({**_identity(reference), **summary}, [Table(("property", "value"), cells)])
 
 
 def _check_answers_file(out: Path | None, prompts: Path, *, force: bool) -> None:

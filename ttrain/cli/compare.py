@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 RUN_HELP = "a run or the beginning of its name, `latest`, an MLflow run id, or a registered NAME@ALIAS or NAME/VERSION"
 SIDE_BY_SIDE = 4  # runs that are columns; more are rows
-SAMPLES_OF_A_MODEL = 2
+SHOWN_SAMPLES = 6
 FIGURES_OF_MANY = 3
 
 Axis = Annotated[Literal["tokens", "step", "time"], option("of the curves")]
@@ -105,14 +105,11 @@ def _print_comparison(comparison: RunComparison, views: Sequence[RunView]) -> No
     if len(views) > SIDE_BY_SIDE:
         _print_many(comparison, names)
         return
-    different = [sample for sample in comparison.samples if len(set(sample.answers)) > 1]
-    models = dict.fromkeys(sample.model for sample in different)
-    by_model = ([sample for sample in different if sample.model == model] for model in models)
-    shown = tuple(sample for samples in by_model for sample in samples[:SAMPLES_OF_A_MODEL])
-    for section in sections(replace(comparison, samples=shown), names):
+    different = tuple(sample for sample in comparison.samples if len(set(sample.answers)) > 1)
+    for section in sections(replace(comparison, samples=different[:SHOWN_SAMPLES]), names):
         print_section(section)
-    if len(comparison.samples) > len(shown):
-        print(f"\n{len(comparison.samples) - len(shown)} more samples are shown by --html and --json")
+    if different[SHOWN_SAMPLES:]:
+        print("\nmore samples are shown by --html and --json")
 
 
 def _print_many(comparison: RunComparison, names: Sequence[str]) -> None:

@@ -46,7 +46,7 @@ def tables(summary: JsonObject) -> list[Table]:
     """The counts of shards, of packed rows or of a tokenizer, with those of the rows that were read; the first bad rows."""
     rows = summary.get("rows")
     of_rows = rows if isinstance(rows, Mapping) else {}
-    figures = {**summary, **of_rows}
+    figures = {**summary, **of_rows, "held-out rows": summary.get("heldout", {}).get("rows")}
     named = {name: value for name, value in figures.items() if name not in NOT_SHOWN and value not in (None, "", {})}
     counts = Table(("property", "value"), [(name.replace("_", " "), _shown(name, value)) for name, value in named.items()])
     return [counts, *_bad_rows([of_rows])]

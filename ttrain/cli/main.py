@@ -276,9 +276,7 @@ def main(arguments: list[str] | None = None) -> None:
         if isinstance(error, TooFewRows) and error.fixes:
             print(f"with that set: {escaped_lines(_with_settings(arguments, error.fixes))}", file=sys.stderr)
         sys.exit(exit_code_of(error))
-    except (Exception, KeyboardInterrupt) as error:
-        if not _is_interrupt(error):
-            raise
+    except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
@@ -329,13 +327,6 @@ def _option_as_setting(error: ClickException, arguments: Sequence[str]) -> str:
     setting = written_setting(error.option_name.lstrip("-"), value)
     problem = f"no such option: {error.option_name}; settings are written without dashes"
     return f"{problem}, such as {setting}" if setting else ""
-
-
-def _is_interrupt(error: BaseException | None) -> bool:
-    """Whether Ctrl-C is behind an error: pydantic, which is building a class while it comes, raises an error of its own."""
-    while error and not isinstance(error, KeyboardInterrupt) and KeyboardInterrupt.__name__ not in str(error):
-        error = error.__context__
-    return error is not None
 
 
 def _print_error(message: str) -> None:

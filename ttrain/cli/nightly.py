@@ -12,16 +12,17 @@ from zoneinfo import ZoneInfo
 from typer import Typer
 
 from ttrain.cli.options import (
-    AsJson,
     CommandGroup,
+    Output,
     SettingsOptions,
+    Table,
     argument,
     command,
     option,
     server_settings,
 )
 from ttrain.core import redact
-from ttrain.core.terminal import console, escaped_lines, outlast_output, print_escaped, print_json, table
+from ttrain.core.terminal import console, escaped_lines, outlast_output, print_escaped
 from ttrain.core.text import counted
 from ttrain.errors import UsageError
 from ttrain.store.artifacts import ArtifactStore
@@ -49,8 +50,8 @@ def run(loaded: LoadedSettings, *, engine: str, labels: Labels) -> None:
         print("next:\n  all champions and challengers: ttrain models list")
 
 
-def plan(loaded: LoadedSettings, *, as_json: bool) -> None:
-    """Print what a night would do now."""
+def plan(loaded: LoadedSettings) -> Output:
+    """What a night would do now."""
     from ttrain.config import LEARNT
     from ttrain.flows.night_plan import plan_night
     from ttrain.pipeline import plan
@@ -60,25 +61,23 @@ def plan(loaded: LoadedSettings, *, as_json: bool) -> None:
     snapshot = planned.frozen
     frozen_files = snapshot.files.items() if snapshot else ()
     files = {name: [redact.url(file["location"]) for file in entries] for name, entries in frozen_files}
-    if as_json:
-        stages = plan.plan_json(NIGHTLY, planned.stages)["stages"]
-        champion = snapshot.champion.version if snapshot and snapshot.champion else None
-        print_json({
-            "pipeline": NIGHTLY, "reason": planned.reason, "champion": champion, "files": files,
-            "near_duplicates": {"similarity": planned.near_duplicates, "earlier_sets": planned.earlier_sets},
-            "stages": stages,
-        })  # fmt: skip
-        return
-    print_escaped(planned.reason)
+    value = {
+        "pipeline": NIGHTLY,
+        "reason": planned.reason,
+        "champion": snapshot.champion.version if snapshot and snapshot.champion else None,
+        "files": files,
+        "near_duplicates": {"similarity": planned.near_duplicates, "earlier_sets": planned.earlier_sets},
+        "stages": plan.plan_json(NIGHTLY, planned.stages)["stages"],
+    }
     if snapshot is None:
-        return
-    for dataset in LEARNT:
-        for location in files.get(dataset, ()):
-            print_escaped(f"  data.{dataset}: {location}")
+        return Output(value, [planned.reason])
+    lines = [f"  data.{dataset}: {location}" for dataset in LEARNT for location in files.get(dataset, ())]
     if planned.near_duplicates:
         sets = f" and with {counted(planned.earlier_sets, 'earlier set')} of documents" if planned.earlier_sets else ""
-        print(f"  reading.near_duplicates={planned.near_duplicates}: new documents are compared with each other{sets}")
-    table(("stage", "state", "key", "why"), plan.plan_rows(planned.stages))
+        compared = f"new documents are compared with each other{sets}"
+        lines.append(f"  reading.near_duplicates={planned.near_duplicates}: {compared}")
+    stages = Table(("stage", "state", "key", "why"), plan.plan_rows(planned.stages))
+    return Output(value, [planned.reason, *lines, stages])
 
 
 def refuse(flags: Sequence[str]) -> None:
@@ -116,7 +115,6 @@ class SlotOptions:
 
     timezone: Annotated[str | None, option("of the cron, such as Europe/Berlin; else this machine's")] = None
     pool: Annotated[str | None, option("the Prefect work pool whose workers run it")] = None
-    as_json: AsJson = False
 
 
 @command(
@@ -124,44 +122,41 @@ class SlotOptions:
     'Examples:  ttrain pipeline schedule nightly --cron "0 2 * * *" -c mine.yaml --profile night\n\n'
     "ttrain pipeline schedule nightly --pool docker-pool data.pretrain=/data/docs",
 )
-def schedule_nightly(settings_options: SettingsOptions, slots: SlotOptions, cron: Cron = "0 2 * * *") -> None:
+def schedule_nightly(settings_options: SettingsOptions, slots: SlotOptions, cron: Cron = "0 2 * * *") -> Output:
     """Schedule nightly training on new data, which `ttrain pipeline serve` runs. An existing schedule is changed."""
-    _schedule("nightly", settings_options, slots, cron)
+    return _schedule("nightly", settings_options, slots, cron)
 
 
 @command(schedule_app, 'Example:  ttrain pipeline schedule full --cron "0 6 * * 6" name=weekly -c mine.yaml')
-def schedule_full(settings_options: SettingsOptions, slots: SlotOptions, cron: Cron = None) -> None:
+def schedule_full(settings_options: SettingsOptions, slots: SlotOptions, cron: Cron = None) -> Output:
     """Schedule the pipeline `full` by a cron; without one, start it in Prefect's UI, with other settings if needed."""
-    _schedule("full", settings_options, slots, cron)
+    return _schedule("full", settings_options, slots, cron)
 
 
 @command(schedule_app, "Example:  ttrain pipeline schedule list --json")
-def schedule_list(as_json: AsJson = False) -> None:
+def schedule_list() -> Output:
     """List the schedules: next slot, outcome of the last one, whether each is paused and served."""
     from ttrain.flows import deploy
 
     listing, pid = list(deploy.read_all(home()).values()), deploy.served_by(home())
     last = {one.full_name: deploy.last_run(home(), one) for one in listing}
-    if as_json:
-        print_json([
-            {
-                "schedule": schedule.full_name, "kind": schedule.kind, "name": schedule.name, "cron": schedule.cron,
-                "timezone": schedule.timezone, "pool": schedule.pool, "paused": schedule.paused,
-                "next": next((slot.isoformat() for slot in schedule.next_slots(1)), None),
-                "last": last[schedule.full_name], "served_by": pid,
-            }
-            for schedule in listing
-        ])  # fmt: skip
-        return
+    values = [
+        {
+            "schedule": schedule.full_name, "kind": schedule.kind, "name": schedule.name, "cron": schedule.cron,
+            "timezone": schedule.timezone, "pool": schedule.pool, "paused": schedule.paused,
+            "next": next((slot.isoformat() for slot in schedule.next_slots(1)), None),
+            "last": last[schedule.full_name], "served_by": pid,
+        }
+        for schedule in listing
+    ]  # fmt: skip
     if not listing:
-        print("nothing is scheduled; try `ttrain pipeline schedule nightly`")
-        return
+        return Output(values, ["nothing is scheduled; try `ttrain pipeline schedule nightly`"])
     zones = {schedule.timezone for schedule in listing}
     zone = zones.pop() if len(zones) == 1 else deploy.local_timezone()
     rows = [_schedule_row(schedule, last[schedule.full_name], zone) for schedule in listing]
-    table(("schedule", "cron", f"next ({zone})", f"last ({zone})"), rows)
-    if not pid:
-        print("no process serves them: keep `ttrain pipeline serve` running, which starts what is due")
+    shown = Table(("schedule", "cron", f"next ({zone})", f"last ({zone})"), rows)
+    advice = "no process serves them: keep `ttrain pipeline serve` running, which starts what is due"
+    return Output(values, [shown] if pid else [shown, advice])
 
 
 def _schedule_row(schedule: Schedule, last: JsonObject | None, zone: str) -> tuple[str, str, str, str]:
@@ -179,27 +174,27 @@ def _schedule_row(schedule: Schedule, last: JsonObject | None, zone: str) -> tup
 
 
 @command(schedule_app, "Example:  ttrain pipeline schedule pause nightly")
-def schedule_pause(which: ScheduleName = None, as_json: AsJson = False) -> None:
+def schedule_pause(which: ScheduleName = None) -> Output:
     """Pause a schedule: its slots are skipped until it is resumed."""
     from ttrain.flows import deploy
 
-    _print_state(deploy.pause(home(), which, paused=True), "paused", as_json=as_json)
+    return _state(deploy.pause(home(), which, paused=True), "paused")
 
 
 @command(schedule_app, "Example:  ttrain pipeline schedule resume nightly")
-def schedule_resume(which: ScheduleName = None, as_json: AsJson = False) -> None:
+def schedule_resume(which: ScheduleName = None) -> Output:
     """Resume a paused schedule."""
     from ttrain.flows import deploy
 
-    _print_state(deploy.pause(home(), which, paused=False), "resumed", as_json=as_json)
+    return _state(deploy.pause(home(), which, paused=False), "resumed")
 
 
 @command(schedule_app, "Example:  ttrain pipeline schedule remove nightly/quickstart")
-def schedule_remove(which: ScheduleName = None, as_json: AsJson = False) -> None:
+def schedule_remove(which: ScheduleName = None) -> Output:
     """Remove a schedule. A night in progress continues; past runs and their models stay."""
     from ttrain.flows import deploy
 
-    _print_state(deploy.remove(home(), which), "removed", as_json=as_json)
+    return _state(deploy.remove(home(), which), "removed")
 
 
 def serve(
@@ -226,7 +221,7 @@ def serve(
     serve.serve(usable_home(), lambda text: print(timed_lines(escaped_lines(text)), flush=True), auth)
 
 
-def _schedule(kind: str, settings_options: SettingsOptions, options: SlotOptions, cron: str | None) -> None:
+def _schedule(kind: str, settings_options: SettingsOptions, options: SlotOptions, cron: str | None) -> Output:
     from ttrain.flows import deploy
     from ttrain.flows.night_plan import check
     from ttrain.pipeline.provenance import with_absolute_paths
@@ -244,26 +239,23 @@ def _schedule(kind: str, settings_options: SettingsOptions, options: SlotOptions
     schedule = replace(schedule, paused=bool(before and before.paused))
     deploy.write(home, schedule)
     slots = schedule.next_slots(3)
-    if options.as_json:
-        times = [slot.isoformat() for slot in slots]
-        print_json({"schedule": schedule.full_name, "changed": before is not None, "next": times})
-        return
-    print(f"{'changed' if before else 'scheduled'}: {schedule.full_name}")
-    if slots:
-        times = [f"{slot:%a %Y-%m-%d %H:%M}" for slot in slots]
-        print(f"next: {', '.join(times)} ({timezone})")
-    else:
-        print("no cron: start it in Prefect's UI (`ttrain up`)")
-    if pid := deploy.served_by(home):
-        print(f"process {pid} serves it")
-    else:
-        print(
-            "to run what is due, keep this running: ttrain pipeline serve\nto start it at boot: ttrain pipeline serve --help"
-        )
+    value = {
+        "schedule": schedule.full_name,
+        "changed": before is not None,
+        "next": [slot.isoformat() for slot in slots],
+    }
+    times = ", ".join(f"{slot:%a %Y-%m-%d %H:%M}" for slot in slots)
+    pid = deploy.served_by(home)
+    serving = [f"process {pid} serves it"] if pid else [
+        "to run what is due, keep this running: ttrain pipeline serve",
+        "to start it at boot: ttrain pipeline serve --help",
+    ]  # fmt: skip
+    lines = [
+        f"{'changed' if before else 'scheduled'}: {schedule.full_name}",
+        f"next: {times} ({timezone})" if slots else "no cron: start it in Prefect's UI (`ttrain up`)",
+    ]
+    return Output(value, [*lines, *serving])
 
 
-def _print_state(name: str, state: str, *, as_json: bool) -> None:
-    if as_json:
-        print_json({"schedule": name, "state": state})
-    else:
-        print(f"{state}: {name}")
+def _state(name: str, state: str) -> Output:
+    return Output({"schedule": name, "state": state}, [f"{state}: {name}"])

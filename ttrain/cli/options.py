@@ -248,8 +248,9 @@ class Output:
     def print(self, *, as_json: bool) -> None:
         if as_json:
             print_json(self.value)
-        for part in () if as_json else self.parts:
+        for number, part in enumerate(() if as_json else self.parts):
             if isinstance(part, Table):
+                print("\n" * bool(number), end="")
                 table(*part)
             else:
                 print_escaped(part)
@@ -263,7 +264,7 @@ def with_option_groups(function: Callable[..., Output | None]) -> Callable[..., 
     A command that returns an `Output` has the option --json, and its output is printed here.
     """
     hints = get_type_hints(function, include_extras=True)
-    has_output = hints.pop("return") is Output
+    has_output = hints.pop("return") in (Output, Output | None)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     options: list[tuple[str, Any, Any]] = []
     for name, parameter in inspect.signature(function).parameters.items():

@@ -140,8 +140,7 @@ def pipeline_plan(
     settings_options: SettingsOptions,
     options: SelectionOptions,
     show_rules: Annotated[bool, option("also what follows from other settings, by which rule", "--rules")] = False,
-    as_json: AsJson = False,
-) -> None:
+) -> Output:
     """Print for every stage whether it is cached or will run, its key, and why, and about how long it takes. Runs nothing.
 
     The reasons compare with the newest finished run of the same `name`.
@@ -153,8 +152,7 @@ def pipeline_plan(
     to_plan, loaded = options.to_plan(), settings_options.load()
     if pipeline == nightly.NIGHTLY:
         nightly.refuse(options.flags())
-        nightly.plan(loaded, as_json=as_json)
-        return
+        return nightly.plan(loaded)
     planned = api.plan(pipeline, loaded.settings, **to_plan)
     if loaded.settings.runtime.device not in ("auto", "cpu"):
         from ttrain.train.precision import resolve_device  # loads torch, so only where a device is named
@@ -170,7 +168,7 @@ def pipeline_plan(
     lines = [f"{key} is {json.dumps(rule.value)} by rule: {rule.reason}" for key, rule in shown]
     waiting = sum(stage.state == "run" for stage in planned)
     lines.append(f"{waiting} of {len(planned)} stages will run" if waiting else "everything is cached")
-    Output(value, [*_plan_parts(planned), *lines]).print(as_json=as_json)
+    return Output(value, [*_plan_parts(planned), *lines])
 
 
 def _rules(loaded: LoadedSettings, planned: Plan, *, packs: bool) -> dict[str, Rule]:
