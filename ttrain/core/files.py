@@ -179,7 +179,8 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 def private_directory(path: Path) -> Path:
     """Make a directory for its owner alone."""
-    path.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+    path.mkdir(parents=True, exist_ok=True)
+    path.chmod(PRIVATE_DIRECTORY)
     return path
 
 

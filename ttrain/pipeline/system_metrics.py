@@ -81,7 +81,10 @@ def last_step(path: Path) -> int:
     rows = data[: data.rfind(b"\n") + 1]
     if rows != data:
         os.truncate(path, len(rows))
-    return int(json.loads(rows.splitlines()[-1])["step"]) if rows else -1
+    for line in reversed(rows.splitlines()):
+        with contextlib.suppress(ValueError):  # zeros, which a power cut leaves
+            return int(json.loads(line)["step"])
+    return -1
 
 
 def read(readers: Sequence[Callable[[], Figures]]) -> Figures:
