@@ -77,3 +77,11 @@ def test_a_sample_has_the_answer_of_the_model_beside_that_of_the_data(encoder: E
     assert [sorted(sample.to_json()) for sample in written] == [
         ["answer", "prompt"], ["answer", "prompt"], ["answer", "prompt", "reference"],
     ]  # fmt: skip
+
+
+def test_a_model_that_has_diverged_writes_nothing_and_stops_nothing(encoder: Encoder) -> None:
+    model = tiny_model(vocab=len(encoder))
+    model.get_input_embeddings().weight.data.fill_(float("nan"))
+    speaker = with_encoder("model", model, encoder, (encoder.bos_id,), can_chat=True)
+    (written,) = samples.continuations(as_evaluated_model(speaker), [samples.beginning("The fox")], new_tokens=3)
+    assert written.to_json() == {"prompt": "The fox", "answer": ""}
