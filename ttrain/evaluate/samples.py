@@ -45,11 +45,6 @@ class Sample:
         return {"prompt": self.prompt, "answer": self.answer, **({"reference": self.reference} if self.reference else {})}
 
 
-def beginning(text: str) -> SamplePrompt:
-    """The beginning of a document that the settings name."""
-    return SamplePrompt(text)
-
-
 def question(text: str) -> SamplePrompt:
     """A question that the settings name."""
     return SamplePrompt(text, (Message("user", text),))
