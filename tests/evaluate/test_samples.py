@@ -71,9 +71,17 @@ def test_a_question_has_the_turns_before_it_and_its_own_answer(encoder: Encoder)
 
 def test_a_sample_has_the_answer_of_the_model_beside_that_of_the_data(encoder: Encoder) -> None:
     speaker = with_encoder("model", tiny_model(vocab=len(encoder)), encoder, (encoder.bos_id,), can_chat=True)
-    prompts = [samples.beginning("The fox"), samples.question("Why?"), *documents_of(encoder, [ENGLISH])]
+    prompts = [SamplePrompt("The fox"), samples.question("Why?"), *documents_of(encoder, [ENGLISH])]
     written = samples.continuations(as_evaluated_model(speaker), prompts, new_tokens=3)
     assert [sample.prompt for sample in written] == [prompt.text for prompt in prompts]
     assert [sorted(sample.to_json()) for sample in written] == [
         ["answer", "prompt"], ["answer", "prompt"], ["answer", "prompt", "reference"],
     ]  # fmt: skip
+
+
+def test_a_model_that_has_diverged_writes_nothing_and_stops_nothing(encoder: Encoder) -> None:
+    model = tiny_model(vocab=len(encoder))
+    model.get_input_embeddings().weight.data.fill_(float("nan"))
+    speaker = with_encoder("model", model, encoder, (encoder.bos_id,), can_chat=True)
+    (written,) = samples.continuations(as_evaluated_model(speaker), [SamplePrompt("The fox")], new_tokens=3)
+    assert written.to_json() == {"prompt": "The fox", "answer": ""}

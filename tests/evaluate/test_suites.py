@@ -56,7 +56,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tasks": {"a": {**CHOICES, "shots_file": "y"}}}, "shots_file is y, but shots is 0"),
     ({"tasks": {"a": {**CHOICES, "normalise": "chars"}}}, "'chars' but must be 'none', 'char"),
     ({"tasks": {"a": {"kind": "text", "stride": 300}}}, "a: stride is 300 but must not exceed row_length 256"),
-    ({"tasks": {"a": {"kind": "text", "by": 3}}}, "a.by is 3 but must be a list"),
+    ({"tasks": {"a": {"kind": "text", "by": 3}}}, "a.by.0 is 3 but must be text"),
 ]
 
 

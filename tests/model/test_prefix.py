@@ -11,13 +11,13 @@ import torch
 from peft import PeftModelForCausalLM
 from support.tiny_adapters import CPU, SHAPES, disturb, random_ids, save_adapter, save_base, settings
 from support.tiny_data import VOCAB
+from support.tiny_models import greedy
 from support.tiny_trainers import tiny_model
 from torch import Tensor
 
 from ttrain.config import Settings
 from ttrain.data.packing import IGNORE, Batch
 from ttrain.errors import UsageError
-from ttrain.evaluate.baselines import greedy
 from ttrain.model import adapters, factory
 from ttrain.model.adapter_layers import PrefixModel, weight
 from ttrain.store.model_files import weights_digest
@@ -115,11 +115,11 @@ def test_samples_are_those_that_generate_gives(tmp_path: Path) -> None:
     directory = save_adapter(made, tmp_path / "adapter", base)
     model: Any = adapters.load(factory.load(base), directory, weights_digest(base)).eval()
     prompt = random_ids(3, 1, 5)
-    said = greedy(model, prompt[0].tolist(), new_tokens=8, stop_ids=[], device=CPU)
+    said = greedy(model, prompt[0].tolist(), 8)
     asked = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     generated = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **asked)
     assert generated[0, 5:].tolist() == said
-    assert greedy(factory.load(base), prompt[0].tolist(), new_tokens=8, stop_ids=[], device=CPU) != said
+    assert greedy(factory.load(base).eval(), prompt[0].tolist(), 8) != said
 
 
 MAMBA = {"state_size": 4}

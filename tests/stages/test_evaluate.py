@@ -1,20 +1,17 @@
-"""The stage `evaluate`: every figure from the records behind it; greedy as transformers does it."""
+"""The stage `evaluate`: every figure from the records behind it."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from support import shard_sets
 from support.tiny_stages import Home, run_here, stage_settings
-from support.tiny_trainers import CPU, in_ranks, score_of, sequence, tiny_model
-from torch import nn
+from support.tiny_trainers import in_ranks, score_of
 
 from ttrain.config import EvaluateConfig, LoraConfig, Reading, SftConfig
 from ttrain.data.encoder import Encoder
@@ -31,44 +28,6 @@ def read_scores(directory: Path, metric: str) -> Metric | None:
 
 
 HALF = Reading(heldout_fraction=0.5)
-
-# --- samples ------------------------------------------------------------------------------------------------------------
-
-
-def test_greedy_says_what_transformers_generates() -> None:
-    model = tiny_model(kind="qwen3", init_std=0.5).eval()
-    stopped = 0
-    for seed in range(4):
-        prompt = sequence(seed, 6)[0]
-        free = baselines.greedy(model, prompt, new_tokens=12, stop_ids=(), device=CPU)
-        stops = [free[9]] if seed % 2 else [1]  # a token that will be said, or one that perhaps is not
-        said = baselines.greedy(model, prompt, new_tokens=12, stop_ids=stops, device=CPU)
-        theirs = model.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, 6, dtype=torch.long), max_new_tokens=12, do_sample=False,
-            eos_token_id=stops, pad_token_id=0,
-        )[0, 6:].tolist()  # fmt: skip
-        if theirs[-1] in stops:
-            stopped += 1
-            theirs = theirs[:-1]
-        assert said == theirs
-        assert said == free[: len(said)]
-    assert stopped >= 2
-
-
-class Counts(nn.Module):
-    """Says the number after the last one."""
-
-    def forward(self, input_ids: torch.Tensor, past_key_values: Any, use_cache: bool) -> Any:
-        logits = nn.functional.one_hot(input_ids + 1, 40).float()
-        return SimpleNamespace(logits=logits, past_key_values=None)
-
-
-@pytest.mark.parametrize(
-    ("stops", "new_tokens", "said"), [((), 3, [6, 7, 8]), ((8, 9), 9, [6, 7]), ((6,), 9, []), ((3,), 2, [6, 7]), ((), 0, [])]
-)
-def test_greedy_ends_at_a_stop_id_without_saying_it(stops: Sequence[int], new_tokens: int, said: list[int]) -> None:
-    assert baselines.greedy(Counts(), [4, 5], new_tokens=new_tokens, stop_ids=stops, device=CPU) == said
-
 
 # --- the stage ----------------------------------------------------------------------------------------------------------
 

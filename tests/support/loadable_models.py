@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from support.tiny_adapters import CPU, disturb, save_adapter
+from support.tiny_adapters import disturb, save_adapter
 from support.tiny_data import make_tokenizer
+from support.tiny_models import greedy
 
 from ttrain.config import Lora, Model
 from ttrain.data.encoder import Encoder
-from ttrain.evaluate.baselines import greedy
 from ttrain.model import adapters, factory
 from ttrain.stages import new_model
 from ttrain.store.model_files import weights_digest
@@ -49,7 +49,8 @@ def said_with_ttrain(prompt: str, new_tokens: int, model: Path, adapter: Path | 
         network = adapters.load(network, adapter, weights_digest(model))
     encoder = Encoder(adapter or model)
     ids, stops = [encoder.bos_id, *encoder.encode([prompt])[0]], [encoder.eos_id, encoder.end_id]
-    return greedy(network, ids, new_tokens=new_tokens, stop_ids=stops, device=CPU)
+    said = greedy(network.eval(), ids, new_tokens)
+    return next((said[:end] for end, token in enumerate(said) if token in stops), said)
 
 
 def said_without_ttrain(code: str, *words: str, directory: Path, **environment: str) -> Any:

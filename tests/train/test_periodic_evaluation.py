@@ -24,12 +24,13 @@ from ttrain.core.hashing import DigestCache, code_digests
 from ttrain.data.encoder import Encoder
 from ttrain.errors import UsageError
 from ttrain.evaluate import run
+from ttrain.evaluate.evaluated_model import EvaluatedModel
 from ttrain.evaluate.items import Items
 from ttrain.evaluate.results import Results
 from ttrain.evaluate.suites import LoadedSuite
 from ttrain.flows.full import full
 from ttrain.inference.evaluated_model import as_evaluated_model
-from ttrain.inference.loading import LoadedModel, with_tokenizer
+from ttrain.inference.loading import with_tokenizer
 from ttrain.model import factory, multi_token
 from ttrain.pipeline import plan
 from ttrain.pipeline.provenance import with_absolute_paths
@@ -93,7 +94,7 @@ def test_pretraining_with_a_suite_samples_and_quick_validations_has_the_same_fil
     assert {task["task"]: task["items"] for task in told["tasks"]} == {"sums": 4, "documents": 4}
     # The last weights are those of the finished model, loaded by itself.
     items = callbacks.read_items(settings.pretrain, job_of(stage_home.documents.path, settings.runtime))
-    own = asked(items, with_tokenizer("model", factory.load(second / "model"), second / "model"))
+    own = asked(items, as_evaluated_model(with_tokenizer("model", factory.load(second / "model"), second / "model")))
     logged = {name.removeprefix("eval/"): value for name, value in evaluated[-1].items() if name not in ("step", "tokens")}
     assert logged == pytest.approx(own, rel=1e-5) and {"sums/accuracy", "documents/bits_per_byte"} <= {*logged}
     lines = curve(second / "run" / "metrics.jsonl")
@@ -111,8 +112,8 @@ def test_pretraining_with_a_suite_samples_and_quick_validations_has_the_same_fil
     } <= names  # fmt: skip
 
 
-def asked(items: Sequence[Items[Any]], speaker: LoadedModel) -> dict[str, float]:
-    return callbacks.figures_of(Results(run.ask(items, as_evaluated_model(speaker), lambda *told: None), callbacks.RULE))
+def asked(items: Sequence[Items[Any]], subject: EvaluatedModel) -> dict[str, float]:
+    return callbacks.figures_of(Results(run.ask(items, subject, lambda *told: None), callbacks.RULE))
 
 
 def job_of(shards: Path, runtime: Any) -> StageContext:
@@ -149,8 +150,8 @@ def measure_of(model: Any, encoder: Encoder) -> Callable[[int], Mapping[str, flo
     items = run.read([LoadedSuite("tiny", Suite(tasks=tasks), None, Path())], parts)
 
     def measure(step: int) -> Mapping[str, float]:
-        with callbacks.generation_mode(model, encoder) as speaker:
-            return asked(items, speaker)
+        with callbacks.generation_mode(model, encoder) as subject:
+            return asked(items, subject)
 
     return measure
 

@@ -52,7 +52,7 @@ def need_object(text: str | bytes) -> JsonDict:
 
 def parse_object(text: str | bytes) -> JsonDict:
     """The JSON object of a text; empty for anything else."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         return need_object(text)
     return {}
 
@@ -179,7 +179,8 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 def private_directory(path: Path) -> Path:
     """Make a directory for its owner alone."""
-    path.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+    path.mkdir(parents=True, exist_ok=True)
+    path.chmod(PRIVATE_DIRECTORY)
     return path
 
 

@@ -172,8 +172,6 @@ def bar(description: str, unit: str, total: int | None = None) -> Iterator[Calla
 
 NAMES = {1: "standard output", 2: "standard error"}
 
-ERRORS = "replace"  # a terminal that lacks a character gets a question mark, not the run's end
-
 READER_IS_GONE = 128 + signal.SIGPIPE  # the exit code that a shell shows for a program that SIGPIPE ended
 
 _drops = False  # whether this process goes on without the output that cannot be written
@@ -206,7 +204,8 @@ class _GuardedText(io.TextIOWrapper):
         stream.flush()
         file = open(stream.fileno(), "wb", closefd=False)  # noqa: SIM115  # as long as the process lives
         line_buffered = stream.line_buffering or stream.write_through
-        return cls(file, stream.encoding, ERRORS, line_buffering=line_buffered)
+        # a terminal that lacks a character gets a question mark, not the run's end
+        return cls(file, stream.encoding, "replace", line_buffering=line_buffered)
 
     def write(self, text: str) -> int:
         if _CONTROLS.search(text):

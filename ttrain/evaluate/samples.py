@@ -15,6 +15,7 @@ from ttrain.data import chat
 from ttrain.data.chat_templates import Message, Messages
 from ttrain.data.encoder import Encoder
 from ttrain.data.records import hash_of
+from ttrain.errors import ArtifactError
 from ttrain.evaluate.evaluated_model import EvaluatedModel
 
 SAMPLED = 2  # documents, and as many questions
@@ -42,11 +43,6 @@ class Sample:
     def to_json(self) -> dict[str, str]:
         """The fields that there are: prompts of the settings have no reference."""
         return {"prompt": self.prompt, "answer": self.answer, **({"reference": self.reference} if self.reference else {})}
-
-
-def beginning(text: str) -> SamplePrompt:
-    """The beginning of a document that the settings name."""
-    return SamplePrompt(text)
 
 
 def question(text: str) -> SamplePrompt:
@@ -116,7 +112,10 @@ def continuations(subject: EvaluatedModel, prompts: Sequence[SamplePrompt], *, n
         chat.prompt_ids(encoder, prompt.turns) if prompt.turns else [encoder.bos_id, *encoder.encode([prompt.text])[0]]
         for prompt in prompts
     ]
-    answers = [encoder.decode(tokens) for tokens, _ in subject.generate(ids, new_tokens)]
+    try:
+        answers = [encoder.decode(tokens) for tokens, _ in subject.generate(ids, new_tokens)]
+    except ArtifactError:  # of a model that has diverged, which is scored all the same
+        answers = [""] * len(ids)
     return [
         Sample(prompt.text, answer.removeprefix(lead) if prompt.turns else answer, prompt.reference)
         for prompt, answer in zip(prompts, answers, strict=True)

@@ -25,8 +25,6 @@ SHOWN_ERRORS = 20
 
 ENDINGS = (".yaml", ".yml")
 
-HELDOUT_SUITES = (HELDOUT, "pairs")
-
 
 @dataclass(frozen=True)
 class LoadedSuite:
@@ -54,7 +52,7 @@ def load(name: str) -> LoadedSuite:
 
 def load_heldout() -> LoadedSuite:
     """Everything that a run may have held out, also by its optional stages."""
-    suites = [load(name) for name in HELDOUT_SUITES]
+    suites = [load(name) for name in (HELDOUT, "pairs")]
     return _with_tasks(suites[0], dict(task for loaded in suites for task in loaded.suite.tasks.items()))
 
 

@@ -75,13 +75,12 @@ class SystemMetrics:
 
 def last_step(path: Path) -> int:
     """Step of the last row, -1 if there is none; cuts off a half-written line that a crash left."""
-    if not path.exists():
-        return -1
-    data = path.read_bytes()
+    data = path.read_bytes() if path.exists() else b""
     rows = data[: data.rfind(b"\n") + 1]
     if rows != data:
         os.truncate(path, len(rows))
-    return int(json.loads(rows.splitlines()[-1])["step"]) if rows else -1
+    objects = [line for line in rows.splitlines() if line.startswith(b"{")]  # a power cut leaves zeros
+    return int(json.loads(objects[-1])["step"]) if objects else -1
 
 
 def read(readers: Sequence[Callable[[], Figures]]) -> Figures:

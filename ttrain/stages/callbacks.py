@@ -36,9 +36,9 @@ from ttrain.train.precision import Precision
 from ttrain.train.trainer import QUICK
 
 if TYPE_CHECKING:
+    from ttrain.evaluate.evaluated_model import EvaluatedModel
     from ttrain.evaluate.items import Items
     from ttrain.evaluate.results import Results
-    from ttrain.inference.loading import LoadedModel
 
 
 METRICS, GUARDS = "metrics.jsonl", "guards.jsonl"  # under run/
@@ -120,10 +120,8 @@ def language_model_callbacks(
 
 def _write_samples(model: nn.Module, encoder: Encoder, prompts: Sequence[SamplePrompt]) -> list[samples.Sample]:
     """What the model in training writes for the prompts."""
-    from ttrain.inference.evaluated_model import as_evaluated_model
-
-    with generation_mode(model, encoder) as speaker:
-        return samples.continuations(as_evaluated_model(speaker), prompts, new_tokens=SAMPLE_TOKENS)
+    with generation_mode(model, encoder) as subject:
+        return samples.continuations(subject, prompts, new_tokens=SAMPLE_TOKENS)
 
 
 def _positions(rows: Rows) -> float:
@@ -146,7 +144,7 @@ def sample_prompts(config: Training, job: StageContext, encoder: Encoder) -> lis
     """The prompts of the settings, else of rows that the stage holds out, of which there may be none."""
     of_documents = TRAINING_STAGES[config.section].rows == "documents"
     if (texts := job.runtime.sample_prompts) is not None:
-        return list(map(samples.beginning if of_documents else samples.question, texts))
+        return list(map(SamplePrompt if of_documents else samples.question, texts))
     heldout = heldout_records(job.inputs["shards"])
     size = {"new_tokens": SAMPLE_TOKENS, "room": max(8, config.row_length - SAMPLE_TOKENS)}
     if of_documents:
@@ -186,14 +184,13 @@ def measure_of(
     """
     from ttrain.evaluate import run
     from ttrain.evaluate.results import Results
-    from ttrain.inference.evaluated_model import as_evaluated_model
 
     _refuse_sharded_models(job.runtime, ranks, "eval_every_steps", "be asked")
     items = read_items(config, job) if ranks.first else []
 
     def measure(step: int) -> Mapping[str, float]:
-        with generation_mode(model, encoder) as speaker:
-            outcomes = run.ask(items, as_evaluated_model(speaker), lambda task, done, total: None)
+        with generation_mode(model, encoder) as subject:
+            outcomes = run.ask(items, subject, lambda task, done, total: None)
         results = Results(outcomes, RULE)
         log.info("evaluation at step %d: %s", step, "  ".join(map(results.line, outcomes)))
         directory = job.run_directory / "evaluations"
@@ -226,15 +223,16 @@ def figures_of(results: Results) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def generation_mode(model: Any, encoder: Encoder) -> Iterator[LoadedModel]:
+def generation_mode(model: Any, encoder: Encoder) -> Iterator[EvaluatedModel]:
     """Use the model in training for generation; afterwards its own generation settings, which are written beside its
     weights, are restored."""
+    from ttrain.inference.evaluated_model import as_evaluated_model
     from ttrain.inference.loading import with_encoder
 
     causal = model.get_base_model() if hasattr(model, "get_base_model") else model
     generation_config = causal.generation_config
     try:
-        yield with_encoder(NAME, model, encoder, (encoder.bos_id,), can_chat=True)
+        yield as_evaluated_model(with_encoder(NAME, model, encoder, (encoder.bos_id,), can_chat=True))
     finally:
         vars(model).pop("generation_config")  # PEFT's has the one of the model within it
         causal.generation_config = generation_config

@@ -86,7 +86,7 @@ class HeldoutRecords:
             *(
                 samples.of_documents(self.texts, encoder, **size)
                 if settings.documents is None
-                else map(samples.beginning, settings.documents)
+                else map(SamplePrompt, settings.documents)
             ),
             *(samples.of_chats(chats, encoder, **size) if settings.chats is None else map(samples.question, settings.chats)),
         ]
@@ -134,11 +134,10 @@ def run(config: EvaluateConfig, job: StageContext) -> Figures:
         scores = shared.get(name) or _scores(model, records.tokens, settings, job, number, ranks)
         metrics |= _heldout_metrics(table, name, scores, document_bytes, labels)
         subject = as_evaluated_model(with_tokenizer(name, model, job.inputs["base"] / "model"))
-        written = samples.continuations(subject, prompts, new_tokens=settings.new_tokens)
-        samples_by_model[name] = [sample.to_json() for sample in written]
-        if items_by_model[name]:
-            progress = _task_progress(job, number * PARTS + len(records.tokens))
-            outcomes += running.ask(items_by_model[name], subject, progress)
+        samples_by_model[name] = [
+            sample.to_json() for sample in samples.continuations(subject, prompts, new_tokens=settings.new_tokens)
+        ]
+        outcomes += running.ask(items_by_model[name], subject, _task_progress(job, number * PARTS + len(records.tokens)))
     for outcome in outcomes:
         table.outcome(outcome)
     rule, figures = statistics.Rule(settings.confidence, settings.resamples, settings.seed), table.metrics
