@@ -91,7 +91,7 @@ def shard(path: str, tokenizer: str, output: str, workers: str, near: str = "") 
     from ttrain.config import Reading, Shards
     from ttrain.data import sharding
     from ttrain.data.built_blocks import DataFile
-    from ttrain.stages.shards import recipe_of
+    from ttrain.tasks.shards import recipe_of
 
     reading = Reading(heldout_fraction=0.02, near_duplicates=float(near) if near else None)
     recipe, began = recipe_of(reading, Path(tokenizer), "documents"), time.perf_counter()

@@ -247,7 +247,7 @@ class Learner:
         """What a stage gets."""
         from ttrain.core.files import ProgressWriter
         from ttrain.core.hashing import sha256_file
-        from ttrain.stages.job import StageContext
+        from ttrain.tasks.common.job import StageContext
 
         output.mkdir(parents=True, exist_ok=True)
         versions = {role: [sha256_file(Path(path)) for path in paths] for role, paths in files.items()}
@@ -260,7 +260,7 @@ class Learner:
     def shards(self, domains: Sequence[str]) -> Path:
         """The shards of these domains; the tokenizer is that of the first night."""
         from ttrain.config import ShardsConfig
-        from ttrain.stages import shards, tokenizer
+        from ttrain.tasks import shards, tokenizer
 
         if not (tokens := self.root / "tokenizer").exists():
             text = str(self.root / f"{domains[0]}.jsonl")
@@ -276,8 +276,8 @@ class Learner:
         """Train on these domains, from the champion where there is one; returns the model's artifact and its figures."""
         from ttrain.config import PretrainConfig, ReplayConfig
         from ttrain.nightly.inputs import budget_and_schedule
-        from ttrain.stages import pretrain, replay
         from ttrain.store.model_files import PLATEAU
+        from ttrain.tasks import pretrain, replay
 
         documents = self.shards(domains)
         inputs, changes = {"tokenizer": self.root / "tokenizer", "shards": documents}, dict[str, Any]()
@@ -304,8 +304,8 @@ class Learner:
 
         from ttrain.data.encoder import Encoder
         from ttrain.evaluate import perplexity
-        from ttrain.stages import new_model
-        from ttrain.stages.shards import heldout_records
+        from ttrain.tasks import new_model
+        from ttrain.tasks.shards import heldout_records
 
         encoder, network = Encoder(self.root / "tokenizer"), new_model.load(model / "model").eval()
         found: dict[str, tuple[float, int]] = {}

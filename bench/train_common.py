@@ -167,7 +167,7 @@ def export(section: str, directory: Path, settings: Sequence[str], shards: str, 
 
     from ttrain.config.loading import load
     from ttrain.data.encoder import Encoder
-    from ttrain.stages.rows import open_rows, order_of, validation_batches
+    from ttrain.tasks.common.rows import open_rows, order_of, validation_batches
 
     config = getattr(load(list(settings)).settings, section)
     encoder = Encoder(Path(tokenizer), fast=False)

@@ -119,7 +119,7 @@ def search_sizes(name: str, rounds: str) -> dict[str, Any]:
 
     from ttrain.config import Pretrain
     from ttrain.data.loader import ShuffledOrder
-    from ttrain.stages import tuning
+    from ttrain.tasks.common import tuning
     from ttrain.train.distributed import Ranks
     from ttrain.train.language_modeling import LanguageModeling
     from ttrain.train.precision import resolve_precision

@@ -8,7 +8,7 @@ from __future__ import annotations
 from ttrain import config
 from ttrain.config import DATASETS, Settings
 from ttrain.pipeline.graph import Graph, Source
-from ttrain.stages import EVALUATE, EXISTING_MODEL, NEW_MODEL, REFERENCE, SHARDS, SOURCE, TOKENIZER, TRAINING_STAGES
+from ttrain.tasks import EVALUATE, EXISTING_MODEL, NEW_MODEL, REFERENCE, SHARDS, SOURCE, TOKENIZER, TRAINING_STAGES
 
 
 def full(settings: Settings) -> Graph:

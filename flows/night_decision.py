@@ -17,10 +17,10 @@ from ttrain.nightly.inputs import NightInputs
 from ttrain.nightly.records import NightRecord, Nights
 from ttrain.pipeline.run_models import REGISTERED
 from ttrain.reports import summary
-from ttrain.stages import EVALUATE, EVALUATE_CHAMPION, Stage
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.registry import Registry
+from ttrain.tasks import EVALUATE, EVALUATE_CHAMPION, Stage
 
 
 def judge(

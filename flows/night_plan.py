@@ -19,7 +19,11 @@ from ttrain.nightly.records import Champion, InputSnapshot, NightRecord, Nights
 from ttrain.pipeline.graph import Graph, Node, Planned, Source
 from ttrain.pipeline.plan import plan
 from ttrain.pipeline.run_models import REGISTERED
-from ttrain.stages import (
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import Artifact, Artifacts
+from ttrain.store.registry import Registry
+from ttrain.store.runs import NIGHTLY
+from ttrain.tasks import (
     BASE_OF,
     EARLIER_HELDOUT,
     EVALUATE,
@@ -34,10 +38,6 @@ from ttrain.stages import (
     SHARDS_PRETRAIN,
     Stage,
 )
-from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.layout import Artifact, Artifacts
-from ttrain.store.registry import Registry
-from ttrain.store.runs import NIGHTLY
 from ttrain.tracking.registered import take_over_champions
 
 # Inputs of the evaluation: what is held out for each training stage.

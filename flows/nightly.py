@@ -33,10 +33,10 @@ from ttrain.nightly.records import InputSnapshot, NightRecord, Nights
 from ttrain.pipeline.labels import NO_LABELS, Labels
 from ttrain.pipeline.pusher import push_noted
 from ttrain.pipeline.stop_request import AT_DEADLINE, SIGNALLED
-from ttrain.stages import EVALUATE, SHARDS, SHARDS_PRETRAIN
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.registry import Registry
 from ttrain.store.runs import NOTHING_NEW
+from ttrain.tasks import EVALUATE, SHARDS, SHARDS_PRETRAIN
 
 MOST_LEFT_OUT = 20  # damaged files of a night, each of which is found by a pass over the new ones
 

@@ -20,6 +20,7 @@ from ttrain.config import Auth
 from ttrain.engine.execution import PipelineRun
 from ttrain.errors import Interrupted, NothingNew, TTrainError, UsageError
 from ttrain.flows import flow_runs, prefect_api, servers
+from ttrain.flows.best_effort import best_effort
 from ttrain.flows.flow_runs import TAG, current_flow_run, mark_crashed_runs, sync_client, watching_for_cancellation
 from ttrain.flows.prefect_api import AUTH_STRING, token_environment
 from ttrain.flows.servers import PORT, prefect_app, token_of, uvicorn_command
@@ -29,7 +30,6 @@ from ttrain.reports import summary
 from ttrain.store import server_records
 from ttrain.store.runs import NOTHING_NEW
 from ttrain.store.server_records import HOST
-from ttrain.tasks.best_effort import best_effort
 
 log = logging.getLogger("ttrain")
 
@@ -71,7 +71,7 @@ def run(execution: PipelineRun, wait_for_server: Callable[[], None], *, in_flow:
     from prefect.task_runners import ThreadPoolTaskRunner
 
     if execution.settings.runtime.sharding == "dask":
-        from ttrain.tasks.stage import make_on_dask
+        from ttrain.flows.stage_task import make_on_dask
 
         runtime = execution.settings.runtime
         execution.make_parts_elsewhere = lambda stage, work: make_on_dask(stage, work, runtime, lambda: execution.signum)
@@ -143,7 +143,7 @@ def _run_stages(execution: PipelineRun) -> None:
     from prefect.futures import PrefectFuture
     from prefect.utilities.urls import url_for
 
-    from ttrain.tasks.stage import stage_task
+    from ttrain.flows.stage_task import stage_task
 
     futures: dict[str, PrefectFuture[Any]] = {}
     graph = execution.plan.graph
@@ -207,7 +207,7 @@ def _trainings_are_limited() -> bool:
     """Whether somebody has set a limit on the tag of the stages that train."""
     from prefect.exceptions import ObjectNotFound
 
-    from ttrain.tasks.stage import TRAINS
+    from ttrain.flows.stage_task import TRAINS
 
     with best_effort(), sync_client() as client:
         with contextlib.suppress(ObjectNotFound):

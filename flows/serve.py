@@ -60,6 +60,7 @@ from ttrain.core.terminal import escaped, guard_streams, outlast_output, show_wa
 from ttrain.core.text import timed_lines
 from ttrain.errors import Interrupted, TTrainError, UsageError
 from ttrain.flows import deploy, flow_runs, prefect_api, prefect_run, servers
+from ttrain.flows.best_effort import best_effort
 from ttrain.flows.deploy import Schedule
 from ttrain.flows.flow_runs import NIGHT_STATES, TAG, UNFINISHED, current_flow_run, home_tag
 from ttrain.flows.prefect_run import MAX_CONCURRENT_STAGES
@@ -68,7 +69,6 @@ from ttrain.pipeline.names import base_of
 from ttrain.store import server_records
 from ttrain.store.layout import usable_home
 from ttrain.store.runs import this_process
-from ttrain.tasks.best_effort import best_effort
 
 DEFAULTS = Settings()
 LOOK_SECONDS = 5.0  # between two looks for what is due, and for schedules that changed

@@ -30,7 +30,7 @@ from ttrain.data.preferences import is_preference, preference_of
 from ttrain.data.sharding import Here
 from ttrain.errors import TTrainError
 from ttrain.evaluate import suites
-from ttrain.stages.shards import recipe_of
+from ttrain.tasks.shards import recipe_of
 
 PROGRAMS = {  # of others, on the pages for convenience
     "make", "python", "python3", "uv", "git", "pip", "llama-cli", "printf", "mlflow", "export", "createdb", "prefect",

@@ -35,13 +35,12 @@ LAYERS = (
     ("train",),
     ("evaluate", "tracking"),
     ("inference",),
-    ("stages",),
+    ("tasks",),
     ("reports",),
     ("pipeline",),
     ("engine",),
     ("nightly", "doctor", "export"),
     ("experiments",),
-    ("tasks",),
     ("flows",),
     ("api",),
     ("cli",),
@@ -216,14 +215,14 @@ def test_no_files_import_each_other() -> None:
 @pytest.mark.parametrize(
     ("importers", "forbidden", "but"),
     [
-        pytest.param(("ttrain",), ("prefect",), ("ttrain.flows", "ttrain.tasks"), id="prefect only in tasks and flows"),
+        pytest.param(("ttrain",), ("prefect",), ("ttrain.flows",), id="prefect only in flows"),
         pytest.param(("ttrain",), ("mlflow",), ("ttrain.tracking",), id="mlflow only in tracking"),
         pytest.param(("ttrain.train", "ttrain.evaluate"), ("ttrain.model", "ttrain.tracking"), (), id="no model in train"),
-        pytest.param(("ttrain.stages",), ("ttrain.tracking",), ("ttrain.stages.callbacks",), id="stages do not track"),
+        pytest.param(("ttrain.tasks",), ("ttrain.tracking",), ("ttrain.tasks.common.callbacks",), id="stages do not track"),
         pytest.param(("ttrain",), ("flows", "tasks"), (), id="a user's packages of these names are not ours"),
         pytest.param(
-            ("ttrain",), ("ttrain.stages.training", "ttrain.stages.pretrain", "ttrain.stages.sft", "ttrain.stages.lora"),
-            ("ttrain.stages", "ttrain.doctor"), id="only stages and the doctor import a stage",
+            ("ttrain",), ("ttrain.tasks.common.training", "ttrain.tasks.pretrain", "ttrain.tasks.sft", "ttrain.tasks.lora"),
+            ("ttrain.tasks", "ttrain.doctor"), id="only stages and the doctor import a stage",
         ),
     ],
 )  # fmt: skip

@@ -24,10 +24,10 @@ from ttrain.evaluate import baselines
 from ttrain.evaluate.promotion import decide
 from ttrain.evaluate.scores import Evaluation
 from ttrain.pipeline.names import resolve
-from ttrain.stages import evaluate
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.model_files import Reference
+from ttrain.tasks import evaluate
 
 WORDS = ("list", "file", "name", "code", "time", "line", "path", "test")
 CHOICES: list[dict[str, Any]] = [

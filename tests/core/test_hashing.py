@@ -32,7 +32,7 @@ from ttrain.core.hashing import (
     sha256_file,
     stamp,
 )
-from ttrain.stages import RUNNABLE, STAGES, TRAINING_STAGES
+from ttrain.tasks import RUNNABLE, STAGES, TRAINING_STAGES
 
 DAY = 86400
 LONG_AGO = 10**18  # nanoseconds since 1970, in 2001
@@ -220,8 +220,8 @@ def package(copied: Package) -> Iterator[Package]:
 
 def test_a_stage_depends_on_the_modules_that_its_module_imports_and_on_no_others(package: Package) -> None:
     code = package.untouched
-    assert {"ttrain.stages.tokenizer", "ttrain.data.tokenizer", "ttrain.data.records"} <= set(code["tokenizer"])
-    assert {"ttrain.stages.sft", "ttrain.model.factory", "ttrain.train.optim"} <= set(code["sft"])
+    assert {"ttrain.tasks.tokenizer", "ttrain.data.tokenizer", "ttrain.data.records"} <= set(code["tokenizer"])
+    assert {"ttrain.tasks.sft", "ttrain.model.factory", "ttrain.train.optim"} <= set(code["sft"])
     assert not any(name.startswith(("ttrain.model", "ttrain.train")) for name in code["shards-sft"])
     assert not NON_RESULT_NAMES & {name for modules in code.values() for name in modules}
 
@@ -231,8 +231,8 @@ def test_no_training_depends_on_the_evaluation_and_no_task_of_a_user_on_the_mode
     code = {name: code_digests(stage.module, cache) for name, stage in RUNNABLE.items()}
     for name in (*TRAINING_STAGES, "reference", "task"):
         assert not any(module.startswith("ttrain.evaluate") for module in code[name]), name
-    assert {"ttrain.stages.new_model", "ttrain.model.multi_token"}.isdisjoint(code["task"])
-    assert "ttrain.stages.callbacks" not in (ROOT / "ttrain/stages/evaluate.py").read_text(), "what it writes counts"
+    assert {"ttrain.tasks.new_model", "ttrain.model.multi_token"}.isdisjoint(code["task"])
+    assert "ttrain.tasks.common.callbacks" not in (ROOT / "tasks/evaluate.py").read_text(), "what it writes counts"
 
 
 def test_the_usual_width_of_a_layer_which_no_key_has_stays_as_it_is() -> None:
@@ -263,7 +263,7 @@ def test_an_import_inside_a_function_counts(package: Package) -> None:
     (package.path / "data" / "fresh.py").write_text("VALUE = 1\n")
     code = "\ndef later():\n    from ttrain.data.fresh import VALUE\n    return VALUE\n"
     append(package.path / "stages" / "source.py", code)
-    assert package.changes() == {"source": {"ttrain.stages.source", "ttrain.data.fresh"}}
+    assert package.changes() == {"source": {"ttrain.tasks.source", "ttrain.data.fresh"}}
 
 
 def test_what_shapes_a_result_is_named_by_packages(package: Package) -> None:
@@ -296,7 +296,7 @@ def test_what_shapes_a_result_is_named_by_packages(package: Package) -> None:
 
 
 def test_sources_in_c_count_with_the_module_of_their_name(tmp_path: Path) -> None:
-    digests = code_digests("ttrain.stages.pretrain", DigestCache(tmp_path / "digests.json"))
+    digests = code_digests("ttrain.tasks.pretrain", DigestCache(tmp_path / "digests.json"))
     found = {name: digest for name, digest in digests.items() if name.endswith((".c", ".h"))}
     assert found == {f"ttrain.train.native{end}": sha256_file(ROOT / f"ttrain/train/native{end}") for end in (".c", ".h")}
 

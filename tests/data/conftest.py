@@ -12,7 +12,7 @@ from support.tiny_data import make_tokenizer
 from support.web import Site, served
 
 from ttrain.data.blocks import BlockRecipe
-from ttrain.stages.shards import recipe_of
+from ttrain.tasks.shards import recipe_of
 
 
 @pytest.fixture(scope="session")

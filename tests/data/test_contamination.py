@@ -25,8 +25,8 @@ from ttrain.errors import DataError, UsageError
 from ttrain.evaluate import run
 from ttrain.evaluate.items import IN_TRAINING, Items, SuiteFiles
 from ttrain.pipeline.input_files import data_files, evaluation_files
-from ttrain.stages import SHARDS_PRETRAIN, TOKENIZER, evaluate
-from ttrain.stages.shards import recipe_of
+from ttrain.tasks import SHARDS_PRETRAIN, TOKENIZER, evaluate
+from ttrain.tasks.shards import recipe_of
 
 POEM = "床前明月光，疑是地上霜。舉頭望明月，低頭思故鄉。"
 QUESTION, ANSWER = "Which river does the old wooden bridge of the village cross?", "The upper Rhine"

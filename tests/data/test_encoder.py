@@ -30,7 +30,7 @@ from ttrain.data.chat import encode_chat
 from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import PROBES, Encoder
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.stages.tokenizer import train_directory
+from ttrain.tasks.tokenizer import train_directory
 
 TEXTS = [
     "the quick brown fox jumps over the lazy dog, don't it? " * 3,

@@ -30,8 +30,8 @@ from ttrain.data.jinja_templates import SPECIAL_TOKENS
 from ttrain.data.records import NOT_UTF8, NULS
 from ttrain.data.sharding import Here
 from ttrain.errors import CannotRead, DataError
-from ttrain.stages import shards
-from ttrain.stages.job import StageContext
+from ttrain.tasks import shards
+from ttrain.tasks.common.job import StageContext
 
 OF_QUESTION = "'choices' beside 'question' may be a part of the question; write it there, or leave it out"
 NO_SHAPE = "none of the keys 'messages', 'conversations', 'instruction', 'prompt', 'question', 'input' holds a conversation"

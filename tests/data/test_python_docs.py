@@ -16,7 +16,7 @@ from support.tiny_data import write_shards
 
 from ttrain.config import Pretrain, PythonDocs
 from ttrain.data import python_docs, tokenizer
-from ttrain.stages.rows import open_rows
+from ttrain.tasks.common.rows import open_rows
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("pretrain", "pretrain_heldout", "sft", "sft_heldout", "lora", "lora_heldout")

@@ -33,7 +33,7 @@ from ttrain.data.records import TOO_LONG, TextDocument, content_hash
 from ttrain.data.sharding import Processes
 from ttrain.data.shards import ShardSet
 from ttrain.errors import ArtifactError
-from ttrain.stages.shards import heldout_hashes, heldout_records, recipe_of
+from ttrain.tasks.shards import heldout_hashes, heldout_records, recipe_of
 
 
 class Sets:

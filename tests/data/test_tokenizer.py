@@ -23,8 +23,8 @@ from ttrain.data import jinja_templates, tokenizer
 from ttrain.data.encoder import Encoder
 from ttrain.data.records import TextDocument, position
 from ttrain.data.tokenizer import TextSample, sample
-from ttrain.stages import tokenizer as stage
-from ttrain.stages.tokenizer import train_directory
+from ttrain.tasks import tokenizer as stage
+from ttrain.tasks.tokenizer import train_directory
 
 SPECIAL_TOKENS = jinja_templates.SPECIAL_TOKENS["ttrain"]
 SMALL = config_module.Tokenizer(vocab_size=700, max_bytes=30_000)
@@ -33,7 +33,7 @@ TRAIN = """
 import sys
 from pathlib import Path
 from ttrain.config import Reading, Tokenizer
-from ttrain.stages.tokenizer import train_directory
+from ttrain.tasks.tokenizer import train_directory
 train_directory(sys.argv[1:2], Path(sys.argv[2]), Tokenizer(vocab_size=700, max_bytes=30_000), Reading())
 """
 

@@ -31,8 +31,8 @@ from ttrain.doctor.sample import gather
 from ttrain.engine.plan import Plan
 from ttrain.errors import DataError
 from ttrain.pipeline.graph import Graph
-from ttrain.stages.rows import open_rows
 from ttrain.store.artifacts import ArtifactStore
+from ttrain.tasks.common.rows import open_rows
 
 
 @pytest.fixture(scope="module")

@@ -28,8 +28,8 @@ from ttrain.data.packing import IGNORE
 from ttrain.evaluate import perplexity
 from ttrain.evaluate.token_losses import TokenLosses, plain_parts
 from ttrain.model import adapters
-from ttrain.stages import sft
-from ttrain.stages.shards import heldout_records
+from ttrain.tasks import sft
+from ttrain.tasks.shards import heldout_records
 from ttrain.train.distributed import Ranks
 
 # Whose logits are the head's output and nothing else, one of them of our own.

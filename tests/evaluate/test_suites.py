@@ -15,8 +15,8 @@ from ttrain.evaluate import suites
 from ttrain.pipeline import plan
 from ttrain.pipeline.input_files import data_files
 from ttrain.pipeline.provenance import with_absolute_paths
-from ttrain.stages import EVALUATE, EVALUATE_CHAMPION
 from ttrain.store.artifacts import ArtifactStore
+from ttrain.tasks import EVALUATE, EVALUATE_CHAMPION
 
 ROW = '{"question": "1 + 1 =", "choices": ["2", "3"], "answer": 0}\n'
 SUITE = "tasks:\n  sums: {kind: choices, file: sums.jsonl, shots: 1, shots_file: shots/shots.jsonl}\n  prose: {kind: text}\n"

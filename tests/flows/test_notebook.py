@@ -14,8 +14,8 @@ from ttrain import api
 from ttrain.engine import displays
 from ttrain.pipeline.graph import Graph
 from ttrain.pipeline.notebook_display import NotebookDisplay
-from ttrain.stages import SFT
 from ttrain.store.artifacts import ArtifactStore
+from ttrain.tasks import SFT
 
 HOSTILE = "<script>alert(1)</script>"
 

@@ -13,7 +13,7 @@ from support.planned_homes import remember_modules
 CODE = """
 import flows.mine, tasks
 assert (flows.mine.NAME, tasks.NAME) == ("my flow", "my tasks")
-import ttrain.flows.full, ttrain.tasks.best_effort
+import ttrain.flows.full, ttrain.tasks.sft
 assert flows.__file__ != ttrain.flows.__file__ and tasks.__file__ != ttrain.tasks.__file__
 from ttrain.cli.main import main
 main(["pipeline", "plan", "full", "--json"])

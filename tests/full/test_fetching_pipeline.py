@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.pipeline_home import Cli
 
-from ttrain.stages import EVALUATE
+from ttrain.tasks import EVALUATE
 
 SHARDS = {"documents": "shards-pretrain", "chats": "shards-sft", "domain": "shards-lora"}
 READ = {"base": "pretrain", "sft": "sft", "lora": "lora", **SHARDS}

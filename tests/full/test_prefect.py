@@ -16,7 +16,7 @@ from support.waiting import wait_until
 
 from ttrain.errors import StageFailed
 from ttrain.pipeline.graph import Planned
-from ttrain.stages import EVALUATE
+from ttrain.tasks import EVALUATE
 
 WITHOUT_PREFECT = (
     "import sys\nsys.modules['prefect'] = None  # importing it raises ImportError, as where it is not installed\n"

@@ -22,9 +22,9 @@ from ttrain.config import LoraConfig
 from ttrain.data.encoder import Encoder
 from ttrain.errors import UsageError
 from ttrain.model import adapters, factory
-from ttrain.stages import lora
-from ttrain.stages.new_model import TOKENIZER_FILES
 from ttrain.store.model_files import weights_digest
+from ttrain.tasks import lora
+from ttrain.tasks.new_model import TOKENIZER_FILES
 from ttrain.train.distributed import Ranks
 from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.trainer import TrainerOptions

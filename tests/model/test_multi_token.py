@@ -21,8 +21,8 @@ from ttrain.config.model import Moe, MultiToken
 from ttrain.data.packing import IGNORE, Batch
 from ttrain.errors import ArtifactError
 from ttrain.model import adapters, multi_token
-from ttrain.stages import sft
 from ttrain.store.model_files import SECOND_HEAD
+from ttrain.tasks import sft
 from ttrain.train import optim
 from ttrain.train.language_modeling import LanguageModeling
 

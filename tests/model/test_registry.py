@@ -23,7 +23,7 @@ from ttrain.model.architecture import build_config
 from ttrain.model.factory import residual_weights
 from ttrain.pipeline.graph import Graph
 from ttrain.pipeline.plan import plan
-from ttrain.stages import LORA
+from ttrain.tasks import LORA
 from ttrain.train.language_modeling import LanguageModeling, NextTokenLoss
 from ttrain.train.losses import token_loss_sum
 

@@ -15,10 +15,10 @@ from ttrain.core.files import write_json
 from ttrain.errors import ArtifactError
 from ttrain.evaluate.task_result import record_name
 from ttrain.nightly import heldout
-from ttrain.stages import evaluate
-from ttrain.stages import heldout as stage
-from ttrain.stages.shards import heldout_records, scored_documents
 from ttrain.store.artifacts import ArtifactStore
+from ttrain.tasks import evaluate
+from ttrain.tasks import heldout as stage
+from ttrain.tasks.shards import heldout_records, scored_documents
 
 
 def held_out(directory: Path, texts: list[str], **labels: str) -> Path:

@@ -20,9 +20,9 @@ from ttrain.errors import ArtifactError, DataError, Interrupted, StageFailed, To
 from ttrain.pipeline import names
 from ttrain.pipeline.graph import Graph
 from ttrain.pipeline.progress_display import Display
-from ttrain.stages import STAGES
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.references import need_run
+from ttrain.tasks import STAGES
 
 
 @pytest.fixture

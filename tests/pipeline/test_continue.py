@@ -20,8 +20,8 @@ from ttrain.core.hashing import code_digests
 from ttrain.errors import UsageError
 from ttrain.pipeline import resume
 from ttrain.pipeline.graph import Planned, Selection
-from ttrain.stages import STAGES
 from ttrain.store.artifacts import ArtifactStore
+from ttrain.tasks import STAGES
 
 SEED = "sft.seed=5"  # so that there is something to do
 TOKENS = ("sft.epochs=null", "sft.tokens=409600", "sft.tokens_per_step=4096")  # 100 steps
@@ -80,12 +80,12 @@ def work(built: House, changed: Callable[[], None]) -> resume.PartialRun:
 def test_the_plan_offers_the_work_with_its_differences_and_continue_takes_it(built: House, work: resume.PartialRun) -> None:
     planned = built.plan(SEED)["sft"]
     key = work.key[:12]
-    offer = f"unfinished work {key} at step 20 differs in: module ttrain.stages.sft changed; --continue {key} resumes it"
+    offer = f"unfinished work {key} at step 20 differs in: module ttrain.tasks.sft changed; --continue {key} resumes it"
     assert planned.key != work.key and planned.partial_run is None
-    assert planned.why == (offer, "sft.seed: 1 → 5", "module ttrain.stages.sft changed")
+    assert planned.why == (offer, "sft.seed: 1 → 5", "module ttrain.tasks.sft changed")
     planned = built.plan(SEED, resume_key=work.key[:8])["sft"]
     assert planned.partial_run == work
-    assert planned.why == (f"continues the unfinished work {work.key[:12]} at step 20", "module ttrain.stages.sft changed")
+    assert planned.why == (f"continues the unfinished work {work.key[:12]} at step 20", "module ttrain.tasks.sft changed")
 
 
 def test_work_of_the_same_key_needs_no_option_and_offers_no_other(built: House, work: resume.PartialRun) -> None:
@@ -196,7 +196,7 @@ def test_adopted_work_is_that_of_the_new_key_and_knows_from_where_it_came(built:
     planned = adopt(built, work)
     moved = built.store.work("sft", str(planned.key))
     assert resume.saved_step(moved) == 20 and not work.path.exists()
-    came_from = {"key": work.key, "step": 20, "differences": ["module ttrain.stages.sft changed"]}
+    came_from = {"key": work.key, "step": 20, "differences": ["module ttrain.tasks.sft changed"]}
     assert resume.history(moved, str(planned.key)) == [came_from]
     again = built.plan(SEED, resume_key=work.key)["sft"]
     assert again.why[0] == "continues its unfinished work at step 20", "the same command again, after it was killed"
@@ -216,8 +216,8 @@ def test_work_that_is_adopted_twice_tells_both_changes_in_their_order(
     second = adopt(built, replace(work, key=str(first.key)))
     told = resume.history(built.store.work("sft", str(second.key)), str(second.key))
     assert [(entry["key"], entry["differences"]) for entry in told] == [
-        (work.key, ["module ttrain.stages.sft changed"]),
-        (first.key, ["module ttrain.stages.sft changed"]),
+        (work.key, ["module ttrain.tasks.sft changed"]),
+        (first.key, ["module ttrain.tasks.sft changed"]),
     ]
     assert resume.history(built.store.work("sft", str(second.key)), "another") == []
 

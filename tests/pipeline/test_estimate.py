@@ -19,8 +19,8 @@ from ttrain.pipeline import estimate as estimates
 from ttrain.pipeline import provenance
 from ttrain.pipeline.estimate import Estimate, StageEstimate, about, estimate
 from ttrain.pipeline.resume import PartialRun
-from ttrain.stages import PRETRAIN
 from ttrain.store.runs import RunRecord
+from ttrain.tasks import PRETRAIN
 
 RATE = {"steps": 10, "tokens": 4096, "tokens_per_second": 1000.0, "train_seconds": 40.0}
 

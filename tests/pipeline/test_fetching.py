@@ -27,10 +27,10 @@ from ttrain.errors import ArtifactError
 from ttrain.pipeline.artifact_commands import DamagedArtifact, InTracker, set_aside
 from ttrain.pipeline.names import resolve
 from ttrain.pipeline.plan import explain
-from ttrain.stages import STAGES
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, write_manifest
 from ttrain.store.registry import Registry
+from ttrain.tasks import STAGES
 from ttrain.tracking.mirror import Mirror, TrackedRun
 
 STAGE, KEY, EXPERIMENT = "shards-sft", "k" * 64, "ttrain"

@@ -24,7 +24,7 @@ from support.waiting import wait_until
 from ttrain.core.signals import PARENT, SAME_SIGNAL_SECONDS
 from ttrain.pipeline import fork_server, processes
 from ttrain.pipeline.fork_server import BASIC, PRELOADED, ForkedProcess, ForkServer, ForkServerError
-from ttrain.stages import PRETRAIN, TOKENIZER, Stage
+from ttrain.tasks import PRETRAIN, TOKENIZER, Stage
 
 PACKAGE = Path(fork_server.__file__).parents[1]
 ERRAND = """

@@ -16,8 +16,8 @@ from ttrain.pipeline import progress_display, stage_worker
 from ttrain.pipeline.progress_display import Display, DisplayObserver
 from ttrain.pipeline.stop_request import StopRequest
 from ttrain.reports import summary
-from ttrain.stages import TOKENIZER
 from ttrain.store.runs import RunLog
+from ttrain.tasks import TOKENIZER
 
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (\S+): (.*)")
 

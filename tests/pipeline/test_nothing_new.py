@@ -20,10 +20,10 @@ from ttrain.flows.run import RunOptions, run_pipeline
 from ttrain.pipeline.graph import Graph
 from ttrain.pipeline.plan import plan
 from ttrain.reports import summary
-from ttrain.stages import SHARDS_PRETRAIN
-from ttrain.stages.shards import heldout_records
 from ttrain.store import runs
 from ttrain.store.layout import Artifact
+from ttrain.tasks import SHARDS_PRETRAIN
+from ttrain.tasks.shards import heldout_records
 
 WHY = "data.pretrain: 40 of 40 rows are near-duplicates, most of documents that were learnt before"
 

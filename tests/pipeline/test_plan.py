@@ -21,8 +21,8 @@ from ttrain.flows.full import full
 from ttrain.model import registry
 from ttrain.pipeline.graph import Planned, Rerun
 from ttrain.pipeline.plan import plan, plan_json, plan_stage, trained_on, without_data
-from ttrain.stages import EXISTING_MODEL, NEW_MODEL, OF_NIGHTS, PRETRAIN, SFT, STAGES
 from ttrain.store.layout import Artifact
+from ttrain.tasks import EXISTING_MODEL, NEW_MODEL, OF_NIGHTS, PRETRAIN, SFT, STAGES
 
 # --- what a key is made of
 
@@ -150,7 +150,7 @@ def test_a_stages_own_module_changes_its_key_alone(built: House, copy: Path, mon
     before = (copy / "stages" / "sft.py").read_text(encoding="utf-8")
     append(copy / "stages" / "sft.py", "\nSOMETHING = 1\n")
     stages = built.plan("lora.rank=2")
-    assert stages["sft"].why == ("module ttrain.stages.sft changed",)
+    assert stages["sft"].why == ("module ttrain.tasks.sft changed",)
     assert {name for name in running(stages) if stages[name].key} == {"sft"}
     assert running(stages) == AFTER_SFT
     (copy / "stages" / "sft.py").write_text(before, encoding="utf-8")

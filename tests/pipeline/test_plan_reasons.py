@@ -15,8 +15,8 @@ from ttrain.core import machine
 from ttrain.data import python_docs
 from ttrain.flows.full import full
 from ttrain.pipeline.plan import plan, plan_json, plan_rows, plan_stage
-from ttrain.stages import PRETRAIN, SOURCE
 from ttrain.store.artifacts import ArtifactStore
+from ttrain.tasks import PRETRAIN, SOURCE
 
 # --- what does not count, and is told: libraries and Python
 

@@ -24,8 +24,8 @@ from ttrain.config import Settings
 from ttrain.errors import ArtifactError, Interrupted, RankLost, StageFailed
 from ttrain.pipeline import launch, processes, stage_worker
 from ttrain.pipeline.stage_worker import PROCESS_NAME
-from ttrain.stages import PRETRAIN, STAGES
 from ttrain.store.layout import Artifact
+from ttrain.tasks import PRETRAIN, STAGES
 
 LIMIT_SECONDS = 5.0
 SEEDS = itertools.count(1)

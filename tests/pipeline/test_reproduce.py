@@ -21,9 +21,9 @@ from ttrain.errors import ArtifactError, Interrupted, UsageError
 from ttrain.pipeline import launch, processes
 from ttrain.pipeline.lineage import lineage_of
 from ttrain.pipeline.reproduce import MARK_FILE, RebuildRecipe, home_for, recipes_of, reproduce
-from ttrain.stages import SHARDS_PRETRAIN, TOKENIZER
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import MANIFEST, Artifact, write_manifest
+from ttrain.tasks import SHARDS_PRETRAIN, TOKENIZER
 
 
 @pytest.fixture(scope="module")

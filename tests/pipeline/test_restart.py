@@ -16,7 +16,7 @@ from ttrain.pipeline import launch, resume
 from ttrain.pipeline.graph import Planned, Rerun
 from ttrain.pipeline.plan import plan_stage
 from ttrain.pipeline.restart import restart, steps_in
-from ttrain.stages import PRETRAIN
+from ttrain.tasks import PRETRAIN
 
 SEED = "sft.seed=5"  # so that there is something to do
 

@@ -24,9 +24,9 @@ from ttrain.flows.full import full
 from ttrain.flows.run import RunOptions, run_pipeline
 from ttrain.pipeline.graph import Graph, Planned, Rerun, Selection
 from ttrain.pipeline.plan import plan
-from ttrain.stages import EVALUATE, PRETRAIN, SFT, SHARDS_PRETRAIN, TOKENIZER
-from ttrain.stages import SHARDS as SHARDS_SETS
 from ttrain.store import runs
+from ttrain.tasks import EVALUATE, PRETRAIN, SFT, SHARDS_PRETRAIN, TOKENIZER
+from ttrain.tasks import SHARDS as SHARDS_SETS
 
 SHARDS = {"shards-pretrain", "shards-sft", "shards-lora"}
 BASE = {"tokenizer", "shards-pretrain", "pretrain"}

@@ -22,7 +22,7 @@ from ttrain.config.loading import load
 from ttrain.errors import UsageError
 from ttrain.pipeline import launch, stage_worker
 from ttrain.pipeline.system_metrics import SystemMetrics, file_name, files, gpus, last_step, machine, read, visible
-from ttrain.stages import PRETRAIN
+from ttrain.tasks import PRETRAIN
 
 MACHINE = {
     "cpu_utilization_percentage", "system_memory_usage_megabytes", "system_memory_usage_percentage", "disk_usage_percentage",

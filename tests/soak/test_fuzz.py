@@ -36,7 +36,7 @@ from ttrain.data.records import Conversation, Record, TextDocument, document_par
 from ttrain.data.sharding import Here
 from ttrain.data.shards import ShardSet
 from ttrain.errors import TTrainError
-from ttrain.stages.shards import recipe_of
+from ttrain.tasks.shards import recipe_of
 
 LINES_PER_FILE = 1000
 READING = Reading(heldout_fraction=0.0)

@@ -26,8 +26,8 @@ from support.waiting import wait_until
 
 from ttrain.errors import StageFailed
 from ttrain.pipeline import launch
-from ttrain.stages import NEW_MODEL
 from ttrain.store.artifacts import ArtifactStore
+from ttrain.tasks import NEW_MODEL
 
 pytestmark = pytest.mark.soak
 NODE = """
@@ -35,7 +35,7 @@ import pickle, signal, sys
 from pathlib import Path
 from support.tiny_stages import Watcher
 from ttrain.pipeline import launch
-from ttrain.stages import PRETRAIN
+from ttrain.tasks import PRETRAIN
 from ttrain.store.artifacts import ArtifactStore
 root, inputs, settings = pickle.loads(Path(sys.argv[1]).read_bytes())
 watcher = Watcher(lambda line: print(line, flush=True))

@@ -21,7 +21,7 @@ evaluate: {new_tokens: 4}
 runtime: {threads: 1, workers: 1}
 """
 
-pytestmark = pytest.mark.soak  # in short: tests/stages/test_rows.py
+pytestmark = pytest.mark.soak  # in short: tests/tasks/test_rows.py
 
 
 def test_small_data_ends_with_models_that_are_each_better_than_their_start(tmp_path: Path) -> None:

@@ -22,10 +22,10 @@ from ttrain.inference import loading
 from ttrain.pipeline import artifact_commands, launch, names
 from ttrain.pipeline.artifact_commands import DamagedArtifact
 from ttrain.pipeline.graph import Planned
-from ttrain.stages import PRETRAIN, SFT, SHARDS, Stage
 from ttrain.store import integrity
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
+from ttrain.tasks import PRETRAIN, SFT, SHARDS, Stage
 
 
 def build(stage: Stage, settings: Settings, home: Home, inputs: Mapping[str, Artifact]) -> Artifact:

@@ -18,7 +18,7 @@ from ttrain.cli.main import main
 from ttrain.config import Settings
 from ttrain.pipeline import processes
 from ttrain.pipeline.stage_worker import job_of
-from ttrain.stages import Stage
+from ttrain.tasks import Stage
 
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "東京", "is", "far", "Grüße", "from", "🙂", "def", "return")
 ESCAPES = "\x1b[31mred\x1b[0m \x07bell \x9b1m c1 \u202eright"

@@ -17,8 +17,8 @@ from support.tiny_models import greedy
 from ttrain.config import Lora, Model
 from ttrain.data.encoder import Encoder
 from ttrain.model import adapters, factory
-from ttrain.stages import new_model
 from ttrain.store.model_files import weights_digest
+from ttrain.tasks import new_model
 from ttrain.tracking.loadable import ADAPTER, MODEL
 
 TALKATIVE = {"tie_embeddings": False, "init_std": 0.3}  # small weights repeat the last token for ever

@@ -18,9 +18,9 @@ from ttrain.core.hashing import DigestCache, code_digests
 from ttrain.flows.full import full
 from ttrain.pipeline.graph import Planned, Rerun, Selection
 from ttrain.pipeline.plan import plan, plan_stage
-from ttrain.stages import STAGES
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
+from ttrain.tasks import STAGES
 
 SHARDS = {"shards-pretrain", "shards-sft", "shards-lora"}
 ALL = Selection()

@@ -25,10 +25,10 @@ from ttrain.engine.plan import Plan
 from ttrain.pipeline.graph import Graph, Planned
 from ttrain.pipeline.processes import StageObserver
 from ttrain.pipeline.progress_display import Display
-from ttrain.stages import STAGES, Stage, pretrain
-from ttrain.stages.job import StageContext
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
+from ttrain.tasks import STAGES, Stage, pretrain
+from ttrain.tasks.common.job import StageContext
 
 
 @functools.cache

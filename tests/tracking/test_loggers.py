@@ -21,8 +21,8 @@ from ttrain.config.loading import load
 from ttrain.errors import UsageError
 from ttrain.pipeline.graph import Graph
 from ttrain.pipeline.plan import plan
-from ttrain.stages.callbacks import description
 from ttrain.store.artifacts import ArtifactStore
+from ttrain.tasks.common.callbacks import description
 from ttrain.tracking import extras, loggers
 from ttrain.tracking.loggers import Logger, make_loggers
 from ttrain.train.callbacks import LogRecord, MetricsFile

@@ -15,7 +15,7 @@ from ttrain.config import Settings
 from ttrain.errors import StageFailed, UsageError
 from ttrain.pipeline.graph import Planned
 from ttrain.pipeline.labels import labels_of
-from ttrain.stages import PRETRAIN
+from ttrain.tasks import PRETRAIN
 
 
 def stages_of(home: Home) -> list[Planned]:

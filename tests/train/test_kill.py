@@ -23,8 +23,8 @@ from ttrain.pipeline import launch
 from ttrain.pipeline.graph import Rerun
 from ttrain.pipeline.plan import plan_stage
 from ttrain.pipeline.stage_worker import PROCESS_NAME
-from ttrain.stages import PRETRAIN
 from ttrain.store.layout import Artifact
+from ttrain.tasks import PRETRAIN
 from ttrain.train import checkpoint_format
 from ttrain.train.trainer import QUICK
 

@@ -34,9 +34,10 @@ from ttrain.inference.loading import with_tokenizer
 from ttrain.model import factory, multi_token
 from ttrain.pipeline import plan
 from ttrain.pipeline.provenance import with_absolute_paths
-from ttrain.stages import callbacks, lora
-from ttrain.stages.job import StageContext
 from ttrain.store.artifacts import ArtifactStore
+from ttrain.tasks import lora
+from ttrain.tasks.common import callbacks
+from ttrain.tasks.common.job import StageContext
 from ttrain.train.callbacks import Callback, LogRecord, MetricsFile, StepRecord
 from ttrain.train.distributed import Ranks
 from ttrain.train.periodic_evaluation import TIMED, PeriodicEvaluation, preserve_rng_and_modes
@@ -291,12 +292,14 @@ def test_shards_of_a_model_cannot_be_asked(encoder: Encoder, stage_home: Home) -
 
 
 def test_what_watches_is_in_no_key_and_early_stopping_is(tmp_path: Path) -> None:
-    modules = code_digests("ttrain.stages.pretrain", DigestCache(tmp_path / "digests.json"))
+    modules = code_digests("ttrain.tasks.pretrain", DigestCache(tmp_path / "digests.json"))
     assert {"ttrain.train.early_stopping", "ttrain.train.trainer"} <= set(modules)
     watching = ("callbacks", "monitor", "guards", "periodic_evaluation")
-    assert not {"ttrain.stages.callbacks", "ttrain.evaluate.run", *(f"ttrain.train.{name}" for name in watching)} & set(
-        modules
-    )
+    assert not {
+        "ttrain.tasks.common.callbacks",
+        "ttrain.evaluate.run",
+        *(f"ttrain.train.{name}" for name in watching),
+    } & set(modules)
     assert not [name for name in modules if name.startswith(("ttrain.pipeline.system_metrics", "ttrain.tracking"))]
 
 

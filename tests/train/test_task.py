@@ -23,9 +23,9 @@ from ttrain.config.loading import layers, merge, settable_keys, with_types
 from ttrain.config.runtime import TaskRuntime
 from ttrain.core.files import ProgressWriter
 from ttrain.errors import ArtifactError, DataError, Interrupted, TTrainError, UsageError
-from ttrain.stages import user_task
-from ttrain.stages.job import StageContext
-from ttrain.stages.user_task import Adapted, Batches, task_class
+from ttrain.tasks import user_task
+from ttrain.tasks.common.job import StageContext
+from ttrain.tasks.user_task import Adapted, Batches, task_class
 from ttrain.train import optim, schedules, task
 from ttrain.train.regression import Regression
 from ttrain.train.task import LossSum, UserTask

@@ -42,7 +42,7 @@ StageName = Annotated[str, argument("the stage, or the beginning of a key", meta
 def _known_stage(stage: str) -> str:
     """Raise UsageError for a stage that does not exist; "" means all."""
     if stage:
-        from ttrain.stages import STAGES
+        from ttrain.tasks import STAGES
 
         references.need_stage(stage, STAGES)
     return stage
@@ -117,7 +117,7 @@ def artifacts_path(stage: StageName, key: Key = "") -> None:
 def _artifact(store: ArtifactStore, stage: str, key: str) -> Artifact:
     """The artifact that the arguments name; a key alone is looked for in all stages. Raises UsageError."""
     from ttrain.pipeline.artifact_commands import find_artifact
-    from ttrain.stages import STAGES
+    from ttrain.tasks import STAGES
 
     if stage not in STAGES and not key:
         matches = [
@@ -190,7 +190,7 @@ def artifacts_adopt(
     from ttrain import api
     from ttrain.pipeline.artifact_commands import adopt
     from ttrain.pipeline.plan import no_stage
-    from ttrain.stages import STAGES
+    from ttrain.tasks import STAGES
 
     references.need_stage(stage, STAGES)
     usable_home()

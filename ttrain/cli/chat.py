@@ -148,7 +148,7 @@ def chat(
 
 def _sample_questions(reference: Reference) -> list[str]:
     """Questions from the chats that were held out from the model's training; none where its shards are not here."""
-    from ttrain.stages.shards import first_questions
+    from ttrain.tasks.shards import first_questions
 
     shards = reference.artifact and reference.artifact.manifest["inputs"].get("shards")
     if not shards:
@@ -260,7 +260,7 @@ def serve(
     from ttrain.inference.answer_queue import AnswerQueue
     from ttrain.inference.serve import PAIRS, Endpoint
     from ttrain.pipeline import names
-    from ttrain.stages import STAGES
+    from ttrain.tasks import STAGES
 
     def load(name: str) -> LoadedModel:
         run_of_stage = run if name in STAGES else None

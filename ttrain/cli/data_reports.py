@@ -162,7 +162,7 @@ def shard(
     Returns the figures, also in `run/summary.json`. If too many rows are bad, they have an "error", and `output` is
     not a set of shards, although the blocks stay there for the next run.
     """
-    from ttrain.stages.shards import check, recipe_of
+    from ttrain.tasks.shards import check, recipe_of
 
     reading = records.with_heldout_share(settings.reading, sources, records.parser_of(kind, settings.reading.text_field))
     recipe = recipe_of(reading, inspect.tokenizer_at(tokenizer), kind)
@@ -219,7 +219,7 @@ def train_tokenizer(sources: Sequence[str], output: Path, settings: Settings, pr
     Returns the figures, which are also in `run/summary.json`, and the peak memory of this process. Raises UsageError where
     `output` holds something: a tokenizer is never trained over another, whose shards would then be of no use.
     """
-    from ttrain.stages.tokenizer import train_directory
+    from ttrain.tasks.tokenizer import train_directory
 
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(f"--out is {output}, which is not empty; name an empty directory or a new one")

@@ -25,11 +25,11 @@ from ttrain.inference.evaluated_model import as_evaluated_model
 from ttrain.pipeline import lineage_names, pusher
 from ttrain.pipeline import names as references
 from ttrain.pipeline.registration import EVALUATION_TABLE
-from ttrain.stages.shards import heldout_records
 from ttrain.store import layout, runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.model_files import Reference
 from ttrain.store.run_evaluations import RunEvaluation, heldout_shards
+from ttrain.tasks.shards import heldout_records
 
 COMPARISON_TABLE = "comparison_table.json"
 Records = Mapping[str, Sequence[JsonObject]]

@@ -115,7 +115,7 @@ def train(
     from ttrain.engine.alone import run_alone, split_runtime
     from ttrain.inference import gate_files
     from ttrain.pipeline.names import resolve_all
-    from ttrain.stages import GATE
+    from ttrain.tasks import GATE
 
     runtime, gate_overrides = split_runtime(overrides)
     if runtime.devices > 1:

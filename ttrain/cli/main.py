@@ -142,7 +142,7 @@ def stage_run(
 @command(stage_app, "Example:  ttrain stage list")
 def stage_list() -> Output:
     """List the stages, each with what it does."""
-    from ttrain.stages import STAGES
+    from ttrain.tasks import STAGES
 
     abouts = {stage.name: stage.about for stage in STAGES.values()}
     return Output(abouts, [Table(("stage", "what it does"), list(abouts.items()))])

@@ -94,7 +94,7 @@ class CommandGroup(_Help, TyperGroup):
 def _commands_named(word: str, root: Any, words_after: Sequence[str]) -> list[str]:
     """The commands that a word means which is none: of other groups, stages, pipelines, files."""
     from ttrain.flows import NAMES
-    from ttrain.stages import STAGES
+    from ttrain.tasks import STAGES
 
     if "=" in word:
         return [shlex.join(["pipeline", "run", "full", word, *words_after])]
@@ -181,7 +181,7 @@ SETTINGS_HELP = "settings as key=value, for example sft.epochs=3"
 
 def stage_words(incomplete: str) -> list[str]:
     """The stages that begin so, for the shell's completion."""
-    from ttrain.stages import STAGES
+    from ttrain.tasks import STAGES
 
     return [name for name in STAGES if name.startswith(incomplete)]
 

@@ -281,7 +281,7 @@ def _pipeline_and_settings(word: str, settings_options: SettingsOptions) -> tupl
     """The pipeline and the settings, where the first word may be a setting already: then it is `full`."""
     from ttrain.config.loading import known_keys
     from ttrain.flows import NAMES
-    from ttrain.stages import STAGES
+    from ttrain.tasks import STAGES
 
     if "=" in word or word in known_keys():
         overrides = [word, *(settings_options.overrides or ())]

@@ -64,7 +64,7 @@ def train(
     """Train a task of your own (docs/tasks.md); the same command continues a stopped training."""
     from ttrain.engine.alone import run_alone, split_runtime
     from ttrain.pipeline.progress_display import Display
-    from ttrain.stages import TASK
+    from ttrain.tasks import TASK
     from ttrain.train import task
 
     outlast_output()

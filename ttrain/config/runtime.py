@@ -23,7 +23,7 @@ class Night(Section):
     )
 
 
-# As in the table of stages (`ttrain/stages`), which imports this package.
+# As in the table of stages (`tasks`), which imports this package.
 STAGE_NAMES = (
     *("source", "tokenizer"),
     *(f"shards-{dataset}" for dataset in LEARNT),

@@ -366,7 +366,7 @@ class TrainingStage:
     summary: str = ""  # of its model, in a sentence
     help: str = ""  # what it does, and needs
     optional: bool = False  # whether its data set has no files by default; it is trained wherever there are some
-    module: str = ""  # that runs it; empty: the one of its name in `ttrain.stages`
+    module: str = ""  # that runs it; empty: the one of its name in `ttrain.tasks`
 
     @property
     def name(self) -> str:

@@ -20,7 +20,7 @@ from ttrain.data.inspect import Span
 from ttrain.data.loader import Loader, ShuffledOrder
 from ttrain.data.packing import IGNORE, Batch, Rows
 from ttrain.data.pair_rows import PairBatch, finished_pairs
-from ttrain.stages.trainable_model import TrainableModel
+from ttrain.tasks.common.trainable_model import TrainableModel
 from ttrain.train.callbacks import Callback, StepRecord
 from ttrain.train.distributed import Ranks
 from ttrain.train.precision import Precision, resolve_precision

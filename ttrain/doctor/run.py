@@ -23,9 +23,10 @@ from ttrain.doctor.sample import StageInputs, gather
 from ttrain.engine.plan import Plan
 from ttrain.errors import DataError, UsageError
 from ttrain.pipeline.plan import section_of
-from ttrain.stages import STAGES, training
-from ttrain.stages.rows import check_left_out, open_rows, resolved
-from ttrain.stages.shards import heldout_records
+from ttrain.tasks import STAGES
+from ttrain.tasks.common import training
+from ttrain.tasks.common.rows import check_left_out, open_rows, resolved
+from ttrain.tasks.shards import heldout_records
 from ttrain.train import leakage_check, precision
 from ttrain.train.schedules import steps_of
 

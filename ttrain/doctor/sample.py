@@ -16,9 +16,9 @@ from ttrain.core.files import ProgressWriter
 from ttrain.data import locations, records
 from ttrain.pipeline.input_files import EXISTING, TRAIN, data_files
 from ttrain.pipeline.plan import no_stage, section_of
-from ttrain.stages import EXISTING_MODEL, NEW_MODEL, SHARDS, SOURCE, TOKENIZER, Stage
-from ttrain.stages.job import StageContext
 from ttrain.store.layout import Artifact
+from ttrain.tasks import EXISTING_MODEL, NEW_MODEL, SHARDS, SOURCE, TOKENIZER, Stage
+from ttrain.tasks.common.job import StageContext
 
 # The first ones of each of so many files.
 SAMPLE_RECORDS, SAMPLE_BYTES, SAMPLE_FILES = 2000, 4_000_000, 8

@@ -14,7 +14,7 @@ from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
 from ttrain.pipeline import launch, processes, stage_worker
 from ttrain.pipeline.progress_display import Display, DisplayObserver
 from ttrain.pipeline.stop_request import StopRequest
-from ttrain.stages import RUNNABLE, Stage
+from ttrain.tasks import RUNNABLE, Stage
 
 WORK, LOCK, LOG = Path("run", "work"), Path("run", "lock"), Path("run", "log.txt")
 

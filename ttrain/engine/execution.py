@@ -26,9 +26,9 @@ from ttrain.pipeline.run_models import RunModels, check_names
 from ttrain.pipeline.stage_worker import TRACKED
 from ttrain.pipeline.stop_request import SIGNALLED, StopRequest
 from ttrain.reports import summary
-from ttrain.stages import STAGES, Stage
 from ttrain.store.layout import Artifact
 from ttrain.store.runs import BUILT, NOTHING_NEW, RunLog, RunRecord
+from ttrain.tasks import STAGES, Stage
 from ttrain.tracking.book import Book
 from ttrain.tracking.client import tracking_uri
 from ttrain.tracking.mirror import Bound

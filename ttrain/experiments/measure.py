@@ -13,7 +13,7 @@ from ttrain.errors import UsageError
 from ttrain.pipeline.graph import Graph
 from ttrain.pipeline.plan import no_stage
 from ttrain.reports import facts, summary
-from ttrain.stages import EVALUATE, SHARDS, SOURCE, STAGES, TOKENIZER, Stage
+from ttrain.tasks import EVALUATE, SHARDS, SOURCE, STAGES, TOKENIZER, Stage
 
 PREFIXES = {"eval": EVALUATE.name, "tok": TOKENIZER.name}  # of metrics that do not begin with their stage's name
 AFTER_BASE = frozenset(  # stages that bits per byte of the base model do not need

@@ -23,8 +23,8 @@ from ttrain.pipeline.input_files import check_first_rows, file_digests, named_sh
 from ttrain.pipeline.plan import no_stage, plan
 from ttrain.pipeline.provenance import with_absolute_paths
 from ttrain.pipeline.system_metrics import visible
-from ttrain.stages import STAGES
 from ttrain.store.artifacts import ArtifactStore
+from ttrain.tasks import STAGES
 
 TRIALS = 8
 

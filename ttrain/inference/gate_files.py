@@ -25,7 +25,7 @@ class GateFile(Section):
     """Contents of `gate.json`.
 
     settings       with which the router was trained
-    figures        how well it does on held-out records, see `ttrain.stages.gate`
+    figures        how well it does on held-out records, see `ttrain.tasks.gate`
     router_sha256  of the router's weights
     """
 

@@ -78,7 +78,7 @@ def names_by_night(heldout: Artifact, names: Sequence[str]) -> dict[str, list[st
 
     `names`: of the nights. Empty for a set of one night alone. Raises ArtifactError if the set is damaged.
     """
-    from ttrain.stages.heldout import read_nights  # loads what reads shards
+    from ttrain.tasks.heldout import read_nights  # loads what reads shards
 
     groups = read_nights(heldout.path)
     unnamed = [UNNAMED] * max(0, len(groups) - len(names))

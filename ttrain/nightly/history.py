@@ -15,8 +15,8 @@ from ttrain.core.text import ABSENT, counted, first_of, format_time
 from ttrain.errors import UsageError
 from ttrain.evaluate.few_records import not_judged
 from ttrain.nightly.records import NightRecord, Nights
-from ttrain.stages import REPLAY, SHARDS_PRETRAIN
 from ttrain.store.layout import Artifact, Artifacts
+from ttrain.tasks import REPLAY, SHARDS_PRETRAIN
 
 NIGHTS = 30  # that are shown
 COUNTS = ("documents", "tokens", "chats")  # of what a night learnt, in the table

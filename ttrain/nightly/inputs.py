@@ -31,11 +31,11 @@ from ttrain.nightly.records import (
     shortened_names,
 )
 from ttrain.pipeline.input_files import TRAIN, data_files, file_digests
-from ttrain.stages import SHARDS
 from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, Artifacts
 from ttrain.store.model_files import PLATEAU
+from ttrain.tasks import SHARDS
 from ttrain.train.schedules import RATES
 
 log = logging.getLogger("ttrain")

@@ -17,11 +17,11 @@ from ttrain.errors import ArtifactError, UsageError
 from ttrain.pipeline.graph import Planned
 from ttrain.pipeline.plan import key_of
 from ttrain.pipeline.resume import partial_runs
-from ttrain.stages import STAGES
 from ttrain.store import references, runs
 from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
 from ttrain.store.differences import differences
 from ttrain.store.layout import MANIFEST, Artifact, Elsewhere
+from ttrain.tasks import STAGES
 
 HEX = frozenset("0123456789abcdef")
 

@@ -24,9 +24,9 @@ from ttrain.pipeline import resume
 from ttrain.pipeline.graph import Planned
 from ttrain.pipeline.input_files import TRAIN, data_files
 from ttrain.pipeline.provenance import machine
-from ttrain.stages import SHARDS
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
+from ttrain.tasks import SHARDS
 
 PLENTY_OF_ROWS = 1_000_000  # stands for a number that is not known
 LONG_SECONDS, MANY_PASSES = 86_400, 40  # repeated tokens are worth little after forty passes (arXiv:2305.16264)

@@ -38,7 +38,7 @@ BASIC = ("numpy", "pyarrow", "tokenizers", "pydantic", "yaml", "jinja2", "filelo
 PRELOADED = (
     *(*BASIC, "torch", "safetensors.torch", "torch.distributed.nn", "torch.nn.parallel.distributed"),
     *("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3", "peft"),
-    *("ttrain.stages.pretrain", "ttrain.stages.evaluate"),
+    *("ttrain.tasks.pretrain", "ttrain.tasks.evaluate"),
 )  # of stages that load torch; BASIC is for those that do without
 # Libraries that those import where they can, for what no stage does: scipy for losses of detectors, 36 MB and 0.2 s.
 LEFT_OUT = ("scipy",)

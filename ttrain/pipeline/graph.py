@@ -10,9 +10,9 @@ from typing import Any
 from ttrain.config import Settings
 from ttrain.errors import UsageError
 from ttrain.pipeline import resume
-from ttrain.stages import Stage
 from ttrain.store.differences import Ingredients
 from ttrain.store.layout import Artifact, Artifacts
+from ttrain.tasks import Stage
 
 Source = str | Artifact  # of an input: the name of the stage that makes it, or an artifact that is there
 

@@ -18,8 +18,8 @@ from ttrain.data.records import Kind
 from ttrain.errors import CannotRead, UsageError
 from ttrain.evaluate import suites
 from ttrain.evaluate.items import heldout_part
-from ttrain.stages import SHARDS, Stage
 from ttrain.store.artifacts import ArtifactStore
+from ttrain.tasks import SHARDS, Stage
 
 # How two stores name the same part of a stage's own data files.
 TRAIN, HELDOUT, EXISTING, AGAINST, PYTHON = "train", "heldout", "existing", "against", "python"

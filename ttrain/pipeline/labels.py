@@ -12,9 +12,9 @@ from types import MappingProxyType
 
 from ttrain.core import redact
 from ttrain.errors import UsageError
-from ttrain.stages import STAGES
 from ttrain.store import references, runs
 from ttrain.store.runs import read_rows
+from ttrain.tasks import STAGES
 
 TAG_KEY = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 RESERVED = ("mlflow.", "ttrain.")  # beginnings of the tags that MLflow and ttrain set themselves

@@ -21,10 +21,10 @@ from ttrain.pipeline.plan import plan_stage, section_of
 from ttrain.pipeline.processes import StageObserver
 from ttrain.pipeline.restart import RESTARTED
 from ttrain.pipeline.stage_worker import JOB, PROGRESS
-from ttrain.stages import SHARDS, TOKENIZER, Stage
 from ttrain.store import integrity, runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, Artifacts
+from ttrain.tasks import SHARDS, TOKENIZER, Stage
 
 NODE_SECONDS, NODE_POLL_SECONDS = 600.0, 0.2  # how long, and how often, a node polls for what node 0 builds
 
@@ -283,7 +283,7 @@ def check(config: Training, shards: Path, tokenizer: Path) -> None:
     index = read_object(shards / "train" / "index.json")
     if index and not config.mask_intervals and _rows_at_least(index, config) >= config.rows_per_step:
         return
-    from ttrain.stages import rows
+    from ttrain.tasks.common import rows
 
     rows.order_of(config, _open_rows(config, shards, tokenizer))
 
@@ -300,7 +300,7 @@ def resolved(config: Training, shards: Path, tokenizer: Path) -> Training:
         usual = config.resolved(MANY_ROWS)
         if config.resolved(_rows_at_least(index, config)) == usual:  # as of all larger numbers
             return usual
-    from ttrain.stages import rows
+    from ttrain.tasks.common import rows
 
     return rows.resolved(config, _open_rows(config, shards, tokenizer))
 
@@ -335,6 +335,6 @@ def _rows_at_least(index: JsonDict, config: Training) -> int:
 
 def _open_rows(config: Training, shards: Path, tokenizer: Path) -> Any:
     from ttrain.data.encoder import Encoder
-    from ttrain.stages import rows
+    from ttrain.tasks.common import rows
 
     return rows.open_rows(shards / "train", Encoder(tokenizer, fast=False), config)

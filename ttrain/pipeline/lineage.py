@@ -17,10 +17,10 @@ from ttrain.data.existing import HUB_REFERENCE
 from ttrain.pipeline import lineage_names
 from ttrain.pipeline.lineage_names import LineageTarget
 from ttrain.reports.facts import changed_settings
-from ttrain.stages import STAGES
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, Manifest
 from ttrain.store.registry import Version
+from ttrain.tasks import STAGES
 from ttrain.tracking import datasets as inputs
 from ttrain.tracking.artifact_source import MlflowArtifacts
 from ttrain.tracking.book import Book

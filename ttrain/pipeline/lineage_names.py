@@ -11,13 +11,13 @@ from ttrain.config.training import MODEL_STAGES
 from ttrain.core.files import user_path
 from ttrain.errors import UsageError
 from ttrain.pipeline.artifact_commands import HEX
-from ttrain.stages import RUNNABLE, STAGES
 from ttrain.store import references, runs
 from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.model_files import ADAPTER, Reference, weights_digest
 from ttrain.store.registry import CHAMPION, Registry, Version
 from ttrain.store.run_views import read_run
+from ttrain.tasks import RUNNABLE, STAGES
 from ttrain.tracking.artifact_source import MlflowArtifacts
 from ttrain.tracking.registered import take_over_champions
 

@@ -27,7 +27,6 @@ from ttrain.data import existing
 from ttrain.errors import ArtifactError, DamagedFile, NothingBuilt, UsageError
 from ttrain.pipeline.artifact_commands import InTracker
 from ttrain.reports.facts import changed_settings
-from ttrain.stages import OF_NIGHTS, SFT, STAGES
 from ttrain.store import layout, references, runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import MANIFEST, Artifact
@@ -41,6 +40,7 @@ from ttrain.store.model_files import (
     weights_digest,
 )
 from ttrain.store.registry import CHAMPION, ModelSet, Registry
+from ttrain.tasks import OF_NIGHTS, SFT, STAGES
 from ttrain.tracking.registered import take_over_champions
 
 MODEL_DIRECTORY, ADAPTER_DIRECTORY = "model", "adapter"  # of an artifact

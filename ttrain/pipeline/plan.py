@@ -20,12 +20,12 @@ from ttrain.pipeline.graph import EVERYTHING, NOTHING_AGAIN, Graph, Node, Planne
 from ttrain.pipeline.input_files import check_suite, data_files, file_digests
 from ttrain.pipeline.resume import extension_of
 from ttrain.reports.summary import shortened
-from ttrain.stages import EVALUATE, OF_NIGHTS, SHARDS, STAGES, Stage
 from ttrain.store import references, runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.differences import SECOND_HEAD, Ingredients, differences, library_changes
 from ttrain.store.layout import Artifact, Artifacts
 from ttrain.store.runs import RecordedRun
+from ttrain.tasks import EVALUATE, OF_NIGHTS, SHARDS, STAGES, Stage
 from ttrain.tracking import extras
 
 # Settings that name files or other stages: the key has the digests of those instead.

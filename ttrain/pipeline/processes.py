@@ -25,7 +25,7 @@ from ttrain.pipeline.fork_server import BASIC, PRELOADED, ForkedProcess, ForkSer
 from ttrain.pipeline.graph import Planned
 from ttrain.pipeline.stage_worker import PROGRESS
 from ttrain.pipeline.stop_request import StopRequest
-from ttrain.stages import GATE, TASK, Stage
+from ttrain.tasks import GATE, TASK, Stage
 
 POLL_SECONDS = 0.05
 CRASHES = (signal.SIGBUS, signal.SIGSEGV, signal.SIGILL)  # of native code

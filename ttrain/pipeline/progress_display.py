@@ -16,7 +16,7 @@ from ttrain.core.terminal import escaped_lines
 from ttrain.core.text import format_duration
 from ttrain.pipeline.processes import StageObserver
 from ttrain.pipeline.stop_request import StopRequest
-from ttrain.stages import Stage
+from ttrain.tasks import Stage
 
 SECONDS_BETWEEN_LINES = 10.0
 Mark = tuple[str, str]  # a sign and its colour

@@ -28,11 +28,11 @@ from ttrain.pipeline.lineage import REGISTRY, Lineage, Link
 from ttrain.pipeline.names import with_secrets
 from ttrain.pipeline.progress_display import DisplayObserver, StageDisplay
 from ttrain.pipeline.stop_request import StopRequest
-from ttrain.stages import STAGES, Stage
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.differences import differences, library_changes
 from ttrain.store.layout import Artifact
 from ttrain.store.runs import is_interrupted_write
+from ttrain.tasks import STAGES, Stage
 
 MARK_FILE = "reproduces.json"  # in the home given for a reproduction: an interrupted one continues there
 

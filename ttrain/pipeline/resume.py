@@ -18,10 +18,10 @@ from ttrain.config.rules import AUTO
 from ttrain.core.files import JsonDict, fsync, read_json, read_object, remove_tree, write_json
 from ttrain.core.text import first_of
 from ttrain.errors import UsageError
-from ttrain.stages import STAGES, Stage
 from ttrain.store import references
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.differences import Ingredients, differences
+from ttrain.tasks import STAGES, Stage
 from ttrain.train.schedules import BUDGET, RATES, shared_steps, steps_of
 
 INGREDIENTS, CONTINUED = "ingredients.json", "continued.json"

@@ -32,8 +32,8 @@ from ttrain.core.signals import (
 from ttrain.core.terminal import guard_streams, outlast_output
 from ttrain.errors import DamagedFile, DataError, Interrupted, NothingNew, RankLost, TTrainError, with_fix
 from ttrain.pipeline.system_metrics import SystemMetrics, file_name
-from ttrain.stages.job import StageContext
 from ttrain.store import integrity
+from ttrain.tasks.common.job import StageContext
 
 JOB, PROGRESS = "job.json", "progress.json"
 
@@ -139,7 +139,7 @@ def level_of(name: str, rank: int) -> int:
 def job_of(work: Path, stop: Callable[[], bool] = lambda: False, *, progress: bool = True) -> tuple[Any, StageContext]:
     """Read the configuration and the job of a work directory."""
     from ttrain.config import Runtime
-    from ttrain.stages import RUNNABLE
+    from ttrain.tasks import RUNNABLE
 
     spec = read_json(work / JOB)
     stage = RUNNABLE[spec["stage"]]
@@ -165,7 +165,7 @@ def job_of(work: Path, stop: Callable[[], bool] = lambda: False, *, progress: bo
 def _run(work: Path, spec: JsonDict, stop: StopFlag, rank: int) -> JsonDict:
     try:
         stop.listen()
-        from ttrain.stages import RUNNABLE
+        from ttrain.tasks import RUNNABLE
 
         config, job = job_of(work, stop, progress=rank == 0)
         result = import_module(RUNNABLE[spec["stage"]].module).run(config, job)

@@ -23,13 +23,13 @@ from ttrain.pipeline.run_models import EXAMPLES, REGISTERED, Registered
 from ttrain.pipeline.stage_worker import JOB, TRACKED
 from ttrain.reports import facts
 from ttrain.reports import summary as report
-from ttrain.stages import STAGES
 from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.registry import ModelSet, Registry, Version
 from ttrain.store.run_evaluations import RunEvaluation, evaluations_of
 from ttrain.store.run_views import decision_metrics
+from ttrain.tasks import STAGES
 from ttrain.tracking import datasets
 from ttrain.tracking.mirror import FAILED, FINISHED, KILLED, RUN, RUNNING, TrackedRun
 from ttrain.tracking.views import NAME

@@ -1,0 +1,190 @@
+"""The generic stage task: find the artifact, else launch the stage, publish and register what it leaves.
+
+One task run a stage, named after it. The store is the only cache: Prefect caches nothing and persists no results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prefect import Task, task
+from prefect.artifacts import create_link_artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.logging import get_run_logger
+from prefect.runtime import task_run
+from prefect.states import Cancelled, Completed, Failed, State
+
+from ttrain.config import Runtime
+from ttrain.engine.execution import PipelineRun
+from ttrain.errors import Interrupted, NothingNew, TTrainError, UsageError
+from ttrain.flows.best_effort import best_effort
+from ttrain.pipeline.graph import Planned
+from ttrain.tasks import Stage
+
+TRAINS = "trains"  # the tag by which Prefect can limit how many stages train at once
+
+
+def stage_task(planned: Planned, execution: PipelineRun, *, is_limited: bool = False) -> Task[..., Any]:
+    """A Prefect task for one stage of a run's plan; its retries continue where the attempt before was killed or failed.
+
+    Where `is_limited`, the stages that train have a tag. Else none has: for every tag, Prefect asks its server for a slot
+    before the task begins, limit or not, and the task fails where the server is away.
+
+    A mistake of settings or data fails at once. The delay before a retry is waited for here and not by Prefect, whose
+    sleep cannot be interrupted by a signal.
+    """
+    stage = planned.stage
+    attempts = execution.settings.runtime.attempts_of(stage.name)
+    retries, first_delay = attempts.retries or 0, attempts.retry_delay_seconds or 0.0
+
+    def body() -> State[Any]:
+        logger = get_run_logger()
+        if done := (task_run.run_count or 1) - 1:
+            delay = first_delay * 2 ** (done - 1)
+            logger.info("waiting %.1f s before retry %d of %d", delay, done, retries)
+            execution.wait(delay)
+        if execution.signum:
+            return Cancelled(message=f"{execution.stop_reason} before this stage began")
+        try:
+            artifact, state = execution.run_stage(planned, logger.info)
+        except Interrupted as error:
+            return Cancelled(message=str(error))
+        except NothingNew as error:
+            return Cancelled(name="NothingNew", message=str(error), data=error)
+        except TTrainError as error:
+            # Returned, not raised: Prefect pickles what is raised, and prints its traceback, which tells a user nothing.
+            logger.error("%s", error)
+            return Failed(message=str(error), data=error)
+        finally:
+            with best_effort():
+                if page := execution.page_of(stage.name):
+                    create_link_artifact(page, key=f"mlflow-{stage.name}", link_text=f"{stage.name} in MLflow")
+        if state == "cached":
+            return Completed(name="Cached", message="same settings, inputs and code", data=artifact)
+        return Completed(message=f"{state}: {artifact.path}", data=artifact)
+
+    return task(
+        body,
+        name=stage.name,
+        task_run_name=stage.name,
+        description=f"stage {stage.name}, module {stage.module}",
+        tags={TRAINS} if is_limited and stage.uses_ranks else None,
+        retries=retries,
+        retry_condition_fn=lambda task, run, state: (
+            not (
+                execution.signum or (isinstance(state.data, TTrainError) and state.data.is_mistake)  # which a retry repeats
+            )
+        ),
+        persist_result=False,
+        cache_policy=NO_CACHE,
+    )
+
+
+CLUSTER_AHEAD = 256  # blocks that a cluster of unknown size is given at a time
+
+LOOK_SECONDS = 1.0  # while a block is waited for, between two looks at the signals and at the workers
+WORKERLESS_SECONDS = 300.0  # a killed worker is replaced within seconds; a cluster that grows by itself takes minutes
+
+IMPORT_HINT = "runtime.sharding is dask, which needs prefect-dask; try: pip install 'ttrain[dask]'"
+
+
+@task(name="block", persist_result=False, cache_policy=NO_CACHE)  # type: ignore[untyped-decorator]
+def block_task(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Make one block on the worker that Dask chooses."""
+    return function(*arguments)
+
+
+@dataclass
+class DaskPool:
+    """Submits to the Dask cluster of the running flow; results in order, a bounded number ahead."""
+
+    _ahead: int
+    _stop_signal: Callable[[], int]
+
+    def map(self, function: Callable[..., Any], tasks: Iterator[tuple[Any, ...]]) -> Generator[Any]:
+        waiting: deque[Any] = deque()
+        try:
+            for arguments in tasks:
+                waiting.append(block_task.submit(function, arguments))
+                if len(waiting) >= self._ahead:
+                    yield self._result(waiting)
+            while waiting:
+                yield self._result(waiting)
+        finally:  # none may still write when the caller goes on
+            for future in waiting:
+                while not future.wrapped_future.done() and _has_workers(future):
+                    future.wait(LOOK_SECONDS)
+
+    def _result(self, waiting: deque[Any]) -> Any:
+        future, last_seen = waiting[0], time.monotonic()
+        while not future.wrapped_future.done():
+            self._check_signal()
+            future.wait(LOOK_SECONDS)
+            if _has_workers(future):
+                last_seen = time.monotonic()
+            elif time.monotonic() - last_seen > WORKERLESS_SECONDS:
+                raise TTrainError(
+                    f"the Dask cluster has had no worker for {WORKERLESS_SECONDS:.0f} s; start workers, or where they were "
+                    f"killed for want of memory, lower runtime.workers; the same command continues"
+                )
+        self._check_signal()
+        return waiting.popleft().result()
+
+    def _check_signal(self) -> None:
+        if signum := self._stop_signal():
+            raise Interrupted("stopped while Dask made its blocks; the next run continues there", signum)
+
+
+def _has_workers(future: Any) -> bool:
+    """Whether the cluster that computes a future has workers."""
+    return bool(future.wrapped_future.client.scheduler_info()["workers"])
+
+
+def make_on_dask(stage: Stage, work: Path, runtime: Runtime, stop_signal: Callable[[], int] = lambda: 0) -> None:
+    """Make the blocks of a shards stage whose work directory is laid out. Raises what a block raised, or Interrupted."""
+    from prefect import flow
+
+    from ttrain.pipeline.stage_worker import job_of
+    from ttrain.tasks import shards
+
+    runner, ahead = task_runner(runtime)
+
+    @flow(name=f"{stage.name}-blocks", task_runner=runner, persist_result=False, validate_parameters=False)  # type: ignore[untyped-decorator]
+    def blocks() -> None:
+        config, job = job_of(work, progress=False)
+        shards.make_blocks(config, job, DaskPool(ahead, stop_signal))
+
+    blocks()
+
+
+def task_runner(runtime: Runtime) -> tuple[Any, int]:
+    """The Dask task runner, and the number of tasks to submit ahead. Raises UsageError where Dask is missing."""
+    from ttrain.data.sharding import ENVIRONMENT, TASKS_AHEAD
+
+    try:
+        from prefect_dask import DaskTaskRunner
+    except ImportError:
+        raise UsageError(IMPORT_HINT) from None
+    workers = runtime.workers or os.cpu_count() or 1
+    if runtime.dask_address:
+        return DaskTaskRunner(address=runtime.dask_address), CLUSTER_AHEAD
+    with contextlib.suppress(ImportError):
+        import dask
+
+        dask.config.set({"distributed.nanny.pre-spawn-environ": {**ENVIRONMENT, "MALLOC_TRIM_THRESHOLD_": "65536"}})
+    # With TLS and a key of its own: its scheduler runs the code of whoever connects, and all accounts reach 127.0.0.1
+    kwargs = {
+        "n_workers": workers,
+        "threads_per_worker": 1,
+        "dashboard_address": None,
+        "host": "127.0.0.1",
+        "security": True,
+    }
+    return DaskTaskRunner(cluster_kwargs=kwargs), workers * TASKS_AHEAD

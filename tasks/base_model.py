@@ -1,0 +1,157 @@
+"""Stage `base-model`: prepare an existing model: checked, in fp32, with the pipeline's tokenizer."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ttrain.config import ExistingModelConfig
+from ttrain.core.files import temporary_directory
+from ttrain.data.encoder import Encoder, open_tokenizer
+from ttrain.errors import ArtifactError
+from ttrain.model import factory, multi_token
+from ttrain.tasks import new_model
+from ttrain.tasks.common.job import Figures, StageContext
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+WORDS = re.compile(r"[^\W_]+")
+
+log = logging.getLogger("ttrain")
+
+
+def run(config: ExistingModelConfig, job: StageContext) -> Figures:
+    """Write the model as `model/`, in the layout of the training stages; returns what was changed."""
+    files = {role: [Path(path) for path in paths] for role, paths in job.files.items()}
+    return prepare_base_model(files, job.inputs["tokenizer"], job.output / new_model.DIRECTORY)
+
+
+def prepare_base_model(files: Mapping[str, Sequence[Path]], tokenizer: Path, directory: Path) -> Figures:
+    """Load the files, give the model a row for each token of the tokenizer, and write both under `directory`.
+
+    `files` by the roles of `existing_model.files`. Raises ArtifactError that lists each tensor which is missing, left over
+    or of another shape.
+    """
+    model = _load(files)
+    encoder = Encoder(tokenizer)
+    rows_before = embedding_rows(model)
+    own_vocabulary = _vocabulary(files["tokenizer"][0]) if "tokenizer" in files else None
+    new = _vocabulary(tokenizer / "tokenizer.json")
+    unseen = {
+        number
+        for number in new.values()
+        if number >= rows_before or (own_vocabulary is not None and number not in own_vocabulary.values())
+    }
+    if own_vocabulary is not None:
+        _warn_of_changed_ids(own_vocabulary, new, rows_before)
+    grow(model, len(encoder), _pieces(encoder, new, unseen))
+    _set_ids(model, encoder)
+    new_model.write(model, tokenizer, directory)
+    return {
+        "parameters": factory.count_parameters(model),
+        "model_type": model.config.model_type,
+        "vocab_size": embedding_rows(model),
+        "vocab_size_before": rows_before,
+        "added_tokens": sorted(token for token, number in new.items() if number in unseen),
+    }
+
+
+def _load(files: Mapping[str, Sequence[Path]]) -> PreTrainedModel:
+    """Load the model from the files that are in the key alone: others in the same folder must not affect it."""
+    with temporary_directory("model") as temporary:
+        for path in (*files["config"], *files["weights"], *files.get("second_head", ())):
+            (temporary / path.name).symlink_to(path.absolute())
+        try:
+            return new_model.load(temporary)
+        except ArtifactError as error:
+            raise ArtifactError(str(error).replace(str(temporary), str(files["config"][0].parent))) from None
+
+
+def _vocabulary(path: Path) -> dict[str, int]:
+    return dict(open_tokenizer(path).get_vocab(with_added_tokens=True))
+
+
+def _warn_of_changed_ids(own_vocabulary: Mapping[str, int], new: Mapping[str, int], rows: int) -> None:
+    others = sum(number < rows and new.get(token) != number for token, number in own_vocabulary.items())
+    if others:
+        log.warning(
+            "%d of the %d tokens that the model knows have other ids in the tokenizer, so that their embeddings must be "
+            "learnt again; better leave tokenizer.existing out",
+            others,
+            len(own_vocabulary),
+        )
+
+
+def _pieces(encoder: Encoder, new: Mapping[str, int], unseen: set[int]) -> dict[int, list[int]]:
+    """For each token that the model has never seen, the tokens of its words: of <|user|>, those of "user"."""
+    tokens = sorted((number, token) for token, number in new.items() if number in unseen)
+    spelled = encoder.encode([" ".join(WORDS.findall(token)) for _, token in tokens])
+    return {
+        number: [piece for piece in ids if piece not in unseen] for (number, _), ids in zip(tokens, spelled, strict=True)
+    }
+
+
+def _set_ids(model: PreTrainedModel, encoder: Encoder) -> None:
+    """Set the tokenizer's special ids, also where the model has others; the model's own stop tokens stay."""
+    generation = model.generation_config
+    stops = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
+    for name, number in new_model.special_ids(encoder).items():
+        setattr(model.config, name, number)
+        setattr(generation, name, number)
+    stop_ids = [number for number in stops if number is not None]
+    generation.eos_token_id = list(dict.fromkeys([encoder.eos_id, encoder.end_id, *stop_ids]))
+
+
+def grow(model: PreTrainedModel, size: int, pieces: Mapping[int, Sequence[int]]) -> None:
+    """Give the model `size` rows, where it has fewer, and new values to the rows of `pieces`; all others keep theirs.
+
+    `pieces` maps each token new to the model to the tokens whose mean it starts from; empty: all tokens the model has seen.
+    A mean lies within the embeddings, so that the first steps need not undo noise. It is a mean of the token's own words,
+    not the same for all, since an adapter does not train the embeddings, and tokens with equal rows would stay
+    indistinguishable. Nothing is random.
+    """
+    old = embedding_rows(model)
+    if size > old:
+        model.resize_token_embeddings(size, mean_resizing=False)
+        for head in _second_heads(model):
+            _lengthen(head, size)
+    seen_ids = [number for number in range(old) if number not in pieces]
+    tables = {id(table): table for table in _tables(model)}  # tied: one table twice
+    with torch.no_grad():
+        for table in tables.values():
+            values = {number: table[list(chosen or seen_ids)].mean(dim=0) for number, chosen in pieces.items()}
+            for number, value in values.items():
+                table[number] = value
+
+
+def embedding_rows(model: PreTrainedModel) -> int:
+    """How many tokens the model has an embedding for."""
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
+def _tables(model: PreTrainedModel) -> list[Tensor]:
+    """Tensors with a row, or one number, per token: [V, D] or [V]."""
+    heads = [model.get_output_embeddings(), *_second_heads(model)]
+    of_heads = [tensor for head in heads if head is not None for tensor in (head.weight, getattr(head, "bias", None))]
+    return [model.get_input_embeddings().weight, *(tensor for tensor in of_heads if tensor is not None)]
+
+
+def _second_heads(model: PreTrainedModel) -> list[nn.Linear]:
+    head = getattr(model, multi_token.NAME, None)
+    return [] if head is None else [head]
+
+
+def _lengthen(head: nn.Linear, rows: int) -> None:
+    """Append rows of zeros to a head, in place."""
+    for name, tensor in list(head.named_parameters()):
+        new_rows = tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])
+        setattr(head, name, nn.Parameter(torch.cat([tensor.detach(), new_rows])))
+    head.out_features = rows

@@ -1,0 +1,1 @@
+"""What several tasks share: rows, callbacks, the trained model."""

@@ -1,0 +1,238 @@
+"""Callbacks of a training stage: curves, log, guards, samples, machine metrics. None of them changes a weight."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ttrain.config import Runtime, TaskConfig, Training, flatten
+from ttrain.config.training import TRAINING_STAGES
+from ttrain.core.files import write_json
+from ttrain.data.chat_templates import Message
+from ttrain.data.encoder import Encoder
+from ttrain.data.loader import Loader
+from ttrain.data.packing import Rows
+from ttrain.errors import UsageError
+from ttrain.evaluate import samples, statistics
+from ttrain.evaluate.samples import SamplePrompt
+from ttrain.tasks.common.job import Figures, StageContext
+from ttrain.tasks.shards import heldout_records
+from ttrain.tracking.loggers import Logger, make_loggers
+from ttrain.train.callbacks import Callback, LogLines, MetricsFile, Perplexity, ProgressBar, installed_callbacks
+from ttrain.train.distributed import Ranks
+from ttrain.train.guards import default_guards
+from ttrain.train.monitor import PerformanceMonitor, flops_per_token, peak_flops
+from ttrain.train.periodic_evaluation import PeriodicEvaluation, PeriodicSamples
+from ttrain.train.precision import Precision
+from ttrain.train.trainer import QUICK
+
+if TYPE_CHECKING:
+    from ttrain.evaluate.evaluated_model import EvaluatedModel
+    from ttrain.evaluate.items import Items
+    from ttrain.evaluate.results import Results
+
+
+METRICS, GUARDS = "metrics.jsonl", "guards.jsonl"  # under run/
+
+SAMPLE_TOKENS = 48
+
+LEAST_CHANGE = 0.001  # nats per target
+
+
+def training_callbacks(
+    config: Training | TaskConfig, job: StageContext, *, loader: Loader, ranks: Ranks, precision: Precision,
+    flops_per_token: float = 0.0,
+) -> list[Callback]:  # fmt: skip
+    """The callbacks that the runtime settings ask for and every training supports, in the order in which they are called.
+
+    `flops_per_token`: 0 where it is unknown; then MFU is not logged.
+    Raises UsageError where a logger is not installed.
+    """
+    run, order = job.run_directory, loader.order
+    callbacks: list[Callback] = [
+        PerformanceMonitor(
+            device=ranks.device,
+            steps_per_epoch=order.rows / order.rows_per_step,
+            flops_per_token=flops_per_token,
+            peak_flops=(lambda: peak_flops(precision) * ranks.world) if flops_per_token else None,
+        ),
+        MetricsFile(run / METRICS),
+        ProgressBar(
+            job.progress,
+            round(order.tokens_per_row * order.rows_per_step),
+            "tokens" if isinstance(config, Training) else "rows",
+        ),
+        LogLines(),
+    ]
+    callbacks += make_loggers(job.runtime.loggers, run, description(config, job.labels))
+    if job.runtime.guards == "warn":
+        callbacks += default_guards(run / GUARDS, loader.order)
+    if ranks.first:
+        callbacks += installed_callbacks(may_stop=isinstance(config, TaskConfig))
+    return callbacks
+
+
+def description(config: Training | TaskConfig, labels: Mapping[str, str]) -> Figures:
+    """A training as loggers show it: project, group, kind and name, and its settings with secrets masked."""
+    from ttrain.core.redact import masked
+
+    stage, run = labels.get("stage", "training"), labels.get("run", "")
+    settings = flatten(config.model_dump(mode="json"))
+    return {
+        "project": labels.get("experiment", "ttrain"),
+        "group": run or None,
+        "job_type": stage,
+        "name": f"{stage} {run.rpartition('-')[2]}".strip(),
+        "config": masked({f"{config.prefix}{name}": value for name, value in settings}),
+    }
+
+
+def language_model_callbacks(
+    config: Training, job: StageContext, *, model: nn.Module, loader: Loader, ranks: Ranks, precision: Precision, rows: Rows,
+    encoder: Encoder,
+) -> list[Callback]:  # fmt: skip
+    """The callbacks of a language model's training: also perplexity, and where set samples and evaluations."""
+    flops = flops_per_token(model, _positions(rows))
+    callbacks = training_callbacks(config, job, loader=loader, ranks=ranks, precision=precision, flops_per_token=flops)
+    if TRAINING_STAGES[config.section].rows != "pairs":  # whose loss is not a cross entropy
+        callbacks.append(Perplexity())
+    every = job.runtime.sample_every_steps
+    if every:
+        _refuse_sharded_models(job.runtime, ranks, "sample_every_steps", "write")
+        prompts = sample_prompts(config, job, encoder)
+        write = partial(_write_samples, model, encoder, prompts)
+        callbacks.append(PeriodicSamples(job.run_directory / "samples", model, write, every=every))
+    if job.runtime.eval_every_steps:
+        writers = [callback for callback in callbacks if isinstance(callback, MetricsFile | Logger)]
+        measure = measure_of(config, job, model, encoder, ranks)
+        callbacks.append(PeriodicEvaluation(model, measure, writers, every=job.runtime.eval_every_steps))
+    return callbacks
+
+
+def _write_samples(model: nn.Module, encoder: Encoder, prompts: Sequence[SamplePrompt]) -> list[samples.Sample]:
+    """What the model in training writes for the prompts."""
+    with generation_mode(model, encoder) as subject:
+        return samples.continuations(subject, prompts, new_tokens=SAMPLE_TOKENS)
+
+
+def _positions(rows: Rows) -> float:
+    """Length of the row of a token, in the mean over the tokens."""
+    if not rows.trimmed:
+        return rows.row_length
+    lengths = rows.lengths()
+    return float((lengths**2).sum() / lengths.sum())
+
+
+def _refuse_sharded_models(runtime: Runtime, ranks: Ranks, setting: str, use: str) -> None:
+    if runtime.parallel == "fsdp" and ranks.world > 1:
+        raise UsageError(
+            f"runtime.{setting} is {getattr(runtime, setting)}, but with runtime.parallel=fsdp no rank holds a whole model "
+            f"that could {use}; set runtime.{setting}=0, or runtime.parallel=ddp"
+        )
+
+
+def sample_prompts(config: Training, job: StageContext, encoder: Encoder) -> list[SamplePrompt]:
+    """The prompts of the settings, else of rows that the stage holds out, of which there may be none."""
+    of_documents = TRAINING_STAGES[config.section].rows == "documents"
+    if (texts := job.runtime.sample_prompts) is not None:
+        return list(map(SamplePrompt if of_documents else samples.question, texts))
+    heldout = heldout_records(job.inputs["shards"])
+    size = {"new_tokens": SAMPLE_TOKENS, "room": max(8, config.row_length - SAMPLE_TOKENS)}
+    if of_documents:
+        return samples.of_documents([record["text"] for record in heldout], encoder, **size)
+    turns = (record.get("messages") or (*record["prompt"], *record["chosen"]) for record in heldout)
+    return samples.of_chats([tuple(map(Message.from_json, chat)) for chat in turns], encoder, **size)
+
+
+def is_without_effect(curve: Path) -> bool:
+    """Whether the quick validations of a stage end where they began: nearer than two that follow each other usually are, or
+    by less than 0.1 % of the perplexity. False for a curve that lacks its first step."""
+    from ttrain.store.runs import read_rows
+
+    losses = [(row["step"], row["metrics"][QUICK]) for row in read_rows(curve) if row["metrics"].get(QUICK) is not None]
+    if len(losses) < 3 or losses[0][0] != 0:
+        return False
+    values = [loss for _, loss in losses]
+    usual = median(abs(current - previous) for previous, current in pairwise(values))
+    return bool(abs(values[-1] - values[0]) < max(LEAST_CHANGE, usual))
+
+
+log = logging.getLogger("ttrain")
+
+MOST_BYTES = 100_000  # of text, in addition to the limit of items: a document has any length
+
+NAME = "model"  # of the one model in the results
+
+RULE = statistics.Rule()
+
+
+def measure_of(
+    config: Training, job: StageContext, model: nn.Module, encoder: Encoder, ranks: Ranks
+) -> Callable[[int], Mapping[str, float]]:
+    """The function that `train.periodic_evaluation` calls. Reads all items; raises UsageError or DataError for bad ones.
+
+    Each evaluation leaves `run/evaluations/step-00000100.json`, with the intervals of its figures.
+    """
+    from ttrain.evaluate import run
+    from ttrain.evaluate.results import Results
+
+    _refuse_sharded_models(job.runtime, ranks, "eval_every_steps", "be asked")
+    items = read_items(config, job) if ranks.first else []
+
+    def measure(step: int) -> Mapping[str, float]:
+        with generation_mode(model, encoder) as subject:
+            outcomes = run.ask(items, subject, lambda task, done, total: None)
+        results = Results(outcomes, RULE)
+        log.info("evaluation at step %d: %s", step, "  ".join(map(results.line, outcomes)))
+        directory = job.run_directory / "evaluations"
+        directory.mkdir(exist_ok=True)
+        write_json(directory / f"step-{step:08d}.json", results.to_json())
+        return figures_of(results)
+
+    return measure
+
+
+def read_items(config: Training, job: StageContext) -> list[Items[Any]]:
+    """The items of the suite that the settings name, at most `runtime.eval_limit` of each task. Tasks on held-out parts that
+    are not the stage's own are left out."""
+    from ttrain.evaluate import run, suites
+    from ttrain.evaluate.items import comparable
+    from ttrain.tasks.shards import heldout_records
+
+    part_name = TRAINING_STAGES[config.section].part
+    full_suite = suites.load(job.runtime.eval_suite) if job.runtime.eval_suite else suites.load_heldout()
+    suite = suites.at_most(suites.with_parts(full_suite, [part_name]), job.runtime.eval_limit, MOST_BYTES)
+    log.info("evaluated on %s of %s", ", ".join(suite.suite.tasks), full_suite.name)
+    return run.read([suite], {part_name: comparable(heldout_records(job.inputs["shards"]))})
+
+
+def figures_of(results: Results) -> dict[str, float]:
+    """Every figure as TASK/FIGURE, and the primary one of a group as TASK/FIGURE/KEY:VALUE; none without an item."""
+    model_infix = f"/{NAME}"
+    metrics = {name.replace(model_infix, "", 1): value for name, value in results.metrics().items() if model_infix in name}
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+@contextlib.contextmanager
+def generation_mode(model: Any, encoder: Encoder) -> Iterator[EvaluatedModel]:
+    """Use the model in training for generation; afterwards its own generation settings, which are written beside its
+    weights, are restored."""
+    from ttrain.inference.evaluated_model import as_evaluated_model
+    from ttrain.inference.loading import with_encoder
+
+    causal = model.get_base_model() if hasattr(model, "get_base_model") else model
+    generation_config = causal.generation_config
+    try:
+        yield as_evaluated_model(with_encoder(NAME, model, encoder, (encoder.bos_id,), can_chat=True))
+    finally:
+        vars(model).pop("generation_config")  # PEFT's has the one of the model within it
+        causal.generation_config = generation_config

@@ -1,0 +1,200 @@
+"""The rows of a training stage from its shards, their order, and the validation batches."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ttrain.config import TRAINING_STAGES, TRAININGS, Training
+from ttrain.config.rules import AUTO
+from ttrain.core.hashing import digest_of
+from ttrain.data.encoder import Encoder
+from ttrain.data.loader import DRAWS_PER_CYCLE, BatchSource, LengthGroupedOrder, Order, ShuffledOrder, WeightedOrder
+from ttrain.data.packing import Intervals, MixedRows, Rows
+from ttrain.data.pair_rows import answer_rows
+from ttrain.data.record_rows import DocumentRows, SeparateDocumentRows
+from ttrain.data.shards import ShardSet
+from ttrain.errors import ArtifactError, DataError, TooFewRows, UsageError
+from ttrain.tasks import SHARE
+from ttrain.train.schedules import steps_of
+
+MOST_DRAWS = 1 << 20  # of a cycle of exact shares, which is in memory
+
+
+def open_rows(directory: Path, encoder: Encoder, config: Training, *, heldout: bool = False) -> Rows:
+    """The rows of a set of shards, by its kind; the held-out part is neither mixed by weight nor read with overlap."""
+    shards = ShardSet(directory, encoder.digest)
+    if shards.index.get("template", digest_of(encoder.jinja)) != digest_of(encoder.jinja):
+        raise ArtifactError(
+            f"the chats in {directory} were made with another chat template than the model's; make them again"
+        )
+    if shards.weights and not heldout:
+        groups = [_rows(shards.group(number), encoder, config) for number in range(len(shards.weights))]
+        return MixedRows(groups, shards.weights)
+    return _rows(shards, encoder, config, overlap=not heldout)
+
+
+def with_replay(rows: Rows, directory: Path, encoder: Encoder, config: Training) -> Rows:
+    """The rows, and beside them those of a sample of documents learnt before, whose index has its share of all tokens."""
+    shards = ShardSet(directory, encoder.digest)
+    replayed, share = _rows(shards, encoder, config), float(shards.index[SHARE])
+    if not len(replayed):
+        return rows
+    groups, weights = (rows.groups, rows.weights) if isinstance(rows, MixedRows) else ((rows,), (1.0,))
+    new = [(1 - share) * weight / sum(weights) for weight in weights]
+    return MixedRows([*groups, replayed], [*new, share], epoch=round(len(rows) / (1 - share)))
+
+
+def _rows(shards: ShardSet, encoder: Encoder, config: Training, *, overlap: bool = True) -> Rows:
+    masks, packed, kind = _intervals(config, encoder), config.packing != "none", shards.index["kind"]
+    if kind == "documents":
+        stride = config.stride if overlap else None
+        if config.packing == "stream":
+            if shards.row_weights is not None:
+                raise UsageError(
+                    f"{config.section}.packing is stream, but rows of data have a weight, by which a stream cannot be "
+                    f"drawn; set {config.section}.packing=best-fit, or leave the key 'weight' out"
+                )
+            return DocumentRows(shards, config.row_length, encoder.pad_id, stride=stride, masks=masks)
+        return SeparateDocumentRows(shards, config.row_length, encoder.pad_id, packed=packed, stride=stride, masks=masks)
+    if config.packing == "stream":
+        raise UsageError(
+            f"{config.section}.packing is stream, but {kind} are not one stream; set {config.section}.packing=best-fit"
+        )
+    if config.stride is not None:
+        raise UsageError(f"{config.section}.stride is {config.stride}, but {kind} are not read in windows; set it to null")
+    if kind == "pairs" and masks:
+        raise UsageError(f"{config.section}.mask_intervals is set, but an answer of a pair counts as a whole; leave it out")
+    return answer_rows(shards, config.row_length, encoder, packed=packed, masks=masks)
+
+
+def _intervals(config: Training, encoder: Encoder) -> Intervals:
+    """The token ids of `mask_intervals`."""
+
+    def number(marker: int | str) -> int:
+        if isinstance(marker, str):
+            try:
+                return encoder.special(marker)
+            except ArtifactError:
+                raise UsageError(
+                    f"{config.section}.mask_intervals names {marker!r}, which is not a token of the tokenizer; "
+                    f"name one of its tokens, or give an id"
+                ) from None
+        if not 0 <= marker < len(encoder):
+            raise UsageError(
+                f"{config.section}.mask_intervals has the id {marker}, but the tokenizer has the ids 0 to {len(encoder) - 1}"
+            )
+        return marker
+
+    return Intervals(tuple((number(opens), number(closes)) for opens, closes in config.mask_intervals))
+
+
+def resolved(config: Training, rows: Rows) -> Training:
+    """The settings with numbers for what is `auto`."""
+    return config.resolved(rows.epoch)
+
+
+def order_of(config: Training, rows: Rows) -> Order:
+    """The order that the settings and the data's weights ask for. Raises DataError where the data is not fit to train on.
+
+    Packed rows count in full (documents fill 0.999 of them, the quickstart's chats 0.98), so that a budget is a number of
+    steps. Rows of one record are short: they count by their length, and a budget in tokens ends with the step in which it
+    has been read.
+    """
+    _check(config, rows)
+    order = _order(config, rows)
+    order.row_tokens = rows.lengths() if rows.trimmed else rows.row_length
+    if rows.trimmed and config.token_budget is not None:
+        order.total_rows = order.steps_to_read(config.token_budget) * order.rows_per_step
+    return order
+
+
+def _order(config: Training, rows: Rows) -> Order:
+    size, (_, total) = config.rows_per_step, steps_of(config, rows.epoch)
+    draws_of_groups, is_exact = rows.draws(), isinstance(rows, MixedRows) and rows.is_exact
+    if isinstance(rows, MixedRows) or len(draws_of_groups) > 1:
+        if config.order != "shuffled":
+            mixed, cure = ("by weight", "leave the weights out")
+            if is_exact:  # by `with_replay`
+                mixed, cure = "with a sample of what was learnt before", "nightly.replay=0"
+            raise UsageError(
+                f"{config.section}.order is {config.order}, but the data is mixed {mixed}; "
+                f"set {config.section}.order=shuffled, or {cure}"
+            )
+        counts, weights = zip(*draws_of_groups, strict=True)
+        draws = DRAWS_PER_CYCLE
+        if not isinstance(rows, MixedRows) or len(weights) > len(rows.groups):  # rows of data have weights
+            draws = max(draws, _draws_for(min(weights) / sum(weights)))
+        if is_exact:
+            draws = max(min(rows.epoch, total, MOST_DRAWS), math.ceil(1 / min(weights)))
+        return WeightedOrder(counts, weights, size, total, config.seed, draws=draws)
+    if config.order == "length-grouped":
+        return LengthGroupedOrder(rows.lengths(), size, total, config.seed)
+    return ShuffledOrder(len(rows), size, total, config.seed)
+
+
+def _draws_for(least: float) -> int:
+    """Draws of which the lightest rows, with this share of all, get one. Raises DataError where that is seldom."""
+    if least * MOST_DRAWS < 1:
+        raise DataError(
+            f"the rows with the least weight would get one of {1 / least:.3g} draws, but may get one of {MOST_DRAWS:,}; "
+            f"raise their weight, or leave them out"
+        )
+    return math.ceil(1 / least)
+
+
+def check_left_out(config: Training, rows: Rows) -> None:
+    """Raise DataError where too many pairs are too long for a row, or too many chats have nothing to learn from."""
+    counts = rows.counts()
+    dropped, records, limit = counts.get("all_masked_dropped", 0), counts["records"], config.dropped_fraction
+    too_long = counts.get("too_long_dropped", 0)
+    if too_long > limit * records:
+        raise DataError(
+            f"{too_long} of {records} pairs are longer than {config.section}.row_length {config.row_length}, prompt and "
+            f"both answers together, and half an answer has another probability. That is more than "
+            f"{config.section}.dropped_fraction {limit}; raise {config.section}.row_length, or dropped_fraction to leave "
+            f"them out"
+        )
+    if dropped > limit * records:
+        raise DataError(
+            f"{dropped} of {records} chats have no token to learn from: no answer, or all of it masked. That is more than "
+            f"{config.section}.dropped_fraction {limit}; fix the data, or raise it"
+        )
+
+
+def _check(config: Training, rows: Rows) -> None:
+    """Raise where too much is left out, or the rows are too few for one step."""
+    check_left_out(config, rows)
+    if not len(rows):
+        raise TooFewRows(_no_rows(config), _without_stage(config))
+    if len(rows) < config.rows_per_step:
+        name, most = f"{config.section}.tokens_per_step", len(rows) * config.row_length
+        fix = AUTO if config.accepts(tokens_per_step=AUTO) and config.section in TRAININGS else most
+        raise TooFewRows(
+            f"{name} is {config.tokens_per_step}, {config.rows_per_step} rows of "
+            f"{config.row_length} tokens, but the training data gives {len(rows)} rows; "
+            f"set {name}={most} or less, or bring more data",
+            [f"{name}={fix}"],
+        )
+
+
+def _no_rows(config: Training) -> str:
+    problem = f"{config.section}: the training data is empty: it gave no row to learn from"
+    fixes = _without_stage(config)
+    return f"{problem}; add rows" + (f", or leave the stage out with {fixes[0]}" if fixes else "")
+
+
+def _without_stage(config: Training) -> list[str]:
+    """The setting that leaves a stage out; none for pretraining, which others start from."""
+    row = TRAINING_STAGES.get(config.section)
+    return [f"data.{row.dataset}=none"] if row and row.role != "base" else []
+
+
+def validation_batches(rows: BatchSource, limit: int, rows_per_batch: int) -> list[Any]:
+    """At most `limit` rows, evenly spread: the first rows of packed chats are those with the longest."""
+    count = min(limit, len(rows))
+    numbers = np.arange(count) * len(rows) // max(1, count)
+    return [rows.batch(numbers[start : start + rows_per_batch]) for start in range(0, len(numbers), rows_per_batch)]

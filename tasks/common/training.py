@@ -1,0 +1,192 @@
+"""The part of training that all training stages share: rows and their order, task, callbacks, figures."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ttrain.config import TRAINING_STAGES, Runtime, Section, Training, flatten
+from ttrain.data.encoder import Encoder
+from ttrain.data.loader import BatchSource, Order, pad_fraction
+from ttrain.data.packing import Rows
+from ttrain.errors import UsageError
+from ttrain.model import factory, multi_token
+from ttrain.tasks.common import plateau
+from ttrain.tasks.common.callbacks import METRICS, is_without_effect, language_model_callbacks
+from ttrain.tasks.common.job import Figures, Inputs, StageContext
+from ttrain.tasks.common.rows import open_rows, order_of, resolved, validation_batches, with_replay
+from ttrain.tasks.common.trainable_model import TrainableModel, loader_of, start, train
+from ttrain.tasks.common.tuning import tuned
+from ttrain.tasks.new_model import tokenizer_files
+from ttrain.train import checkpoint, leakage_check, precision
+from ttrain.train.checkpoint import Snapshot
+from ttrain.train.distributed import Ranks
+from ttrain.train.early_stopping import early_stopping
+from ttrain.train.language_modeling import CausalTask, LanguageModeling
+from ttrain.train.schedules import BUDGET, RATES, quick_rows, shared_steps
+from ttrain.train.training_options import Origin, Validation
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["TrainableModel", "fit", "run", "start", "task_of", "tokenizer_files", "whole_model"]
+
+log = logging.getLogger("ttrain")
+
+
+def whole_model(model: PreTrainedModel, tokenizer: Path, identity: Mapping[str, Any] | None = None) -> TrainableModel:
+    """All weights of a model, with the tokenizer of this directory; `identity`: as in `TrainableModel`."""
+    return TrainableModel(
+        model,
+        state=lambda: multi_token.state(model),
+        files={**factory.files(model), **tokenizer_files(tokenizer)},
+        left_out=multi_token.discarded_files(model),
+        identity=identity or {},
+    )
+
+
+def task_of(config: Training, model: nn.Module, runtime: Runtime) -> LanguageModeling:
+    """The task of most stages: next-token prediction."""
+    return LanguageModeling(config, model, **task_options(runtime))
+
+
+def task_options(runtime: Runtime) -> dict[str, Any]:
+    """How a task computes: results are equal up to the order of summation."""
+    return {
+        "chunk_tokens": runtime.loss_chunk_tokens,
+        "attention": runtime.attention,
+        "gradient_checkpointing": runtime.gradient_checkpointing,
+    }
+
+
+def run(
+    config: Section, settings: Training, job: StageContext, prepare: Callable[[Any, Inputs, Encoder], TrainableModel]
+) -> Figures:
+    """Train the model that `prepare` makes of the settings, the inputs and the tokenizer."""
+    ranks = start(job.runtime)
+    tokenizer = job.inputs["tokenizer"] if "tokenizer" in job.inputs else job.inputs["base"] / "model"
+    encoder = Encoder(tokenizer, fast=False)  # its ids are asked for, no text is encoded
+    return fit(settings, prepare(config, job.inputs, encoder), job, ranks, encoder)
+
+
+def fit(
+    config: Training,
+    trained: TrainableModel,
+    job: StageContext,
+    ranks: Ranks,
+    encoder: Encoder,
+    *,
+    task: Callable[[Training], CausalTask] | None = None,
+    batches: Callable[[str, Rows], BatchSource] = lambda part, rows: rows,
+) -> Figures:
+    """Train, write the model under the output, return the figures of the manifest. Raises Interrupted after saving.
+
+    `task`: makes the task of settings without `auto`; next-token prediction unless given.
+    `batches`: the batches of the rows of a part, `train` or `heldout`.
+    """
+    rows, heldout = _rows_of(config, job, encoder)
+    automatic, config = config.automatic, resolved(config, rows)
+    by_rule = {name: getattr(config, name) for name in automatic}
+    if by_rule:
+        log.info("by the %d rows: %s", rows.epoch, by_rule)
+    order, computed_in = order_of(config, rows), precision.resolve_precision(config.precision, ranks.device)
+    learner = task(config) if task else task_of(config, trained.model, job.runtime)
+    leakage_check.check(learner.build_model(), config, branches=TRAINING_STAGES[config.section].rows == "pairs")
+    learner.check_rows(rows)
+    learner.check_rows(heldout)
+    runtime = job.runtime
+    if isinstance(learner, LanguageModeling):  # what it measures are passes of next-token prediction
+        runtime = tuned(learner, rows, order, job, ranks, computed_in)
+    chosen = {} if runtime is job.runtime else {"tuned": {"rows_per_device": runtime.rows_per_device}}
+    job = replace(job, runtime=runtime)
+    loader = loader_of(batches("train", rows), order, runtime, ranks)
+    validation = _validation(config, batches("heldout", heldout), order, runtime)
+    extended = _extended(config, job, trained, order.steps)
+    log.info("%s", rows_sentence(rows.counts()))
+    watching = language_model_callbacks(
+        config, job, model=trained.model, loader=loader, ranks=ranks, precision=computed_in, rows=rows, encoder=encoder
+    )
+    figures = train(
+        learner,
+        loader,
+        trained,
+        job,
+        ranks,
+        precision=computed_in,
+        validation=validation,
+        callbacks=[*early_stopping(config, validation.batches), *watching],
+        origin=Origin(
+            extended,
+            plateau.read(job.inputs["plateau"], trained.weights_file) if "plateau" in job.inputs else None,
+            {**trained.identity, **dict(flatten(config.model_dump(mode="json", exclude={"start_from"})))},
+            BUDGET | RATES,  # a shorter run is extended, --continue names work of another rate; all else has another key
+        ),
+    )
+    return {
+        **figures,
+        **chosen,
+        **({"by_rule": by_rule} if by_rule else {}),
+        "guard_warnings": _warnings(config, job, ranks, figures["guard_warnings"]),
+        "extended_from_step": extended.step if extended else None,
+        "rows": {**rows.counts(), "pad_fraction": pad_fraction(rows, loader)},
+        "heldout_rows": heldout.counts(),
+    }
+
+
+def _rows_of(config: Training, job: StageContext, encoder: Encoder) -> tuple[Rows, Rows]:
+    """The rows to train on, with those that are replayed, and the held-out ones."""
+    rows = open_rows(job.inputs["shards"] / "train", encoder, config)
+    if "replay" in job.inputs:
+        rows = with_replay(rows, job.inputs["replay"] / "train", encoder, config)
+    return rows, open_rows(job.inputs["shards"] / "heldout", encoder, config, heldout=True)
+
+
+def _validation(config: Training, heldout: BatchSource, order: Order, runtime: Runtime) -> Validation:
+    """The batches of a validation, and the fewer ones of a quick validation, which there are by default only."""
+    validation = validation_batches(heldout, config.validation_rows, runtime.rows_per_device)
+    if config.validates_while_training:
+        return Validation(validation)
+    quick_row_count = min(config.validation_rows, quick_rows(order.total_rows, runtime.quick_validations + 1))
+    return Validation(validation, validation_batches(heldout, quick_row_count, runtime.rows_per_device))
+
+
+def _extended(config: Training, job: StageContext, trained: TrainableModel, steps: int) -> Snapshot | None:
+    """The checkpoint of the shorter run that `--extend` continues.
+
+    The plan, which reads no rows, estimates the steps of a budget in tokens where rows count by their length.
+    """
+    if not job.start_from:
+        return None
+    if config.early_stopping:
+        raise UsageError(
+            f"--extend cannot be combined with {config.prefix}early_stopping: the best weights may lie in the shorter run; "
+            f"remove one of them"
+        )
+    snapshot = checkpoint.read(job.start_from, trained.weights_file)
+    shared = shared_steps(config.schedule, steps)
+    if snapshot.step <= shared:
+        return snapshot
+    log.warning("--extend starts from scratch: step %d is after step %d, where the decay begins", snapshot.step, shared)
+    return None
+
+
+def _warnings(config: Training, job: StageContext, ranks: Ranks, warned: Mapping[str, int]) -> dict[str, int]:
+    """How often each guard warned, and whether the training had no effect."""
+    if not (ranks.first and is_without_effect(job.run_directory / METRICS)):
+        return dict(warned)
+    fix = f"{config.prefix}optim.lr is {config.optim.lr:g}: try a larger one, or train longer"
+    log.warning("the loss on held-out rows hardly changed in all of this stage; %s", fix)
+    return {**warned, "no_effect": 1}
+
+
+def rows_sentence(counts: Mapping[str, float]) -> str:
+    """The counts of the rows as a sentence for the log."""
+    named = ("rows", "row_length", "records", "fill")
+    rest = [f"{name.replace('_', ' ')} {count:,.6g}" for name, count in counts.items() if name not in named]
+    rows, length, records, fill = (counts[name] for name in named)
+    return f"trains on {rows:,} rows of {length:,} tokens, {fill:.1%} full, from {records:,} records; {', '.join(rest)}"

@@ -1,0 +1,63 @@
+"""Stage `dpo`: the fine-tuned model learns which of two answers is preferred."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+from torch import nn
+
+from ttrain.config import Runtime, Section, Training
+from ttrain.config.training import Dpo, adapter_of, settings_of
+from ttrain.data.encoder import Encoder
+from ttrain.data.loader import BatchSource
+from ttrain.data.packing import Rows
+from ttrain.model import adapters
+from ttrain.store.model_files import weights_digest
+from ttrain.tasks import lora, new_model
+from ttrain.tasks.common import training
+from ttrain.tasks.common.job import Figures, Inputs, StageContext
+from ttrain.tasks.reference import ReferencedRows
+from ttrain.train.preference_tuning import PreferenceTuning
+
+ADAPTER = "lora"  # directory beside `model/` where dpo.adapter is set; `adapter/` would mean that there is no whole model
+
+
+def run(config: Section, job: StageContext) -> Figures:
+    """Tune the model on pairs; leaves `model/` (Hugging Face), with dpo.adapter also `lora/`, checkpoints and curves."""
+    ranks, settings = training.start(job.runtime), settings_of(config, Dpo)
+    encoder = Encoder(job.inputs["base"] / "model", fast=False)  # its ids are asked for, no text is encoded
+    trained = prepare(config, job.inputs, encoder)
+
+    def task(config: Training) -> PreferenceTuning:
+        return task_of(cast("Dpo", config), trained.model, job.runtime)
+
+    def batches(part: str, rows: Rows) -> BatchSource:
+        return ReferencedRows(rows, job.inputs["reference"], part) if settings.has_reference else rows
+
+    figures = training.fit(settings, trained, job, ranks, encoder, task=task, batches=batches)
+    if settings.adapter != "none" and ranks.first:
+        merge(job.inputs["base"] / "model", job.output)
+    ranks.barrier()
+    return {**figures, "answers" if settings.loss == "kto" else "pairs": figures.pop("target_tokens")}
+
+
+def prepare(config: Section, inputs: Inputs, encoder: Encoder) -> training.TrainableModel:
+    """The model before its first step."""
+    base = inputs["base"] / new_model.DIRECTORY
+    adapter = adapter_of("dpo", config)
+    if adapter is None:
+        return training.whole_model(new_model.load(base), base)
+    return replace(lora.with_adapter(base, adapter), directory=ADAPTER)
+
+
+def task_of(config: Dpo, model: nn.Module, runtime: Runtime) -> PreferenceTuning:
+    """The task of the stage."""
+    return PreferenceTuning(config, model, **training.task_options(runtime))
+
+
+def merge(base: Path, output: Path) -> None:
+    """Write `model/`, the base with the adapter of `lora/` in its weights, so that what follows finds a whole model."""
+    adapted = adapters.load(new_model.load(base), output / ADAPTER, weights_digest(base))
+    new_model.write(adapters.merge(adapted), base, output / new_model.DIRECTORY)

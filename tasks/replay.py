@@ -1,0 +1,153 @@
+"""Stages `replay` and `replay-sft`: documents or chats that the champion has learnt before, for a night to read beside the
+new ones.
+
+A model that learns new documents alone forgets the old ones; a share of 5 % of old ones keeps most of them
+(arXiv:2403.08763).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import numpy as np
+
+from ttrain.config import ReplayConfig, ReplaySftConfig, Sft, rules
+from ttrain.config.rules import AUTO
+from ttrain.config.settings import Budget
+from ttrain.core.hashing import digest_of
+from ttrain.data.blocks import encode_records, encoder_of
+from ttrain.data.loader import permute
+from ttrain.data.record_rows import document_windows
+from ttrain.data.records import hash_of
+from ttrain.data.shards import Column, Offsets, ShardSet, counted_up, offsets_of, write_index, write_shard
+from ttrain.tasks import EARLIER_HELDOUT, LEARNT_BEFORE, SHARE
+from ttrain.tasks.common.job import Figures, StageContext
+from ttrain.tasks.shards import heldout_documents
+
+STRATUM = 32  # parts; of a source with 100 of them and a share of 5 %, 5 give or take 1, where a draw has 5 ± 2.2
+GOLDEN = (5**0.5 - 1) / 2  # multiples of it modulo 1 are spread evenly: nights one after the other replay other parts
+TEMPLATE = "template"  # in the index of chats: the digest of the template that they were made with
+
+
+def run(config: ReplayConfig | ReplaySftConfig, job: StageContext) -> Figures:
+    """Write `train/`, a sample of what was learnt in all nights, in proportion to their tokens by night, by source where
+    sources have weights, and by place, so that each file has its share, and each source that stands together in one.
+
+    It has as many tokens as the night reads again, or all of them, in whole chats or in windows of documents, as rows have
+    them: of long documents few would make up a sample. Where regions are masked, documents stay whole. A record that the
+    held-out part of tonight or of one of these nights has is left out, and one of the earlier held-out set: a champion that
+    somebody promoted may have learnt what nights hold out.
+    """
+    training: Budget = config.sft if isinstance(config, ReplaySftConfig) else config.pretrain
+    row_length = None
+    if isinstance(config, ReplayConfig) and not config.pretrain.mask_intervals:
+        row_length = config.pretrain.row_length  # a masked region may begin in one window and end in another
+    new = ShardSet(job.inputs["documents"] / "train")
+    tokenizer, share = new.index["tokenizer"], config.nightly.replay
+    names = sorted(name for name in job.inputs if name.startswith(LEARNT_BEFORE))
+    learnt = {name: list(_sources(ShardSet(job.inputs[name] / "train", tokenizer))) for name in names}
+    passes = Sft.by_rows.epochs if training.epochs == AUTO else training.epochs  # more passes read the same sample again
+    tokens_per_pass = new.tokens / (1 - share)
+    budget = rules.budget(tokens_per_pass) if training.tokens == AUTO else training.tokens
+    read = budget or math.ceil((passes or 0) * tokens_per_pass)
+    total = sum(source.tokens for sources in learnt.values() for source in sources)
+    sampled_share = min(1.0, share * read / max(1, total))
+    held_out = {digest for name in ("documents", *names) for digest in _digests(ShardSet(job.inputs[name] / "heldout"))}
+    held_out.update(_digests_of_earlier(job))
+    directory = job.output / "train"
+    directory.mkdir(parents=True, exist_ok=True)
+    entries: list[dict[str, Any]] = []
+    nights: dict[str, dict[str, int]] = {}
+    for nights_since, (name, sources) in zip(reversed(range(len(names))), learnt.items(), strict=True):
+        columns = [sample(source, sampled_share, training.seed, nights_since, held_out, row_length) for source in sources]
+        nights[name.removeprefix(LEARNT_BEFORE)] = {
+            "records": sum(map(len, columns)), "tokens": sum(len(column.tokens) for column in columns),
+            "of": sum(source.tokens for source in sources),
+        }  # fmt: skip
+        for column in columns:
+            entry = write_shard(directory / f"{len(entries):06}.arrow", column, new.index["vocab_size"])
+            entries.append({**entry, "bytes": 0, "group": 0})  # of text, which is not there
+    index = write_index(
+        directory,
+        kind=new.index["kind"],
+        vocab_size=new.index["vocab_size"],
+        tokenizer=tokenizer,
+        shards=entries,
+        **({TEMPLATE: new.index[TEMPLATE]} if TEMPLATE in new.index else {}),
+        **{SHARE: share},
+    )
+    return {"records": index["rows"], "tokens": index["tokens"], "share": share, "nights": nights}
+
+
+def _sources(shards: ShardSet) -> Iterator[ShardSet]:
+    """The sources of a night, which are apart where they have weights."""
+    numbers = range(len(shards.weights))
+    yield from (source for source in map(shards.group, numbers) if len(source)) if numbers else [shards]
+
+
+def sample(
+    source: ShardSet, share: float, seed: int, nights_since: int, heldout: Collection[bytes], row_length: int | None
+) -> Column:
+    """Parts of a source that have this share of its tokens, rounded up to a part, without those of held-out records.
+
+    A part is a window of `row_length` tokens and the one after them, or a whole record. `nights_since`: the nights between
+    that of the source and tonight. Seed and source determine one order of the parts, in which each night begins elsewhere.
+    """
+    records, begins, lengths = _parts(source, row_length)
+    own_seed = int(digest_of([seed, source.sha256s])[:8], 16)
+    order = _spread(permute(np.arange(len(records)), len(records), own_seed, 0)) if len(records) else records
+    order = np.roll(order, -int(nights_since * GOLDEN % 1 * len(order)))
+    earlier_tokens = lengths[order].cumsum() - lengths[order]
+    chosen = np.sort(order[earlier_tokens < share * lengths.sum()])
+    columns = source.columns()
+    firsts = offsets_of([len(column) for column in columns])
+    of_columns = np.split(chosen, records[chosen].searchsorted(firsts[1:-1]))
+    tokens, live, counts = [], [], []
+    for column, first, inside in zip(columns, firsts, of_columns, strict=False):
+        rows = records[inside] - first
+        held_out = [row for row in np.unique(rows).tolist() if _digest(column, row) in heldout]
+        inside, rows = (numbers[~np.isin(rows, held_out)] for numbers in (inside, rows))
+        places = counted_up(column.offsets[rows] + begins[inside], lengths[inside])
+        tokens.append(column.tokens[places])
+        live += [] if column.live is None else [column.live[places]]
+        counts.append(lengths[inside])
+    return Column(np.concatenate(tokens), offsets_of(np.concatenate(counts)), np.concatenate(live) if live else None)
+
+
+def _parts(source: ShardSet, row_length: int | None) -> tuple[Offsets, Offsets, Offsets]:
+    """(number of the record, its tokens before the part, tokens) of each part of a source, in order."""
+    if row_length is None:
+        return np.arange(len(source)), np.zeros(len(source), np.int64), source.lengths
+    _, records, begins = document_windows(source.lengths, row_length, row_length)
+    return records, begins, np.minimum(row_length + 1, source.lengths[records] - begins)
+
+
+def _spread(order: Offsets) -> Offsets:
+    """A random order in which each stratum, STRATUM neighbouring parts, comes up once before any comes up again."""
+    strata = order // STRATUM
+    by_stratum = np.argsort(strata, kind="stable")
+    firsts = np.searchsorted(strata[by_stratum], strata[by_stratum])  # where the stratum begins
+    turns = np.empty_like(order)
+    turns[by_stratum] = np.arange(len(order)) - firsts
+    return order[np.argsort(turns, kind="stable")]
+
+
+def _digests(shards: ShardSet) -> Iterator[bytes]:
+    """The digest of each record."""
+    for column in shards.columns():
+        yield from (_digest(column, record) for record in range(len(column)))
+
+
+def _digests_of_earlier(job: StageContext) -> Iterator[bytes]:
+    """The digest of each document that earlier nights hold out, as text, in the tokens of tonight's tokenizer."""
+    if EARLIER_HELDOUT in job.inputs:
+        encoder = encoder_of(str(job.inputs["tokenizer"]))
+        for document in heldout_documents(job.inputs[EARLIER_HELDOUT]):
+            yield _digest(encode_records(encoder, "documents", [document]), 0)
+
+
+def _digest(column: Column, record: int) -> bytes:
+    """The digest of a record's tokens, which is the same in every set of one tokenizer."""
+    return hash_of(column.tokens[column.offsets[record] : column.offsets[record + 1]].tobytes())

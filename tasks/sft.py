@@ -1,0 +1,20 @@
+"""Stage `sft`: the base model learns to answer; the loss counts the assistant's tokens only."""
+
+from __future__ import annotations
+
+from ttrain.config import SftConfig
+from ttrain.data.encoder import Encoder
+from ttrain.tasks import new_model
+from ttrain.tasks.common import training
+from ttrain.tasks.common.job import Figures, Inputs, StageContext
+
+
+def run(config: SftConfig, job: StageContext) -> Figures:
+    """Train all weights of the base model on chats; leaves `model/` (Hugging Face), `checkpoints/` and the curves."""
+    return training.run(config, config.sft, job, prepare)
+
+
+def prepare(config: SftConfig, inputs: Inputs, encoder: Encoder) -> training.TrainableModel:
+    """The model before its first step."""
+    base = inputs["base"] / new_model.DIRECTORY
+    return training.whole_model(new_model.load(base), base)

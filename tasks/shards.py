@@ -1,0 +1,210 @@
+"""Stages `shards-*`: documents, chats or pairs to Arrow shards of token ids, training and held-out part apart."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import orjson
+
+from ttrain.config import ChatShardsConfig, Reading, ShardsConfig
+from ttrain.core.files import JsonDict
+from ttrain.core.hashing import DigestCache, code_digests, digest_of
+from ttrain.data import blocks, contamination, locations, records, sharding, shards
+from ttrain.data.assembly import ShardSetResult
+from ttrain.data.blocks import BlockRecipe
+from ttrain.data.built_blocks import DataFile, Pool, Table
+from ttrain.data.contamination import OverlapCheck
+from ttrain.data.near_duplicate_sets import EarlierSet
+from ttrain.data.sharding import Processes
+from ttrain.errors import DataError, NothingNew
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.tasks import EARLIER_HELDOUT, LEARNT_BEFORE
+from ttrain.tasks.common.job import Figures, StageContext
+
+AGAINST = "against"  # the role of files with items of evaluations
+
+
+def run(config: ShardsConfig, job: StageContext) -> Figures:
+    """Write `train/` and `heldout/` (with the records as text beside, for the evaluation); returns the counts."""
+    with Processes(job.runtime.workers or os.cpu_count() or 1) as pool:
+        built = build(config, job, pool)
+    check(built, config.reading, f"data.{job.arguments['dataset']}", job.arguments["kind"])
+    return built.to_json()
+
+
+def make_blocks(config: ShardsConfig, job: StageContext, pool: Pool) -> None:
+    """Make the blocks only; another process assembles them."""
+    sharding.make_all(
+        job.output, files_of(job), _recipe(config, job), config.reading, block_bytes=config.shards.block_bytes, pool=pool
+    )
+
+
+def build(config: ShardsConfig, job: StageContext, pool: Pool) -> ShardSetResult:
+    """Make the shards, or finish those that an earlier run began."""
+    return sharding.build(
+        job.output,
+        files_of(job),
+        _recipe(config, job),
+        config.reading,
+        block_bytes=config.shards.block_bytes,
+        pool=pool,
+        weights=job.weights,
+        against=_against(config, job),
+        earlier=[
+            EarlierSet("/".join(job.inputs[name].parts[-2:]), job.inputs[name])
+            for name in sorted(job.inputs)
+            if name.startswith(LEARNT_BEFORE)
+        ],
+        earlier_heldout=heldout_hashes(job.inputs[EARLIER_HELDOUT]) if EARLIER_HELDOUT in job.inputs else None,
+        progress=lambda rows, blocks: job.progress.update(rows, 0, "records", blocks=blocks),
+    )
+
+
+def _against(config: ShardsConfig, job: StageContext) -> OverlapCheck | None:
+    """The items of the evaluations that `shards.decontaminate` names; a task has the name of its file."""
+    files, settings = job.files.get(AGAINST, ()), config.shards
+    remove = settings.overlapping == "remove"
+    return contamination.overlap_check(files, settings.overlap_share, remove=remove) if files else None
+
+
+def _recipe(config: ShardsConfig, job: StageContext) -> BlockRecipe:
+    recipe = recipe_of(
+        _decided_reading(config, job),
+        job.inputs["tokenizer"],
+        job.arguments["kind"],
+        own_data=bool(job.files.keys() - {AGAINST}),
+        reuse=job.reuse,
+        home=job.home,
+    )
+    return replace(recipe, learn_reasoning=config.sft.learn_reasoning) if isinstance(config, ChatShardsConfig) else recipe
+
+
+def _decided_reading(config: ShardsConfig, job: StageContext) -> Reading:
+    """How the rows are read, with a number in place of `auto`; held-out files that are named leave nothing to choose."""
+    files, reading = files_of(job), config.reading
+    if "heldout" in files:
+        return reading.model_copy(update={"heldout_fraction": 0.0})
+    parser = records.parser_of(job.arguments["kind"], reading.text_field)
+    return records.with_heldout_share(reading, [file.location for file in files["train"]], parser)
+
+
+def files_of(job: StageContext) -> dict[str, list[DataFile]]:
+    """The files by role; the quickstart's source brings both parts."""
+    if not job.files.keys() - {AGAINST}:
+        source, dataset = job.inputs["source"], job.arguments["dataset"]
+        names = {"train": f"{dataset}.jsonl", "heldout": f"{dataset}_heldout.jsonl"}
+        return {role: [DataFile(str(source / name), name)] for role, name in names.items()}
+    return {
+        role: [
+            DataFile(location, locations.name(location), job.groups[role][n]) for n, location in enumerate(role_locations)
+        ]
+        for role, role_locations in job.files.items()
+        if role != AGAINST
+    }
+
+
+def recipe_of(
+    reading: Reading, tokenizer: Path, kind: str, *, own_data: bool = True, reuse: tuple[str, ...] = (),
+    home: Path | None = None,
+) -> BlockRecipe:  # fmt: skip
+    """The recipe that blocks are made by; the digest of its code is part of it. `home`: remembers that of each module."""
+    encoder = blocks.encoder_of(str(tokenizer))
+    return BlockRecipe(
+        kind=kind,
+        text_field=reading.text_field if own_data else "text",
+        heldout_fraction=float(reading.heldout_fraction),
+        max_line_bytes=reading.max_line_bytes,
+        tokenizer=str(tokenizer),
+        tokenizer_digest=encoder.digest,
+        template=digest_of(encoder.jinja),
+        code=_code(home),
+        vocab_size=len(encoder),
+        seed=reading.seed,
+        reuse=reuse,
+    )
+
+
+@functools.cache
+def _code(home: Path | None) -> str:
+    """Digest of the code that decides what a block becomes; 0.2 s where nothing is remembered."""
+    cache = ArtifactStore(home).cache if home else DigestCache(Path(os.devnull))
+    return digest_of(code_digests(__name__, cache))
+
+
+def check(built: ShardSetResult, reading: Reading, name: str, kind: str) -> None:
+    """Raise DataError where too many rows are bad, or none is left; NothingNew where earlier nights have the others."""
+    expected_fields, near = records.expected_fields(kind, reading.text_field), built.near_duplicates
+    train, is_empty = built.tallies["train"], not built.parts["train"]["rows"]
+    train.check_bad(name, reading.rejected_fraction, expected_fields)
+    if near and near["of_earlier_sets"] and is_empty:
+        raise NothingNew(
+            f"{name}: {near['dropped']} of {train.rows} rows are near-duplicates, most of documents that "
+            f"were learnt before, and none is left to learn (reading.near_duplicates={near['threshold']})"
+        )
+    if built.of_earlier_heldout and is_empty:
+        raise NothingNew(
+            f"{name}: {built.of_earlier_heldout} of {train.rows} rows are held out by earlier nights, and "
+            f"none is left to learn"
+        )
+    for role, tally in built.tallies.items():
+        if role == "train" or tally.rows:
+            tally.check(name if role == "train" else f"{name}_heldout", reading.rejected_fraction, expected_fields)
+    if is_empty:
+        reason = "went to the held-out part" + (" or hold items of an evaluation" if built.contamination else "")
+        raise DataError(f"{name}: all {train.kept} rows {reason}; bring more rows")
+
+
+def heldout_records(directory: Path) -> list[JsonDict]:
+    """The held-out records of a set of shards, as text."""
+    return list(_heldout_records(directory))
+
+
+def first_questions(directory: Path, count: int) -> list[str]:
+    """What the user says last before the first answer in some held-out chats or pairs, evenly spread, in one line each."""
+    records, questions = heldout_records(directory), list[str]()
+    for record in records[:: max(1, len(records) // count)]:
+        turns = record.get("messages") or record.get("prompt") or ()
+        before = itertools.takewhile(lambda turn: turn["role"] != "assistant", turns)
+        questions += [" ".join(turn["content"].split()) for turn in before if turn["role"] == "user"][-1:]
+    return questions[:count]
+
+
+def heldout_documents(directory: Path) -> Iterator[records.TextDocument]:
+    """The held-out documents of a set of shards, or of the stage `heldout`, one at a time."""
+    return (records.TextDocument(record["text"]) for record in _heldout_records(directory))
+
+
+def heldout_hashes(directory: Path) -> Table:
+    """The content hashes of the same documents, two halves a row."""
+    hashes = b"".join(map(records.content_hash, heldout_documents(directory)))
+    return np.frombuffer(hashes, ">u8").astype(np.uint64).reshape(-1, 2)
+
+
+def _heldout_records(directory: Path) -> Iterator[JsonDict]:
+    heldout = directory / "heldout"
+    for shard in shards.ShardSet(heldout).index["shards"]:
+        with (heldout / shard["records"]).open("rb") as lines:
+            yield from (orjson.loads(line) for line in lines if line != b"\n")
+
+
+def scored_documents(documents: Iterable[JsonDict], max_bytes: int) -> list[JsonDict]:
+    """Of held-out documents those from the beginning on that have this many bytes of text together.
+
+    One that does not fit is passed over while less than half is taken; where none fits, the shortest is taken.
+    """
+    scored: list[JsonDict] = []
+    total = 0
+    sized = [(len(document["text"].encode("utf-8")), document) for document in documents]
+    for size, document in sized:
+        if total + size <= max_bytes:
+            scored.append(document)
+            total += size
+        elif total >= max_bytes // 2:
+            break
+    return scored or [document for _, document in sorted(sized, key=lambda one: one[0])[:1]]

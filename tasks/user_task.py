@@ -1,0 +1,220 @@
+"""The process of `ttrain train`: train a user's task in the way of the stages."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast, final
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+from ttrain.config import TaskConfig, UserTaskConfig, flatten
+from ttrain.config.loading import Override, merge, settable_keys, with_types, without_pipeline_settings
+from ttrain.data.loader import ShuffledOrder
+from ttrain.errors import DataError, TTrainError, UsageError
+from ttrain.tasks.common import trainable_model
+from ttrain.tasks.common.callbacks import training_callbacks
+from ttrain.tasks.common.job import Figures, StageContext
+from ttrain.tasks.common.rows import validation_batches
+from ttrain.train import precision, task
+from ttrain.train.callbacks import Callback
+from ttrain.train.distributed import Ranks
+from ttrain.train.early_stopping import early_stopping
+from ttrain.train.task import LossSum, MapStyle, TrainingTask, UserTask
+from ttrain.train.training_options import Origin, Validation
+
+SETTINGS = "settings.yaml"
+
+
+def run(config: UserTaskConfig, job: StageContext) -> Figures:
+    """Train the task; leaves `model.safetensors`, `checkpoints/`, `settings.yaml` and the curves. Returns the figures."""
+    kind = task_class(config.task)
+    given = without_pipeline_settings([Override(*override) for override in config.given], kind.Config)
+    settings, _ = merge(kind.Config, with_types(kind.Config, given))
+    allow = allowed(config.allow, kind.Config)
+    ranks = trainable_model.start(job.runtime)
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    return train(kind(settings), job, ranks, identity={"task": name}, allow=allow)[1]
+
+
+def train(
+    task: UserTask, job: StageContext, ranks: Ranks, *, identity: Mapping[str, Any], allow: frozenset[str]
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Train, and write the files of `run`; returns (model, figures). `identity`: what else a checkpoint must match."""
+    settings = task.config
+    rows, heldout = (Batches(dataset, task.collate) for dataset in (task.rows(), task.heldout_rows() or ()))
+    check_rows(rows, settings)
+    order = ShuffledOrder(len(rows), settings.rows_per_step, math.ceil(settings.epochs * len(rows)), settings.seed)
+    loader = trainable_model.loader_of(rows, order, job.runtime, ranks)
+    validation = validation_batches(heldout, settings.validation_rows, job.runtime.rows_per_device)
+    computed_in = precision.resolve_precision(settings.precision, ranks.device)
+    torch.manual_seed(settings.seed)
+    model = task.build_model()
+    figures = trainable_model.train(
+        cast("TrainingTask", Adapted(task, model)),
+        loader,
+        trainable_model.TrainableModel(model, lambda: state(model), {}, directory="."),
+        job,
+        ranks,
+        precision=computed_in,
+        validation=Validation(validation),
+        callbacks=[
+            *early_stopping(settings, validation),
+            *training_callbacks(settings, job, loader=loader, ranks=ranks, precision=computed_in),
+            *(callbacks_of(task) if ranks.first else ()),
+        ],
+        origin=Origin(
+            identity={
+                **identity,
+                "rows": len(rows),
+                "heldout_rows": len(heldout),
+                **dict(flatten(settings.model_dump(mode="json"))),
+            },
+            allow=allow,
+        ),
+    )
+    if ranks.first:
+        (job.output / SETTINGS).write_text(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))
+    return model, {**figures, "rows": len(rows), "heldout_rows": len(heldout)}
+
+
+# --- the task and its settings ------------------------------------------------------------------------------------------
+
+
+def task_class(name: str) -> type[UserTask]:
+    """Import the class of a task. Raises UsageError where it cannot be imported, or is not a task that can be run."""
+    point = task.find_task(name)
+    if ":" in name:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        task_type = point.load()
+    except ModuleNotFoundError as error:
+        if error.name != point.module.partition(".")[0] and error.name != point.module:
+            raise  # the module exists, but one of its own imports does not
+        raise UsageError(f"the task is '{name}' but there is no module {error.name}, here or among the packages") from None
+    except AttributeError as error:
+        if error.name not in point.attr.split("."):
+            raise
+        raise UsageError(f"the task is '{name}' but the module {point.module} has no {point.attr}") from None
+    if not (inspect.isclass(task_type) and issubclass(task_type, UserTask)):
+        raise UsageError(f"the task is '{name}', which is not a subclass of ttrain.train.task.UserTask")
+    if inspect.isabstract(task_type):
+        raise UsageError(f"the task {name} lacks {', '.join(sorted(task_type.__abstractmethods__))}; write them")
+    if not issubclass(task_type.Config, TaskConfig) or "runtime" in task_type.Config.model_fields:
+        raise UsageError(f"the settings {name}.Config must derive from ttrain.config.TaskConfig, and have no 'runtime'")
+    return task_type
+
+
+def callbacks_of(task: UserTask) -> list[Callback]:
+    """The task's own callbacks. Raises UsageError for what is none."""
+    callbacks = [*task.callbacks()]
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise UsageError(
+                f"{type(task).__name__}.callbacks() has {callback!r}, which is not a callback; derive it from "
+                f"ttrain.train.callbacks.Callback, and return objects, not classes"
+            )
+    return callbacks
+
+
+def allowed(names: Sequence[str], root: type[TaskConfig]) -> frozenset[str]:
+    """The settings that --allow names; `optim` stands for all below it. Raises UsageError for an unknown name."""
+    setting_names = [*settable_keys(root), "task"]
+    allowed_names: set[str] = set()
+    for name in names:
+        meant = [key for key in setting_names if key == name or key.startswith(f"{name}.")]
+        if not meant:
+            raise UsageError(f"--allow is '{name}', but there is no such setting{task.did_you_mean(name, setting_names)}")
+        allowed_names.update(meant)
+    return frozenset(allowed_names)
+
+
+def check_rows(rows: Batches, config: TaskConfig) -> None:
+    """Raise DataError where there are too few rows for one step."""
+    if not len(rows):
+        raise DataError("the task's rows() are empty: there is nothing to learn from")
+    if len(rows) < config.rows_per_step:
+        raise DataError(
+            f"rows_per_step is {config.rows_per_step} but the task has only {len(rows)} rows; "
+            f"set rows_per_step={len(rows)} or less"
+        )
+
+
+# --- between the task and the trainer -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RowBatch:
+    """A batch from the task's `collate`, and whether it counts in the loss."""
+
+    content: Any
+    counts: bool = True
+
+    def without_targets(self) -> RowBatch:
+        """The same rows, none of which counts in the loss."""
+        return replace(self, counts=False)
+
+
+@final
+class Batches:
+    """A map-style data set, read as batches."""
+
+    def __init__(self, rows: MapStyle, collate: Callable[[list[Any]], Any]) -> None:
+        self._rows, self._collate = rows, collate
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def batch(self, rows: Collection[int]) -> RowBatch:
+        """The rows with these numbers."""
+        numbers = [int(row) for row in rows]
+        read_many = getattr(self._rows, "__getitems__", None)
+        return RowBatch(self._collate(read_many(numbers) if read_many else [self._rows[number] for number in numbers]))
+
+
+@final
+class Adapted:
+    """A user's task as the trainer calls it: with its model, built once, and batches of which some do not count."""
+
+    def __init__(self, task: UserTask, model: nn.Module) -> None:
+        self._task, self._model = task, model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+    def build_model(self) -> nn.Module:
+        return self._model
+
+    def build_criterion(self) -> Callable[[Tensor, Tensor], Tensor]:
+        return self._task.criterion
+
+    def train_step(self, model: nn.Module, batch: RowBatch, device: torch.device) -> LossSum:
+        return self._checked("train_step", self._task.train_step(model, batch.content, device), batch)
+
+    def validation_step(self, model: nn.Module, batch: RowBatch, device: torch.device) -> LossSum:
+        return self._checked("validation_step", self._task.validation_step(model, batch.content, device), batch)
+
+    def _checked(self, method: str, loss: LossSum, batch: RowBatch) -> LossSum:
+        """The loss, or zero for a batch that does not count. Raises TTrainError where it is not a summed LossSum."""
+        called = f"{type(self._task).__name__}.{method}"
+        if not isinstance(loss, LossSum):
+            raise TTrainError(f"{called} returned a {type(loss).__name__}; return LossSum(sum of the losses, their number)")
+        if loss.total.ndim:
+            raise TTrainError(f"{called} returned a loss of shape {list(loss.total.shape)}; return the sum of its numbers")
+        if batch.counts:
+            return loss
+        nothing = [{name: value * 0 for name, value in tensors.items()} for tensors in (loss.parts, loss.sums)]
+        return LossSum(loss.total * 0.0, 0, *nothing)
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name; a tensor with two names appears once, under the first."""
+    first = {name for name, _ in model.named_parameters()}
+    again = {name for name, _ in model.named_parameters(remove_duplicate=False)} - first
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in again}

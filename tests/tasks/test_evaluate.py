@@ -1,0 +1,159 @@
+"""The stage `evaluate`: every figure from the records behind it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support import shard_sets
+from support.tiny_stages import Home, run_here, stage_settings
+from support.tiny_trainers import in_ranks, score_of
+
+from ttrain.config import EvaluateConfig, LoraConfig, Reading, SftConfig
+from ttrain.data.encoder import Encoder
+from ttrain.evaluate import baselines
+from ttrain.evaluate.task_result import FILE, Metric, scores_in
+from ttrain.model import factory
+from ttrain.tasks import evaluate, lora, sft
+from ttrain.tasks.shards import heldout_records, recipe_of
+from ttrain.train.distributed import Ranks
+
+
+def read_scores(directory: Path, metric: str) -> Metric | None:
+    return scores_in(json.loads((directory / FILE).read_text()), metric)
+
+
+HALF = Reading(heldout_fraction=0.5)
+
+# --- the stage ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The evaluation of three tiny models, by the stages; every path that it read."""
+    root = tmp_path_factory.mktemp("evaluated")
+    home, few = Home.make(root / "home"), {"epochs": 0.3}
+    settings = stage_settings(steps=4).replaced({"sft": few, "lora": few, "evaluate": {"new_tokens": 2}})
+    paths = {"base": root / "base", "sft": root / "sft", "lora": root / "lora"}
+    chats, runtime = home.chats.path, settings.runtime
+    home.pretrain(settings, paths["base"])
+    run_here(sft, SftConfig(sft=settings.sft), paths["sft"], {"base": paths["base"], "shards": chats}, runtime)
+    run_here(lora, LoraConfig(lora=settings.lora), paths["lora"], {"base": paths["sft"], "shards": chats}, runtime)
+    rows = [{"prompt": f"Which {n}?", "chosen": f"This one, {n}.", "rejected": "None."} for n in range(30)]
+    recipe = recipe_of(HALF, home.tokenizer.path, "pairs")
+    shard_sets.build(root / "pairs", [shard_sets.write_lines(root / "pairs.jsonl", rows)], recipe, HALF)
+    inputs = {**paths, "documents": home.documents.path, "chats": chats, "domain": chats, "pairs": root / "pairs"}
+    (root / "output").mkdir()
+    result = run_here(evaluate, EvaluateConfig(evaluate=settings.evaluate), root / "output", inputs, runtime)
+    return SimpleNamespace(root=root, inputs=inputs, settings=settings, result=result)
+
+
+def test_the_preference_accuracy_is_the_share_of_its_records_with_an_interval_and_a_paired_test(evaluated: Any) -> None:
+    pairs = [record for record in heldout_records(evaluated.inputs["pairs"]) if "chosen" in record]
+    for model in ("base", "sft", "lora"):
+        name = f"preference_accuracy/{model}"
+        recorded = read_scores(evaluated.root / "output", name)
+        assert recorded is not None and recorded.higher_is_better
+        assert set(recorded.sums) <= {0.0, 0.5, 1.0} and len(recorded.sums) == len(set(recorded.records)) == len(pairs)
+        value = evaluated.result["metrics"][name]
+        assert value == sum(recorded.sums) / len(pairs)
+        low, high = evaluated.result["intervals"][name]
+        assert low <= value <= high
+    paired = evaluated.result["paired"]
+    assert paired["preference_accuracy/sft"]["against"] == "base"
+    metrics = evaluated.result["metrics"]
+    difference = metrics["preference_accuracy/sft"] - metrics["preference_accuracy/base"]
+    assert paired["preference_accuracy/sft"]["difference"] == pytest.approx(difference)
+    assert paired["chat_loss_lora"]["against"] == "sft" and 0 <= paired["chat_loss_lora"]["p"] <= 1
+
+
+def test_the_evaluation_has_every_figure_and_chats_cost_what_the_assistants_tokens_cost(evaluated: Any) -> None:
+    counts, metrics = evaluated.result["counts"], evaluated.result["metrics"]
+    assert {"bits_per_byte", "bits_per_byte_sft", "bits_per_byte_lora"} < metrics.keys()
+    for model in ("base", "sft", "lora"):
+        assert {f"preference_{figure}/{model}" for figure in ("accuracy", "margin")} < metrics.keys()
+        assert {f"{part}_loss_{model}" for part in ("chat", "domain")} < metrics.keys()
+    assert all(math.isfinite(value) for value in metrics.values())
+    index = json.loads((evaluated.inputs["chats"] / "heldout" / "index.json").read_text())
+    assert counts["chat_tokens"] == index["live_tokens"]
+    assert metrics["chat_loss_sft"] == metrics["domain_loss_sft"], "both parts are the same chats here"
+    assert metrics["chat_loss_sft"] < metrics["chat_loss_base"], "the fine-tuned model knows chats better than its base"
+
+
+def test_the_records_behind_a_figure_give_it_and_bits_per_byte_are_those_of_the_held_out_text(evaluated: Any) -> None:
+    """By hand: every document after its first token, its own tokens only, over the bytes of the text; each also alone."""
+    metrics, counts, output = evaluated.result["metrics"], evaluated.result["counts"], evaluated.root / "output"
+    for metric in (name for name in metrics if name.split("_")[-1] not in baselines.BASELINES):
+        found = read_scores(output, metric)
+        assert found is not None
+        assert len(found.sums) == len(found.sizes) == len(found.records) > 1
+        assert sum(found.sums) / sum(found.sizes) == pytest.approx(metrics[metric], rel=1e-12), metric
+    assert read_scores(output, "bits_per_byte_xz") is None, "a compressor reads all as one stream"
+    files = sorted((evaluated.inputs["documents"] / "heldout").glob("*.jsonl"))
+    texts = [json.loads(line)["text"] for path in files for line in path.read_text(encoding="utf-8").splitlines()]
+    encoder, model = Encoder(evaluated.inputs["base"] / "model"), factory.load(evaluated.inputs["base"] / "model")
+    sequences = [([encoder.special("<|bos|>"), *ids], [False] + [True] * len(ids)) for ids in encoder.encode(texts)]
+    size = sum(len(text.encode()) for text in texts)
+    whole, alone = (score_of(model, some, 32, 16).nats / math.log(2) for some in (sequences, sequences[:1]))
+    by_document = read_scores(output, "bits_per_byte")
+    assert by_document is not None and by_document.sums[0] == pytest.approx(alone, rel=1e-6)
+    assert by_document.sizes[0] == len(texts[0].encode())
+    assert metrics["bits_per_byte"] == pytest.approx(whole / size, rel=1e-6)
+    assert counts["document_bytes"] == size
+    assert counts["document_tokens"] == sum(len(ids) - 1 for ids, _ in sequences)
+    assert metrics["bits_per_byte_order0"] == baselines.adaptive_bits("".join(texts).encode(), 0).mean()
+
+
+def test_samples_are_of_the_held_out_rows_with_what_follows_there_unless_prompts_are_set(
+    evaluated: Any, tmp_path: Path
+) -> None:
+    answers = evaluated.result["samples"]
+    prompts = [(sample["prompt"], sample["reference"]) for sample in answers["base"]]
+    for model in ("sft", "lora"):
+        assert [(sample["prompt"], sample["reference"]) for sample in answers[model]] == prompts
+    documents = [record["text"] for record in heldout_records(evaluated.inputs["documents"])]
+    chats = [record["messages"] for record in heldout_records(evaluated.inputs["chats"])]
+    assert len(prompts) == 4
+    for begun, rest in prompts[:2]:
+        assert any(text.startswith(begun + rest) for text in documents)
+    for question, answer in prompts[2:]:
+        asked = [turns for turns in chats if question in [turn["content"] for turn in turns]]
+        assert any(turn["content"].startswith(answer) for turns in asked for turn in turns)
+    settings = evaluated.settings.evaluate.replaced({"documents": ("The",), "chats": ()})
+    inputs = {name: evaluated.inputs[name] for name in ("base", "documents", "chats")}
+    own = run_here(evaluate, EvaluateConfig(evaluate=settings), tmp_path, inputs, evaluated.settings.runtime)
+    assert [sorted(sample) for sample in own["samples"]["base"]] == [["answer", "prompt"]]
+    assert own["metrics"]["bits_per_byte"] == evaluated.result["metrics"]["bits_per_byte"]
+
+
+def test_an_adapter_that_stayed_with_its_model_is_measured_on_it(evaluated: Any, tmp_path: Path) -> None:
+    """The night has another SFT model, of which the adapter knows nothing. Records have the same names whoever is scored, so
+    that two evaluations can be paired."""
+    inputs = {**evaluated.inputs, "sft": evaluated.inputs["base"], "base_of_lora": evaluated.inputs["sft"]}
+    del inputs["pairs"]
+    config = EvaluateConfig(evaluate=evaluated.settings.evaluate)
+    metrics = run_here(evaluate, config, tmp_path, inputs, evaluated.settings.runtime)["metrics"]
+    assert metrics["domain_loss_lora"] == evaluated.result["metrics"]["domain_loss_lora"]
+    assert metrics["chat_loss_sft"] != evaluated.result["metrics"]["chat_loss_sft"]
+    ours, theirs = (read_scores(output, "chat_loss_sft") for output in (evaluated.root / "output", tmp_path))
+    assert ours is not None and theirs is not None
+    assert (ours.sizes, ours.records) == (theirs.sizes, theirs.records) and ours.sums != theirs.sums
+
+
+def test_two_ranks_leave_the_bytes_of_one(evaluated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "output"
+    output.mkdir()
+
+    def work(ranks: Ranks) -> Any:
+        monkeypatch.setattr(evaluate, "join_ranks", lambda runtime: ranks)  # in a fork of this process
+        config = EvaluateConfig(evaluate=evaluated.settings.evaluate)
+        return run_here(evaluate, config, output, evaluated.inputs, evaluated.settings.runtime)
+
+    first, second = in_ranks(2, tmp_path / "ranks", work)
+    assert (first, second) == (evaluated.result, {})
+    for name in ("evaluation.json", "samples.json", "scores.json"):
+        assert (output / name).read_bytes() == (evaluated.root / "output" / name).read_bytes()

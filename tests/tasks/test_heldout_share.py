@@ -1,0 +1,74 @@
+"""The stages `shards-*` and `tokenizer`: they agree on which rows are held out of the user's own files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tiny_data import make_tokenizer
+
+from ttrain.config import Reading, Runtime, Shards, ShardsConfig, Tokenizer
+from ttrain.core.files import ProgressWriter
+from ttrain.data.sharding import Here
+from ttrain.data.shards import ShardSet
+from ttrain.tasks import shards, tokenizer
+from ttrain.tasks.common.job import StageContext
+
+
+@pytest.fixture(scope="module")
+def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("made") / "tokenizer"
+    make_tokenizer(directory)
+    return directory
+
+
+def texts(name: str, count: int) -> list[str]:
+    return [f"{name} {number}: a text of a few words, which is not long" for number in range(count)]
+
+
+def build(tokenizer_directory: Path, output: Path, files: dict[str, list[str]], reading: Reading) -> dict[str, int]:
+    """The rows of each part of a set of documents, by the files of each role."""
+    locations = {}
+    for role, rows in files.items():
+        path = output.with_name(f"{output.name}-{role}.jsonl")
+        path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+        locations[role] = [str(path)]
+    nothing: dict[str, Any] = {role: [None] for role in files}
+    job = StageContext(
+        {"tokenizer": tokenizer_directory}, locations, {"kind": "documents", "dataset": "pretrain"}, output,
+        Runtime(device="cpu"), ProgressWriter(None), lambda: False, versions=nothing,
+        groups={role: [0] for role in files},
+    )  # fmt: skip
+    built = shards.build(ShardsConfig(reading=reading, shards=Shards()), job, Here())
+    return {name: part["rows"] for name, part in built.parts.items()}
+
+
+@pytest.mark.parametrize(
+    ("count", "reading", "least", "most"),
+    [
+        (40, {}, 3, 16),
+        (300, {}, 35, 65),
+        (300, {"heldout_fraction": 0.02}, 1, 13),
+        (300, {"limit": 100}, 8, 34),
+    ],
+)
+def test_small_sets_hold_out_enough_rows_unless_a_share_is_set(
+    tokenizer_directory: Path, tmp_path: Path, count: int, reading: dict[str, Any], least: int, most: int
+) -> None:
+    rows = build(tokenizer_directory, tmp_path / "out", {"train": texts("a", count)}, Reading(**reading))
+    assert sum(rows.values()) == reading.get("limit", count)
+    assert least <= rows["heldout"] <= most
+
+
+def test_files_that_are_held_out_by_name_leave_all_other_rows_to_training(tokenizer_directory: Path, tmp_path: Path) -> None:
+    files = {"train": texts("a", 40), "heldout": texts("b", 5)}
+    assert build(tokenizer_directory, tmp_path / "out", files, Reading()) == {"train": 40, "heldout": 5}
+
+
+def test_the_tokenizer_learns_from_the_rows_that_the_model_learns_from(tokenizer_directory: Path, tmp_path: Path) -> None:
+    rows = build(tokenizer_directory, tmp_path / "out", {"train": texts("a", 200)}, Reading())
+    path = tmp_path / "out-train.jsonl"
+    made = tokenizer.train_directory([str(path)], tmp_path / "tok", Tokenizer(vocab_size=300), Reading())
+    assert made["documents_seen"] == rows["train"] == len(ShardSet(tmp_path / "out" / "train"))

@@ -1,0 +1,149 @@
+"""Callbacks of the user's own: of an installed package in stages and tasks, and of a task itself."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.data_commands import in_process, trains_here
+from support.paths import ROOT
+from support.tiny_stages import Home, stage_settings
+
+from ttrain.errors import TTrainError
+from ttrain.pipeline.plan import plan_stage
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.tasks import PRETRAIN
+from ttrain.train.callbacks import LogRecord
+
+HOOKS = ("start", "epoch_start", "step_start", "step_end", "log", "validated", "saved", "epoch_end", "end", "failed")
+SPY = """
+from ttrain.train.callbacks import Callback
+from ttrain.train.regression import Regression
+
+seen, reasons = [], []
+
+class Spy(Callback):
+    def stop_reason(self):
+        return reasons[-1] if reasons else None
+
+def noting(hook):
+    return lambda self, *told: seen.append(f"{type(self).__name__}.{hook} {getattr(told[0], 'step', told[0])}")
+
+for hook in {hooks}:
+    setattr(Spy, hook, noting(hook))
+
+class Own(Spy):
+    pass
+
+class Watched(Regression):
+    def callbacks(self):
+        return [Own()]
+
+class Mistaken(Regression):
+    def callbacks(self):
+        return [Own]
+
+class Broken(Callback):
+    def step_end(self, record):
+        raise ZeroDivisionError("by itself")
+
+def raises():
+    raise KeyError("no key")
+"""
+
+
+def test_the_callback_of_the_documentation_prints_what_is_logged(capsys: pytest.CaptureFixture[str]) -> None:
+    _, code = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tasks.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    names["Loudly"]().log(LogRecord(2, 4, 96, {"loss": 1.5}))
+    assert capsys.readouterr().out == "2 {'loss': 1.5}\n"
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Install a package whose entry points are these; returns its module."""
+
+    def made(**entries: str) -> Any:
+        info = tmp_path / "site" / "spies-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: spies\nVersion: 1.0\n")
+        lines = (f"{name} = spies:{value}\n" for name, value in entries.items())
+        (info / "entry_points.txt").write_text("[ttrain.callbacks]\n" + "".join(lines))
+        (tmp_path / "site" / "spies.py").write_text(SPY.replace("{hooks}", repr(HOOKS)))
+        monkeypatch.delitem(sys.modules, "spies", raising=False)
+        monkeypatch.syspath_prepend(tmp_path / "site")
+        import spies
+
+        return spies
+
+    return made
+
+
+def test_a_callback_of_a_package_sees_every_hook_of_a_stage_in_order_and_changes_no_key(
+    tmp_path: Path, install: Any
+) -> None:
+    home = Home.make(tmp_path / "home")
+    settings = stage_settings(2, {"validate_every_steps": 2}, quick_validations=0)
+
+    def key() -> str | None:
+        return plan_stage(PRETRAIN, settings, ArtifactStore(tmp_path / "home"), home.pretrain_inputs()).key
+
+    before = key()
+    spies = install(spy="Spy")
+    home.pretrain(settings, tmp_path / "out")
+    assert [event.removeprefix("Spy.") for event in spies.seen] == [
+        *("start 0", "epoch_start 0", "step_start 1", "step_end 1", "log 1"),
+        *("step_start 2", "step_end 2", "log 2", "validated 2", "log 2", "saved 2", "epoch_end 0", "end 2"),
+    ]
+    assert key() == before
+
+
+def test_in_a_stage_a_callback_of_a_package_may_not_stop(tmp_path: Path, install: Any) -> None:
+    home, settings = Home.make(tmp_path / "home"), stage_settings(2)
+    install(spy="Spy").reasons.append("enough")
+    with pytest.raises(TTrainError, match=r"Spy\.stop_reason returned 'enough', but .* only watches.*early_stopping"):
+        home.pretrain(settings, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("Broken", r"the callback Broken\.step_end raised ZeroDivisionError\('by itself'\)"),
+        ("raises", r"the callback bad \(spies:raises, .*ttrain\.callbacks\) raised KeyError\('no key'\); fix or uninstall"),
+        ("Missing", r"the callback bad \(spies:Missing, .*raised AttributeError"),
+        ("list", r"the callback bad \(spies:list"),
+        ("Watched.mro", r"the callback bad \(spies:Watched.mro, .* is a list; derive it from ttrain\.train\.callbacks"),
+    ],
+)
+def test_a_callback_that_fails_or_is_none_is_named_by_its_entry_point(
+    tmp_path: Path, install: Any, value: str, said: str
+) -> None:
+    install(bad=value)
+    with pytest.raises(TTrainError, match=said):
+        Home.make(tmp_path / "home").pretrain(stage_settings(2), tmp_path / "out")
+
+
+def test_a_task_s_own_callbacks_and_those_of_packages_see_its_training_and_may_stop_it(
+    tmp_path: Path, install: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spies = install(spy="Spy")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TTRAIN_HOME", str(tmp_path / "home"))
+    trains_here(monkeypatch)
+    run, words = in_process(capsys), ("examples=640", "rows_per_step=320", "runtime.threads=1", "--json")
+    done = run("train", "spies:Watched", *words, "epochs=1", "--out", "a").json
+    assert done["steps"] == 2
+    for name in ("Spy", "Own"):
+        events = [event.partition(".")[2] for event in spies.seen if event.startswith(name)]
+        assert events[:4] == ["start 0", "epoch_start 0", "step_start 1", "step_end 1"]
+        assert events[-2:] == ["epoch_end 0", "end 2"] and {event.split()[0] for event in events} == {*HOOKS} - {"failed"}
+    spies.reasons.append("enough")
+    stopped = run("train", "spies:Watched", *words, "epochs=9", "--out", "b")
+    assert stopped.code == 0, stopped.err
+    assert stopped.json["stop_reason"] == "stopped by a callback"
+    refused = run("train", "spies:Mistaken", *words, "--out", "c")
+    assert refused.code == 2 and "Mistaken.callbacks() has <class 'spies.Own'>" in refused.err

@@ -1,0 +1,114 @@
+"""What a night continues: the plateau of an infinite schedule, exact to resume and at any number of ranks."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.comparing import same
+from support.tiny_stages import Home, stage_settings
+
+from ttrain.config import PretrainConfig
+from ttrain.core.files import ProgressWriter
+from ttrain.errors import Interrupted
+from ttrain.store.model_files import PLATEAU
+from ttrain.tasks import pretrain
+from ttrain.tasks.common import plateau
+from ttrain.tasks.common.job import StageContext
+from ttrain.train import checkpoint_format
+
+STEPS = 8
+DECAY_BEGINS = 5
+INFINITE = {"schedule": {"kind": "infinite", "warmup_steps": 2, "decay_fraction": 0.375}}  # steps 0 to 4, then 5 to 7
+NIGHT = {"schedule": {"kind": "infinite", "warmup_steps": 0, "decay_fraction": 0.375}, "seed": 2}
+OF_NIGHT = stage_settings(STEPS, NIGHT, checkpoint_every_steps=1, keep_checkpoints=100)
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Home]:
+    """The champion's artifact, and the home of any pretraining."""
+    root = tmp_path_factory.mktemp("plateau")
+    home = Home.make(root / "home")
+    home.pretrain(stage_settings(STEPS, INFINITE), root / "champion")
+    return root / "champion", home
+
+
+def weights(artifact: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = load_file(artifact / "model" / "model.safetensors")
+    return found
+
+
+def test_the_artifact_holds_the_state_before_the_decay_beside_the_annealed_model(first: Any, tmp_path: Path) -> None:
+    champion, home = first
+    assert {path.name for path in (champion / PLATEAU).iterdir()} == {"model.safetensors", "optimizer.safetensors"}
+    saved = checkpoint_format.read(champion / "checkpoints" / f"step-{DECAY_BEGINS:08d}")
+    kept = plateau.read(champion, "model.safetensors")
+    assert same(saved.weights, kept.weights) and same(saved.optimizer, kept.optimizer) and kept.step == 0
+    assert not same(dict(kept.weights), weights(champion))
+    home.pretrain(stage_settings(2), tmp_path)
+    assert not (tmp_path / PLATEAU).exists(), "of another schedule"
+    assert not plateau.write(tmp_path, DECAY_BEGINS) and not (tmp_path / PLATEAU).exists(), "without its checkpoint"
+
+
+def test_a_night_continues_the_plateau_and_not_the_annealed_model(first: Any, whole_night: Path, tmp_path: Path) -> None:
+    champion, home = first
+    home.pretrain(stage_settings(2, NIGHT, checkpoint_every_steps=1), tmp_path, {"base": champion})
+    night, warm = (checkpoint_format.read(path / "checkpoints" / "step-00000001") for path in (whole_night, tmp_path))
+    kept = plateau.read(champion, "model.safetensors")
+    steps = {int(value) for name, value in night.optimizer.items() if name.startswith("step|")}
+    assert steps == {DECAY_BEGINS + 1}, "with those before it"
+    assert {int(value) for name, value in warm.optimizer.items() if name.startswith("step|")} == {1}
+    moved = [max(float((night.weights[name] - kept.weights[name]).abs().max()) for name in kept.weights)]
+    moved.append(max(float((warm.weights[name] - kept.weights[name]).abs().max()) for name in kept.weights))
+    assert moved[0] < moved[1]
+    assert (whole_night / PLATEAU).is_dir()
+
+
+def test_a_night_continues_the_average_of_a_plateau_that_has_no_decay(first: Any, tmp_path: Path) -> None:
+    averaged = {"schedule": {**INFINITE["schedule"], "decay_fraction": 0.0, "average": 0.3}}
+    settings, home = stage_settings(3, averaged), first[1]
+    home.pretrain(settings, tmp_path / "first")
+    kept = plateau.read(tmp_path / "first", "model.safetensors")
+    assert same(dict(kept.weights), weights(tmp_path / "first"))
+    home.pretrain(settings, tmp_path / "night", with_plateau(tmp_path / "first"))
+    counts = plateau.read(tmp_path / "night", "model.safetensors").optimizer
+    assert {int(value) for name, value in counts.items() if name.startswith("averaged|")} == {2 * 3}
+
+
+def test_a_night_whose_deadline_falls_into_the_branch_goes_on_there_to_the_same_weights(
+    first: Any, whole_night: Path, tmp_path: Path
+) -> None:
+    """A deadline is a request to stop, which the trainer reads at each step."""
+    champion, home = first
+    config = PretrainConfig(model=OF_NIGHT.model, pretrain=OF_NIGHT.pretrain)
+    asked = itertools.count(1)
+    night = StageContext(
+        {**home.paths, **with_plateau(champion)}, {}, {}, tmp_path, OF_NIGHT.runtime, ProgressWriter(None),
+        lambda: next(asked) > DECAY_BEGINS + 1,
+    )  # fmt: skip
+    with pytest.raises(Interrupted):
+        pretrain.run(config, night)
+    assert not (tmp_path / "model").exists() and not (tmp_path / PLATEAU).exists(), "neither is published before the end"
+    torch.seed()
+    resumed = pretrain.run(config, replace(night, stop_requested=lambda: False))["resumed_from_step"]
+    assert DECAY_BEGINS < resumed < STEPS
+    assert same(weights(whole_night), weights(tmp_path))
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (whole_night / PLATEAU / name).read_bytes() == (tmp_path / PLATEAU / name).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def whole_night(first: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    champion, home = first
+    output = tmp_path_factory.mktemp("whole")
+    home.pretrain(OF_NIGHT, output, with_plateau(champion))
+    return output
+
+
+def with_plateau(champion: Path) -> dict[str, Path]:
+    return {"base": champion, "plateau": champion}

@@ -1,0 +1,400 @@
+"""What the settings make of a set of shards: its rows, their order, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+from support.comparing import curve, logged_steps
+from support.tiny_data import make_tokenizer, write_shards
+from support.tiny_stages import Home, stage_settings
+
+from ttrain.config import Lora, Pretrain, PretrainConfig, Sft, Training
+from ttrain.core.files import ProgressWriter, read_json, write_json
+from ttrain.core.hashing import digest_of
+from ttrain.data.encoder import Encoder
+from ttrain.data.loader import LengthGroupedOrder, ShuffledOrder, WeightedOrder
+from ttrain.data.packing import IGNORE, MixedRows, Rows
+from ttrain.data.pair_rows import PairRows
+from ttrain.data.record_rows import ChatRows, DocumentRows, SeparateDocumentRows
+from ttrain.data.shards import Column, write_index, write_shard
+from ttrain.errors import ArtifactError, DataError, Interrupted, UsageError
+from ttrain.pipeline import launch
+from ttrain.tasks import pretrain
+from ttrain.tasks.common.job import StageContext
+from ttrain.tasks.common.rows import open_rows, order_of, validation_batches
+from ttrain.tasks.common.training import rows_sentence
+from ttrain.train.schedules import steps_of
+from ttrain.train.trainer import QUICK
+
+DOCUMENTS: list[Any] = [([*range(20, 40)], []), ([*range(40, 45)], []), ([*range(50, 66)], [])]
+
+
+def settings(**changes: Any) -> Training:
+    return Training.model_validate({"epochs": 1.0, "row_length": 8, "tokens_per_step": 16, **changes})
+
+
+def documents(path: Path, encoder: Encoder, **more: Any) -> Path:
+    write_shards(path, DOCUMENTS, kind="documents", tokenizer=encoder.digest, tokens_per_shard=1, **more)
+    return path
+
+
+def chats(path: Path, encoder: Encoder, answered: int, unanswered: int = 0, **more: Any) -> Path:
+    one = [encoder.bos_id, 30, 31, encoder.end_id, 32, 33, encoder.end_id]
+    records = [(one, [False] * 4 + [True] * 3)] * answered + [(one, [False] * 7)] * unanswered
+    write_shards(path, records, kind="chats", tokenizer=encoder.digest, tokens_per_shard=35, **more)
+    return path
+
+
+def test_rows_follow_the_kind_and_the_packing(tmp_path: Path, encoder: Encoder) -> None:
+    sets = documents(tmp_path / "documents", encoder), chats(tmp_path / "chats", encoder, 9)
+    kinds = [
+        [type(open_rows(path, encoder, settings(packing=packing))) for path in sets] for packing in ("best-fit", "none")
+    ]
+    assert kinds == [[SeparateDocumentRows, ChatRows]] * 2
+    assert type(open_rows(sets[0], encoder, settings(packing="stream"))) is DocumentRows
+    with pytest.raises(UsageError, match=r"packing is stream, but chats .* set .*packing=best-fit"):
+        open_rows(sets[1], encoder, settings(packing="stream"))
+    alone = open_rows(sets[1], encoder, settings(packing="none"))
+    assert (len(alone), alone.batch([0]).input_ids_BT.shape) == (9, (1, 8))
+    assert alone.pad_id == encoder.pad_id
+
+
+def test_a_stride_overlaps_the_training_rows_of_documents_alone(tmp_path: Path, encoder: Encoder) -> None:
+    path = documents(tmp_path / "documents", encoder)
+    config = settings(stride=4)
+    assert open_rows(path, encoder, config).counts()["target_multiplicity"] > 1.5
+    assert open_rows(path, encoder, config, heldout=True).counts()["target_multiplicity"] == 1
+    config = Sft.model_validate({"row_length": 8, "tokens_per_step": 16, "stride": 4})
+    with pytest.raises(UsageError, match=r"sft\.stride is 4, but chats .* set it to null"):
+        open_rows(chats(tmp_path / "chats", encoder, 9), encoder, config)
+
+
+def test_intervals_are_named_by_word_or_by_id_that_the_tokenizer_has(tmp_path: Path, encoder: Encoder) -> None:
+    word = next(text for text in ("t", "e", "a") if encoder.encode([text])[0] == [encoder.special(text)])
+    path = documents(tmp_path, encoder)
+    first, last = encoder.special(word), 44
+    for pair in ([word, last], [first, last]):
+        rows = open_rows(path, encoder, settings(mask_intervals=[pair]))
+        assert rows.masks.pairs == ((first, last),)  # type: ignore[attr-defined]
+    rows = open_rows(path, encoder, settings(mask_intervals=[[25, 30]]))
+    labels = rows.batch(range(len(rows))).labels_BT
+    live = labels[labels != IGNORE].tolist()
+    assert not {*range(25, 31)} & {*live}
+    assert {24, 31} <= {*live}
+    with pytest.raises(UsageError, match=r"training\.mask_intervals names '<nowhere>', which is not a token"):
+        open_rows(path, encoder, settings(mask_intervals=[["<nowhere>", 7]]))
+    beyond = rf"has the id {len(encoder)}, but the tokenizer has the ids 0 to {len(encoder) - 1}"
+    with pytest.raises(UsageError, match=beyond):
+        open_rows(path, encoder, settings(mask_intervals=[[5, len(encoder)]]))
+
+
+def test_weights_mix_the_training_rows_and_not_the_held_out_ones(tmp_path: Path, encoder: Encoder) -> None:
+    path = documents(tmp_path, encoder, groups=[0, 1, 0], weights=[0.25, 0.75])
+    config = settings()
+    rows = open_rows(path, encoder, config)
+    assert isinstance(rows, MixedRows)
+    assert [len(group) for group in rows.groups] == [5, 1]
+    order = order_of(config, rows)
+    assert isinstance(order, WeightedOrder)
+    assert order.quotas == [2500, 7500]
+    assert isinstance(open_rows(path, encoder, config, heldout=True), SeparateDocumentRows)
+    config = settings(packing="none", order="length-grouped")
+    with pytest.raises(UsageError, match=r"training\.order is length-grouped, but the data is mixed by weight; .*=shuffled"):
+        order_of(config, open_rows(path, encoder, config))
+
+
+def weighted(path: Path, encoder: Encoder, weights: Sequence[float], *, kind: str = "documents", group: int = 0) -> Any:
+    """A shard of records of eleven tokens, each filled with a number of its own, with these weights."""
+    ids = np.concatenate([[encoder.bos_id, *[30 + number] * 9, encoder.eos_id] for number in range(len(weights))])
+    live = np.tile([0] * 5 + [1] * 6, len(weights)) if kind == "chats" else None
+    column = Column(ids, np.arange(len(weights) + 1) * 11, live, weights=np.array(weights))
+    return {**write_shard(path / f"{group}.arrow", column, len(encoder)), "bytes": 1, "group": group}
+
+
+def share_of_draws(order: Any, rows: Rows, marked: set[int], draws: int = 10_000) -> float:
+    """The share of these records among the records of the rows that are drawn."""
+    ids = np.concatenate([batch.input_ids_BT[:, 1::10] for batch in (rows.batch(range(len(rows))),)])
+    held = [{*line.tolist()} & {*range(30, 60)} for line in ids]
+    drawn = [held[row] for row in order.rows_at(np.arange(draws)).tolist()]
+    return sum(len(found & marked) for found in drawn) / sum(map(len, drawn))
+
+
+@pytest.mark.parametrize("packing", ["best-fit", "none"])
+@pytest.mark.parametrize("kind", ["documents", "chats"])
+def test_a_row_of_weight_nine_is_drawn_nine_times_as_often(
+    tmp_path: Path, encoder: Encoder, kind: str, packing: str
+) -> None:
+    """Nine of ten draws, where as many have a weight of 1; rows of one weight share packed rows."""
+    entry = weighted(tmp_path, encoder, [9, 1] * 8, kind=kind)
+    write_index(tmp_path, kind=kind, vocab_size=len(encoder), tokenizer=encoder.digest, shards=[entry])
+    config = settings(packing=packing, row_length=20, tokens_per_step=20, epochs=2000)
+    rows = open_rows(tmp_path, encoder, config)
+    order = order_of(config, rows)
+    assert abs(share_of_draws(order, rows, {*range(30, 46, 2)}) - 0.9) < 0.01
+    places = np.arange(10_000)
+    assert np.array_equal(order.rows_at(places)[7001:], order_of(config, rows).rows_at(places[7001:])), "resumed anywhere"
+    first = order.rows_at(places[: 20 * len(rows)]).tolist()
+    assert {*range(len(rows))} == {*first}, "none is left out"
+
+
+def test_weights_of_rows_are_within_those_of_their_sources(tmp_path: Path, encoder: Encoder) -> None:
+    entries = [weighted(tmp_path, encoder, weights, group=group) for group, weights in enumerate(([9, 1], [1, 1]))]
+    more = {"weights": [0.25, 0.75]}
+    write_index(tmp_path, kind="documents", vocab_size=len(encoder), tokenizer=encoder.digest, shards=entries, **more)
+    config = settings(packing="none", row_length=20, tokens_per_step=20, epochs=2000)
+    rows = open_rows(tmp_path, encoder, config)
+    assert order_of(config, rows).quotas == [250, 2250, 7500]  # type: ignore[attr-defined]
+    config = settings(packing="none", order="length-grouped")
+    with pytest.raises(UsageError, match=r"order is length-grouped, but the data is mixed by weight; .*=shuffled"):
+        order_of(config, rows)
+    with pytest.raises(UsageError, match=r"packing is stream, but rows of data have a weight.*set .*packing=best-fit"):
+        open_rows(tmp_path, encoder, settings(packing="stream"))
+
+
+def test_too_many_weights_and_one_that_is_next_to_nothing_are_refused(tmp_path: Path, encoder: Encoder) -> None:
+    config = settings(packing="none", row_length=20, tokens_per_step=20)
+    for weights, message in (
+        ([1 + number / 7 for number in range(101)], "101 different weights, .* at most 100; round them"),
+        ([1, 1e-9], "one of 1e.09 draws, but may get one of 1,048,576; raise their weight"),
+    ):
+        entry = weighted(tmp_path, encoder, weights)
+        write_index(tmp_path, kind="documents", vocab_size=len(encoder), tokenizer=encoder.digest, shards=[entry])
+        with pytest.raises(DataError, match=message):
+            order_of(config, open_rows(tmp_path, encoder, config))
+
+
+def test_chats_of_another_tokenizer_or_template_are_refused(tmp_path: Path, encoder: Encoder) -> None:
+    directory = chats(tmp_path / "chats", encoder, 20)
+    index = {**read_json(directory / "index.json"), "template": digest_of(encoder.jinja)}
+    write_json(directory / "index.json", index)
+    assert len(open_rows(directory, encoder, settings()))
+    for other, said in {"tokenizer": "with the tokenizer eeee", "template": "with another chat template"}.items():
+        write_json(directory / "index.json", {**index, other: "e" * 64})
+        with pytest.raises(ArtifactError, match=said):
+            open_rows(directory, encoder, settings())
+
+
+def test_the_order_follows_the_setting(tmp_path: Path, encoder: Encoder) -> None:
+    path = documents(tmp_path, encoder)
+    config = settings(epochs=2.5)
+    order = order_of(config, open_rows(path, encoder, config))
+    assert isinstance(order, ShuffledOrder)
+    assert (order.rows, order.rows_per_step, order.total_rows, order.seed) == (5, 2, 13, 1)
+    config = settings(packing="none", order="length-grouped")
+    assert isinstance(order_of(config, open_rows(path, encoder, config)), LengthGroupedOrder)
+
+
+def test_a_budget_counts_rows_of_one_record_by_their_length_and_packed_rows_in_full(
+    tmp_path: Path, encoder: Encoder
+) -> None:
+    """Nine chats of six positions: 16 tokens a step are two rows, which have 12."""
+    path = chats(tmp_path / "chats", encoder, 9)
+    budget = {"epochs": None, "tokens": 48}
+    packed, alone = (settings(packing=packing, **budget) for packing in ("best-fit", "none"))
+    assert order_of(packed, open_rows(path, encoder, packed)).steps == 3
+    order = order_of(alone, open_rows(path, encoder, alone))
+    assert (order.steps, sum(map(order.step_tokens, range(order.steps)))) == (4, 48)
+
+
+def test_too_many_chats_without_an_answer_end_the_stage(tmp_path: Path, encoder: Encoder) -> None:
+    rows = open_rows(chats(tmp_path, encoder, 95, 5), encoder, settings())
+    with pytest.raises(DataError, match=r"5 of 100 chats have no token .* training\.dropped_fraction 0\.01"):
+        order_of(settings(), rows)
+    order_of(settings(dropped_fraction=0.05), rows)
+
+
+def test_less_data_than_one_step_is_refused_with_both_numbers_and_a_cure_that_works(
+    tmp_path: Path, encoder: Encoder
+) -> None:
+    config = settings(tokens_per_step=64)
+    rows = open_rows(documents(tmp_path, encoder), encoder, config)
+    message = (
+        r"training\.tokens_per_step is 64, 8 rows of 8 tokens, .* gives 5 rows; set training\.tokens_per_step=40 or less"
+    )
+    with pytest.raises(DataError, match=message):
+        order_of(config, rows)
+    assert order_of(settings(tokens_per_step=40), rows).steps == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "passes"),
+    [
+        (10_000, 4096, 1), (960, 4096, 1), (320, 4096, 3), (319, 15 * 256, 3), (100, 5 * 256, 3), (39, 256, 2), (20, 256, 3),
+        (19, 256, 4), (9, 256, 7), (5, 256, 10), (1, 256, 10),
+    ],
+)  # fmt: skip
+def test_batch_and_passes_of_few_rows_give_about_sixty_steps(rows: int, batch: int, passes: float) -> None:
+    found = Sft().resolved(rows)
+    assert (found.tokens_per_step, found.epochs) == (batch, passes)
+    assert Sft.model_validate(found.model_dump()) == found, "they are allowed"
+    assert rows < 6 or steps_of(found, rows)[0] >= 60
+
+
+def test_what_is_set_stays_and_a_longer_training_has_the_same_batch() -> None:
+    assert Lora().resolved(10_000) == Lora(tokens_per_step=2048, epochs=2)
+    assert Sft(epochs=3).resolved(100) == Sft(epochs=3, tokens_per_step=5 * 256)
+    assert Sft(tokens_per_step=1024).resolved(10) == Sft(tokens_per_step=1024, epochs=10)
+    assert Sft(tokens=9000, epochs=None).resolved(100) == Sft(tokens=9000, epochs=None, tokens_per_step=5 * 256)
+    assert Sft(row_length=8192).resolved(10).rows_per_step == 1, "at least a row"
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens"), [(43, 5 * 43 * 256), (1406, 5 * 1406 * 256), (1407, 1_800_000), (2700, 1_800_000)]
+)
+def test_pretraining_reads_little_text_five_times_unless_its_budget_is_set(rows: int, tokens: int) -> None:
+    assert Pretrain().resolved(rows) == Pretrain(tokens=tokens)
+    assert Pretrain(tokens=5_000_000).resolved(rows) == Pretrain(tokens=5_000_000)
+    assert Pretrain(tokens=None, epochs=30).resolved(rows) == Pretrain(tokens=None, epochs=30)
+
+
+@pytest.mark.parametrize("chats_of_set", [1, 7, 25, 200])
+def test_the_plan_knows_what_the_rows_decide(tmp_path: Path, encoder: Encoder, chats_of_set: int) -> None:
+    config = Sft(row_length=64)
+    shards = chats(tmp_path / "train", encoder, chats_of_set)
+    found = launch.resolved(config, tmp_path, encoder.directory)
+    assert found == config.resolved(len(open_rows(shards, encoder, config)))
+
+
+def test_large_sets_are_not_packed_to_know_it(tmp_path: Path) -> None:
+    many = {"kind": "chats", "live_tokens": 60 * 4096, "tokens": 60 * 4096, "rows": 9}
+    (tmp_path / "train").mkdir()
+    write_json(tmp_path / "train" / "index.json", many)
+    assert launch.resolved(Sft(), tmp_path, tmp_path / "no tokenizer") == Sft(tokens_per_step=4096, epochs=1)
+
+
+@pytest.mark.parametrize("kind", ["documents", "chats"])
+def test_too_few_rows_are_known_from_the_shards_as_the_stage_finds_them(tmp_path: Path, encoder: Encoder, kind: str) -> None:
+    write = documents if kind == "documents" else partial(chats, answered=6)
+    shards = write(tmp_path / "train", encoder)
+    make_tokenizer(tmp_path)
+
+    def message(check: Callable[[], object]) -> str:
+        try:
+            check()
+        except DataError as error:
+            return str(error)
+        return ""
+
+    for tokens_per_step, more in itertools.product((40, 48, 1600), ({}, {"packing": "none"}, {"mask_intervals": [[1, 4]]})):
+        config = settings(tokens_per_step=tokens_per_step, **more)
+        own = message(partial(lambda config: order_of(config, open_rows(shards, encoder, config)), config))
+        assert message(partial(launch.check, config, tmp_path, tmp_path)) == own
+
+
+def test_shards_of_many_steps_are_not_packed_to_count_their_rows(tmp_path: Path, encoder: Encoder) -> None:
+    for file in documents(tmp_path / "train", encoder).glob("*.arrow"):
+        file.unlink()
+    launch.check(settings(tokens_per_step=8), tmp_path, tmp_path / "no tokenizer")
+
+
+def test_validation_takes_rows_from_all_over_the_held_out_part(tmp_path: Path, encoder: Encoder) -> None:
+    rows: Rows = open_rows(documents(tmp_path, encoder), encoder, settings(), heldout=True)
+    for limit, numbers in {1: [0], 2: [0, 2], 5: range(5), 100: range(5)}.items():
+        batches = validation_batches(rows, limit, rows_per_batch=2)
+        chosen = np.concatenate([batch.input_ids_BT for batch in batches])
+        assert np.array_equal(chosen, rows.batch(numbers).input_ids_BT)
+        assert max(len(batch.input_ids_BT) for batch in batches) <= 2
+
+
+def test_settings_that_contradict_each_other_are_refused() -> None:
+    for changes, message in (
+        ({"stride": 9}, "stride is 9 but must not exceed row_length 8"),
+        ({"order": "length-grouped"}, "packing is best-fit.*set packing=none"),
+        ({"mask_intervals": [["<a>", "<a>"]]}, "must not open and close alike"),
+        ({"stride": 0}, "greater than or equal to 1"),
+        ({"early_stopping": {"patience": 1}}, "validate_every_steps is 0; set it, .*, or validate_every_epochs"),
+    ):
+        with pytest.raises(ValidationError, match=message):
+            settings(**changes)
+    assert settings(early_stopping={"patience": 1}, validate_every_epochs=1).early_stopping
+
+
+def pairs(path: Path, encoder: Encoder, sizes: Sequence[int]) -> Path:
+    """Pairs of a prompt of six tokens with answers of so many."""
+    prompt = [encoder.bos_id, 30, 31, encoder.end_id, 32, 33]
+    ids = [[*prompt, *range(40, 40 + size), *range(60, 60 + size)] for size in sizes]
+    branches = [[0] * 6 + [1] * size + [2] * size for size in sizes]
+    offsets = np.cumsum([0, *map(len, ids)])
+    parts = np.concatenate(branches)
+    entry = write_shard(path / "0.arrow", Column(np.concatenate(ids), offsets, parts > 0, parts), len(encoder))
+    shards = [{**entry, "bytes": 1, "group": 0}]
+    write_index(path, kind="pairs", vocab_size=len(encoder), tokenizer=encoder.digest, shards=shards)
+    return path
+
+
+def test_pairs_have_rows_of_their_own_and_no_windows_streams_nor_masks(tmp_path: Path, encoder: Encoder) -> None:
+    path = pairs(tmp_path, encoder, [3, 4, 5])
+    assert type(open_rows(path, encoder, settings(row_length=32, tokens_per_step=32))) is PairRows
+    for change, message in (
+        ({"packing": "stream"}, "packing is stream, but pairs are not one stream"),
+        ({"stride": 4}, "stride is 4, but pairs are not read in windows"),
+        ({"mask_intervals": [[1, 4]]}, "mask_intervals is set, but an answer of a pair counts as a whole"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            open_rows(path, encoder, settings(**change))
+
+
+def test_too_many_pairs_that_are_longer_than_a_row_end_the_stage(tmp_path: Path, encoder: Encoder) -> None:
+    path = pairs(tmp_path, encoder, [3] * 99 + [20])
+    rows = open_rows(path, encoder, settings(row_length=32, tokens_per_step=32))
+    assert rows.counts()["too_long_dropped"] == 1
+    order_of(settings(row_length=32, tokens_per_step=32, dropped_fraction=0.01), rows)
+    with pytest.raises(DataError, match=r"1 of 100 pairs are longer than .*row_length 32.*raise .*row_length"):
+        order_of(settings(row_length=32, tokens_per_step=32, dropped_fraction=0.001), rows)
+
+
+def test_a_stage_validates_or_saves_at_the_ends_of_epochs(tmp_path: Path) -> None:
+    home, budget = Home.make(tmp_path / "home"), {"epochs": 3.5, "tokens": None}
+    often = {"checkpoint_every_steps": 1000, "keep_checkpoints": 9, "quick_validations": 2}
+    validates = stage_settings(pretrain={**budget, "validate_every_epochs": 1}, **often)
+    saves = stage_settings(pretrain={**budget, "schedule": {"kind": "constant"}}, checkpoint_every_epochs=2, **often)
+    rows = open_rows(home.documents.path / "train", Encoder(home.tokenizer.path, fast=False), saves.pretrain)
+    ends = [-(-len(rows) * epoch // 8) for epoch in (1, 2, 3)]
+    last = home.pretrain(validates, tmp_path / "validates")["steps"]
+    lines = curve(tmp_path / "validates" / "run" / "metrics.jsonl")
+    assert logged_steps(lines, "validation_loss") == logged_steps(lines, "validation_accuracy") == [*ends, last]
+    assert not logged_steps(lines, QUICK), "which a stage has that validates at its end only"
+    home.pretrain(saves, tmp_path / "saves")
+    saved = sorted(path.name for path in (tmp_path / "saves" / "checkpoints").glob("step-*"))
+    assert saved == [f"step-{step:08d}" for step in (ends[1], last)]
+    lines = curve(tmp_path / "saves" / "run" / "metrics.jsonl")
+    assert logged_steps(lines, QUICK) == logged_steps(lines, "validation_accuracy_quick") != [last]
+
+
+def test_tokens_and_curves_of_rows_that_are_not_packed_are_those_that_were_read(tmp_path: Path) -> None:
+    """Also of a stage that was stopped and continues."""
+    home = Home.make(tmp_path / "home")
+    settings = stage_settings(pretrain={"packing": "none", "tokens": 1500})
+    result = home.pretrain(settings, tmp_path / "straight")
+    asked = itertools.count()
+    context = StageContext(
+        home.paths, {}, {}, tmp_path / "parts", settings.runtime, ProgressWriter(None), lambda: next(asked) > 3
+    )
+    with pytest.raises(Interrupted):
+        pretrain.run(PretrainConfig(model=settings.model, pretrain=settings.pretrain), context)
+    again = home.pretrain(settings, tmp_path / "parts")
+    assert 0 < again["resumed_from_step"] < again["steps"] and again["tokens"] == result["tokens"]
+    encoder = Encoder(home.tokenizer.path, fast=False)
+    rows = open_rows(home.documents.path / "train", encoder, settings.pretrain)
+    read = [order_of(settings.pretrain, rows).step_tokens(step) for step in range(result["steps"])]
+    assert result["tokens"] == sum(read) and sum(read[:-1]) < 1500 <= sum(read)
+    for directory in ("straight", "parts"):
+        lines = (tmp_path / directory / "run" / "metrics.jsonl").read_text().splitlines()
+        points = [(line["step"], line["tokens"]) for line in map(json.loads, lines)]
+        assert {step for step, _ in points} == {*range(result["steps"] + 1)}
+        assert all(tokens == sum(read[:step]) for step, tokens in points)
+
+
+def test_the_log_has_the_counts_of_rows_as_a_sentence() -> None:
+    counts = {"rows": 1200, "row_length": 64, "records": 3000, "target_tokens": 70000, "cut_records": 2, "fill": 0.975}
+    assert rows_sentence(counts) == (
+        "trains on 1,200 rows of 64 tokens, 97.5% full, from 3,000 records; target tokens 70,000, cut records 2"
+    )

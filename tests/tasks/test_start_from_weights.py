@@ -1,0 +1,288 @@
+"""Models that training starts from: their weights, the stages that continue them, what the doctor says of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.chat_templates import CHATML, make
+from support.comparing import same
+from support.tiny_data import make_tokenizer
+from support.tiny_stages import Home, run_here, stage_settings
+from support.tiny_trainers import tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ttrain.config import EvaluateConfig, LoraConfig, Moe, MultiToken, PretrainConfig, Settings, SftConfig
+from ttrain.data import existing
+from ttrain.data.encoder import Encoder
+from ttrain.errors import ArtifactError, UsageError
+from ttrain.model import factory, multi_token
+from ttrain.tasks import evaluate, lora, new_model, pretrain, sft
+from ttrain.tasks.base_model import prepare_base_model
+
+# --- the weights
+
+
+def llama(vocab: int, **settings: Any) -> Any:
+    return tiny_model(vocab=vocab, hidden_size=16, init_std=0.3, **settings)
+
+
+def save(model: Any, directory: Path, template: str | None = None, **options: Any) -> Path:
+    """A folder as `save_pretrained` leaves it, with a foreign tokenizer of 320 tokens at most."""
+    make(directory, template)
+    model.save_pretrained(directory, **options)
+    return directory
+
+
+def taken(directory: Path, output: Path, template: str = "auto") -> tuple[Encoder, dict[str, Any]]:
+    """The tokenizer and the figures, as the two stages make them."""
+    existing.install(existing.tokenizer_files(str(directory)), output / "tokenizer", template)
+    figures = prepare_base_model(
+        existing.model_files(str(directory), "sft.start_from"), output / "tokenizer", output / "model"
+    )
+    return Encoder(output / "tokenizer"), figures
+
+
+def size_of(directory: Path) -> int:
+    make(directory, None)
+    return len(json.loads((directory / "tokenizer.json").read_bytes())["model"]["vocab"])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_new_tokens_begin_as_the_mean_of_their_words_and_all_else_stays(tmp_path: Path, tied: bool) -> None:
+    size = size_of(tmp_path / "x")
+    model = llama(size, tie_embeddings=tied)
+    encoder, figures = taken(save(model, tmp_path / "source"), tmp_path)
+    grown = factory.load(tmp_path / "model")
+    added = ["<|bos|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>"]
+    assert figures["added_tokens"] == sorted(added)
+    assert (figures["vocab_size_before"], figures["vocab_size"], len(encoder)) == (size, size + 6, size + 6)
+    before, after = factory.state(model), factory.state(grown)
+    tables = {"model.embed_tokens.weight"} if tied else {"model.embed_tokens.weight", "lm_head.weight"}
+    assert same({n: t for n, t in before.items() if n not in tables}, {n: t for n, t in after.items() if n not in tables})
+    for name in tables:
+        assert torch.equal(after[name][:size], before[name])
+        for token in added:
+            pieces = encoder.encode([token.strip("<|>")])[0]
+            torch.testing.assert_close(after[name][encoder.special(token)], before[name][pieces].mean(dim=0))
+    distinct = torch.unique(after["model.embed_tokens.weight"][size:], dim=0)
+    assert len(distinct) == 6, "an adapter could not tell equal ones apart"
+    ids = torch.randint(0, size, (2, 9), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(grown(ids).logits[..., :size], model.eval()(ids).logits)
+
+
+def test_gpt2_s_and_other_architectures_are_taken_as_well(tmp_path: Path) -> None:
+    """Conv1D layers, biases in the head, and names that llama does not have."""
+    from transformers import GPT2Config, GPT2LMHeadModel, PhiConfig, PhiForCausalLM
+
+    size = size_of(tmp_path / "x")
+    small: dict[str, Any] = {"vocab_size": size, "bos_token_id": 0, "eos_token_id": 0}
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=64, **small))
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    phi = PhiForCausalLM(PhiConfig(**sizes, max_position_embeddings=64, **small))
+    phi.lm_head.bias.data.normal_(generator=torch.Generator().manual_seed(1))
+    for model in (gpt2, phi):
+        source = save(model, tmp_path / model.config.model_type)
+        encoder, _ = taken(source, tmp_path / f"{model.config.model_type}-taken")
+        grown = factory.load(tmp_path / f"{model.config.model_type}-taken" / "model")
+        ids = torch.arange(12)[None]
+        torch.testing.assert_close(grown(ids).logits[..., :size], model.eval()(ids).logits)
+        assert existing.max_length(existing.model_files(str(source), "x")) == 64
+    pieces = encoder.encode(["user"])[0]
+    torch.testing.assert_close(grown.lm_head.bias[encoder.special("<|user|>")], phi.lm_head.bias[pieces].mean())
+
+
+@pytest.mark.parametrize("kind", ["moyun", "qwen3"])
+def test_what_ttrain_made_is_taken_again_whatever_its_architecture(tmp_path: Path, kind: str) -> None:
+    size = size_of(tmp_path / "x")
+    model = tiny_model(vocab=size, hidden_size=32, kind=kind, moe=Moe(experts=4) if kind == "qwen3" else None)
+    source = tmp_path / "source"
+    new_model.write(model, make_tokenizer(tmp_path / "words").directory, source)
+    (make(source, None) / "chat_template.jinja").unlink()
+    taken(source, tmp_path)
+    grown = factory.load(tmp_path / "model")
+    ids = torch.arange(12)[None]
+    torch.testing.assert_close(grown(ids, use_cache=False).logits[..., :size], model.eval()(ids, use_cache=False).logits)
+    assert type(grown) is type(model) and grown.config.vocab_size == size + 6
+
+
+def test_a_second_head_comes_along_and_grows_as_the_first_does(tmp_path: Path) -> None:
+    size = size_of(tmp_path / "x")
+    model = llama(size)
+    multi_token.attach(model, MultiToken(weight=0.7), seed=3)
+    source = tmp_path / "source"
+    new_model.write(model, make_tokenizer(tmp_path / "words").directory, source)
+    make(source, None)
+    (source / "chat_template.jinja").unlink()
+    before = load_file(source / "multi_token.safetensors")["weight"]
+    encoder, _ = taken(source, tmp_path)
+    after = load_file(tmp_path / "model" / "multi_token.safetensors")["weight"]
+    assert torch.equal(after[:size], before) and len(after) == len(encoder) > size
+    pieces = encoder.encode(["user"])[0]
+    torch.testing.assert_close(after[encoder.special("<|user|>")], before[pieces].mean(dim=0))
+    again: Any = new_model.load(tmp_path / "model")
+    assert (again.multi_token.loss_weight, again.multi_token.out_features) == (0.7, len(encoder))
+
+
+def test_its_chat_template_is_kept_and_given_where_it_has_none(tmp_path: Path) -> None:
+    model = llama(size_of(tmp_path / "x"))
+    for template, kept in ((CHATML, "own"), (None, "ttrain")):
+        encoder, figures = taken(save(model, tmp_path / kept / "source", template), tmp_path / kept)
+        assert encoder.template == kept
+        opened = AutoTokenizer.from_pretrained(tmp_path / kept / "model", local_files_only=True)
+        assert opened.chat_template == encoder.jinja
+        assert ("<|end|>" in figures["added_tokens"]) == (kept == "ttrain")
+        config = factory.load(tmp_path / kept / "model").generation_config
+        assert (config.pad_token_id, config.bos_token_id) == (encoder.pad_id, encoder.bos_id)
+        assert config.eos_token_id[:1] == [encoder.eos_id] and encoder.end_id in config.eos_token_id
+
+
+def test_shards_in_half_precision_are_the_same_model_in_one_file_in_fp32(tmp_path: Path) -> None:
+    model = llama(size_of(tmp_path / "x")).to(torch.bfloat16)
+    source = save(model, tmp_path / "source", max_shard_size="10KB")
+    assert len(list(source.glob("model-*.safetensors"))) > 2
+    taken(source, tmp_path)
+    after = load_file(tmp_path / "model" / "model.safetensors")
+    assert {tensor.dtype for tensor in after.values()} == {torch.float32}
+    for name, tensor in factory.state(model).items():
+        assert torch.equal(after[name][: len(tensor)], tensor.float())
+    opened, report = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not any(report.values()) and opened.config.vocab_size == len(Encoder(tmp_path / "model"))
+
+
+def test_weights_that_do_not_fit_their_config_are_all_listed(tmp_path: Path) -> None:
+    source = save(llama(size_of(tmp_path / "x")), tmp_path / "source")
+    path = source / "model.safetensors"
+    tensors = load_file(path)
+    tensors["extra.weight"] = torch.zeros(3)
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    tensors["model.norm.weight"] = torch.zeros(5)
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ArtifactError) as refused:
+        taken(source, tmp_path)
+    for words in ("missing: model.layers.0.mlp.up_proj.weight", "unexpected: extra.weight", "mis-shaped: model.norm.weight"):
+        assert words in str(refused.value)
+    assert f"in {source} do not fit" in str(refused.value), "not the folder of links from which it was read"
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_padded_vocabulary_is_not_grown_other_files_have_no_say_and_another_tokenizer_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    size = size_of(tmp_path / "x")
+    model = llama(size + 20)
+    source = save(model, tmp_path / "source")
+    found = existing.model_files(str(source), "x")
+    # An adapter's config beside a model makes `from_pretrained` load that adapter, and its base from anywhere
+    (source / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "no/where", "r": 1}')
+    (source / "model.safetensors.index.json").write_text("{")
+    encoder, figures = taken(source, tmp_path / "same")
+    assert "other ids" not in caplog.text
+    before, after = (one.get_input_embeddings().weight for one in (model, factory.load(tmp_path / "same" / "model")))
+    assert figures["vocab_size"] == figures["vocab_size_before"] == size + 20 and len(encoder) == size + 6
+    assert (after != before).any(dim=1).nonzero()[:, 0].tolist() == list(range(size, size + 6)), "unused rows, not grown"
+    prepare_base_model(found, make_tokenizer(tmp_path / "other").directory, tmp_path / "model")
+    assert "tokens that the model knows have other ids in the tokenizer" in caplog.text
+
+
+# --- the stages that start from it
+
+
+@pytest.fixture(scope="module")
+def ready(tmp_path_factory: pytest.TempPathFactory) -> tuple[Home, Settings, Path]:
+    """A home with shards, settings, and a base model as `base-model` leaves it, with the tokenizer of the shards."""
+    root = tmp_path_factory.mktemp("ready")
+    home = Home.make(root / "home")
+    settings = stage_settings(steps=2).replaced({"lora": {"epochs": 0.3}, "evaluate": {"new_tokens": 2}})
+    encoder = Encoder(home.tokenizer.path)
+    model = new_model.new(settings.model.model_copy(update={"layers": 1}), encoder, seed=9)
+    new_model.write(model, home.tokenizer.path, root / "base" / "model")
+    return home, settings, root / "base"
+
+
+def test_pretraining_from_a_base_begins_with_its_weights_and_leaves_its_shape(ready: Any, tmp_path: Path) -> None:
+    home, settings, base = ready
+    config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
+    inputs = {"tokenizer": home.tokenizer.path, "shards": home.documents.path, "base": base}
+    trained = pretrain.prepare(config, inputs, Encoder(home.tokenizer.path))
+    assert same(trained.state(), load_file(base / "model" / "model.safetensors"))
+    result = home.pretrain(settings, tmp_path, {"base": base})
+    after = factory.load(tmp_path / "model")
+    assert result["steps"] == 2 and after.config.num_hidden_layers == 1, "settings.model has 2 layers"
+    assert not same(factory.state(after), load_file(base / "model" / "model.safetensors"))
+
+
+def test_the_evaluation_scores_what_there_is_under_the_same_names(ready: Any, tmp_path: Path) -> None:
+    home, settings, base = ready
+    chats, runtime = home.chats.path, settings.runtime
+    run_here(lora, LoraConfig(lora=settings.lora), tmp_path / "lora", {"base": base, "shards": chats}, runtime)
+    paths = {"base": base, "lora": tmp_path / "lora", "domain": chats}
+    (tmp_path / "out").mkdir()
+    result = run_here(evaluate, EvaluateConfig(evaluate=settings.evaluate), tmp_path / "out", paths, runtime)
+    assert set(result["metrics"]) == {"domain_loss_base", "domain_loss_lora"}
+    assert result["metrics"]["domain_loss_lora"] < result["metrics"]["domain_loss_base"]
+    assert set(result["samples"]) == {"base", "lora"}
+    assert result["counts"]["chats"] == result["counts"]["documents"] == 0 < result["counts"]["domain"]
+
+
+def test_resuming_with_another_number_of_layers_is_refused_with_the_difference(ready: Any, tmp_path: Path) -> None:
+    home, settings, _ = ready
+
+    def run(layers: int, tokens: int) -> Any:
+        return home.pretrain(settings.replaced({"model": {"layers": layers}, "pretrain": {"tokens": tokens}}), tmp_path)
+
+    run(2, 256)
+    with pytest.raises(UsageError, match=r"made under other settings \(model.layers: 2 → 3\)"):
+        run(3, 2 * 256)
+    assert run(2, 2 * 256)["resumed_from_step"] == 1
+
+
+def test_a_base_that_lies_elsewhere_now_does_not_keep_a_run_from_resuming(ready: Any, tmp_path: Path) -> None:
+    home, settings, base = ready
+
+    def run(start: str) -> Any:
+        config = SftConfig(sft=settings.sft.model_copy(update={"start_from": start, "epochs": 0.1}))
+        inputs = {"base": base, "shards": home.chats.path}
+        return run_here(sft, config, tmp_path, inputs, settings.runtime)
+
+    steps = run("/here")["steps"]
+    assert run("/there")["resumed_from_step"] == steps > 0
+
+
+# --- the doctor
+
+
+def with_files(directory: Path, base: Path, texts: Sequence[Any] = ()) -> Settings:
+    """Settings of an SFT from the model `base`, on chats in a file."""
+    from support.tiny_data import chats
+
+    rows = [{"messages": [vars(message) for message in messages]} for messages in chats(60)]
+    path = directory / "chats.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tree = stage_settings(rows_per_device=2).model_dump(mode="json")
+    tree |= {"data": {"sft": str(path), "lora": str(path)}, "tokenizer": {"existing": str(base), "template": "auto"}}
+    tree["sft"]["start_from"] = str(base)
+    return Settings.model_validate(tree)
+
+
+def test_the_doctor_examines_the_model_that_is_started_from(tmp_path: Path) -> None:
+    from ttrain.doctor.sample import gather
+
+    source = save(llama(size_of(tmp_path / "x"), layers=1), tmp_path / "source")
+    settings = with_files(tmp_path, source)
+    (tmp_path / "made").mkdir()
+    found = gather("sft", settings, {}, tmp_path / "made")
+    assert found.is_trained and "base-model" in found.made
+    prepared = sft.prepare(SftConfig(sft=settings.sft), found.paths, Encoder(found.paths["tokenizer"]))
+    assert prepared.model.config.num_hidden_layers == 1
+    with pytest.raises(UsageError, match="stage pretrain is not needed here"):
+        gather("pretrain", settings, {}, tmp_path / "made")
+    (source / "model.safetensors").write_bytes(b"")
+    (tmp_path / "again").mkdir()
+    with pytest.raises(ArtifactError, match="cannot load a model"):
+        gather("sft", settings, {}, tmp_path / "again")
