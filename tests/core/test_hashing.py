@@ -168,7 +168,7 @@ def test_a_broken_memory_costs_only_time(tmp_path: Path) -> None:
 # --- the code behind a stage
 
 
-SHAPING = ("data", "evaluate", "inference", "model", "stages", "train")
+SHAPING = ("data", "evaluate", "inference", "model", "tasks", "train")
 Digests = dict[str, dict[str, str]]  # {stage: {module: digest}}
 
 
@@ -254,7 +254,7 @@ def test_a_helper_two_modules_away_counts_for_all_that_reach_it(package: Package
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace("(1 + math.cos", "(1 - math.cos"), encoding="utf-8")
     assert text != path.read_text(encoding="utf-8")
-    assert "schedules" not in (package.path / "stages" / "sft.py").read_text()
+    assert "schedules" not in (package.path / "tasks" / "sft.py").read_text()
     reached = ("pretrain", "sft", "lora", "dpo", "reference")
     assert package.changes() == {name: {"ttrain.train.schedules"} for name in reached}
 
@@ -262,24 +262,16 @@ def test_a_helper_two_modules_away_counts_for_all_that_reach_it(package: Package
 def test_an_import_inside_a_function_counts(package: Package) -> None:
     (package.path / "data" / "fresh.py").write_text("VALUE = 1\n")
     code = "\ndef later():\n    from ttrain.data.fresh import VALUE\n    return VALUE\n"
-    append(package.path / "stages" / "source.py", code)
+    append(package.path / "tasks" / "source.py", code)
     assert package.changes() == {"source": {"ttrain.tasks.source", "ttrain.data.fresh"}}
 
 
 def test_what_shapes_a_result_is_named_by_packages(package: Package) -> None:
     """A line more in every other module changes no digest, also where the module is imported; one in a shaping one does."""
-    append(package.path / "stages" / "source.py", "".join(f"\nimport {name}" for name in sorted(NON_RESULT_NAMES)))
+    append(package.path / "tasks" / "source.py", "".join(f"\nimport {name}" for name in sorted(NON_RESULT_NAMES)))
     before = package.digests()
     # No stage of a pipeline imports them.
-    unread = {
-        "doctor",
-        "engine",
-        "experiments",
-        "export",
-        "flows",
-        "nightly",
-        "tasks",
-    }
+    unread = {"doctor", "engine", "experiments", "export", "flows", "nightly"}
     packages = {path.parent.name for path in package.path.glob("*/__init__.py")}
     assert packages == {*SHAPING, *NON_RESULT_PACKAGES, *unread} - {"errors"}
     others = [file for name in NON_RESULT_NAMES for file in package.files_of(name)]

@@ -15,8 +15,8 @@ from support.pipeline_home import Cli
 
 from ttrain.config import Runtime
 from ttrain.errors import TTrainError
+from ttrain.flows import stage_task as stage
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.tasks import stage
 
 SHARDS = ("pipeline", "run", "full", "--only", "tokenizer,shards-pretrain,shards-sft", "shards.block_bytes=1024")
 

@@ -223,7 +223,8 @@ def test_an_answer_ends_with_its_client_and_more_than_the_bound_are_told_to_come
     with pytest.raises(openai.APITimeoutError):
         client.completions.create(**{**endless, "stream": False}, timeout=1)
     wait_until(served.is_idle, 20)
-    assert client.completions.create(model="sft", prompt="a", max_tokens=2).choices[0].text
+    answer = client.completions.create(model="sft", prompt="a", max_tokens=2)
+    assert answer.choices[0].finish_reason in ("length", "stop")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 0)])

@@ -44,8 +44,8 @@ def changed_code(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> tu
     directory = tmp_path_factory.mktemp("changed")
     home = Path(shutil.copytree(finished, directory / "home"))
     package = copy_package(directory / "ttrain", home)
-    append(package / "stages" / "sft.py", "\nSOMETHING = 1\n")
-    os.utime(package / "stages" / "sft.py", (1, 1))  # long ago, as far as the cache of digests is concerned
+    append(package / "tasks" / "sft.py", "\nSOMETHING = 1\n")
+    os.utime(package / "tasks" / "sft.py", (1, 1))  # long ago, as far as the cache of digests is concerned
     store = ArtifactStore(home)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(hashing, "PACKAGE_DIRECTORY", package)
@@ -211,7 +211,7 @@ def test_work_that_is_adopted_twice_tells_both_changes_in_their_order(
     first = adopt(built, work)
     moved = built.store.work("sft", str(first.key))
     write_json(moved / resume.INGREDIENTS, first.ingredients)  # as the stage's start does
-    append(copy / "stages" / "sft.py", "\nSOMETHING = 2\n")
+    append(copy / "tasks" / "sft.py", "\nSOMETHING = 2\n")
     monkeypatch.setattr(hashing, "PACKAGE_DIRECTORY", copy)
     second = adopt(built, replace(work, key=str(first.key)))
     told = resume.history(built.store.work("sft", str(second.key)), str(second.key))

@@ -147,13 +147,13 @@ def test_canonical_json_spells_a_value_in_one_way() -> None:
 def test_a_stages_own_module_changes_its_key_alone(built: House, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hashing, "PACKAGE_DIRECTORY", copy)
     assert running(built.plan()) == set()
-    before = (copy / "stages" / "sft.py").read_text(encoding="utf-8")
-    append(copy / "stages" / "sft.py", "\nSOMETHING = 1\n")
+    before = (copy / "tasks" / "sft.py").read_text(encoding="utf-8")
+    append(copy / "tasks" / "sft.py", "\nSOMETHING = 1\n")
     stages = built.plan("lora.rank=2")
     assert stages["sft"].why == ("module ttrain.tasks.sft changed",)
     assert {name for name in running(stages) if stages[name].key} == {"sft"}
     assert running(stages) == AFTER_SFT
-    (copy / "stages" / "sft.py").write_text(before, encoding="utf-8")
+    (copy / "tasks" / "sft.py").write_text(before, encoding="utf-8")
     assert running(built.plan()) == set(), "a change that is taken back finds what was there"
 
 

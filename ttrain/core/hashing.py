@@ -24,11 +24,11 @@ PACKAGE_DIRECTORY = Path(__file__).parents[1]
 # orchestrate. Then the few modules of other packages that only watch or hand over.
 NON_RESULT_PACKAGES = ("cli", "config", "core", "errors", "pipeline", "reports", "store", "tracking")
 NON_RESULT_MODULES = (
-    "stages.callbacks", "stages.job", "stages.tuning", "train.callbacks", "train.guards", "train.monitor",
+    "tasks.common.callbacks", "tasks.common.job", "tasks.common.tuning", "train.callbacks", "train.guards", "train.monitor",
     "train.periodic_evaluation",
 )  # fmt: skip
 NON_RESULT_NAMES = frozenset(f"{PACKAGE}.{name}" for name in (*NON_RESULT_PACKAGES, *NON_RESULT_MODULES))
-CONTAINER_PACKAGES = frozenset({PACKAGE, f"{PACKAGE}.stages"})  # whose submodules do shape it
+CONTAINER_PACKAGES = frozenset({PACKAGE, f"{PACKAGE}.tasks", f"{PACKAGE}.tasks.common"})  # whose submodules do shape it
 EMPTY_FILE = hashlib.sha256().hexdigest()
 
 
