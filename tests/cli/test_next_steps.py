@@ -88,3 +88,9 @@ def test_in_a_night_the_decision_stands_before_the_hint(tmp_path: Path, monkeypa
     monkeypatch.setattr("ttrain.flows.nightly.run_night", run_night)
     said = CliRunner().invoke(app, ["pipeline", "run", "nightly"]).output
     assert said.index("kept: worse") < said.index("night-1: kept") < said.index("next:") < said.index("ttrain models list")
+
+
+def test_the_command_of_a_url_has_no_password() -> None:
+    own = 'data.pretrain=["https://user:secret@host/docs.jsonl?sig=hidden"]'
+    command = RanCommand(RUN, [own]).with_setting("sft.epochs", "3")
+    assert "https://***@host/docs.jsonl?***" in command and "secret" not in command and "hidden" not in command

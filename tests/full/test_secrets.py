@@ -74,7 +74,7 @@ def test_what_failed_keeps_no_secret_and_its_message_says_which_file(fresh: Cli,
     assert holding_secrets(fresh.home) == []
     site.files["/data/chats.jsonl"], site.failing = good, "/data/domain.jsonl"
     said += fresh("pipeline", "run", "full", *own, code=2)
-    assert f"data.lora is '{shown(site, 'domain.jsonl')}' but it cannot be read: its server says 503" in said
+    assert f"data.lora is '{shown(site, 'domain.jsonl')}' but it cannot be read: 503" in said
     assert PASSWORD not in said and SIGNATURE not in said and holding_secrets(fresh.home) == []
 
 

@@ -47,7 +47,7 @@ def cli(tmp_path: Path) -> Cli:
     info.mkdir(parents=True)
     package.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toys\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[ttrain.tasks]\ntoy = toy_stages:ROW\n")
+    (info / "entry_points.txt").write_text("[ttrain.stages]\ntoy = toy_stages:ROW\n")
     (package / "__init__.py").write_text(TOY)
     (package / "stage.py").write_text(STAGE)
     write_corpus(tmp_path / "data")

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from ttrain.core import redact
+
 if TYPE_CHECKING:
     from ttrain.config import Settings
 
@@ -28,7 +30,7 @@ class RanCommand:
 
     def with_setting(self, key: str, value: str) -> str:
         """The same command with one setting changed."""
-        kept = [item for item in self.overrides if item.partition("=")[0].strip() != key]
+        kept = [redact.text(item) for item in self.overrides if item.partition("=")[0].strip() != key]
         return shlex.join(["ttrain", *self.words, *kept, f"{key}={value}"])
 
 
@@ -56,8 +58,7 @@ def next_steps(
         lines.append("  curves, models and their metrics, in MLflow: ttrain up latest --open")
     else:
         lines.append("  curves, samples and metrics, as a page: ttrain report latest")
-    if models:
-        stage = models[-1].name
+    for stage in [row.name for row in models[-1:]]:
         changed = command.with_setting(*_one_thing(settings, stage, passes.get(stage), stage in overfit))
         lines.append(f"  change one thing, rerun what it touches: {changed}")
     if "source" in made:  # the text that ttrain brings
