@@ -87,7 +87,7 @@ def plan(
     `resume_key` is the key of unfinished work to resume. `home`: of the store; else TTRAIN_HOME, else ./artifacts.
     Raises UsageError.
     """
-    from ttrain import flows
+    from ttrain.flows import pipeline as graph_of
     from ttrain.pipeline.artifact_commands import store_of
     from ttrain.pipeline.input_files import check_first_rows, named_shards
     from ttrain.pipeline.plan import plan as plan_stages
@@ -97,7 +97,7 @@ def plan(
     store = store_of(_home(home), settings)
     selection = Selection(_stage_names(only), since, until)
     rerun = Rerun(_stage_names(force), extend, resume_key)
-    make_graph = flows.pipeline(pipeline)
+    make_graph = graph_of(pipeline)
     settings = settings_of_selection(make_graph(settings), settings, store, rerun, selection)
     graph = make_graph(settings)
     earlier = run_records.newest_finished(store.root, settings.name)
