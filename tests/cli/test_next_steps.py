@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from ttrain.cli.main import app
 from ttrain.cli.next_steps import RanCommand, next_steps
-from ttrain.cli.options import RunOptions, SelectionOptions, SettingsOptions
+from ttrain.cli.options import PipelineOptions, SelectionOptions, SettingsOptions
 from ttrain.config.loading import load
 from ttrain.flows.nightly import NightResult
 
@@ -29,7 +29,7 @@ def hints(*overrides: str, words: tuple[str, ...] = RUN, made: tuple[str, ...] =
 
 def test_the_command_that_ran_stays_in_the_example_that_changes_one_thing() -> None:
     options = SettingsOptions(None, [Path("my data.yaml")], ["small"])
-    words = (*RUN, *options.words(), *SelectionOptions(until="sft").words(), *RunOptions(engine="none").words())
+    words = (*RUN, *options.words(), *SelectionOptions(until="sft").words(), *PipelineOptions(engine="none").words())
     changed = hints("data.sft=chats.jsonl", words=words)["change one thing, rerun what it touches"]
     assert shlex.split(changed) == [
         *RUN, "-c", "my data.yaml", "--profile", "small", "--until", "sft", "--engine", "none", "data.sft=chats.jsonl",

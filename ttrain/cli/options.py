@@ -437,7 +437,7 @@ class RestartOptions:
 
 
 @dataclass(frozen=True)
-class RunOptions:
+class PipelineOptions:
     """The options of the commands that run pipelines: the engine, and the labels of the run."""
 
     engine: Annotated[Literal["prefect", "none"], option("none: run the same graph without Prefect")] = "prefect"

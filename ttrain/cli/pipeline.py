@@ -19,8 +19,8 @@ from ttrain.cli.options import (
     AsJson,
     Extend,
     Output,
+    PipelineOptions,
     RestartOptions,
-    RunOptions,
     SelectionOptions,
     SettingsOptions,
     Table,
@@ -83,7 +83,7 @@ def pipeline_run(
     settings_options: SettingsOptions,
     stages: SelectionOptions,
     restart: RestartOptions,
-    options: RunOptions,
+    options: PipelineOptions,
 ) -> None:
     """Run a pipeline; stages whose inputs, settings and code have not changed come from the store."""
     outlast_output()
@@ -108,7 +108,7 @@ def pipeline_rerun(
         str, argument("the stage to run again; what depends on it follows", metavar="STAGE", autocompletion=stage_words)
     ],
     settings_options: SettingsOptions,
-    options: RunOptions,
+    options: PipelineOptions,
     restart: RestartOptions,
     run: Annotated[
         str,
@@ -304,7 +304,7 @@ def plan_and_run(
     pipeline: str,
     loaded: LoadedSettings,
     *,
-    options: RunOptions,
+    options: PipelineOptions,
     labels: Labels,
     restart: RestartOptions,
     command: RanCommand | None = None,
