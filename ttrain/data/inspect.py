@@ -63,11 +63,6 @@ def tokenizer_at(directory: Path) -> Path:
     return directory.absolute()
 
 
-def holds_shards(path: Path) -> bool:
-    """Whether the path has shards that `parts_of` finds."""
-    return any((path / part_name / INDEX).is_file() for part_name in (".", *PARTS))
-
-
 def parts_of(path: Path) -> dict[str, Path]:
     """The sets of shards at a path, by name: the directory itself, or `train` and `heldout` in it.
 

@@ -25,8 +25,6 @@ PLATEAU = "plateau"  # directory of an artifact: weights and optimizer state bef
 
 SECOND_HEAD = "multi_token.safetensors"  # beside the model, never in it
 
-LONGEST_HEADER = 100 << 20  # bytes of a safetensors file's header, by its format
-
 INDEX_SUFFIX = ".index.json"  # what tells in which shard each tensor lies
 
 
