@@ -9,6 +9,7 @@ itself, by an automation that listens for heartbeats
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import platform
 import signal
@@ -32,7 +33,6 @@ LABEL_HOST = "ttrain.host"
 LABEL_PID = "ttrain.pid"
 LABEL_STARTED = "ttrain.process-started"
 LABEL_TRY = "ttrain.run-count"
-LABEL_RUN = "ttrain.run"  # name of the record
 AUTOMATION = "ttrain: flow runs without a heartbeat have crashed"
 HEARTBEAT_SECONDS = 30  # the minimum of Prefect
 SILENCE_SECONDS = 80  # two heartbeats are missed by then, and less than two minutes have passed
@@ -40,7 +40,7 @@ PENDING_SECONDS = 600.0  # a started process reports within seconds
 WATCH_SECONDS = 3.0
 CANCELLED = "cancelled in Prefect"
 PROCESS_GONE = "its process is gone"
-# Names of the states in which our flow runs end: Prefect's own, and those of nights (serve.py)
+# Names of the states in which our flow runs end: Prefect's own, and those of nights (deployed.py)
 NIGHT_STATES = {
     "promoted": "Promoted",
     "kept": "Kept",
@@ -53,6 +53,17 @@ FINAL_STATES = (
     UNFINISHED,
     *NIGHT_STATES.values(),
 )
+
+log = logging.getLogger("ttrain")
+
+
+@contextlib.contextmanager
+def best_effort() -> Iterator[None]:
+    """Log and swallow any exception: labels, tables and links of Prefect cannot fail a run."""
+    try:
+        yield
+    except Exception as error:
+        log.warning("an optional call of Prefect failed: %s: %s", type(error).__name__, error)
 
 
 def sync_client() -> SyncPrefectClient:
@@ -69,8 +80,8 @@ def flow_runs_where(**conditions: Any) -> Any:
     return FlowRunFilter.model_validate(conditions)
 
 
-def label_with_process(home: Path, record: str = "") -> None:
-    """Label the current flow run with its process and machine, and the name of its `record`.
+def label_with_process(home: Path) -> None:
+    """Label the current flow run with its process and machine.
 
     Task runs that an earlier attempt left running have ended, whatever ended it: this attempt has
     begun no task yet.
@@ -80,7 +91,6 @@ def label_with_process(home: Path, record: str = "") -> None:
         LABEL_PID: pid,
         LABEL_STARTED: process_started(pid) or 0.0,
         LABEL_TRY: run.run_count,
-        LABEL_RUN: record,
     }
     with sync_client() as client:
         client.update_flow_run_labels(run.id, {**machine_labels(home), **process})

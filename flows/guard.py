@@ -33,8 +33,8 @@ Send = Callable[[Message], Awaitable[None]]
 COOKIE_SECONDS = 30 * 24 * 3600
 HOST_REFUSED = "this server answers requests to its own address, from its own pages, only"
 TOKEN_REFUSED = (
-    "this server needs its token: open the address that `ttrain up` prints, or send the text "
-    "of the file servers/token in ttrain's home as `Authorization: Bearer TOKEN`\n"
+    "this server needs its token: open the address that `ttrain serve` or `ttrain up` prints, or "
+    "send the text of the file servers/token in ttrain's home as `Authorization: Bearer TOKEN`\n"
 )
 # A page, not a redirect: a browser that came from a file or from another site sends a strict
 # cookie only where a page of the server itself leads on. `replace` keeps the token out of the

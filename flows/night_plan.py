@@ -95,20 +95,19 @@ def _replaced(inputs: NightInputs) -> dict[str, Source | None]:
 
 def _night_sources(inputs: NightInputs, node: Node, graph: Graph) -> dict[str, Source | None]:
     """The inputs that a stage has in a night, in addition to its own; adds the stages that make them to the graph."""
-    base = {"base": inputs.bases[node.stage.name]} if node.stage.name in inputs.bases else {}
+    base = {"base": inputs.bases.get(node.stage.name, node.sources.get("base"))}
     if node.stage is SHARDS_PRETRAIN:
         near = inputs.learnt if inputs.settings.reading.near_duplicates else ()
         return {EARLIER_HELDOUT: inputs.earlier_heldout, **_learnt_before(near)}
     if node.stage is PRETRAIN:
         earlier = {"tokenizer": node.sources["tokenizer"], EARLIER_HELDOUT: inputs.earlier_heldout}
-        heldout_inputs = earlier if inputs.earlier_heldout else {}
-        replay = _replay(graph, REPLAY, node, inputs.replayed, **heldout_inputs)
+        replay = _replay(graph, REPLAY, node, inputs.replayed, **(earlier if inputs.earlier_heldout else {}))
         return {"replay": replay, "plateau": inputs.plateau}
     if node.stage is SFT:
         return {"replay": _replay(graph, REPLAY_SFT, node, inputs.replayed_chats), **base}
     if node.stage is EVALUATE:
         return _evaluation_sources(inputs, node, graph)
-    return {**base}
+    return base
 
 
 def _replay(graph: Graph, stage: Stage, training: Node, learnt: Sequence[Artifact], **sources: Source | None) -> str | None:
@@ -123,9 +122,8 @@ def _evaluation_sources(inputs: NightInputs, node: Node, graph: Graph) -> dict[s
 
     Adds the evaluation of the champion on the same data.
     """
-    documents = node.sources.get("documents")
-    if inputs.earlier_heldout and inputs.measures_earlier:
-        earlier = inputs.earlier_heldout
+    documents, earlier = node.sources.get("documents"), inputs.earlier_heldout
+    if earlier and inputs.measures_earlier:
         documents = graph.add(HELDOUT, documents=documents, **{EARLIER_HELDOUT: earlier}) if documents else earlier
     if inputs.champion:
         sources = {**node.sources, "documents": documents}
@@ -199,8 +197,8 @@ def _new_inputs(settings: Settings, store: ArtifactStore, nights: Nights) -> tup
     watched, left_out = night_inputs.without_damaged(
         night_inputs.watched_files(settings, store, may_be_gone=True), nights, settings
     )
-    nothing = f"nothing new: all {sum(map(len, watched.values()))} files have been read by a night before"
-    nothing = "; ".join(filter(None, (nothing, left_out)))
+    all_read = f"nothing new: all {sum(map(len, watched.values()))} files have been read by a night before"
+    nothing = "; ".join(filter(None, (all_read, left_out)))
     read = nights.read()
     if read.issuperset(file["sha256"] for files in watched.values() for file in files) and read:
         return None, nothing  # most nights

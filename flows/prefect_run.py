@@ -20,8 +20,14 @@ from ttrain.config import Auth
 from ttrain.engine.execution import PipelineRun
 from ttrain.errors import Interrupted, NothingNew, TTrainError, UsageError
 from ttrain.flows import flow_runs, prefect_api, servers
-from ttrain.flows.best_effort import best_effort
-from ttrain.flows.flow_runs import TAG, current_flow_run, mark_crashed_runs, sync_client, watching_for_cancellation
+from ttrain.flows.flow_runs import (
+    TAG,
+    best_effort,
+    current_flow_run,
+    mark_crashed_runs,
+    sync_client,
+    watching_for_cancellation,
+)
 from ttrain.flows.prefect_api import AUTH_STRING, token_environment
 from ttrain.flows.servers import PORT, prefect_app, token_of, uvicorn_command
 from ttrain.pipeline import plan as plan_table
@@ -101,9 +107,9 @@ def run(execution: PipelineRun, wait_for_server: Callable[[], None], *, in_flow:
     def pipeline(settings: dict[str, Any]) -> State[Any] | None:
         with execution.catching_signals():  # inside: Prefect sets a handler of its own around the flow
             with best_effort():
-                flow_runs.label_with_process(execution.store.root, execution.record.run)
-                if night:  # after the label, which names its record from then on
-                    rename(night)
+                flow_runs.label_with_process(execution.store.root)
+            if night:
+                rename(night)
             _run_stages(execution)
         have_ended.append(True)
         if execution.signum:

@@ -24,7 +24,7 @@ from prefect.states import Cancelled, Completed, Failed, State
 from ttrain.config import Runtime
 from ttrain.engine.execution import PipelineRun
 from ttrain.errors import Interrupted, NothingNew, TTrainError, UsageError
-from ttrain.flows.best_effort import best_effort
+from ttrain.flows.flow_runs import best_effort
 from ttrain.pipeline.graph import Planned
 from ttrain.tasks import Stage
 

@@ -23,7 +23,7 @@ def count_statements(root: Path) -> Counter[str]:
     counts: Counter[str] = Counter()
     for top in ("ttrain", "flows", "tasks"):
         for path in (root / top).rglob("*.py"):
-            package = top if top == "tasks" else "/".join(path.relative_to(root).parent.parts[:2])
+            package = "/".join(path.relative_to(root).parent.parts[: 2 if top == "ttrain" else 1])
             counts[package] += sum(map(_is_statement, ast.walk(ast.parse(path.read_text(encoding="utf-8")))))
     return counts
 

@@ -19,7 +19,7 @@ from ttrain.config import Settings
 from ttrain.config.loading import load
 from ttrain.core.files import write_json
 from ttrain.errors import UsageError
-from ttrain.flows import deploy, serve
+from ttrain.flows import deploy, deployed
 from ttrain.flows.deploy import Schedule
 from ttrain.pipeline.provenance import with_absolute_paths
 from ttrain.store.runs import this_process
@@ -125,8 +125,8 @@ def test_a_secret_is_in_the_file_of_the_user_alone_and_no_server_gets_what_names
     kept = deploy.read_all(odd_home)[made.full_name]
     assert deploy.settings_of(odd_home, kept) == settings
     from_server = Settings.model_validate(json.loads(shown))
-    monkeypatch.setattr(serve, "deployment", SimpleNamespace(id="a", name=made.name))
-    restored = serve.settings_to_run(odd_home, "nightly", from_server, ())
+    monkeypatch.setattr(deployed, "deployment", SimpleNamespace(id="a", name=made.name))
+    restored = deployed.settings_to_run(odd_home, "nightly", from_server, ())
     assert restored.data.paths("lora") == ("https://me:word@data.example/a.jsonl",)
 
 

@@ -18,7 +18,7 @@ from prefect.flows import load_flow_from_entrypoint
 from ttrain.config import Settings
 from ttrain.core.files import exclusive, write_json
 from ttrain.errors import UsageError
-from ttrain.flows import deploy, serve, servers
+from ttrain.flows import deploy, deployed, serve, servers
 from ttrain.flows.deploy import Schedule
 
 
@@ -61,7 +61,7 @@ class Server:
 
     def add(self, number: str, **fields: Any) -> None:
         kind, name = number.split("/")
-        own = {"id": number, "name": name, "entrypoint": f"ttrain.flows.serve.{kind}"}
+        own = {"id": number, "name": name, "entrypoint": f"ttrain.flows.deployed.{kind}"}
         tags = ["ttrain", f"home:{self.home}"]
         self.deployments[number] = SimpleNamespace(**{**own, "paused": False, "tags": tags, **fields})
 
@@ -139,7 +139,7 @@ def test_a_pool_gets_the_flow_by_its_module_with_the_home(
     look()
     look()
     [made] = applied
-    assert (made.work_pool_name, made.entrypoint) == ("docker-pool", "ttrain.flows.serve.nightly")
+    assert (made.work_pool_name, made.entrypoint) == ("docker-pool", "ttrain.flows.deployed.nightly")
     assert made.job_variables == {"env": {"TTRAIN_HOME": str(tmp_path)}} and not server.added
     assert [(slot.schedule.cron, slot.schedule.timezone) for slot in made.schedules] == [("0 2 * * *", "UTC")]
     assert load_flow_from_entrypoint(made.entrypoint).validate_parameters(made.parameters)
@@ -155,19 +155,19 @@ def test_a_slot_of_full_before_the_start_of_the_newest_run_is_covered_by_it(
     path.parent.mkdir()
     write_json(path, {"name": "one", "began": began.isoformat()})
     run = SimpleNamespace(run_count=tries, scheduled_start_time=began.replace(hour=slot))
-    monkeypatch.setattr(serve, "flow_run", run)
-    reason = serve.covered_by(tmp_path, "full/mine")
+    monkeypatch.setattr(deployed, "flow_run", run)
+    reason = deployed.covered_by(tmp_path, "full/mine")
     assert reason == ("one began after this slot" if covered else None)
-    assert serve.covered_by(tmp_path, "full/another") is None
+    assert deployed.covered_by(tmp_path, "full/another") is None
 
 
 def test_a_slot_of_full_that_finds_the_one_before_it_running_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serve, "current_flow_run", lambda: SimpleNamespace(auto_scheduled=True))
+    monkeypatch.setattr(deployed, "current_flow_run", lambda: SimpleNamespace(auto_scheduled=True))
     lock = deploy.path_of(tmp_path, "full/quickstart").with_suffix(".lock")
     with exclusive(lock):
-        state = serve._run_full(tmp_path, Settings())
+        state = deployed._run_full(tmp_path, Settings())
     assert state is not None
     assert (state.name, state.message) == ("Skipped", "the slot before is still running")
 

@@ -56,7 +56,7 @@ def deployed(finished: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def test_the_form_of_the_settings_is_typed_and_refuses_what_does_not_fit() -> None:
     from prefect.utilities.schema_tools import validate
 
-    from ttrain.flows import serve as deployed
+    from ttrain.flows import deployed
 
     for flow in (deployed.full, deployed.nightly):
         schema = flow.parameters.model_dump()
@@ -76,7 +76,7 @@ def test_the_form_of_the_settings_is_typed_and_refuses_what_does_not_fit() -> No
 def test_changes_are_of_one_setting_and_leave_the_others() -> None:
     from ttrain.config.loading import load
     from ttrain.errors import UsageError
-    from ttrain.flows.serve import settings_with_changes
+    from ttrain.flows.deployed import settings_with_changes
 
     given = ["data.sft=[{path: a.jsonl, weight: 3}]", "notify.webhook=https://host/token", "pretrain.epochs=2"]
     settings = load([*given, "runtime.night={start: '23:00'}", "sft.optim.betas=[0.8, 0.9]"], environment={}).settings
@@ -103,7 +103,7 @@ def test_no_parameter_of_a_flow_run_names_code(tmp_path: Path, monkeypatch: pyte
     from ttrain.config.loading import load
     from ttrain.errors import UsageError
     from ttrain.flows import deploy
-    from ttrain.flows.serve import settings_to_run
+    from ttrain.flows.deployed import settings_to_run
 
     mine = ["sft.epochs=2", "notify.command=[bin/tell, me]", "evaluate.suites.sft=mine.yaml", "runtime.loggers=tensorboard"]
     own = load(mine, environment={}).settings
@@ -154,7 +154,7 @@ def test_every_setting_that_holds_a_text_names_code_or_is_known_to_be_harmless()
 def test_a_returned_state_leaves_no_traceback_in_the_log_and_a_bug_does() -> None:
     from prefect.exceptions import CancelledRun
 
-    from ttrain.flows.serve import is_not_own_state
+    from ttrain.flows.deployed import is_not_own_state
 
     def record(error: Exception) -> logging.LogRecord:
         return logging.LogRecord("prefect.flow_runs", 40, "", 0, "said", (), (type(error), error, None))

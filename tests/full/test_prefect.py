@@ -38,8 +38,8 @@ from ttrain.flows import prefect_api, prefect_run, servers
 home = Path(sys.argv[1])
 os.environ.update(prefect_api.prefect_environment(home))
 prefect_run.start_temporary_server(home)()
-from ttrain.flows import serve
-print(serve.nightly(changes=("model.kind=lama",), return_state=True).message)
+from ttrain.flows import deployed
+print(deployed.nightly(changes=("model.kind=lama",), return_state=True).message)
 """
 
 
