@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from ttrain.doctor.parts import Finding
 
 
-WORK = Path("run", "work")
 TASK_HELP = "name of an installed task, such as regression, or module:Class"
 
 FIGURES = ("steps", "epochs", "loss", "validation_loss", "rows", "parameters", "precision", "device", "train_seconds")
@@ -95,6 +94,8 @@ def train(
 
 def check_output(out: Path) -> None:
     """Raise UsageError if `out` must not be written: in an artifact, or over files that are not a training's."""
+    from ttrain.engine.alone import WORK
+
     check_no_artifact(out)
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out is {out}, which is a file; name a directory")

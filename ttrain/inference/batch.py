@@ -205,7 +205,7 @@ def read(path: Path, *, raw: bool, system: str = "") -> list[Prompt]:
             prompts.append(_prompt(len(prompts), value, raw=raw, system=system))
         except UnicodeDecodeError:
             raise DataError(f"{path}:{at}: {NOT_UTF8}") from None
-        except (ValueError, RecursionError) as error:  # Malformed and JSON are ValueErrors
+        except ValueError as error:  # also Malformed, and what is not JSON
             raise DataError(f"{path}:{at}: {error}") from None
     if not prompts:
         raise DataError(f"{path} holds no prompts")
