@@ -52,7 +52,7 @@ def need_object(text: str | bytes) -> JsonDict:
 
 def parse_object(text: str | bytes) -> JsonDict:
     """The JSON object of a text; empty for anything else."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):  # whoever may reach a server sends it any nesting
         return need_object(text)
     return {}
 
