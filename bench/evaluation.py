@@ -41,7 +41,7 @@ def compare_choices(options: argparse.Namespace, directory: Path, table: Table) 
 
     from ttrain.inference import loading
     from ttrain.inference.evaluated_model import as_evaluated_model
-    from ttrain.pipeline import names
+    from ttrain.lineage import names
 
     file = write_items(directory / "python.jsonl")
     reference = names.resolve(str(write_random_model(file, directory / "model")))

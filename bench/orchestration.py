@@ -97,7 +97,7 @@ RUNNABLE = {**RUNNABLE, **{stage.name: stage for stage in SIX}}
 PIPELINE = """
 import os
 
-from ttrain.pipeline.graph import Graph
+from ttrain.engine.graph import Graph
 from ttrain.tasks import SIX
 
 

@@ -86,7 +86,7 @@ def resized(size: Size, steps: int | None) -> Size:
 def allocator() -> dict[str, str]:
     """What the launcher of a stage sets before its process starts, for a bare loop in the same environment."""
     from ttrain.config import Settings
-    from ttrain.pipeline.processes import environment_of
+    from ttrain.engine.processes import environment_of
 
     environment = environment_of(Settings())
     return {name: environment[name] for name in ("GLIBC_TUNABLES", "GOMP_SPINCOUNT") if name in environment}

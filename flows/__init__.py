@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ttrain.store import references
 
 if TYPE_CHECKING:
-    from ttrain.pipeline.graph import Pipeline
+    from ttrain.engine.graph import Pipeline
 
 NAMES = ("full", "nightly")  # nightly: its graph depends on the inputs of a night (`flows/nightly.py`)
 

@@ -34,9 +34,9 @@ from ttrain.errors import Interrupted, TTrainError, UsageError
 from ttrain.flows import deploy, flow_runs
 from ttrain.flows.flow_runs import NIGHT_STATES, UNFINISHED, best_effort, current_flow_run
 from ttrain.flows.prefect_run import MAX_CONCURRENT_STAGES
-from ttrain.pipeline.artifact_commands import store_of
-from ttrain.pipeline.names import base_of
+from ttrain.lineage.names import base_of
 from ttrain.store.layout import usable_home
+from ttrain.tracking.artifact_source import store_of
 
 DEFAULTS = Settings()
 
@@ -89,9 +89,9 @@ FLOWS = {"full": full, "nightly": nightly}
 def _run_full(home: Path, settings: Settings) -> State[Any] | None:
     """Run the pipeline; a slot that another one covers is skipped."""
     from ttrain.engine.plan import Plan
+    from ttrain.engine.planner import plan
     from ttrain.flows.full import full as full_graph
     from ttrain.flows.run import RunOptions, run_pipeline
-    from ttrain.pipeline.plan import plan
 
     schedule = f"full/{settings.name}"
     lock = deploy.path_of(home, schedule).with_suffix(".lock")

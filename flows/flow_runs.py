@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ttrain.engine.execution import PipelineRun
-from ttrain.pipeline.stop_request import SIGNALLED
+from ttrain.engine.stop_request import SIGNALLED
 from ttrain.store.runs import is_alive, process_started
 
 if TYPE_CHECKING:

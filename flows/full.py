@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ttrain import config
 from ttrain.config import DATASETS, Settings
-from ttrain.pipeline.graph import Graph, Source
+from ttrain.engine.graph import Graph, Source
 from ttrain.tasks import EVALUATE, EXISTING_MODEL, NEW_MODEL, REFERENCE, SHARDS, SOURCE, TOKENIZER, TRAINING_STAGES
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from ttrain.config import Promotion, Settings
 from ttrain.config.training import BITS_PER_BYTE, DOMAIN_LOSS, TRAINING_STAGES
 from ttrain.engine.execution import PipelineRun
+from ttrain.engine.run_models import REGISTERED
 from ttrain.evaluate import promotion
 from ttrain.evaluate.promotion import Judged
 from ttrain.evaluate.scores import Evaluation
 from ttrain.nightly import heldout
 from ttrain.nightly.inputs import NightInputs
 from ttrain.nightly.records import NightRecord, Nights
-from ttrain.pipeline.run_models import REGISTERED
 from ttrain.reports import summary
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact

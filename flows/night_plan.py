@@ -8,7 +8,10 @@ from typing import Any
 
 from ttrain.config import Settings
 from ttrain.config.training import TRAINING_STAGES
+from ttrain.engine.graph import Graph, Node, Planned, Source
 from ttrain.engine.plan import Plan
+from ttrain.engine.planner import plan
+from ttrain.engine.run_models import REGISTERED
 from ttrain.errors import UsageError
 from ttrain.evaluate import promotion
 from ttrain.flows.full import full
@@ -16,9 +19,6 @@ from ttrain.nightly import heldout, records
 from ttrain.nightly import inputs as night_inputs
 from ttrain.nightly.inputs import UNFROZEN_OF_NIGHTLY, NightInputs
 from ttrain.nightly.records import Champion, InputSnapshot, NightRecord, Nights
-from ttrain.pipeline.graph import Graph, Node, Planned, Source
-from ttrain.pipeline.plan import plan
-from ttrain.pipeline.run_models import REGISTERED
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, Artifacts
 from ttrain.store.registry import Registry

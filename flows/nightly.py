@@ -22,6 +22,8 @@ from rich.console import Console
 from ttrain.config import Event, Settings
 from ttrain.core.terminal import print_plain
 from ttrain.engine.execution import PipelineRun
+from ttrain.engine.labels import NO_LABELS, Labels
+from ttrain.engine.stop_request import AT_DEADLINE, SIGNALLED
 from ttrain.errors import Interrupted, NothingNew, StageFailed, TooFewRows, TTrainError
 from ttrain.evaluate import promotion
 from ttrain.flows import night_decision, night_plan
@@ -30,13 +32,11 @@ from ttrain.nightly import history, notify, records
 from ttrain.nightly import inputs as night_inputs
 from ttrain.nightly.inputs import NightInputs
 from ttrain.nightly.records import InputSnapshot, NightRecord, Nights
-from ttrain.pipeline.labels import NO_LABELS, Labels
-from ttrain.pipeline.pusher import push_noted
-from ttrain.pipeline.stop_request import AT_DEADLINE, SIGNALLED
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.registry import Registry
 from ttrain.store.runs import NOTHING_NEW
 from ttrain.tasks import EVALUATE, SHARDS, SHARDS_PRETRAIN
+from ttrain.tracking.pusher import push_noted
 
 MOST_LEFT_OUT = 20  # damaged files of a night, each of which is found by a pass over the new ones
 
@@ -243,7 +243,7 @@ class NightRun:
         if decided.decision.promote:
             assert execution.model_set is not None, "a decision is about a registered set"
             Registry(self.store.root).promote(self.settings.name, execution.model_set)
-        if execution.is_tracked:
+        if execution.tracker:
             push_noted(self.store.root, execution.record.run)
         return decided.decision
 

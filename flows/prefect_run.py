@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config import Auth
+from ttrain.engine import planner as plan_table
 from ttrain.engine.execution import PipelineRun
 from ttrain.errors import Interrupted, NothingNew, TTrainError, UsageError
 from ttrain.flows import flow_runs, prefect_api, servers
@@ -30,12 +31,11 @@ from ttrain.flows.flow_runs import (
 )
 from ttrain.flows.prefect_api import AUTH_STRING, token_environment
 from ttrain.flows.servers import PORT, prefect_app, token_of, uvicorn_command
-from ttrain.pipeline import plan as plan_table
-from ttrain.pipeline.run_summary import REPORT
 from ttrain.reports import summary
 from ttrain.store import server_records
 from ttrain.store.runs import NOTHING_NEW
 from ttrain.store.server_records import HOST
+from ttrain.tracking import run_summary
 
 log = logging.getLogger("ttrain")
 
@@ -81,8 +81,6 @@ def run(execution: PipelineRun, wait_for_server: Callable[[], None], *, in_flow:
 
         runtime = execution.settings.runtime
         execution.make_parts_elsewhere = lambda stage, work: make_on_dask(stage, work, runtime, lambda: execution.signum)
-    if server := server_records.live_server(execution.store.root, "mlflow"):
-        execution.mlflow_url = server.url
     wait_for_server()
     mark_crashed_runs(execution.store.root)
     if not is_own():
@@ -177,8 +175,8 @@ def _run_stages(execution: PipelineRun) -> None:
         check_all_completed(execution, [*futures.values()])
     with best_effort():
         page = execution.page_of()
-        link = f"[The whole report]({page}/artifacts/{REPORT}), with curves.\n\n" if page else ""
-        create_markdown_artifact(link + execution.description(), key="report", description=f"report of {run}")
+        link = f"[The whole report]({page}/artifacts/{run_summary.REPORT}), with curves.\n\n" if page else ""
+        create_markdown_artifact(link + run_summary.description_of(execution), key="report", description=f"report of {run}")
     rows = execution.evaluation_table()
     if rows and not execution.signum and not execution.failures:
         with best_effort():

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from ttrain.engine.execution import PipelineRun
+from ttrain.engine.labels import NO_LABELS, Labels
 from ttrain.engine.plain import run_plain
 from ttrain.engine.plan import Plan
+from ttrain.engine.progress_display import StageDisplay
 from ttrain.engine.run import print_summary, screen
 from ttrain.errors import UsageError
 from ttrain.nightly import notify
-from ttrain.pipeline.labels import NO_LABELS, Labels
-from ttrain.pipeline.progress_display import StageDisplay
 from ttrain.store.runs import NIGHTLY
+from ttrain.tracking.pusher import track
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ def run_pipeline(
             wait_for_server = (lambda: None) if options.in_flow else prefect_run.begin(store.root, settings.servers.auth)
         part_of = {"night": options.night} if options.night else {}
         execution = PipelineRun(plan, shown_on, part_of=part_of, labels=options.labels)
+        track(execution)
         try:
             with execution.recorded():
                 for planned in plan.stages:

@@ -23,9 +23,9 @@ from prefect.states import Cancelled, Completed, Failed, State
 
 from ttrain.config import Runtime
 from ttrain.engine.execution import PipelineRun
+from ttrain.engine.graph import Planned
 from ttrain.errors import Interrupted, NothingNew, TTrainError, UsageError
 from ttrain.flows.flow_runs import best_effort
-from ttrain.pipeline.graph import Planned
 from ttrain.tasks import Stage
 
 TRAINS = "trains"  # the tag by which Prefect can limit how many stages train at once
@@ -151,7 +151,7 @@ def make_on_dask(stage: Stage, work: Path, runtime: Runtime, stop_signal: Callab
     """Make the blocks of a shards stage whose work directory is laid out. Raises what a block raised, or Interrupted."""
     from prefect import flow
 
-    from ttrain.pipeline.stage_worker import job_of
+    from ttrain.engine.stage_worker import job_of
     from ttrain.tasks import shards
 
     runner, ahead = task_runner(runtime)

@@ -33,12 +33,13 @@ LAYERS = (
     ("store",),
     ("data", "model"),
     ("train",),
-    ("evaluate", "tracking"),
+    ("evaluate",),
     ("inference",),
     ("tasks",),
     ("reports",),
-    ("pipeline",),
     ("engine",),
+    ("tracking",),
+    ("lineage",),
     ("nightly", "doctor", "export"),
     ("experiments",),
     ("flows",),
@@ -48,7 +49,7 @@ LAYERS = (
 RANK = {package: number for number, layer in enumerate(LAYERS) for package in layer}
 # Packages that plan, store and report, so that `--help`, a plan and a cached run load neither torch, Prefect nor MLflow.
 LIGHT = (
-    "core", "config", "store", "data", "tracking", "pipeline", "engine", "nightly", "export", "reports",
+    "core", "config", "store", "data", "tracking", "lineage", "engine", "nightly", "export", "reports",
     "experiments", "flows", "api", "cli",
 )  # fmt: skip
 # What a light package has for those who have decided to load a model, or a server, already

@@ -26,9 +26,9 @@ from ttrain.config import Settings
 from ttrain.core.html_table import html_table
 from ttrain.engine.cached import record_cached
 from ttrain.engine.displays import CallbackDisplay, Progress, notebook_display
+from ttrain.engine.graph import Rerun, Selection
 from ttrain.engine.plan import Plan, PlannedStage
 from ttrain.errors import Interrupted, TTrainError, UsageError
-from ttrain.pipeline.graph import Rerun, Selection
 from ttrain.store import layout
 from ttrain.store import runs as run_records
 from ttrain.store.artifacts import ArtifactStore
@@ -87,11 +87,11 @@ def plan(
     `resume_key` is the key of unfinished work to resume. `home`: of the store; else TTRAIN_HOME, else ./artifacts.
     Raises UsageError.
     """
+    from ttrain.engine.input_files import check_first_rows, named_shards
+    from ttrain.engine.planner import plan as plan_stages
+    from ttrain.engine.planner import settings_of_selection
     from ttrain.flows import pipeline as graph_of
-    from ttrain.pipeline.artifact_commands import store_of
-    from ttrain.pipeline.input_files import check_first_rows, named_shards
-    from ttrain.pipeline.plan import plan as plan_stages
-    from ttrain.pipeline.plan import settings_of_selection
+    from ttrain.tracking.artifact_source import store_of
 
     settings = Settings() if settings is None else settings
     store = store_of(_home(home), settings)
@@ -233,7 +233,7 @@ def run(
 
     from ttrain.core.signals import without_signal_handlers
     from ttrain.core.terminal import console
-    from ttrain.pipeline.labels import labels_of
+    from ttrain.engine.labels import labels_of
 
     if engine not in ENGINES:
         raise UsageError(f"engine is {engine!r} but must be prefect or none")
@@ -263,7 +263,7 @@ def load(reference: str, *, device: str = "cpu", home: str | Path | None = None)
     `reference`: whatever the commands take: a stage, RUN:stage, a registered NAME@ALIAS or NAME/VERSION, a directory. Raises
     UsageError for a name of nothing, with the nearest ones, and ArtifactError for damaged files.
     """
-    from ttrain.pipeline.names import resolve
+    from ttrain.lineage.names import resolve
 
     artifact = resolve(reference, _home(home))
     artifact.verify()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib.metadata import entry_points
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -16,6 +17,7 @@ from torch import nn
 
 from ttrain.config import Runtime, TaskConfig, Training, flatten
 from ttrain.config.training import TRAINING_STAGES
+from ttrain.core import extras
 from ttrain.core.files import write_json
 from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
@@ -26,7 +28,6 @@ from ttrain.evaluate import samples, statistics
 from ttrain.evaluate.samples import SamplePrompt
 from ttrain.tasks.common.job import Figures, StageContext
 from ttrain.tasks.shards import heldout_records
-from ttrain.tracking.loggers import Logger, make_loggers
 from ttrain.train.callbacks import Callback, LogLines, MetricsFile, Perplexity, ProgressBar, installed_callbacks
 from ttrain.train.distributed import Ranks
 from ttrain.train.guards import default_guards
@@ -81,6 +82,14 @@ def training_callbacks(
     return callbacks
 
 
+def make_loggers(names: Iterable[str], directory: Path, description: Figures) -> list[Callback]:
+    """A callback for each name, found by its entry point, so that a training knows no tracker. Raises UsageError for one
+    that is not installed."""
+    extras.check(names)
+    points = entry_points(group="ttrain.loggers")
+    return [points[name].load()(name, directory, description) for name in names]
+
+
 def description(config: Training | TaskConfig, labels: Mapping[str, str]) -> Figures:
     """A training as loggers show it: project, group, kind and name, and its settings with secrets masked."""
     from ttrain.core.redact import masked
@@ -112,7 +121,7 @@ def language_model_callbacks(
         write = partial(_write_samples, model, encoder, prompts)
         callbacks.append(PeriodicSamples(job.run_directory / "samples", model, write, every=every))
     if job.runtime.eval_every_steps:
-        writers = [callback for callback in callbacks if isinstance(callback, MetricsFile | Logger)]
+        writers = [callback for callback in callbacks if callback.keeps_metrics]
         measure = measure_of(config, job, model, encoder, ranks)
         callbacks.append(PeriodicEvaluation(model, measure, writers, every=job.runtime.eval_every_steps))
     return callbacks

@@ -15,7 +15,7 @@ from support.planned_homes import House
 from ttrain import api
 from ttrain.core.files import read_json
 from ttrain.engine.cached import record_cached
-from ttrain.pipeline.labels import Labels
+from ttrain.engine.labels import Labels
 
 HEAVY = (
     "torch", "transformers", "tokenizers", "peft", "pyarrow", "numpy", "prefect", "mlflow", "sqlalchemy", "filelock",

@@ -23,7 +23,7 @@ from ttrain.errors import UsageError
 from ttrain.evaluate import baselines
 from ttrain.evaluate.promotion import decide
 from ttrain.evaluate.scores import Evaluation
-from ttrain.pipeline.names import resolve
+from ttrain.lineage.names import resolve
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.model_files import Reference

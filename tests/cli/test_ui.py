@@ -15,9 +15,9 @@ from support.served import write_double
 from ttrain.cli import tracking as ui
 from ttrain.errors import TTrainError
 from ttrain.flows import servers
-from ttrain.pipeline import pusher
 from ttrain.store import server_records
 from ttrain.store.runs import record_cached
+from ttrain.tracking import pusher
 
 METRICS = {"eval/chat_loss_sft": 4.1, "sft/validation_loss": 4.2}
 OLDER, NEWER = "full-20261128-160222-1a2b4", "full-20261128-170222-1a2b4"

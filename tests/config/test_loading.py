@@ -18,7 +18,7 @@ from ttrain.config import TRAINING_CONFIGS, Settings, TaskConfig, flatten, loadi
 from ttrain.config.data import LEARNT
 from ttrain.config.loading import LoadedSettings, known_keys, load
 from ttrain.errors import UsageError
-from ttrain.pipeline.names import settings_of
+from ttrain.lineage.names import settings_of
 
 KEY, VARIABLE = "sft.optim.lr", "TTRAIN__SFT__OPTIM__LR"
 LAYERS = {"profile": 1e-4, "file": 2e-4, "environment": 3e-4, "command line": 4e-4}  # the weakest first

@@ -159,7 +159,7 @@ def pipe_without_a_reader() -> int:
 def test_a_run_goes_on_when_the_reader_of_its_output_is_gone_or_its_disk_is_full() -> None:
     gone = pipe_without_a_reader()
     log = "outlast_output()\nimport logging, warnings\nlogging.warning('unread')\nwarnings.warn('unread')\n"
-    stage = "from ttrain.pipeline.stage_worker import log, set_up\nset_up()\nlog.info('unread')\n"
+    stage = "from ttrain.engine.stage_worker import log, set_up\nset_up()\nlog.info('unread')\n"
     with Path("/dev/full").open("w") as full:
         assert output_of(WORKS, stdout=gone) == (0, "to the end", NOTE.format("Broken pipe"))
         assert output_of(WORKS, stdout=full) == (0, "to the end", NOTE.format("No space left on device"))

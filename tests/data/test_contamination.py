@@ -21,10 +21,10 @@ from ttrain.data import contamination, overlap
 from ttrain.data.encoder import Encoder
 from ttrain.data.overlap import GramIndex, TextMatch
 from ttrain.data.shards import Column, read_shard
+from ttrain.engine.input_files import data_files, evaluation_files
 from ttrain.errors import DataError, UsageError
 from ttrain.evaluate import run
 from ttrain.evaluate.items import IN_TRAINING, Items, SuiteFiles
-from ttrain.pipeline.input_files import data_files, evaluation_files
 from ttrain.tasks import SHARDS_PRETRAIN, TOKENIZER, evaluate
 from ttrain.tasks.shards import recipe_of
 

@@ -28,9 +28,9 @@ from ttrain.doctor import model, run, sample
 from ttrain.doctor.data import Data
 from ttrain.doctor.parts import with_references
 from ttrain.doctor.sample import gather
+from ttrain.engine.graph import Graph
 from ttrain.engine.plan import Plan
 from ttrain.errors import DataError
-from ttrain.pipeline.graph import Graph
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.tasks.common.rows import open_rows
 

@@ -10,11 +10,11 @@ from support.planned_homes import remember_modules
 
 from ttrain.config import Settings
 from ttrain.config.loading import load
+from ttrain.engine import planner as plan
+from ttrain.engine.input_files import data_files
+from ttrain.engine.provenance import with_absolute_paths
 from ttrain.errors import UsageError
 from ttrain.evaluate import suites
-from ttrain.pipeline import plan
-from ttrain.pipeline.input_files import data_files
-from ttrain.pipeline.provenance import with_absolute_paths
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.tasks import EVALUATE, EVALUATE_CHAMPION
 

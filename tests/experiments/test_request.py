@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 from ttrain.cli.main import app
 from ttrain.config import Runtime
 from ttrain.config.loading import layers, settings_of
+from ttrain.engine import processes
 from ttrain.errors import UsageError
 from ttrain.experiments import measure, records, request
 from ttrain.flows.full import full
-from ttrain.pipeline import names, processes
+from ttrain.lineage import names
 from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
 

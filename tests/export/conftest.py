@@ -10,7 +10,7 @@ from support.loadable_models import TALKATIVE
 from support.tiny_stages import Home, run_here, stage_settings
 
 from ttrain.config import Settings
-from ttrain.pipeline.plan import plan_stage, section_of
+from ttrain.engine.planner import plan_stage, section_of
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.tasks import LORA, PRETRAIN, SFT, Stage, lora, pretrain, sft

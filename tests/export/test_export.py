@@ -20,8 +20,8 @@ from ttrain.data.encoder import Encoder
 from ttrain.errors import ArtifactError, TTrainError, UsageError
 from ttrain.export import export as exporting
 from ttrain.export.export import Request, export, size_of
+from ttrain.lineage.names import resolve
 from ttrain.model import adapters, factory
-from ttrain.pipeline.names import resolve
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.model_files import ADAPTER, MODEL, SECOND_HEAD, weight_files, weights_digest
 

@@ -11,9 +11,9 @@ from huggingface_hub import ModelCard
 
 from ttrain.errors import UsageError
 from ttrain.export.export import Request, export
-from ttrain.pipeline.lineage import History
-from ttrain.pipeline.model_card import Exported, card
-from ttrain.pipeline.names import resolve
+from ttrain.lineage.names import resolve
+from ttrain.reports.history import History
+from ttrain.reports.model_card import Exported, card
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.model_files import MODEL

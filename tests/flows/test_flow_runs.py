@@ -12,9 +12,9 @@ import pytest
 from prefect.client import orchestration
 from prefect.states import Cancelling, Running
 
+from ttrain.engine.labels import Labels
+from ttrain.engine.stop_request import SIGNALLED
 from ttrain.flows import flow_runs, prefect_run
-from ttrain.pipeline.labels import Labels
-from ttrain.pipeline.stop_request import SIGNALLED
 
 
 class Server:

@@ -12,8 +12,8 @@ import rich.console
 
 from ttrain import api
 from ttrain.engine import displays
-from ttrain.pipeline.graph import Graph
-from ttrain.pipeline.notebook_display import NotebookDisplay
+from ttrain.engine.graph import Graph
+from ttrain.engine.notebook_display import NotebookDisplay
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.tasks import SFT
 

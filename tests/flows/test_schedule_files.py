@@ -18,10 +18,10 @@ import pytest
 from ttrain.config import Settings
 from ttrain.config.loading import load
 from ttrain.core.files import write_json
+from ttrain.engine.provenance import with_absolute_paths
 from ttrain.errors import UsageError
 from ttrain.flows import deploy, deployed
 from ttrain.flows.deploy import Schedule
-from ttrain.pipeline.provenance import with_absolute_paths
 from ttrain.store.runs import this_process
 
 # A directory whose name holds what shells, systemd and cron each take for something else

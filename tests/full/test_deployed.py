@@ -22,9 +22,9 @@ from support.served import Served, call, processes_of, serving
 from support.waiting import wait_until
 
 from ttrain.config import DATASETS, NAMES_CODE, TRAININGS, Settings
+from ttrain.engine.stage_worker import PROCESS_NAME
 from ttrain.flows import flow_runs, servers
 from ttrain.flows.deploy import Schedule
-from ttrain.pipeline.stage_worker import PROCESS_NAME
 
 LONG = "pretrain.tokens=245760"
 

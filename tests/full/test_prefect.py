@@ -14,8 +14,8 @@ import pytest
 from support.pipeline_home import Cli
 from support.waiting import wait_until
 
+from ttrain.engine.graph import Planned
 from ttrain.errors import StageFailed
-from ttrain.pipeline.graph import Planned
 from ttrain.tasks import EVALUATE
 
 WITHOUT_PREFECT = (

@@ -16,7 +16,7 @@ from support.pipeline_home import Cli
 from support.waiting import wait_until
 
 from ttrain.config import Schedule
-from ttrain.pipeline.stage_worker import PROCESS_NAME
+from ttrain.engine.stage_worker import PROCESS_NAME
 from ttrain.train import schedules
 
 STEPS = 60

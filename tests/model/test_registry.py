@@ -17,12 +17,12 @@ from support.tiny_trainers import settings_of_training, tiny_model
 from torch.nn import functional as F
 
 from ttrain.config import Lora, Model
+from ttrain.engine.graph import Graph
+from ttrain.engine.planner import plan
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.model import factory, registry, shape_check
 from ttrain.model.architecture import build_config
 from ttrain.model.factory import residual_weights
-from ttrain.pipeline.graph import Graph
-from ttrain.pipeline.plan import plan
 from ttrain.tasks import LORA
 from ttrain.train.language_modeling import LanguageModeling, NextTokenLoss
 from ttrain.train.losses import token_loss_sum

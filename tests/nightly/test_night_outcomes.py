@@ -16,11 +16,11 @@ from support.recorded_homes import NONE_SUCH
 
 from ttrain.config import Settings
 from ttrain.data import streams
+from ttrain.engine.labels import NO_LABELS
 from ttrain.errors import CannotRead, DataError, Interrupted, NothingNew, StageFailed, TooFewRows, UsageError
 from ttrain.flows import night_plan, nightly
 from ttrain.nightly import records
 from ttrain.nightly.records import Champion, Nights
-from ttrain.pipeline.labels import NO_LABELS
 from ttrain.store.artifacts import ArtifactStore
 
 DUE = datetime.fromtimestamp(time.time() - 1, UTC)

@@ -13,12 +13,12 @@ import pytest
 from support.night_files import artifact, completed, inbox, list_of, sources_in
 
 from ttrain.config import Nightly, Settings
+from ttrain.engine.planner import plan
 from ttrain.errors import ArtifactError
 from ttrain.flows import night_plan
 from ttrain.nightly import heldout
 from ttrain.nightly import inputs as night_inputs
 from ttrain.nightly.records import Champion, InputSnapshot, NightRecord, Nights
-from ttrain.pipeline.plan import plan
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.runs import RunRecord
 

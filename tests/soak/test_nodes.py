@@ -24,8 +24,8 @@ from support.served import processes_of
 from support.tiny_stages import Home, Watcher, stage_settings
 from support.waiting import wait_until
 
+from ttrain.engine import launch
 from ttrain.errors import StageFailed
-from ttrain.pipeline import launch
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.tasks import NEW_MODEL
 
@@ -34,7 +34,7 @@ NODE = """
 import pickle, signal, sys
 from pathlib import Path
 from support.tiny_stages import Watcher
-from ttrain.pipeline import launch
+from ttrain.engine import launch
 from ttrain.tasks import PRETRAIN
 from ttrain.store.artifacts import ArtifactStore
 root, inputs, settings = pickle.loads(Path(sys.argv[1]).read_bytes())

@@ -13,15 +13,15 @@ from support.kill_points import number_printed_by
 
 from ttrain.core.files import read_json, write_json
 from ttrain.nightly.records import needed_keys
-from ttrain.pipeline.garbage_collection import clean_run
 from ttrain.store import runs
+from ttrain.store.garbage_collection import clean_run
 
 # In a process of its own, since it forks: cleans copies of a home, each killed one call later.
 KILLED_CLEAN = """
 import sys
 from pathlib import Path
 from support.kill_points import killed_everywhere
-from ttrain.pipeline.garbage_collection import clean
+from ttrain.store.garbage_collection import clean
 from ttrain.nightly.records import needed_keys
 from ttrain.store.artifacts import ArtifactStore
 def act(home):

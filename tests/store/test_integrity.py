@@ -17,13 +17,14 @@ from support.tiny_stages import Home, Watcher, run_of, stage_settings
 
 from ttrain.config import Settings
 from ttrain.data.shards import ShardSet
+from ttrain.engine import artifact_commands, launch
+from ttrain.engine.graph import Planned
 from ttrain.errors import ArtifactError, DamagedFile, StageFailed
 from ttrain.inference import loading
-from ttrain.pipeline import artifact_commands, launch, names
-from ttrain.pipeline.artifact_commands import DamagedArtifact
-from ttrain.pipeline.graph import Planned
+from ttrain.lineage import names
 from ttrain.store import integrity
 from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.damaged import DamagedArtifact, set_aside
 from ttrain.store.layout import Artifact
 from ttrain.tasks import PRETRAIN, SFT, SHARDS, Stage
 
@@ -206,7 +207,7 @@ def test_a_copy_that_shares_the_damaged_file_is_not_taken_until_it_was_built_ane
 
     elsewhere = ArtifactStore(store.root, Copies())
     flip_bit(base.path / "weights")
-    artifact_commands.set_aside(store, [DamagedArtifact(base.path, "damaged", base)])
+    set_aside(store, [DamagedArtifact(base.path, "damaged", base)])
     assert elsewhere.find("pretrain", base.key) is None
     base = replace(base, manifest={**base.manifest, "published": base.manifest["published"] + 60})
     assert elsewhere.find("pretrain", base.key)

@@ -16,10 +16,10 @@ from support.comparing import flip_bit
 from support.planned_homes import House
 
 from ttrain.core.files import read_json, write_json
+from ttrain.engine import artifact_commands
+from ttrain.engine.graph import Planned
+from ttrain.engine.planner import key_of
 from ttrain.errors import ArtifactError, DamagedFile, UsageError
-from ttrain.pipeline import artifact_commands
-from ttrain.pipeline.graph import Planned
-from ttrain.pipeline.plan import key_of
 from ttrain.store import runs
 from ttrain.store.layout import Artifact
 from ttrain.store.model_files import Reference

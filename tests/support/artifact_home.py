@@ -15,14 +15,12 @@ import pytest
 from ttrain.cli.main import main
 from ttrain.core.files import write_json
 from ttrain.core.hashing import digest_of
+from ttrain.engine.graph import Planned
+from ttrain.engine.planner import key_of
 from ttrain.nightly import records
-from ttrain.pipeline import garbage_collection
-from ttrain.pipeline.graph import Planned
-from ttrain.pipeline.plan import key_of
-from ttrain.pipeline.stage_worker import JOB
-from ttrain.store import events, runs
+from ttrain.store import events, garbage_collection, runs
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.layout import Artifact, write_manifest
+from ttrain.store.layout import JOB, Artifact, write_manifest
 
 DAY = 86400
 LONG_AGO = 100 * DAY

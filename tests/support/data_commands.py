@@ -16,8 +16,8 @@ import pytest
 
 from ttrain.cli.main import main
 from ttrain.config import Settings
-from ttrain.pipeline import processes
-from ttrain.pipeline.stage_worker import job_of
+from ttrain.engine import processes
+from ttrain.engine.stage_worker import job_of
 from ttrain.tasks import Stage
 
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "東京", "is", "far", "Grüße", "from", "🙂", "def", "return")

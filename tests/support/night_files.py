@@ -8,9 +8,9 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 from ttrain.config import Settings
+from ttrain.engine.graph import Graph
 from ttrain.nightly import inputs as night_inputs
 from ttrain.nightly.records import Champion, InputSnapshot, Nights
-from ttrain.pipeline.graph import Graph
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 

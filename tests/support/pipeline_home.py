@@ -23,7 +23,7 @@ from support.waiting import wait_until
 
 from ttrain.cli.main import main
 from ttrain.config import Settings
-from ttrain.pipeline import processes
+from ttrain.engine import processes
 
 ENGLISH = ("the", "a", "of", "to", "and", "in", "that", "it", "was", "for", "on", "with", "his", "they", "at", "from",
            "what")  # fmt: skip

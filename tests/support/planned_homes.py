@@ -15,9 +15,9 @@ from support.paths import ROOT
 from ttrain.config import Settings
 from ttrain.config.loading import load
 from ttrain.core.hashing import DigestCache, code_digests
+from ttrain.engine.graph import Planned, Rerun, Selection
+from ttrain.engine.planner import plan, plan_stage
 from ttrain.flows.full import full
-from ttrain.pipeline.graph import Planned, Rerun, Selection
-from ttrain.pipeline.plan import plan, plan_stage
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.tasks import STAGES

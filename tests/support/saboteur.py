@@ -7,7 +7,7 @@ import sys
 import time
 from typing import Any
 
-from ttrain.pipeline import stage_worker as worker
+from ttrain.engine import stage_worker as worker
 from ttrain.train.distributed import Ranks
 
 

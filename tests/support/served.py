@@ -21,8 +21,8 @@ import psutil
 from support.pipeline_home import Cli
 from support.waiting import wait_until
 
+from ttrain.engine.stage_worker import PROCESS_NAME
 from ttrain.flows import deploy
-from ttrain.pipeline.stage_worker import PROCESS_NAME
 from ttrain.store import server_records
 
 # A double of a server: answers everything with 200

@@ -21,10 +21,10 @@ from support.tiny_data import make_shards, make_tokenizer
 from ttrain.config import PretrainConfig, Runtime, Section, Settings
 from ttrain.core.files import ProgressWriter
 from ttrain.engine.execution import PipelineRun
+from ttrain.engine.graph import Graph, Planned
 from ttrain.engine.plan import Plan
-from ttrain.pipeline.graph import Graph, Planned
-from ttrain.pipeline.processes import StageObserver
-from ttrain.pipeline.progress_display import Display
+from ttrain.engine.processes import StageObserver
+from ttrain.engine.progress_display import Display
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.tasks import STAGES, Stage, pretrain

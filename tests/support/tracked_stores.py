@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from ttrain.pipeline import pusher
+from ttrain.tracking import pusher
 from ttrain.tracking.client import database_of, local_path, tracking_uri
 
 

@@ -14,10 +14,10 @@ from support.outage_proxy import Proxy
 
 from ttrain.config import Settings
 from ttrain.core.files import read_object, write_json
-from ttrain.pipeline import pusher
-from ttrain.pipeline.stage_worker import TRACKED
 from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import TRACKED
 from ttrain.store.runs import RunRecord
+from ttrain.tracking import pusher
 
 CONTEXT = multiprocessing.get_context("forkserver")  # the libraries are loaded once, not by each of a hundred writers
 CONTEXT.set_forkserver_preload(["mlflow.tracking", "mlflow.utils.rest_utils", "support.tracked_writer"])

@@ -23,9 +23,9 @@ from ttrain.config import TRAINING_CONFIGS, NewModelConfig, ReferenceConfig, Set
 from ttrain.core.files import ProgressWriter
 from ttrain.core.hashing import sha256_file
 from ttrain.data.sharding import Here
+from ttrain.engine.planner import section_of
 from ttrain.errors import UsageError
 from ttrain.model import adapters, factory
-from ttrain.pipeline.plan import section_of
 from ttrain.store.model_files import weights_digest
 from ttrain.tasks import REFERENCE, dpo, new_model, reference, shards
 from ttrain.tasks.common.job import StageContext

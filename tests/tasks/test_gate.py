@@ -28,8 +28,8 @@ from ttrain.data.encoder import Encoder
 from ttrain.data.records import Conversation, TextDocument
 from ttrain.errors import ArtifactError, DataError, Interrupted, UsageError
 from ttrain.inference import gate_files, gate_router
+from ttrain.lineage.names import resolve
 from ttrain.model import adapters, factory
-from ttrain.pipeline.names import resolve
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.model_files import weights_digest
 from ttrain.tasks import gate

@@ -12,8 +12,8 @@ from support.data_commands import in_process, trains_here
 from support.paths import ROOT
 from support.tiny_stages import Home, stage_settings
 
+from ttrain.engine.planner import plan_stage
 from ttrain.errors import TTrainError
-from ttrain.pipeline.plan import plan_stage
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.tasks import PRETRAIN
 from ttrain.train.callbacks import LogRecord

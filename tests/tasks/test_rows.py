@@ -25,8 +25,8 @@ from ttrain.data.packing import IGNORE, MixedRows, Rows
 from ttrain.data.pair_rows import PairRows
 from ttrain.data.record_rows import ChatRows, DocumentRows, SeparateDocumentRows
 from ttrain.data.shards import Column, write_index, write_shard
+from ttrain.engine import launch
 from ttrain.errors import ArtifactError, DataError, Interrupted, UsageError
-from ttrain.pipeline import launch
 from ttrain.tasks import pretrain
 from ttrain.tasks.common.job import StageContext
 from ttrain.tasks.common.rows import open_rows, order_of, validation_batches

@@ -15,12 +15,12 @@ import yaml
 from support.loadable_models import adapted, fresh, said_with_ttrain, said_without_ttrain
 
 from ttrain.export import export
-from ttrain.pipeline.registration import evaluation_tables
-from ttrain.pipeline.run_models import Registered
 from ttrain.reports import summary
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.tracking.loadable import ADAPTER, BASE, MODEL, LoadableModel, loadable
+from ttrain.tracking.registered_model import Registered
+from ttrain.tracking.registration import evaluation_tables
 
 NEW_TOKENS, PROMPT = 10, "The man"
 EXAMPLES = ("The first", "What is it?")

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ttrain.pipeline import registration
-from ttrain.pipeline.lineage import History
-from ttrain.pipeline.model_card import Exported
-from ttrain.pipeline.registration import HERE
+from ttrain.reports.history import History
+from ttrain.reports.model_card import Exported
 from ttrain.store.layout import Artifact
+from ttrain.tracking import registration
+from ttrain.tracking.registration import HERE
 
 TRAINED = {"steps": 40, "tokens": 40960, "train_seconds": 2.0, "precision": "bf16", "device": "cpu", "ranks": 2}
 SHARDS = {"train": {"rows": 1150, "tokens": 77478, "bytes": 9}, "heldout": {"rows": 12, "tokens": 6, "bytes": 7}}

@@ -16,11 +16,11 @@ from support.waiting import stopwatch, wait_until
 
 from ttrain.config import Settings
 from ttrain.core.files import write_json
-from ttrain.pipeline import pusher
-from ttrain.pipeline.stage_worker import TRACKED
 from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import TRACKED
 from ttrain.store.registry import Registry
 from ttrain.store.runs import RunRecord
+from ttrain.tracking import pusher
 from ttrain.tracking.client import cannot_be_asked
 from ttrain.tracking.mirror import Mirror, TrackedRun
 

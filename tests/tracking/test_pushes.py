@@ -18,12 +18,11 @@ from typer.testing import CliRunner
 
 from ttrain.cli.main import app
 from ttrain.core.files import write_json
-from ttrain.pipeline import pusher, run_summary
-from ttrain.pipeline.labels import labels_of
-from ttrain.pipeline.stage_worker import TRACKED
+from ttrain.engine.labels import labels_of
 from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import TRACKED
 from ttrain.store.registry import Registry
-from ttrain.tracking import client
+from ttrain.tracking import client, pusher, run_summary
 from ttrain.tracking.client import clean, database_of
 from ttrain.tracking.mirror import Mirror, TrackedRun
 

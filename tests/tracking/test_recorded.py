@@ -12,9 +12,9 @@ from support.tiny_stages import Home, run_of, stage_settings
 from support.tracked_stores import client_of, files_of, tracked
 
 from ttrain.config import Settings
+from ttrain.engine.graph import Planned
+from ttrain.engine.labels import labels_of
 from ttrain.errors import StageFailed, UsageError
-from ttrain.pipeline.graph import Planned
-from ttrain.pipeline.labels import labels_of
 from ttrain.tasks import PRETRAIN
 
 

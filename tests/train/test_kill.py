@@ -18,11 +18,11 @@ from support.comparing import curve, logged_steps
 from support.tiny_stages import Home, Watcher, stage_settings
 
 from ttrain.core.hashing import sha256_file
+from ttrain.engine import launch
+from ttrain.engine.graph import Rerun
+from ttrain.engine.planner import plan_stage
+from ttrain.engine.stage_worker import PROCESS_NAME
 from ttrain.errors import Interrupted, StageFailed
-from ttrain.pipeline import launch
-from ttrain.pipeline.graph import Rerun
-from ttrain.pipeline.plan import plan_stage
-from ttrain.pipeline.stage_worker import PROCESS_NAME
 from ttrain.store.layout import Artifact
 from ttrain.tasks import PRETRAIN
 from ttrain.train import checkpoint_format

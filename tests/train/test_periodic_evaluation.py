@@ -22,6 +22,8 @@ from ttrain.config.loading import load
 from ttrain.core.files import ProgressWriter
 from ttrain.core.hashing import DigestCache, code_digests
 from ttrain.data.encoder import Encoder
+from ttrain.engine import planner as plan
+from ttrain.engine.provenance import with_absolute_paths
 from ttrain.errors import UsageError
 from ttrain.evaluate import run
 from ttrain.evaluate.evaluated_model import EvaluatedModel
@@ -32,8 +34,6 @@ from ttrain.flows.full import full
 from ttrain.inference.evaluated_model import as_evaluated_model
 from ttrain.inference.loading import with_tokenizer
 from ttrain.model import factory, multi_token
-from ttrain.pipeline import plan
-from ttrain.pipeline.provenance import with_absolute_paths
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.tasks import lora
 from ttrain.tasks.common import callbacks
@@ -300,7 +300,7 @@ def test_what_watches_is_in_no_key_and_early_stopping_is(tmp_path: Path) -> None
         "ttrain.evaluate.run",
         *(f"ttrain.train.{name}" for name in watching),
     } & set(modules)
-    assert not [name for name in modules if name.startswith(("ttrain.pipeline.system_metrics", "ttrain.tracking"))]
+    assert not [name for name in modules if name.startswith(("ttrain.engine.system_metrics", "ttrain.tracking"))]
 
 
 def test_a_rate_that_does_not_move_the_validation_loss_is_told(

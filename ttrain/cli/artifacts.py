@@ -57,7 +57,7 @@ Key = Annotated[str, argument("the beginning of its key; without: the newest", m
 @command(artifacts_app, "Examples:  ttrain artifacts list\n\nttrain artifacts list sft --json")
 def artifacts_list(stage: StageFilter = "") -> Output:
     """List finished artifacts and unfinished work that can be resumed, with the newest run that made or used each."""
-    from ttrain.pipeline.artifact_commands import artifact_rows
+    from ttrain.engine.artifact_commands import artifact_rows
 
     artifacts = artifact_rows(ArtifactStore(home()), stage or None)
     shown = [
@@ -75,7 +75,7 @@ def artifacts_list(stage: StageFilter = "") -> Output:
 def artifacts_show(stage: StageName, key: Key = "") -> Output:
     """Print an artifact's inputs, settings and code, and the figures that it resulted in."""
     from ttrain.config import flatten
-    from ttrain.pipeline.artifact_commands import size_of
+    from ttrain.engine.artifact_commands import size_of
 
     store = ArtifactStore(home())
     artifact = _artifact(store, stage, key)
@@ -116,7 +116,7 @@ def artifacts_path(stage: StageName, key: Key = "") -> None:
 
 def _artifact(store: ArtifactStore, stage: str, key: str) -> Artifact:
     """The artifact that the arguments name; a key alone is looked for in all stages. Raises UsageError."""
-    from ttrain.pipeline.artifact_commands import find_artifact
+    from ttrain.engine.artifact_commands import find_artifact
     from ttrain.tasks import STAGES
 
     if stage not in STAGES and not key:
@@ -142,20 +142,22 @@ def artifacts_verify(
     ] = False,
 ) -> Output:
     """Read every byte of every artifact and compare with its manifest. Exit code 1 if something is damaged."""
-    from ttrain.pipeline import artifact_commands
+    from ttrain.engine import artifact_commands
+    from ttrain.store.damaged import DamagedArtifact
+    from ttrain.store.damaged import set_aside as move_aside
 
     store = ArtifactStore(home())
     artifacts = store.artifacts(stage or "*")
     unreadable = store.unreadable(stage or "*")
-    done, damaged = 0, [artifact_commands.DamagedArtifact(path, problem) for path, problem in unreadable.items()]
+    done, damaged = 0, [DamagedArtifact(path, problem) for path, problem in unreadable.items()]
     with bar("verifying", "MB", round(sum(map(artifact_commands.size_of, artifacts)) / MEGABYTE)) as show:
         for artifact in artifacts:
             if problems := artifact_commands.verify(artifact):
-                damaged.append(artifact_commands.DamagedArtifact(artifact.path, "; ".join(problems), artifact))
+                damaged.append(DamagedArtifact(artifact.path, "; ".join(problems), artifact))
             done += artifact_commands.size_of(artifact)
             show(round(done / MEGABYTE))
     if set_aside:
-        artifact_commands.set_aside(store, damaged)
+        move_aside(store, damaged)
     count = len(artifacts) + len(unreadable)
     problems_by_artifact = [
         {"stage": entry.stage, "key": entry.key, "path": entry.path, "problems": entry.why.split("; ")} for entry in damaged
@@ -188,8 +190,8 @@ def artifacts_adopt(
     Its settings and its inputs must be those that it was made with: adopt the stages in pipeline order.
     """
     from ttrain import api
-    from ttrain.pipeline.artifact_commands import adopt
-    from ttrain.pipeline.plan import no_stage
+    from ttrain.engine.artifact_commands import adopt
+    from ttrain.engine.planner import no_stage
     from ttrain.tasks import STAGES
 
     references.need_stage(stage, STAGES)
@@ -224,7 +226,7 @@ def artifacts_clean(
 ) -> Output:
     """Remove artifacts and work that no run in progress, no recent run and no registered model needs."""
     from ttrain.nightly import records
-    from ttrain.pipeline import garbage_collection
+    from ttrain.store import garbage_collection
     from ttrain.store.registry import Registry
 
     store = ArtifactStore(usable_home())

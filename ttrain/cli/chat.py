@@ -259,7 +259,7 @@ def serve(
     from ttrain.flows.guard import Guard
     from ttrain.inference.answer_queue import AnswerQueue
     from ttrain.inference.serve import PAIRS, Endpoint
-    from ttrain.pipeline import names
+    from ttrain.lineage import names
     from ttrain.tasks import STAGES
 
     def load(name: str) -> LoadedModel:
@@ -326,7 +326,7 @@ def _end(signum: int) -> None:
 
 def _identity(reference: Reference) -> dict[str, Any]:
     """The model's identity, as JSON for scripts."""
-    from ttrain.pipeline import lineage_names
+    from ttrain.lineage import lineage_names
 
     return lineage_names.to_json(reference)
 

@@ -22,14 +22,15 @@ from ttrain.evaluate.suites import LoadedSuite
 from ttrain.evaluate.task_result import TaskResult
 from ttrain.inference import loading
 from ttrain.inference.evaluated_model import as_evaluated_model
-from ttrain.pipeline import lineage_names, pusher
-from ttrain.pipeline import names as references
-from ttrain.pipeline.registration import EVALUATION_TABLE
+from ttrain.lineage import lineage_names
+from ttrain.lineage import names as references
 from ttrain.store import layout, runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.model_files import Reference
 from ttrain.store.run_evaluations import RunEvaluation, heldout_shards
 from ttrain.tasks.shards import heldout_records
+from ttrain.tracking import pusher
+from ttrain.tracking.registration import EVALUATION_TABLE
 
 COMPARISON_TABLE = "comparison_table.json"
 Records = Mapping[str, Sequence[JsonObject]]

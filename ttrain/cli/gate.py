@@ -21,7 +21,7 @@ from ttrain.store.model_files import Reference
 if TYPE_CHECKING:
     from ttrain.config import Expert
     from ttrain.config.loading import Override
-    from ttrain.pipeline.progress_display import Display
+    from ttrain.engine.progress_display import Display
 
 
 gate_app = command_group(
@@ -60,7 +60,7 @@ def gate_train(
     The same command continues a stopped training.
     """
     from ttrain.config import as_tuple
-    from ttrain.pipeline.progress_display import Display
+    from ttrain.engine.progress_display import Display
 
     outlast_output()
     files = [name for option in data or () for name in cast("tuple[str, ...]", as_tuple(option))]
@@ -114,7 +114,7 @@ def train(
     from ttrain.data import existing, locations
     from ttrain.engine.alone import run_alone, split_runtime
     from ttrain.inference import gate_files
-    from ttrain.pipeline.names import resolve_all
+    from ttrain.lineage.names import resolve_all
     from ttrain.tasks import GATE
 
     runtime, gate_overrides = split_runtime(overrides)

@@ -123,6 +123,7 @@ def stage_run(
     """Run one stage alone, without Prefect."""
     from ttrain import api
     from ttrain.engine.run import run_one_stage
+    from ttrain.tracking.pusher import track
 
     outlast_output()
     layout.usable_home()
@@ -133,7 +134,7 @@ def stage_run(
         restart.apply(planned.store, [p for p in planned.stages if p.stage.name == stage and p.state == "run"])
         planned = api.plan("full", loaded.settings, force=forced, extend=extend)
     screen = console(stderr=as_json)
-    artifact, state = run_one_stage(stage, planned, screen)
+    artifact, state = run_one_stage(stage, planned, screen, track)
     if as_json:
         path, key = str(artifact.path), artifact.key
         print_json({"stage": stage, "state": state, "key": key, "path": path, "result": artifact.result})

@@ -195,7 +195,7 @@ def export(
 ) -> None:
     """Write a model for other programs: safetensors, tokenizer, chat template, generation config, model card."""
     from ttrain.export import export as work
-    from ttrain.pipeline import lineage_names
+    from ttrain.lineage import lineage_names
 
     quieten()
     if push is not None:

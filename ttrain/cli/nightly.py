@@ -31,8 +31,8 @@ from ttrain.store.layout import home, usable_home
 if TYPE_CHECKING:
     from ttrain.config.loading import LoadedSettings
     from ttrain.core.files import JsonObject
+    from ttrain.engine.labels import Labels
     from ttrain.flows.deploy import Schedule
-    from ttrain.pipeline.labels import Labels
 
 
 NIGHTLY = "nightly"
@@ -40,8 +40,8 @@ NIGHTLY = "nightly"
 
 def run(loaded: LoadedSettings, *, engine: str, labels: Labels) -> None:
     """Run one night now."""
+    from ttrain.engine.provenance import with_absolute_paths
     from ttrain.flows.nightly import run_night
-    from ttrain.pipeline.provenance import with_absolute_paths
 
     usable_home()
     result = run_night(with_absolute_paths(loaded.settings), _store(loaded), console(), engine=engine, labels=labels)
@@ -53,9 +53,9 @@ def run(loaded: LoadedSettings, *, engine: str, labels: Labels) -> None:
 def plan(loaded: LoadedSettings) -> Output:
     """What a night would do now."""
     from ttrain.config import LEARNT
+    from ttrain.engine import planner as plan
+    from ttrain.engine.provenance import with_absolute_paths
     from ttrain.flows.night_plan import plan_night
-    from ttrain.pipeline import plan
-    from ttrain.pipeline.provenance import with_absolute_paths
 
     planned = plan_night(with_absolute_paths(loaded.settings), _store(loaded))
     snapshot = planned.frozen
@@ -89,7 +89,7 @@ def refuse(flags: Sequence[str]) -> None:
 
 
 def _store(loaded: LoadedSettings) -> ArtifactStore:
-    from ttrain.pipeline.artifact_commands import store_of
+    from ttrain.tracking.artifact_source import store_of
 
     return store_of(home(), loaded.settings)
 
@@ -222,9 +222,9 @@ def serve(
 
 
 def _schedule(kind: str, settings_options: SettingsOptions, options: SlotOptions, cron: str | None) -> Output:
+    from ttrain.engine.provenance import with_absolute_paths
     from ttrain.flows import deploy
     from ttrain.flows.night_plan import check
-    from ttrain.pipeline.provenance import with_absolute_paths
 
     home = usable_home()
     settings = with_absolute_paths(settings_options.load().settings)

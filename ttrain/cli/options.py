@@ -27,8 +27,8 @@ from ttrain.store.model_files import Reference
 if TYPE_CHECKING:
     from ttrain.config import Servers, Settings
     from ttrain.config.loading import LoadedSettings, Override
-    from ttrain.pipeline.graph import Planned
-    from ttrain.pipeline.labels import Labels
+    from ttrain.engine.graph import Planned
+    from ttrain.engine.labels import Labels
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -340,7 +340,7 @@ class SettingsOptions:
     def over_run(self, run: JsonObject) -> LoadedSettings:
         """The settings of an earlier run, overridden by the options. From the environment come only `runtime` settings and
         the secrets of sources, which are not recorded."""
-        from ttrain.pipeline.names import base_of, with_secrets
+        from ttrain.lineage.names import base_of, with_secrets
 
         return self.load(environment=_environment_of("runtime"), base=base_of(with_secrets(run)))
 
@@ -430,7 +430,7 @@ class RestartOptions:
 
     def apply(self, store: ArtifactStore, stages: Sequence[Planned]) -> None:
         """Prepare the work of these stages, and print what was set aside."""
-        from ttrain.pipeline.restart import restart
+        from ttrain.engine.restart import restart
 
         for line in restart(store, stages, self.from_step):
             print_escaped(line, stderr=True)
@@ -461,14 +461,14 @@ class PipelineOptions:
 
     def labels(self) -> Labels:
         """The labels. Raises UsageError where they are invalid."""
-        from ttrain.pipeline.labels import labels_of, new_run_name
+        from ttrain.engine.labels import labels_of, new_run_name
 
         return labels_of(self.note, self.tag, new_run_name(layout.home(), self.run_name))
 
 
 def default_model(run: str | None) -> str | None:
     """What `names.default_model` takes where a command names no model."""
-    from ttrain.pipeline import names
+    from ttrain.lineage import names
 
     return names.default_model(run_name=run)
 
@@ -477,7 +477,7 @@ def resolved_models(
     texts: Sequence[str | None], bases: Sequence[str | None], run: str | None, *, stderr: bool = True
 ) -> list[Reference]:
     """Resolve the models on their bases, all stages from one run, and print a line about each."""
-    from ttrain.pipeline import lineage_names, names
+    from ttrain.lineage import lineage_names, names
 
     common_run = names.run_of([*texts, *filter(None, bases)], run_name=run)
     models = [names.resolve(text, base=base, searched_run=common_run) for text, base in zip(texts, bases, strict=True)]

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from ttrain.api import Plan, Run
     from ttrain.config.loading import LoadedSettings
     from ttrain.config.rules import Rule
-    from ttrain.pipeline.labels import Labels
+    from ttrain.engine.labels import Labels
 
 LISTED_RUNS = 10
 WATCH_SECONDS = 2.0
@@ -146,7 +146,7 @@ def pipeline_plan(
     The reasons compare with the newest finished run of the same `name`.
     """
     from ttrain import api
-    from ttrain.pipeline.plan import trained_on
+    from ttrain.engine.planner import trained_on
 
     pipeline, settings_options = _pipeline_and_settings(pipeline, settings_options)
     to_plan, loaded = options.to_plan(), settings_options.load()
@@ -175,7 +175,7 @@ def _rules(loaded: LoadedSettings, planned: Plan, *, packs: bool) -> dict[str, R
     """What settings follow from others, from the data that are there, or from the rows, each with its rule."""
     from ttrain.config import flatten, rules
     from ttrain.config.loading import IS_NONE, IS_SET
-    from ttrain.pipeline import launch
+    from ttrain.engine import launch
 
     settings = loaded.settings
     automatic = rules.followed(dict(flatten(settings.model_dump()))) if "pretrain" in settings.trainings else {}
@@ -216,7 +216,7 @@ def pipeline_status(
 
 def _with_progress(run: Run) -> Run:
     """The run with the progress of its running stages, also in place of their figures."""
-    from ttrain.pipeline.run_progress import progress_of
+    from ttrain.engine.run_progress import progress_of
 
     found = {each.stage: each for each in progress_of(run.record)}
     if not found:
@@ -353,7 +353,7 @@ def is_on_terminal() -> bool:
 
 def _plan_parts(planned: Plan) -> list[str | Table]:
     """The table of a plan, what is trained on, what its reasons compare with, and about how long it takes."""
-    from ttrain.pipeline.plan import trained_on, without_data
+    from ttrain.engine.planner import trained_on, without_data
 
     data = trained_on(planned.settings, planned.stages).items()
     lines = [f"training data of {name}: {sources}" for name, sources in data]
@@ -366,7 +366,7 @@ def _plan_parts(planned: Plan) -> list[str | Table]:
 
 def _settings_of_earlier_run(stage: str, run: str, settings_options: SettingsOptions) -> LoadedSettings:
     """The settings for rerunning a stage; prints their run and those that differ from the defaults."""
-    from ttrain.pipeline import names
+    from ttrain.lineage import names
 
     if (settings_options.config or settings_options.profile) and not run:
         return settings_options.load()

@@ -25,8 +25,8 @@ from ttrain.core.text import format_number, format_time, short_digest
 from ttrain.store.layout import home
 
 if TYPE_CHECKING:
-    from ttrain.pipeline.lineage import Lineage, LineageData, Link
-    from ttrain.pipeline.reproduce import Reproduction
+    from ttrain.lineage.lineage import Lineage, LineageData, Link
+    from ttrain.lineage.reproduce import Reproduction
     from ttrain.store.registry import ModelSet
 
 models_app = command_group(
@@ -153,7 +153,7 @@ def lineage(version: ModelVersion) -> Output:
 
     It is read from the store, or from MLflow if the store is gone.
     """
-    from ttrain.pipeline.lineage import lineage_of
+    from ttrain.lineage.lineage import lineage_of
 
     model_lineage = lineage_of(home(), version)
     return Output(model_lineage.to_json(), [*_lineage_lines(model_lineage)])
@@ -179,10 +179,10 @@ def reproduce(
     same, 1 where a stage differs, or where the raw data are gone or changed.
     """
 
-    from ttrain.pipeline import reproduce as making
-    from ttrain.pipeline.lineage import lineage_of
-    from ttrain.pipeline.progress_display import Display
-    from ttrain.pipeline.reproduce import recipes_of
+    from ttrain.engine.progress_display import Display
+    from ttrain.lineage import reproduce as making
+    from ttrain.lineage.lineage import lineage_of
+    from ttrain.lineage.reproduce import recipes_of
 
     outlast_output()
     model_lineage = lineage_of(home(), version)

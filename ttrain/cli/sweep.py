@@ -96,7 +96,7 @@ def sweep_full(
     from ttrain.experiments import request as requests
     from ttrain.experiments import trials
     from ttrain.flows.full import full
-    from ttrain.pipeline.artifact_commands import store_of
+    from ttrain.tracking.artifact_source import store_of
 
     settings_layers = layers(overrides or (), config or (), profile or (), os.environ)
     request = requests.sweep_request(full, settings_layers, **asdict(options))

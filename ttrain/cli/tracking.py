@@ -39,10 +39,10 @@ def track_push(
     The next run does the same. Use it after an outage of a server, or after MLflow's database was removed or damaged.
     Exit code 1 if a run could not be pushed.
     """
-    from ttrain.pipeline import pusher
-    from ttrain.pipeline.tracked_runs import is_tracked
     from ttrain.store import run_views
+    from ttrain.tracking import pusher
     from ttrain.tracking.client import need_mlflow
+    from ttrain.tracking.tracked_runs import is_tracked
 
     need_mlflow("runs are pushed to")
     root = usable_home()
@@ -61,8 +61,8 @@ def track_push(
 def links_of(root: Path, address: str, names: Sequence[str]) -> dict[str, str]:
     """Pages of the MLflow server at this address, with its token: of these runs, if any, and the table and curves of all
     runs of the same `name`. Raises UsageError where MLflow has none of them."""
-    from ttrain.pipeline import pusher
     from ttrain.store.server_records import page_with_token
+    from ttrain.tracking import pusher
     from ttrain.tracking.views import addresses_of
 
     chosen = [_run_and_stage(root, text) for text in names]

@@ -62,7 +62,7 @@ def train(
 ) -> Output:
     """Train a task of your own (docs/tasks.md); the same command continues a stopped training."""
     from ttrain.engine.alone import run_alone, split_runtime
-    from ttrain.pipeline.progress_display import Display
+    from ttrain.engine.progress_display import Display
     from ttrain.tasks import TASK
     from ttrain.train import task
 
@@ -122,7 +122,7 @@ def doctor(
     """Check, before a long run, that training works and fits: with these settings and data, on this machine."""
     from ttrain import api
     from ttrain.config.training import TRAININGS
-    from ttrain.pipeline.processes import environment_of
+    from ttrain.engine.processes import environment_of
 
     began = time.monotonic()
     loaded = settings_options.load()

@@ -21,8 +21,8 @@ from ttrain.doctor.data import Data
 from ttrain.doctor.parts import Finding, Learner, with_references
 from ttrain.doctor.sample import StageInputs, gather
 from ttrain.engine.plan import Plan
+from ttrain.engine.planner import section_of
 from ttrain.errors import DataError, UsageError
-from ttrain.pipeline.plan import section_of
 from ttrain.tasks import STAGES
 from ttrain.tasks.common import training
 from ttrain.tasks.common.rows import check_left_out, open_rows, resolved

@@ -14,8 +14,8 @@ from ttrain.config import Settings
 from ttrain.config.training import NONE, TRAINING_STAGES, TRAININGS
 from ttrain.core.files import ProgressWriter
 from ttrain.data import locations, records
-from ttrain.pipeline.input_files import EXISTING, TRAIN, data_files
-from ttrain.pipeline.plan import no_stage, section_of
+from ttrain.engine.input_files import EXISTING, TRAIN, data_files
+from ttrain.engine.planner import no_stage, section_of
 from ttrain.store.layout import Artifact
 from ttrain.tasks import EXISTING_MODEL, NEW_MODEL, SHARDS, SOURCE, TOKENIZER, Stage
 from ttrain.tasks.common.job import StageContext

@@ -1,1 +1,1 @@
-"""From a plan to artifacts: what a run would do, runs of it without Prefect, and what was found cached."""
+"""From a graph and a home to artifacts: plan, execution, processes, display."""

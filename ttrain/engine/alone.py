@@ -10,10 +10,11 @@ from ttrain.config import Runtime, Settings
 from ttrain.config.loading import Override, merge, with_types
 from ttrain.config.runtime import TaskRuntime
 from ttrain.core.files import PRIVATE_FILE, JsonDict, JsonObject, exclusive, write_json
+from ttrain.engine import launch, processes, stage_worker
+from ttrain.engine.progress_display import Display, DisplayObserver
+from ttrain.engine.stop_request import StopRequest
 from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
-from ttrain.pipeline import launch, processes, stage_worker
-from ttrain.pipeline.progress_display import Display, DisplayObserver
-from ttrain.pipeline.stop_request import StopRequest
+from ttrain.store.layout import JOB
 from ttrain.tasks import RUNNABLE, Stage
 
 WORK, LOCK, LOG = Path("run", "work"), Path("run", "lock"), Path("run", "log.txt")
@@ -54,7 +55,7 @@ def run_alone(stage: Stage, config: JsonObject, runtime: Runtime, out: Path, why
             **{name: {} for name in ("inputs", "files", "versions", "groups")},  # only stages of a pipeline have these
             **{name: [] for name in ("weights", "reuse")},
         }
-        write_json(work / stage_worker.JOB, spec, PRIVATE_FILE)
+        write_json(work / JOB, spec, PRIVATE_FILE)
         display.log_level = runtime.log_level
         display.started(stage.name, why)
         os.environ.setdefault("HF_HUB_OFFLINE", "0")  # a task may need the Hub

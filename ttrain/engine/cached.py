@@ -11,24 +11,24 @@ from ttrain.store import runs as run_records
 from ttrain.store.runs import RecordedRun
 
 if TYPE_CHECKING:
-    from ttrain.pipeline.labels import Labels
+    from ttrain.engine.labels import Labels
 
 
 def cached_results(planned: Plan) -> dict[str, Mapping[str, Any]]:
     """The results of the cached stages, with the champion's figures as a baseline if no stage has them."""
-    from ttrain.pipeline import run_summary
+    from ttrain.engine import baseline
 
     artifacts = {each.stage.name: each.artifact for each in planned.stages if each.artifact}
     results = {name: artifact.result for name, artifact in artifacts.items()}
-    if "evaluate" in artifacts and run_summary.STAGE not in artifacts:
-        results |= run_summary.of(artifacts["evaluate"], planned.settings.name, planned.store)
+    if "evaluate" in artifacts and baseline.STAGE not in artifacts:
+        results |= baseline.champion_results(artifacts["evaluate"], planned.settings.name, planned.store)
     return results
 
 
 def record_cached(planned: Plan, labels: Labels) -> RecordedRun | None:
     """Record a run that found everything cached; None where it did not, or has the models to register: where no run of them
     had this name, or the newest that had it was cut short."""
-    from ttrain.pipeline.provenance import with_absolute_paths
+    from ttrain.engine.provenance import with_absolute_paths
     from ttrain.reports import summary
 
     store = planned.store

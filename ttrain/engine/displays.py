@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ttrain.pipeline.progress_display import StageDisplay
+    from ttrain.engine.progress_display import StageDisplay
 
 Progress = Callable[[str, str, Mapping[str, Any]], object]
 
@@ -20,7 +20,7 @@ def notebook_display() -> StageDisplay | None:
         return None
     from IPython.display import HTML, display  # there in a notebook
 
-    from ttrain.pipeline.notebook_display import NotebookDisplay
+    from ttrain.engine.notebook_display import NotebookDisplay
 
     cell = display(HTML(""), display_id=True)
     return NotebookDisplay(lambda text: cell.update(HTML(text)))

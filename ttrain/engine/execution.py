@@ -9,33 +9,37 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.core.files import JsonDict, read_object, write_json
-from ttrain.core.redact import without_user
+from ttrain.engine import baseline, launch, processes
+from ttrain.engine.graph import Planned
+from ttrain.engine.labels import NO_LABELS, Labels
 from ttrain.engine.plan import Plan
+from ttrain.engine.progress_display import DisplayObserver, StageDisplay
+from ttrain.engine.provenance import commit, with_absolute_paths
+from ttrain.engine.run_models import RunModels, check_names
+from ttrain.engine.stop_request import SIGNALLED, StopRequest
 from ttrain.errors import Interrupted, NothingNew, TooFewRows, TTrainError, with_fix
-from ttrain.pipeline import launch, processes, run_summary
-from ttrain.pipeline.graph import Planned
-from ttrain.pipeline.labels import NO_LABELS, Labels
-from ttrain.pipeline.progress_display import DisplayObserver, StageDisplay
-from ttrain.pipeline.provenance import commit, with_absolute_paths
-from ttrain.pipeline.pusher import Pusher
-from ttrain.pipeline.run_models import RunModels, check_names
-from ttrain.pipeline.stage_worker import TRACKED
-from ttrain.pipeline.stop_request import SIGNALLED, StopRequest
 from ttrain.reports import summary
-from ttrain.store.layout import Artifact
+from ttrain.store.layout import TRACKED, Artifact
 from ttrain.store.runs import BUILT, NOTHING_NEW, RunLog, RunRecord
 from ttrain.tasks import STAGES, Stage
-from ttrain.tracking.book import Book
-from ttrain.tracking.client import tracking_uri
-from ttrain.tracking.mirror import Bound
 
 log = logging.getLogger("ttrain")
 
 NOTE_SECONDS = 2.0  # between two notes of a stage's progress
+
+
+class Tracker(Protocol):
+    """Shows a run elsewhere while it goes on, from what the run writes into the home."""
+
+    def page(self, stage: str | None = None) -> str | None:
+        """URL of the run, or of one of its stages; None if no server displays it."""
+
+    def finish(self) -> object:
+        """Show the run's end."""
 
 
 class PipelineRun(StopRequest):
@@ -72,16 +76,12 @@ class PipelineRun(StopRequest):
         self.model_set: str | None = None  # version of the registered set of models, once the run is complete
         self.failures: dict[str, BaseException] = {}  # by stage, of those without a result
         self._champion: dict[str, JsonDict] | None = None  # as a baseline; looked for once there is an evaluation
-        self.mlflow_url: str | None = None  # of a server that displays the tracker's database but is not the tracker itself
         self.make_parts_elsewhere: Callable[[Stage, Path], None] | None = None  # before a stage that reuses parts starts
         self.to_start = {planned.stage.name: planned.stage for planned in plan.stages if planned.state == "run"}
         self._began = time.monotonic()
         self.record.note(commit=commit(), user=user_name(), **part_of)
-        self._models = RunModels(settings.name, store, self.record.run)
-        self._pusher: Pusher | None = None
-        if settings.tracking.enabled and settings.runtime.node_rank == 0:
-            self._pusher = Pusher(store.root, self.record.run, self._note_tracked)
-            self._pusher.start()
+        self.models = RunModels(settings.name, store, self.record.run)
+        self.tracker: Tracker | None = None  # shows the run elsewhere while it goes on
 
     def __reduce__(self) -> tuple[type[object], tuple[()]]:
         """Pickle as a bare object: Prefect sends flow and task functions to Dask with everything they reference."""
@@ -172,12 +172,6 @@ class PipelineRun(StopRequest):
             why=list(planned.why),
         )
 
-    def _note_tracked(self, bound: Bound) -> None:
-        """Note where MLflow has the run."""
-        uri = without_user(tracking_uri(self.store.root))
-        url = f"{uri.rstrip('/')}/{bound.page}" if uri.startswith("http") else None
-        self.record.note(tracking={"run_id": bound.run_id, "experiment_id": bound.experiment_id, "url": url})
-
     def note_prefect(self, flow_run_id: str, url: str | None) -> None:
         """Record the Prefect flow run."""
         self.record.note(prefect={"flow_run_id": flow_run_id, "url": url})
@@ -203,16 +197,11 @@ class PipelineRun(StopRequest):
         """The results by stage, with the champion's as a baseline if no stage scores it."""
         stage_results = {name: artifact.result for name, artifact in self.artifacts.items()}
         evaluation = self.artifacts.get("evaluate")
-        if evaluation is None or any(stage.name == run_summary.STAGE for stage in self.plan):
+        if evaluation is None or any(stage.name == baseline.STAGE for stage in self.plan):
             return stage_results
         if self._champion is None:
-            self._champion = run_summary.of(evaluation, self.settings.name, self.store)
+            self._champion = baseline.champion_results(evaluation, self.settings.name, self.store)
         return {**stage_results, **self._champion}
-
-    def description(self) -> str:
-        """The run and its results so far, in markdown."""
-        run, table = self.record.snapshot(), self.evaluation_table()
-        return run_summary.description(self.store.root, run, self.metrics(), table, self._models.versions)
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
@@ -244,28 +233,18 @@ class PipelineRun(StopRequest):
             self.register_set()  # before the record is closed: if killed here, the run crashed, and the next one registers
         self.record.note(evaluation=[list(row) for row in self.evaluation_table()])
         self.record.finish(outcome, self.metrics())
-        if self._pusher and self._pusher.finish():
-            Book(self.store.root, tracking_uri(self.store.root)).note_pushed(self.record.run)
+        if self.tracker:
+            self.tracker.finish()
         self.store.cache.save()
 
-    @property
-    def is_tracked(self) -> bool:
-        """Whether MLflow shows the run."""
-        return self._pusher is not None
-
     def page_of(self, stage: str | None = None) -> str | None:
-        """URL of the run in MLflow, or of a stage's; None if no server displays it."""
-        uri = without_user(tracking_uri(self.store.root))
-        server = uri.rstrip("/") if uri.startswith("http") else self.mlflow_url
-        if self._pusher is None or server is None:
-            return None
-        page = self._pusher.page(stage)
-        return f"{server}/{page}" if page else None
+        """URL of the run where it is tracked, or of a stage's; None if no server displays it."""
+        return self.tracker.page(stage) if self.tracker else None
 
     def register_set(self) -> None:
         """Register the models of this run as one set, which can become champion; a run that left a stage out has none."""
         if self.registers and {"tokenizer", "evaluate", *self.settings.trainings} <= set(self.artifacts):
-            self.model_set = self._models.register_set(self.artifacts)
+            self.model_set = self.models.register_set(self.artifacts)
             self.record.note(model_set=f"{self.settings.name}/{self.model_set}")
 
     def track_stage(self, stage: Stage, work: Path) -> str:
@@ -346,7 +325,7 @@ class StageWatcher(DisplayObserver):
             resumed_from_step=artifact.result.get("resumed_from_step"),
         )
         if outcome.state in BUILT and run.registers:
-            run._models.register(artifact)
+            run.models.register(artifact)
 
     def found_nothing_new(self, error: NothingNew) -> None:
         """End the stage without an artifact and without a failure; the night says why."""

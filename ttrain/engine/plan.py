@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from ttrain.config import Settings
 from ttrain.core.html_table import html_table
-from ttrain.pipeline.graph import EVERYTHING, NOTHING_AGAIN, Graph, Planned, Rerun, Selection
+from ttrain.engine.graph import EVERYTHING, NOTHING_AGAIN, Graph, Planned, Rerun, Selection
 from ttrain.store.artifacts import ArtifactStore
 
 if TYPE_CHECKING:
-    from ttrain.pipeline.estimate import Estimate
+    from ttrain.engine.estimate import Estimate
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,13 @@ class Plan(Sequence[PlannedStage]):
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """(stage, state, key, why) for a table."""
-        from ttrain.pipeline.plan import plan_rows
+        from ttrain.engine.planner import plan_rows
 
         return plan_rows(self.stages)
 
     def to_json(self) -> dict[str, Any]:
         """What `ttrain pipeline plan --json` prints."""
-        from ttrain.pipeline.plan import plan_json
+        from ttrain.engine.planner import plan_json
 
         planned = plan_json(self.pipeline, self.stages)
         return {**planned, "compared_with": self.compared_with or None, "estimate": self.estimate.to_json()}
@@ -94,6 +94,6 @@ class Plan(Sequence[PlannedStage]):
     @functools.cached_property
     def estimate(self) -> Estimate:
         """About how long it takes on this machine, and how often it passes over its data."""
-        from ttrain.pipeline.estimate import estimate
+        from ttrain.engine.estimate import estimate
 
         return estimate(self.stages, self.settings, self.store)

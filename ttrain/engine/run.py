@@ -4,7 +4,7 @@ run of one stage alone."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -15,9 +15,9 @@ from ttrain.core.terminal import print_plain, showing_logs, table
 from ttrain.core.text import format_duration
 from ttrain.engine.execution import PipelineRun
 from ttrain.engine.plan import Plan
+from ttrain.engine.planner import no_stage
+from ttrain.engine.progress_display import Display, StageDisplay
 from ttrain.errors import Interrupted, UsageError
-from ttrain.pipeline.plan import no_stage
-from ttrain.pipeline.progress_display import Display, StageDisplay
 from ttrain.store.layout import Artifact
 from ttrain.store.runs import NIGHTLY, NOTHING_NEW
 
@@ -44,9 +44,13 @@ def _interrupt(signum: int) -> None:
     raise EarlySignal(signum)
 
 
-def run_one_stage(name: str, plan: Plan, console: Console) -> tuple[Artifact, str]:
-    """Build one stage of the plan alone; returns its artifact and state. Raises UsageError where it is unknown or an
-    input is missing."""
+def run_one_stage(
+    name: str, plan: Plan, console: Console, on_begin: Callable[[PipelineRun], object]
+) -> tuple[Artifact, str]:
+    """Build one stage of the plan alone; returns its artifact and state. `on_begin` gets the run before the stage begins.
+
+    Raises UsageError where it is unknown or an input is missing.
+    """
     planned = {each.stage.name: each for each in plan.stages}
     if name not in planned:
         raise no_stage(name, planned, plan.settings)
@@ -62,6 +66,7 @@ def run_one_stage(name: str, plan: Plan, console: Console) -> tuple[Artifact, st
     chosen = replace(chosen, sources=chosen.inputs)  # the artifacts that are there
     with screen(console, plan.settings.runtime.log_level) as display:
         execution = PipelineRun(replace(plan, pipeline=f"stage-{name}", stages=[chosen]), display)
+        on_begin(execution)
         with execution.recorded():
             execution.raise_if_signalled()
             with execution.catching_signals():

@@ -9,9 +9,9 @@ from typing import Any
 from ttrain.config import Settings
 from ttrain.config.training import BITS_PER_BYTE, TRAINING_STAGES, VALIDATION_LOSS
 from ttrain.core.text import is_number
+from ttrain.engine.graph import Graph
+from ttrain.engine.planner import no_stage
 from ttrain.errors import UsageError
-from ttrain.pipeline.graph import Graph
-from ttrain.pipeline.plan import no_stage
 from ttrain.reports import facts, summary
 from ttrain.tasks import EVALUATE, SHARDS, SOURCE, STAGES, TOKENIZER, Stage
 

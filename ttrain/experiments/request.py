@@ -13,16 +13,16 @@ from ttrain.config import SHAPE_NO_RESULT, Runtime, Settings
 from ttrain.config.loading import Override, settings_of
 from ttrain.core.files import JsonDict
 from ttrain.core.hashing import code_digests, digest_of
+from ttrain.engine.graph import Graph, Pipeline
+from ttrain.engine.input_files import check_first_rows, file_digests, named_shards
 from ttrain.engine.plan import Plan
+from ttrain.engine.planner import no_stage, plan
+from ttrain.engine.provenance import with_absolute_paths
+from ttrain.engine.system_metrics import visible
 from ttrain.errors import UsageError
 from ttrain.experiments import measure, records, space
 from ttrain.experiments.measure import Measure
 from ttrain.experiments.space import Space
-from ttrain.pipeline.graph import Graph, Pipeline
-from ttrain.pipeline.input_files import check_first_rows, file_digests, named_shards
-from ttrain.pipeline.plan import no_stage, plan
-from ttrain.pipeline.provenance import with_absolute_paths
-from ttrain.pipeline.system_metrics import visible
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.tasks import STAGES
 

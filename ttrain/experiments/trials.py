@@ -21,6 +21,8 @@ from ttrain.core.terminal import print_plain
 from ttrain.core.text import format_duration
 from ttrain.engine.execution import PipelineRun
 from ttrain.engine.plain import run_plain
+from ttrain.engine.progress_display import Display
+from ttrain.engine.stop_request import StopRequest
 from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
 from ttrain.experiments import summary
 from ttrain.experiments.measure import changes_heldout
@@ -28,15 +30,13 @@ from ttrain.experiments.records import COMPLETED, DIVERGED, FAILED, RUNNING, Swe
 from ttrain.experiments.request import SweepRequest
 from ttrain.experiments.sampler import TrialSampler
 from ttrain.experiments.space import format_value
-from ttrain.pipeline.progress_display import Display
-from ttrain.pipeline.pusher import SWEEP, Pusher
-from ttrain.pipeline.stop_request import StopRequest
-from ttrain.pipeline.tracked_runs import NOTE, id_of, status_of
 from ttrain.reports import summary as report
 from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.runs import MetricRow
 from ttrain.tracking.mirror import TrackedRun
+from ttrain.tracking.pusher import SWEEP, Pusher, track
+from ttrain.tracking.tracked_runs import NOTE, id_of, status_of
 
 POLL_SECONDS = 0.1
 NOT_FINITE = "NonFinite"  # the error of a stage whose loss is not finite
@@ -275,6 +275,7 @@ class RunningTrial:
         # Before its stages begin, so that a trial which is killed in one continues this run.
         self.trial = runner.sweep.put(replace(self.trial, run=execution.record.run))
         self.execution = execution
+        track(execution)
         with execution.recorded():
             execution.raise_if_signalled()
             run_plain(execution)

@@ -20,12 +20,11 @@ from ttrain.core.machine import VERSION
 from ttrain.core.text import first_line
 from ttrain.errors import ArtifactError, TTrainError, UsageError
 from ttrain.export import gguf_convert
-from ttrain.pipeline.lineage import History
-from ttrain.pipeline.model_card import Exported, card
-from ttrain.pipeline.names import ADAPTER_CONFIG, BASE, base_digest_of
+from ttrain.reports.history import History
+from ttrain.reports.model_card import Exported, card
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import home
-from ttrain.store.model_files import ADAPTER, SECOND_HEAD, Reference, weights_digest
+from ttrain.store.model_files import ADAPTER, ADAPTER_CONFIG, BASE, SECOND_HEAD, Reference, base_digest_of, weights_digest
 from ttrain.store.runs import process_started, remove_interrupted_writes
 
 if TYPE_CHECKING:

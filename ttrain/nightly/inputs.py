@@ -19,6 +19,7 @@ from ttrain.core import redact
 from ttrain.core.hashing import EMPTY_FILE, digest_of
 from ttrain.data import locations, python_docs
 from ttrain.data.records import LEAST_SHARE
+from ttrain.engine.input_files import TRAIN, data_files, file_digests
 from ttrain.errors import UsageError
 from ttrain.nightly.heldout import find_heldout, need_artifact
 from ttrain.nightly.records import (
@@ -30,7 +31,6 @@ from ttrain.nightly.records import (
     Nights,
     shortened_names,
 )
-from ttrain.pipeline.input_files import TRAIN, data_files, file_digests
 from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, Artifacts

@@ -46,6 +46,7 @@ from ttrain.store.layout import (
 )
 
 SHOWN_KEY = 12  # characters of a key that a person reads
+HEX = frozenset("0123456789abcdef")
 SHOWN_DAMAGES = 3  # damaged artifacts that a message names
 DISTRUSTED = "distrusted.json"  # {STAGE/KEY: time of publication} of artifacts that must not be fetched from elsewhere
 HOLDER = ".holder"  # beside a key's lock: which process has it

@@ -28,6 +28,9 @@ OWN_DIGEST = "manifest_sha256"  # in a manifest: of all else in it
 
 PRIVATE = ("run", "checkpoints")
 
+JOB = "job.json"  # in a work directory: what the process of the stage is to do
+TRACKED = "tracking.json"  # there: the tracked run and ttrain's run that work there
+
 
 @dataclass(frozen=True)
 class Artifact:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from ttrain.core.files import read_object
 from ttrain.core.hashing import digest_of, sha256_file
 from ttrain.errors import ArtifactError, DamagedFile
 from ttrain.store import integrity
@@ -20,6 +21,8 @@ SUFFIX = ".safetensors"
 MODEL = f"model{SUFFIX}"
 
 ADAPTER = "adapter_model.safetensors"
+
+ADAPTER_CONFIG, BASE = "adapter_config.json", "base.json"  # of an adapter
 
 PLATEAU = "plateau"  # directory of an artifact: weights and optimizer state before the decay of `schedule.kind=infinite`
 
@@ -149,3 +152,9 @@ def numbers_in(path: Path) -> int:
             return sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118  # it is not a mapping
     except (OSError, SafetensorError) as error:
         raise ArtifactError(f"cannot read {path}: {error}") from None
+
+
+def base_digest_of(adapter: Path) -> str | None:
+    """Recorded digest of the weights that an adapter was trained on; None if not recorded (made by PEFT alone)."""
+    digest = read_object(adapter / BASE).get("base_weights_sha256")
+    return digest and str(digest)

@@ -13,12 +13,11 @@ import os
 import secrets
 import shutil
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
 from ttrain.store.runs import read_rows
-from ttrain.tracking import extras
 from ttrain.train.callbacks import Callback, LogRecord
 
 METRICS, SAMPLES = "metrics.jsonl", "samples"  # samples/step-00000100.txt and so on
@@ -29,9 +28,13 @@ log = logging.getLogger("ttrain")
 class Logger(Callback):
     """Logs the metrics and the samples of a training in `directory` to one service.
 
+    Trainings find them by their entry points in the group `ttrain.loggers`.
+
     It follows the callback that writes `metrics.jsonl` there. A training that continues logs the
     rows up to its checkpoint again; each service keeps the values of a step once.
     """
+
+    keeps_metrics = True
 
     def __init__(self, name: str, directory: Path, description: Mapping[str, Any]) -> None:
         """`description`: project, group, job_type, name and config, as the services take them."""
@@ -194,20 +197,3 @@ class SwanLab(Logger):
     def _close(self, *, failed: bool) -> None:
         state = {"state": "crashed", "error": "the training failed"} if failed else {}
         self._run.finish(**state)
-
-
-LOGGERS: Mapping[str, type[Logger]] = {
-    "tensorboard": TensorBoard,
-    "wandb": Wandb,
-    "swanlab": SwanLab,
-}
-
-
-def make_loggers(
-    names: Iterable[str],
-    directory: Path,
-    description: Mapping[str, Any],
-) -> list[Logger]:
-    """A callback for each name. Raises UsageError for one that is not installed."""
-    extras.check(names)
-    return [LOGGERS[name](name, directory, description) for name in names]

@@ -77,6 +77,7 @@ class Callback:
     """
 
     saved_attributes: ClassVar[tuple[str, ...]] = ()  # that are its state in the checkpoint, as JSON
+    keeps_metrics = False  # whether `log` keeps what it is given, so that later metrics are given to it too
     may_stop = True  # False: an error where it asks for a stop, since what it watches has a key that does not hold it
 
     def start(self, step: int, steps: int) -> None:
@@ -182,6 +183,8 @@ def _step_of(line: bytes) -> float:
 
 class MetricsFile(Callback):
     """Writes metrics as JSON lines, the source from which trackers are fed. Resuming drops lines after the checkpoint."""
+
+    keeps_metrics = True
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,0 +1,109 @@
+"""How often a stage is tried, how long it may take, and what asks a run to stop."""
+
+from __future__ import annotations
+
+import io
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from support.tiny_stages import planned, run_of
+from support.waiting import stopwatch
+
+from ttrain.config import Runtime, Settings
+from ttrain.config.loading import load, settable_keys
+from ttrain.config.runtime import StageRuntime
+from ttrain.engine.execution import PipelineRun
+from ttrain.engine.graph import Graph
+from ttrain.engine.plan import Plan
+from ttrain.engine.progress_display import Display
+from ttrain.errors import ArtifactError, DataError, Interrupted, StageFailed, TooFewRows, UsageError
+from ttrain.lineage import names
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.references import need_run
+from ttrain.tasks import STAGES
+
+
+@pytest.fixture
+def execution(tmp_path: Path) -> PipelineRun:
+    settings = load(["tracking.enabled=false"], environment={}).settings
+    console = Console(file=io.StringIO(), width=200)
+    return PipelineRun(Plan("full", settings, ArtifactStore(tmp_path), Graph(), planned("sft")), Display(console))
+
+
+def said(execution: PipelineRun) -> str:
+    assert isinstance(execution.display.console.file, io.StringIO)
+    return execution.display.console.file.getvalue()
+
+
+def test_a_stage_s_own_attempts_stand_before_those_of_all_stages() -> None:
+    given = ["runtime.retries=1", "runtime.timeout_seconds=60", "runtime.stages.sft.retries=3"]
+    runtime = load([*given, "runtime.stages.shards-sft.timeout_seconds=5"], environment={}).settings.runtime
+    assert runtime.attempts_of("sft") == StageRuntime(retries=3, retry_delay_seconds=10, timeout_seconds=60)
+    assert runtime.attempts_of("shards-sft") == StageRuntime(retries=1, retry_delay_seconds=10, timeout_seconds=5)
+    assert runtime.attempts_of("lora") == StageRuntime(retries=1, retry_delay_seconds=10, timeout_seconds=60)
+    none = Runtime(retries=2, stages={"sft": StageRuntime(retries=0)})
+    assert none.attempts_of("sft").retries == 0, "which is not the same as none of its own"
+
+
+def test_each_stage_of_the_table_can_have_its_own_and_no_other_name_can() -> None:
+    known = settable_keys(Settings)
+    assert {key.split(".")[2] for key in known if key.startswith("runtime.stages.")} == set(STAGES)
+    with pytest.raises(UsageError, match=r"runtime\.stages\.sftt\.retries.*did you mean 'runtime\.stages\.sft\.retries'"):
+        load(["runtime.stages.sftt.retries=1"], environment={})
+    with pytest.raises(UsageError, match=r"runtime\.stages\.sft\.retries is -1"):
+        load(["runtime.stages.sft.retries=-1"], environment={})
+
+
+def test_a_mistake_is_told_from_what_a_second_try_may_mend() -> None:
+    usage = (UsageError("x"), TooFewRows("x"), StageFailed("x", "UsageError"), StageFailed("x", "TooFewRows"))
+    data = (DataError("x"), StageFailed("x", "DataError"))
+    assert all(error.is_mistake for error in (*usage, *data))
+    assert all(error.is_usage_error for error in usage) and not any(error.is_usage_error for error in data)
+    others = (ArtifactError("x"), Interrupted("x"), StageFailed("x"), StageFailed("x", "unexpected"))
+    assert not any(error.is_mistake for error in others)
+
+
+def test_the_first_reason_to_stop_is_the_one_that_is_told(execution: PipelineRun) -> None:
+    execution.ask_to_stop(15, "deadline reached")
+    execution.ask_to_stop(2, "cancelled in Prefect")
+    assert (execution.signum, execution.stop_reason) == (15, "deadline reached")
+    assert said(execution) == "deadline reached: the running stages save their state\n"
+    with pytest.raises(Interrupted, match="deadline reached before a stage began"):
+        execution.raise_if_signalled()
+
+
+def test_the_deadline_stops_a_run_and_one_that_is_over_does_not(execution: PipelineRun) -> None:
+    began, waited = time.monotonic(), stopwatch()
+    with execution.stopping_at(time.time() + 0.2):
+        pass
+    execution.wait(0.4)
+    assert time.monotonic() - began >= 0.4 and waited() < 5, "a waiting stage waits as long as it should"
+    assert not execution.signum, "the run had ended before its deadline"
+    began, waited = time.time(), stopwatch()
+    with execution.stopping_at(began + 0.3):
+        execution.wait(10)  # which ends with the request to stop
+        assert time.time() - began >= 0.3 and waited() < 5
+    assert execution.stop_reason == "deadline reached"
+
+
+def test_a_deadline_that_the_clock_jumps_over_stops_at_once(execution: PipelineRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine slept, or its clock was set: what counts is what it shows, not how much time has passed."""
+    now = time.time
+    waited = stopwatch()
+    with execution.stopping_at(now() + 3600):
+        monkeypatch.setattr(time, "time", lambda: now() + 7200)
+        execution.wait(20)
+    assert execution.stop_reason == "deadline reached" and waited() < 10
+
+
+def test_a_run_s_record_means_the_same_files_wherever_its_stage_is_rerun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = load(["data.sft=chats*.jsonl", "tracking.enabled=false"], environment={}).settings
+    made = run_of(ArtifactStore(tmp_path), settings, planned("sft"))
+    monkeypatch.chdir("/")
+    again = load(base=names.settings_of(need_run(tmp_path, made.record.run)), environment={}).settings
+    assert again.data.sft == (str(tmp_path / "chats*.jsonl"),)

@@ -1,0 +1,155 @@
+"""What a run shows: one log of whole lines of all stages, in their order, and the speed of a stage at work."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ttrain.core.terminal import showing_logs
+from ttrain.engine import progress_display, stage_worker
+from ttrain.engine.progress_display import Display, DisplayObserver
+from ttrain.engine.stop_request import StopRequest
+from ttrain.reports import summary
+from ttrain.store.runs import RunLog
+from ttrain.tasks import TOKENIZER
+
+LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (\S+): (.*)")
+
+
+def test_a_line_has_the_time_that_it_says_itself_or_that_it_is(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "full-1.log")
+    log.add("pretrain", "2026-11-21 22:59:54,854 rank 1: step 5/40")
+    log.add("pretrain", "a library's own line")
+    first, second = log.path.read_text().splitlines()
+    assert first == "2026-11-21 22:59:54 pretrain: rank 1: step 5/40"
+    assert LINE.fullmatch(second) and second.endswith(" pretrain: a library's own line")
+
+
+def test_what_a_line_holds_can_make_no_other_line_and_move_no_cursor(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "full-1.log")
+    log.add("sft", "bar\rbaz\n2026-11-21 00:00:00 lora: forged \x1b[31m\u2028 東京\tok")
+    (line,) = log.path.read_text(encoding="utf-8").split("\n")[:-1]
+    assert line.endswith(r"sft: bar\rbaz\n2026-11-21 00:00:00 lora: forged \x1b[31m\u2028 東京" + "\tok")
+
+
+def test_lines_of_stages_side_by_side_stay_whole_and_runs_do_not_mix(tmp_path: Path) -> None:
+    logs = [RunLog(tmp_path / f"full-{number}.log") for number in range(2)]
+
+    def stage(number: int, name: str) -> None:
+        for line in range(200):
+            logs[number].add(name, f"{number} {line} " + "x" * 500)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(stage, (0, 0, 1, 1), ("shards-sft", "shards-lora") * 2))
+    for number, log in enumerate(logs):
+        found = [LINE.fullmatch(line) for line in log.path.read_text().splitlines()]
+        told = [(match[1], match[2].split()) for match in found if match]
+        assert len(told) == len(found) == 400
+        for name in ("shards-sft", "shards-lora"):
+            lines = [words for stage_name, words in told if stage_name == name]
+            assert [words[:2] for words in lines] == [[str(number), str(line)] for line in range(200)]
+
+
+def test_a_disk_that_takes_nothing_costs_the_lines_and_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "ttrain")
+    log = RunLog(tmp_path / "gone" / "full-1.log")
+    for _ in range(3):
+        log.add("sft", "line")
+    assert [record.message for record in caplog.records] == [
+        f"the run's log {log.path} cannot be written, the pipeline goes on: No such file or directory"
+    ]
+
+
+def test_who_waits_for_a_stage_and_what_a_stage_continued_is_said() -> None:
+    output = io.StringIO()
+    DisplayObserver(Display(Console(file=output, width=150)), StopRequest()).waits_for(TOKENIZER, "the run full-1")
+    assert output.getvalue() == "  tokenizer: the run full-1 is building it; waiting for it to finish\n"
+    result = {"tokens": 512, "resumed_from_step": 3, "steps": 9}
+    assert summary.key_figures("pretrain", result).endswith("continued at step 3 of 9")
+
+
+def test_warnings_of_the_guards_name_the_setting_to_change_and_their_file() -> None:
+    result = {"tokens": 512, "guard_warnings": {"overfit": 1}}
+    warned = summary.key_figures("sft", result, Path("/home/store/sft/1"))
+    assert warned.endswith(
+        "the guards warned of overfit; try fewer passes by a smaller sft.epochs, or more data; "
+        "/home/store/sft/1/run/guards.jsonl"
+    )
+    warned = summary.key_figures("pretrain", {**result, "guard_warnings": {"overfit": 1, "no_effect": 1}})
+    assert "warned of overfit, no effect; " in warned and "pretrain.tokens" in warned and "pretrain.optim.lr" in warned
+    assert "pretrain.early_stopping.patience=3" in warned
+
+
+def test_figures_have_three_digits_or_none_and_one_of_a_thing_is_not_called_several() -> None:
+    result = {"validation_loss": 3.1882, "tokens": 512, "tokens_per_second": 919.878}
+    assert summary.key_figures("pretrain", result) == "validation_loss 3.188, tokens 512, tokens_per_second 920"
+    metrics = {"eval/chat_loss_base": 4.1, "eval/chats": 1, "eval/chat_tokens": 11}
+    assert [row[2] for row in summary.rows(metrics)] == ["1 chat, 11 scored tokens"]
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_speed_and_the_time_left_are_shown_from_the_second_report_on(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(progress_display.time, "monotonic", lambda: clock[0])
+    output = io.StringIO()
+    display = Display(Console(file=output, force_terminal=is_terminal, width=150))
+    for done in (0, 1000, 2000):
+        display.progressed("pretrain", {"done": done, "total": 10_000, "unit": "tokens", "figures": {"loss": 7.25}})
+        if display._bars:
+            display._bars.refresh()
+        clock[0] += 20
+    display.close()
+    shown = output.getvalue()
+    assert "20 %" in shown and "loss 7.250, 50 tokens/s, 2 min 40 s left" in shown and "--:--" not in shown
+
+
+# --- runtime.log_level --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("level", "logged", "shown"),
+    [
+        ("debug", {"a step", "a fact", "a doubt"}, {"started", "a line of its log", "took", "a failure", "a doubt"}),
+        ("info", {"a fact", "a doubt"}, {"started", "took", "a failure", "a doubt"}),
+        ("warning", {"a doubt"}, {"a failure", "a doubt"}),
+        ("error", set(), {"a failure"}),
+    ],
+)
+def test_the_log_level_chooses_what_the_log_of_a_stage_has_and_what_the_terminal_shows(
+    level: str, logged: set[str], shown: set[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    log = logging.getLogger("ttrain.of_this_test")
+    caplog.set_level(logging.DEBUG, logger=log.name)
+    for rank in (0, 1):
+        caplog.clear()
+        log.setLevel(stage_worker.level_of(level, rank))
+        log.debug("a step"), log.info("a fact"), log.warning("a doubt")
+        below_a_warning = set() if rank and level != "debug" else {"a step", "a fact"}
+        assert set(caplog.messages) == logged - ({"a step", "a fact"} - below_a_warning)
+
+    output = io.StringIO()
+    log.setLevel(logging.NOTSET)
+    warnings = logging.StreamHandler(output)
+    logging.getLogger("ttrain").addHandler(warnings)
+    try:
+        with showing_logs(level):
+            display = Display(Console(file=output, width=150), level)
+            display.started("sft", "started")
+            DisplayObserver(display, StopRequest(), level).logged(TOKENIZER, "a line of its log")
+            display.ended("sft", "completed", 1.0, "took")
+            display.failed("sft", "a failure")
+            logging.getLogger("ttrain").warning("a doubt")
+    finally:
+        logging.getLogger("ttrain").removeHandler(warnings)
+    everything = {"started", "a line of its log", "took", "a failure", "a doubt"}
+    assert {words for words in everything if words in output.getvalue()} == shown

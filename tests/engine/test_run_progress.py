@@ -1,0 +1,72 @@
+"""How far a run in progress is, as another process sees it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ttrain.cli import pipeline as cli_pipeline
+from ttrain.cli.main import app
+from ttrain.engine.run_progress import progress_of
+from ttrain.store.runs import RunRecord, read
+
+
+@pytest.fixture
+def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunRecord:
+    """A run whose SFT has trained on 3,000 of 9,000 tokens in ten seconds, of which an earlier attempt had 1,000."""
+    monkeypatch.setenv("TTRAIN_HOME", str(tmp_path))
+    run = RunRecord(tmp_path, "full", ["pretrain", "sft"], {})
+    run.stage("pretrain", outcome="completed", key="p", seconds=3.0)
+    run.stage("sft", outcome="running", key="s")
+    run.progressed("sft", done=3000, total=9000, unit="tokens", first=1000, seconds=10.0)
+    return run
+
+
+def test_the_rate_counts_what_this_attempt_did_and_gives_the_time_left(training: RunRecord, tmp_path: Path) -> None:
+    (sft,) = progress_of(read(tmp_path, training.run) or {})
+    assert (sft.stage, sft.per_second, sft.seconds_left) == ("sft", 200.0, 30.0)
+    assert sft.percent == pytest.approx(100 / 3) and str(sft) == "33 %, 200 tokens/s, 30.0 s left"
+
+
+def test_a_stage_that_has_noted_nothing_and_a_run_that_has_ended_have_no_progress(
+    training: RunRecord, tmp_path: Path
+) -> None:
+    assert [each.stage for each in progress_of(read(tmp_path, training.run) or {})] == ["sft"]
+    training.finish("failed", {})
+    assert progress_of(read(tmp_path, training.run) or {}) == []
+
+
+def test_status_shows_stage_percent_rate_and_time_left_and_watch_ends_with_the_run(
+    training: RunRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def status(*words: str) -> str:
+        done = CliRunner().invoke(app, ["pipeline", "status", *words])
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    assert "33 %, 200 tokens/s, 30.0 s left" in status()
+    (run,) = json.loads(status("--json"))
+    assert run["stages"][1]["progress"]["seconds_left"] == 30.0 and run["outcome"] == "running"
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 2:
+            training.finish("completed", {})
+
+    monkeypatch.setattr(cli_pipeline.time, "sleep", sleep)
+    assert status("--watch").count("running") >= 2 and len(waits) == 2
+    assert [json.loads(line)[0]["outcome"] for line in status("--watch", "--json").splitlines()] == ["completed"]
+
+
+def test_status_of_a_run_that_is_named_lists_that_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TTRAIN_HOME", str(tmp_path))
+    first, second = (RunRecord(tmp_path, "full", ["sft"], {}) for _ in range(2))
+    for record in (first, second):
+        record.finish("failed", {})
+    for word, listed in ((first.run, first), ("latest", second)):
+        done = CliRunner().invoke(app, ["status", word, "--json"])
+        assert [run["run"] for run in json.loads(done.output)] == [listed.run]

@@ -1,0 +1,211 @@
+"""Parts of a pipeline: what `--only`, `--from` and `--until` build, take and leave out; artifacts as given inputs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from support.planned_homes import House, running
+from support.tiny_stages import Home, run_of, stage_settings
+from typer.testing import CliRunner
+
+from ttrain import api
+from ttrain.cli.main import _with_settings
+from ttrain.cli.options import stage_names
+from ttrain.config import Tracking
+from ttrain.engine.graph import Graph, Planned, Rerun, Selection
+from ttrain.engine.plan import Plan
+from ttrain.engine.planner import plan
+from ttrain.errors import TooFewRows, UsageError
+from ttrain.flows.full import full
+from ttrain.flows.run import RunOptions, run_pipeline
+from ttrain.store import runs
+from ttrain.tasks import EVALUATE, PRETRAIN, SFT, SHARDS_PRETRAIN, TOKENIZER
+from ttrain.tasks import SHARDS as SHARDS_SETS
+
+SHARDS = {"shards-pretrain", "shards-sft", "shards-lora"}
+BASE = {"tokenizer", "shards-pretrain", "pretrain"}
+
+
+def only(*names: str) -> Selection:
+    return Selection(only=frozenset(names))
+
+
+# selection, built, taken; all others are left out. Without documents the pipeline makes a model of random weights; a
+# selection without them must not look like that.
+CASES: list[tuple[Selection, set[str], set[str]]] = [
+    (only("shards-sft"), {"shards-sft"}, {"tokenizer"}),
+    (Selection(), {*BASE, *SHARDS, "sft", "lora", "evaluate"}, set()),
+    (only("sft"), {"sft"}, {*BASE, "shards-sft"}),
+    (only("evaluate"), {"evaluate"}, {*BASE, *SHARDS, "sft", "lora"}),
+    (only("tokenizer", "sft"), {"tokenizer", "sft"}, {"shards-pretrain", "pretrain", "shards-sft"}),
+    (Selection(since="sft"), {"sft", "lora", "evaluate"}, {*BASE, *SHARDS}),
+    (Selection(since="shards-lora"), {"shards-lora", "lora", "evaluate"}, {*BASE, "shards-sft", "sft"}),
+    (Selection(until="shards-lora"), {"tokenizer", "shards-lora"}, set()),
+    (Selection(since="pretrain", until="sft"), {"pretrain", "sft"}, {"tokenizer", "shards-pretrain", "shards-sft"}),
+    (Selection(since="sft", until="sft"), {"sft"}, {*BASE, "shards-sft"}),
+]
+
+
+def test_a_selection_builds_its_stages_takes_what_they_need_and_leaves_out_the_rest(built: House) -> None:
+    graph = full(built.settings())
+    for selection, built_, taken in CASES:
+        assert selection.of(graph) == (built_, taken)
+        stages = built.plan("pretrain.seed=1", selection=selection)
+        assert {name for name, planned in stages.items() if planned.reused} == taken
+        assert {*stages} == built_ | taken and running(stages) == set()
+
+
+def test_what_is_left_out_and_not_there_is_named_with_the_command_that_makes_it(built: House) -> None:
+    shutil.rmtree(built.store.root / "store")
+    house = built
+    wanted = only("lora")
+    with pytest.raises(UsageError, match="never run before") as refused:
+        house.plan(selection=wanted)
+    command = shlex.split(str(refused.value).split("`")[1])
+    assert command[:4] == ["ttrain", "pipeline", "run", "full"] and command[4] == "--only"
+    planned = house.plan(selection=Selection(stage_names([command[5]])))
+    made = house.build(house.settings(), stages={name for name, stage in planned.items() if not stage.reused})
+    assert "lora" not in made
+    stages = house.plan(selection=wanted)
+    assert running(stages) == {"lora"}
+
+
+def test_a_selection_that_cannot_be_is_refused(built: House) -> None:
+    for selection, force, words in (
+        (only("sftt"), "", "there is no stage .sftt.; did you mean sft. there are tokenizer"),
+        (Selection(until="base-model"), "", "stage base-model is not needed here"),
+        (Selection(since="sft", until="pretrain"), "", "--from sft --until pretrain leaves no stage to build"),
+        (only("sft"), "lora", "--force lora refers to stage lora, which --only sft"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            built.plan(selection=selection, force=frozenset({force} - {""}))
+    assert Selection(until="sft") and Selection(since="sft") and only("sft") and not Selection()
+    for other in ({"since": "sft"}, {"until": "sft"}):
+        with pytest.raises(UsageError, match="--only lora,sft cannot be combined with --from or --until"):
+            Selection(only=frozenset({"sft", "lora"}), **other)
+
+
+def test_forcing_what_is_selected_leaves_what_is_taken_as_it_is(built: House) -> None:
+    stages = built.plan(force=frozenset({"tokenizer"}), selection=only("tokenizer", "sft"))
+    assert {name for name, planned in stages.items() if planned.forced} == running(stages) == {"tokenizer"}
+    assert stages["pretrain"].reused and stages["sft"].state == "cached"
+    assert running(built.plan(force=frozenset({"sft"}), selection=Selection(until="sft"))) == {"sft"}
+
+
+def test_a_run_of_a_part_builds_on_what_was_taken(built: House) -> None:
+    stages = built.plan("sft.seed=2", selection=Selection(since="sft", until="lora"))
+    assert stages["sft"].sources == {"base": "pretrain", "shards": "shards-sft"}
+    assert stages["sft"].inputs == {"base": stages["pretrain"].artifact, "shards": stages["shards-sft"].artifact}
+    assert stages["lora"].sources == {"base": "sft", "shards": "shards-lora"} and not stages["lora"].inputs
+
+
+# --- artifacts that exist as inputs
+
+
+def test_the_planner_takes_an_artifact_that_exists_as_an_input(built: House) -> None:
+    settings, base = built.settings("evaluate.seed=2"), built.store.latest("pretrain")
+    graph = Graph()
+    sft = graph.add(SFT, base=base, shards=built.store.latest("shards-sft"))
+    graph.add(EVALUATE, base=base, sft=sft)
+    taken, evaluation = plan(graph, settings, built.store)
+    assert taken.state == "cached" and taken.inputs["base"] == base
+    assert evaluation.inputs == {"base": base, "sft": taken.artifact}
+    again = plan(graph, settings, built.store, Rerun(force=frozenset({"sft"})))
+    assert [planned.state for planned in again] == ["run", "run"]
+    assert plan(graph, built.settings("sft.seed=2"), built.store)[1].why == ("waits for sft",)
+
+
+def test_a_training_whose_shards_are_taken_and_too_few_is_refused_before_it_begins(tmp_path: Path) -> None:
+    home = Home.make(tmp_path)
+    settings = stage_settings(pretrain={"tokens_per_step": 256_000, "tokens": 512_000})
+    settings = settings.model_copy(update={"tracking": Tracking(enabled=False)})
+    tokenizer = Planned(TOKENIZER, "cached", (), home.tokenizer.key, home.tokenizer, reused=True)
+    inputs = {"tokenizer": home.tokenizer}
+    counts = {"rows": 60, "tokens": 900}
+    result = {"train": counts, "heldout": counts, "rows": {}, "blocks": 1, "encoded_blocks": 1}
+    documents = replace(home.documents, manifest={**home.documents.manifest, "result": result})
+    shards = Planned(SHARDS_PRETRAIN, "cached", (), documents.key, documents, inputs=inputs, reused=True)
+    sources = {"tokenizer": "tokenizer", "shards": "shards-pretrain"}
+    stages = [tokenizer, shards, Planned(PRETRAIN, "run", (), sources=sources)]
+    with pytest.raises(TooFewRows, match=r"pretrain\.tokens_per_step is 256000, 8000 rows of 32 tokens"):
+        run_pipeline(Plan("full", settings, home.store, Graph(), stages), Console(quiet=True), RunOptions("none"))
+    assert not list(home.store.root.glob("work/pretrain/*")), "no process was started for it"
+    [record] = runs.history(home.store.root)
+    assert {stage["name"]: stage["outcome"] for stage in record["stages"]}["pretrain"] == "failed"
+
+
+def test_all_trainings_with_too_few_rows_are_told_at_once_with_the_settings_that_work(tmp_path: Path) -> None:
+    home = Home.make(tmp_path)
+    settings = stage_settings(pretrain={"tokens_per_step": 256_000, "tokens": 512_000})
+    sft_settings = settings.sft.replaced({"tokens_per_step": 256_000})
+    settings = settings.model_copy(update={"sft": sft_settings, "tracking": Tracking(enabled=False)})
+    inputs = {"tokenizer": home.tokenizer}
+    stages = [
+        Planned(stage, "cached", (), artifact.key, artifact, inputs=inputs, reused=True)
+        for stage, artifact in ((SHARDS_PRETRAIN, home.documents), (SHARDS_SETS["sft"], home.chats))
+    ]
+    stages += [Planned(PRETRAIN, "run", ()), Planned(SFT, "run", ())]
+    execution = run_of(home.store, settings, stages)
+    with pytest.raises(TooFewRows, match=r"(?s)pretrain.tokens_per_step is .*\n.*sft.tokens_per_step is ") as raised:
+        execution.check_reused()
+    pretrain, sft = raised.value.fixes
+    assert sft == "sft.tokens_per_step=auto" and re.fullmatch(r"pretrain.tokens_per_step=\d+", pretrain)
+    own = ["pipeline", "run", "full", "sft.tokens_per_step=256000", "data.sft=my chats.jsonl"]
+    assert _with_settings(own, [sft]) == f"ttrain pipeline run full 'data.sft=my chats.jsonl' {sft}"
+
+
+# --- the evaluation of what `--only` names
+
+
+@pytest.mark.parametrize(
+    ("names", "lacks", "evaluated"),
+    [
+        ("pretrain,sft,evaluate", "lora", {"pretrain", "sft", "shards-pretrain", "shards-sft"}),
+        ("pretrain,sft,evaluate", "", {"pretrain", "sft", "lora", "shards-pretrain", "shards-sft", "shards-lora"}),
+        ("pretrain,evaluate", "sft", {"pretrain", "shards-pretrain"}),
+    ],
+)
+def test_models_that_it_leaves_out_and_the_store_lacks_are_not_evaluated(
+    built: House, names: str, lacks: str, evaluated: set[str]
+) -> None:
+    if lacks:
+        shutil.rmtree(built.store.latest(lacks).path)
+    planned = api.plan("full", built.settings(), only=names, home=built.store.root)
+    assert planned.graph["evaluate"].reads == evaluated
+    assert {stage.name: stage.state for stage in planned}["evaluate"] == ("run" if lacks else "cached")
+
+
+# --- the commands
+
+
+def test_plan_shows_the_part_and_what_it_leaves_out(built: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ttrain.cli.main import app
+
+    monkeypatch.setenv("TTRAIN_HOME", str(built.store.root))
+    words = ["pipeline", "plan", "full", "--only", "sft, shards-sft", "--only", "lora", *built.files]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    rows = {line.split()[0]: line for line in done.output.splitlines() if line.startswith(("sft", "pretrain", "lora"))}
+    assert "taken from the store" in rows["pretrain"] and "taken" not in rows["sft"] + rows["lora"]
+    assert "left out by --only lora,sft,shards-sft: evaluate" in done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["pipeline", "plan", "full", "--from", ""], "an empty word follows '--from'"),
+        (["eval", " "], "an empty word follows 'eval'"),
+        (["pipeline", "plan", "full", "--only", ","], "got ','"),
+    ],
+)
+def test_an_empty_variable_of_a_shell_does_not_mean_that_the_option_was_left_out(words: list[str], problem: str) -> None:
+    from ttrain.cli.main import app
+
+    done = CliRunner().invoke(app, words)
+    assert isinstance(done.exception, UsageError) and problem in str(done.exception)

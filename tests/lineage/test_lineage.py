@@ -1,0 +1,337 @@
+"""What a model was made of, from the store or from MLflow alone: every link with its data, code, seed and settings."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.data_commands import in_process
+from support.tracked_stores import pushed
+
+from ttrain.config import Settings
+from ttrain.core.files import write_json
+from ttrain.errors import UsageError
+from ttrain.lineage.lineage import REGISTRY, STORE, TRACKER, Lineage, lineage_of
+from ttrain.lineage.names import resolve
+from ttrain.reports.history import History
+from ttrain.store import run_evaluations
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import Artifact
+from ttrain.store.model_files import MODEL
+from ttrain.store.registry import Registry
+from ttrain.tracking import datasets
+from ttrain.tracking.mirror import Mirror, TrackedRun
+
+RUN = "full-20261121-160222-1a2b4"
+SHA = "5" * 64
+FILES = [{"name": "docs.jsonl", "sha256": SHA}]
+OWN = {"pretrain.optim.lr": 0.5, "pretrain.seed": 7}  # that differ from the defaults
+COUNTED = {"role": "train", "name": "docs.jsonl", "kept": 90, "tokens": 800, "bytes": 3000}
+SHARDS = {
+    "train": {"rows": 80, "tokens": 700, "bytes": 2700},
+    "heldout": {"rows": 10, "tokens": 100, "bytes": 300},
+    "files": [COUNTED],
+}
+
+
+def publish(home: Path, stage: str, key: str, used: Mapping[str, Artifact] | None = None, **manifest: Any) -> Artifact:
+    """An artifact as a stage leaves it; its key is filled up to its length."""
+    store, key = ArtifactStore(home), key.ljust(64, "0")
+    output = store.work(stage, key) / "output"
+    (output / "model").mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json", MODEL):
+        (output / "model" / name).write_text(key)
+    ingredients = {"code": {"ttrain.x": key}, "files": {}, "settings": {}, "inputs": {}, **manifest.pop("ingredients", {})}
+    provenance = {"ttrain": "0.1.0", "commit": "c" * 40, "python": "3.11.7", "run": RUN, "run_id": "1" * 32}
+    told = {
+        "inputs": {name: {"stage": a.stage, "key": a.key, "content": a.content} for name, a in (used or {}).items()},
+        "ingredients": ingredients,
+        "provenance": {**provenance, **manifest.pop("provenance", {})},
+        "result": {},
+        "seconds": 1.0,
+    }
+    return store.publish(stage, key, output, {**told, **manifest})
+
+
+def make(home: Path, tokenizer: str = "a1b2c3d") -> dict[str, Artifact]:
+    """A pipeline's artifacts up to SFT, and the record of their run."""
+    read = {"files": {"train": FILES}, "settings": {"reading.seed": 3, "tokenizer.vocab_size": 400}}
+    where = {"files": {"train": ["/data/docs.jsonl"]}}
+    made = {"tokenizer": publish(home, "tokenizer", tokenizer, ingredients=read, provenance=where)}
+    for dataset in ("pretrain", "sft"):
+        key = f"shards-{dataset}"
+        made[key] = publish(home, key, f"5{dataset.encode().hex()}", {"tokenizer": made["tokenizer"]}, ingredients=read,
+                            provenance=where, result=SHARDS)  # fmt: skip
+    learnt = {
+        "settings": {"pretrain.seed": 7, "pretrain.optim.lr": 0.5, "pretrain.row_length": Settings().pretrain.row_length}
+    }
+    given = {"tokenizer": made["tokenizer"], "shards": made["shards-pretrain"]}
+    how = {"ranks": 2, "threads": 3, "precision": "bf16", "device": "cpu"}
+    runtime = {"runtime": {"rows_per_device": 4}}
+    made["pretrain"] = publish(home, "pretrain", "ba5e", given, ingredients=learnt, result=how, provenance=runtime)
+    made["sft"] = publish(home, "sft", "5f7a00", {"base": made["pretrain"], "shards": made["shards-sft"]})
+    stages = [{"name": name, "key": one.key, "outcome": "completed"} for name, one in made.items()]
+    record = {"run": RUN, "pipeline": "full", "outcome": "completed", "started_unix": 1.0, "seconds": 1.0, "stages": stages}
+    (home / "runs").mkdir(exist_ok=True)
+    settings = Settings(name="mine").model_dump(mode="json")
+    told = {"metrics": {}, "settings": settings, "process": {"pid": 1, "started": 0}, "model_set": "mine/1"}
+    write_json(home / "runs" / f"{RUN}.json", {**record, **told})
+    registry, names = Registry(home), {"mine-base": "pretrain", "mine-sft": "sft"}
+    members = [registry.register_model(name, made[stage], RUN) for name, stage in names.items()]
+    registry.register_set("mine", RUN, members, {name: one.key for name, one in made.items()}, {})
+    return made
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("made") / "home"
+    make(home)
+    return home
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory: pytest.TempPathFactory, add_database: Callable[[Path], None]) -> Path:
+    """The same, which MLflow knows, with a run for each stage; its set is champion."""
+    home = tmp_path_factory.mktemp("tracked") / "home"
+    add_database(home)
+    make(home)
+    pushed(home)
+    Registry(home).promote("mine", "1")
+    return home
+
+
+def alone(home: Path, to: Path, *parts: str) -> Path:
+    """A home with the registry and these parts of another one."""
+    for part in parts:
+        shutil.copytree(home / part, to / part)
+    shutil.copy(home / "registry.json", to)
+    return to
+
+
+def chain(found: Lineage) -> list[str]:
+    return [link.stage for link in found.links]
+
+
+WHOLE = ["tokenizer", "shards-pretrain", "pretrain", "shards-sft", "sft"]
+
+
+def test_the_store_alone_tells_the_whole_chain_under_every_name(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = made / "store" / "sft" / "5f7a00".ljust(64, "0") / "model"
+    monkeypatch.chdir(made.parent)
+    (made.parent / "mine" / "1").mkdir(parents=True)  # a registered model is not hidden by a directory of its name
+    names = ("sft", "5f7a00", f"sft/{'5f7a00'.ljust(64, '0')}", f"{RUN}:sft", "latest:sft", RUN, "mine/1")
+    for text in (*names, str(place), str(place.relative_to(made.parent))):
+        found = lineage_of(made, text)
+        assert chain(found) == WHOLE and {link.known_from for link in found.links} == {STORE}, text
+        assert {link.run for link in found.links} == {RUN}
+    assert chain(lineage_of(made, "ba5e00000000000000")) == WHOLE[:3]
+    assert not (made / "mlflow").exists(), "asking makes no database"
+
+
+def test_a_link_tells_data_with_counts_and_places_code_commit_seed_and_own_settings(made: Path) -> None:
+    tokenizer, shards, base = lineage_of(made, "pretrain").links
+    assert (tokenizer.seed, base.seed, base.commit, base.settings) == (3, 7, "c" * 40, OWN)
+    [data] = shards.data
+    assert (data.part, data.name, data.sha256, data.location) == ("train", "docs.jsonl", SHA, "/data/docs.jsonl")
+    assert (data.documents, data.tokens, data.bytes) == (90, 800, 3000)
+    assert base.inputs == {"shards": ("shards-pretrain", shards.key), "tokenizer": ("tokenizer", tokenizer.key)}
+    assert base.code and base.code != shards.code and base.made_unix and base.content != shards.content
+
+
+def test_mlflow_alone_tells_what_the_store_told(tracked: Path, made: Path, tmp_path: Path) -> None:
+    home = alone(tracked, tmp_path / "home", "mlflow")
+    for text in ("mine@champion", "mine-sft/1", "5f7a00"):
+        found = lineage_of(home, text)
+        assert chain(found) == WHOLE and {link.known_from for link in found.links} == {TRACKER}, text
+        for link, same in zip(found.links, lineage_of(made, "sft").links, strict=True):
+            assert link.to_json() == {**same.to_json(), "known_from": TRACKER, "made_unix": link.made_unix}
+    assert chain(lineage_of(home, "mine-base/1")) == WHOLE[:3]
+    assert not (home / "store").exists()
+
+
+def test_a_registered_name_is_the_stores_own_artifact_else_the_files_that_mlflow_kept(tracked: Path, tmp_path: Path) -> None:
+    home = alone(tracked, tmp_path / "home", "mlflow", "store")
+    own = ArtifactStore(home).latest("sft").path / "model"
+    versions = ("mine-sft/1", "mine-sft@champion", "mine/1", "mine@champion")  # a set stands for the last of its models
+    for text in (*versions, *(f"models:/{version}" for version in versions)):
+        assert resolve(text, home).model == own, text
+    there = r"there are mine/1, mine@champion, mine-base/1, mine-base@champion, mine-sft/1, mine-sft@champion"
+    for text in ("mine-sft@nope", "mine-sft/7"):
+        with pytest.raises(UsageError, match=f"no registered model '{text}'; .*{there}"):
+            resolve(text, home)
+    weights = (own / MODEL).read_text()
+    shutil.rmtree(own.parent)
+    kept = resolve("mine-sft@champion", home).model
+    assert (kept / MODEL).read_text() == weights
+
+
+def test_of_a_manifest_that_is_nowhere_the_registered_version_tells_what_it_can(tracked: Path, tmp_path: Path) -> None:
+    home = alone(tracked, tmp_path / "home", "mlflow")
+    for manifest in home.glob("mlflow/artifacts/*/artifacts/sft/manifest.json"):
+        manifest.unlink()
+    found = lineage_of(home, "mine-sft/1")
+    last = found.links[-1]
+    assert (last.stage, last.known_from, last.key) == ("sft", REGISTRY, "5f7a00".ljust(64, "0"))
+    assert last.content and "neither the store nor MLflow has its manifest" in last.notes[0]
+    of_set = lineage_of(home, "mine@champion")
+    assert [link.stage for link in of_set.links if link.known_from == REGISTRY] == ["sft"]
+    assert "pretrain" in chain(of_set), "the set names its other stages"
+
+
+def test_a_model_that_continues_another_has_both_in_its_lineage(tmp_path: Path) -> None:
+    first = make(tmp_path)
+    given = {"tokenizer": first["tokenizer"], "base": first["pretrain"], "shards": first["shards-pretrain"]}
+    continued = [{"key": "0" * 64, "step": 9, "differences": ["module ttrain.x changed"]}]
+    publish(tmp_path, "pretrain", "ba5e22", given, continued=continued, extends="step-00000040")
+    found = lineage_of(tmp_path, "ba5e22")
+    assert [(link.stage, link.key[:6]) for link in found.links if link.stage == "pretrain"] == [
+        ("pretrain", "ba5e00"), ("pretrain", "ba5e22"),
+    ]  # fmt: skip
+    assert [len(link.notes) for link in found.links] == [0, 0, 0, 2]
+
+
+def test_a_name_of_nothing_is_refused_with_what_there_is(made: Path) -> None:
+    for text, said in {
+        "sft/abcdef123": "is not the key of an artifact",
+        f"{RUN}:lora": "has no stage 'lora'; there are tokenizer, shards-pretrain, shards-sft, pretrain, sft",
+        "mine@champion": "there is no registered model 'mine@champion'",
+        "mine/2": "there is no registered model 'mine/2'",
+        "gate": "`ttrain gate train` and exports is not an artifact of a pipeline",
+        "/": "/ is not a directory of the store",
+    }.items():
+        with pytest.raises(UsageError) as refused:
+            lineage_of(made, text)
+        assert said in str(refused.value)
+
+
+def test_two_artifacts_whose_keys_begin_alike_are_told_apart(tmp_path: Path) -> None:
+    publish(tmp_path, "tokenizer", "abcdef0")
+    publish(tmp_path, "source", "abcdef1")
+    with pytest.raises(UsageError, match=r"'abcdef' is the beginning of 2 keys: source/abcdef1.*, tokenizer/abcdef0"):
+        lineage_of(tmp_path, "abcdef")
+    assert chain(lineage_of(tmp_path, "source/abcdef")) == ["source"]
+
+
+def test_the_command_prints_the_chain_and_its_json_round_trips(
+    made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TTRAIN_HOME", str(made))
+    run = in_process(capsys)
+    said = run("lineage", "mine/1").out
+    counts = "90 records, 800 tokens, 3,000 bytes of text"
+    words = ("mine/1: a set of models, of the run", "key ba5e00000000", "commit cccccccccccc, seed 7", counts)
+    words += ("docs.jsonl sha256", "at /data/docs.jsonl", "pretrain.optim.lr=0.5", RUN)
+    trained = "trained with precision bf16, device cpu, ranks 2, threads 3, rows_per_device 4"
+    for word in (*words, trained, "\nwith ttrain 0.1.0, python 3.11.7"):
+        assert word in said
+    told = run("lineage", "mine/1", "--json").json
+    assert [stage["stage"] for stage in told["stages"]] == WHOLE and (told["kind"], told["run"]) == ("set", RUN)
+    assert told["stages"][2]["inputs"]["shards"]["key"] == told["stages"][1]["key"]
+
+
+def test_nothing_of_a_manifest_reaches_the_terminal_as_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = {"name": "a\x1b[2Jb.jsonl", "sha256": SHA}
+    publish(tmp_path, "tokenizer", "abcdef", ingredients={"files": {"train": [bad]}, "settings": {"tokenizer.x": "\x9b31m"}})
+    monkeypatch.setenv("TTRAIN_HOME", str(tmp_path))
+    done = in_process(capsys)("lineage", "tokenizer")
+    said = done.out
+    assert done.code == 0 and "\x1b" not in said and "\x9b" not in said and "a\\x1b[2Jb.jsonl" in said
+
+
+def test_the_digest_of_a_data_set_is_that_of_its_files_and_how_they_are_read(tmp_path: Path) -> None:
+    first = make(tmp_path / "first")["shards-pretrain"]
+    other_tokenizer = make(tmp_path / "second", tokenizer="ffff")["shards-pretrain"]
+    train, held_out = datasets.data_of(first)
+    assert (train.name, train.context, dict(train.counts)) == ("pretrain", "training", {"documents": 80, "bytes": 2700})
+    assert (held_out.name, held_out.context, held_out.tokens) == ("pretrain-heldout", "validation", 100)
+    assert [one.digest for one in datasets.data_of(other_tokenizer)] == [train.digest, held_out.digest]
+    assert train.digest != held_out.digest
+    assert [one.name for one in datasets.read_by({"shards": first}, trains=True)] == ["pretrain"]
+    assert [one.name for one in datasets.read_by({"shards": first}, trains=False)] == ["pretrain-heldout"]
+    for name, ingredients in {
+        "bytes": {"files": {"train": [{"name": "docs.jsonl", "sha256": "6" * 64}]}},
+        "reading": {"files": {"train": FILES}, "settings": {"reading.seed": 4}},
+        "weight": {"files": {"train": [{**FILES[0], "weight": 2.0, "group": 0}]}},
+    }.items():
+        changed = publish(tmp_path / name, "shards-pretrain", "1", ingredients=ingredients, result=SHARDS)
+        assert datasets.data_of(changed)[0].digest != train.digest, name
+    settings = first.manifest["ingredients"]["settings"]
+    renamed = {"files": {"train": [{"name": "x.jsonl", "sha256": SHA}]}, "settings": settings}
+    same = publish(tmp_path / "renamed", "shards-pretrain", "1", ingredients=renamed, result=SHARDS)
+    assert datasets.data_of(same)[0].digest == train.digest
+
+
+def test_mlflow_lists_each_data_set_of_a_run_once_with_digest_counts_and_places(tracked: Path) -> None:
+    data = datasets.data_of(ArtifactStore(tracked).latest("shards-pretrain"))
+    mirror, run = Mirror(tracked), TrackedRun("reads", "full", "reads", "reading", 1.0, inputs=[*data, *data])
+    bound = mirror.push(run)
+    assert bound and Mirror(tracked).push(run)
+    [listed_run] = mirror.client.search_runs([bound.experiment_id], f"dataset.digest = '{data[0].digest}'")
+    assert listed_run.info.run_id == bound.run_id
+    found = {one.dataset.name: one for one in listed_run.inputs.dataset_inputs}
+    assert len(listed_run.inputs.dataset_inputs) == 2
+    train = found["pretrain"]
+    assert train.dataset.digest == data[0].digest
+    assert json.loads(train.dataset.profile) == {"documents": 80, "bytes": 2700}
+    listed = json.loads(train.dataset.source)["listed"]
+    assert listed == [{"name": "docs.jsonl", "sha256": SHA, "location": "/data/docs.jsonl"}]
+    assert {tag.key: tag.value for tag in train.tags} == {"mlflow.data.context": "training", "tokens": "700"}
+
+
+def test_a_list_of_files_that_mlflow_would_refuse_is_cut_and_counted() -> None:
+    files = tuple({"name": f"{n}.jsonl", "sha256": SHA, "location": f"/天/{n}.jsonl"} for n in range(2000))
+    source = datasets.DataInput("pretrain", "1", "training", {}, None, files).source()
+    told = json.loads(source)
+    assert told["files"] == 2000 and 300 < len(told["listed"]) < 2000
+    assert 50_000 < len(source.encode()) < 65_535
+
+
+def test_what_lies_behind_a_model_of_many_nights_is_walked_once(tmp_path: Path) -> None:
+    nights: dict[str, Artifact] = {}  # each of which has read all before it
+    for number in range(30):
+        nights[f"learnt-{number:04}"] = publish(tmp_path, "shards-pretrain", f"{number:02}", nights)
+    *_, last = nights.values()
+    model = publish(tmp_path, "pretrain", "a1", {"shards": last, **nights})
+    store = ArtifactStore(tmp_path)
+    assert [artifact.key for artifact in History.of(model, store).artifacts] == [
+        *(a.key for a in nights.values()),
+        model.key,
+    ]
+    assert run_evaluations.heldout_shards(model, store)["documents"].key == last.key
+    assert [link.key for link in lineage_of(tmp_path, model.key).links][-1] == model.key
+
+
+def test_a_card_has_the_newest_evaluation_of_its_model_and_reads_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = publish(tmp_path, "pretrain", "a1")
+    model, other = publish(tmp_path, "sft", "b1", {"base": base}), publish(tmp_path, "sft", "b2", {"base": base})
+    for number in range(3):
+        publish(tmp_path, "evaluate", f"c{number}", {"base": base, "sft": model})
+        publish(tmp_path, "evaluate", f"d{number}", {"base": base, "sft": other})
+    read, store = ArtifactStore.read, ArtifactStore(tmp_path)
+    looked_at: list[str] = []
+    monkeypatch.setattr(ArtifactStore, "read", lambda self, path: looked_at.append(path.name) or read(self, path))
+    evaluations = [History.of(artifact, store).evaluation for artifact in (base, model, publish(tmp_path, "sft", "b3"))]
+    assert [evaluation and evaluation.key[:2] for evaluation in evaluations] == ["d2", "c2", None]
+    assert len([name for name in looked_at if name.startswith("d")]) == 3, "for the base alone"
+
+
+def test_the_chain_of_models_of_any_number_of_nights_is_walked(tmp_path: Path) -> None:
+    model, nights = publish(tmp_path, "pretrain", "0"), 150
+    for number in range(1, nights):
+        model = publish(tmp_path, "pretrain", f"{number:04}", {"base": model})
+    limit, depth = sys.getrecursionlimit(), len(inspect.stack())
+    sys.setrecursionlimit(depth + nights - 50)
+    try:
+        assert len(lineage_of(tmp_path, model.key).links) == nights
+    finally:
+        sys.setrecursionlimit(limit)

@@ -1,0 +1,467 @@
+"""References: run, stage and directory lead to the same files; a wrong one is told what there is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from ttrain.data import existing
+from ttrain.engine.labels import new_run_name
+from ttrain.errors import ArtifactError, UsageError
+from ttrain.lineage import lineage_names
+from ttrain.lineage import names as references
+from ttrain.lineage.lineage import lineage_of
+from ttrain.lineage.names import resolve
+from ttrain.model import factory
+from ttrain.store import references as store_references
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import Artifact
+from ttrain.store.model_files import ADAPTER, MODEL, SECOND_HEAD, Reference, weight_files, weights_digest
+from ttrain.store.runs import RunRecord
+
+
+def write_model(directory: Path, weights: bytes, *, shards: int = 1) -> Path:
+    """A directory that looks like Hugging Face's; nobody opens the weights."""
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text("{}")
+    (directory / "tokenizer.json").write_text("{}")
+    if shards == 1:
+        (directory / MODEL).write_bytes(weights)
+        return directory
+    names = [f"model-{number:05d}-of-{shards:05d}.safetensors" for number in range(1, shards + 1)]
+    for name in names:
+        (directory / name).write_bytes(weights + name.encode())
+    index = {"weight_map": {f"tensor {number}": name for number, name in enumerate(names)}}
+    (directory / f"{MODEL}.index.json").write_text(json.dumps(index))
+    return directory
+
+
+def write_adapter(directory: Path, base: Path | None, named: str = "ttrain-sft") -> Path:
+    directory.mkdir(parents=True)
+    (directory / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": named}))
+    (directory / ADAPTER).write_bytes(b"adapter")
+    if base is not None:
+        (directory / "base.json").write_text(json.dumps({"base_weights_sha256": weights_digest(base)}))
+    return directory
+
+
+class Home:
+    """A store with a tokenizer, two SFT models, an adapter on the older one, and the record of the run that made them."""
+
+    def __init__(self, root: Path) -> None:
+        self.store = ArtifactStore(root / "home")
+        self.tokenizer = self.publish("tokenizer", "t", lambda output: (output / "tokenizer.json").write_text("{}"))
+        self.sft = self.publish("sft", "s1", lambda output: write_model(output / "model", b"first"))
+        self.lora = self.publish("lora", "l", lambda output: write_adapter(output / "adapter", self.sft.path / "model"))
+        self.newer = self.publish("sft", "s2", lambda output: write_model(output / "model", b"second"))
+        self.run = self.record(self.tokenizer, self.sft, self.lora)
+
+    def publish(
+        self, stage: str, key: str, write: Callable[[Path], object], inputs: Mapping[str, Artifact] = MappingProxyType({})
+    ) -> Artifact:
+        output = self.store.work(stage, key)
+        output.mkdir(parents=True)
+        write(output)
+        used = {name: {"stage": one.stage, "key": one.key, "content": one.content} for name, one in inputs.items()}
+        return self.store.publish(stage, key, output, {"result": {}, "ingredients": {"code": {}}, "inputs": used})
+
+    def record(
+        self, *artifacts: Artifact, pipeline: str = "full", outcome: str = "failed", name: str = "", **notes: str
+    ) -> str:
+        stages = [*(artifact.stage for artifact in artifacts), "evaluate"]
+        made = RunRecord(self.store.root, pipeline, stages, {"name": name} if name else {})
+        for artifact in artifacts:
+            made.stage(artifact.stage, outcome="completed", key=artifact.key, path=str(artifact.path))
+        made.note(**notes)
+        if outcome != "running":
+            made.finish(outcome, {})
+        time.sleep(0.002)  # names of runs sort by their milliseconds
+        return made.run
+
+    def resolve(self, text: str, **options: Any) -> Reference:
+        return resolve(text, self.store.root, **options)
+
+
+@pytest.fixture
+def runs_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return Home(tmp_path)
+
+
+def test_a_stage_that_no_run_has_is_its_newest_artifact_that_is_undamaged(runs_home: Home) -> None:
+    (runs_home.store.root / "runs" / f"{runs_home.run}.json").unlink()
+    found = runs_home.resolve("sft")
+    assert (found.model, found.adapter, found.artifact) == (runs_home.newer.path / "model", None, runs_home.newer)
+    assert found.directory == found.tokenizer == found.model
+    (runs_home.newer.path / "model" / MODEL).unlink()
+    assert runs_home.resolve("sft").model == runs_home.sft.path / "model"
+
+
+def test_the_stages_of_a_command_are_those_of_the_newest_finished_run_that_has_them(runs_home: Home) -> None:
+    """A night in progress has newer models; so has a run that failed, a trial, a stage that ran alone."""
+
+    def keys(*texts: str, **options: Any) -> list[str | None]:
+        found = references.resolve_all(texts, runs_home.store.root, **options)
+        return [one.artifact.key if one.artifact else None for one in found]
+
+    assert keys("sft", "lora") == ["s1", "l"], "a run that failed is better than models of several"
+    mine = runs_home.record(runs_home.tokenizer, runs_home.sft, runs_home.lora, outcome="completed", name="mine")
+    base_only = runs_home.record(runs_home.tokenizer, runs_home.newer, outcome="cached", name="other")
+    assert keys("sft") == ["s2"] and keys("sft", "lora") == ["s1", "l"], "each of one run"
+    other_lora = runs_home.publish(
+        "lora", "l2", lambda output: write_adapter(output / "adapter", runs_home.newer.path / "model")
+    )
+    for pipeline, outcome, notes in (
+        ("nightly", "running", {}), ("nightly", "completed", {}), ("full", "failed", {}), ("full", "running", {}),
+        ("full", "completed", {"sweep": "sweep-1"}),
+    ):  # fmt: skip
+        run = runs_home.record(runs_home.tokenizer, runs_home.newer, other_lora, pipeline=pipeline, outcome=outcome, **notes)
+        assert keys("sft", "lora") == ["s1", "l"], (pipeline, outcome, notes)
+        assert keys("sft", "lora", run=run) == ["s2", "l2"], "unless it is named"
+    assert keys("sft", f"{run}:lora", "./home/store/sft/s2") == ["s2", "l2", "s2"], "what says more is what it says"
+    assert keys("lora", run=mine[-5:]) == ["l"]
+    with pytest.raises(UsageError, match=f"the run {base_only} has no stage 'lora'"):
+        keys("sft", "lora", run=base_only)
+    with pytest.raises(UsageError, match="there is no run 'nothing'; there are "):
+        keys("sft", run="nothing")
+    with pytest.raises(UsageError, match=r"--run is .*, but \./home/store/sft/s2 names no stage"):
+        keys("./home/store/sft/s2", run=mine)
+
+
+def test_stages_that_stand_in_different_runs_only_are_not_mixed(runs_home: Home) -> None:
+    (runs_home.store.root / "runs" / f"{runs_home.run}.json").unlink()  # it has all of them
+    first = runs_home.record(runs_home.tokenizer, runs_home.sft, outcome="completed")
+    runs_home.record(runs_home.tokenizer, runs_home.newer, runs_home.lora, pipeline="nightly", outcome="running")
+    second = runs_home.record(runs_home.tokenizer, runs_home.lora, outcome="completed")
+    expected = rf"no run has all of lora, sft; there are {second}:lora, {first}:sft; name each as RUN:STAGE"
+    with pytest.raises(UsageError, match=expected):
+        references.resolve_all(["sft", "lora"], runs_home.store.root)
+
+
+def test_a_name_in_the_environment_says_whose_runs_count(runs_home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs_home.record(runs_home.tokenizer, runs_home.sft, outcome="completed", name="mine")
+    run = runs_home.record(runs_home.tokenizer, runs_home.newer, outcome="completed", name="other")
+    assert runs_home.resolve("sft").artifact == runs_home.store.find("sft", "s2")
+    assert resolve(None, runs_home.store.root).text == f"{run}:sft"
+    monkeypatch.setenv("TTRAIN__NAME", "mine")
+    monkeypatch.setenv("TTRAIN__SFT__NOTHING", "1")  # another variable that is no setting ends no command on models
+    monkeypatch.setenv("TTRAIN__MODEL__HEADS", "many")
+    mine = runs_home.store.find("sft", "s1")
+    assert runs_home.resolve("sft").artifact == mine == resolve(None, runs_home.store.root).artifact
+    monkeypatch.setenv("TTRAIN__NAME", "no/name")
+    with pytest.raises(UsageError, match=r"name is 'no/name' .*TTRAIN__NAME"):
+        runs_home.resolve("sft")
+
+
+def test_where_only_nights_and_trials_ran_the_newest_finished_one_counts_nights_first(runs_home: Home) -> None:
+    (runs_home.store.root / "runs" / f"{runs_home.run}.json").unlink()
+    assert references.run_of(["sft"], runs_home.store.root) is None
+    with pytest.raises(UsageError, match=r"no finished run has a complete model in .*; stages with a model: lora, sft"):
+        resolve(None, runs_home.store.root)
+    trial = runs_home.record(runs_home.tokenizer, runs_home.newer, outcome="completed", sweep="sweep-1")
+    assert [runs_home.resolve("sft").artifact, resolve(None, runs_home.store.root).text] == [runs_home.newer, f"{trial}:sft"]
+    night = runs_home.record(runs_home.tokenizer, runs_home.sft, pipeline="nightly", outcome="completed")
+    runs_home.record(runs_home.tokenizer, runs_home.newer, pipeline="nightly", outcome="failed")
+    runs_home.record(runs_home.tokenizer, runs_home.newer, outcome="completed", sweep="sweep-2")
+    assert [runs_home.resolve("sft").artifact, resolve(None, runs_home.store.root).text] == [runs_home.sft, f"{night}:sft"]
+    mine = runs_home.record(runs_home.tokenizer, runs_home.newer, outcome="failed")
+    assert [runs_home.resolve("sft").artifact, resolve(None, runs_home.store.root).text] == [runs_home.newer, f"{mine}:sft"]
+
+
+def test_a_damaged_manifest_is_named_with_what_sets_it_aside(runs_home: Home) -> None:
+    for artifact in (runs_home.sft, runs_home.newer, runs_home.lora):
+        os.truncate(artifact.path / "manifest.json", 40)
+    said = r"is damaged: manifest\.json cannot be read: .*`ttrain artifacts verify --set-aside`"
+    for text in ("sft", f"{runs_home.run}:sft", None, runs_home.run):
+        with pytest.raises((UsageError, ArtifactError), match=said):
+            resolve(text, runs_home.store.root)
+    with pytest.raises(ArtifactError, match=said):
+        lineage_of(runs_home.store.root, "sft")
+
+
+def test_a_line_says_which_model_each_name_led_to(runs_home: Home) -> None:
+    mine = runs_home.record(runs_home.tokenizer, runs_home.sft, runs_home.lora, outcome="completed", name="mine")
+    elsewhere = write_model(Path("elsewhere").absolute(), b"x")
+    found = references.resolve_all(["sft", "lora", "./elsewhere", f"{mine}:sft"], runs_home.store.root)
+    assert lineage_names.lines_of(found, runs_home.store) == [
+        f"sft = mine, {mine}:sft, s1 (there is a newer sft, s2: {runs_home.newer.path})",
+        f"lora = mine, {mine}:lora, l",
+        f"./elsewhere = {elsewhere}",
+        f"{mine}:sft = mine, {mine}:sft, s1",
+    ]
+    assert lineage_names.to_json(found[0]) == {
+        "model": "sft", "name": "mine", "run": f"{mine}:sft", "key": "s1",
+        "digest": weights_digest(runs_home.sft.path / "model"),
+    }  # fmt: skip
+    assert lineage_names.to_json(found[2]) | {"digest": ""} == {
+        "model": "./elsewhere", "name": None, "run": None, "key": None, "digest": ""
+    }  # fmt: skip
+    for path in (runs_home.store.root / "runs").glob("*.json"):
+        path.unlink()
+    [line] = lineage_names.lines_of([runs_home.resolve("sft")], runs_home.store)
+    assert line == "sft = of no run, s2 (the newest sft here)"
+
+
+def test_models_that_were_made_from_different_ones_are_said_to_be(runs_home: Home) -> None:
+    def made_from(stage: str, key: str, write: Callable[[Path], object], *sources: Artifact) -> Artifact:
+        return runs_home.publish(stage, key, write, inputs={source.stage: source for source in sources})
+
+    bases = [made_from("pretrain", f"p{n}", lambda out, n=n: write_model(out / "model", b"%d" % n)) for n in (1, 2)]
+    tuned = [
+        made_from("sft", f"t{n}", lambda out, n=n: write_model(out / "model", b"t%d" % n), runs_home.tokenizer, base)
+        for n, base in enumerate(bases)
+    ]
+    adapter = made_from("lora", "a", lambda out: write_adapter(out / "adapter", tuned[0].path / "model"), tuned[0])
+
+    def said(*models: Artifact) -> list[str]:
+        found = [runs_home.resolve(str(model.path)) for model in models]
+        return lineage_names.lines_of(found, runs_home.store)[len(models) :]
+
+    assert said(bases[0], tuned[0], adapter) == [] == said(*bases)
+    [line] = said(tuned[1], adapter)
+    assert line.startswith("not of one lineage: ") and line.endswith("were not made from the same pretrain, sft")
+    assert said(*tuned)[0].endswith("were not made from the same pretrain")
+
+
+def test_a_run_is_its_last_model_or_the_stage_that_is_named(runs_home: Home) -> None:
+    last = runs_home.resolve(runs_home.run)
+    assert (last.model, last.adapter) == (runs_home.sft.path / "model", runs_home.lora.path / "adapter")
+    assert last.directory == last.adapter
+    assert runs_home.resolve(runs_home.run[-5:]).adapter == last.adapter == runs_home.resolve("latest").adapter
+    assert runs_home.resolve(f"{runs_home.run}:sft").model == runs_home.sft.path / "model", "not another run's newest"
+
+
+def test_the_newest_run_with_a_model_is_the_default(runs_home: Home) -> None:
+    assert resolve(None, runs_home.store.root).adapter == runs_home.lora.path / "adapter"
+    runs_home.record(runs_home.tokenizer)  # fails after the tokenizer
+    assert resolve(None, runs_home.store.root).adapter == runs_home.lora.path / "adapter"
+    run = runs_home.record(runs_home.tokenizer, runs_home.newer)
+    assert resolve(None, runs_home.store.root).text == f"{run}:sft"
+    with pytest.raises(UsageError, match=r"there is no model in .*empty yet; begin with"):
+        resolve(None, runs_home.store.root / "empty")
+
+
+def test_one_default_model_is_that_of_sft_of_the_newest_finished_run_that_has_one(runs_home: Home) -> None:
+    root = runs_home.store.root
+    finished = runs_home.record(runs_home.tokenizer, runs_home.sft, runs_home.lora, outcome="completed")
+    base = runs_home.publish("pretrain", "p", lambda output: write_model(output / "model", b"base"))
+    without = runs_home.record(runs_home.tokenizer, base, outcome="completed")
+    assert references.default_model(root) == "sft"
+    assert resolve("sft", root).run["run"] == finished
+    assert references.default_model(root, without) is None, "its last model, since that run has none of SFT"
+    assert references.default_model(root, finished) == "sft"
+    assert references.default_model(root / "empty") is None
+
+
+def test_a_run_is_found_by_the_name_that_its_user_gave_it_also_beside_longer_ones(runs_home: Home) -> None:
+    root = runs_home.store.root
+    runs = {name: RunRecord(root, "full", [], {}, labels={"run_name": name}).run for name in ("base", "baseline", "base-2")}
+    for name, run in runs.items():
+        assert run.startswith(f"{name}-2") and store_references.need_run(root, name)["run"] == run
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("", "is ''"), ("a b", "a letter"), ("../x", "a letter"), ("9", "a letter"),
+        ("x" * 41, "at most 39"), ("full-20261121-160222-1a2b4", "a letter"),
+        ("sft", "my-sft"), ("latest", "my-latest"), ("full", "my-full"), ("mine", "mine-3"),
+    ],
+)  # fmt: skip
+def test_a_name_of_a_run_that_is_no_name_or_is_taken_is_refused_with_the_fix(runs_home: Home, name: str, fix: str) -> None:
+    for taken in ("mine", "mine-2"):
+        RunRecord(runs_home.store.root, "full", [], {}, labels={"run_name": taken}).finish("completed", {})
+    with pytest.raises(UsageError, match=fix):
+        new_run_name(runs_home.store.root, name)
+    assert new_run_name(runs_home.store.root, "mine-3") == "mine-3" and new_run_name(runs_home.store.root, None) == ""
+
+
+def test_a_command_with_a_name_may_be_given_again_after_its_run_was_cut_short(runs_home: Home) -> None:
+    root = runs_home.store.root
+    for outcome in ("interrupted", "failed"):
+        RunRecord(root, "full", [], {}, labels={"run_name": "mine"}).finish(outcome, {})
+        assert new_run_name(root, "mine") == "mine"
+    last = RunRecord(root, "full", [], {}, labels={"run_name": "mine"})
+    assert store_references.need_run(root, "mine")["run"] == last.run, "the newest"
+    with pytest.raises(UsageError, match="try --run-name mine-2"):
+        new_run_name(root, "mine")
+
+
+def test_a_directory_is_a_model_an_adapter_an_artifact_or_a_checkpoint(runs_home: Home) -> None:
+    for path in (runs_home.sft.path, Path("home/store/sft/s1"), Path("./home/store/sft/s1/model")):
+        found = runs_home.resolve(str(path))
+        assert (found.model, found.artifact and found.artifact.key) == (runs_home.sft.path / "model", "s1"), path
+    for path in (runs_home.lora.path, runs_home.lora.path / "adapter"):
+        assert runs_home.resolve(str(path)).adapter == runs_home.lora.path / "adapter"
+    elsewhere = write_model(Path("elsewhere").absolute(), b"x")
+    found = runs_home.resolve("elsewhere")
+    assert (found.model, found.artifact, found.second_head) == (elsewhere, None, None)
+    (elsewhere / SECOND_HEAD).touch()
+    assert runs_home.resolve("elsewhere").second_head == elsewhere / SECOND_HEAD
+    here = write_model(Path("sft").absolute(), b"x")
+    assert runs_home.resolve("sft").model == runs_home.sft.path / "model", "a word is a stage before it is a directory"
+    assert runs_home.resolve("./sft").model == here
+
+
+def test_the_base_of_an_adapter_is_the_model_whose_weights_have_the_digest(runs_home: Home) -> None:
+    """Whatever is newer, and wherever the adapter was copied to."""
+    shutil.copytree(runs_home.lora.path / "adapter", "copied")
+    found = runs_home.resolve("copied")
+    assert (found.model, found.adapter, found.artifact) == (runs_home.sft.path / "model", Path("copied").absolute(), None)
+    assert found.base_digest == hashlib.sha256(b"first").hexdigest()
+    sharded = runs_home.publish("pretrain", "p", lambda output: write_model(output / "model", b"big", shards=3))
+    write_adapter(Path("adapter"), sharded.path / "model")
+    assert runs_home.resolve("adapter").model == sharded.path / "model"
+
+
+def test_the_base_of_an_adapter_from_elsewhere_is_named_or_lies_beside(runs_home: Home) -> None:
+    base = write_model(Path("base").absolute(), b"foreign")
+    adapter = write_adapter(Path("adapter"), base)
+    with pytest.raises(UsageError, match=f"its base with the weights {weights_digest(base)[:12]} is not in .*--base"):
+        runs_home.resolve("adapter")
+    assert runs_home.resolve("adapter", base="base").model == base
+    assert runs_home.resolve("adapter", base="sft").model == runs_home.sft.path / "model"
+    with pytest.raises(UsageError, match="must be a full model, but 'lora' is an adapter itself"):
+        runs_home.resolve("adapter", base="lora")
+    beside = shutil.copytree(base, adapter / "base")
+    assert runs_home.resolve("adapter").model == beside.absolute()
+    named = write_adapter(Path("of-peft"), None, named=str(base))
+    assert runs_home.resolve(str(named)).model == base
+
+
+def test_the_digest_of_shards_depends_on_each_of_them(tmp_path: Path) -> None:
+    whole = write_model(tmp_path / "whole", b"x")
+    assert weights_digest(whole) == hashlib.sha256(b"x").hexdigest()
+    sharded = write_model(tmp_path / "sharded", b"x", shards=2)
+    first = weights_digest(sharded)
+    weight_files(sharded)[1].write_bytes(b"y")
+    assert weights_digest(sharded) != first
+    weight_files(sharded)[0].unlink()
+    with pytest.raises(ArtifactError, match=r"lists model-00001-of-00002.safetensors, but .* holds no such file"):
+        weights_digest(sharded)
+    for weight_map in ('{"a": "../whole/model.safetensors"}', "[]", "no JSON"):  # none leads out of its directory
+        (sharded / f"{MODEL}.index.json").write_text(f'{{"weight_map": {weight_map}}}')
+        with pytest.raises(ArtifactError):
+            weight_files(sharded)
+
+
+NAMES_OUTSIDE = (
+    "/dev/zero", "../outside.safetensors", "../evil.bin", "evil.bin", "pipe.safetensors", "device.safetensors",
+    "sub/inside.safetensors", "..", "", 7, "link.safetensors",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES_OUTSIDE, ids=str)
+def test_an_index_names_files_of_its_own_directory_alone_before_any_is_opened(
+    runs_home: Home, tmp_path: Path, name: object
+) -> None:
+    model = write_model(tmp_path / "foreign", b"x", shards=2)
+    for other in (tmp_path / "outside.safetensors", tmp_path / "evil.bin", model / "evil.bin"):
+        other.write_bytes(b"x")
+    (model / "sub").mkdir()
+    (model / "sub" / "inside.safetensors").write_bytes(b"x")
+    os.mkfifo(model / "pipe.safetensors")
+    (model / "device.safetensors").symlink_to("/dev/zero")
+    (model / "link.safetensors").symlink_to(tmp_path / "outside.safetensors")
+    index = model / f"{MODEL}.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ArtifactError, match=re.escape(str(model))):
+        weight_files(model)
+    with pytest.raises(ArtifactError, match=re.escape(str(model))):
+        runs_home.resolve(str(model))
+    with pytest.raises(UsageError, match=re.escape(str(model))):
+        existing.model_files(str(model), "sft.start_from")
+    if name != "link.safetensors":  # which the stage's own directory of links has
+        with pytest.raises(ArtifactError, match=re.escape(str(index))):
+            factory.load(model)
+
+
+def test_the_weights_of_a_model_and_of_an_adapter_are_no_links_out_but_for_the_hubs_cache(
+    runs_home: Home, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere.safetensors"
+    elsewhere.write_bytes(b"x")
+    model = write_model(tmp_path / "linked", b"x")
+    (model / MODEL).unlink()
+    (model / MODEL).symlink_to(elsewhere)
+    with pytest.raises(ArtifactError, match=r"is a link to .*elsewhere.safetensors, outside of its directory; copy"):
+        runs_home.resolve(str(model))
+    adapter = write_adapter(tmp_path / "adapter", None, named=str(write_model(tmp_path / "base", b"x")))
+    assert runs_home.resolve(str(adapter)).adapter == adapter
+    (adapter / ADAPTER).unlink()
+    (adapter / ADAPTER).symlink_to(elsewhere)
+    with pytest.raises(ArtifactError, match="outside of its directory"):
+        runs_home.resolve(str(adapter))
+    blobs = tmp_path / "hub" / "models--someone--small" / "blobs"
+    blobs.mkdir(parents=True)
+    snapshot = write_model(blobs.parent / "snapshots" / "0123", b"x", shards=2)
+    for number, file in enumerate(sorted(snapshot.iterdir())):
+        file.rename(blobs / str(number))
+        file.symlink_to(f"../../blobs/{number}")
+    assert len(weight_files(snapshot)) == 2
+    assert runs_home.resolve(str(snapshot)).model == snapshot
+    shard = weight_files(snapshot)[0].resolve()
+    shard.unlink()
+    shard.symlink_to(elsewhere)
+    with pytest.raises(ArtifactError, match="outside of its directory"):
+        weight_files(snapshot)
+
+
+def test_what_is_not_there_is_answered_with_what_there_is(runs_home: Home) -> None:
+    with pytest.raises(UsageError, match=f"there is no model 'nope'; there are lora, sft, {runs_home.run}"):
+        runs_home.resolve("nope")
+    with pytest.raises(UsageError, match=r"'tokenizer' leads to .*, which holds no model"):
+        runs_home.resolve("tokenizer")
+    with pytest.raises(UsageError, match="has no stage 'nope'; there are tokenizer, sft, lora, evaluate"):
+        runs_home.resolve(f"{runs_home.run}:nope")
+    with pytest.raises(UsageError, match=r"stage evaluate of the run .* left no model"):
+        runs_home.resolve(f"{runs_home.run}:evaluate")
+    with pytest.raises(ArtifactError, match=r"stage pretrain has no artifact .* run `ttrain pipeline run full` first"):
+        runs_home.resolve("pretrain")
+    with pytest.raises(ArtifactError, match=r"run `ttrain pipeline run full data.dpo=FILE` first"):
+        runs_home.resolve("dpo")
+    with pytest.raises(UsageError, match=r"holds neither config.json nor adapter_config.json"):
+        runs_home.resolve("./home")
+    with pytest.raises(UsageError, match="did you mean lora"):
+        runs_home.resolve("lorra")
+    with pytest.raises(UsageError, match="nothing is registered in"):
+        runs_home.resolve("mine-sft/1")
+    assert not (runs_home.store.root / "mlflow").exists(), "a question makes no database"
+    with pytest.raises(UsageError, match=r"there is none yet in .*, begin with `ttrain pipeline run full`"):
+        resolve("nope", runs_home.store.root / "empty")
+    (write_model(Path("pickle"), b"x") / MODEL).rename("pickle/pytorch_model.bin")
+    with pytest.raises(UsageError, match="no weights as safetensors"):
+        runs_home.resolve("pickle")
+    (write_adapter(Path("half"), None) / ADAPTER).unlink()
+    with pytest.raises(ArtifactError, match=f"holds no {ADAPTER}"):
+        runs_home.resolve("half")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "/", "a//3", "@x", "models:/", "models:/@a", "models:/x/", "../..", "x@", "\0", "~nobody-here/x", "x" * 5000],
+)
+def test_nonsense_is_a_users_mistake(runs_home: Home, text: str) -> None:
+    with pytest.raises((UsageError, ArtifactError)):
+        runs_home.resolve(text)
+
+
+def test_a_model_that_no_run_trained_for_want_of_data_is_answered_with_its_setting(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    shutil.rmtree(home.lora.path)
+    newest = RunRecord(home.store.root, "full", ["sft"], {"data": {"sft": ["chats.jsonl"], "lora": []}})
+    newest.finish("completed", {})
+    said = rf"run {newest.run} has no adapter, since data\.lora is none; .* full data\.lora=FILE`"
+    with pytest.raises(ArtifactError, match=said):
+        resolve("lora", home.store.root)

@@ -1,0 +1,203 @@
+"""A model is made again as its manifests say: the same bytes, or what differs; refused where its raw data are gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from support.data_commands import Result, in_process
+from support.planned_homes import remember_modules
+from support.tiny_stages import Watcher
+
+from ttrain.config.loading import load
+from ttrain.core.files import read_json
+from ttrain.engine import launch, processes
+from ttrain.errors import ArtifactError, Interrupted, UsageError
+from ttrain.lineage.lineage import lineage_of
+from ttrain.lineage.reproduce import MARK_FILE, RebuildRecipe, home_for, recipes_of, reproduce
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import MANIFEST, Artifact, write_manifest
+from ttrain.tasks import SHARDS_PRETRAIN, TOKENIZER
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home with a tokenizer and shards, built by the real processes from two files, beside those."""
+    root = tmp_path_factory.mktemp("made")
+    (root / "data").mkdir()
+    for name in ("a", "b"):
+        rows = (json.dumps({"text": f"{name} {number} the man and the sea " * 5}) for number in range(60))
+        (root / "data" / f"{name}.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    data = str(root / "data" / "*.jsonl")
+    given = [f"data.{name}={data}" for name in ("pretrain", "sft", "lora")]
+    given += ["tokenizer.vocab_size=300", "reading.seed=5"]
+    given += [f"runtime.{setting}" for setting in ("threads=1", "rows_per_device=4", "workers=1")]
+    settings = load(given, environment={}).settings
+    remember_modules(root / "home")
+    processes.warm_up(settings, [TOKENIZER])  # so that most of the stages are forked
+    store = ArtifactStore(root / "home")
+    tokenizer = launch.build(TOKENIZER, settings, store, {}, Watcher()).artifact
+    launch.build(SHARDS_PRETRAIN, settings, store, {"tokenizer": tokenizer}, Watcher())
+    return root
+
+
+@pytest.fixture
+def root(made: Path, tmp_path: Path) -> Path:
+    """A copy of all of it, whose manifests name the copied files."""
+    shutil.copytree(made, tmp_path / "root")
+    for path in tmp_path.glob(f"root/home/store/*/*/{MANIFEST}"):
+        write_manifest(path.parent, json.loads(path.read_text().replace(str(made), str(tmp_path / "root"))))
+    return tmp_path / "root"
+
+
+def artifact(root: Path, stage: str = "tokenizer") -> Artifact:
+    return ArtifactStore(root / "home").artifacts(stage)[0]
+
+
+def alter(root: Path, stage: str, change: Any) -> None:
+    """Have the manifest of a stage say something else."""
+    directory = artifact(root, stage).path
+    manifest = read_json(directory / MANIFEST)
+    change(manifest)
+    write_manifest(directory, manifest)
+
+
+def recipes(root: Path, text: str = "shards-pretrain") -> list[RebuildRecipe]:
+    return recipes_of(lineage_of(root / "home", text), root / "home")
+
+
+def again(root: Path, to: Path, text: str = "shards-pretrain", screen: Mock | None = None) -> Any:
+    found = lineage_of(root / "home", text)
+    return reproduce(found, recipes_of(found, root / "home"), to, screen or Mock())
+
+
+def test_settings_come_from_the_manifest_whatever_the_defaults_and_the_record_say(root: Path) -> None:
+    tokenizer, shards = recipes(root)
+    assert tokenizer.settings.tokenizer.vocab_size == 300 and shards.settings.reading.seed == 5
+    assert (shards.settings.runtime.threads, shards.settings.runtime.rows_per_device) == (1, 4)
+    assert tokenizer.settings.data.paths("sft") == (str(root / "data" / "*.jsonl"),)
+    assert not (root / "home" / "runs").exists()
+
+
+def test_threads_ranks_kernels_and_micro_batches_are_those_of_the_training(root: Path) -> None:
+    def trained(manifest: dict[str, Any]) -> None:
+        manifest["result"] |= {"ranks": 4, "threads": 3, "device": "cpu"}
+        runtime = manifest["provenance"]["runtime"]
+        runtime |= {"threads": None, "devices": 2, "nodes": 2, "node_rank": 1, "rendezvous": "other:1"}
+        runtime |= {"compile": True, "rows_per_device": 7, "parallel": "fsdp", "gone_by_now": 1}
+
+    alter(root, "tokenizer", trained)
+    [recipe] = recipes(root, "tokenizer")
+    runtime = recipe.settings.runtime
+    assert (runtime.devices, runtime.threads, runtime.device, runtime.nodes, runtime.node_rank) == (4, 3, "cpu", 1, 0)
+    assert (runtime.compile, runtime.rows_per_device, runtime.parallel) == (True, 7, "fsdp")
+    assert "2 machines trained together, here one does" in recipe.remarks
+    assert "this ttrain has no runtime.gone_by_now" in recipe.remarks
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda data: (data / "a.jsonl").rename(data / "c.jsonl"), "a.jsonl' but there is no such file"),
+        (lambda data: (data / "b.jsonl").write_text('{"text": "other"}\n'), "train file b.jsonl changed"),
+    ],
+)
+def test_raw_data_that_are_gone_or_changed_are_refused_before_anything_is_built(root: Path, change: Any, said: str) -> None:
+    change(root / "data")
+    with pytest.raises(ArtifactError, match=r"cannot be made again: .*tokenizer: ") as refused:
+        recipes(root)
+    assert said in str(refused.value) and "shards-pretrain: " in str(refused.value), "each stage that reads them is named"
+
+
+def test_files_that_came_later_into_the_same_folder_do_not_count_where_the_manifest_says_which(root: Path) -> None:
+    (root / "data" / "0.jsonl").write_text('{"text": "more"}\n')
+    files = tuple(str(root / "data" / f"{name}.jsonl") for name in ("a", "b"))
+    assert [recipe.settings.data.paths("pretrain") for recipe in recipes(root)] == [files, files]
+
+    def weighted(manifest: dict[str, Any]) -> None:
+        manifest["provenance"]["settings"]["data"]["pretrain"] = [{"path": str(root / "data" / "*.jsonl"), "weight": 2.0}]
+
+    for stage in ("tokenizer", "shards-pretrain"):
+        alter(root, stage, weighted)
+    with pytest.raises(ArtifactError, match=r"shards-pretrain: train file 0\.jsonl is new"):
+        recipes(root)
+    for stage in ("tokenizer", "shards-pretrain"):
+        alter(root, stage, lambda manifest: manifest["provenance"].pop("settings"))
+    with pytest.raises(ArtifactError, match=r"its manifest does not say where its data were"):
+        recipes(root)
+
+
+def test_an_interrupted_reproduction_goes_on_in_its_home_and_no_other_takes_it(root: Path, tmp_path: Path) -> None:
+    place = tmp_path / "again"
+    impatient = Mock(ended=lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    with home_for(place, "mine/1") as home, pytest.raises(Interrupted, match="stage shards-pretrain; the same command cont"):
+        again(root, home, screen=impatient)
+    with home_for(None, "mine/1") as home, pytest.raises(Interrupted, match="nothing is kept; with --home DIR"):
+        again(root, home, screen=impatient)
+    first = ArtifactStore(place).artifacts("tokenizer")[0].path.stat().st_ino
+    with home_for(place, "mine/1") as home:
+        assert again(root, home, "tokenizer").is_equal
+    assert ArtifactStore(place).artifacts("tokenizer")[0].path.stat().st_ino == first and (place / MARK_FILE).exists()
+    for name in ("mine/2", "mine/10"):
+        with (
+            pytest.raises(UsageError, match=r"--home is .*again, which holds a reproduction of mine/1"),
+            home_for(place, name),
+        ):
+            pass
+
+
+def test_a_home_with_other_files_is_refused_and_a_temporary_one_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
+    with pytest.raises(UsageError, match="which holds other files; name a directory that is new or empty"):
+        with home_for(tmp_path / "full", "mine/1"):
+            pass
+    with pytest.raises(UsageError, match="which is a file"), home_for(tmp_path / "full" / "x", "mine/1"):
+        pass
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / f".{MARK_FILE}.{2**22}.tmp").touch()
+    with home_for(tmp_path / "killed", "mine/1") as home:
+        assert (home / MARK_FILE).exists()
+    with home_for(None, "mine/1") as home:
+        (home / "x").touch()
+    assert not home.exists()
+
+
+def test_the_command_makes_the_same_bytes_or_ends_with_1_and_tells_other_code_libraries_and_machine(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*words: str) -> Result:
+        return in_process(capsys)("reproduce", *words)
+
+    def older(manifest: dict[str, Any]) -> None:
+        manifest["ingredients"]["code"]["ttrain.data.tokenizer"] = "0" * 64
+        manifest["provenance"]["libraries"]["tokenizers"] = "0.1.0"
+        manifest["provenance"]["machine"] = {"processor": "an abacus", "cores": 99}
+
+    monkeypatch.setenv("TTRAIN_HOME", str(root / "home"))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    alter(root, "tokenizer", older)
+    before = sorted((root / "home" / "store").rglob("*"))
+    done = run("shards-pretrain", "--json")
+    tokenizer, shards = done.json["stages"]
+    assert done.code == 0 and done.json["equal"] and sorted((root / "home" / "store").rglob("*")) == before
+    for stage in (tokenizer, shards):
+        assert stage["content"] == stage["rebuilt_content"] and stage["files"] == [] and stage["seconds"] > 0
+    assert shards["key"] == shards["rebuilt_key"] and shards["differences"] == []
+    told = "; ".join(tokenizer["differences"])
+    for word in ("module ttrain.data.tokenizer changed", "tokenizers 0.1.0", "processor: an abacus → ", "cores: 99 → "):
+        assert word in told
+    alter(root, "tokenizer", lambda manifest: manifest["files"]["tokenizer.json"].update(sha256="0" * 64))
+    done = run("shards-pretrain")
+    assert done.code == 1 and "tokenizer: tokenizer.json differs: content " in done.out
+    assert "DIFFERENT: tokenizer of shards-pretrain/" in done.out
+    assert "not rebuilt, because their inputs differ: shards-pretrain" in done.out
+    (root / "data" / "a.jsonl").unlink()
+    done = run("tokenizer")
+    assert done.code == 1 and "cannot be made again: tokenizer: data.pretrain is " in done.err

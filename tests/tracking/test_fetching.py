@@ -1,0 +1,344 @@
+"""Artifacts that only MLflow has: found by key, fetched as far as they are read, checked, never half; real MLflow."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.kill_points import killed_everywhere
+from support.paths import ROOT
+from support.tracked_stores import client_of
+from support.waiting import stopwatch
+
+from ttrain.core.files import read_json
+from ttrain.engine.planner import explain
+from ttrain.errors import ArtifactError
+from ttrain.lineage.names import resolve
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.damaged import DamagedArtifact, set_aside
+from ttrain.store.layout import Artifact, write_manifest
+from ttrain.store.registry import Registry
+from ttrain.tasks import STAGES
+from ttrain.tracking.artifact_source import InTracker
+from ttrain.tracking.mirror import Mirror, TrackedRun
+
+STAGE, KEY, EXPERIMENT = "shards-sft", "k" * 64, "ttrain"
+HELDOUT = {"heldout/index.json": b"[1]", "heldout/00.arrow": b"heldout rows"}
+PUBLIC = {**HELDOUT, "train/index.json": b"[1, 2]", "train/00.arrow": b"rows" * 400_000, "index.json": b"{}"}
+PRIVATE = {"run/log.txt": b"log", "checkpoints/step-1/state.json": b"1"}
+MANIFEST = {"result": {"rows": 3}, "ingredients": {"settings": {}}, "inputs": {}}
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory, add_database: Callable[[Path], None]) -> Path:
+    """A home in which the artifact was made and tracked, in the home's own database."""
+    home = tmp_path_factory.mktemp("pristine") / "home"
+    add_database(home)
+    track(home, make(home))
+    return home
+
+
+@pytest.fixture
+def bare_home(tmp_path: Path, pristine: Path) -> Path:
+    """A copy of that home whose store is gone."""
+    shutil.copytree(pristine, tmp_path / "home")
+    shutil.rmtree(tmp_path / "home" / "store")
+    return tmp_path / "home"
+
+
+def make(home: Path, stage: str = STAGE, files: Mapping[str, bytes] | None = None, **manifest: Any) -> Artifact:
+    store, output = ArtifactStore(home), home / "work" / stage / KEY / "output"
+    for name, data in (files or {**PUBLIC, **PRIVATE}).items():
+        (output / name).parent.mkdir(parents=True, exist_ok=True)
+        (output / name).write_bytes(data)
+    return store.publish(stage, KEY, output, {**MANIFEST, **manifest})
+
+
+def track(home: Path, artifact: Artifact, status: str = "FINISHED", experiment: str = EXPERIMENT) -> None:
+    """As a run does when its stage has ended."""
+    tags = {"ttrain.stage": artifact.stage, "ttrain.key": artifact.key}
+    run = TrackedRun(f"{artifact.path}", "full", artifact.stage, experiment, time.time(), status, tags=tags)
+    paths = (path for path in artifact.path.rglob("*") if path.is_file())
+    run.files = {f"{artifact.stage}/{path.relative_to(artifact.path).as_posix()}": path for path in paths}
+    assert Mirror(home).push(run)
+
+
+def store_of(home: Path) -> ArtifactStore:
+    return ArtifactStore(home, InTracker(home, EXPERIMENT))
+
+
+def found(store: ArtifactStore) -> Artifact:
+    artifact = store.find(STAGE, KEY)
+    assert artifact is not None
+    return artifact
+
+
+def files_in(directory: Path) -> dict[str, bytes]:
+    paths = [path for path in directory.rglob("*") if path.is_file() and path.name != "manifest.json"]
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
+
+
+@pytest.mark.parametrize(
+    "by_http", [pytest.param(False, id="own database"), pytest.param(True, id="server", marks=pytest.mark.soak)]
+)
+def test_it_is_found_by_its_key_and_only_what_is_read_is_fetched(
+    tmp_path: Path, bare_home: Path, by_http: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = make(tmp_path / "first")
+    if by_http:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", request.getfixturevalue("server"))
+        track(tmp_path / "first", original)
+        bare_home = tmp_path / "second"
+    store, said = store_of(bare_home), list[str]()
+    artifact = found(store)
+    assert (artifact.content, artifact.result) == (original.content, original.result)
+    assert not artifact.path.exists(), "a question fetches nothing"
+    part = store.complete(artifact, ("heldout",), said.append)
+    assert files_in(part.path) == HELDOUT and said == ["fetching 2 files of shards-sft (15 B)"]
+    assert ArtifactStore(bare_home).find(STAGE, KEY) == part, "what is here needs no tracker to be a hit"
+    assert part.part(("heldout",)) == original.part(("heldout",))
+    whole = store.complete(artifact, (), said.append)  # the same, stale artifact
+    assert files_in(whole.path) == PUBLIC and said[1:] == ["fetching 3 files of shards-sft (1.6 MB)"]
+    assert store.complete(whole, (), said.append) == whole and len(said) == 2
+    assert not list((bare_home / "work" / STAGE).glob("*.fetch"))
+    stamps = {name: entry["mtime_ns"] for name, entry in original.manifest["files"].items() if name in PUBLIC}
+    if by_http:
+        assert {name: (whole.path / name).stat().st_mtime_ns for name in PUBLIC} == stamps, "a hit costs a stat"
+    (whole.path / "heldout" / "00.arrow").unlink()
+    assert ArtifactStore(bare_home).find(STAGE, KEY) is None, "what was fetched can be damaged, as all that is here"
+
+
+@pytest.mark.long
+@pytest.mark.soak
+def test_a_registered_adapter_is_fetched_with_the_model_it_goes_onto(
+    tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
+    first, second = tmp_path / "first", tmp_path / "second"
+    model = {"model/config.json": b"{}", "model/model.safetensors": b"weights", "model/tokenizer.json": b"{}"}
+    adapter = {
+        "adapter/adapter_config.json": b"{}",
+        "adapter/adapter_model.safetensors": b"adapter",
+        "adapter/base.json": json.dumps({"base_weights_sha256": hashlib.sha256(b"weights").hexdigest()}).encode(),
+    }
+    track(first, make(first, "sft", model))
+    made = make(first, "lora", adapter, inputs={"base": {"stage": "sft", "key": KEY, "content": ""}})
+    track(first, made)
+    Registry(second).register_model("mine-lora", made, "full")
+    reference = resolve("mine-lora/1", second)
+    assert reference.adapter == ArtifactStore(second).path("lora", KEY) / "adapter"
+    assert reference.model == ArtifactStore(second).path("sft", KEY) / "model"
+    assert files_in(reference.model.parent) == model and files_in(reference.adapter.parent) == adapter
+
+
+def test_a_hit_here_loads_no_tracker_a_miss_no_mlflow_and_a_name_no_torch(bare_home: Path) -> None:
+    make(bare_home)
+    files = ("config.json", "model.safetensors", "tokenizer.json")
+    model = make(bare_home, "sft", {f"model/{name}": b"{}" for name in files})
+    script = f"""
+import sys
+from pathlib import Path
+from ttrain.tracking.artifact_source import InTracker
+from ttrain.store.artifacts import ArtifactStore
+home = Path({str(bare_home)!r})
+store = ArtifactStore(home, InTracker(home, {EXPERIMENT!r}))
+assert store.find({STAGE!r}, {KEY!r}) and "ttrain.tracking.artifact_source" not in sys.modules
+from ttrain.lineage.names import resolve
+assert resolve("sft", home).model == Path({str(model.path)!r}) / "model"
+assert store.find({STAGE!r}, "another") is None and "ttrain.tracking.artifact_source" in sys.modules
+assert not {{"mlflow", "sqlalchemy", "torch", "transformers"}} & {{*sys.modules}}
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+def held(home: Path) -> Path:
+    """Where the newest tracked run of the home keeps the artifact's files."""
+    return max((home / "mlflow" / "artifacts").glob(f"*/artifacts/{STAGE}"), key=lambda path: path.stat().st_mtime_ns)
+
+
+def test_other_bytes_are_refused_and_nothing_is_left(bare_home: Path) -> None:
+    target = held(bare_home) / "train" / "00.arrow"
+    target.unlink()  # it may be the same file as another home's
+    target.write_bytes(b"sowr" * 400_000)
+    store = store_of(bare_home)
+    with pytest.raises(
+        ArtifactError, match=r"train/00.arrow of shards-sft kkk.* is not what was published.*rerun shards-sft"
+    ):
+        store.complete(found(store))
+    assert ArtifactStore(bare_home).find(STAGE, KEY) is None and not store.path(STAGE, KEY).exists()
+    assert store.complete(found(store), ("heldout",)).path.is_dir(), "the other files are as good as they were"
+
+
+def test_what_is_not_whole_there_is_not_there_and_an_older_one_is_taken(bare_home: Path, tmp_path: Path) -> None:
+    older = held(bare_home)
+    track(bare_home, make(tmp_path / "again"))
+    newer = next(path for path in (bare_home / "mlflow" / "artifacts").glob(f"*/artifacts/{STAGE}") if path != older)
+    shutil.copytree(newer, tmp_path / "whole")
+    manifest = json.loads((newer / "manifest.json").read_bytes())
+    outside = {**manifest, "files": {"../evil": {"bytes": 4, "sha256": "0" * 64, "mtime_ns": 1}}}
+    (newer.parent / "evil").write_text("evil")
+    harms: dict[str, Callable[[], object]] = {
+        "missing": (newer / "heldout" / "00.arrow").unlink,
+        "shorter": lambda: (newer / "index.json").write_bytes(b"{"),
+        "no manifest": (newer / "manifest.json").unlink,
+        "another's": lambda: write_manifest(newer, {**manifest, "key": "l" * 64}),
+        "outside": lambda: write_manifest(newer, outside),
+    }
+    for name, harm in harms.items():
+        shutil.rmtree(newer)
+        shutil.copytree(tmp_path / "whole", newer)
+        harm()
+        store = store_of(bare_home)
+        assert files_in(store.complete(found(store)).path) == PUBLIC, name
+        shutil.rmtree(bare_home / "store")
+        older.rename(tmp_path / "older")
+        assert store_of(bare_home).find(STAGE, KEY) is None, name
+        (tmp_path / "older").rename(older)
+    assert store_of(tmp_path / "none").find(STAGE, KEY) is None
+
+
+def test_only_finished_runs_of_the_experiment_count(tmp_path: Path, pristine: Path) -> None:
+    home = tmp_path / "home"
+    shutil.copytree(pristine / "mlflow", home / "mlflow")
+    run_id = held(home).parents[1].name
+    client = client_of(home)
+    for status in ("RUNNING", "FAILED", "FINISHED"):
+        client.update_run(run_id, status=status)
+        assert (store_of(home).find(STAGE, KEY) is not None) == (status == "FINISHED"), status
+    assert ArtifactStore(home, InTracker(home, "another")).find(STAGE, KEY) is None
+    assert ArtifactStore(home, InTracker(home)).find(STAGE, KEY) is not None, "of any experiment"
+    client.delete_run(run_id)
+    assert ArtifactStore(home, InTracker(home)).find(STAGE, KEY) is None
+
+
+DISK_CALLS = ("fsync", "rename", "replace", "unlink", "utime", "mkdir", "link")
+
+
+@pytest.mark.soak
+def test_a_kill_at_any_moment_leaves_nothing_half(bare_home: Path, tmp_path: Path) -> None:
+    calls = killed_everywhere(bare_home, tmp_path / "copies", DISK_CALLS, complete_in_two_steps)
+    assert calls > 20, "every call that reaches the disk was one of the moments"
+    for victim in (tmp_path / "copies" / str(number) for number in range(1, calls)):
+        before = ArtifactStore(victim).find(STAGE, KEY)  # undamaged, where it is there
+        here = {} if before is None else {name: PUBLIC[name] for name in PUBLIC if name not in before.absent}
+        assert before is None or here.items() <= files_in(before.path).items()
+        complete_in_two_steps(victim)
+        assert files_in(ArtifactStore(victim).path(STAGE, KEY)) == PUBLIC
+
+
+def complete_in_two_steps(home: Path) -> None:
+    store = store_of(home)
+    store.complete(found(store), ("heldout",))
+    store.complete(found(store))
+
+
+def test_a_file_that_an_earlier_try_fetched_is_not_fetched_again(bare_home: Path) -> None:
+    asked = list[str]()
+
+    class Unsteady(InTracker):
+        def fetch(self, stage: str, key: str, name: str, to: Path) -> None:
+            asked.append(name)
+            if len(asked) == 3:
+                to.write_bytes(b"ha")
+                raise ArtifactError("the server went away")
+            super().fetch(stage, key, name, to)
+
+    store = ArtifactStore(bare_home, Unsteady(bare_home, EXPERIMENT))
+    with pytest.raises(ArtifactError, match="went away"):
+        store.complete(found(store))
+    assert files_in(store.complete(found(store)).path) == PUBLIC
+    assert len(asked) == len(PUBLIC) + 1
+
+
+@pytest.mark.parametrize("manifest", [None, "another's"])
+def test_what_lies_in_its_place_and_is_not_it_is_set_aside(bare_home: Path, manifest: str | None) -> None:
+    store = store_of(bare_home)
+    artifact, place = found(store), store.path(STAGE, KEY)  # it came there after the plan
+    place.mkdir(parents=True)
+    (place / "mine.txt").write_text("mine")
+    if manifest:  # a directory that was copied to another key's place
+        entry = {"bytes": 4, "sha256": hashlib.sha256(b"mine").hexdigest(), "mtime_ns": 1}
+        told = {**MANIFEST, "format": 1, "stage": STAGE, "key": "l" * 64, "published": 1.0, "files": {"mine.txt": entry}}
+        write_manifest(place, told)
+    assert store.find(STAGE, KEY) is None, "a plan that is made now calls it damaged"
+    assert files_in(store.complete(artifact).path) == PUBLIC
+    (aside,) = (bare_home / "replaced" / STAGE).iterdir()
+    assert (aside / "mine.txt").read_text() == "mine"
+
+
+def test_an_artifact_whose_manifest_is_damaged_is_named_although_mlflow_has_it_whole(bare_home: Path) -> None:
+    """MLflow's copy would stand in the plan as cached, while no command that reads the store alone could find it."""
+    store, place = store_of(bare_home), ArtifactStore(bare_home).path(STAGE, KEY)
+    store.complete(found(store))
+    os.truncate(place / "manifest.json", 40)
+    assert store.find(STAGE, KEY) is None
+    damaged, hint = explain(STAGES[STAGE], KEY, {}, store)
+    assert damaged.startswith("its artifact is damaged: manifest.json cannot be read")
+    assert hint == "MLflow has an intact copy: `ttrain artifacts verify --set-aside` lets the next run fetch it"
+    with pytest.raises(
+        ArtifactError, match=rf"{STAGE} kkk+ is damaged: manifest\.json cannot.*; `ttrain artifacts verify --set"
+    ):
+        store.latest(STAGE)
+    set_aside(store, [DamagedArtifact(path, problem) for path, problem in store.unreadable().items()])
+    assert found(store).absent and len([*(bare_home / "replaced" / STAGE).iterdir()]) == 1
+
+
+def test_two_at_once_fetch_each_file_once(bare_home: Path) -> None:
+    asked = list[str]()
+
+    class Slow(InTracker):
+        def fetch(self, stage: str, key: str, name: str, to: Path) -> None:
+            asked.append(name)
+            time.sleep(0.05)
+            super().fetch(stage, key, name, to)
+
+    def complete(_: int) -> str:
+        store = ArtifactStore(bare_home, Slow(bare_home, EXPERIMENT))
+        return store.complete(found(store)).content
+
+    with ThreadPoolExecutor(3) as pool:
+        assert len({*pool.map(complete, range(3))}) == 1
+    assert sorted(asked) == sorted(PUBLIC)
+
+
+def test_a_moved_home_fetches_from_itself(bare_home: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    shutil.copytree(bare_home, moved)
+    shutil.rmtree(bare_home / "mlflow" / "artifacts")  # the database of the copy still names it
+    store = store_of(moved)
+    assert files_in(store.complete(found(store)).path) == PUBLIC
+
+
+def test_a_server_that_does_not_answer_is_a_miss_soon_and_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:secret@127.0.0.1:{silent.getsockname()[1]}")
+        store, waited = store_of(tmp_path / "home"), stopwatch()
+        with caplog.at_level(logging.WARNING, "ttrain"):
+            assert [store.find(STAGE, key) for key in ("1", "2", "3")] == [None] * 3
+    assert waited() < 15
+    [record] = caplog.records
+    assert "cannot be queried for artifacts" in record.getMessage() and "secret" not in record.getMessage()
+
+
+def test_a_part_without_a_tracker_says_what_to_do(bare_home: Path) -> None:
+    store = store_of(bare_home)
+    store.complete(found(store), ("heldout",))
+    alone = ArtifactStore(bare_home)
+    with pytest.raises(ArtifactError, match=r"lacks index.json, which stayed in MLflow.*tracking.enabled=true"):
+        alone.complete(found(alone))
+    assert read_json(found(alone).path / "manifest.json")["absent"]

@@ -1,0 +1,143 @@
+"""What a pipeline's tracked run shows: curves whose step is tokens, the settings that are not defaults, a description."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttrain.config import TRAININGS, flatten
+from ttrain.config.loading import load
+from ttrain.reports import facts, summary
+from ttrain.store.runs import RunRecord
+from ttrain.tracking import run_summary
+
+RUN = {
+    "run": "full-1",
+    "pipeline": "full",
+    "outcome": "completed",
+    "stages": [
+        {"name": "sft", "outcome": "completed", "seconds": 2.0, "metric": "validation_loss 4.1"},
+        {"name": "lora", "outcome": "failed", "error": "a <b>line\n| with bars"},
+    ],
+}
+
+
+def line(step: int, **metrics: float | None) -> dict[str, Any]:
+    return {"step": step, "tokens": step * 512, "time": 100.0 + step, "metrics": metrics}
+
+
+def test_the_step_of_a_curve_is_its_tokens() -> None:
+    lines = [line(5, loss=3.0, grad_norm=1.0), line(5, validation_loss=3.5), line(10, loss=None)]
+    lines.append({"step": 1, "metrics": {"loss": 1.0}})  # without tokens
+    assert list(run_summary.curves("sft", lines)) == [
+        {"step": 2560, "time": 105.0, "metrics": {"Curves/sft loss": 3.0}},
+        {"step": 2560, "time": 105.0, "metrics": {"Curves/sft validation": 3.5}},
+        {"step": 5120, "time": 110.0, "metrics": {"Curves/sft loss": None}},
+    ]
+
+
+def test_the_names_of_curves_fit_the_titles_of_mlflows_charts_and_stand_first() -> None:
+    names = [run_summary.curve_name(stage, metric) for metric in run_summary.TITLES for stage in TRAININGS]
+    assert max(map(len, names)) <= 27 and max(names) < min(["champion/x", "eval/x", "lora/x"])
+
+
+def test_quick_validations_are_one_curve_with_the_one_at_the_end_where_they_end() -> None:
+    quick = [line(step, validation_loss_quick=loss) for step, loss in ((0, 9.0), (5, 7.0), (10, 6.5))]
+
+    def points(rows: list[dict[str, Any]]) -> list[tuple[int, float]]:
+        return [(row["step"], row["metrics"]["Curves/sft validation"]) for row in run_summary.curves("sft", rows)]
+
+    end = line(10, validation_loss=6.75)
+    assert points([*quick, end]) == [(0, 9.25), (2560, 7.25), (5120, 6.75)], "harder by 0.25 than the few rows"
+    assert points(quick) == [(0, 9.0), (2560, 7.0), (5120, 6.5)], "nothing to move them to yet"
+    none = [*quick[:2], line(10, validation_loss_quick=None), end]
+    assert points(none)[:2] == [(0, 9.0), (2560, 7.0)]
+
+
+def test_a_long_curve_keeps_a_thousand_losses_its_end_and_every_validation() -> None:
+    lines = [line(step, loss=1 / step) for step in range(1, 10_001)]
+    lines += [line(step, validation_loss=1 / step) for step in range(100, 10_001, 100)]
+    rows = list(run_summary.curves("pretrain", lines))
+    losses = [row["step"] for row in rows if "Curves/pretrain loss" in row["metrics"]]
+    assert 900 < len(losses) <= run_summary.POINTS + 1 and (losses[0], losses[-1]) == (512, 5_120_000)
+    assert len([row for row in rows if "Curves/pretrain validation" in row["metrics"]]) == 100
+
+
+def test_the_settings_file_of_a_run_gives_the_same_settings(tmp_path: Path) -> None:
+    settings = load(["sft.optim.lr=2e-4", "model.layers=6", "sft.optim.betas=[0.9, 0.99]"], environment={}).settings
+    everything = dict(flatten(settings.model_dump(mode="json")))
+    changed = {name: value for name, (value, _) in facts.changed_settings(everything).items()}
+    by_rule = {"model.tie_embeddings", "pretrain.optim.head_lr"}
+    assert set(changed) == {"sft.optim.lr", "model.layers", "sft.optim.betas", *by_rule}
+    text = run_summary.as_yaml(changed, everything)
+    (tmp_path / "settings.yaml").write_text(text, encoding="utf-8")
+    assert load(files=[tmp_path / "settings.yaml"], environment={}).settings == settings
+    plain = text.partition("# Everything else")[0] + text.partition("default:\n")[2].replace("# ", "")
+    assert "\n#   seed: 1\n" in text and all(name.rpartition(".")[2] in plain for name in everything)
+    masked = run_summary.as_yaml({"task.api_key": "***", "task.size": 3}, {})
+    assert masked.startswith("task:\n  size: 3\n\n#") and "***" not in masked, "no setting becomes its mask"
+
+
+def test_the_parameters_of_a_run_are_what_is_not_the_default_and_ten_that_no_rule_sets() -> None:
+    settings = load(["sft.optim.lr=2e-4", "runtime.threads=1"], environment={}).settings
+    params = facts.parameters(dict(flatten(settings.model_dump(mode="json"))))
+    assert set(params) == {*facts.MAIN_SETTINGS, "runtime.threads"} - {"pretrain.optim.lr"}, "a rule sets that"
+
+
+def test_a_description_is_the_note_then_what_is_unusual_and_the_metric(tmp_path: Path) -> None:
+    run = {**RUN, "note": "Three\nepochs", "settings": {"name": "mine"}}
+    first, second, _, third, *rest = run_summary.description(tmp_path, run, {"eval/bits_per_byte": 1.44659}).split("\n")
+    assert (first, second, third) == ("Three  ", "epochs", "the first run of mine: 1.4466 bits per byte")
+    table = [row for row in rest if row.startswith("| lora")]
+    assert table == ["| lora | failed | – | a &lt;b>line \\| with bars |"]
+    assert "ttrain report full-1" in rest[-1]
+    failed = {**run, "note": "", "outcome": "failed", "error": "disk full"}
+    text = run_summary.description(tmp_path, failed, {}, (), {"mine": "2"})
+    assert text.startswith("the first run of mine\n\n**failed**: disk full\n")
+    assert "Registered: [mine version 2](#/models/mine/versions/2)." in text
+
+
+def test_usual_is_the_most_common_setting_of_the_earlier_runs_of_the_name(tmp_path: Path) -> None:
+    def record(**changes: object) -> dict[str, Any]:
+        settings = {"name": "mine", "sft": {"epochs": 1, "seed": 1}, "model": {"layers": 2}, **changes}
+        run = RunRecord(tmp_path, "full", [], settings)
+        run.finish("completed", {})
+        return run.snapshot()
+
+    first, second = record(), record(model={"layers": 3})
+    record(name="other", model={"layers": 9})
+    third, fourth = record(sft={"epochs": 3, "seed": 2}), record()
+    texts = [run_summary.difference(tmp_path, run) for run in (first, second, third, fourth)]
+    assert texts == [
+        "the first run of mine",
+        "`model.layers=3`",
+        "`sft.epochs=3`, `sft.seed=2`",  # of two values the older one is usual
+        "the usual settings",
+    ]
+
+
+def test_charts_of_later_stages_come_later() -> None:
+    names = [run_summary.curve_name(stage, "loss") for stage in TRAININGS]
+    assert names == sorted(names) and names[-1] == "Curves/then lora loss"
+
+
+def test_figures_are_as_short_as_a_table_needs_them_and_counts_are_whole() -> None:
+    trained = {"validation_loss": 1.34853170088, "tokens": 123_456_789, "loss": math.nan, "tokens_per_second": 1234567.8}
+    found = summary.metrics_of({"pretrain": trained})
+    assert (found["pretrain/validation_loss"], found["pretrain/tokens"]) == (1.348532, 123_456_789)
+    assert found["pretrain/tokens_per_second"] == 1234568
+    assert math.isnan(found["pretrain/loss"])
+
+
+def test_the_cost_counts_every_training_once_and_the_steps_before_a_kill() -> None:
+    half = {"steps": 40, "resumed_from_step": 20, "train_seconds": 10.0, "ranks": 2, "loss": 1.0}
+    whole = {"steps": 5, "resumed_from_step": 0, "train_seconds": 16.0, "ranks": 1}
+    found = summary.metrics_of({"pretrain": half, "sft": whole, "tokenizer": {"train_seconds": 99.0}})
+    assert found["total/train_seconds"] == pytest.approx(36)
+    assert found["total/device_hours"] == pytest.approx((20 * 2 + 16) / 3600, rel=1e-5)
+    nothing_left = {"steps": 40, "resumed_from_step": 40, "train_seconds": 0.1}
+    assert not any(name.startswith("total/") for name in summary.metrics_of({"sft": nothing_left}))
+    assert math.isfinite(found["pretrain/loss"])

@@ -1,0 +1,1 @@
+"""What a name means in a home, what it was made of, and how to make it again."""

@@ -1,1 +1,0 @@
-"""Plan, resume, launch, processes, execution, names, lineage, summaries."""

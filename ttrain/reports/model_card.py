@@ -1,0 +1,127 @@
+"""The model card of an export, `README.md`, made from the model's manifests by `model_card.md`.
+
+The Hugging Face Hub reads the block at the top: https://huggingface.co/docs/hub/model-cards
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ttrain.config.training import TRAINING_STAGES
+from ttrain.core.terminal import escaped
+from ttrain.core.text import format_value, short_digest
+from ttrain.reports import facts
+from ttrain.reports import summary as report
+from ttrain.reports.history import History
+from ttrain.store.layout import Artifact
+
+TEMPLATE = Path(__file__).with_name("templates") / "model_card.md"
+SHOWN_ARTIFACTS = 40  # the newest; a year of nights has some 2,000 behind its model
+
+
+@dataclass(frozen=True)
+class Exported:
+    """An exported model: `files` is "model" or "adapter"."""
+
+    name: str
+    files: str
+    dtype: str
+    parameters: int
+    config: Mapping[str, Any]  # of the model, or of the model that the adapter goes onto
+    merged: bool = False
+    base_digest: str | None = None  # of an adapter
+    licence: str | None = None
+    has_code: bool = False  # the directory brings Python files of its own
+
+
+def card(exported: Exported, history: History) -> str:
+    """The model card in Markdown."""
+    from huggingface_hub import ModelCard, ModelCardData
+
+    is_adapter = exported.files == "adapter"
+    last = history.artifacts[-1] if history.artifacts else None
+    row = TRAINING_STAGES.get(last.stage) if last else None
+    recent = history.artifacts[-SHOWN_ARTIFACTS:]
+    shards = [made for made in history.artifacts if made.stage.startswith("shards-")]
+    settings = {
+        name: value
+        for artifact in history.artifacts
+        for name, value in artifact.manifest["ingredients"].get("settings", {}).items()
+    }
+    metadata = ModelCardData(
+        library_name="peft" if is_adapter else "transformers",
+        pipeline_tag="text-generation",
+        license=exported.licence,
+        base_model=history.base,
+        tags=["ttrain", "adapter"] if is_adapter else ["ttrain"],
+    )
+    filled = ModelCard.from_template(
+        metadata,
+        template_path=str(TEMPLATE),
+        exported=exported,
+        history=history,
+        summary=summary(exported, last),
+        is_adapter=is_adapter,
+        chats=is_adapter or row is None or row.role != "base",
+        model=row.model if row else None,
+        recent=recent,
+        earlier=len(history.artifacts) - len(recent),
+        trainings=[made for made in recent if "train_seconds" in made.result],
+        shards=[made for made in shards if made.result.get("files")],
+        evaluation=evaluation_rows(history),
+        versions=facts.versions_of(artifact.manifest for artifact in recent[-1:]),
+        settings=sorted(settings.items()),
+        changed=sorted(facts.changed_settings(settings).items()),
+        files_of=facts.files_of,
+        digests_of=_digests,
+        cell=_cell,
+        short=short_digest,
+        json=json.dumps,
+    )
+    return f"{filled.content}\n"
+
+
+def summary(exported: Exported, last: Artifact | None) -> str:
+    """Describe the model in a sentence or two."""
+    row = TRAINING_STAGES.get(last.stage) if last else None
+    if exported.files == "adapter":
+        text = f"An adapter with {exported.parameters:,} parameters (PEFT), trained on top of a model that it is bound to"
+    elif exported.merged:
+        text = f"A language model with {exported.parameters:,} parameters, with the weights of an adapter merged into it"
+    else:
+        text = f"{(row and row.summary) or 'A causal language model'}, with {exported.parameters:,} parameters"
+    return f"{text}. Its numbers are {exported.dtype}. Made with ttrain."
+
+
+def _digests(history: History, shards: Artifact) -> dict[Any, str]:
+    """Short digests of the files that shards were made of: by (role, name), the quickstart's by name."""
+    key = shards.manifest["inputs"].get("source", {}).get("key")
+    sources = [made for made in history.artifacts if made.stage == "source" and made.key == key]
+    written = sources[0].manifest["files"] if sources else {}
+    read = {(role, name): digest for role, name, digest in facts.files_of(shards.manifest)}
+    return {**read, **{name: short_digest(entry["sha256"]) for name, entry in written.items()}}
+
+
+def evaluation_rows(history: History) -> list[report.EvaluationRow]:
+    """(metric, value, remark) of the model and of those below it; [] if it was not evaluated."""
+    if history.evaluation is None:
+        return []
+    stages = {artifact.stage for artifact in history.artifacts}
+    later = [row for name, row in TRAINING_STAGES.items() if row.role != "base" and name not in stages]
+    later_models = [row.model for row in later]  # trained on top of it
+    suffixes = tuple(f"{mark}{name}" for name in later_models for mark in "_/")
+    metrics = report.metrics_of({"evaluate": history.evaluation.result})
+    shown = {name: value for name, value in metrics.items() if not name.endswith(suffixes)}
+    result = dict(history.evaluation.result)
+    if suites := result.get("suites"):
+        result["suites"] = {**suites, "models": [name for name in suites["models"] if name not in later_models]}
+    return report.rows(shown, {"evaluate": result})
+
+
+def _cell(value: object) -> str:
+    """A value in a cell of a table."""
+    return escaped(format_value(value)).replace("|", "\\|")
