@@ -10,13 +10,13 @@ from support.tiny_stages import planned, run_of
 
 from ttrain.config import Settings
 from ttrain.core.files import read_json, write_json
+from ttrain.engine import baseline
 from ttrain.engine.execution import PipelineRun
 from ttrain.errors import UsageError
 from ttrain.evaluate.task_result import Metric, ScoreTable
 from ttrain.store import artifacts, layout
 from ttrain.store.references import Registered
 from ttrain.store.registry import Registry, Version
-from ttrain.tracking import run_summary
 
 STAGES = ("tokenizer", "pretrain", "sft", "lora", "evaluate")
 
@@ -121,18 +121,18 @@ def test_a_run_has_the_champion_as_a_baseline_where_it_scored_the_same_records(s
     store = artifacts.ArtifactStore(sets_home)
     evaluated(store, 1, ["one", "two"], 4.0)
     same, other = evaluated(store, 2, ["one", "two"], 2.0), evaluated(store, 3, ["one", "three"], 2.0)
-    assert run_summary.of(same, "mine", store) == {}, "nothing is champion"
+    assert baseline.champion_results(same, "mine", store) == {}, "nothing is champion"
     Registry(sets_home).promote("mine", "1")
-    found = run_summary.of(same, "mine", store)["evaluate-champion"]
+    found = baseline.champion_results(same, "mine", store)["evaluate-champion"]
     assert found["metrics"] == {"bits_per_byte": 8 / 6, "chat_loss_sft": 1.0}
     assert set(found["intervals"]) == {*found["metrics"]}
-    assert set(run_summary.of(other, "mine", store)["evaluate-champion"]["metrics"]) == {"chat_loss_sft"}
-    assert run_summary.of(same, "another", store) == {}
+    assert set(baseline.champion_results(other, "mine", store)["evaluate-champion"]["metrics"]) == {"chat_loss_sft"}
+    assert baseline.champion_results(same, "another", store) == {}
     scores = read_json(other.path / "scores.json") or {}
     scores["metrics"]["chat_loss_sft"]["sizes"] = [5]
     (other.path / "scores.json").unlink()  # a link into the store's own
     write_json(other.path / "scores.json", scores)
-    found = run_summary.of(other, "mine", store)["evaluate-champion"]
+    found = baseline.champion_results(other, "mine", store)["evaluate-champion"]
     assert found["metrics"] == {}, "a loss per token of another tokenizer tells nothing"
     Registry(sets_home).promote("mine", "2")
-    assert run_summary.of(same, "mine", store) == {}, "it is itself the champion"
+    assert baseline.champion_results(same, "mine", store) == {}, "it is itself the champion"

@@ -42,7 +42,7 @@ from ttrain.store.model_files import (
 )
 from ttrain.store.registry import CHAMPION, ModelSet, Registry
 from ttrain.tasks import OF_NIGHTS, SFT, STAGES
-from ttrain.tracking.artifact_source import InTracker
+from ttrain.tracking.artifact_source import MlflowArtifacts
 from ttrain.tracking.registered import take_over_champions
 
 MODEL_DIRECTORY, ADAPTER_DIRECTORY = "model", "adapter"  # of an artifact
@@ -255,7 +255,7 @@ class _Resolver:
 
     def _fetched(self, stage: str, key: str) -> Artifact | None:
         """Fetch the model's files from MLflow, with the base model of an adapter; None if they are not there."""
-        store = ArtifactStore(self.store.root, InTracker(self.store.root))
+        store = ArtifactStore(self.store.root, MlflowArtifacts(self.store.root))
         artifact = store.find(stage, key)
         if artifact is None:
             return None
