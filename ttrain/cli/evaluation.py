@@ -30,7 +30,7 @@ from ttrain.store.model_files import Reference
 from ttrain.store.run_evaluations import RunEvaluation, heldout_shards
 from ttrain.tasks.shards import heldout_records
 from ttrain.tracking import pusher
-from ttrain.tracking.registration import EVALUATION_TABLE
+from ttrain.tracking.run_summary import EVALUATION_TABLE
 
 COMPARISON_TABLE = "comparison_table.json"
 Records = Mapping[str, Sequence[JsonObject]]

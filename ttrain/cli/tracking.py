@@ -41,10 +41,8 @@ def track_push(
     """
     from ttrain.store import run_views
     from ttrain.tracking import pusher
-    from ttrain.tracking.client import need_mlflow
     from ttrain.tracking.tracked_runs import is_tracked
 
-    need_mlflow("runs are pushed to")
     root = usable_home()
     names = None if run is None else [run_views.find_record(root, run)["run"]]
     if everything:

@@ -35,7 +35,7 @@ from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.runs import MetricRow
 from ttrain.tracking.mirror import TrackedRun
-from ttrain.tracking.pusher import SWEEP, Pusher, track
+from ttrain.tracking.pusher import Pusher, keep_sweep, track
 from ttrain.tracking.tracked_runs import NOTE, id_of, status_of
 
 POLL_SECONDS = 0.1
@@ -73,9 +73,8 @@ class TrialRunner:
                 store.root,
                 sweep.name,
                 lambda bound: sweep.note(tracking={"run_id": bound.run_id, "experiment_id": bound.experiment_id}),
-                self._tracked,
-                sweep.path / SWEEP,
             )
+            keep_sweep(store.root, self._tracked())
             self._pusher.start()
 
     def run(self) -> None:
@@ -153,6 +152,7 @@ class TrialRunner:
             self._error = failure
             outcome = RUNNING
         trial = self.sweep.put(replace(running.trial, outcome=outcome, value=value, seconds=seconds, error=error))
+        self._keep()
         if outcome != RUNNING:
             result = summary.outcome(trial) if value is None else f"{value:.4f}"
             so_far = summary.verdict(self.sweep.trials, self.request.measure)
@@ -163,8 +163,14 @@ class TrialRunner:
             self._stop_trials(self._stop_signal() or signal.SIGTERM)
             time.sleep(POLL_SECONDS)
         self.sweep.note(outcome=outcome)
+        self._keep()
         if self._pusher:
             self._pusher.finish()
+
+    def _keep(self) -> None:
+        """Keep what trackers show of the sweep, for the next push."""
+        if self._pusher:
+            keep_sweep(self.store.root, self._tracked())
 
     def _tracked(self) -> TrackedRun:
         """The sweep as trackers show it: the table of its trials, and the metrics of the best, so that it stands beside

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,6 @@ from ttrain.store.registry import Version
 from ttrain.tasks import STAGES
 from ttrain.tracking import datasets as inputs
 from ttrain.tracking.artifact_source import MlflowArtifacts
-from ttrain.tracking.book import Book
-from ttrain.tracking.client import tracking_uri
 
 
 @dataclass(frozen=True)
@@ -63,16 +61,13 @@ class _Walk:
     def __init__(self, home: Path, target: LineageTarget) -> None:
         self._store, self._target = ArtifactStore(home), target
         self._tracked, self._begun = MlflowArtifacts(home), set[str]()
-        self._pushed = Book(home, tracking_uri(home)).runs
 
     def begin(self, names: Iterable[tuple[str, str]]) -> Iterator[Link]:
         """The links of these that were not met yet."""
         for stage, key in sorted(names, key=_models_first):
             if key not in self._begun:
                 self._begun.add(key)
-                link = self._link(stage, key)
-                run_ids = self._pushed.get(link.run or "", {}).get("stages", {})
-                yield replace(link, run_id=link.run_id or run_ids.get(stage))
+                yield self._link(stage, key)
 
     def _link(self, stage: str, key: str) -> Link:
         path = self._store.path(stage, key)

@@ -8,7 +8,6 @@ the tokenizer too, and is a tag of the link between run and data set.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -22,11 +21,10 @@ TRAINING, VALIDATION, EVALUATION = "training", "validation", "evaluation"
 CONTEXT = "mlflow.data.context"  # the tag that MLflow's pages show beside a data set
 TOKENS = "tokens"
 DIGEST_CHARACTERS = 12  # MLflow takes 36; its pages show it in the table of runs
-SOURCE_BYTES = 60_000  # of MLflow's 65535
+LISTED_FILES = 100  # of a data set: MLflow takes 65,535 bytes
 SHARDS = "shards-"
 COUNTED_AS = {"rows": "documents", "bytes": "bytes"}
 HELD_OUT = "heldout"
-DUPLICATE_KEY = re.compile("unique constraint|duplicate (key|entry)", re.IGNORECASE)  # SQLite, PostgreSQL, MySQL
 
 
 @dataclass(frozen=True)
@@ -41,17 +39,16 @@ class DataInput:
     files: tuple[JsonObject, ...] = field(default=(), repr=False)
     made_by: str = ""  # the stage whose artifact the files are of, where they are not the user's own
 
+    @property
+    def identity(self) -> tuple[str, str]:
+        """By which MLflow tells data sets apart."""
+        return self.name, self.digest
+
     def source(self) -> str:
-        """The files it comes from, as JSON for MLflow; a list that is too long is cut, next to the total number."""
-        summary: JsonDict = {"files": len(self.files), **({"made_by": self.made_by} if self.made_by else {})}
-        listed, bytes_left = [], SOURCE_BYTES
-        for file in self.files:
-            text = json.dumps(dict(file), ensure_ascii=False)
-            bytes_left -= len(text.encode()) + 2
-            if bytes_left < 0:
-                break
-            listed.append(dict(file))
-        return json.dumps({**summary, "listed": listed}, ensure_ascii=False)
+        """The files it comes from, as JSON for MLflow: their number, and the first ones."""
+        made_by = {"made_by": self.made_by} if self.made_by else {}
+        listed = [dict(file) for file in self.files[:LISTED_FILES]]
+        return json.dumps({"files": len(self.files), **made_by, "listed": listed}, ensure_ascii=False)
 
 
 def data_of(artifact: Artifact) -> list[DataInput]:
@@ -87,41 +84,21 @@ def read_by(inputs: Artifacts, *, trains: bool) -> list[DataInput]:
     ]
 
 
-def log(client: Any, run_id: str, inputs: Iterable[DataInput]) -> None:
-    """Log a run's data sets in MLflow, without those that the run lists already.
-
-    MLflow looks whether it has a data set, then creates it: parallel runs that read the same ones, like the trials of a
-    sweep, can collide there, at most once for each data set.
-    """
-    entities = import_module("mlflow.entities")
-    run_inputs = client.get_run(run_id).inputs
-    logged = {
-        (dataset_input.dataset.name, dataset_input.dataset.digest)
-        for dataset_input in (run_inputs.dataset_inputs if run_inputs else ())
-    }
-    fresh = {(data.name, data.digest): data for data in inputs if (data.name, data.digest) not in logged}
-    datasets = [_entity(entities, data) for data in fresh.values()]
-    for retries_left in reversed(range(len(datasets) + 1) if datasets else ()):
-        try:
-            client.log_inputs(run_id, datasets=datasets)
-            return
-        except Exception as error:
-            if not retries_left or not DUPLICATE_KEY.search(str(error)):
-                raise
-
-
-def _entity(entities: Any, data: DataInput) -> Any:
-    tags = {CONTEXT: data.context, **({} if data.tokens is None else {TOKENS: str(data.tokens)})}
-    return entities.DatasetInput(
-        dataset=entities.Dataset(
+def entities(inputs: Iterable[DataInput]) -> list[Any]:
+    """Data sets as MLflow's client takes them."""
+    mlflow, listed = import_module("mlflow.entities"), []
+    for data in inputs:
+        tags = {CONTEXT: data.context, **({} if data.tokens is None else {TOKENS: str(data.tokens)})}
+        dataset = mlflow.Dataset(
             name=data.name,
             digest=data.digest,
             source_type="ttrain",
             source=data.source(),
             profile=json.dumps(dict(data.counts)),
-        ),
-        tags=[entities.InputTag(key=key, value=value) for key, value in tags.items()],
-    )
+        )
+        marks = [mlflow.InputTag(key=key, value=value) for key, value in tags.items()]
+        listed.append(mlflow.DatasetInput(dataset=dataset, tags=marks))
+    return listed
 
 
 def _of_shards(artifact: Artifact) -> Iterator[DataInput]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import logging
-import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,8 +11,10 @@ from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
 
+import yaml
+
 from ttrain.config import by_weight, flatten
-from ttrain.config.training import BITS_PER_BYTE, TRAININGS
+from ttrain.config.training import BITS_PER_BYTE, TRAININGS, model_order
 from ttrain.core.files import JsonDict
 from ttrain.core.redact import HIDDEN, masked
 from ttrain.core.text import truncated
@@ -24,6 +26,7 @@ from ttrain.store.runs import RecordedRun
 log = logging.getLogger("ttrain")
 
 REPORT = "report.html"  # the run's page among the files of the tracked run
+EVALUATION_TABLE, SAMPLES_TABLE = "evaluation_table.json", "samples_table.json"
 
 # MLflow takes what stands before the slash as a section of the run's page, which it sorts by character code: with a capital
 # it comes before `eval`. The rest is the title of the chart; where runs are compared, the whole is, of which 27 letters fit.
@@ -74,26 +77,37 @@ def curves(stage: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[JsonDict]:
             yield {"step": int(row["tokens"]), "time": row.get("time"), "metrics": metrics}
 
 
-def as_yaml(changed: Mapping[str, Any], everything: Mapping[str, Any]) -> str:
-    """Settings by dotted name as a YAML file for `-c`, without masked ones: those that differ from the defaults, and the
-    others as comments."""
-    others = _yaml({name: value for name, value in everything.items() if name not in changed})
-    return f"{_yaml(changed)}\n# Everything else has its default:\n{textwrap.indent(others, '# ')}"
-
-
-def _yaml(values: Mapping[str, Any]) -> str:
-    import yaml
-
+def as_yaml(values: Mapping[str, Any]) -> str:
+    """Settings by dotted name as a YAML file for `-c`, without masked ones."""
     tree: JsonDict = {}
     for name, value in values.items():
-        if value == HIDDEN:
-            continue
         *sections, last = name.split(".")
         group = tree
         for section in sections:
             group = group.setdefault(section, {})
-        group[last] = value
+        if value != HIDDEN:
+            group[last] = value
     return str(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
+
+
+def evaluation_tables(
+    evaluated: Iterable[Sequence[str]], samples: Mapping[str, Iterable[Mapping[str, Any]]]
+) -> dict[str, str]:
+    """The evaluation, rows of `summary.rows`, and the answers of the models side by side, as JSON
+    tables for MLflow's pages and `mlflow.load_table`."""
+    models = [*sorted(samples, key=model_order), facts.REFERENCE]
+    answers: dict[str, dict[str, str]] = {}  # {prompt: {model: answer}}
+    for model, listed in samples.items():
+        for sample in listed:
+            by_model = answers.setdefault(sample["prompt"], {facts.REFERENCE: ""})
+            by_model[model] = sample["answer"]
+            by_model[facts.REFERENCE] = sample.get("reference") or by_model[facts.REFERENCE]
+    rows = [[prompt, *(by_model.get(model, "") for model in models)] for prompt, by_model in answers.items()]
+    tables = {
+        EVALUATION_TABLE: {"columns": ["what", "value", "remark"], "data": [list(row) for row in evaluated]},
+        SAMPLES_TABLE: {"columns": ["prompt", *models], "data": rows},
+    }
+    return {name: json.dumps(table, ensure_ascii=False) for name, table in tables.items() if table["data"]}
 
 
 def description(
@@ -153,12 +167,12 @@ def difference(home: Path, run: RecordedRun) -> str:
     settings = masked(dict(flatten(run["settings"])))
     by_rule = facts.set_by_rule(settings)  # they follow from other settings
     changes = []
-    for setting in sorted(settings, key=by_weight):
+    for setting in sorted((one for one in settings if one not in by_rule), key=by_weight):
         values = Counter(str(record[setting]) for record in reversed(earlier) if setting in record)
-        usual = values.most_common(1)[0][0] if values else str(settings[setting])
-        if str(settings[setting]) != usual and setting not in by_rule and settings[setting] != HIDDEN:
-            value = _value(settings[setting]).replace("`", "'")
-            changes.append(f"`{setting}={value}`")  # marks where the note ends, in tables too
+        value = settings[setting]
+        if values and str(value) not in (values.most_common(1)[0][0], HIDDEN):
+            text = str(value).translate({ord(mark): None for mark in "[] '`"})
+            changes.append(f"`{setting}={truncated(text, 40)}`")
     if len(changes) > SHOWN_SETTINGS:
         changes[SHOWN_SETTINGS:] = [f"and {len(changes) - SHOWN_SETTINGS} more settings"]
     return ", ".join(changes) or "the usual settings"
@@ -169,25 +183,18 @@ def note(text: str) -> str:
     return "  \n".join(text.replace("<", "&lt;").split("\n"))
 
 
-def _value(value: Any) -> str:
-    if isinstance(value, list):
-        return ",".join(map(_value, value))
-    text = f"{value:g}" if isinstance(value, float) else str(value)
-    return truncated(text, 40)
-
-
 def _cell(text: str) -> str:
     """Escape a text as one line of markdown."""
     return " ".join(text.split()).replace("<", "&lt;")[:300]
 
 
 def page_of(home: Path, name: str) -> str:
-    """The page of a run as a text, from this disk alone; "" if it cannot be made, which ends nothing."""
-    try:
-        from ttrain.reports.report import report_of  # the import may fail if a library was changed during the run
-        from ttrain.store.run_views import read_run
+    """The page of a run as a text; "" if it cannot be made, which ends nothing."""
+    from ttrain.reports.report import report_of
+    from ttrain.store.run_views import read_run
 
+    try:
         return report_of(home, read_run(home, name))
     except Exception:
-        log.warning("the run's page could not be made; `ttrain report %s` tries again", name, exc_info=True)
+        log.warning("`ttrain report %s` cannot make the run's page", name, exc_info=True)
         return ""

@@ -15,16 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
-from ttrain.config import Tracking, by_weight
+from ttrain.config import by_weight
 from ttrain.config.training import PRIMARY_METRICS, VALIDATION_LOSS
-from ttrain.core.redact import without_user
 from ttrain.errors import UsageError
 from ttrain.store import runs
-from ttrain.tracking.book import Book
-from ttrain.tracking.client import tracking_uri
-from ttrain.tracking.mirror import FAILED, KILLED, Mirror, page_of
+from ttrain.tracking.mirror import FAILED, KILLED, NAME, Bound, Mirror
+from ttrain.tracking.tracked_runs import id_of, is_tracked
 
-NAME = "ttrain.name"  # tag of the runs of pipelines; the runs of their stages have none
 NEWEST_RUNS = 30  # the runs whose metrics and settings choose the columns
 MOST_SETTINGS = 12  # with them the tag has 3,000 of the 5,000 characters that MLflow takes
 LONGEST_SETTING = 24  # characters of a value in a column
@@ -34,12 +31,13 @@ LONGEST_SETTING = 24  # characters of a value in a column
 class Addresses:
     """Addresses of MLflow's pages, to append to the address of a server.
 
-    `name`: the setting `name`, whose view the table is; `run_ids`: the runs to open, if any.
+    `name`: the setting `name`, whose view the table is; `pages` and `run_ids`: of the runs to open.
     """
 
     experiment: str
     experiment_ids: tuple[str, ...]
     name: str
+    pages: tuple[str, ...] = ()
     run_ids: tuple[str, ...] = ()
 
     @property
@@ -48,7 +46,7 @@ class Addresses:
         if not self.run_ids:
             return self.table
         if len(self.run_ids) == 1:
-            return f"{page_of(self.experiment_ids[0], self.run_ids[0])}?workflowType=machine_learning"
+            return f"{self.pages[0]}?workflowType=machine_learning"
         lists = {"runs": json.dumps(self.run_ids), "experiments": json.dumps(self.experiment_ids)}
         query = urlencode({**lists, "workflowType": "machine_learning"}, quote_via=quote)
         return f"#/compare-runs?{query}"
@@ -66,30 +64,30 @@ class Addresses:
 
 
 def addresses_of(home: Path, chosen: Sequence[tuple[str, str | None]]) -> Addresses:
-    """The pages of these runs, or stages of runs; of the newest pushed run's experiment where there are none.
+    """The pages of these runs, or stages of runs; of the newest run's experiment where there are none.
 
     Raises UsageError for one that MLflow lacks.
     """
-    uri = tracking_uri(home)
-    notes, ids, experiments = Book(home, uri).runs, list[str](), list[str]()
-    for name, stage in chosen:
-        noted = notes.get(name, {})
-        run_id = noted.get("stages", {}).get(stage) if stage else noted.get("run_id")
-        if run_id is None:
+    mirror, found = Mirror(home), list[Bound]()
+    newest = next(filter(is_tracked, runs.newest_first(home)), None)
+    if newest is None:
+        raise UsageError(f"no run of {home} is tracked; begin with `ttrain pipeline run full`")
+    records = [(runs.read(home, name) or {}, name, stage) for name, stage in chosen]
+    shown = records[0][0] if records else newest
+    experiment = str(shown["settings"]["tracking"]["experiment"])
+    for record, name, stage in records:
+        bound = mirror.find(record["settings"]["tracking"]["experiment"], id_of(record, stage))
+        if bound is None:
             label = f"{name}:{stage}" if stage else name
             raise UsageError(f"MLflow has no run of {label}: it was not tracked; `ttrain report {name}` shows what there is")
-        ids.append(run_id)
-        experiments.append(noted["experiment_id"])
-    newest = next((name for name in runs.names(home) if notes.get(name, {}).get("run_id")), None)
-    if newest is None:
-        raise UsageError(f"MLflow at {without_user(uri)} has no run of {home}; `ttrain track push --all` brings them there")
-    record = runs.read(home, chosen[0][0] if chosen else newest) or {}
-    settings = record.get("settings", {})
+        found.append(bound)
+    experiments = [bound.experiment_id for bound in found] or [mirror.experiment_id(experiment)]
     return Addresses(
-        settings.get("tracking", {}).get("experiment") or Tracking().experiment,
-        tuple(dict.fromkeys(experiments or [notes[newest]["experiment_id"]])),
-        str(settings.get("name", "")),
-        tuple(ids),
+        experiment,
+        tuple(dict.fromkeys(experiments)),
+        str(shown["settings"].get("name", "")),
+        tuple(bound.page for bound in found),
+        tuple(bound.run_id for bound in found),
     )
 
 
@@ -97,7 +95,7 @@ def refresh_view(mirror: Mirror, experiment: str, name: str) -> None:
     """Bring the view of the runs with this `name` up to date. Raises MLflow's errors."""
     experiment_id = mirror.experiment_id(experiment)
     chosen = f"tags.`{NAME}` = '{name}' and attributes.status != '{FAILED}' and attributes.status != '{KILLED}'"
-    runs = mirror.call("search_runs", [experiment_id], chosen, max_results=NEWEST_RUNS)
+    runs = mirror.client.search_runs([experiment_id], chosen, max_results=NEWEST_RUNS)
     columns = [
         "attributes.`Description`",
         *(f"metrics.`{key}`" for key in deciding([run.data.metrics for run in runs])),
@@ -111,11 +109,11 @@ def refresh_view(mirror: Mirror, experiment: str, name: str) -> None:
         }
     )
     tag = f"mlflow.sharedViewState.ttrain-{name}"
-    present = mirror.call("get_experiment", experiment_id).tags.get(tag, "{}")
+    present = mirror.client.get_experiment(experiment_id).tags.get(tag, "{}")
     if json.loads(present).get("state") != state:
         title = f"{name}: which is better, and why"
         view = {"name": title, "createdAt": int(1000 * time.time()), "state": state}
-        mirror.call("set_experiment_tag", experiment_id, tag, json.dumps(view))
+        mirror.client.set_experiment_tag(experiment_id, tag, json.dumps(view))
 
 
 def deciding(runs: Sequence[Mapping[str, float]]) -> list[str]:
