@@ -236,7 +236,7 @@ def _new_inputs(settings: Settings, store: ArtifactStore, nights: Nights) -> tup
 
 def current_champion(settings: Settings, store: ArtifactStore) -> Champion | None:
     """The registered champion with the artifacts of its models; None if there is none."""
-    take_over_champions(store.root, settings.name)
+    take_over_champions(store.root)
     champion = Registry(store.root).champion(settings.name)
     if champion is None:
         return None

@@ -176,7 +176,9 @@ def _run_stages(execution: PipelineRun) -> None:
     with best_effort():
         page = execution.page_of()
         link = f"[The whole report]({page}/artifacts/{run_summary.REPORT}), with curves.\n\n" if page else ""
-        create_markdown_artifact(link + run_summary.description_of(execution), key="report", description=f"report of {run}")
+        record, rows = execution.record.snapshot(), execution.evaluation_table()
+        text = run_summary.description(execution.store.root, record, execution.metrics(), rows)
+        create_markdown_artifact(link + text, key="report", description=f"report of {run}")
     rows = execution.evaluation_table()
     if rows and not execution.signum and not execution.failures:
         with best_effort():

@@ -51,7 +51,7 @@ def models_list(
     from ttrain.tracking.registered import take_over_champions
 
     metric = metric or BITS_PER_BYTE.name
-    model_sets = take_over_champions(home(), name).sets(name)
+    model_sets = take_over_champions(home()).sets(name)
     values = [model_set.to_json() for model_set in model_sets]
     if not model_sets:
         qualifier = f" named {name}" if name else ""
@@ -105,7 +105,7 @@ def models_promote(
     from ttrain.store.registry import CHAMPION
     from ttrain.tracking.registered import push_champion, take_over_champions
 
-    registry = take_over_champions(home(), name)
+    registry = take_over_champions(home())
     chosen = registry.find_set(which, name)
     promoted = registry.promote(chosen.name, chosen.version)
     push_champion(home(), chosen.name)
@@ -117,7 +117,7 @@ def models_rollback(name: Name = None) -> Output:
     """Make the previous champion the champion again; each further call goes one back."""
     from ttrain.tracking.registered import push_champion, take_over_champions
 
-    registry = take_over_champions(home(), name)
+    registry = take_over_champions(home())
     champion = registry.rollback(registry.only_name(name))
     push_champion(home(), champion.name)
     return _champion(champion, "is champion again")

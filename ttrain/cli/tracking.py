@@ -69,12 +69,10 @@ def links_of(root: Path, address: str, names: Sequence[str]) -> dict[str, str]:
     failed = [one.why for one in pusher.push(root) if one.why]
     if failed:
         raise UsageError(failed[0])
-    pages = addresses_of(root, chosen)
-    links = {"table": pages.table, "curves": pages.curves}
-    if names:
-        links = {"url": pages.first, **links}
+    links = addresses_of(root, chosen)
+    experiment = links.pop("experiment")
     shown = {name: page_with_token(root, f"{address.rstrip('/')}/{page}") for name, page in links.items()}
-    return {**shown, "experiment": pages.experiment}
+    return {**shown, "experiment": experiment}
 
 
 def open_in_browser(root: Path, url: str) -> None:

@@ -73,7 +73,7 @@ class _Walk:
         path = self._store.path(stage, key)
         if stored := self._store.at(path):
             return link_of(stored, STORE)
-        if recorded := self._tracked.recorded(stage, key):
+        if recorded := self._tracked.manifest(stage, key):
             return link_of(Artifact(stage, key, path, recorded), TRACKER)
         return link_of_version(stage, key, next((of for of in self._target.versions if of.key == key), None))
 

@@ -17,7 +17,6 @@ from ttrain.store.model_files import ADAPTER, Reference, weights_digest
 from ttrain.store.registry import CHAMPION, Registry, Version
 from ttrain.store.run_views import read_run
 from ttrain.tasks import RUNNABLE, STAGES
-from ttrain.tracking.artifact_source import MlflowArtifacts
 from ttrain.tracking.registered import take_over_champions
 
 SHORTEST_KEY = 6
@@ -76,7 +75,7 @@ def _key(store: ArtifactStore, text: str) -> LineageTarget | None:
         (path.parent.name, path.name)
         for path in (store.root / "store").glob(f"{stage or '*'}/{prefix}*")
         if store.at(path) is not None
-    } or set(MlflowArtifacts(store.root).find_keys(stage or None, prefix))
+    }
     if not matches and not slash:
         return None  # it may be the name of a run
     if len(matches) > 1:
@@ -108,7 +107,7 @@ def _directory(store: ArtifactStore, text: str) -> LineageTarget | None:
 def _registered(home: Path, text: str, model: references.Registered) -> LineageTarget:
     """Find a registered set or model."""
     if model.alias == CHAMPION:
-        take_over_champions(home, model.name)
+        take_over_champions(home)
     found = Registry(home).resolve(model)
     if isinstance(found, Version):
         return LineageTarget(text, "model", str(found), ((found.stage, found.key),), versions=(found,))

@@ -59,16 +59,6 @@ class MlflowArtifacts:
                 f"{name} of {stage} {key[:12]} cannot be fetched from MLflow at {self._server}: {first_line(error)}"
             ) from None
 
-    def recorded(self, stage: str, key: str) -> JsonObject | None:
-        """The manifest that a finished run left, even if other files of the artifact are gone."""
-        return next((manifest for _, manifest in self._candidates(stage, key)), None)
-
-    def find_keys(self, stage: str | None, prefix: str) -> list[tuple[str, str]]:
-        """(stage, key) of the finished runs whose keys start with `prefix`, in hex."""
-        tags = [run.data.tags for run in self._finished(f"tags.`ttrain.key` LIKE '{prefix}%'")]
-        pairs = {(tag["ttrain.stage"], tag["ttrain.key"]) for tag in tags}
-        return sorted(pair for pair in pairs if stage in (None, pair[0]))
-
     def _find(self, stage: str, key: str) -> tuple[str, Manifest] | None:
         """(run in MLflow, manifest) of the newest whole artifact of that key."""
         if (stage, key) not in self._found:

@@ -12,11 +12,12 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.files import link_or_copy, write_bytes
+from ttrain.core.files import link_or_copy
 from ttrain.core.redact import masked
 from ttrain.core.text import is_number
 from ttrain.store.runs import MetricRow, parse_row, time_in_name
@@ -83,7 +84,7 @@ class Bound:
     values: dict[str, float]
     steps: dict[str, int]  # the last one of each metric
     inputs: set[tuple[str, str]]
-    sizes: dict[str, int] | None = None  # bytes of its files on a server; None before it was asked
+    sizes: Any = None  # bytes of its files by path; None before they were listed
 
     @property
     def page(self) -> str:
@@ -94,18 +95,24 @@ class Bound:
 class Mirror:
     """One MLflow, as the view of one home. Methods raise MLflow's errors."""
 
+    _entities = property(lambda self: import_module("mlflow.entities"))
+
     def __init__(self, home: Path, uri: str | None = None) -> None:
         self.home = home.resolve()
         self.uri = uri or tracking_uri(self.home)
         self.is_own = self.uri == own_uri(self.home)
         # whether its files are on disks of this machine
         self.is_local = not self.uri.startswith(("http", "databricks", "uc"))
-        self.client = open_client(self.uri, self.home)
-        self._entities = import_module("mlflow.entities")
         self.forget()
+
+    @cached_property
+    def client(self) -> Any:
+        """MLflow's client, opened at its first use."""
+        return open_client(self.uri, self.home)
 
     def forget(self) -> None:
         """Ask MLflow anew what it has: after an error nobody knows what arrived."""
+        self.__dict__.pop("client", None)
         self.bound: dict[str, Bound] = {}  # by id
         self._offsets: dict[Path, int] = {}  # bytes of each curve that were read
         self._experiments: dict[str, str] = {}
@@ -240,35 +247,24 @@ class Mirror:
 
     def place_files(self, texts: Mapping[str, str], files: Mapping[str, Path], bound: Bound) -> None:
         """Place the files that the run lacks: on this machine's disks as links, else by uploads."""
-        root = local_path(bound.artifact_uri)
-        if root is None:
-            self._upload(texts, files, bound)
-            return
+        root, sizes = local_path(bound.artifact_uri), bound.sizes
+        if sizes is None and (texts or files):
+            sizes = bound.sizes = dict(self.sizes(bound.run_id))
         for target, text in texts.items():
-            place, data = root / target, plain(text).encode()
-            if not place.exists() or place.read_bytes() != data:
-                place.parent.mkdir(parents=True, exist_ok=True)
-                write_bytes(place, data, durable=False)
-        for target, source in files.items():
-            place = root / target
-            if not place.exists() or place.stat().st_size != source.stat().st_size:
-                place.parent.mkdir(parents=True, exist_ok=True)
-                place.unlink(missing_ok=True)
-                link_or_copy(source, place)
-
-    def _upload(self, texts: Mapping[str, str], files: Mapping[str, Path], bound: Bound) -> None:
-        if bound.sizes is None and (texts or files):
-            bound.sizes = dict(self.sizes(bound.run_id))
-        sizes = bound.sizes or {}
-        for target, text in texts.items():
-            if sizes.get(target) != len(plain(text).encode()):
+            if sizes.get(target) != (size := len(plain(text).encode())):
                 self.client.log_text(bound.run_id, plain(text), target)
-                sizes[target] = len(plain(text).encode())
+                sizes[target] = size
         for target, source in files.items():
-            if sizes.get(target) != source.stat().st_size:
+            if sizes.get(target) == (size := source.stat().st_size):
+                continue
+            if root:
+                (root / target).parent.mkdir(parents=True, exist_ok=True)
+                (root / target).unlink(missing_ok=True)
+                link_or_copy(source, root / target)
+            else:
                 folder = target.rpartition("/")[0] or None
                 self.client.log_artifact(bound.run_id, str(source), folder)
-                sizes[target] = source.stat().st_size
+            sizes[target] = size
 
     def sizes(self, run_id: str, under: str | None = None) -> Iterator[tuple[str, int]]:
         """(path, bytes) of the run's files."""
@@ -282,7 +278,7 @@ class Mirror:
 def prepare(home: Path) -> None:
     """Make or open the home's own database before a server does, which would refuse a damaged one."""
     if is_installed():
-        Mirror(home, own_uri(home.resolve()))
+        open_client(own_uri(home), home)
 
 
 def _points_of(rows: Iterable[MetricRow]) -> Iterator[MetricPoint]:

@@ -6,15 +6,14 @@ everything, and the next run or `ttrain track push` brings what is missing.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from ttrain.core.files import PRIVATE_FILE, JsonDict, Taken, exclusive, refuse, write_json
+from ttrain.core.files import PRIVATE_FILE, JsonDict, exclusive, write_json
 from ttrain.core.redact import without_user
 from ttrain.core.sqlite_files import is_damage
 from ttrain.engine.execution import PipelineRun
@@ -23,7 +22,6 @@ from ttrain.store.run_evaluations import folder_of
 from ttrain.tracking.client import (
     cannot_be_asked,
     is_installed,
-    own_uri,
     rename_aside,
     tracking_uri,
 )
@@ -62,41 +60,46 @@ class Pushed:
         return {"run": self.run, "run_id": self.run_id, "pushed": not self.why, "why": self.why}
 
 
-def push(home: Path, names: Sequence[str] | None = None, on_run: Callable[[str], object] = lambda run: None) -> list[Pushed]:
+def push(
+    home: Path,
+    names: Sequence[str] | None = None,
+    on_run: Callable[[str], object] = lambda run: None,
+    mirror: Mirror | None = None,
+) -> list[Pushed]:
     """Push these runs, or all that changed since their last push, oldest first.
 
     One that fails ends nothing but itself.
     """
-    home, done = home.resolve(), list[Pushed]()
     if not runs.names(home):
         return []  # and no database is made
+    mirror, done = mirror or Mirror(home), list[Pushed]()
     try:
-        mirror = Mirror(home)
         for name in waiting(mirror) if names is None else names:
             on_run(name)
             done.append(_pushed(mirror, name))
     except Exception as error:  # MLflow may raise anything
         log.debug("from MLflow", exc_info=True)
-        uri = tracking_uri(home)
-        if uri != own_uri(home) or not is_damage(error):
-            why = cannot_be_asked(uri, error)
-            return [Pushed(name, why=why) for name in names or runs.names(home)[:1]]
-        rename_aside(home, error)
-        return push(home, on_run=on_run)  # all runs, to a new database
+        mirror.forget()
+        if mirror.is_own and is_damage(error):
+            rename_aside(mirror.home, error)
+            return push(home, None, on_run, mirror)  # all runs, to a new database
+        why = cannot_be_asked(mirror.uri, error)
+        return [Pushed(name, why=why) for name in names or runs.names(home)[:1]]
     return done
 
 
 def _pushed(mirror: Mirror, name: str) -> Pushed:
-    try:
-        with _alone(mirror.home):
+    """One at a time in a home: two that see that a run is missing would both create it."""
+    with _one_at_a_time, exclusive(mirror.home / "mlflow" / "push.lock"):
+        try:
             bound = push_run(mirror, name)
-        return Pushed(name, bound.run_id if bound else None)
-    except Exception as error:
-        if mirror.is_own and is_damage(error):
-            raise
-        log.debug("from MLflow", exc_info=True)
-        mirror.forget()
-        return Pushed(name, why=cannot_be_asked(mirror.uri, error))
+        except Exception as error:
+            if mirror.is_own and is_damage(error):
+                raise
+            log.debug("from MLflow", exc_info=True)
+            mirror.forget()
+            return Pushed(name, why=cannot_be_asked(mirror.uri, error))
+    return Pushed(name, bound.run_id if bound else None)
 
 
 def waiting(mirror: Mirror) -> list[str]:
@@ -132,10 +135,10 @@ def state_of(home: Path, name: str) -> str:
     return f"{name} {sum(path.stat().st_size for path in paths if path.exists())}"
 
 
-def push_run(mirror: Mirror, name: str, without: Iterable[str] = ()) -> Bound | None:
+def push_run(mirror: Mirror, name: str) -> Bound | None:
     """Push one run of the home with its stages, registered versions and aliases, or a sweep.
 
-    `without` some stages. Raises MLflow's errors.
+    Raises MLflow's errors.
     """
     home, state = mirror.home, state_of(mirror.home, name)
     content = None
@@ -145,7 +148,7 @@ def push_run(mirror: Mirror, name: str, without: Iterable[str] = ()) -> Bound | 
         record = runs.read(home, name)
         if record is None:
             return None
-        content = RunContent(home, record, mirror.is_local, frozenset(without))
+        content = RunContent(home, record, mirror.is_local)
         run = content.tracked()
     bound = mirror.push(run)
     if bound and run.status != RUNNING:
@@ -155,14 +158,6 @@ def push_run(mirror: Mirror, name: str, without: Iterable[str] = ()) -> Bound | 
         mirror.tag(bound, {PUSHED: state})
         note_seen(home)
     return bound
-
-
-@contextlib.contextmanager
-def _alone(home: Path, *, waits: bool = True) -> Iterator[None]:
-    """One push at a time in a home: two that see that a run is missing would both create it."""
-    lock = exclusive(home / "mlflow" / "push.lock", None if waits else refuse)
-    with _one_at_a_time, lock:
-        yield
 
 
 def keep_sweep(home: Path, run: TrackedRun) -> None:
@@ -182,10 +177,11 @@ class Pusher:
     show: Callable[[Bound], object] = lambda bound: None
     error: str = ""
     _stop: threading.Event = field(default_factory=threading.Event)
-    _mirror: Mirror | None = None
-    _is_shown: bool = False
+    _bound: Bound | None = None
     _warned: bool = False
-    _done: frozenset[str] = frozenset()  # stages that had ended when they were pushed
+
+    def __post_init__(self) -> None:
+        self._mirror = Mirror(self.home)
 
     def start(self) -> None:
         """Begin to push, if MLflow is installed."""
@@ -211,60 +207,37 @@ class Pusher:
 
     def page(self, stage: str | None = None) -> str | None:
         """URL of the run in MLflow, or of a stage's, after a push; None if no server displays it."""
-        uri, server = without_user(tracking_uri(self.home)), server_records.live_server(self.home, "mlflow")
+        uri, server = without_user(self._mirror.uri), server_records.live_server(self.home, "mlflow")
         address = uri.rstrip("/") if uri.startswith("http") else server and server.url
         record = runs.read(self.home, self.run)
         if address is None or record is None:
             return None
-        self._try()
-        bound = self._mirror and self._mirror.bound.get(id_of(record, stage))
+        self._push()
+        bound = self._mirror.bound.get(id_of(record, stage))
         return f"{address}/{bound.page}" if bound else None
 
     def _loop(self) -> None:
-        has_earlier = is_over = False
+        has_pushed = is_over = False
         while not is_over:
             is_over = self._stop.is_set()
-            self._try()
-            if not has_earlier and not self.error:
-                has_earlier = True
+            self._push()
+            if not has_pushed and not self.error:
+                has_pushed = True
                 push(self.home)
-                self._mirror = None  # it may have renamed a damaged database
             self._stop.wait(RETRY_SECONDS if self.error else INTERVAL_SECONDS)
 
-    def _try(self) -> None:
-        uri = tracking_uri(self.home)
-        try:
-            self._push()
-            self.error = ""
-        except Taken:  # another process pushes at this moment
-            pass
-        except Exception as error:  # MLflow may raise anything
-            log.debug("from MLflow", exc_info=True)
-            self.error = cannot_be_asked(uri, error)
-            if uri == own_uri(self.home.resolve()) and is_damage(error):
-                rename_aside(self.home, error)
-            self._mirror, self._done = None, frozenset()  # the next push asks what has arrived
-            if not self._warned:
-                self._warned = True
-                log.warning(
-                    "%s; the run goes on, and `ttrain track push` or the next run brings MLflow up to date",
-                    self.error,
-                )
-
     def _push(self) -> None:
-        with _alone(self.home, waits=self._stop.is_set()):
-            mirror = self._mirror = self._mirror or Mirror(self.home)
-            record = runs.read(self.home, self.run) or {}
-            stages = record.get("stages", ())
-            ended = frozenset(entry["name"] for entry in stages if entry["outcome"] != "running")
-            goes_on = record.get("outcome") == "running"
-            bound = push_run(mirror, self.run, self._done & ended if goes_on else ())
-            self._done = ended
-        if bound and not self._is_shown:
-            self._is_shown = True
+        whys = [one.why for one in push(self.home, [self.run], mirror=self._mirror)]
+        self.error = next(filter(None, whys), "")
+        if self.error and not self._warned:
+            self._warned = True
+            fix = "the run goes on, and `ttrain track push` or the next run brings MLflow up to date"
+            log.warning("%s; %s", self.error, fix)
+        record = runs.read(self.home, self.run) or {"run": self.run}
+        bound = self._mirror.bound.get(id_of(record))
+        if bound and not self._bound:
+            self._bound = bound
             self.show(bound)
-            if not goes_on:  # what was noted now is no change
-                mirror.tag(bound, {PUSHED: state_of(self.home, self.run)})
 
 
 def track(execution: PipelineRun) -> None:

@@ -8,7 +8,6 @@ that somebody moved on MLflow's page is seen.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import defaultdict
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config.training import PRIMARY_METRICS
-from ttrain.core.files import PRIVATE_FILE, JsonDict, parse_object, read_object, write_json
+from ttrain.core.files import PRIVATE_FILE, JsonDict, read_object, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.core.redact import without_user
 from ttrain.core.text import short_digest
@@ -35,8 +34,7 @@ from ttrain.tracking.tracked_runs import RunContent, id_of
 
 log = logging.getLogger("ttrain")
 
-FACTS = "ttrain.set"  # tag of a set: what another home needs to take it over
-CHARACTERS = 4900  # of a version's tag, and of its description, by MLflow's limits
+CHARACTERS = 4900  # of the description of a version, by MLflow's limit
 MOST_VERSIONS = 10_000  # that MLflow gives in one answer
 ABOUT = (  # the description of every registered model
     "Of the pipeline `{name}`, a version for each that a run made. `champion` is what was promoted, "
@@ -60,8 +58,6 @@ def register(mirror: Mirror, content: RunContent, bound: Bound) -> None:
         entity = _versions(mirror, version.name).get(identity_of(version))
         if entity is None:
             entity = _create(mirror, content, version, _place(mirror, content, version, bound, numbers))
-        if isinstance(version, ModelSet) and entity.tags.get(FACTS) != _facts(version):
-            mirror.client.set_model_version_tag(version.name, entity.version, FACTS, _facts(version))
         numbers[version.name] = str(entity.version)
     for name in Registry(content.home).read()["sets"]:
         take_over_champion(mirror, name)  # before the home's own alias replaces it
@@ -120,14 +116,6 @@ def _description(content: RunContent, version: Version | ModelSet) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def _facts(model_set: ModelSet) -> str:
-    """The tag of a set, without its metrics where they are too many for a tag."""
-    members = {stage: [one.name, one.version, one.key, one.content] for stage, one in model_set.members.items()}
-    facts = {"run": model_set.run, "keys": dict(model_set.keys), "members": members}
-    text = json.dumps({**facts, "metrics": dict(model_set.metrics)})
-    return text if len(text) <= CHARACTERS else json.dumps({**facts, "metrics": {}})
-
-
 def push_aliases(mirror: Mirror, name: str) -> None:
     """Bring the aliases of a pipeline's sets, and of their members, up to date."""
     wanted: dict[str, dict[str, str]] = defaultdict(dict)  # identity by alias, of each model
@@ -138,8 +126,8 @@ def push_aliases(mirror: Mirror, name: str) -> None:
     for model, identities in wanted.items():
         theirs, versions = _aliases(mirror, model), _versions(mirror, model)
         ours = {alias: str(versions[one].version) for alias, one in identities.items() if one in versions}
-        for alias in theirs.keys() & {CHAMPION, CHALLENGER} - ours.keys():
-            mirror.client.delete_registered_model_alias(model, alias)
+        if CHALLENGER in theirs.keys() - ours.keys():
+            mirror.client.delete_registered_model_alias(model, CHALLENGER)
         for alias, number in ours.items() - theirs.items():
             mirror.client.set_registered_model_alias(model, alias, number)
     _note(mirror, name, _aliases(mirror, name).get(CHAMPION))
@@ -156,19 +144,17 @@ def push_champion(home: Path, name: str) -> None:
         log.warning("%s; the next run of %s brings its aliases there", cannot_be_asked(uri, error), name)
 
 
-def take_over_champions(home: Path, model: str | None = None) -> Registry:
-    """Make the sets champion here whose alias somebody moved on MLflow's page, or another home on a
-    shared server: of this pipeline, `model`, or of all that are registered here.
+def take_over_champions(home: Path) -> Registry:
+    """Make the sets champion here whose alias somebody moved on MLflow's page.
 
     Returns the registry, as it is then. If MLflow does not answer, the home's own champions stay.
     """
-    uri, state = tracking_uri(home), Registry(home).read()
-    names = {*state["sets"], *([model] if model and model not in state["models"] else [])}
+    uri, names = tracking_uri(home), Registry(home).read()["sets"]
     if not names or not is_installed() or (uri == own_uri(home) and not _has_changed(home)):
         return Registry(home)
     try:
         mirror = Mirror(home, uri)
-        for name in sorted(names):
+        for name in names:
             take_over_champion(mirror, name)
         note_seen(home)
     except Exception as error:  # MLflow may raise anything
@@ -187,25 +173,12 @@ def take_over_champion(mirror: Mirror, name: str) -> None:
     if number is None or number == pushed.get(name) or (mirror.is_own and name not in pushed):
         return
     version = mirror.client.get_model_version(name, number)
-    registry, model_set = Registry(mirror.home), None
+    registry = Registry(mirror.home)
     for one in registry.sets(name):
-        model_set = one if identity_of(one) == version.tags.get(ID) else model_set
-    if model_set is None and (facts := parse_object(version.tags.get(FACTS, ""))):
-        model_set = registry.adopt(_set_of(name, version, facts))
-    if model_set is not None:
-        log.warning("%s/%s is the champion, as its alias was moved in MLflow", name, model_set.version)
-        registry.promote(name, model_set.version)
+        if identity_of(one) == version.tags.get(ID):
+            log.warning("%s/%s is the champion, as its alias was moved in MLflow", name, one.version)
+            registry.promote(name, one.version)
     push_aliases(mirror, name)
-
-
-def _set_of(name: str, version: Any, facts: JsonDict) -> ModelSet:
-    """A set of another home, by the tag of its version in MLflow."""
-    members = {}
-    for stage, (model, number, key, content) in facts["members"].items():
-        members[stage] = Version(model, number, stage, key, content, facts["run"])
-    created = version.creation_timestamp / 1000
-    number = str(version.version)
-    return ModelSet(name, number, members, facts["keys"], facts["run"], created, facts["metrics"])
 
 
 def _versions(mirror: Mirror, name: str) -> dict[str, Any]:

@@ -7,9 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
-from urllib.parse import quote
 
 import yaml
 
@@ -18,7 +16,6 @@ from ttrain.config.training import BITS_PER_BYTE, TRAININGS, model_order
 from ttrain.core.files import JsonDict
 from ttrain.core.redact import HIDDEN, masked
 from ttrain.core.text import truncated
-from ttrain.engine.execution import PipelineRun
 from ttrain.reports import facts, summary
 from ttrain.store import runs
 from ttrain.store.runs import RecordedRun
@@ -53,28 +50,18 @@ def curve_name(stage: str, metric: str) -> str:
 
 
 def curves(stage: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[JsonDict]:
-    """Rows for the pipeline's run from those of a stage's `metrics.jsonl`: its losses by the number of tokens.
+    """Rows for the pipeline's run from those of a stage's `metrics.jsonl`: losses by tokens.
 
-    So runs with different step sizes align on the step axis of MLflow's charts. All validations are kept, and at most a
-    thousand losses. Quick validations, of a few rows, and a single full one at the end are one curve, which ends at it.
+    So runs with different step sizes align on the step axis of MLflow's charts. Quick validations,
+    of a few rows, are the curve where there are any: a full one at the end is of other rows.
     """
     rows = [row for row in rows if row.get("tokens") is not None]
-    losses = [number for number, row in enumerate(rows) if "loss" in row["metrics"]]
-    shown_losses = {*losses[:: max(1, -(-len(losses) // POINTS))], *losses[-1:]}
-    quick = [number for number, row in enumerate(rows) if QUICK in row["metrics"]]
-    whole = [row["metrics"]["validation_loss"] for row in rows if "validation_loss" in row["metrics"]]
-    losses_of_quick = [rows[number]["metrics"][QUICK] for number in quick]
-    offset = facts.quick_offset(losses_of_quick, whole[0] if len(whole) == 1 else None)
-    for number, row in enumerate(rows):
-        names = [name for name in TITLES if name in row["metrics"]]
-        names = [name for name in names if name != "loss" or number in shown_losses]
-        if offset is not None and number == quick[-1]:
-            names.remove(QUICK)  # the full validation of the same step is the end
-        if names:
-            metrics = {curve_name(stage, name): row["metrics"][name] for name in names}
-            if QUICK in names and offset is not None and row["metrics"][QUICK] is not None:
-                metrics[curve_name(stage, QUICK)] += offset
-            yield {"step": int(row["tokens"]), "time": row.get("time"), "metrics": metrics}
+    validation = QUICK if any(QUICK in row["metrics"] for row in rows) else "validation_loss"
+    for metric in ("loss", validation):
+        having = [row for row in rows if metric in row["metrics"]]
+        for row in reversed(having[:: min(-1, -len(having) // POINTS)]):  # with the last one
+            values = {curve_name(stage, metric): row["metrics"][metric]}
+            yield {"step": int(row["tokens"]), "time": row.get("time"), "metrics": values}
 
 
 def as_yaml(values: Mapping[str, Any]) -> str:
@@ -115,37 +102,24 @@ def description(
     run: RecordedRun,
     metrics: Mapping[str, float],
     measured: Sequence[summary.EvaluationRow] = (),
-    registered: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """Describe a run and its results in markdown.
 
     It begins with the note, what is unusual, and the metric: a table of runs shows no more.
-    `run` is its record, `measured` the table of its evaluation, `registered` the versions that it
-    registered, by name, which become links in MLflow.
+    `run` is its record, `measured` the table of its evaluation.
     """
     bits = metrics.get(BITS_PER_BYTE.of_run)
     stages = [tuple(map(_cell, summary.status_row(stage)[:4])) for stage in run["stages"]]
-    links = [
-        f"[{name} version {version}](#/models/{quote(name, safe='')}/versions/{version})"
-        for name, version in sorted(registered.items())
-    ]
     parts = [
         note(run["note"]) if run.get("note") else "",
         difference(home, run) + (f": {bits:.4f} {BITS_PER_BYTE.label}" if bits is not None else ""),
         f"**{run['outcome']}**: {_cell(run['error'])}" if run.get("error") else "",
         summary.markdown(measured, ("evaluation", "", "")) if measured else "",
         summary.markdown(stages, ("stage", "outcome", "time", "figures")),
-        f"Registered: {', '.join(links)}." if links else "",
         f"`settings.yaml` among the artifacts has all settings; the same again: `ttrain pipeline run "
         f"{run['pipeline']} -c settings.yaml`. In the terminal: `ttrain report {run['run']}`.",
     ]
     return "\n\n".join(filter(None, parts))
-
-
-def description_of(execution: PipelineRun) -> str:
-    """Describe a run that goes on, with its results so far."""
-    measured, versions = execution.evaluation_table(), execution.models.versions
-    return description(execution.store.root, execution.record.snapshot(), execution.metrics(), measured, versions)
 
 
 def difference(home: Path, run: RecordedRun) -> str:

@@ -21,7 +21,7 @@ from ttrain.engine.run_models import REGISTERED
 from ttrain.reports import facts
 from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.layout import JOB, TRACKED, Artifact
+from ttrain.store.layout import TRACKED, Artifact
 from ttrain.store.registry import ModelSet, Registry, Version
 from ttrain.store.run_evaluations import RunEvaluation, evaluations_of
 from ttrain.store.run_views import decision_metrics
@@ -75,12 +75,11 @@ def tracked_sweep(path: Path) -> TrackedRun:
 
 @dataclass
 class RunContent:
-    """A run of the home as a tracker shows it. `without`: ended stages, which were pushed."""
+    """A run of the home as a tracker shows it."""
 
     home: Path
     record: JsonDict
     is_local: bool = True  # whether the tracker's files are on this disk, where weights can be links
-    without: frozenset[str] = frozenset()
 
     @cached_property
     def store(self) -> ArtifactStore:
@@ -90,21 +89,20 @@ class RunContent:
     @cached_property
     def artifacts(self) -> dict[str, Artifact]:
         """The artifacts of the run's finished stages: not one that a later run finished."""
-        cached = {entry["name"] for entry in self.record["stages"] if entry["outcome"] == "cached"}
-        return {**{name: one for name, one in self._found.items() if name in cached}, **self.made}
+        found = {}
+        for entry in self.record["stages"]:
+            artifact = self.store.find(entry["name"], entry["key"]) if entry.get("key") else None
+            is_done = entry["outcome"] in ("cached", *runs.BUILT)
+            # of its own also if it was killed before it noted so
+            if artifact and (is_done or artifact.provenance.get("run") == self.record["run"]):
+                found[entry["name"]] = artifact
+        return found
 
     @cached_property
     def made(self) -> dict[str, Artifact]:
-        """Those that this run made itself, also if it was killed before it noted so."""
-        built = {entry["name"] for entry in self.record["stages"] if entry["outcome"] in runs.BUILT}
+        """Those that this run made itself."""
         cached = {entry["name"] for entry in self.record["stages"] if entry["outcome"] == "cached"}
-        own = {name for name, one in self._found.items() if one.provenance.get("run") == self.record["run"]}
-        return {name: one for name, one in self._found.items() if name in built | own - cached}
-
-    @cached_property
-    def _found(self) -> dict[str, Artifact]:
-        keyed = ((entry["name"], entry["key"]) for entry in self.record["stages"] if entry.get("key"))
-        return {name: artifact for name, key in keyed if (artifact := self.store.find(name, key))}
+        return {name: one for name, one in self.artifacts.items() if name not in cached}
 
     @cached_property
     def sets(self) -> list[ModelSet]:
@@ -141,7 +139,7 @@ class RunContent:
             run.ended = run.started + (record.get("seconds") or 0.0)
             self._add_end(run, settings)
         for entry in record["stages"]:
-            if entry["outcome"] in BEGUN and entry["name"] not in self.without:
+            if entry["outcome"] in BEGUN:
                 run.stages.append(self._stage(entry))
         run.stages += map(self._evaluation, evaluations_of(self.home, record["run"]))
         return run
@@ -190,9 +188,8 @@ class RunContent:
     def _add_end(self, run: TrackedRun, settings: JsonObject) -> None:
         """Add what is known only at the end: description, evaluation, curves by tokens, page, log."""
         record, rows = self.record, [tuple(row) for row in self.record.get("evaluation") or ()]
-        versions = {version.name: version.version for version in self.versions()}
         cached = " ".join(entry["name"] for entry in record["stages"] if entry["outcome"] == "cached")
-        text = run_summary.description(self.home, record, record["metrics"], rows, versions)
+        text = run_summary.description(self.home, record, record["metrics"], rows)
         run.tags = {**run.tags, NOTE: text, "ttrain.cached": cached, "ttrain.outcome": record["outcome"]}
         changed = {name: value for name, (value, _) in facts.changed_settings(settings).items()}
         texts = {"settings.yaml": run_summary.as_yaml(masked(changed))}
@@ -209,8 +206,6 @@ class RunContent:
         if decision := record.get("decision"):
             word = "promoted" if decision["promote"] else "kept"
             run.tags = {**run.tags, "ttrain.decision": word, "ttrain.decision.reason": str(decision["reason"])}
-        for decided in (one.decided for one in self.sets if one.decided.get("run") == record["run"]):
-            texts["decision.md"] = "\n\n".join(filter(None, (decided.get("table"), decided.get("figures"))))
         log_file = self.home / "runs" / f"{record['run']}.log"
         run.texts, run.files = texts, {log_file.name: log_file} if log_file.is_file() else {}
 
@@ -235,7 +230,8 @@ class RunContent:
         )
         ingredients = manifest.get("ingredients") or read_object(work / resume.INGREDIENTS)
         run.params = {**dict(flatten(ingredients.get("settings") or {})), **_result_params(artifact)}
-        inputs = self._inputs(artifact, work)
+        roles = {role: artifact and self.store.input_of(artifact, role) for role in manifest.get("inputs", ())}
+        inputs = {role: source for role, source in roles.items() if source}
         tags = {
             "ttrain.stage": name,
             "ttrain.key": entry.get("key") or "",
@@ -283,14 +279,6 @@ class RunContent:
             inputs=datasets.of_tasks(evaluation.results["tasks"]),
             texts={**tables, "evaluation.json": results, "items.jsonl": items},
         )
-
-    def _inputs(self, artifact: Artifact | None, work: Path) -> dict[str, Artifact]:
-        if artifact:
-            inputs = {role: self.store.input_of(artifact, role) for role in artifact.manifest["inputs"]}
-        else:
-            paths: Mapping[str, str] = read_object(work / JOB).get("inputs", {})
-            inputs = {role: self.store.read(Path(path)) for role, path in paths.items()}
-        return {role: source for role, source in inputs.items() if source}
 
 
 def _result_params(artifact: Artifact | None) -> dict[str, object]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
@@ -22,73 +21,43 @@ from ttrain.store import runs
 from ttrain.tracking.mirror import FAILED, KILLED, NAME, Bound, Mirror
 from ttrain.tracking.tracked_runs import id_of, is_tracked
 
+TRAINING_PAGES = "workflowType=machine_learning"  # not those for agents and traces
 NEWEST_RUNS = 30  # the runs whose metrics and settings choose the columns
 MOST_SETTINGS = 12  # with them the tag has 3,000 of the 5,000 characters that MLflow takes
 LONGEST_SETTING = 24  # characters of a value in a column
 
 
-@dataclass(frozen=True)
-class Addresses:
-    """Addresses of MLflow's pages, to append to the address of a server.
-
-    `name`: the setting `name`, whose view the table is; `pages` and `run_ids`: of the runs to open.
-    """
-
-    experiment: str
-    experiment_ids: tuple[str, ...]
-    name: str
-    pages: tuple[str, ...] = ()
-    run_ids: tuple[str, ...] = ()
-
-    @property
-    def first(self) -> str:
-        """The page of one run or stage; the comparison of several; the table if there is none."""
-        if not self.run_ids:
-            return self.table
-        if len(self.run_ids) == 1:
-            return f"{self.pages[0]}?workflowType=machine_learning"
-        lists = {"runs": json.dumps(self.run_ids), "experiments": json.dumps(self.experiment_ids)}
-        query = urlencode({**lists, "workflowType": "machine_learning"}, quote_via=quote)
-        return f"#/compare-runs?{query}"
-
-    @property
-    def table(self) -> str:
-        """The table of the runs of this name: what they are, their metrics, what differs."""
-        query = f"viewStateShareKey=ttrain-{self.name}&workflowType=machine_learning"
-        return f"#/experiments/{self.experiment_ids[0]}/runs?{query}"
-
-    @property
-    def curves(self) -> str:
-        """The curves of the runs of the table."""
-        return f"{self.table}&compareRunsMode=CHART"
-
-
-def addresses_of(home: Path, chosen: Sequence[tuple[str, str | None]]) -> Addresses:
-    """The pages of these runs, or stages of runs; of the newest run's experiment where there are none.
+def addresses_of(home: Path, chosen: Sequence[tuple[str, str | None]]) -> dict[str, str]:
+    """Addresses of MLflow's pages, to append to that of a server: the `table` of the runs of a name,
+    their `curves`, and the `url` of these runs, or stages of runs, compared if several.
 
     Raises UsageError for one that MLflow lacks.
     """
     mirror, found = Mirror(home), list[Bound]()
-    newest = next(filter(is_tracked, runs.newest_first(home)), None)
-    if newest is None:
+    records = [runs.read(home, name) or {} for name, _ in chosen]
+    shown = next(filter(is_tracked, [*records, *runs.newest_first(home)]), None)
+    if shown is None:
         raise UsageError(f"no run of {home} is tracked; begin with `ttrain pipeline run full`")
-    records = [(runs.read(home, name) or {}, name, stage) for name, stage in chosen]
-    shown = records[0][0] if records else newest
     experiment = str(shown["settings"]["tracking"]["experiment"])
-    for record, name, stage in records:
-        bound = mirror.find(record["settings"]["tracking"]["experiment"], id_of(record, stage))
+    for record, (name, stage) in zip(records, chosen, strict=True):
+        theirs = str(record["settings"]["tracking"]["experiment"])
+        bound = mirror.find(theirs, id_of(record, stage))
         if bound is None:
             label = f"{name}:{stage}" if stage else name
-            raise UsageError(f"MLflow has no run of {label}: it was not tracked; `ttrain report {name}` shows what there is")
+            hint = f"it was not tracked; `ttrain report {name}` shows what there is"
+            raise UsageError(f"MLflow has no run of {label}: {hint}")
         found.append(bound)
-    experiments = [bound.experiment_id for bound in found] or [mirror.experiment_id(experiment)]
-    return Addresses(
-        experiment,
-        tuple(dict.fromkeys(experiments)),
-        str(shown["settings"].get("name", "")),
-        tuple(bound.page for bound in found),
-        tuple(bound.run_id for bound in found),
-    )
+    query = f"viewStateShareKey=ttrain-{shown['settings'].get('name', '')}&{TRAINING_PAGES}"
+    table = f"#/experiments/{mirror.experiment_id(experiment)}/runs?{query}"
+    links = {"table": table, "curves": f"{table}&compareRunsMode=CHART", "experiment": experiment}
+    if len(found) == 1:
+        links["url"] = f"{found[0].page}?{TRAINING_PAGES}"
+    elif found:
+        run_ids = json.dumps([bound.run_id for bound in found])
+        experiments = json.dumps(sorted({bound.experiment_id for bound in found}))
+        query = urlencode({"runs": run_ids, "experiments": experiments}, quote_via=quote)
+        links["url"] = f"#/compare-runs?{query}&{TRAINING_PAGES}"
+    return links
 
 
 def refresh_view(mirror: Mirror, experiment: str, name: str) -> None:
