@@ -214,7 +214,7 @@ def test_a_silent_server_holds_up_the_end_of_a_run_for_ten_seconds_at_most(
 )
 def test_a_server_that_is_no_mlflow_is_told_with_what_helps(proxy: Proxy, tmp_path: Path, mode: str, fix: str) -> None:
     proxy.mode = mode
-    make_run(tmp_path, name := "full-20261121-100000-0001a", [Made(STAGE)])
+    make_run(tmp_path, name := f"full-20261121-100000-{mode[3:]}", [Made(STAGE)])
     [failed] = pusher.push(tmp_path)
     assert (failed.run, failed.run_id) == (name, None)
     assert proxy.url in failed.why and fix in failed.why and {"no page": "404", "no entry": "401"}[mode] in failed.why

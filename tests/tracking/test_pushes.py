@@ -21,7 +21,7 @@ from ttrain.engine.labels import labels_of
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import TRACKED
 from ttrain.store.registry import Registry
-from ttrain.tracking import client, pusher, run_summary
+from ttrain.tracking import pusher, run_summary
 from ttrain.tracking.client import clean, database_of
 from ttrain.tracking.mirror import Mirror, TrackedRun
 
@@ -317,15 +317,6 @@ def test_two_processes_that_push_one_run_fifty_times_make_it_once(tmp_path: Path
     for metric in ("loss", "tokens", "validation_loss"):
         found = steps(home, stage.info.run_id, metric)
         assert found == ([4, 8] if metric == "validation_loss" else list(range(1, 9))), metric
-
-
-def test_without_mlflow_a_run_is_not_tracked_and_told_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "find_spec", lambda name: None)
-    monkeypatch.setattr(pusher, "is_installed", client.is_installed)
-    make_run(tmp_path, A, [TOKENIZER])
-    follower = pusher.Pusher(tmp_path, A)
-    follower.start()
-    assert not follower.finish() and not (tmp_path / "mlflow").exists(), "it is pushed once MLflow is installed"
 
 
 def test_track_push_says_what_it_did(tracked_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

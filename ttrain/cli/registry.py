@@ -103,23 +103,25 @@ def models_promote(
 ) -> Output:
     """Make a set the champion, regardless of its figures: nights continue from it and compare with it."""
     from ttrain.store.registry import CHAMPION
-    from ttrain.tracking.registered import push_champion, take_over_champions
+    from ttrain.tracking.pusher import push_noted
+    from ttrain.tracking.registered import take_over_champions
 
     registry = take_over_champions(home())
     chosen = registry.find_set(which, name)
     promoted = registry.promote(chosen.name, chosen.version)
-    push_champion(home(), chosen.name)
+    push_noted(home(), promoted.run)
     return _champion(promoted, "is already champion" if CHAMPION in chosen.aliases else "is champion")
 
 
 @command(models_app, "Example:  ttrain models rollback")
 def models_rollback(name: Name = None) -> Output:
     """Make the previous champion the champion again; each further call goes one back."""
-    from ttrain.tracking.registered import push_champion, take_over_champions
+    from ttrain.tracking.pusher import push_noted
+    from ttrain.tracking.registered import take_over_champions
 
     registry = take_over_champions(home())
     champion = registry.rollback(registry.only_name(name))
-    push_champion(home(), champion.name)
+    push_noted(home(), champion.run)
     return _champion(champion, "is champion again")
 
 

@@ -69,11 +69,7 @@ class TrialRunner:
         sweep.note(outcome="running", process=runs.this_process())
         self._pusher: Pusher | None = None
         if request.settings(request.first).tracking.enabled:
-            self._pusher = Pusher(
-                store.root,
-                sweep.name,
-                lambda bound: sweep.note(tracking={"run_id": bound.run_id, "experiment_id": bound.experiment_id}),
-            )
+            self._pusher = Pusher(store.root, sweep.name, sweep.note)
             keep_sweep(store.root, self._tracked())
             self._pusher.start()
 

@@ -52,8 +52,6 @@ class MlflowArtifacts:
             raise ArtifactError(f"MLflow at {self._server} does not hold {stage} {key[:12]}; run its pipeline again")
         try:
             self._download(found[0], f"{stage}/{name}", to)
-        except OSError:
-            raise  # a full disk is not MLflow's fault
         except Exception as error:
             raise ArtifactError(
                 f"{name} of {stage} {key[:12]} cannot be fetched from MLflow at {self._server}: {first_line(error)}"

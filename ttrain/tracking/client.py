@@ -12,7 +12,6 @@ import os
 import re
 import sqlite3
 from importlib import import_module
-from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -73,12 +72,6 @@ def artifacts_of(home: Path) -> str:
     return (home.resolve() / "mlflow" / "artifacts").as_uri()
 
 
-def is_installed() -> bool:
-    """Whether MLflow can be imported."""
-    spec = find_spec("mlflow")
-    return spec is not None and spec.origin is not None  # without an origin it is a plain directory, such as the home's own
-
-
 def silence() -> None:
     """Keep logs of MLflow and its libraries off the terminal; what matters comes through ttrain's own logger."""
     for name, value in ENVIRONMENT.items():
@@ -86,7 +79,6 @@ def silence() -> None:
     for name in ("mlflow", "alembic", "sqlalchemy"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [logging.NullHandler()], False
-    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it warns at each retry
 
 
 def open_client(uri: str, home: Path) -> Any:

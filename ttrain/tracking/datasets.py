@@ -19,12 +19,9 @@ from ttrain.store.layout import Artifact, Artifacts
 
 TRAINING, VALIDATION, EVALUATION = "training", "validation", "evaluation"
 CONTEXT = "mlflow.data.context"  # the tag that MLflow's pages show beside a data set
-TOKENS = "tokens"
 DIGEST_CHARACTERS = 12  # MLflow takes 36; its pages show it in the table of runs
 LISTED_FILES = 100  # of a data set: MLflow takes 65,535 bytes
 SHARDS = "shards-"
-COUNTED_AS = {"rows": "documents", "bytes": "bytes"}
-HELD_OUT = "heldout"
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,7 @@ def entities(inputs: Iterable[DataInput]) -> list[Any]:
     """Data sets as MLflow's client takes them."""
     mlflow, listed = import_module("mlflow.entities"), []
     for data in inputs:
-        tags = {CONTEXT: data.context, **({} if data.tokens is None else {TOKENS: str(data.tokens)})}
+        tags = {CONTEXT: data.context, **({} if data.tokens is None else {"tokens": str(data.tokens)})}
         dataset = mlflow.Dataset(
             name=data.name,
             digest=data.digest,
@@ -103,13 +100,13 @@ def entities(inputs: Iterable[DataInput]) -> list[Any]:
 
 def _of_shards(artifact: Artifact) -> Iterator[DataInput]:
     dataset = artifact.stage.removeprefix(SHARDS)
-    for split, context in (("train", TRAINING), (HELD_OUT, VALIDATION)):
+    for split, context in (("train", TRAINING), ("heldout", VALIDATION)):
         totals = artifact.result.get(split, {})
         if totals.get("rows"):
             # Held-out rows are taken from the training files, unless there are held-out files.
             files = files_of(artifact, split) or files_of(artifact, "train")
-            counts = {name: totals[key] for key, name in COUNTED_AS.items() if key in totals}
-            name = dataset if split == "train" else f"{dataset}-{HELD_OUT}"
+            counts = {name: totals[key] for name, key in (("documents", "rows"), ("bytes", "bytes")) if key in totals}
+            name = dataset if split == "train" else f"{dataset}-heldout"
             yield _data(artifact, name, context, counts, totals.get("tokens"), files)
 
 

@@ -6,7 +6,6 @@ One that hangs holds up the training.
 
 from __future__ import annotations
 
-import html
 import logging
 import math
 import os
@@ -17,13 +16,11 @@ from typing import Any, final
 
 from ttrain.train.callbacks import Callback, LogRecord
 
-SAMPLES = "samples"  # samples/step-00000100.txt and so on
-
 log = logging.getLogger("ttrain")
 
 
 class Logger(Callback):
-    """Logs the metrics and the samples of a training in `directory` to one service.
+    """Logs the metrics of a training in `directory` to one service.
 
     Trainings find them by their entry points in the group `ttrain.loggers`. A training that
     continues logs the steps after its checkpoint; each service keeps the values of a step once.
@@ -56,9 +53,6 @@ class Logger(Callback):
     def write(self, values: Mapping[str, Any], step: int) -> None:
         """Log metrics."""
 
-    def write_text(self, name: str, text: str, step: int) -> None:
-        """Log what the model wrote."""
-
     def close(self, *, failed: bool) -> None:
         """End the run of the service."""
 
@@ -76,10 +70,6 @@ class Logger(Callback):
             )
 
     def _log(self, record: LogRecord) -> None:
-        for path in sorted((self._directory / SAMPLES).glob("step-*.txt")):
-            step = int(path.stem.removeprefix("step-"))
-            if self._last_step < step <= record.step:  # services take no earlier step afterwards
-                self.write_text(SAMPLES, path.read_text(encoding="utf-8"), step)
         # A validation has a row of its own at the same step.
         tokens = {} if record.step == self._last_step else {"tokens": record.tokens}
         self._last_step = record.step
@@ -110,9 +100,6 @@ class TensorBoard(Logger):
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
-    def write_text(self, name: str, text: str, step: int) -> None:
-        self._writer.add_text(name, f"```\n{text}\n```", step)
-
     def close(self, *, failed: bool) -> None:
         self._writer.close()
 
@@ -124,7 +111,6 @@ class Wandb(Logger):
     def open(self, step: int) -> None:
         import wandb
 
-        self._wandb: Any = wandb
         self._run = wandb.init(
             dir=str(self._directory),
             # Without the remote's address, which may hold a password.
@@ -136,13 +122,11 @@ class Wandb(Logger):
         if step >= self._run.starting_step:  # above 0 where the service has earlier steps
             self._run.log(dict(values), step=step)
 
-    def write_text(self, name: str, text: str, step: int) -> None:
-        page = f"<pre>{html.escape(text)}</pre>"
-        self.write({name: self._wandb.Html(page, inject=False)}, step)
-
     def close(self, *, failed: bool) -> None:
+        import wandb
+
         self._run.finish(exit_code=int(failed))
-        self._wandb.teardown()  # waits until its process has written the files
+        wandb.teardown()  # waits until its process has written the files
         for path in (self._directory / self._name).rglob("*"):
             if path.is_symlink():  # to a log in its cache; an artifact has plain files only
                 path.unlink()
@@ -166,9 +150,6 @@ class SwanLab(Logger):
 
     def write(self, values: Mapping[str, float], step: int) -> None:
         self._run.log(dict(values), step=step)  # it ignores steps that the experiment has
-
-    def write_text(self, name: str, text: str, step: int) -> None:
-        self._run.log_text(key=name, data=text, step=step)
 
     def close(self, *, failed: bool) -> None:
         state = {"state": "crashed", "error": "the training failed"} if failed else {}

@@ -25,7 +25,6 @@ from ttrain.tracking import datasets
 from ttrain.tracking.client import (
     artifacts_of,
     clean,
-    is_installed,
     local_path,
     open_client,
     own_uri,
@@ -277,31 +276,25 @@ class Mirror:
 
 def prepare(home: Path) -> None:
     """Make or open the home's own database before a server does, which would refuse a damaged one."""
-    if is_installed():
-        open_client(own_uri(home), home)
-
-
-def _points_of(rows: Iterable[MetricRow]) -> Iterator[MetricPoint]:
-    """The points of rows of `metrics.jsonl`; `tokens` is one, so that curves can be compared by it.
-
-    A value that was not finite, null in JSON Lines, is NaN: the curve has a gap there.
-    """
-    for row in rows:
-        milliseconds = int(1000 * (row.get("time") or time.time()))
-        tokens = {} if row.get("tokens") is None else {"tokens": row["tokens"]}
-        for key, value in {**tokens, **row["metrics"]}.items():
-            number = float(value) if is_number(value) and math.isfinite(value) else math.nan
-            yield clean(key), number, milliseconds, row["step"]
+    open_client(own_uri(home), home)
 
 
 def _new_points(rows: Iterable[MetricRow], bound: Bound) -> Iterator[MetricPoint]:
-    """The points after the last step of their metric; of several rows of a step the first counts."""
+    """The points after the last step of their metric; of several rows of a step the first counts.
+
+    `tokens` is one of them, so that curves can be compared by it. A value that was not finite, null
+    in JSON Lines, is NaN: the curve has a gap there.
+    """
     last = dict(bound.steps)
-    for point in _points_of(rows):
-        key, step = point[0], point[3]
-        if step > last.get(key, -1):
-            last[key] = step
-            yield point
+    for row in rows:
+        step, milliseconds = row["step"], int(1000 * (row.get("time") or time.time()))
+        tokens = {} if row.get("tokens") is None else {"tokens": row["tokens"]}
+        for metric, value in {**tokens, **row["metrics"]}.items():
+            key = clean(metric)
+            if step > last.get(key, -1):
+                last[key] = step
+                is_finite = value is not None and math.isfinite(value)
+                yield key, float(value) if is_finite else math.nan, milliseconds, step
 
 
 def _bound(entity: Any) -> Bound:

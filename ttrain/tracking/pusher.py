@@ -21,9 +21,7 @@ from ttrain.store import events, runs, server_records
 from ttrain.store.run_evaluations import folder_of
 from ttrain.tracking.client import (
     cannot_be_asked,
-    is_installed,
     rename_aside,
-    tracking_uri,
 )
 from ttrain.tracking.mirror import ID, NAME, RUNNING, Bound, Mirror, TrackedRun
 from ttrain.tracking.registered import note_seen, register
@@ -118,11 +116,12 @@ def waiting(mirror: Mirror) -> list[str]:
         record = None if pushed.get(name) == state_of(home, name) else runs.read(home, name)
         if record is None or record["outcome"] == "running" or not is_tracked(record):
             continue
-        place = (record.get("tracking") or {}).get("url") or ""
+        noted = record.get("tracking") or {}
+        is_mine = not noted.get("run_id") or (noted.get("url") or "").startswith(server)
         of_id = pushed.get(id_of(record), "").split(" ")[0]  # a later run may go on with it
         is_later = bool(of_id) and runs.time_in_name(of_id) > runs.time_in_name(name)
-        if not is_later and pushed.get(id_of(record)) != state_of(home, name):
-            lacking += [name] if "tracking" not in record or place.startswith(server) else []
+        if is_mine and not is_later and pushed.get(id_of(record)) != state_of(home, name):
+            lacking.append(name)
     return lacking
 
 
@@ -169,12 +168,12 @@ def keep_sweep(home: Path, run: TrackedRun) -> None:
 class Pusher:
     """Pushes a run, or a sweep, every few seconds from a thread of its own, and once at the end.
 
-    After its first push also what earlier runs left. `show(bound)` is called when it is in MLflow.
+    After its first push also what earlier runs left. `note(tracking=...)` is told where MLflow has it.
     """
 
     home: Path
     run: str
-    show: Callable[[Bound], object] = lambda bound: None
+    note: Callable[..., object] = lambda **values: None
     error: str = ""
     _stop: threading.Event = field(default_factory=threading.Event)
     _bound: Bound | None = None
@@ -184,12 +183,9 @@ class Pusher:
         self._mirror = Mirror(self.home)
 
     def start(self) -> None:
-        """Begin to push, if MLflow is installed."""
+        """Begin to push."""
         self._thread = threading.Thread(target=self._loop, name="tracking", daemon=True)
-        if is_installed():
-            self._thread.start()
-        else:
-            log.info("MLflow is not installed, so nothing is tracked; to track runs: pip install mlflow")
+        self._thread.start()
 
     def finish(self) -> bool:
         """Push for the last time, while MLflow answers. Returns whether it has everything.
@@ -197,13 +193,12 @@ class Pusher:
         Each request to a silent server ends by itself (MLFLOW_HTTP_REQUEST_TIMEOUT).
         """
         asked = time.monotonic()
-        was_tracked = self._thread.is_alive()
         self._stop.set()
         while self._thread.is_alive():
             self._thread.join(0.05)
             if self.error and time.monotonic() - asked > SILENT_SECONDS:
                 break
-        return was_tracked and not self.error
+        return not self.error
 
     def page(self, stage: str | None = None) -> str | None:
         """URL of the run in MLflow, or of a stage's, after a push; None if no server displays it."""
@@ -236,30 +231,22 @@ class Pusher:
         record = runs.read(self.home, self.run) or {"run": self.run}
         bound = self._mirror.bound.get(id_of(record))
         if bound and not self._bound:
-            self._bound = bound
-            self.show(bound)
+            self._bound, server = bound, without_user(self._mirror.uri)
+            url = f"{server.rstrip('/')}/{bound.page}" if server.startswith("http") else None
+            self.note(tracking={"run_id": bound.run_id, "experiment_id": bound.experiment_id, "url": url})
 
 
 def track(execution: PipelineRun) -> None:
     """Push a run that begins, until its end, if its settings say so."""
     if not execution.settings.tracking.enabled or execution.settings.runtime.node_rank:
         return
-    home = execution.store.root
-
-    def note(bound: Bound) -> None:
-        """Note where MLflow has the run."""
-        uri = without_user(tracking_uri(home))
-        url = f"{uri.rstrip('/')}/{bound.page}" if uri.startswith("http") else None
-        noted = {"run_id": bound.run_id, "experiment_id": bound.experiment_id, "url": url}
-        execution.record.note(tracking=noted)
-
-    pusher = Pusher(home, execution.record.run, note)
+    pusher = Pusher(execution.store.root, execution.record.run, execution.record.note)
     execution.tracker = pusher
     pusher.start()
 
 
 def push_noted(home: Path, run: str) -> None:
-    """Push a run that something was noted about after its end, such as a decision."""
-    for pushed in push(home, [run]):
+    """Push a run that something was noted about after its end, such as a decision, with aliases."""
+    for pushed in push(home, [run]) if is_tracked(runs.read(home, run)) else ():
         if pushed.why:
             log.warning("%s; `ttrain track push` brings MLflow up to date", pushed.why)

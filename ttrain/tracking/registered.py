@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config.training import PRIMARY_METRICS
-from ttrain.core.files import PRIVATE_FILE, JsonDict, read_object, write_json
+from ttrain.core.files import PRIVATE_FILE, read_object, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.core.redact import without_user
 from ttrain.core.text import short_digest
@@ -24,7 +24,6 @@ from ttrain.store.registry import CHALLENGER, CHAMPION, ModelSet, Registry, Vers
 from ttrain.tracking.client import (
     cannot_be_asked,
     database_of,
-    is_installed,
     own_uri,
     plain,
     tracking_uri,
@@ -106,8 +105,6 @@ def _description(content: RunContent, version: Version | ModelSet) -> str:
         value = result.get("metrics", {}).get(judged.name)
         if stage in members and value is not None:
             metric = f"{judged.label} **{value:.3f}**"
-            if bounds := result.get("intervals", {}).get(judged.name):
-                metric += f" ({bounds[0]:.3f} to {bounds[1]:.3f})"
     note = " ".join(str(content.record.get("note") or "").split())
     models = (f"- `{one.name}`: {one.stage}, key `{short_digest(one.key)}`" for one in members.values())
     name = f"{version.name}/{version.version}"
@@ -130,18 +127,8 @@ def push_aliases(mirror: Mirror, name: str) -> None:
             mirror.client.delete_registered_model_alias(model, CHALLENGER)
         for alias, number in ours.items() - theirs.items():
             mirror.client.set_registered_model_alias(model, alias, number)
-    _note(mirror, name, _aliases(mirror, name).get(CHAMPION))
-
-
-def push_champion(home: Path, name: str) -> None:
-    """Bring the aliases of a pipeline's sets up to date in MLflow; a failure is a warning."""
-    uri = tracking_uri(home)
-    if not is_installed() or (uri == own_uri(home) and not database_of(home).exists()):
-        return
-    try:
-        push_aliases(Mirror(home, uri), name)
-    except Exception as error:  # MLflow may raise anything
-        log.warning("%s; the next run of %s brings its aliases there", cannot_be_asked(uri, error), name)
+    pushed = {_key(mirror, name): _aliases(mirror, name).get(CHAMPION)}
+    write_json(_book(mirror.home), read_object(_book(mirror.home)) | pushed, PRIVATE_FILE)
 
 
 def take_over_champions(home: Path) -> Registry:
@@ -150,7 +137,7 @@ def take_over_champions(home: Path) -> Registry:
     Returns the registry, as it is then. If MLflow does not answer, the home's own champions stay.
     """
     uri, names = tracking_uri(home), Registry(home).read()["sets"]
-    if not names or not is_installed() or (uri == own_uri(home) and not _has_changed(home)):
+    if not names or (uri == own_uri(home) and not _has_changed(home)):
         return Registry(home)
     try:
         mirror = Mirror(home, uri)
@@ -169,8 +156,9 @@ def take_over_champion(mirror: Mirror, name: str) -> None:
     An alias that was removed there does not count, nor one of the home's own database whose pushes
     are not known.
     """
-    number, pushed = _aliases(mirror, name).get(CHAMPION), _noted(mirror)
-    if number is None or number == pushed.get(name) or (mirror.is_own and name not in pushed):
+    number, pushed = _aliases(mirror, name).get(CHAMPION), read_object(_book(mirror.home))
+    is_known = _key(mirror, name) in pushed or not mirror.is_own
+    if number is None or not is_known or number == pushed.get(_key(mirror, name)):
         return
     version = mirror.client.get_model_version(name, number)
     registry = Registry(mirror.home)
@@ -197,26 +185,13 @@ def _book(home: Path) -> Path:
     return home / "mlflow" / "champions.json"
 
 
-def _noted(mirror: Mirror) -> JsonDict:
-    """{name: number of the champion} in this MLflow, as it was pushed last."""
-    noted: JsonDict = read_object(_book(mirror.home)).get(_name(mirror), {})
-    return noted
-
-
-def _note(mirror: Mirror, name: str, number: str | None) -> None:
-    noted = {**_noted(mirror), name: number}
-    book = {**read_object(_book(mirror.home)), _name(mirror): noted}
-    write_json(_book(mirror.home), book, PRIVATE_FILE)
-
-
-def _name(mirror: Mirror) -> str:
-    return "own" if mirror.is_own else without_user(mirror.uri)
+def _key(mirror: Mirror, name: str) -> str:
+    return f"{'own' if mirror.is_own else without_user(mirror.uri)} {name}"
 
 
 def note_seen(home: Path) -> None:
     """Note that the home knows all that its own database has now."""
-    if _book(home).exists():
-        _book(home).touch()
+    _book(home).touch()
 
 
 def _has_changed(home: Path) -> bool:

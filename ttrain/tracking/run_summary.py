@@ -6,13 +6,12 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ttrain.config import by_weight, flatten
-from ttrain.config.training import BITS_PER_BYTE, TRAININGS, model_order
+from ttrain.config.training import BITS_PER_BYTE, TRAININGS
 from ttrain.core.files import JsonDict
 from ttrain.core.redact import HIDDEN, masked
 from ttrain.core.text import truncated
@@ -23,7 +22,7 @@ from ttrain.store.runs import RecordedRun
 log = logging.getLogger("ttrain")
 
 REPORT = "report.html"  # the run's page among the files of the tracked run
-EVALUATION_TABLE, SAMPLES_TABLE = "evaluation_table.json", "samples_table.json"
+EVALUATION_TABLE = "evaluation_table.json"
 
 # MLflow takes what stands before the slash as a section of the run's page, which it sorts by character code: with a capital
 # it comes before `eval`. The rest is the title of the chart; where runs are compared, the whole is, of which 27 letters fit.
@@ -64,37 +63,10 @@ def curves(stage: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[JsonDict]:
             yield {"step": int(row["tokens"]), "time": row.get("time"), "metrics": values}
 
 
-def as_yaml(values: Mapping[str, Any]) -> str:
-    """Settings by dotted name as a YAML file for `-c`, without masked ones."""
-    tree: JsonDict = {}
-    for name, value in values.items():
-        *sections, last = name.split(".")
-        group = tree
-        for section in sections:
-            group = group.setdefault(section, {})
-        if value != HIDDEN:
-            group[last] = value
-    return str(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
-
-
-def evaluation_tables(
-    evaluated: Iterable[Sequence[str]], samples: Mapping[str, Iterable[Mapping[str, Any]]]
-) -> dict[str, str]:
-    """The evaluation, rows of `summary.rows`, and the answers of the models side by side, as JSON
-    tables for MLflow's pages and `mlflow.load_table`."""
-    models = [*sorted(samples, key=model_order), facts.REFERENCE]
-    answers: dict[str, dict[str, str]] = {}  # {prompt: {model: answer}}
-    for model, listed in samples.items():
-        for sample in listed:
-            by_model = answers.setdefault(sample["prompt"], {facts.REFERENCE: ""})
-            by_model[model] = sample["answer"]
-            by_model[facts.REFERENCE] = sample.get("reference") or by_model[facts.REFERENCE]
-    rows = [[prompt, *(by_model.get(model, "") for model in models)] for prompt, by_model in answers.items()]
-    tables = {
-        EVALUATION_TABLE: {"columns": ["what", "value", "remark"], "data": [list(row) for row in evaluated]},
-        SAMPLES_TABLE: {"columns": ["prompt", *models], "data": rows},
-    }
-    return {name: json.dumps(table, ensure_ascii=False) for name, table in tables.items() if table["data"]}
+def evaluation_table(rows: Sequence[summary.EvaluationRow]) -> str:
+    """The evaluation as a JSON table for MLflow's pages and `mlflow.load_table`."""
+    table = {"columns": ["what", "value", "remark"], "data": [list(row) for row in rows]}
+    return json.dumps(table, ensure_ascii=False)
 
 
 def description(
@@ -128,14 +100,13 @@ def difference(home: Path, run: RecordedRun) -> str:
     The usual value of a setting is the most common one of the earlier runs, the oldest of them
     if several are: what one experiment changed is not usual for the next one.
     """
-    name = run["settings"].get("name")
-    earlier = []
-    for record in runs.newest_first(home, [f'"name": "{name}"']):
-        is_earlier = runs.time_in_name(record["run"]) < runs.time_in_name(run["run"])
-        if is_earlier and record["settings"].get("name") == name:
-            earlier.append(dict(flatten(record["settings"])))
-        if len(earlier) == EARLIER_RUNS:
-            break
+    name, time = run["settings"].get("name"), runs.time_in_name(run["run"])
+    older = (
+        dict(flatten(record["settings"]))
+        for record in runs.newest_first(home, [f'"name": "{name}"'])
+        if record["settings"].get("name") == name and runs.time_in_name(record["run"]) < time
+    )
+    earlier = [*islice(older, EARLIER_RUNS)]
     if not earlier:
         return f"the first run of {name}"
     settings = masked(dict(flatten(run["settings"])))

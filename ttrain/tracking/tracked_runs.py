@@ -7,15 +7,19 @@ to an empty MLflow.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cached_property
+from importlib import metadata
 from pathlib import Path
+
+import yaml
 
 from ttrain.config import flatten
 from ttrain.core.files import JsonDict, JsonObject, read_json, read_object
 from ttrain.core.hashing import digest_of
-from ttrain.core.redact import masked
+from ttrain.core.redact import HIDDEN, masked
 from ttrain.engine import resume, system_metrics
 from ttrain.engine.run_models import REGISTERED
 from ttrain.reports import facts
@@ -27,9 +31,11 @@ from ttrain.store.run_evaluations import RunEvaluation, evaluations_of
 from ttrain.store.run_views import decision_metrics
 from ttrain.tasks import STAGES
 from ttrain.tracking import datasets, run_summary
-from ttrain.tracking.loadable import ADAPTER, loadable
 from ttrain.tracking.mirror import FAILED, FINISHED, KILLED, NAME, RUN, RUNNING, TrackedRun
 
+MODEL, ADAPTER, BASE = "model", "adapter", "base"  # directories: of a model, an adapter, its base
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+TEXT = json.dumps([{"type": "string", "required": True}])
 SWEEP = "tracked.json"  # in the folder of a sweep: what trackers show of it
 STATUS = {"running": RUNNING, "failed": FAILED, **dict.fromkeys((*runs.BUILT, runs.NOTHING_NEW), FINISHED)}
 BEGUN = ("running", "crashed", "failed", "interrupted", runs.NOTHING_NEW, *runs.BUILT)
@@ -137,7 +143,7 @@ class RunContent:
         )
         if run.status != RUNNING:
             run.ended = run.started + (record.get("seconds") or 0.0)
-            self._add_end(run, settings)
+            self._add_end(run)
         for entry in record["stages"]:
             if entry["outcome"] in BEGUN:
                 run.stages.append(self._stage(entry))
@@ -156,21 +162,16 @@ class RunContent:
         files |= {f"{stage}/{directory}/{name}": path for name, path in more.items()}
         return {f"{stage}/{directory}/{name}": text for name, text in texts.items()}, files
 
-    def _common_tags(self) -> dict[str, str]:
-        record, flow_run = self.record, self.record.get("prefect") or {}
+    def _tags(self, settings: JsonObject) -> dict[str, str]:
+        record, sweep = self.record, self.record.get("sweep") or {}
+        flow_run = record.get("prefect") or {}
         tags = {
+            **{f"rule.{name}": value for name, value in facts.set_by_rule(settings).items()},
             RUN: record["run"],
             "ttrain.host": record["process"].get("host"),
             "ttrain.commit": record.get("commit"),
             "ttrain.prefect.flow_run_id": flow_run.get("flow_run_id"),
             "ttrain.prefect.url": flow_run.get("url"),
-        }
-        return {name: str(value) for name, value in tags.items() if value}
-
-    def _tags(self, settings: JsonObject) -> dict[str, str]:
-        record, sweep = self.record, self.record.get("sweep") or {}
-        tags = {
-            **{f"rule.{name}": value for name, value in facts.set_by_rule(settings).items()},
             "ttrain.pipeline": record["pipeline"],
             NAME: record["settings"].get("name", ""),
             "ttrain.night": record.get("night"),
@@ -182,21 +183,18 @@ class RunContent:
             NOTE: run_summary.note(record["note"]) if record.get("note") else None,
             **(record.get("tags") or {}),
         }
-        known = {name: str(value) for name, value in tags.items() if value is not None}
-        return self._common_tags() | known
+        return {name: str(value) for name, value in tags.items() if value is not None}
 
-    def _add_end(self, run: TrackedRun, settings: JsonObject) -> None:
+    def _add_end(self, run: TrackedRun) -> None:
         """Add what is known only at the end: description, evaluation, curves by tokens, page, log."""
         record, rows = self.record, [tuple(row) for row in self.record.get("evaluation") or ()]
         cached = " ".join(entry["name"] for entry in record["stages"] if entry["outcome"] == "cached")
         text = run_summary.description(self.home, record, record["metrics"], rows)
         run.tags = {**run.tags, NOTE: text, "ttrain.cached": cached, "ttrain.outcome": record["outcome"]}
-        changed = {name: value for name, (value, _) in facts.changed_settings(settings).items()}
-        texts = {"settings.yaml": run_summary.as_yaml(masked(changed))}
-        if evaluation := self.artifacts.get("evaluate"):
-            tables = run_summary.evaluation_tables(rows, evaluation.result.get("samples", {}))
-            texts |= tables
-            run.tags = {**run.tags, **tag_of_tables(tables)}
+        texts = {"settings.yaml": yaml.safe_dump(_without_masks(masked(record["settings"])), sort_keys=False)}
+        if rows:
+            texts[run_summary.EVALUATION_TABLE] = run_summary.evaluation_table(rows)
+            run.tags = {**run.tags, **tag_of_tables([run_summary.EVALUATION_TABLE])}
         for name, artifact in self.artifacts.items():
             curve = artifact.path / "run" / "metrics.jsonl"
             if curve.is_file():
@@ -233,13 +231,14 @@ class RunContent:
         roles = {role: artifact and self.store.input_of(artifact, role) for role in manifest.get("inputs", ())}
         inputs = {role: source for role, source in roles.items() if source}
         tags = {
+            RUN: record["run"],
             "ttrain.stage": name,
             "ttrain.key": entry.get("key") or "",
             **{f"ttrain.parent.{role}": f"{one.stage} {one.content}" for role, one in inputs.items()},
             "ttrain.code": ingredients.get("code") and digest_of(ingredients["code"]),
             "ttrain.error": str(entry.get("error") or "")[:ERROR_CHARACTERS],
         }
-        run.tags = self._common_tags() | {tag: value for tag, value in tags.items() if value}
+        run.tags = {tag: value for tag, value in tags.items() if value}
         trains = name in STAGES and STAGES[name].uses_ranks
         run.inputs = datasets.read_by(inputs, trains=trains) + (datasets.data_of(artifact) if artifact else [])
         if artifact or read_object(work / TRACKED).get("run") == record["run"]:
@@ -281,6 +280,12 @@ class RunContent:
         )
 
 
+def _without_masks(settings: JsonObject) -> JsonDict:
+    """Settings without those that are secret, so that none becomes its mask."""
+    shown = {name: value for name, value in settings.items() if value != HIDDEN}
+    return {name: _without_masks(value) if isinstance(value, dict) else value for name, value in shown.items()}
+
+
 def _result_params(artifact: Artifact | None) -> dict[str, object]:
     """What each optimizer group holds, and the numbers of a result, as parameters:
     {"result.rows.fill": 0.98}. As metrics each would be a chart of one point before the curves."""
@@ -293,6 +298,44 @@ def _result_params(artifact: Artifact | None) -> dict[str, object]:
     return params | numbers
 
 
-def tag_of_tables(tables: Mapping[str, str]) -> dict[str, str]:
+def tag_of_tables(tables: Iterable[str]) -> dict[str, str]:
     """The tag that marks files as tables for MLflow's pages."""
     return {LOGGED_TABLES: json.dumps([{"path": name, "type": "table"} for name in tables])}
+
+
+def loadable(artifact: Artifact, directory: str, store: ArtifactStore) -> tuple[dict[str, str], dict[str, Path]]:
+    """(texts, files) to add to an artifact's model or adapter in its `directory`.
+
+    An adapter gets the files of its base; without them MLflow cannot open it, and gets nothing.
+    """
+    place = whole = artifact.path / directory
+    is_adapter, files = directory == ADAPTER, dict[str, Path]()
+    if is_adapter:
+        below = artifact.manifest["inputs"].get("base", {})
+        whole = store.path(below.get("stage", ""), below.get("key", "")) / MODEL
+        files = {f"{BASE}/{path.name}": path for path in whole.glob("*") if path.is_file()}
+    config = read_object(whole / "config.json")
+    if not config:
+        return {}, {}
+    components = (place / name for name in TOKENIZER)
+    files |= {f"components/tokenizer/{path.name}": path for path in components if path.is_file()}
+    flavor = {  # as mlflow/transformers/flavor_config.py names them
+        "task": "text-generation",
+        "instance_type": "TextGenerationPipeline",
+        # an architecture of ttrain's own is loaded from the Python files in the directory
+        "pipeline_model_type": config["architectures"][0] if config.get("auto_map") else "AutoModelForCausalLM",
+        "source_model_name": "ttrain",
+        "model_binary": BASE if is_adapter else ".",
+        **({"peft_adaptor": "."} if is_adapter else {}),
+        "components": ["tokenizer"],
+        "tokenizer_type": "AutoTokenizer",
+    }
+    described = {
+        "flavors": {"transformers": flavor},
+        "mlflow_version": metadata.version("mlflow"),
+        "model_uuid": artifact.content[:32],
+        "utc_time_created": str(datetime.fromtimestamp(artifact.manifest["published"], UTC).replace(tzinfo=None)),
+        "signature": {"inputs": TEXT, "outputs": TEXT, "params": None},
+        "metadata": {"ttrain.stage": artifact.stage, "ttrain.key": artifact.key},
+    }
+    return {"MLmodel": yaml.safe_dump(described, sort_keys=False)}, files
