@@ -38,7 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         patch.setattr(pusher, "SILENT_SECONDS", 3.0)
         with mlflow_server(tmp_path_factory.mktemp("server")) as url:
             patch.setenv("MLFLOW_TRACKING_URI", url)
-            Mirror(tmp_path_factory.mktemp("first")).experiment_id("first")  # its first answers take seconds
+            Mirror(tmp_path_factory.mktemp("first")).find("first", "none")  # its first answers take seconds
             yield url
 
 
