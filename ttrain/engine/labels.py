@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
 from collections.abc import Mapping, Sequence
@@ -13,21 +12,12 @@ from types import MappingProxyType
 from ttrain.core import redact
 from ttrain.errors import UsageError
 from ttrain.store import references, runs
-from ttrain.store.runs import read_rows
 from ttrain.tasks import STAGES
 
 TAG_KEY = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 RESERVED = ("mlflow.", "ttrain.")  # beginnings of the tags that MLflow and ttrain set themselves
-NIGHT = "night"  # the tag of a run that trained in night mode
 RUN_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,39}")
 MOST_TAGS, TAG_CHARACTERS, NOTE_CHARACTERS = 20, 250, 2000
-
-
-def trained_at_night(curve: Path) -> bool:
-    """Whether any line of a stage's curve was logged in night mode."""
-    with contextlib.suppress(OSError):  # a stage that does not train has no curve
-        return any(row["metrics"].get(NIGHT) for row in read_rows(curve))
-    return False
 
 
 @dataclass(frozen=True)
@@ -92,10 +82,10 @@ def _pair(text: str) -> tuple[str, str]:
     key, equals, value = (word.strip() for word in text.partition("="))
     if not equals or not value:
         raise UsageError(f"--tag is {text[:80]!r} but must be KEY=VALUE with a value; try --tag purpose=baseline")
-    if not TAG_KEY.fullmatch(key) or key.lower().startswith(RESERVED) or key == NIGHT:
+    if not TAG_KEY.fullmatch(key) or key.lower().startswith(RESERVED):
         raise UsageError(
             f"--tag has the key {key[:80]!r}, but a key is a letter and then at most 63 letters, digits, _, . or -, and "
-            f"neither begins with {' or '.join(RESERVED)} nor is {NIGHT}, which ttrain sets; try --tag purpose={value[:20]}"
+            f"does not begin with {' or '.join(RESERVED)}, which ttrain sets; try --tag purpose={value[:20]}"
         )
     if len(value) > TAG_CHARACTERS or not value.isprintable():
         raise UsageError(

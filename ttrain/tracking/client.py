@@ -21,7 +21,6 @@ from ttrain.core import redact
 from ttrain.core.files import exclusive, private_directory
 from ttrain.core.redact import without_user
 from ttrain.core.sqlite_files import set_aside
-from ttrain.errors import is_disk_full
 from ttrain.store.server_records import with_token
 
 log = logging.getLogger("ttrain")
@@ -40,7 +39,9 @@ KEY_CHARACTERS = 250  # of a name, by MLflow's rule
 LOCK_SECONDS = 30
 _openings = count()
 NO_ANSWER = re.compile("failed with (timeout )?exception|Max retries exceeded|Connection (refused|aborted)|Read timed out")
-NO_FAULT_OF_THE_FILE = re.compile("locked|unable to open|readonly|disk I/O|permission denied", re.IGNORECASE)
+NO_FAULT_OF_THE_FILE = re.compile(
+    "locked|unable to open|readonly|disk (I/O|is full)|no space|permission denied", re.IGNORECASE
+)
 # Columns of MLflow's database that hold locations on disk (3.17): a home that was moved or copied writes into itself
 LOCATIONS = (
     ("experiments", "artifact_location"),
@@ -94,7 +95,7 @@ def open_client(uri: str, home: Path) -> Any:
         try:
             client = _open_own(uri, is_new=is_new)
         except Exception as error:
-            if is_new or is_disk_full(error) or NO_FAULT_OF_THE_FILE.search(str(error)):
+            if is_new or NO_FAULT_OF_THE_FILE.search(str(error)):
                 raise
             rename_aside(home, error)
             client = _open_own(uri, is_new=True)

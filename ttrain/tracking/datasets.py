@@ -17,7 +17,7 @@ from ttrain.core.files import JsonDict, JsonObject
 from ttrain.core.hashing import digest_of
 from ttrain.store.layout import Artifact, Artifacts
 
-TRAINING, VALIDATION, EVALUATION = "training", "validation", "evaluation"
+TRAINING, VALIDATION = "training", "validation"
 CONTEXT = "mlflow.data.context"  # the tag that MLflow's pages show beside a data set
 DIGEST_CHARACTERS = 12  # MLflow takes 36; its pages show it in the table of runs
 LISTED_FILES = 100  # of a data set: MLflow takes 65,535 bytes
@@ -49,24 +49,14 @@ class DataInput:
 
 
 def data_of(artifact: Artifact) -> list[DataInput]:
-    """The data sets behind a set of shards (its training part, and what is held out), a tokenizer, or the suites of an
-    evaluation; else none."""
-    if "suites" in artifact.result:
-        return of_tasks(artifact.result["suites"]["tasks"])
+    """The data sets behind a set of shards (its training part, and what is held out), a tokenizer;
+    else none."""
     if artifact.stage.startswith(SHARDS):
         return list(_of_shards(artifact))
     if artifact.stage != "tokenizer" or not artifact.result.get("files"):
         return []
     counts = {name: artifact.result[name] for name in ("documents", "bytes") if name in artifact.result}
     return [_data(artifact, "tokenizer", TRAINING, counts, None, files_of(artifact, "train"))]
-
-
-def of_tasks(tasks: Iterable[JsonObject]) -> list[DataInput]:
-    """The data sets of an evaluation's tasks, from its results."""
-    return [
-        DataInput(task["task"], task["digest"][:DIGEST_CHARACTERS], EVALUATION, {"items": task["items"]}, None)
-        for task in tasks
-    ]
 
 
 def read_by(inputs: Artifacts, *, trains: bool) -> list[DataInput]:

@@ -33,7 +33,7 @@ from ttrain.tracking.client import (
 )
 from ttrain.tracking.datasets import DataInput
 
-ID, RUN, PARENT = "ttrain.id", "ttrain.run", "mlflow.parentRunId"  # tags
+ID, RUN, PARENT, KIND = "ttrain.id", "ttrain.run", "mlflow.parentRunId", "mlflow.experimentKind"  # tags
 NAME = "ttrain.name"  # tag of the runs of pipelines; the runs of their stages have none
 RUNNING, FINISHED, FAILED, KILLED = "RUNNING", "FINISHED", "FAILED", "KILLED"
 BATCH, POINTS = 100, 1000  # of parameters and tags, of points in one request, by MLflow's limits
@@ -140,12 +140,12 @@ class Mirror:
         """The run with this id. Twins, which two machines with one home can make, are deleted."""
         if identity not in self.bound:
             found = self.search([self.experiment_id(experiment)], f"tags.`{ID}` = '{identity}'")
-            twins = sorted((_bound(one) for one in found), key=lambda one: one.run_id)
-            active = [one for one in twins if not one.is_deleted]
-            for twin in active[1:]:
-                self.client.delete_run(twin.run_id)
-            if twins:
-                self.bound[identity] = (active or twins)[0]
+            bounds = sorted(map(_bound, found), key=lambda one: (one.is_deleted, one.run_id))
+            for twin in bounds[1:]:
+                if not twin.is_deleted:
+                    self.client.delete_run(twin.run_id)
+            if bounds:
+                self.bound[identity] = bounds[0]
         return self.bound.get(identity)
 
     def search(self, experiments: Sequence[str], query: str) -> list[Any]:
@@ -164,18 +164,16 @@ class Mirror:
             place = artifacts_of(self.home) if self.is_local else None
             number = found.experiment_id if found else self.client.create_experiment(name, place)
             # MLflow's pages open on training runs, not on its pages for agents and traces.
-            kind = "custom_model_development"
-            self.client.set_experiment_tag(number, "mlflow.experimentKind", kind)
+            self.client.set_experiment_tag(number, KIND, "custom_model_development")
             self._experiments[name] = str(number)
         return self._experiments[name]
 
     def _create(self, run: TrackedRun) -> Bound:
         name = plain(run.name).strip()[:NAME_CHARACTERS] or "unnamed"
-        started, tags = int(1000 * run.started), {ID: run.id, **_clean_tags(run.tags)}
-        experiment = self.experiment_id(run.experiment)
-        bound = _bound(self.client.create_run(experiment, started, tags, name))
-        self.bound[run.id] = bound
-        return bound
+        tags = {ID: run.id, **_clean_tags(run.tags)}
+        experiment, started = self.experiment_id(run.experiment), int(1000 * run.started)
+        self.bound[run.id] = _bound(self.client.create_run(experiment, started, tags, name))
+        return self.bound[run.id]
 
     def _write(self, run: TrackedRun, bound: Bound) -> None:
         if run.status == RUNNING != bound.status:
@@ -232,16 +230,16 @@ class Mirror:
 
         When its stage has ended, the whole file is read once more, at its new path.
         """
+        start = self._offsets.get(path, 0)
         try:
             with path.open("rb") as file:
-                if file.seek(0, os.SEEK_END) < self._offsets.get(path, 0):
-                    self._offsets[path] = 0
-                file.seek(self._offsets.get(path, 0))
+                start = 0 if file.seek(0, os.SEEK_END) < start else start
+                file.seek(start)
                 lines = file.read()
         except OSError:  # not begun, or published meanwhile
             return []
         lines = lines[: lines.rfind(b"\n") + 1]  # one that is half written waits
-        self._offsets[path] = self._offsets.get(path, 0) + len(lines)
+        self._offsets[path] = start + len(lines)
         return [row for line in lines.splitlines() if (row := parse_row(line)) is not None]
 
     def place_files(self, texts: Mapping[str, str], files: Mapping[str, Path], bound: Bound) -> None:

@@ -113,14 +113,15 @@ def waiting(mirror: Mirror) -> list[str]:
     lacking = [name for name in sweeps if pushed.get(name) != state_of(home, name)]
     server = without_user(mirror.uri) if mirror.uri.startswith("http") else ""
     for name in reversed(runs.names(home)):
-        record = None if pushed.get(name) == state_of(home, name) else runs.read(home, name)
+        state = state_of(home, name)
+        record = None if pushed.get(name) == state else runs.read(home, name)
         if record is None or record["outcome"] == "running" or not is_tracked(record):
             continue
-        noted = record.get("tracking") or {}
-        is_mine = not noted.get("run_id") or (noted.get("url") or "").startswith(server)
-        of_id = pushed.get(id_of(record), "").split(" ")[0]  # a later run may go on with it
-        is_later = bool(of_id) and runs.time_in_name(of_id) > runs.time_in_name(name)
-        if is_mine and not is_later and pushed.get(id_of(record)) != state_of(home, name):
+        theirs, noted = pushed.get(id_of(record), name), record.get("tracking") or {}
+        is_elsewhere = noted.get("run_id") and not (noted.get("url") or "").startswith(server)
+        # a later run may go on with it
+        is_later = runs.time_in_name(theirs.split(" ")[0]) > runs.time_in_name(name)
+        if theirs != state and not is_later and not is_elsewhere:
             lacking.append(name)
     return lacking
 
@@ -226,8 +227,10 @@ class Pusher:
         self.error = next(filter(None, whys), "")
         if self.error and not self._warned:
             self._warned = True
-            fix = "the run goes on, and `ttrain track push` or the next run brings MLflow up to date"
-            log.warning("%s; %s", self.error, fix)
+            log.warning(
+                "%s; the run goes on, and `ttrain track push` or the next run brings MLflow up to date",
+                self.error,
+            )
         record = runs.read(self.home, self.run) or {"run": self.run}
         bound = self._mirror.bound.get(id_of(record))
         if bound and not self._bound:

@@ -108,8 +108,11 @@ def _description(content: RunContent, version: Version | ModelSet) -> str:
     note = " ".join(str(content.record.get("note") or "").split())
     models = (f"- `{one.name}`: {one.stage}, key `{short_digest(one.key)}`" for one in members.values())
     name = f"{version.name}/{version.version}"
-    made_of = f"What it was made of: `ttrain lineage {name}`; the same again: `ttrain reproduce {name}`."
-    parts = (". ".join(filter(None, (metric, note))), f"Of the run `{version.run}`:\n" + "\n".join(models), made_of)
+    parts = [
+        ". ".join(filter(None, (metric, note))),
+        "\n".join((f"Of the run `{version.run}`:", *models)),
+        f"What it was made of: `ttrain lineage {name}`; the same again: `ttrain reproduce {name}`.",
+    ]
     return "\n\n".join(filter(None, parts))
 
 
@@ -145,8 +148,7 @@ def take_over_champions(home: Path) -> Registry:
             take_over_champion(mirror, name)
         note_seen(home)
     except Exception as error:  # MLflow may raise anything
-        cause = cannot_be_asked(uri, error)
-        log.warning("whether the champion was moved in MLflow is not known: %s", cause)
+        log.warning("whether MLflow has another champion is not known: %s", cannot_be_asked(uri, error))
     return Registry(home)
 
 
@@ -196,7 +198,5 @@ def note_seen(home: Path) -> None:
 
 def _has_changed(home: Path) -> bool:
     """Whether the home's own database may have what the home does not know; loads no MLflow."""
-    database, book = database_of(home), _book(home)
-    if not database.exists() or not book.exists():
-        return database.exists()
-    return database.stat().st_mtime_ns > book.stat().st_mtime_ns
+    database, book = (path.stat().st_mtime_ns if path.exists() else 0 for path in (database_of(home), _book(home)))
+    return database > book

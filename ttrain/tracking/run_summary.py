@@ -59,8 +59,11 @@ def curves(stage: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[JsonDict]:
     for metric in ("loss", validation):
         having = [row for row in rows if metric in row["metrics"]]
         for row in reversed(having[:: min(-1, -len(having) // POINTS)]):  # with the last one
-            values = {curve_name(stage, metric): row["metrics"][metric]}
-            yield {"step": int(row["tokens"]), "time": row.get("time"), "metrics": values}
+            yield {
+                "step": int(row["tokens"]),
+                "time": row.get("time"),
+                "metrics": {curve_name(stage, metric): row["metrics"][metric]},
+            }
 
 
 def evaluation_table(rows: Sequence[summary.EvaluationRow]) -> str:

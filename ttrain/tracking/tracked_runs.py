@@ -60,9 +60,8 @@ def id_of(record: JsonObject, stage: str | None = None) -> str:
 
 def is_tracked(record: JsonObject | None) -> bool:
     """Whether trackers show a run: not one that found everything cached, or that must not be."""
-    if record is None or record["outcome"] == "cached":
-        return False
-    return bool(record.get("settings", {}).get("tracking", {}).get("enabled", True))
+    tracking = (record or {}).get("settings", {}).get("tracking", {})
+    return bool(record and record["outcome"] != "cached" and tracking.get("enabled", True))
 
 
 def sweep_file(home: Path, name: str) -> Path:
@@ -227,7 +226,7 @@ class RunContent:
             ended=ended,
         )
         ingredients = manifest.get("ingredients") or read_object(work / resume.INGREDIENTS)
-        run.params = {**dict(flatten(ingredients.get("settings") or {})), **_result_params(artifact)}
+        run.params = {**dict(flatten(ingredients.get("settings") or {})), **(_result_params(artifact) if artifact else {})}
         roles = {role: artifact and self.store.input_of(artifact, role) for role in manifest.get("inputs", ())}
         inputs = {role: source for role, source in roles.items() if source}
         tags = {
@@ -257,7 +256,6 @@ class RunContent:
     def _evaluation(self, evaluation: RunEvaluation) -> TrackedRun:
         """Results of a model of the run that its user asked for afterwards."""
         tables = {name: json.dumps(table, ensure_ascii=False) for name, table in evaluation.tables.items()}
-        items = "".join(f"{json.dumps(item, ensure_ascii=False)}\n" for item in evaluation.items)
         results = json.dumps(evaluation.results, indent=2, ensure_ascii=False)
         return TrackedRun(
             f"{self.record['run']}/{evaluation.id}",
@@ -275,8 +273,7 @@ class RunContent:
             },
             params={"model": evaluation.model},
             summary=evaluation.metrics,
-            inputs=datasets.of_tasks(evaluation.results["tasks"]),
-            texts={**tables, "evaluation.json": results, "items.jsonl": items},
+            texts={**tables, "evaluation.json": results},
         )
 
 
@@ -286,11 +283,9 @@ def _without_masks(settings: JsonObject) -> JsonDict:
     return {name: _without_masks(value) if isinstance(value, dict) else value for name, value in shown.items()}
 
 
-def _result_params(artifact: Artifact | None) -> dict[str, object]:
+def _result_params(artifact: Artifact) -> dict[str, object]:
     """What each optimizer group holds, and the numbers of a result, as parameters:
     {"result.rows.fill": 0.98}. As metrics each would be a chart of one point before the curves."""
-    if artifact is None:
-        return {}
     groups = enumerate(artifact.result.get("optimizer_groups", ()))
     params = {f"optim.groups.{number}.{name}": value for number, group in groups for name, value in group.items()}
     result = {name: value for name, value in artifact.result.items() if name != "samples"}
