@@ -68,8 +68,7 @@ def curves(stage: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[JsonDict]:
 
 def evaluation_table(rows: Sequence[summary.EvaluationRow]) -> str:
     """The evaluation as a JSON table for MLflow's pages and `mlflow.load_table`."""
-    table = {"columns": ["what", "value", "remark"], "data": [list(row) for row in rows]}
-    return json.dumps(table, ensure_ascii=False)
+    return json.dumps({"columns": ["what", "value", "remark"], "data": [*rows]}, ensure_ascii=False)
 
 
 def description(
