@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -12,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +23,9 @@ from support.waiting import stopwatch
 from ttrain.core.files import read_json
 from ttrain.engine.planner import explain
 from ttrain.errors import ArtifactError
-from ttrain.lineage.names import resolve
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.damaged import DamagedArtifact, set_aside
 from ttrain.store.layout import Artifact, write_manifest
-from ttrain.store.registry import Registry
 from ttrain.tasks import STAGES
 from ttrain.tracking.artifact_source import MlflowArtifacts
 from ttrain.tracking.client import own_uri
@@ -120,29 +116,6 @@ def test_it_is_found_by_its_key_and_only_what_is_read_is_fetched(
         assert {name: (whole.path / name).stat().st_mtime_ns for name in PUBLIC} == stamps, "a hit costs a stat"
     (whole.path / "heldout" / "00.arrow").unlink()
     assert ArtifactStore(bare_home).find(STAGE, KEY) is None, "what was fetched can be damaged, as all that is here"
-
-
-@pytest.mark.long
-@pytest.mark.soak
-def test_a_registered_adapter_is_fetched_with_the_model_it_goes_onto(
-    tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
-    first, second = tmp_path / "first", tmp_path / "second"
-    model = {"model/config.json": b"{}", "model/model.safetensors": b"weights", "model/tokenizer.json": b"{}"}
-    adapter = {
-        "adapter/adapter_config.json": b"{}",
-        "adapter/adapter_model.safetensors": b"adapter",
-        "adapter/base.json": json.dumps({"base_weights_sha256": hashlib.sha256(b"weights").hexdigest()}).encode(),
-    }
-    track(first, make(first, "sft", model))
-    made = make(first, "lora", adapter, inputs={"base": {"stage": "sft", "key": KEY, "content": ""}})
-    track(first, made)
-    Registry(second).register_model("mine-lora", made, "full")
-    reference = resolve("mine-lora/1", second)
-    assert reference.adapter == ArtifactStore(second).path("lora", KEY) / "adapter"
-    assert reference.model == ArtifactStore(second).path("sft", KEY) / "model"
-    assert files_in(reference.model.parent) == model and files_in(reference.adapter.parent) == adapter
 
 
 def test_the_homes_own_mlflow_is_not_asked_and_a_name_loads_no_torch(
@@ -252,40 +225,6 @@ def complete_in_two_steps(home: Path) -> None:
     store.complete(found(store))
 
 
-def test_a_file_that_an_earlier_try_fetched_is_not_fetched_again(bare_home: Path) -> None:
-    asked = list[str]()
-
-    class Unsteady(MlflowArtifacts):
-        def fetch(self, stage: str, key: str, name: str, to: Path) -> None:
-            asked.append(name)
-            if len(asked) == 3:
-                to.write_bytes(b"ha")
-                raise ArtifactError("the server went away")
-            super().fetch(stage, key, name, to)
-
-    store = ArtifactStore(bare_home, Unsteady(bare_home, EXPERIMENT))
-    with pytest.raises(ArtifactError, match="went away"):
-        store.complete(found(store))
-    assert files_in(store.complete(found(store)).path) == PUBLIC
-    assert len(asked) == len(PUBLIC) + 1
-
-
-@pytest.mark.parametrize("manifest", [None, "another's"])
-def test_what_lies_in_its_place_and_is_not_it_is_set_aside(bare_home: Path, manifest: str | None) -> None:
-    store = store_of(bare_home)
-    artifact, place = found(store), store.path(STAGE, KEY)  # it came there after the plan
-    place.mkdir(parents=True)
-    (place / "mine.txt").write_text("mine")
-    if manifest:  # a directory that was copied to another key's place
-        entry = {"bytes": 4, "sha256": hashlib.sha256(b"mine").hexdigest(), "mtime_ns": 1}
-        told = {**MANIFEST, "format": 1, "stage": STAGE, "key": "l" * 64, "published": 1.0, "files": {"mine.txt": entry}}
-        write_manifest(place, told)
-    assert store.find(STAGE, KEY) is None, "a plan that is made now calls it damaged"
-    assert files_in(store.complete(artifact).path) == PUBLIC
-    (aside,) = (bare_home / "replaced" / STAGE).iterdir()
-    assert (aside / "mine.txt").read_text() == "mine"
-
-
 def test_an_artifact_whose_manifest_is_damaged_is_named_although_mlflow_has_it_whole(bare_home: Path) -> None:
     """MLflow's copy would stand in the plan as cached, while no command that reads the store alone could find it."""
     store, place = store_of(bare_home), ArtifactStore(bare_home).path(STAGE, KEY)
@@ -301,24 +240,6 @@ def test_an_artifact_whose_manifest_is_damaged_is_named_although_mlflow_has_it_w
         store.latest(STAGE)
     set_aside(store, [DamagedArtifact(path, problem) for path, problem in store.unreadable().items()])
     assert found(store).absent and len([*(bare_home / "replaced" / STAGE).iterdir()]) == 1
-
-
-def test_two_at_once_fetch_each_file_once(bare_home: Path) -> None:
-    asked = list[str]()
-
-    class Slow(MlflowArtifacts):
-        def fetch(self, stage: str, key: str, name: str, to: Path) -> None:
-            asked.append(name)
-            time.sleep(0.05)
-            super().fetch(stage, key, name, to)
-
-    def complete(_: int) -> str:
-        store = ArtifactStore(bare_home, Slow(bare_home, EXPERIMENT))
-        return store.complete(found(store)).content
-
-    with ThreadPoolExecutor(3) as pool:
-        assert len({*pool.map(complete, range(3))}) == 1
-    assert sorted(asked) == sorted(PUBLIC)
 
 
 def test_a_server_that_does_not_answer_is_a_miss_soon_and_said_once(

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from support.paths import ROOT
 from support.recorded_homes import BEGAN, Made, make_run
-from support.tracked_stores import client_of, files_of, pushed, tracked
+from support.tracked_stores import client_of, files_of, tracked
 
 from ttrain.tracking import client
-from ttrain.tracking.client import artifacts_of, database_of, tracking_uri
+from ttrain.tracking.client import artifacts_of, database_of
 from ttrain.tracking.mirror import Mirror, TrackedRun, prepare
 
 A, B = "full-20261121-100000-0001a", "full-20261121-110000-0002b"
@@ -34,13 +34,6 @@ def push_files(home: Path, **files: Path) -> dict[str, Path]:
     bound = Mirror(home).push(TrackedRun("files", "full", "files", "ttrain", BEGAN, files=files))
     assert bound
     return files_of(client_of(home).get_run(bound.run_id))
-
-
-def test_the_users_tracking_uri_wins_unless_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://there:5000")
-    assert tracking_uri(tmp_path) == "http://there:5000"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
-    assert tracking_uri(tmp_path) == f"sqlite:///{tmp_path}/mlflow/mlflow.db"
 
 
 def test_a_fresh_home_is_made_quietly_and_keeps_everything_under_itself(tmp_path: Path) -> None:
@@ -91,14 +84,6 @@ def test_a_home_that_was_moved_or_copied_keeps_its_files_in_itself(odd_home: Pat
     before = database_of(new).read_bytes()
     prepare(new)
     assert database_of(new).read_bytes() == before, "once"
-
-
-def test_the_homes_own_database_is_made_wherever_runs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://there:5000")
-    prepare(tmp_path)
-    assert database_of(tmp_path).stat().st_size
-    monkeypatch.delenv("MLFLOW_TRACKING_URI")
-    assert pushed(tmp_path) == []
 
 
 @pytest.mark.parametrize("error", ["database is locked", "unable to open database file", "write a readonly database"])

@@ -16,6 +16,7 @@ from support.tracked_stores import client_of, files_of, pushed, rows_of_database
 from typer.testing import CliRunner
 
 from ttrain.cli.main import app
+from ttrain.config.loading import load
 from ttrain.core.files import write_json
 from ttrain.engine.labels import labels_of
 from ttrain.store.artifacts import ArtifactStore
@@ -94,6 +95,14 @@ def test_a_run_is_in_mlflow_with_its_stages_and_all_that_they_left(tracked_home:
     failed = only(tracked_home, f"{A}/sft")
     assert (failed.info.status, failed.data.tags["ttrain.error"]) == ("FAILED", "out of memory")
     assert tracked(tracked_home, f"{A}/lora") == [], "it never began"
+
+
+def test_the_settings_file_of_a_run_gives_its_settings_without_secrets(tracked_home: Path) -> None:
+    settings = load(["sft.optim.lr=2e-4", "notify.webhook=https://h.example/hidden"], environment={}).settings
+    make_run(tracked_home, A, [TOKENIZER], settings=settings.model_dump(mode="json"))
+    pushed(tracked_home)
+    path = files_of(only(tracked_home, A))["settings.yaml"]
+    assert load(files=[path], environment={}).settings == settings.replaced({"notify": {"webhook": None}})
 
 
 def test_a_second_push_changes_nothing(tracked_home: Path) -> None:
@@ -202,14 +211,6 @@ def test_a_run_that_was_deleted_in_mlflow_stays_deleted_and_holds_up_no_other(tr
     assert only(tracked_home, B).info.status == "FINISHED"
 
 
-def test_a_deleted_experiment_is_restored(tracked_home: Path) -> None:
-    make_run(tracked_home, A, [PRETRAIN], tracked=True)
-    mlflow = client_of(tracked_home)
-    mlflow.delete_experiment(mlflow.get_experiment_by_name("ttrain").experiment_id)
-    make_run(tracked_home, B, [TOKENIZER], number=1, tracked=True)
-    assert mlflow.get_experiment_by_name("ttrain").lifecycle_stage == "active" and only(tracked_home, B)
-
-
 def shown(home: Path) -> dict[str, Any]:
     """All that MLflow shows of a home, without the ids and times that are MLflow's own."""
     mlflow, runs = client_of(home), dict[str, Any]()
@@ -284,15 +285,6 @@ def test_a_database_that_is_gone_or_damaged_is_made_again_from_the_home(
     assert (champion := Registry(home).champion("quickstart")) and champion.version == "2"
     aside = [path.name for path in database_of(home).parent.glob("mlflow.db.damaged-*")]
     assert len(aside) == (1 if harm in (damage_all, damage_the_middle) else 0)
-
-
-def test_a_damaged_database_is_told_in_one_line(tracked_home: Path, caplog: pytest.LogCaptureFixture) -> None:
-    make_run(tracked_home, A, [TOKENIZER])
-    damage_all(database_of(tracked_home))
-    pushed(tracked_home)
-    [record] = caplog.records
-    [aside] = database_of(tracked_home).parent.glob("mlflow.db.damaged-*")
-    assert str(aside) in record.getMessage() and "\n" not in record.getMessage()
 
 
 def _push_often(home: str, times: int) -> None:

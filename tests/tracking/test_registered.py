@@ -12,7 +12,6 @@ from support.recorded_homes import Made, make_run
 from support.tracked_stores import client_of, pushed, rows_of_database
 
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.layout import write_manifest
 from ttrain.store.registry import Registry
 from ttrain.tracking.mirror import prepare
 from ttrain.tracking.pusher import push_noted
@@ -76,14 +75,8 @@ def test_versions_have_tags_descriptions_and_the_aliases_of_their_set(sets_home:
     assert sft.source == f"{stage_run.info.artifact_uri}/sft/model"
     of_set = version(sets_home, NAME, 2)
     assert run_name(2) in of_set.description and f"`{NAME}-sft`" in of_set.description
-    assert f"ttrain lineage {NAME}/2" in of_set.description
+    assert f"ttrain lineage {NAME}/2" in of_set.description and of_set.source == f"models:/{NAME}-sft/2"
     assert client_of(sets_home).get_run(of_set.run_id).info.run_name == run_name(2)
-
-
-def test_a_set_opens_as_the_last_of_its_models(sets_home: Path) -> None:
-    assert version(sets_home, NAME, 1).source == f"models:/{NAME}-sft/1"
-    places = [client_of(sets_home).get_model_version_download_uri(name, "1") for name in (NAME, f"{NAME}-sft")]
-    assert places[0] == places[1] and places[0].endswith("/sft/model")
 
 
 def test_a_second_push_changes_nothing_and_a_text_of_a_user_stays(sets_home: Path) -> None:
@@ -126,22 +119,6 @@ def test_a_champion_here_that_was_not_pushed_yet_is_not_taken_back(sets_home: Pa
     take_over_champions(sets_home)
     champion = Registry(sets_home).champion(NAME)
     assert champion and champion.version == "2"
-
-
-def test_a_model_is_registered_also_if_its_manifest_is_all_that_is_left(sets_home: Path) -> None:
-    add_run(sets_home, 3)
-    [directory] = [path for path in (sets_home / "store" / "sft").iterdir() if _losses(path) == 3.0]
-    manifest = ArtifactStore(sets_home).read(directory)
-    assert manifest
-    write_manifest(directory, {**manifest.manifest, "absent": ["model/weights"]})
-    pushed(sets_home)
-    assert version(sets_home, NAME, 3).source == f"models:/{NAME}-sft/3"
-
-
-def _losses(artifact: Path) -> float:
-    import json
-
-    return float(json.loads((artifact / "run" / "metrics.jsonl").read_text().splitlines()[0])["metrics"]["loss"])
 
 
 def test_a_champion_that_is_chosen_here_has_its_alias_in_mlflow_at_once(sets_home: Path, tmp_path: Path) -> None:

@@ -94,11 +94,6 @@ def test_usual_is_the_most_common_setting_of_the_earlier_runs_of_the_name(tmp_pa
     ]
 
 
-def test_charts_of_later_stages_come_later() -> None:
-    names = [run_summary.curve_name(stage, "loss") for stage in TRAININGS]
-    assert names == sorted(names) and names[-1] == "Curves/then lora loss"
-
-
 def test_figures_are_as_short_as_a_table_needs_them_and_counts_are_whole() -> None:
     trained = {"validation_loss": 1.34853170088, "tokens": 123_456_789, "loss": math.nan, "tokens_per_second": 1234567.8}
     found = summary.metrics_of({"pretrain": trained})
