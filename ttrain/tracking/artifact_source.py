@@ -161,16 +161,6 @@ class MlflowArtifacts:
         """The manifest that a finished run left, even if other files of the artifact are gone."""
         return next((artifact.manifest for artifact in self._candidates(stage, key)), None)
 
-    def find_keys(self, stage: str | None, prefix: str) -> list[tuple[str, str]]:
-        """(stage, key) of the finished runs whose keys start with `prefix`, in hex; [] if MLflow does not answer."""
-        try:
-            runs = self._finished(f"tags.`ttrain.key` LIKE '{prefix}%'") if self._may_hold(stage, prefix) else []
-        except Exception as error:
-            self._mark_silent(error)
-            return []
-        pairs = {(run.tags["ttrain.stage"], run.tags["ttrain.key"]) for run in runs}
-        return sorted(pair for pair in pairs if stage in (None, pair[0]))
-
     def _find(self, stage: str, key: str) -> TrackedArtifact | None:
         with self._lock:
             if (stage, key) not in self._found:
