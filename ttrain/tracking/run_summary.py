@@ -179,7 +179,7 @@ def page_of(home: Path, name: str) -> str:
         from ttrain.reports.report import report_of  # the import may fail if a library was changed during the run
         from ttrain.store.run_views import read_run
 
-        return report_of(home, read_run(home, name))
+        return report_of(read_run(home, name))
     except Exception:
         log.warning("the run's page could not be made; `ttrain report %s` tries again", name, exc_info=True)
         return ""
