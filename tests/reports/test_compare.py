@@ -296,7 +296,7 @@ def test_the_command_prints_settings_data_figures_and_samples_and_the_json_is_th
             "shards-pretrain: train rows",
         ),
     )
-    assert [words for words in (*shown, "2.2500  -10 %  *", "world 1") if words not in told] == []
+    assert [words for words in (*shown, "2.2500  -10 %  * best", "world 1") if words not in told] == []
     found = json.loads(said("compare", A, B, "--json"))
     assert found.pop("page") is None
     assert found == json.loads(json.dumps(compared(compared_home, A, B).to_json()))

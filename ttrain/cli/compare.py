@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 from ttrain.cli.options import AsJson, app, argument, check_output_file, command, option, run_words
 from ttrain.core.files import write_output
 from ttrain.core.terminal import escaped, print_escaped, print_json, table
-from ttrain.core.text import truncated
+from ttrain.core.text import ABSENT, truncated
 from ttrain.errors import UsageError
 from ttrain.store.layout import home
 
 if TYPE_CHECKING:
-    from ttrain.reports.compare import RunComparison
+    from ttrain.reports.compare import Difference, RunComparison
     from ttrain.store.run_views import RunView
 
 RUN_HELP = "a run or the beginning of its name, `latest`, an MLflow run id, or a registered NAME@ALIAS or NAME/VERSION"
@@ -87,46 +87,46 @@ def report(
 
 def _print_comparison(comparison: RunComparison, views: Sequence[RunView]) -> None:
     from ttrain.reports.compare import run_rows
-    from ttrain.reports.facts import REFERENCE, letter
+    from ttrain.reports.facts import letter
 
     letters = [letter(number) for number in range(len(views))]
     table(("", "run", "outcome", "began", "took"), run_rows(views))
     print(f"\n{escaped(comparison.verdict)}")
     for remark in (*comparison.remarks, *comparison.notes):
         print(f"note: {escaped(remark)}")
-    if len(views) > SIDE_BY_SIDE:
-        _print_many(comparison, letters)
-        return
+    show = _print_many if len(views) > SIDE_BY_SIDE else _print_few
+    show(comparison, letters)
+    print("\n--html and --json show the rest")
+
+
+def _print_few(comparison: RunComparison, letters: Sequence[str]) -> None:
+    """Print each table with a column for each run, and samples that differ."""
+    from ttrain.reports.facts import REFERENCE
+
     for title, lines in comparison.tables.items():
-        if not lines:
-            continue
         print()
-        marked = [(line.name, *(_shown(text, run == line.best) for run, text in enumerate(line.values))) for line in lines]
-        table((f"{title.lower()}  (* best)" if title == "Figures" else title.lower(), *letters), marked)
-    same = [title.lower() for title, lines in comparison.tables.items() if not lines]
-    print(f"\nno difference in {', '.join(same)}" if same else "")
+        table((title.lower(), *letters), [*map(_row, lines)] or [["no difference"]])
     different = [sample for sample in comparison.samples if len({*sample.answers}) > 1]
     for sample in different[:SHOWN_SAMPLES]:
         print(f"\n{sample.model} model: {escaped(truncated(sample.prompt, LONGEST_CELL))}")
-        for name, answer in zip((*letters, REFERENCE), (*sample.answers, sample.reference), strict=True):
+        for name, answer in zip((*letters, REFERENCE), (*sample.answers, sample.reference or ABSENT), strict=True):
             print(f"  {name}  {escaped(truncated(answer, LONGEST_CELL))}")
-    if different[SHOWN_SAMPLES:]:
-        print("\nmore samples are shown by --html and --json")
-
-
-def _shown(text: str, is_best: bool) -> str:
-    return truncated(text, LONGEST_CELL) + ("  *" if is_best else "")
 
 
 def _print_many(comparison: RunComparison, letters: Sequence[str]) -> None:
     """Print one line per run: the deciding figures and the settings that differ; the best run first."""
+    from ttrain.reports.compare import ranked
+
     metrics = [metric for metric in comparison.metrics if metric.better][:FIGURES_OF_MANY]
-    runs = list(range(len(letters)))
-    if metrics and not metrics[0].not_judged:
-        first = metrics[0]
-        runs.sort(key=lambda run: (first.values[run] is None, -first.better * (first.values[run] or 0.0)))
-    lines = [*(metric.difference for metric in metrics), *comparison.settings]
+    best = ranked(metrics[0]) if metrics and not metrics[0].not_judged else []
+    runs = [*best, *(run for run in range(len(letters)) if run not in best)]
+    lines = [_row(line) for line in (*(metric.difference for metric in metrics), *comparison.settings)]
     print()
-    rows = [(letters[run], *(truncated(line.values[run], LONGEST_CELL) for line in lines)) for run in runs]
-    table(("", *(line.name for line in lines)), rows)
-    print("--html and --json show the rest")
+    table(("", *(line[0] for line in lines)), [(letters[run], *(line[run + 1] for line in lines)) for run in runs])
+
+
+def _row(line: Difference) -> list[str]:
+    """The name of a line and the text of each run; the best is marked."""
+    texts = [truncated(text, LONGEST_CELL) for text in line.values]
+    marks = ["  * best" if run == line.best else "" for run in range(len(texts))]
+    return [line.name, *(text + mark for text, mark in zip(texts, marks, strict=True))]

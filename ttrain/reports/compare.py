@@ -254,17 +254,17 @@ def _verdict(metrics: Sequence[ComparedMetric], scores: Sequence[dict[str, Any]]
     """(the best run by the first deciding metric that differs, and by how much it beats the next best; whether certain)."""
     by_name, equal = {metric.name: metric for metric in metrics}, ""
     for metric in filter(None, map(by_name.get, DECIDING_METRICS)):
-        values, ranked = metric.values, _ranked(metric)
-        if len(ranked) < 2:
+        values, order = metric.values, ranked(metric)
+        if len(order) < 2:
             continue
-        best = ranked[0]
-        winners = [run for run in ranked if values[run] == values[best]]
-        if winners == ranked:
+        best = order[0]
+        winners = [run for run in order if values[run] == values[best]]
+        if winners == order:
             equal = equal or f"equal by {metric.name}: {format_number(values[best])}; "
             continue
         if metric.not_judged:
             return f"{equal}no model is better by {metric.name}: {metric.not_judged}", False
-        second = ranked[len(winners)]
+        second = order[len(winners)]
         letters = " and ".join(map(facts.letter, winners))
         subject = f"models of {letters} are" if winners[1:] else f"model of {letters} is"
         versus = f"{format_number(values[best])} against {format_number(values[second])} of {facts.letter(second)}"
@@ -275,7 +275,7 @@ def _verdict(metrics: Sequence[ComparedMetric], scores: Sequence[dict[str, Any]]
     return equal.removesuffix("; ") or "the runs share no metric that decides which is better", False
 
 
-def _ranked(metric: ComparedMetric) -> list[int]:
+def ranked(metric: ComparedMetric) -> list[int]:
     """The runs that have a finite value, the best first."""
     signed = {
         run: -metric.better * value for run, value in enumerate(metric.values) if value is not None and math.isfinite(value)
