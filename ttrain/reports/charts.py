@@ -16,6 +16,7 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 472, 8, 228  # of the frame inside it
 COLOURS = 8  # in page.css
 POINTS = 1000  # per line, two for each pixel
 MOST_COLUMNS, MOST_ROWS = 9, 8  # lines of the grid
+BEGIN, CONTINUE = "M{},{}h0", "L{},{}"  # of a path; h0: a lone point is seen
 LARGE = 10_000  # numbers from here on are shown as 12.8k
 MINUTE = 60
 
@@ -57,12 +58,13 @@ Scale = Callable[[float], float]  # from a value to its pixel
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a chart: `last` is its last value, `path` the `d` of its SVG path."""
+    """A line of a chart: the `d` of its SVG path, its last value, and where that is."""
 
     label: str
     colour: int
-    last: str
     path: str
+    last: str
+    end: tuple[float, float] | None
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def charts_of(view: RunView, stage: str) -> tuple[list[Chart], list[Chart]]:
     groups: dict[tuple[int, str, str], list[Curve]] = {}
     for name in _names(view, stage):
         curves = groups.setdefault(_group(name, stage), [])
-        curves.append((_label(name), len(curves), view.curve(stage, name)))
+        curves.append((_label(name), len(curves), _points(view, stage, name)))
     charts = {group: draw(*group[1:], curves) for group, curves in sorted(groups.items())}
     main = [chart for group, chart in charts.items() if chart and group[0] < MAIN]
     return main, [chart for group, chart in charts.items() if chart and group[0] >= MAIN]
@@ -93,7 +95,7 @@ def comparison_charts(views: Sequence[RunView], stage: str) -> tuple[list[Chart]
     curves: dict[str, list[Curve]] = {}
     for number, view in enumerate(views):
         for name in _names(view, stage):
-            curve = facts.letter(number), number, view.curve(stage, name)
+            curve = facts.letter(number), number, _points(view, stage, name)
             curves.setdefault(name, []).append(curve)
     charts = {name: draw(_label(name), _group(name, stage)[2], curves[name]) for name in sorted(curves)}
     main = [chart for name in COMPARED if (chart := charts.pop(name, None))]
@@ -115,8 +117,7 @@ def draw(title: str, unit: str, curves: Sequence[Curve]) -> Chart | None:
     rows = ticks(*_extent(y for line in places for _, y in line if math.isfinite(y)), MOST_ROWS)
     up = _scale(rows[0], rows[-1], BOTTOM, TOP)
     lines = [
-        Line(label, colour % COLOURS, _last(points), _path(line, across, up))
-        for (label, colour, points), line in zip(curves, places, strict=True)
+        _line(label, colour % COLOURS, line, across, up) for (label, colour, _), line in zip(curves, places, strict=True)
     ]
     axis = "tokens" if has_tokens else "minutes"
     labelled_columns = [(across(value), _number(value)) for value in columns]
@@ -130,7 +131,7 @@ def thinned(points: Sequence[Point]) -> list[Point]:
     for start in range(0, len(points), size):
         stretch = points[start : start + size]
         kept |= {min(stretch, key=_finite), max(stretch, key=_finite)}
-    return sorted(kept, key=lambda point: point.step)
+    return sorted(kept, key=lambda point: (point.step, math.isfinite(point.value)))
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
@@ -148,7 +149,17 @@ def _names(view: RunView, stage: str) -> list[str]:
 
 
 def _label(name: str) -> str:
-    return f"{name} (few rows, at the end all)" if name.endswith(QUICK) else name
+    return f"{name} (few rows; the dot: all)" if name.endswith(QUICK) else name
+
+
+def _points(view: RunView, stage: str, name: str) -> list[Point]:
+    """The points of a curve, with a gap between a validation of a few rows and one of all."""
+    points = view.curve(stage, name)
+    if name.endswith(QUICK):
+        full = {point.step for point in view.curve(stage, name.removesuffix(QUICK))}
+        gaps = [point._replace(value=math.nan) for point in points if point.step in full]
+        points = sorted([*gaps, *points], key=lambda point: point.step)
+    return points
 
 
 def _group(name: str, stage: str) -> tuple[int, str, str]:
@@ -185,20 +196,16 @@ def _scale(low: float, high: float, start: float, end: float) -> Scale:
     return lambda value: round(start + (end - start) * (value - low) / (high - low), 2)
 
 
-def _path(places: Sequence[tuple[float, float]], across: Scale, up: Scale) -> str:
-    """A path that begins again after a gap; h0: a lone point is seen."""
-    path, is_begun = "", False
+def _line(label: str, colour: int, places: Sequence[tuple[float, float]], across: Scale, up: Scale) -> Line:
+    """A line that begins again after a gap."""
+    path, last, end = "", "–", None
+    command = BEGIN
     for x, y in places:
         if math.isfinite(y):
-            path += f"L{across(x)},{up(y)}" if is_begun else f"M{across(x)},{up(y)}h0"
-        is_begun = math.isfinite(y)
-    return path
-
-
-def _last(points: Sequence[Point]) -> str:
-    """The last value that is a number."""
-    values = [point.value for point in points if math.isfinite(point.value)]
-    return f"{values[-1]:.5g}" if values else "–"
+            last, end = f"{y:.5g}", (across(x), up(y))
+            path += command.format(*end)
+        command = CONTINUE if math.isfinite(y) else BEGIN
+    return Line(label, colour, path, last, end)
 
 
 def _number(value: float) -> str:
