@@ -254,10 +254,10 @@ def test_what_follows_a_prompt_in_the_data_stands_beside_the_answers(tmp_path: P
     assert [(sample.answers, sample.reference) for sample in found.samples] == [(("moon", "world"), "there")]
 
 
-def test_code_that_differs_names_its_modules(tmp_path: Path) -> None:
+def test_code_that_differs_names_its_stage(tmp_path: Path) -> None:
     make_run(tmp_path, A, [Made("pretrain", code={"ttrain.a": "1", "ttrain.b": "1"}, key="1" * 64)])
     make_run(tmp_path, B, [Made("pretrain", code={"ttrain.a": "1", "ttrain.b": "2"}, key="2" * 64)])
-    assert [one.name for one in compared(tmp_path, A, B).code] == ["code of pretrain (ttrain.b)"]
+    assert [one.name for one in compared(tmp_path, A, B).code] == ["code of pretrain"]
     make_run(tmp_path, C, [Made("pretrain", outcome="failed")])  # what was not made is no other code
     assert compared(tmp_path, A, C).code == ()
 

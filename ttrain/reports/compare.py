@@ -11,12 +11,11 @@ from typing import Any
 from ttrain.config import SHAPE_NO_RESULT, Promotion, flatten
 from ttrain.config.training import EVALUATED, PRIMARY_METRICS, TRAINING_STAGES, VALIDATION_LOSS, model_order
 from ttrain.core.files import parse_object
-from ttrain.core.text import ABSENT, first_of, format_duration, format_number, format_time, is_number
+from ttrain.core.text import ABSENT, format_duration, format_number, format_time, is_number
 from ttrain.evaluate import few_records
 from ttrain.evaluate.task_result import FILE, scores_in
 from ttrain.reports import facts
 from ttrain.reports.summary import rounded
-from ttrain.store.layout import Manifest
 from ttrain.store.run_views import RunView
 
 # Settings that change no weight and no metric of a model: where and how fast a run goes, and who is notified.
@@ -133,6 +132,7 @@ def compare(views: Sequence[RunView]) -> RunComparison:
     metrics = [_metric(name, views, scores) for name in sorted(names, key=facts.rank)]
     verdict, is_certain = _verdict(metrics, scores)
     reasons = {metric.not_judged for metric in metrics}
+    code = _differences([_code(view) for view in views])
     unfinished = [
         f"{facts.letter(number)} {view.status}"
         for number, view in enumerate(views)
@@ -151,7 +151,7 @@ def compare(views: Sequence[RunView]) -> RunComparison:
         settings=shaping,
         settings_aside=tuple(entry for entry in settings if entry.name in aside),
         data=tuple(_differences([_data(view) for view in views])),
-        code=tuple(_code(views)),
+        code=tuple(entry for entry in code if len({*entry.values} - {ABSENT}) > 1),  # not of a stage that one run has
         metrics=tuple(metric for metric in metrics if len({*metric.values}) > 1),
         samples=tuple(_samples(views)),
     )
@@ -188,26 +188,14 @@ def _data(view: RunView) -> dict[str, str]:
     return table
 
 
-def _code(views: Sequence[RunView]) -> Iterator[Difference]:
-    """Code by its digest in each stage, then libraries and machines, as the artifacts record them."""
-    manifests = [{f"code of {name}": view.manifest(name) for name in view.stages} for view in views]
-    tables = []
-    for stages in manifests:
-        versions = facts.versions_of(stages.values())
-        tables.append({name: facts.code_of(manifest) for name, manifest in stages.items() if manifest})
-        tables[-1] |= {name: ", ".join(values) for name, values in versions.items() if name != "ttrain"}
-    for entry in _differences(tables):
-        made = [stages[entry.name] for stages in manifests if stages.get(entry.name)]
-        modules = f" ({_modules(made)})" if made else ""
-        if len({*entry.values} - {ABSENT}) > 1:  # a stage that only one run has made is not a difference
-            yield Difference(f"{entry.name}{modules}", entry.values)
-
-
-def _modules(manifests: Sequence[Manifest]) -> str:
-    """The modules of a stage's code that are not the same in all artifacts."""
-    codes = [manifest["ingredients"].get("code", {}) for manifest in manifests]
-    names = sorted({name for code in codes for name in code})
-    return first_of((name for name in names if len({code.get(name) for code in codes}) > 1), 3)
+def _code(view: RunView) -> dict[str, str]:
+    """The digest of each stage's code, libraries and machines, as the artifacts record them."""
+    made = {name: stage.manifest for name, stage in view.stages.items() if stage.manifest}
+    versions = facts.versions_of(made.values())
+    return {
+        **{f"code of {name}": facts.code_of(manifest) for name, manifest in made.items()},
+        **{name: ", ".join(values) for name, values in versions.items() if name != "ttrain"},
+    }
 
 
 def _metric(name: str, views: Sequence[RunView], scores: Sequence[dict[str, Any]]) -> ComparedMetric:
