@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -82,7 +81,7 @@ def row_tallies(result: Result) -> dict[str, Result]:
 def lost_rows(tally: Result, *groups: str) -> str:
     """The rows that were left out by reason, "no text 3, not JSON 1"; `groups`: skipped, rejected, by default both."""
     reasons = {reason: n for group in groups or LOST for reason, n in tally.get(group, {}).items() if n}
-    return ", ".join(f"{escaped(reason)} {count:,}" for reason, count in reasons.items())
+    return ", ".join(f"{reason} {count:,}" for reason, count in reasons.items())
 
 
 def key_figures(stage: str, result: Result, directory: Path = Path()) -> str:
@@ -116,12 +115,11 @@ def _about_shards(result: Result) -> Iterator[str]:
     """What shards hold, what was left out and not read, and what is not new."""
     train, heldout = result["train"], result["heldout"]
     yield f"{counted(train['rows'], 'row')}, {train['tokens']:,} tokens; held out {counted(heldout['rows'], 'row')}"
-    lost, unread = Counter[str](), Counter[str]()
-    for tally in row_tallies(result).values():
-        lost.update({**tally["skipped"], "bad": sum(tally["rejected"].values())})
-        unread.update(tally.get("unread_keys", {}))
-    yield from (f"left out {count:,}: {rule}" for rule, count in lost.items() if count)
-    yield from (f"not read: '{escaped(key)}' in {counted(rows, 'row')}" for key, rows in unread.items())
+    for role, tally in row_tallies(result).items():
+        if lost := lost_rows(tally):
+            yield f"left out of {role}: {lost}"
+        unread = tally.get("unread_keys", {})
+        yield from (f"not read: '{escaped(key)}' in {counted(rows, 'row')}" for key, rows in unread.items())
     if reused := result["blocks"] - result["encoded_blocks"]:
         yield f"{reused:,} of {result['blocks']:,} shards were reused"
     contamination = result.get("contamination")
