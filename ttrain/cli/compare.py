@@ -77,8 +77,6 @@ def report(
     path = out or Path(f"{view.name}.html")
     check_output_file(path)
     write_output(path, report_of(view))
-    for note in view.notes:
-        print_escaped(note, stderr=True)
     if as_json:
         print_json({"run": view.name, "page": str(path), "notes": list(view.notes)})
     else:

@@ -120,19 +120,14 @@ class Overfit(Guard):
             self._live_tokens += record.live_tokens
 
     def log(self, record: LogRecord) -> None:
-        if QUICK in record.metrics and "validation_loss" not in record.metrics:
-            self._quick = True
-            self._compare(record.step, record.metrics[QUICK])
-
-    def validated(self, step: int, loss: float) -> None:
-        """Compare, unless the validations before were quick ones, which are of other rows."""
-        if not self._quick:
-            self._compare(step, loss)
-
-    def _compare(self, step: int, loss: float) -> None:
-        """Compare with the validations before, if steps were made since the last one."""
-        if self._record is None or not self._live_tokens:
+        """Compare a validation with those before, if steps were made since the last one."""
+        is_full = "validation_loss" in record.metrics
+        self._quick = self._quick or (QUICK in record.metrics and not is_full)
+        loss = record.metrics.get(QUICK if self._quick else "validation_loss")
+        is_other = self._quick and is_full  # a full one after quick ones is of other rows
+        if loss is None or is_other or self._record is None or not self._live_tokens:
             return
+        step = record.step
         train = self._loss / self._live_tokens
         self._loss, self._live_tokens = 0.0, 0
         if self._low is None or not loss > self._before:
