@@ -113,10 +113,10 @@ def _print_few(comparison: RunComparison, letters: Sequence[str]) -> None:
 
 def _print_many(comparison: RunComparison, letters: Sequence[str]) -> None:
     """Print one line per run: the deciding figures and the settings that differ; the best run first."""
-    from ttrain.reports.compare import ranked
+    from ttrain.reports.facts import ranked
 
     metrics = [metric for metric in comparison.metrics if metric.better][:FIGURES_OF_MANY]
-    best = ranked(metrics[0]) if metrics and not metrics[0].not_judged else []
+    best = ranked(metrics[0].values, metrics[0].better) if metrics and not metrics[0].not_judged else []
     runs = [*best, *(run for run in range(len(letters)) if run not in best)]
     lines = [_row(line) for line in (*(metric.difference for metric in metrics), *comparison.settings)]
     print()

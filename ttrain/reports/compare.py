@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -207,7 +206,8 @@ def _metric(name: str, views: Sequence[RunView], scores: Sequence[dict[str, Any]
     reason = _not_judged(name, views, scores) if is_held_out and better and len({*values}) > 1 else ""
     base = next((value for value in values if value is not None), None)
     percent = tuple(None if reason else facts.percent(value, base) for value in values)
-    best = facts.best(name, values) if is_held_out and not reason else None
+    order = facts.ranked(values, better) if is_held_out and better and not reason else []
+    best = order[0] if order and values[order[0]] != values[order[-1]] else None
     return ComparedMetric(name, values, better, best, percent, reason)
 
 
@@ -240,9 +240,11 @@ def _not_judged_on_rows(stage: str, views: Sequence[RunView]) -> str:
 
 def _verdict(metrics: Sequence[ComparedMetric], scores: Sequence[dict[str, Any]]) -> tuple[str, bool]:
     """(the best run by the first deciding metric that differs, and by how much it beats the next best; whether certain)."""
-    by_name, equal = {metric.name: metric for metric in metrics}, ""
+    by_name = {metric.name: metric for metric in metrics}
+    equal = ""
     for metric in filter(None, map(by_name.get, DECIDING_METRICS)):
-        values, order = metric.values, ranked(metric)
+        values = metric.values
+        order = facts.ranked(values, metric.better)
         if len(order) < 2:
             continue
         best = order[0]
@@ -261,14 +263,6 @@ def _verdict(metrics: Sequence[ComparedMetric], scores: Sequence[dict[str, Any]]
         text = f"the {subject} better on these records by {metric.name}: {versus} ({change})"
         return f"{equal}{text}{interval}", is_certain
     return equal.removesuffix("; ") or "the runs share no metric that decides which is better", False
-
-
-def ranked(metric: ComparedMetric) -> list[int]:
-    """The runs that have a finite value, the best first."""
-    signed = {
-        run: -metric.better * value for run, value in enumerate(metric.values) if value is not None and math.isfinite(value)
-    }
-    return sorted(signed, key=lambda run: signed[run])
 
 
 def significance(name: str, better: dict[str, Any], worse: dict[str, Any]) -> tuple[str, bool]:

@@ -123,12 +123,10 @@ def rank(name: str) -> tuple[int, str]:
     return next((position for position, pattern in enumerate(FIRST) if pattern.search(name)), len(FIRST)), name
 
 
-def best(name: str, values: Sequence[float | None]) -> int | None:
-    """Index of the best value; None where no direction is better, or all values are equal."""
-    signed = {
-        number: better(name) * value for number, value in enumerate(values) if value is not None and math.isfinite(value)
-    }
-    return max(signed, key=lambda number: signed[number]) if len({*signed.values()}) > 1 else None
+def ranked(values: Sequence[float | None], sign: int) -> list[int]:
+    """The numbers of the finite values, the best first: the highest, or the lowest for a sign of -1."""
+    signed = {number: -sign * value for number, value in enumerate(values) if value is not None and math.isfinite(value)}
+    return sorted(signed, key=lambda number: signed[number])
 
 
 def letter(number: int) -> str:
