@@ -196,7 +196,7 @@ def test_of_too_few_held_out_records_no_model_is_better(tmp_path: Path, count: i
         few = f"not judged ({count} of 20 held-out records)"
         assert (metric.best, metric.percent, metric.not_judged) == (None, (None, None), few)
         assert found.verdict == f"no model is better by eval/bits_per_byte: {few}"
-        assert (metric.difference.name, metric.difference.values) == (f"{BITS} {few}", ["16", "8"])
+        assert (metric.difference.name, metric.difference.values) == (f"{BITS}: {few}", ["16", "8"])
 
 
 def test_a_validation_loss_counts_the_held_out_rows_of_its_shards(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ class ComparedMetric:
         first = next((run for run, value in enumerate(self.values) if value is not None), 0)
         for run in range(first + 1, len(cells)):
             cells[run] = f"{cells[run]}  {facts.change(self.percent[run])}".rstrip()
-        return Difference(" ".join(filter(None, (self.name, self.not_judged))), cells, self.best)
+        return Difference(": ".join(filter(None, (self.name, self.not_judged))), cells, self.best)
 
 
 @dataclass(frozen=True)
