@@ -13,11 +13,11 @@ from support.shard_sets import ALL, digests, opened, texts_in, write_lines
 from support.shard_sets import build as build_shards
 
 from ttrain.config import Reading
-from ttrain.data import near_duplicates, overlap
+from ttrain.data import near_duplicates
 from ttrain.data.assembly import ShardSetResult
 from ttrain.data.blocks import BlockRecipe
-from ttrain.data.near_duplicate_sets import FOLDER, REPORT, EarlierSet
-from ttrain.data.near_duplicates import NEAR_DUPLICATE, SimilarityRule
+from ttrain.data.near_duplicates import FOLDER, NEAR_DUPLICATE, REPORT, EarlierSet, SimilarityRule
+from ttrain.data.plain_text import plain
 from ttrain.data.sharding import Processes
 from ttrain.data.shards import read_shard
 
@@ -56,9 +56,8 @@ def joined(words: list[str], chinese: bool = False) -> str:
 
 def shingles(text: str) -> set[bytes]:
     """One by one, for comparison."""
-    plain = overlap.plain(text)
-    size = near_duplicates.SHINGLE_BYTES
-    return {plain[at : at + size] for at in range(max(1, len(plain) - size + 1))} if plain else set()
+    letters, size = plain(text), near_duplicates.SHINGLE_BYTES
+    return {letters[at : at + size] for at in range(max(1, len(letters) - size + 1))} if letters else set()
 
 
 def similarity(first: str, second: str) -> float:
@@ -88,10 +87,10 @@ def rows(texts: list[str]) -> list[dict[str, str]]:
 
 
 def test_sketches_do_not_depend_on_what_stands_beside_a_text_nor_change_with_a_version() -> None:
-    texts = [overlap.plain(text) for text in ("", "short", "x" * 24, "一二三四五六七八九十", *planted(20)[0], "y" * 100_000)]
+    texts = [plain(text) for text in ("", "short", "x" * 24, "一二三四五六七八九十", *planted(20)[0], "y" * 100_000)]
     together = near_duplicates.sketches_of(texts, RULE)
-    for number, plain in enumerate(texts):
-        alone = near_duplicates.sketches_of([plain], RULE)
+    for number, letters in enumerate(texts):
+        alone = near_duplicates.sketches_of([letters], RULE)
         assert (alone[:, 0] == together[:, number]).all()
     assert near_duplicates.sketches_of([b"thequickbrownfoxjumpsoverthelazydog"], RULE)[:3, 0].tolist() == PINNED, (
         "raise near_duplicates.FORMAT, since sketches in files have the old values"
@@ -225,32 +224,6 @@ def test_sets_from_before_the_rule_are_searched_too(tmp_path: Path, recipe: Bloc
     assert originals and all(row.keys() == {"set", "shard", "row"} for row in originals)
     build(third, [nights[2]], recipe, NEAR, earlier=[EarlierSet("base", old), EarlierSet("second", second)])
     assert sketch_names(third).isdisjoint(sketch_names(second)), "the second set has those of the first"
-
-
-def test_finished_sketches_of_a_run_that_ended_early_are_taken_and_damaged_ones_made_again(
-    tmp_path: Path, recipe: BlockRecipe, nights: list[Path], whole: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written, write = list[Path](), near_duplicates.write_sketches
-
-    def write_five(path: Path, *arguments: Any) -> None:
-        if len(written) == 5:
-            raise KeyboardInterrupt
-        written.append(path)
-        write(path, *arguments)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(near_duplicates, "write_sketches", write_five)
-        build(tmp_path / "out", nights, recipe, SPLIT)
-    finished = {path: path.stat().st_ino for path in (tmp_path / "out" / FOLDER).glob("*.near")}
-    assert finished and not (tmp_path / "out" / "train" / "index.json").exists()
-    build(tmp_path / "out", nights, recipe, SPLIT)
-    assert all(path.stat().st_ino == inode for path, inode in finished.items())
-    assert all_digests(tmp_path / "out") == all_digests(whole)
-    first, second, *_ = written
-    first.write_bytes(b"")
-    second.write_bytes(b"\0" * second.stat().st_size)
-    build(tmp_path / "out", nights, recipe, SPLIT)
-    assert all_digests(tmp_path / "out") == all_digests(whole)
 
 
 def test_training_documents_like_those_of_held_out_files_go(tmp_path: Path, recipe: BlockRecipe, tokenizer: Path) -> None:
