@@ -337,6 +337,8 @@ def _keep_blocks(output: Path, built_blocks: list[BuiltBlock]) -> None:
             for name in (*block.manifest["files"], blocks.MANIFEST):  # the last one makes it exist
                 (directory / name).unlink(missing_ok=True)
                 link_or_copy(block.directory / name, directory / name)
+    for path in folder.glob("*/.*.tmp"):
+        path.unlink()
     current = {block.directory.name for block in built_blocks}
     for directory in folder.iterdir():
         if directory.name not in current:
