@@ -30,10 +30,10 @@ def test_what_is_left_out_of_a_folder_is_logged_once(tmp_path: Path, caplog: pyt
         (tmp_path / name).write_bytes(ROW)
     for _ in range(2):
         assert expand(str(tmp_path)) == [str(tmp_path / "b.jsonl")]
-    assert caplog.messages == [f"left out of {tmp_path}: 1 .txt, 2 .csv; name {tmp_path}/*.txt too"]
+    said = "left out of {0}: {1} files that end in {2}; name {0}/*{2} too"
+    assert caplog.messages == [said.format(tmp_path, 1, ".txt"), said.format(tmp_path, 2, ".csv")]
     (tmp_path / "b.jsonl").unlink()
     assert expand(str(tmp_path)) == [str(tmp_path / "a.txt")]
-    assert caplog.messages[1:] == [f"left out of {tmp_path}: 2 .csv; name {tmp_path}/*.csv too"]
 
 
 def test_a_file_is_itself_and_a_glob_what_it_matches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,6 @@ def test_what_is_not_there_is_said_with_setting_value_and_cure(folder: Path, mon
         (f"{folder}/nowhere.jsonl", "there is no such file; name a"), (f"{folder}/a\0b", "there is no such file; name a"),
         (f"{folder}/nowhere/*.jsonl", "there is no such file; name a"),
         ("b.jsonl", f"there is no such file in {folder}/deep, where the command runs; "),
-        (f"{folder}/deep/c.json.zst", f"there is no such file (did you mean {folder}/deep/c.jsonl.zst?); name a"),
         (f"{folder}/none", "no file in that folder ends in"),
     ):  # fmt: skip
         with pytest.raises(UsageError) as raised:

@@ -100,7 +100,7 @@ def test_a_json_array_is_read_element_by_element(tmp_path: Path) -> None:
 
 
 def test_an_array_beyond_the_limit_is_refused_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "ARRAY_BYTES", 10)
+    monkeypatch.setattr(streams, "WHOLE_BYTES", 10)
     with pytest.raises(DataError, match=r"jq -c '\.\[\]' < rows\.jsonl > converted\.jsonl"):
         lines_of(written(tmp_path, b'[{"text": "abc"}]'))
 
