@@ -45,9 +45,9 @@ def sort(files: Iterable[str]) -> Sorted:
         except (TTrainError, OSError) as error:
             result.left_out[location] = str(error).removeprefix(f"{location} ")
             continue
-        kind = first_rows.kind_of(rows, reading.text_field)
-        if kind is None:
-            result.left_out[location] = first_rows.why_unreadable(rows, reading.text_field)
+        kind, reason = first_rows.kind_of(rows), first_rows.why_unreadable(rows, reading.text_field)
+        if kind is None or reason:
+            result.left_out[location] = reason
             continue
         is_held_out = _HELD_OUT.search(Path(location).name.partition(".")[0])
         dataset = first_rows.DATASETS[kind]
