@@ -146,7 +146,7 @@ HOSTILE = (
         row(prompt="R", chosen=[USER, GOOD], rejected=[USER, BAD]),
         "'chosen' is a conversation without the turns of the prompt",
     ),
-    (row(prompt="Q", chosen=[USER, GOOD], rejected=[SYSTEM, USER, BAD]), "'chosen' is a conversation without the turns"),
+    (row(prompt="Q", chosen=[USER, GOOD], rejected=[SYSTEM, USER, BAD]), "'chosen' and 'rejected' have no common prompt"),
     (
         row(prompt=[SYSTEM, USER], chosen=[{**SYSTEM, "content": "S"}, USER, GOOD], rejected="b"),
         "'chosen' is a conversation",
