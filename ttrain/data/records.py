@@ -496,21 +496,16 @@ def _is_written_again(value: JsonDict, line: bytes) -> bool:
 
 def lines(chunks: Iterable[bytes], max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
     """(number from 1, line without its end). A line that is too long is cut to max_line_bytes + 1 bytes, which shows it."""
-    number, pending = 1, bytearray()
+    number = 1
+    pending = b""
     for chunk in chunks:
-        first, *following_lines = chunk.split(b"\n")
-        pending += first[: max_line_bytes + 1 - len(pending)]
-        if not following_lines:
-            continue
-        yield number, bytes(pending)
-        number += 1
-        last = following_lines.pop()
-        for line in following_lines:
-            yield number, line
+        *whole, pending = (pending + chunk).split(b"\n")
+        for line in whole:
+            yield number, line[: max_line_bytes + 1]
             number += 1
-        pending = bytearray(last)
+        pending = pending[: max_line_bytes + 1]
     if pending:
-        yield number, bytes(pending)
+        yield number, pending
 
 
 def _reason(line: bytes, error: str) -> str:
