@@ -8,17 +8,14 @@ import random
 import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.data_commands import Run, chat, documents, texts, train, write
 
-from ttrain.data import check, inspect
-from ttrain.data.check import script_of, scripts_of
+from ttrain.data import check
 from ttrain.data.encoder import Encoder
-from ttrain.data.shards import ShardSet
 from ttrain.reports.summary import key_figures
 
 
@@ -105,16 +102,6 @@ def test_blocks_packing_and_processes_change_neither_counts_nor_line_numbers(
     assert values[0]["skipped"]["empty text"] == sum(row == {"text": ""} for row in rows)
 
 
-def test_a_row_is_a_duplicate_of_one_in_an_earlier_file_too(run: Run, tmp_path: Path) -> None:
-    for name in ("a.jsonl", "b.jsonl"):
-        documents(tmp_path / name, 20)
-    first, second = run("data", "check", "a.jsonl", "b.jsonl", "--json").json
-    assert (first["kept"], first["duplicates"], second["kept"], second["skipped"]) == (20, 0, 0, {"duplicate": 20})
-    done = run("data", "check", "a.jsonl", "b.jsonl", "--json", "reading.deduplicate=false")
-    assert done.code == 0 and [value["kept"] for value in done.json] == [20, 20]
-    assert [value["duplicates"] for value in done.json] == [0, 20]
-
-
 def test_the_kind_is_said_and_can_be_set(run: Run, tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [chat(one, one) for one in texts(5)])
     write(tmp_path / "b.jsonl", [{"instruction": one, "output": one, "text": one} for one in texts(5)])
@@ -132,15 +119,6 @@ def test_the_kind_is_said_and_can_be_set(run: Run, tmp_path: Path) -> None:
 # --- what is measured
 
 
-def test_shards_are_shown_with_the_counts_of_their_rows(
-    run: Run, tmp_path: Path, tok: Path, talks: list[dict[str, Any]]
-) -> None:
-    value = run("data", "show", "out", "--row-length", "64", "--json").json
-    rows = inspect.rows_of(ShardSet(tmp_path / "out" / "train"), Encoder(tok), 64)
-    assert value["kind"] == "chats" and value["counts"] == json.loads(json.dumps(rows.counts()))
-    assert re.search(r"fill +\d", run("data", "show", "out", "--row-length", "64").out)
-
-
 def test_statistics_of_a_file_count_scripts_lengths_and_duplicates(run: Run, tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [{"text": "abc 12"}, {"text": "東京abc!"}, {"text": "москва"}, {"text": "abc 12"}, b"["])
     done = run("data", "check", "a.jsonl", "--json", "reading.rejected_fraction=1")
@@ -152,13 +130,6 @@ def test_statistics_of_a_file_count_scripts_lengths_and_duplicates(run: Run, tmp
     assert [value["lengths"][name] for name in ("mean", "min", "50 %", "99 %", "max")] == [8.5, 6, 6, 12, 12]
     out = run("data", "check", "a.jsonl", "reading.rejected_fraction=1").out
     assert "Latin 52.9%, Cyrillic 35.3%, Han 11.8%" in " ".join(out.split())
-
-
-def test_scripts_are_told_by_letters_alone() -> None:
-    expected = {"a": "Latin", "Ａ": "Latin", "é": "Latin", "ﾊ": "Katakana", "漢": "Han", "あ": "Hiragana", "한": "Hangul",
-                "ж": "Cyrillic", "λ": "Greek", "ש": "Hebrew", "ع": "Arabic", "अ": "Devanagari"}  # fmt: skip
-    assert {letter: script_of(letter) for letter in expected} == expected
-    assert scripts_of(Counter("a1 。🙂\n")) == {"Latin": 1}
 
 
 def test_a_trained_tokenizer_says_what_it_read(run: Run, tmp_path: Path) -> None:

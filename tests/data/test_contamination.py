@@ -156,18 +156,6 @@ def test_documents_that_hold_an_item_are_left_out(
     assert contamination.read_item_shares(tmp_path / "out") == {}
 
 
-def test_the_share_says_how_much_of_an_item_a_document_holds(tmp_path: Path, encoder: Encoder) -> None:
-    """A document has the first 20 of the 32 words of an item: 8 of its 20 n-grams."""
-    words = [f"word{number}" for number in range(32)]
-    texts = [f"0123 {' '.join(words[:20])} 4567", *(f"Another document, number {n}." for n in range(5))]
-    documents = write_lines(tmp_path / "documents.jsonl", [{"text": text} for text in texts])
-    items = write_lines(tmp_path / "items.jsonl", [{"text": " ".join(words)}])
-    for share, overlapping in ((0.4, 1), (0.41, 0)):
-        against = contamination.overlap_check([str(items)], share, remove=False)
-        task = build(tmp_path / f"{share}", encoder, documents, against).contamination["tasks"]["items.jsonl"]
-        assert (task["items"], task["overlapping"]) == (1, overlapping)
-
-
 def test_chats_are_found_whole_and_not_by_the_system_turn_that_others_have_too(tmp_path: Path, encoder: Encoder) -> None:
     """Of turns that are all shorter than a part, and after a system turn that is longer than all of them."""
     system = {"role": "system", "content": "You are an assistant who answers questions about rivers in a friendly way."}
@@ -237,19 +225,6 @@ def test_items_that_training_documents_hold_are_told_apart_or_left_out(tmp_path:
     if kind in ("choices", "last_word", "generation"):  # worked examples are no part of what is looked for
         shown = items_of("task", kind, rows, tmp_path, shots=1)
         assert run.mark_overlaps(shown, {found[0].digest}, leave_out=False).groups["overlap=yes"] == (1,)
-
-
-@pytest.mark.parametrize("row", [{"answer": 1234}, {"final": "1234"}, {"answer": " ", "final": 1234}])
-def test_an_answer_is_looked_for_in_whatever_form_a_task_reads_it(tmp_path: Path, row: Any) -> None:
-    items = items_of("sums", "generation", [{"question": QUESTION, **row}], tmp_path)
-    (found,), _ = contamination.read_items(str(tmp_path / "sums.jsonl"), "sums")
-    assert found.digest == contamination.digest_of_text(plain(QUESTION) + b"1234")
-    assert run.mark_overlaps(items, {found.digest}, leave_out=False).groups == {"overlap=yes": (0,)}
-
-
-@pytest.mark.parametrize(("answer", "text"), [(" B ", "two"), (0, "one"), ("two", "two"), ("Z", ""), ("ß", "ß"), (None, "")])
-def test_a_right_choice_is_looked_for_by_its_number_letter_or_text(answer: Any, text: str) -> None:
-    assert contamination.of_row({"question": "Which?", "choices": ["one", "two"], "answer": answer}) == f"Which?\n{text}"
 
 
 def test_the_evaluation_tells_items_apart_that_its_shards_hold(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.shard_sets import ALL, digests, opened, texts_in, write_lines
 from support.shard_sets import build as build_shards
+from support.shard_sets import digests, opened, texts_in, write_lines
 
 from ttrain.config import Reading
 from ttrain.data import near_duplicates
@@ -98,13 +98,6 @@ def test_sketches_do_not_depend_on_what_stands_beside_a_text_nor_change_with_a_v
 
 
 PINNED = [3029725062, 3324641135, 3708436563]
-
-
-def test_the_bands_find_almost_all_pairs_at_the_threshold() -> None:
-    for threshold in (0.5, 0.7, 0.8, 0.9, 1.0):
-        rule = SimilarityRule(threshold)
-        assert (1 - threshold**rule.rows) ** rule.bands <= near_duplicates.MOST_MISSED
-        assert rule.rows * rule.bands <= near_duplicates.VALUES
 
 
 def test_planted_near_duplicates_are_found_to_the_exact_similarity(tmp_path: Path, recipe: BlockRecipe) -> None:
@@ -215,17 +208,6 @@ def test_a_night_reads_of_old_documents_only_those_that_sketches_propose(
     assert sketch_names(tmp_path / "new").isdisjoint(old)
 
 
-def test_sets_from_before_the_rule_are_searched_too(tmp_path: Path, recipe: BlockRecipe, nights: list[Path]) -> None:
-    old, second, third = tmp_path / "old", tmp_path / "second", tmp_path / "third"
-    build(old, [nights[0]], recipe, ALL)
-    built = build(second, [nights[1]], recipe, NEAR, earlier=[EarlierSet("base", old)])
-    assert built.near_duplicates and built.near_duplicates["of_earlier_sets"] > 5
-    originals = [row["original"] for row in dropped(second) if "set" in row["original"]]
-    assert originals and all(row.keys() == {"set", "shard", "row"} for row in originals)
-    build(third, [nights[2]], recipe, NEAR, earlier=[EarlierSet("base", old), EarlierSet("second", second)])
-    assert sketch_names(third).isdisjoint(sketch_names(second)), "the second set has those of the first"
-
-
 def test_training_documents_like_those_of_held_out_files_go(tmp_path: Path, recipe: BlockRecipe, tokenizer: Path) -> None:
     rng = random.Random(7)
     words, other = text(rng, 100), joined(text(rng, 100))
@@ -242,52 +224,3 @@ def test_training_documents_like_those_of_held_out_files_go(tmp_path: Path, reci
     build(tmp_path / "next", [new], recipe, NEAR, heldout=[held], earlier=earlier)
     assert len(texts_in(tmp_path / "next", tokenizer, "heldout")) == 2
     assert [row["line"] for row in dropped(tmp_path / "next")] == [2]
-
-
-def test_hostile_documents_cost_bounded_work(tmp_path: Path, recipe: BlockRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alike in everything but a number, without a letter, and thousands that share bands but are not similar enough."""
-    rng = random.Random(9)
-    same, base = joined(text(rng, 60)), text(rng, 60)
-    texts = [f"{same} {'!' * n}" for n in range(150)]  # the same letters, so not exact duplicates
-    texts += ["?!" * n for n in range(1, 50)]
-    texts += [joined([*base[:50], *text(rng, 10)]) for _ in range(150)]  # about 0.7 alike, all of them
-    compared = 0
-    exact = near_duplicates.jaccard
-
-    def counted(*hashes: Any) -> float:
-        nonlocal compared
-        compared += 1
-        return exact(*hashes)
-
-    monkeypatch.setattr(near_duplicates, "jaccard", counted)
-    built = build(tmp_path / "out", [write_lines(tmp_path / "a.jsonl", rows(texts))], recipe, NEAR, block_bytes=1 << 20)
-    assert built.tallies["train"].skipped[NEAR_DUPLICATE] >= 149
-    assert compared <= 150 + 200 * near_duplicates.MOST_COMPARED
-    assert not [row for row in dropped(tmp_path / "out") if 150 < row["line"] <= 199]
-
-
-def test_nothing_is_searched_without_the_setting_nor_in_chats(tmp_path: Path, recipes: dict[str, BlockRecipe]) -> None:
-    path = write_lines(tmp_path / "a.jsonl", rows([*planted(20)[0]]))
-    assert build(tmp_path / "out", [path], recipes["documents"]).near_duplicates is None
-    chats = [{"messages": [{"role": "user", "content": same}, {"role": "assistant", "content": f"{n}"}]}
-             for same in [joined(text(random.Random(1), 50))] for n in range(5)]  # fmt: skip
-    built = build(tmp_path / "chats", [write_lines(tmp_path / "c.jsonl", chats)], recipes["chats"], NEAR)
-    assert built.near_duplicates is None and built.tallies["train"].kept == 5
-    assert not (tmp_path / "chats" / FOLDER).exists()
-
-
-def test_a_smaller_set_that_repeats_documents_holds_none_out_that_an_earlier_set_trained_on(
-    recipe: BlockRecipe, tmp_path: Path
-) -> None:
-    """`auto` is a fifth of few rows and 2 % of many: the hashes of repeated documents may lie between the two."""
-    rng = random.Random(3)
-    known, new = ([joined(text(rng, 30)) for _ in range(count)] for count in (200, 40))
-    files = [
-        write_lines(tmp_path / f"{n}", [{"text": one} for one in rows]) for n, rows in enumerate((known, [*known, *new]))
-    ]
-    few = Reading(heldout_fraction=0.02, near_duplicates=0.8)
-    build(tmp_path / "first", [files[0]], recipe, few)
-    more = Reading(heldout_fraction=0.2, near_duplicates=0.8)
-    build(tmp_path / "second", [files[1]], recipe, more, earlier=[EarlierSet("first", tmp_path / "first")])
-    held_out = set(texts_in(tmp_path / "second", recipe.tokenizer, "heldout"))
-    assert held_out and held_out <= set(new)

@@ -22,7 +22,7 @@ from ttrain.config import Reading
 from ttrain.data import jinja_templates, tokenizer
 from ttrain.data.encoder import Encoder
 from ttrain.data.records import TextDocument, position
-from ttrain.data.tokenizer import TextSample, sample
+from ttrain.data.tokenizer import sample
 from ttrain.tasks import tokenizer as stage
 from ttrain.tasks.tokenizer import train_directory
 
@@ -70,14 +70,6 @@ def test_the_same_files_give_the_same_bytes_whatever_the_number_of_threads(tmp_p
         train_directory([str(rows)], output, SMALL.model_copy(update={"seed": seed}), Reading())
     there, here, other = ((output / "tokenizer.json").read_bytes() for output in outputs)
     assert there == here != other
-
-
-def test_tinyseek_has_its_own_special_tokens(tmp_path: Path) -> None:
-    tokenizer.save(tokenizer.train(corpus(50), 300, "tinyseek"), tmp_path, "tinyseek")
-    encoder = Encoder(tmp_path)
-    names = ("<|pad|>", "<|unk|>", "<|bos|>", "<|eos|>", "<|im_end|>")
-    assert [encoder.special(token) for token in names] == list(range(5))
-    assert (encoder.template, encoder.end_id, encoder.special_ids()) == ("tinyseek", 4, set(range(5)))
 
 
 def test_random_texts_come_back_as_they_went_in(corpus_encoder: Encoder) -> None:
@@ -144,15 +136,6 @@ def config(**values: Any) -> config_module.Tokenizer:
     return config_module.Tokenizer(**values)
 
 
-@pytest.mark.parametrize("kind", ["reservoir", "head"])
-def test_a_small_input_is_taken_whole_and_in_order(kind: Any) -> None:
-    rows = texts(100)
-    for documents in (None, 100):
-        assert sample(rows, config(sample=kind, max_bytes=10_000, max_documents=documents)) == TextSample(rows, 10_000, 100)
-    assert sample([], config(sample=kind)) == TextSample([], 0, 0)
-    assert sample(["a"] * 100, config(sample=kind, max_documents=30)).texts == ["a"] * 30, "copies count one by one"
-
-
 def lowest(rows: list[str], settings: config_module.Tokenizer) -> list[str]:
     """By sorting all of them: as many as fit, in the order of their keyed hash; the first whatever its size."""
 
@@ -186,14 +169,6 @@ def test_a_reservoir_holds_lowest_hashes(sizes: list[int], documents: int | None
     assert (found.documents_seen, found.bytes) == (len(rows), sum(len(row.encode()) for row in expected))
     shuffled = chance.sample(rows, len(rows))
     assert sample(shuffled, limits).texts == [row for row in shuffled if row in expected]
-
-
-def test_the_head_is_the_head_and_nothing_after_it_is_read() -> None:
-    rows = iter(texts(1000))
-    assert sample(rows, config(sample="head", max_documents=30)) == TextSample(texts(30), 3000, 30)
-    assert next(rows).startswith("000030")
-    assert sample(texts(1000), config(sample="head", max_bytes=10_050)) == TextSample(texts(100), 10_000, 101)
-    assert sample(["x" * 20_000, "y"], config(sample="head", max_bytes=10_000)).texts == ["x" * 20_000]
 
 
 # --- from files to a directory
