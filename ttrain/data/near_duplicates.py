@@ -94,8 +94,10 @@ class NearDuplicate(NamedTuple):
 
 def shingles_of(text: bytes) -> Hashes:
     """Sorted distinct hashes of the shingles of a plain text."""
-    hashes = np.sort(_hashes(text))  # np.unique takes five times as long
-    return hashes[np.append(True, hashes[1:] != hashes[:-1])[: len(hashes)]]
+    hashes: Hashes = np.sort(_hashes(text))  # np.unique takes five times as long
+    is_first = np.ones(len(hashes), np.bool_)
+    is_first[1:] = hashes[1:] != hashes[:-1]
+    return hashes[is_first]
 
 
 def _hashes(text: bytes) -> Hashes:
