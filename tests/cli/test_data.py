@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import random
 import re
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 from support.data_commands import Run, chat, documents, texts, train, write
 
-from ttrain.data import check
 from ttrain.data.encoder import Encoder
 from ttrain.reports.summary import key_figures
 
@@ -69,37 +67,6 @@ def test_one_percent_of_bad_rows_pass_and_one_more_does_not(run: Run, tmp_path: 
     assert "11 of 1001 rows are bad" in done.json["error"] and "more.jsonl:991" in done.json["error"]
     assert done.json["keys_seen"]["text"] == 990 and done.json["keys_seen"]["id"] > 0
     assert run("data", "check", "more.jsonl", "reading.rejected_fraction=0.02").code == 0
-
-
-def test_blocks_packing_and_processes_change_neither_counts_nor_line_numbers(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rng = random.Random(3)
-    rows: list[Any] = []
-    for one in texts(400):
-        rows.append(rng.choice([{"text": one}, {"text": one}, b"", b"{broken", {"text": ""}, {"text": "again"}, [one]]))
-    plain = write(tmp_path / "a.jsonl", rows)
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
-    monkeypatch.setattr(check, "BLOCK_BYTES", 2000)
-    bad = [(number, row) for number, row in enumerate(rows, start=1) if row == b"{broken" or isinstance(row, list)]
-    values = []
-    for name, in_processes in (("a.jsonl", False), ("b.jsonl.gz", True)):
-        monkeypatch.setattr("ttrain.cli.data_reports.SMALL_UNENCODED_BYTES", 0 if in_processes else 10**9)
-        done = run(
-            "data", "check", name, "--json", "reading.rejected_fraction=1", "--rejected", "bad.jsonl", "runtime.workers=2"
-        )
-        quarantine = [json.loads(line) for line in (tmp_path / "bad.jsonl").read_bytes().splitlines()]
-        assert [row["line"] for row in quarantine] == [number for number, _ in bad]
-        assert {row["file"] for row in quarantine} == {name}
-        for row, (_, written) in zip(quarantine, bad, strict=True):
-            line = written if isinstance(written, bytes) else json.dumps(written, ensure_ascii=False).encode()
-            assert line.decode().startswith(row["text"]) and len(row["text"]) >= min(200, len(line.decode()))
-        assert done.json["first_rejected"][0].startswith(f"{name}:{bad[0][0]}: ")
-        values.append({key: value for key, value in done.json.items() if key not in ("file", "first_rejected")})
-    assert values[0] == values[-1]
-    assert values[0]["rows"] == sum(row != b"" for row in rows)
-    assert values[0]["duplicates"] == values[0]["skipped"]["duplicate"] == sum(row == {"text": "again"} for row in rows) - 1
-    assert values[0]["skipped"]["empty text"] == sum(row == {"text": ""} for row in rows)
 
 
 def test_the_kind_is_said_and_can_be_set(run: Run, tmp_path: Path) -> None:

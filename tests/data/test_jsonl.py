@@ -17,19 +17,12 @@ from hypothesis import strategies as st
 from support.streamed_files import written
 
 from ttrain.data.records import (
-    FIRST_REJECTED,
-    KEYS_LOOKED_AT,
-    KEYS_OF_A_ROW,
-    OTHER_REASONS,
-    REASONS,
     Tally,
-    document_parser,
     lines,
     parse_conversation,
     read,
     records,
 )
-from ttrain.errors import DataError
 
 MIB = 1 << 20
 
@@ -115,39 +108,3 @@ def test_arguments_of_parquet_are_what_json_has_for_them_or_reject_the_row(
 
 
 # --- what is told of it
-
-
-def test_too_many_bad_rows_or_none_kept_name_the_first_the_field_and_the_keys_that_are_there(tmp_path: Path) -> None:
-    path, tally = written(tmp_path, b'{"text":"a"}\n' * 99 + b'{"txet":"b", "id": 1}\n'), Tally()
-    assert len(list(read([str(path)], document_parser("text"), tally, MIB))) == 99
-    tally.check("data.pretrain", 0.01, "the key 'text'")
-    with pytest.raises(DataError) as raised:
-        tally.check("data.pretrain", 0.009, "the key 'text'")
-    for part in ("data.pretrain", "1 of 100", "rejected_fraction=0.009", f"{path}:100", "one JSON object a line", "'text'",
-                 "txet", "id"):  # fmt: skip
-        assert part in str(raised.value)
-    path, tally = written(tmp_path, b'{"txet":"a"}\n{"text": ""}\n'), Tally()
-    assert list(read([str(path)], document_parser("text"), tally, MIB)) == []
-    with pytest.raises(DataError, match=r"no rows are left of 2; 1 skipped: empty text.*keys seen: txet, text"):
-        tally.check("data.pretrain", 1.0, "the key 'text'")
-    path, tally = written(tmp_path, b'{"text": ""}\n'), Tally()
-    assert list(read([str(path)], document_parser("text"), tally, MIB)) == []
-    with pytest.raises(DataError, match=r"no rows are left of 1; 1 skipped: empty text$"):  # no advice: it was read
-        tally.check("data.pretrain", 1.0, "the key 'text'")
-
-
-def test_a_tally_adds_up_over_parts_and_stays_small() -> None:
-    """Reasons that name what differs in every row, and rows of thousands of keys, are noted up to a number."""
-    total = Tally()
-    for part in range(3):
-        tally = Tally()
-        for row in range(400):
-            tally.rows += 1
-            tally.see({f"key {row} {n}": 0 for n in range(2 * KEYS_OF_A_ROW)})
-            tally.reject(f"file {part}", row, f"unknown role {part} {row}")
-        assert len(tally.keys_seen) == min(400, KEYS_LOOKED_AT) * KEYS_OF_A_ROW
-        total.add(tally)
-    assert (total.rows, total.rejected.total()) == (1200, 1200)
-    assert len(total.rejected) <= REASONS + 1
-    assert total.rejected[OTHER_REASONS] >= 1200 - REASONS
-    assert total.first_rejected == [f"file 0:{row}: unknown role 0 {row}" for row in range(FIRST_REJECTED)]

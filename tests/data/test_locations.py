@@ -9,7 +9,7 @@ import pytest
 from support.located_files import ROW, expand
 from support.web import Site
 
-from ttrain.data import locations, remote
+from ttrain.data import locations
 from ttrain.errors import UsageError
 
 DATA = [
@@ -132,19 +132,6 @@ def test_a_version_changes_with_the_bytes_and_is_asked_for_anew_each_time(site: 
         site.statuses = statuses
         with pytest.raises(UsageError, match=reason):
             locations.version(url)
-
-
-def test_what_file_systems_tell_is_understood() -> None:
-    for one, other in (
-        ({"ETag": "a", "size": 1}, {"ETag": "b", "size": 1}),
-        ({"etag": "a", "size": 1, "mtime": 1}, {"etag": "a", "size": 2, "mtime": 1}),
-        ({"md5Hash": "a", "size": 1}, {"md5Hash": "b", "size": 1}),
-        ({"LastModified": "1", "size": 1}, {"LastModified": "2", "size": 1}),
-    ):
-        assert remote.version_in(one, "x") == remote.version_in(dict(one), "x") != remote.version_in(other, "x")
-        assert remote.version_in(one, "x") != remote.version_in(one, "y")
-    assert remote.version_in({"size": 1, "name": "x", "type": "file"}, "x") is None
-    assert remote.version_in({"mtime": 1.0, "size": None}, "x") is None
 
 
 SAS_OLD, SAS_NEW = "sv=2022&sr=b&sp=r&se=1&sig=a", "sv=2023&sr=b&sp=r&st=1&se=2&spr=https&sig=b"

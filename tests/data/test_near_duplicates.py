@@ -195,19 +195,6 @@ def test_a_growing_set_equals_one_of_all_files(tmp_path: Path, recipe: BlockReci
     assert all_digests(tmp_path / "out") == all_digests(whole)
 
 
-def sketch_names(output: Path) -> set[str]:
-    return {path.name for path in (output / FOLDER).iterdir()}
-
-
-def test_a_night_reads_of_old_documents_only_those_that_sketches_propose(
-    tmp_path: Path, recipe: BlockRecipe, nights: list[Path], outputs: list[Path]
-) -> None:
-    earlier = [EarlierSet(output.name, output) for output in outputs[:2]]
-    build(tmp_path / "new", [nights[2]], recipe, SPLIT, earlier=earlier)
-    old = sketch_names(outputs[0]) | sketch_names(outputs[1])
-    assert sketch_names(tmp_path / "new").isdisjoint(old)
-
-
 def test_training_documents_like_those_of_held_out_files_go(tmp_path: Path, recipe: BlockRecipe, tokenizer: Path) -> None:
     rng = random.Random(7)
     words, other = text(rng, 100), joined(text(rng, 100))

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from support.tiny_data import write_shards
 
@@ -99,19 +98,3 @@ def test_the_wheel_has_the_text_and_its_licence() -> None:
         assert path.is_file() and any(path.relative_to(ROOT / "configs").match(pattern) for pattern in patterns)
     assert "configs/quickstart/LICENSE.txt" in project["project"]["license-files"]
     assert file.stat().st_size <= 1_500_000
-
-
-def test_a_pair_has_the_right_answer_and_that_to_another_question(rows: Rows) -> None:
-    """About the same object; none is held out, and length does not tell the answers apart."""
-    chats = [row["messages"] for row in rows["sft"]]
-    turns = [(turns[:number], turn["content"]) for turns in chats for number, turn in enumerate(turns)]
-    right = {(json.dumps(before), answer) for before, answer in turns if before}
-    answers = {answer for before, answer in turns if before and before[-1]["role"] == "user"}
-    for row in rows["dpo"]:
-        assert (json.dumps(row["prompt"]), row["chosen"]) in right and row["rejected"] in answers
-        assert not row["chosen"].startswith(row["rejected"]) and not row["rejected"].startswith(row["chosen"])
-    for part, fewest in (("dpo", 1500), ("dpo_heldout", 300)):
-        longer = [len(row["chosen"]) > len(row["rejected"]) for row in rows[part]]
-        assert len(longer) >= fewest and 0.45 < np.mean(longer) < 0.55
-    for side in ("chosen", "prompt"):
-        assert not {json.dumps(row[side]) for row in rows["dpo"]} & {json.dumps(row[side]) for row in rows["dpo_heldout"]}

@@ -76,16 +76,6 @@ def test_a_shard_opens_with_arrow_alone_and_has_the_smallest_type(tmp_path: Path
     assert table.to_pydict() == {"tokens": [ids for ids, _ in rows], "live": [[0, 1], [1, 0, 1]]}
 
 
-def test_a_folder_without_a_whole_index_holds_no_shards_and_one_without_records_is_whole(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match=r"index\.json is missing"):
-        ShardSet(tmp_path)
-    write(tmp_path, [])
-    assert len(ShardSet(tmp_path)) == len(ShardSet(tmp_path).stream(0, 0)) == 0, "without records it is empty"
-    (tmp_path / "index.json").write_text("{")
-    with pytest.raises(ArtifactError, match=r"index\.json is missing, damaged"):
-        ShardSet(tmp_path)
-
-
 def test_documents_around_a_place_are_found_without_the_other_shards(tmp_path: Path, layout: int) -> None:
     rows = some_records(40)
     write(tmp_path, rows, kind="documents", tokens_per_shard=layout)

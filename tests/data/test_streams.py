@@ -13,7 +13,7 @@ import fsspec
 import orjson
 import pyarrow as pa
 import pytest
-from support.packed_files import PACKS, zstd
+from support.packed_files import zstd
 from support.streamed_files import SMALL, TABLE, TEXT, read, table_bytes, written
 from support.web import Site
 
@@ -52,16 +52,6 @@ def test_utf_16_with_its_mark_is_read_as_utf_8(tmp_path: Path, encoding: str) ->
     path = written(tmp_path, data[:-1])
     with pytest.raises(DataError, match="truncated"), streams.noting_faults(str(path)):
         read(path)
-
-
-@pytest.mark.parametrize("ending", PACKS)
-def test_a_cut_archive_is_an_error_with_its_name(tmp_path: Path, ending: str) -> None:
-    data = PACKS[ending](TEXT)
-    path = written(tmp_path, data[: len(data) // 2], f"rows.jsonl.{ending}")
-    with pytest.raises(DataError, match="is truncated or corrupt") as raised:
-        lines_of(path)
-    assert str(path) in str(raised.value)
-    assert raised.value.files == (str(path),)
 
 
 # --- formats

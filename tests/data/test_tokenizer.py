@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.paths import ROOT
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from ttrain import config as config_module
 from ttrain.config import Reading
@@ -112,17 +111,6 @@ def test_a_word_without_end_is_cut_for_learning_only_and_loses_nothing() -> None
     cut = tokenizer.pieces(text)
     assert "".join(cut) == text and max(len(run) for piece in cut for run in piece.split()) == tokenizer.RUN_CHARACTERS
     assert tokenizer.pieces("short words only") == ["short words only"]
-
-
-def test_where_no_word_is_that_long_the_merges_are_those_of_the_library() -> None:
-    texts = ["山高月小，水落石出。" * 60, "a-b_c d, 1234 e" * 80, *corpus()]
-    plain = Tokenizer(models.BPE(unk_token=jinja_templates.UNK))
-    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    options: dict[str, Any] = {"special_tokens": list(SPECIAL_TOKENS), "initial_alphabet": alphabet, "show_progress": False}
-    plain.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=400, **options))
-    merges = [json.loads(trained.to_str())["model"]["merges"] for trained in (tokenizer.train(texts, 400), plain)]
-    assert merges[0] == merges[1]
 
 
 # --- the sample that it learns from
