@@ -277,11 +277,10 @@ class _Selection:
         """(row, name of its file, match with its line there) of the matches in training parts of the blocks."""
         rows: list[tuple[int, str, TextMatch]] = []
         for (block, span), found in zip(self._spans(), matches, strict=True):
-            row_of_line = {line: row for row, line in enumerate(block.rows[:, 3].tolist())}
-            is_heldout = block.is_heldout
+            lines, is_heldout = block.rows[:, 3], block.is_heldout
             for match in found:
-                row = row_of_line.get(match.line)
-                if row is not None and not is_heldout[row]:
+                row = int(lines.searchsorted(np.uint64(match.line)))
+                if row < len(lines) and lines[row] == match.line and not is_heldout[row]:
                     match = match._replace(line=block.line_of(row))
                     rows.append((span.start + row, block.source.name, match))
         return rows

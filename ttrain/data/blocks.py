@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -24,7 +24,6 @@ from ttrain.core.hashing import digest_of
 from ttrain.data import parquet, shards, streams
 from ttrain.data import records as sources
 from ttrain.data.chat import encode_chats, encode_preferences, refusal
-from ttrain.data.chat_templates import Messages
 from ttrain.data.encoder import Encoder
 from ttrain.data.preferences import Preference
 from ttrain.data.records import Tally
@@ -204,33 +203,25 @@ def records(data: bytes, block: Block, recipe: BlockRecipe, tally: Tally) -> Ite
     pieces = (data[at : at + SHIPPED_BYTES] for at in range(0, len(data), SHIPPED_BYTES))
     lines = sources.lines(pieces, recipe.max_line_bytes)
     parsed = sources.parsed(lines, block.location, tally, recipe.max_line_bytes)
-    accepted = sources.accepted(parsed, recipe.parser, tally)
-    if recipe.kind == "documents" or not recipe.tokenizer:
-        return accepted
-    return _rendered(accepted, block, encoder_of(recipe.tokenizer), tally)
+    parse = recipe.parser
+    if recipe.kind != "documents" and recipe.tokenizer:
+        encoder = encoder_of(recipe.tokenizer)
+        parse = _rendered(parse, encoder) if encoder.template == "own" else parse  # those of ttrain render every chat
+    return sources.accepted(parsed, parse, tally)
 
 
-def _rendered(
-    accepted: Iterable[tuple[int, sources.Record]], block: Block, encoder: Encoder, tally: Tally
-) -> Iterator[tuple[int, sources.Record]]:
-    """The chats that the chat template renders; the tally counts the others as rejected."""
-    if encoder.template != "own":  # the templates of ttrain render every chat
-        yield from accepted
-        return
-    for line, record in accepted:
-        reasons = (refusal(encoder, messages) for messages in _conversations(record))
-        if reason := next(filter(None, reasons), ""):
-            tally.kept -= 1
-            tally.reject(block.location, line, reason, orjson.dumps(record.to_json()))
-        else:
-            yield line, record
+def _rendered(parse: sources.Parser, encoder: Encoder) -> sources.Parser:
+    """A parser that rejects the chats that the tokenizer's own template refuses; of a pair, the prompt with each answer."""
 
+    def parse_rendered(row: JsonDict) -> sources.Record | sources.Skipped | sources.Rejected:
+        record = parse(row)
+        conversations = [record.messages] if isinstance(record, sources.Conversation) else []
+        if isinstance(record, Preference):
+            conversations = [(*record.prompt, *answer) for answer in (record.chosen, record.rejected) if answer]
+        reason = next(filter(None, (refusal(encoder, messages) for messages in conversations)), "")
+        return sources.Rejected(reason) if reason else record
 
-def _conversations(record: sources.Record) -> list[Messages]:
-    """A chat, or of a preference pair the prompt with each answer."""
-    if isinstance(record, Preference):
-        return [(*record.prompt, *answer) for answer in (record.chosen, record.rejected) if answer]
-    return [record.messages] if isinstance(record, sources.Conversation) else []
+    return parse_rendered
 
 
 def _make(data: bytes, block: Block, recipe: BlockRecipe, directory: Path, name: str) -> None:

@@ -135,9 +135,7 @@ class _BlockMaker:
                     break
         return built_blocks
 
-    def scan(
-        self, built_blocks: Sequence[BuiltBlock], recipe: BlockRecipe, against: OverlapCheck
-    ) -> list[list[TextMatch]]:
+    def scan(self, built_blocks: Sequence[BuiltBlock], recipe: BlockRecipe, against: OverlapCheck) -> list[list[TextMatch]]:
         """What the rows of each block for training have of the items; the blocks are read again."""
         count = sum(block.role == "train" for block in built_blocks)
         blocks_read = itertools.islice(self.cut("train", recipe), count)
