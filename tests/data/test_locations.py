@@ -135,3 +135,9 @@ def test_a_version_changes_with_the_bytes_and_is_asked_for_anew_each_time(site: 
 
 
 SAS_OLD, SAS_NEW = "sv=2022&sr=b&sp=r&se=1&sig=a", "sv=2023&sr=b&sp=r&st=1&se=2&spr=https&sig=b"
+
+
+def test_a_protocol_whose_servers_run_code_is_refused() -> None:
+    for location in ("dask://127.0.0.1:1::file:///x.jsonl", "DASK://127.0.0.1:1/x.jsonl"):
+        with pytest.raises(UsageError, match="dask:// is refused, since its servers may run code here"):
+            expand(location)
