@@ -18,7 +18,6 @@ import pytest
 from ttrain.data import existing
 from ttrain.engine.labels import new_run_name
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.lineage import lineage_names
 from ttrain.lineage import names as references
 from ttrain.lineage.lineage import lineage_of
 from ttrain.lineage.names import resolve
@@ -141,42 +140,25 @@ def test_the_stages_of_a_command_are_those_of_the_newest_finished_run_that_has_t
 
 def test_stages_that_stand_in_different_runs_only_are_not_mixed(runs_home: Home) -> None:
     (runs_home.store.root / "runs" / f"{runs_home.run}.json").unlink()  # it has all of them
-    first = runs_home.record(runs_home.tokenizer, runs_home.sft, outcome="completed")
+    runs_home.record(runs_home.tokenizer, runs_home.sft, outcome="completed")
     runs_home.record(runs_home.tokenizer, runs_home.newer, runs_home.lora, pipeline="nightly", outcome="running")
-    second = runs_home.record(runs_home.tokenizer, runs_home.lora, outcome="completed")
-    expected = rf"no run has all of lora, sft; there are {second}:lora, {first}:sft; name each as RUN:STAGE"
+    runs_home.record(runs_home.tokenizer, runs_home.lora, outcome="completed")
+    expected = "no run has all of lora, sft; name each as RUN:STAGE"
     with pytest.raises(UsageError, match=expected):
         references.resolve_all(["sft", "lora"], runs_home.store.root)
 
 
-def test_a_name_in_the_environment_says_whose_runs_count(runs_home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs_home.record(runs_home.tokenizer, runs_home.sft, outcome="completed", name="mine")
-    run = runs_home.record(runs_home.tokenizer, runs_home.newer, outcome="completed", name="other")
-    assert runs_home.resolve("sft").artifact == runs_home.store.find("sft", "s2")
-    assert resolve(None, runs_home.store.root).text == f"{run}:sft"
-    monkeypatch.setenv("TTRAIN__NAME", "mine")
-    monkeypatch.setenv("TTRAIN__SFT__NOTHING", "1")  # another variable that is no setting ends no command on models
-    monkeypatch.setenv("TTRAIN__MODEL__HEADS", "many")
-    mine = runs_home.store.find("sft", "s1")
-    assert runs_home.resolve("sft").artifact == mine == resolve(None, runs_home.store.root).artifact
-    monkeypatch.setenv("TTRAIN__NAME", "no/name")
-    with pytest.raises(UsageError, match=r"name is 'no/name' .*TTRAIN__NAME"):
-        runs_home.resolve("sft")
-
-
-def test_where_only_nights_and_trials_ran_the_newest_finished_one_counts_nights_first(runs_home: Home) -> None:
+def test_where_only_nights_and_trials_ran_the_newest_finished_one_counts(runs_home: Home) -> None:
     (runs_home.store.root / "runs" / f"{runs_home.run}.json").unlink()
     assert references.run_of(["sft"], runs_home.store.root) is None
     with pytest.raises(UsageError, match=r"no finished run has a complete model in .*; stages with a model: lora, sft"):
         resolve(None, runs_home.store.root)
-    trial = runs_home.record(runs_home.tokenizer, runs_home.newer, outcome="completed", sweep="sweep-1")
-    assert [runs_home.resolve("sft").artifact, resolve(None, runs_home.store.root).text] == [runs_home.newer, f"{trial}:sft"]
-    night = runs_home.record(runs_home.tokenizer, runs_home.sft, pipeline="nightly", outcome="completed")
-    runs_home.record(runs_home.tokenizer, runs_home.newer, pipeline="nightly", outcome="failed")
-    runs_home.record(runs_home.tokenizer, runs_home.newer, outcome="completed", sweep="sweep-2")
-    assert [runs_home.resolve("sft").artifact, resolve(None, runs_home.store.root).text] == [runs_home.sft, f"{night}:sft"]
-    mine = runs_home.record(runs_home.tokenizer, runs_home.newer, outcome="failed")
-    assert [runs_home.resolve("sft").artifact, resolve(None, runs_home.store.root).text] == [runs_home.newer, f"{mine}:sft"]
+    runs_home.record(runs_home.tokenizer, runs_home.sft, outcome="completed", sweep="sweep-1")
+    night = runs_home.record(runs_home.tokenizer, runs_home.newer, pipeline="nightly", outcome="completed")
+    runs_home.record(runs_home.tokenizer, runs_home.sft, pipeline="nightly", outcome="failed")
+    assert [runs_home.resolve("sft").artifact, resolve(None, runs_home.store.root).text] == [runs_home.newer, f"{night}:sft"]
+    mine = runs_home.record(runs_home.tokenizer, runs_home.sft, outcome="failed")
+    assert [runs_home.resolve("sft").artifact, resolve(None, runs_home.store.root).text] == [runs_home.sft, f"{mine}:sft"]
 
 
 def test_a_damaged_manifest_is_named_with_what_sets_it_aside(runs_home: Home) -> None:
@@ -194,44 +176,17 @@ def test_a_line_says_which_model_each_name_led_to(runs_home: Home) -> None:
     mine = runs_home.record(runs_home.tokenizer, runs_home.sft, runs_home.lora, outcome="completed", name="mine")
     elsewhere = write_model(Path("elsewhere").absolute(), b"x")
     found = references.resolve_all(["sft", "lora", "./elsewhere", f"{mine}:sft"], runs_home.store.root)
-    assert lineage_names.lines_of(found, runs_home.store) == [
-        f"sft = mine, {mine}:sft, s1 (there is a newer sft, s2: {runs_home.newer.path})",
+    assert [*map(references.line_of, found)] == [
+        f"sft = mine, {mine}:sft, s1",
         f"lora = mine, {mine}:lora, l",
         f"./elsewhere = {elsewhere}",
         f"{mine}:sft = mine, {mine}:sft, s1",
     ]
-    assert lineage_names.to_json(found[0]) == {
+    assert references.to_json(found[0]) == {
         "model": "sft", "name": "mine", "run": f"{mine}:sft", "key": "s1",
         "digest": weights_digest(runs_home.sft.path / "model"),
     }  # fmt: skip
-    assert lineage_names.to_json(found[2]) | {"digest": ""} == {
-        "model": "./elsewhere", "name": None, "run": None, "key": None, "digest": ""
-    }  # fmt: skip
-    for path in (runs_home.store.root / "runs").glob("*.json"):
-        path.unlink()
-    [line] = lineage_names.lines_of([runs_home.resolve("sft")], runs_home.store)
-    assert line == "sft = of no run, s2 (the newest sft here)"
-
-
-def test_models_that_were_made_from_different_ones_are_said_to_be(runs_home: Home) -> None:
-    def made_from(stage: str, key: str, write: Callable[[Path], object], *sources: Artifact) -> Artifact:
-        return runs_home.publish(stage, key, write, inputs={source.stage: source for source in sources})
-
-    bases = [made_from("pretrain", f"p{n}", lambda out, n=n: write_model(out / "model", b"%d" % n)) for n in (1, 2)]
-    tuned = [
-        made_from("sft", f"t{n}", lambda out, n=n: write_model(out / "model", b"t%d" % n), runs_home.tokenizer, base)
-        for n, base in enumerate(bases)
-    ]
-    adapter = made_from("lora", "a", lambda out: write_adapter(out / "adapter", tuned[0].path / "model"), tuned[0])
-
-    def said(*models: Artifact) -> list[str]:
-        found = [runs_home.resolve(str(model.path)) for model in models]
-        return lineage_names.lines_of(found, runs_home.store)[len(models) :]
-
-    assert said(bases[0], tuned[0], adapter) == [] == said(*bases)
-    [line] = said(tuned[1], adapter)
-    assert line.startswith("not of one lineage: ") and line.endswith("were not made from the same pretrain, sft")
-    assert said(*tuned)[0].endswith("were not made from the same pretrain")
+    assert references.to_json(found[2])["run"] is None
 
 
 def test_a_run_is_its_last_model_or_the_stage_that_is_named(runs_home: Home) -> None:

@@ -189,8 +189,8 @@ def reproduce(
     outlast_output()
     model_lineage = lineage_of(home(), version)
     recipes = recipes_of(model_lineage, home())
-    with making.home_for(to, model_lineage.target.name) as build_home, closing(Display(console(stderr=as_json))) as display:
-        result = making.reproduce(model_lineage, recipes, build_home, display)
+    with closing(Display(console(stderr=as_json))) as display:
+        result = making.reproduce(model_lineage, recipes, to, display)
     return Output(result.to_json(), [*_result_lines(result, is_kept=to is not None)], code=int(not result.is_equal))
 
 

@@ -1,7 +1,6 @@
 """The lineage of a model: the artifacts behind it, its evaluation, and the public sources of its data.
 
 `lineage_of` resolves any name, from the store's manifests, or from MLflow's if the store is gone.
-`History` is what a model card says of an artifact in the store.
 """
 
 from __future__ import annotations
@@ -11,17 +10,104 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ttrain.config.training import MODEL_STAGES
+from ttrain.core.files import user_path
 from ttrain.core.hashing import digest_of
-from ttrain.lineage import lineage_names
-from ttrain.lineage.lineage_names import LineageTarget
+from ttrain.errors import ArtifactError, UsageError
 from ttrain.reports.facts import changed_settings
 from ttrain.reports.history import inputs_first, seed_of
-from ttrain.store.artifacts import ArtifactStore
+from ttrain.store import references, runs
+from ttrain.store.artifacts import HEX, SHOWN_KEY, ArtifactStore
 from ttrain.store.layout import Artifact, Manifest
-from ttrain.store.registry import Version
+from ttrain.store.registry import CHAMPION, Registry, Version
+from ttrain.store.run_views import read_run
 from ttrain.tasks import STAGES
 from ttrain.tracking import datasets as inputs
 from ttrain.tracking.artifact_source import MlflowArtifacts
+from ttrain.tracking.registered import take_over_champions
+
+SHORTEST_KEY = 6
+
+
+@dataclass(frozen=True)
+class LineageTarget:
+    """What a name resolves to: `roots` are (stage, key) of its artifacts."""
+
+    text: str
+    kind: str  # set, model, run, stage or key
+    name: str  # in full: NAME/VERSION, a run's name, STAGE/KEY
+    roots: tuple[tuple[str, str], ...]
+    run: str | None = None  # name of the pipeline's run
+    notes: tuple[str, ...] = ()
+
+
+def find_target(home: Path, text: str) -> LineageTarget:
+    """Resolve the text. Raises UsageError that lists what exists."""
+    store = ArtifactStore(home)
+    if text in STAGES:
+        artifact = store.latest(text)
+        return LineageTarget(text, "stage", f"{text}/{artifact.key}", ((text, artifact.key),))
+    if (target := _key(store, text) or _directory(store, text)) is not None:
+        return target
+    if model := references.registered(text):
+        return _registered(home, text, model)
+    run, stage = references.run_and_stage(text)
+    view = read_run(home, run)
+    roots = tuple((name, of.key) for name, of in view.stages.items() if of.key and _is_done(of.status))
+    if not roots:
+        raise UsageError(f"the run {view.name} has finished no stage, so there is nothing behind it")
+    if not stage:
+        return LineageTarget(text, "run", view.name, roots, view.name, notes=view.notes)
+    references.need_stage(stage, (root[0] for root in roots), f"the run {view.name}")
+    roots = tuple(root for root in roots if root[0] == stage)
+    return LineageTarget(text, "run", f"{view.name}:{stage}", roots, view.name)
+
+
+def _key(store: ArtifactStore, text: str) -> LineageTarget | None:
+    """Find an artifact by a key prefix or STAGE/KEY; None if the text is not a key."""
+    stage, slash, prefix = text.rpartition("/")
+    if not (HEX.issuperset(prefix) and len(prefix) >= SHORTEST_KEY):
+        return None
+    if slash and (stage not in STAGES or prefix.isdecimal()):
+        return None  # NAME/VERSION
+    matches = {
+        (path.parent.name, path.name)
+        for path in (store.root / "store").glob(f"{stage or '*'}/{prefix}*")
+        if store.at(path) is not None
+    }
+    if not matches and not slash:
+        return None  # it may be the name of a run
+    if len(matches) > 1:
+        raise references.ambiguous(text, "keys", [f"{name}/{key[:SHOWN_KEY]}" for name, key in sorted(matches)])
+    if not matches:
+        raise UsageError(f"'{text}' is not the key of an artifact; `ttrain artifacts list` shows them")
+    [root] = matches
+    return LineageTarget(text, "key", "/".join(root), (root,))
+
+
+def _directory(store: ArtifactStore, text: str) -> LineageTarget | None:
+    """Find an artifact by its directory in the store; None if the text is no such directory."""
+    path, root = user_path(text).resolve(), (store.root / "store").resolve()
+    parts = path.relative_to(root).parts if path.is_dir() and path.is_relative_to(root) else ()
+    if len(parts) < len(("stage", "key")):
+        return None
+    return LineageTarget(text, "key", "/".join(parts[:2]), ((parts[0], parts[1]),))
+
+
+def _registered(home: Path, text: str, model: references.Registered) -> LineageTarget:
+    """Find a registered set or model."""
+    if model.alias == CHAMPION:
+        take_over_champions(home)
+    found = Registry(home).resolve(model)
+    if isinstance(found, Version):
+        return LineageTarget(text, "model", str(found), ((found.stage, found.key),))
+    stages = [stage for stage in ("tokenizer", *MODEL_STAGES) if stage in found.keys]
+    roots = tuple((stage, found.keys[stage]) for stage in stages)
+    return LineageTarget(text, "set", f"{found.name}/{found.version}", roots, found.run)
+
+
+def _is_done(outcome: str) -> bool:
+    return outcome in (*runs.BUILT, "cached")
 
 
 @dataclass(frozen=True)
@@ -47,35 +133,29 @@ class Lineage:
 def lineage_of(home: Path, text: str) -> Lineage:
     """The lineage of a registered model, a run, a stage's newest artifact or an artifact by its key.
 
-    Raises UsageError if the text names nothing.
+    Raises UsageError if the text names nothing, ArtifactError if a manifest is neither in the store nor in MLflow.
     """
-    target = lineage_names.find_target(home, text)
-    begin = _Walk(home, target).begin
-    links = [link for root in begin(target.roots) for link in inputs_first(root, lambda of: begin(of.inputs.values()))]
-    return Lineage(target, tuple(links), target.notes)
+    target = find_target(home, text)
+    store, tracked, begun = ArtifactStore(home), MlflowArtifacts(home), set[str]()
 
-
-class _Walk:
-    """Walk from the roots to their inputs: makes a link of each artifact once."""
-
-    def __init__(self, home: Path, target: LineageTarget) -> None:
-        self._store, self._target = ArtifactStore(home), target
-        self._tracked, self._begun = MlflowArtifacts(home), set[str]()
-
-    def begin(self, names: Iterable[tuple[str, str]]) -> Iterator[Link]:
+    def begin(names: Iterable[tuple[str, str]]) -> Iterator[Link]:
         """The links of these that were not met yet."""
         for stage, key in sorted(names, key=_models_first):
-            if key not in self._begun:
-                self._begun.add(key)
-                yield self._link(stage, key)
+            if key in begun:
+                continue
+            begun.add(key)
+            path = store.path(stage, key)
+            artifact, known_from = store.at(path), STORE
+            if artifact is None and (recorded := tracked.manifest(stage, key)):
+                artifact, known_from = Artifact(stage, key, path, recorded), TRACKER
+            if artifact is None:
+                raise ArtifactError(
+                    f"the manifest of {stage} {key[:SHOWN_KEY]} is neither in the store {home / 'store'} nor in MLflow"
+                )
+            yield link_of(artifact, known_from)
 
-    def _link(self, stage: str, key: str) -> Link:
-        path = self._store.path(stage, key)
-        if stored := self._store.at(path):
-            return link_of(stored, STORE)
-        if recorded := self._tracked.manifest(stage, key):
-            return link_of(Artifact(stage, key, path, recorded), TRACKER)
-        return link_of_version(stage, key, next((of for of in self._target.versions if of.key == key), None))
+    links = [link for root in begin(target.roots) for link in inputs_first(root, lambda of: begin(of.inputs.values()))]
+    return Lineage(target, tuple(links), target.notes)
 
 
 def _models_first(artifact: tuple[str, str]) -> tuple[bool, int]:
@@ -84,7 +164,7 @@ def _models_first(artifact: tuple[str, str]) -> tuple[bool, int]:
     return stage.startswith("shards-"), names.index(stage) if stage in names else -1
 
 
-STORE, TRACKER, REGISTRY = "store", "mlflow", "registry"  # sources of a link; the registry holds little
+STORE, TRACKER = "store", "mlflow"  # where a manifest was found
 
 
 @dataclass(frozen=True)
@@ -107,7 +187,7 @@ class Link:
     stage: str
     key: str
     content: str | None
-    known_from: str  # STORE, TRACKER or REGISTRY
+    known_from: str  # STORE or TRACKER
     made_unix: float | None  # seconds since 1970
     run: str | None  # name of the pipeline's run
     run_id: str | None  # MLflow's, of the stage
@@ -163,27 +243,6 @@ def link_of(artifact: Artifact, known_from: str) -> Link:
         libraries={**versions, **provenance.get("libraries", {})},
         notes=tuple(_notes(manifest)),
         manifest=manifest,
-    )
-
-
-def link_of_version(stage: str, key: str, version: Version | None) -> Link:
-    """Build a link of an artifact whose manifest cannot be found, from its registered version if it has one."""
-    return Link(
-        stage=stage,
-        key=key,
-        content=version.content if version else None,
-        known_from=REGISTRY,
-        made_unix=None,
-        run=version.run if version else None,
-        run_id=None,
-        code=None,
-        commit=None,
-        seed=None,
-        settings={},
-        inputs={},
-        data=(),
-        libraries={},
-        notes=("neither the store nor MLflow has its manifest: only what the registered version says is known",),
     )
 
 

@@ -12,14 +12,14 @@ owner/name, owner/name@revision  a model on the Hugging Face Hub, for the comman
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ttrain.config import flatten
 from ttrain.config.data import LEARNT
-from ttrain.config.loading import ENVIRONMENT_PREFIX, Override, load
+from ttrain.config.loading import Override, load
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.core import redact
 from ttrain.core.files import JsonDict, read_object
@@ -27,7 +27,7 @@ from ttrain.data import existing
 from ttrain.errors import ArtifactError, DamagedFile, NothingBuilt, UsageError
 from ttrain.reports.facts import changed_settings
 from ttrain.store import layout, references, runs
-from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
 from ttrain.store.layout import MANIFEST, Artifact
 from ttrain.store.model_files import (
     ADAPTER,
@@ -46,8 +46,6 @@ from ttrain.tracking.artifact_source import MlflowArtifacts
 from ttrain.tracking.registered import take_over_champions
 
 MODEL_DIRECTORY, ADAPTER_DIRECTORY = "model", "adapter"  # of an artifact
-
-NAME_VARIABLE = f"{ENVIRONMENT_PREFIX}NAME"
 
 FINISHED = ("completed", "cached")  # outcomes of finished runs
 
@@ -101,14 +99,13 @@ def run_of(
     """Find the run in which a command's stages, and its None, are looked up: `run_name`, else the newest finished one that
     has them all, else the newest that has them all. None if there is no such run, or none is needed.
 
-    Nights and trials of sweeps are about models that the user did not make: if no other run has any of the stages, the
-    newest finished night is taken, else the newest finished trial. Where the environment sets `name`, runs of other
-    names are skipped. Raises UsageError for a run name that does not exist or is not needed, and if several
+    Nights and trials of sweeps are about models that the user did not make: the newest finished one is taken only if no
+    other run has the stages. Raises UsageError for a run name that does not exist or is not needed, and if several
     stages exist only in different runs.
     """
     root = layout.home() if home is None else home
     texts = [*texts, base] if base else texts
-    stages = {text for text in texts if text in STAGES}
+    stages = {text for text in texts if text is not None and text in STAGES}
     if not stages and None not in texts:
         if run_name is not None:
             shown = ", ".join(str(text) for text in texts)
@@ -116,39 +113,26 @@ def run_of(
         return None
     if run_name is not None:
         return references.need_run(root, run_name)
-    best: dict[int, runs.RecordedRun] = {}  # the newest run of each rank that has all stages
-    holders: dict[str, str] = {}  # by stage: the newest finished run that has it
-    # No other variable is read: models are found without settings.
-    loaded = load(environment={key: value for key, value in os.environ.items() if key.upper() == NAME_VARIABLE})
-    store, name = ArtifactStore(root), loaded.settings.name if "name" in loaded.sources else None
-    for run in runs.newest_first(root):
-        rank = _rank(run)
-        if rank is None or rank in best or (name and run["settings"].get("name") != name):
-            continue
-        if _has_all(store, run, stages, with_model=None in texts):
-            best[rank] = run
-        elif rank == 0:
-            made = (stage["name"] for stage in run["stages"] if stage["name"] in stages and _artifact_of(store, stage))
-            holders = {**dict.fromkeys(made, run["run"]), **holders}
-        if 0 in best:
-            break
-    if not best.keys() & {0, 1} and len(stages) > 1 and holders:
-        listed = ", ".join(f"{run}:{stage}" for stage, run in sorted(holders.items()))
-        raise UsageError(
-            f"no run has all of {', '.join(sorted(filter(None, stages)))}; there are {listed}; name each as RUN:STAGE"
-        )
-    return best[min(best)] if best else None
+    store = ArtifactStore(root)
+    for suits in (lambda run: _is_own(run) and _is_finished(run), _is_own, _is_finished):
+        for run in runs.newest_first(root):
+            if suits(run) and _has_all(store, run, stages, with_model=None in texts):
+                return run
+        if suits is _is_own and len(stages) > 1 and all(store.artifacts(stage) for stage in stages):
+            listed = ", ".join(sorted(stages))
+            raise UsageError(f"no run has all of {listed}; name each as RUN:STAGE, `ttrain pipeline status` lists runs")
+    return None
 
 
-def _rank(run: runs.RecordedRun) -> int | None:
-    """Whose stages are taken first: 0 of finished runs, 1 of unfinished ones, 2 of finished nights, 3 of finished trials."""
-    is_finished = run["outcome"] in FINISHED
-    if run["pipeline"] == runs.NIGHTLY or "sweep" in run:
-        return (2 if run["pipeline"] == runs.NIGHTLY else 3) if is_finished else None
-    return 0 if is_finished else 1
+def _is_own(run: runs.RecordedRun) -> bool:
+    return run["pipeline"] != runs.NIGHTLY and "sweep" not in run
 
 
-def _has_all(home: ArtifactStore, run: runs.RecordedRun, stages: set[str | None], *, with_model: bool) -> bool:
+def _is_finished(run: runs.RecordedRun) -> bool:
+    return run["outcome"] in FINISHED
+
+
+def _has_all(home: ArtifactStore, run: runs.RecordedRun, stages: set[str], *, with_model: bool) -> bool:
     """Whether the run's artifacts of these stages exist undamaged; and any model, if one is needed."""
     listed = (stage for stage in run["stages"] if stage["name"] in stages or with_model)
     artifacts = {stage["name"]: artifact for stage in listed if (artifact := _artifact_of(home, stage))}
@@ -367,7 +351,7 @@ def newest_with(home: Path, stage: str) -> JsonDict:
         raise UsageError(f"stage {stage} belongs to nights; try `ttrain pipeline run nightly`")
     references.need_stage(stage, STAGES)
     for run in runs.newest_first(home):
-        if run["pipeline"] != runs.NIGHTLY and "sweep" not in run and any(entry["name"] == stage for entry in run["stages"]):
+        if _is_own(run) and any(entry["name"] == stage for entry in run["stages"]):
             return run
     raise UsageError(f"no run has a stage {stage} yet whose settings could be taken; try `ttrain pipeline run full`")
 
@@ -390,3 +374,42 @@ def base_of(run: runs.RecordedRun) -> list[Override]:
     data = run["settings"].get("data", {})
     named = [Override(f"run {run['run']}", f"data.{name}", data[name]) for name in LEARNT if name in data]
     return [*named, *settings_of(run)]
+
+
+def to_json(reference: Reference) -> dict[str, Any]:
+    """As JSON: `name` of the pipeline, `run` (RUN:STAGE), `key` of the artifact, `digest` of the weights."""
+    weights = (reference.adapter, ADAPTER) if reference.adapter else None
+    return {
+        "model": reference.text,
+        "name": _pipeline_of(reference),
+        "run": _run_of(reference),
+        "key": reference.artifact.key if reference.artifact else None,
+        "digest": weights_digest(weights[0], name=weights[1]) if weights else reference.base_digest,
+    }
+
+
+def line_of(reference: Reference) -> str:
+    """Which model a name led to, such as `sft = quickstart, full-20261121-160222-1a2b4:sft, 0f3a91c2d4e5`."""
+    artifact = reference.artifact
+    if artifact is None:
+        return f"{reference.text} = {reference.directory}"
+    run = _run_of(reference) or "of no run"
+    labels = [word for word in (_pipeline_of(reference), run, artifact.key[:SHOWN_KEY]) if word]
+    return f"{reference.text} = {', '.join(labels)}"
+
+
+def _run_of(reference: Reference) -> str | None:
+    """RUN:STAGE of the run that was named or found, else of the one that made the artifact."""
+    if reference.artifact is None:
+        return None
+    made_by = reference.artifact.provenance.get("run")
+    run = reference.run["run"] if reference.run else made_by
+    return f"{run}:{reference.artifact.stage}" if run else None
+
+
+def _pipeline_of(reference: Reference) -> str | None:
+    """The setting `name` of the run, or of the run that made the artifact."""
+    if reference.run:
+        return str(reference.run["settings"].get("name") or "") or None
+    made_with = reference.artifact.provenance.get("settings") if reference.artifact else None
+    return str(made_with["name"]) if made_with and made_with.get("name") else None

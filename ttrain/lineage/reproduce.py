@@ -7,34 +7,30 @@ machine differ, the report says how.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ttrain.config import SHAPE_NO_RESULT, Runtime, Settings, flatten
-from ttrain.config.base import is_retired
 from ttrain.config.data import dataset_read
 from ttrain.config.loading import Override, merge
 from ttrain.core import machine as libraries
 from ttrain.core import redact
-from ttrain.core.files import JsonDict, read_json, temporary_directory, user_path, write_json
+from ttrain.core.files import JsonDict, temporary_directory, user_path
 from ttrain.engine import launch, provenance
 from ttrain.engine.graph import Planned
 from ttrain.engine.input_files import HELDOUT, TRAIN, file_digests
 from ttrain.engine.progress_display import DisplayObserver, StageDisplay
 from ttrain.engine.stop_request import StopRequest
 from ttrain.errors import ArtifactError, Interrupted, TTrainError, UsageError
-from ttrain.lineage.lineage import REGISTRY, Lineage, Link
+from ttrain.lineage.lineage import Lineage, Link
 from ttrain.lineage.names import with_secrets
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.differences import differences, library_changes
 from ttrain.store.layout import Artifact
-from ttrain.store.runs import is_interrupted_write
 from ttrain.tasks import STAGES, Stage
-
-MARK_FILE = "reproduces.json"  # in the home given for a reproduction: an interrupted one continues there
 
 
 @dataclass(frozen=True)
@@ -86,64 +82,44 @@ class Reproduction:
         }
 
 
-def reproduce(lineage: Lineage, recipes: Sequence[RebuildRecipe], home: Path, screen: StageDisplay) -> Reproduction:
-    """Build all stages in `home` and compare them. Ends at the first stage that differs: the later ones read its output.
+def reproduce(
+    lineage: Lineage, recipes: Sequence[RebuildRecipe], directory: Path | None, screen: StageDisplay
+) -> Reproduction:
+    """Build all stages in a home of their own and compare them. Ends at the first stage that differs: the later ones read
+    its output. `directory`: the home to keep, where an interrupted reproduction continues; None: a temporary one.
 
     Raises the error of a failed stage, or Interrupted once its state is saved.
     """
-    is_kept = (home / MARK_FILE).exists()
-    effect = "the stage saves its state" if is_kept else "what was made again is removed, for want of --home"
-    store, stop_request = ArtifactStore(home), StopRequest(screen.say, effect)
-    observer = _RebuildObserver(screen, stop_request)
-    artifacts: dict[str, Artifact] = {}
-    done: list[Rebuilt] = []
-    next_step = "the same command continues" if is_kept else "nothing is kept; with --home DIR the same command continues"
-    with _saying(next_step), stop_request.catching_signals():
+    with contextlib.ExitStack() as stack:
+        home = stack.enter_context(temporary_directory("reproduce")) if directory is None else _usable(directory)
+        effect = "the stage saves its state" if directory else "what was made again is removed, for want of --home"
+        store, stop_request = ArtifactStore(home), StopRequest(screen.say, effect)
+        observer = _RebuildObserver(screen, stop_request)
+        artifacts: dict[str, Artifact] = {}
+        done: list[Rebuilt] = []
+        stack.enter_context(stop_request.catching_signals())
         for recipe in recipes:
             if stop_request.signum:
-                raise Interrupted(f"stopped before stage {recipe.stage.name}", stop_request.signum)
+                raise Interrupted(f"stopped before stage {recipe.link.stage}", stop_request.signum)
             inputs = {name: artifacts[key] for name, (_, key) in recipe.link.inputs.items()}
             outcome = launch.build(recipe.stage, recipe.settings, store, inputs, observer)
             artifacts[recipe.link.key] = outcome.artifact
             done.append(_compare(recipe, outcome.artifact, outcome.seconds))
-            screen.ended(recipe.stage.name, "equal" if done[-1].is_equal else "different", outcome.seconds, "")
+            screen.ended(recipe.link.stage, "equal" if done[-1].is_equal else "different", outcome.seconds, "")
             if not done[-1].is_equal:
                 break
-    store.cache.save()
-    not_rebuilt = tuple(recipe.stage.name for recipe in recipes[len(done) :])
+        store.cache.save()
+    not_rebuilt = tuple(recipe.link.stage for recipe in recipes[len(done) :])
     return Reproduction(lineage, home, tuple(done), not_rebuilt)
 
 
-@contextmanager
-def _saying(next_step: str) -> Iterator[None]:
-    """Add to an interruption what the user can do then."""
-    try:
-        yield
-    except Interrupted as error:
-        raise Interrupted(f"{error}; {next_step}", error.signum) from None
-
-
-@contextmanager
-def home_for(directory: Path | None, name: str) -> Iterator[Path]:
-    """Yield the directory to build in: the given one, which stays, or a temporary one.
-
-    Raises UsageError if the given one holds anything but an interrupted reproduction of the same model.
-    """
-    if directory is None:
-        with temporary_directory("reproduce") as folder:
-            yield folder
-        return
+def _usable(directory: Path) -> Path:
+    """The home to build in. Raises UsageError where it has runs, whose artifacts would be taken, or other files."""
     home = user_path(directory).absolute()
-    mark = read_json(home / MARK_FILE)
-    if home.exists() and not home.is_dir():
-        raise UsageError(f"--home is {home}, which is a file; name a directory that is new or empty")
-    is_used = home.is_dir() and not all(map(is_interrupted_write, home.iterdir()))  # a kill may leave an unfinished mark
-    if is_used and mark != {"name": name}:
-        contents = f"a reproduction of {mark['name']}" if isinstance(mark, dict) and "name" in mark else "other files"
-        raise UsageError(f"--home is {home}, which holds {contents}; name a directory that is new or empty")
-    home.mkdir(parents=True, exist_ok=True)
-    write_json(home / MARK_FILE, {"name": name})
-    yield home
+    names = {path.name for path in home.iterdir()} if home.is_dir() else set()
+    if home.is_file() or "runs" in names or (names and "store" not in names and "work" not in names):
+        raise UsageError(f"--home is {home}, which holds other files; name a directory that is new or empty")
+    return home
 
 
 def _compare(recipe: RebuildRecipe, artifact: Artifact, seconds: float) -> Rebuilt:
@@ -160,7 +136,7 @@ def _compare(recipe: RebuildRecipe, artifact: Artifact, seconds: float) -> Rebui
         rebuilt_key=artifact.key,
         rebuilt_content=artifact.content,
         seconds=round(seconds, 2),
-        differences=(*changed, *recipe.remarks),
+        differences=(*changed, *_environment_remarks(link)),
         files=tuple(different_files),
     )
 
@@ -170,9 +146,9 @@ class _RebuildObserver(DisplayObserver):
         self.display.started(stage.name, "is made again")
 
 
-ONE_MACHINE: Mapping[str, Any] = {"nodes": 1, "node_rank": 0, "rendezvous": None}
+ONE_MACHINE: Mapping[str, Any] = {"nodes": 1, "node_rank": 0, "rendezvous": None, "sharding": "processes"}
 # Settings that only observe, time out or stop a training, or name the GPUs of that machine.
-UNNEEDED = ("timeout_seconds", "stages", "loggers", "tensorboard", "sample_every_steps", "eval_every_steps", "gpus")
+UNNEEDED = ("timeout_seconds", "stages", "loggers", "sample_every_steps", "eval_every_steps", "gpus")
 
 SHOWN = 12
 
@@ -182,9 +158,12 @@ class RebuildRecipe:
     """How to rebuild one stage."""
 
     link: Link
-    stage: Stage
     settings: Settings
-    remarks: tuple[str, ...] = field(default=())  # what differs from the original run
+
+    @property
+    def stage(self) -> Stage:
+        """The row of the stage."""
+        return STAGES[self.link.stage]
 
 
 def recipes_of(lineage: Lineage, home: Path) -> list[RebuildRecipe]:
@@ -194,7 +173,7 @@ def recipes_of(lineage: Lineage, home: Path) -> list[RebuildRecipe]:
     have changed, or its settings are not recorded.
     """
     cache = ArtifactStore(home)
-    recipes = [_recipe(link, home) for link in lineage.links]
+    recipes = [_recipe(link) for link in lineage.links]
     problems = [problem for recipe in recipes for problem in _data_problems(recipe, cache)]
     cache.cache.save()
     if problems:
@@ -202,20 +181,13 @@ def recipes_of(lineage: Lineage, home: Path) -> list[RebuildRecipe]:
     return recipes
 
 
-def _recipe(link: Link, home: Path) -> RebuildRecipe:
+def _recipe(link: Link) -> RebuildRecipe:
     """The recipe of one stage. Raises ArtifactError if too little is recorded."""
-    if link.known_from == REGISTRY:
-        raise ArtifactError(
-            f"stage {link.stage or 'unknown'} {link.key[:SHOWN]} cannot be made again: its manifest is neither in the store "
-            f"{home / 'store'} nor in MLflow, so its settings are not known"
-        )
-    record = link.provenance
-    tree = record.get("settings")
+    tree = link.provenance.get("settings")
     if tree is None:
         raise ArtifactError(
             f"stage {link.stage} {link.key[:SHOWN]} cannot be made again: its manifest does not say where its data were"
         )
-    runtime, remarks = _runtime(link)
     run_settings = {name: value for name, value in tree.items() if name not in SHAPE_NO_RESULT}
     run_settings = dict(with_secrets({"settings": run_settings})["settings"])
     own_settings = link.manifest["ingredients"].get("settings", {})  # those of a night alone, such as its share of replay
@@ -223,8 +195,7 @@ def _recipe(link: Link, home: Path) -> RebuildRecipe:
     flat_settings = {**dict(flatten(run_settings)), **of_nights, **_pinned(run_settings.get("data", {}), link)}
     overrides = [Override(f"the manifest of {link.stage}", key, value) for key, value in flat_settings.items()]
     settings, _ = merge(Settings, overrides)
-    settings = settings.model_copy(update={"runtime": runtime})
-    return RebuildRecipe(link, STAGES[link.stage], settings, (*remarks, *_environment_remarks(link)))
+    return RebuildRecipe(link, settings.model_copy(update={"runtime": _runtime(link)}))
 
 
 def _pinned(data: Mapping[str, Any], link: Link) -> dict[str, list[str]]:
@@ -246,27 +217,18 @@ def _pinned(data: Mapping[str, Any], link: Link) -> dict[str, list[str]]:
     return pinned
 
 
-def _runtime(link: Link) -> tuple[Runtime, list[str]]:
+def _runtime(link: Link) -> Runtime:
     """The recorded runtime: ranks, threads, micro-batches, kernels. Ranks of several machines become ranks of this one."""
-    runtime = link.provenance.get("runtime", {})
-    recorded = {name: value for name, value in runtime.items() if name not in UNNEEDED}
-    result, remarks = link.manifest["result"], []
-    unknown = sorted(name for name in recorded.keys() - Runtime.model_fields.keys() if not is_retired(name))
-    if unknown:
-        remarks.append(f"this ttrain has no runtime.{', runtime.'.join(unknown)}")
-    nodes = recorded.get("nodes", 1)
-    if nodes > 1:
-        remarks.append(f"{nodes} machines trained together, here one does")
-    if recorded.get("night"):
-        remarks.append("it was trained with runtime.night, whose hours change the size of the micro-batches")
-    values = {**{name: value for name, value in recorded.items() if name not in unknown}, **ONE_MACHINE}
-    values["devices"] = result.get("ranks", recorded.get("devices", 1) * nodes)
+    runtime, result = link.provenance.get("runtime", {}), link.manifest["result"]
+    recorded = {name: runtime[name] for name in runtime if name in Runtime.model_fields and name not in UNNEEDED}
     # By default a stage uses all cores, and this machine may have another number of them.
     cores = (link.provenance.get("machine") or {}).get("cores")
-    values["threads"] = result.get("threads") or recorded.get("threads") or cores
-    values["device"] = result.get("device", recorded.get("device", "auto"))
-    values["sharding"] = "processes"
-    return Runtime.model_validate(values), remarks
+    of_training = {
+        "devices": result.get("ranks", recorded.get("devices", 1)),
+        "threads": result.get("threads") or recorded.get("threads") or cores,
+        "device": result.get("device", recorded.get("device", "auto")),
+    }
+    return Runtime.model_validate({**recorded, **ONE_MACHINE, **of_training})
 
 
 def _data_problems(recipe: RebuildRecipe, cache: ArtifactStore) -> Iterator[str]:
@@ -275,7 +237,7 @@ def _data_problems(recipe: RebuildRecipe, cache: ArtifactStore) -> Iterator[str]
     try:
         now = file_digests(recipe.stage, recipe.settings, cache)
     except TTrainError as error:
-        yield f"{recipe.stage.name}: {error}"
+        yield f"{recipe.link.stage}: {error}"
         return
     changed = differences({"files": recorded.get("files", {})}, {"files": now})
     yield from (f"{recipe.stage.name}: {line}" for line in changed)

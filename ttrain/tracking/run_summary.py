@@ -52,7 +52,7 @@ def curves(stage: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[JsonDict]:
     """Rows for the pipeline's run from those of a stage's `metrics.jsonl`: losses by tokens.
 
     So runs with different step sizes align on the step axis of MLflow's charts. Quick validations,
-    of a few rows, are the curve where there are any: a full one at the end is of other rows.
+    of a few rows, are the curve where there are any; the last of them is of all rows.
     """
     rows = [row for row in rows if row.get("tokens") is not None]
     validation = QUICK if any(QUICK in row["metrics"] for row in rows) else "validation_loss"
@@ -141,7 +141,7 @@ def page_of(home: Path, name: str) -> str:
     from ttrain.store.run_views import read_run
 
     try:
-        return report_of(home, read_run(home, name))
+        return report_of(read_run(home, name))
     except Exception:
         log.warning("`ttrain report %s` cannot make the run's page", name, exc_info=True)
         return ""
