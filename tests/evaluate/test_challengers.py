@@ -16,7 +16,7 @@ from ttrain.core.files import write_json
 from ttrain.evaluate import promotion
 from ttrain.evaluate.promotion import Judged
 from ttrain.evaluate.scores import Evaluation
-from ttrain.evaluate.task_result import LN2, Metric, ScoreTable, TaskResult, mean, record_name
+from ttrain.evaluate.task_result import LN2, Metric, ScoreTable, TaskResult, mean
 from ttrain.flows import night_decision
 from ttrain.nightly.history import of_record
 from ttrain.nightly.records import InputSnapshot, Nights
@@ -48,7 +48,8 @@ def evaluated(
         right = mean("preference_accuracy/dpo", [float(number < dpo * count) for number in range(count)])
         metrics[right.name] = table.add("pairs", right)
     answers = mean("accuracy", [float(number < quiz * 100) for number in range(100)])
-    table.outcome(TaskResult("quiz", "choices", "base", tuple(map(str, range(100))), (answers,)))
+    quizzed = TaskResult("quiz", "choices", "base", tuple(map(str, range(100))), (answers,))
+    table.result("suite/quiz", quizzed, quizzed.names)
     metrics[ACCURACY] = quiz
     table.write(directory)
     write_json(directory / "evaluation.json", {"metrics": metrics})
@@ -60,7 +61,7 @@ def compared(tmp_path: Path) -> Any:
     """Judges a challenger with these figures against a champion with those."""
 
     def judge(challenger: dict[str, Any], champion: dict[str, Any] | None = None, **rules: Any) -> Judged:
-        nights = {name: [record_name(f"{name} {number}") for number in range(COUNT)] for name in NIGHTS}
+        nights = {name: [f"{name} {number}" for number in range(COUNT)] for name in NIGHTS}
         directories = [tmp_path / name for name in ("challenger", "champion")]
         for directory in directories:
             directory.mkdir(exist_ok=True)

@@ -188,3 +188,10 @@ def test_rows_that_are_no_chats_are_left_out_with_their_reason(encoder: Encoder,
     (tmp_path / "chats.jsonl").write_text("{}\n")
     with pytest.raises(DataError, match=r"has no chat; a row needs 'messages' or 'conversations'.*chats.jsonl:1"):
         chats.read("talk", ChatsTask(file="chats.jsonl"), SuiteFiles(tmp_path))
+
+
+def test_a_held_out_chat_keeps_the_thought_of_its_answer(tmp_path: Path) -> None:
+    answer = Message("assistant", "Hello", thought="They greet.")
+    record = {"messages": [turn.to_json() for turn in (Message("user", "Hi"), answer)]}
+    items = chats.read("talk", ChatsTask(), SuiteFiles(tmp_path, {"chats": [record]}))
+    assert items.items[0][1] == answer

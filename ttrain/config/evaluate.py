@@ -51,9 +51,6 @@ class Evaluate(Section):
     )
     seed: Seed = setting(1, "of the resampling behind the intervals")
     suites: Suites = Suites()
-    overlapping: Literal["report", "leave_out"] = setting(
-        "report", "suites' items that shards.decontaminate found in training documents: figures apart, or none"
-    )
     confidence: float = setting(0.95, "of the intervals", gt=0.5, lt=1)
     resamples: int = setting(2000, "of the bootstrap; 0: no intervals but those of accuracies", ge=0)
 

@@ -12,7 +12,7 @@ from typing import Any
 from ttrain.config.evaluate import ChatsTask
 from ttrain.core.files import JsonDict
 from ttrain.data import chat, chat_shapes, records
-from ttrain.data.chat_templates import Messages, is_live
+from ttrain.data.chat_templates import Message, Messages, is_live
 from ttrain.data.encoder import Encoder
 from ttrain.errors import DataError, UsageError
 from ttrain.evaluate import generation, perplexity
@@ -29,10 +29,20 @@ def read(task: str, spec: ChatsTask, files: SuiteFiles) -> Items[Messages]:
     """Read the chats of a file, or those that the model's run held out. Raises UsageError if the file does not exist,
     DataError if it has no chat."""
 
+    is_heldout = reading.heldout_part(spec) is not None
+
+    def parse(row: JsonDict) -> Messages:
+        if is_heldout:
+            return tuple(map(Message.from_json, row["messages"]))
+        conversation = records.parse_conversation(row)
+        if isinstance(conversation, records.Conversation):
+            return conversation.messages
+        raise BadRow(conversation.reason)
+
     def identity(messages: Messages) -> object:
         return [message.identity() for message in messages]
 
-    return reading.read_texts(task, spec, files, _messages, chat_shapes.CHAT_FIELDS, identity)
+    return reading.read_texts(task, spec, files, parse, chat_shapes.CHAT_FIELDS, identity)
 
 
 def run(items: Items[Messages], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
@@ -85,13 +95,6 @@ def encode(items: Items[Any], subject: EvaluatedModel, conversations: Sequence[M
 def _part(progress: ProgressCallback, number: int, halves: bool) -> ProgressCallback:
     """Progress of the first or the second half of the work; of all of it without `halves`."""
     return (lambda done, total: progress(number * total + done, 2 * total)) if halves else progress
-
-
-def _messages(row: JsonDict) -> Messages:
-    conversation = records.parse_conversation(row)
-    if isinstance(conversation, records.Conversation):
-        return conversation.messages
-    raise BadRow(conversation.reason)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ttrain.data.encoder import Encoder
+from ttrain.train.distributed import Ranks
 
 Generate = Callable[[Sequence[Sequence[int]], int], list[tuple[list[int], bool]]]
 ProgressCallback = Callable[[int, int], None]
@@ -28,6 +29,7 @@ class EvaluatedModel:
     batch_tokens  padded tokens of a forward pass, which bound the memory; no score may depend on it
     generate      greedy: (prompts as ids, new tokens) -> for each prompt (new ids without the stop id, whether a stop id
                   ended it)
+    ranks         that score texts and chats together; None: this process alone
     """
 
     name: str
@@ -39,6 +41,7 @@ class EvaluatedModel:
     can_chat: bool
     batch_tokens: int
     generate: Generate
+    ranks: Ranks | None = None
 
     def room(self, new_tokens: int) -> tuple[int, int | None]:
         """(tokens of an answer, tokens of a prompt at most): an answer takes at most half of the positions.

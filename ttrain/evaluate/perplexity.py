@@ -225,6 +225,7 @@ def score_items(
         device=subject.device,
         progress=progress,
         batch_tokens=subject.batch_tokens,
+        ranks=subject.ranks,
     )
 
 

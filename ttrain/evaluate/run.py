@@ -12,10 +12,10 @@ from ttrain.data.chat_templates import Message
 from ttrain.data.contamination import digest_of_text
 from ttrain.data.plain_text import plain
 from ttrain.data.preferences import Preference
-from ttrain.errors import DataError, UsageError
+from ttrain.errors import UsageError
 from ttrain.evaluate import choices, generation
 from ttrain.evaluate.evaluated_model import EvaluatedModel
-from ttrain.evaluate.items import IN_TRAINING, Items, LeftOut, SuiteFiles
+from ttrain.evaluate.items import Items, SuiteFiles
 from ttrain.evaluate.suites import LoadedSuite, check_parts
 from ttrain.evaluate.task_result import TaskResult
 
@@ -54,36 +54,14 @@ def ask(items: Sequence[Items[Any]], subject: EvaluatedModel, report: ReportProg
 GROUPS = ("overlap=yes", "overlap=no")
 
 
-def mark_overlaps(items: Items[Any], overlap_digests: Collection[str], *, leave_out: bool) -> Items[Any]:
-    """Put the items whose plain text's digest is in `overlap_digests` into a group of their own, or leave them out.
-
-    Raises DataError if no item would be left.
-    """
-    overlapping = {number for number, item in enumerate(items.items) if _digest(item) in overlap_digests}
+def mark_overlaps(items: Items[Any], overlap_digests: Collection[str]) -> Items[Any]:
+    """Put the items whose plain text's digest is in `overlap_digests` into a group of their own, and the others into one."""
+    overlapping = [number for number, item in enumerate(items.items) if _digest(item) in overlap_digests]
     if not overlapping:
         return items
-    clean = [number for number in range(len(items.items)) if number not in overlapping]
-    if not leave_out:
-        marked = {GROUPS[0]: tuple(sorted(overlapping)), **({GROUPS[1]: tuple(clean)} if clean else {})}
-        return replace(items, groups={**items.groups, **marked})
-    if not clean:
-        raise DataError(
-            f"all {len(overlapping)} items of {items.task} occur in the training documents, so no item is left; set "
-            "evaluate.overlapping=report, or have shards.decontaminate remove the documents"
-        )
-    new_numbers = {number: new for new, number in enumerate(clean)}
-    groups = {
-        name: tuple(new_numbers[number] for number in numbers if number in new_numbers)
-        for name, numbers in items.groups.items()
-        if not overlapping.issuperset(numbers)
-    }
-    return replace(
-        items,
-        items=tuple(items.items[number] for number in clean),
-        digests=tuple(items.digests[number] for number in clean),
-        left_out=(*items.left_out, *(LeftOut(items.digests[number], None, IN_TRAINING) for number in sorted(overlapping))),
-        groups=groups,
-    )
+    clean = sorted(set(range(len(items.items))).difference(overlapping))
+    marked = {name: tuple(numbers) for name, numbers in zip(GROUPS, (overlapping, clean), strict=True) if numbers}
+    return replace(items, groups={**items.groups, **marked})
 
 
 def _digest(item: object) -> str | None:
