@@ -108,9 +108,9 @@ def test_bad_rows_are_told_with_their_line_and_do_not_count(tmp_path: Path) -> N
     reasons = [row.reason for row in items.left_out]
     assert "not valid JSON" in reasons[0] and reasons[2:] == ["'text' is a number, not text", "empty text"]
     assert sum(items.reasons.values()) == 4
-    with pytest.raises(DataError, match=r"tasks.prose.file file.jsonl has no document.*file.jsonl:1: no key 'text'"):
+    with pytest.raises(DataError, match=r"tasks.prose.file file.jsonl has no usable row .*file.jsonl:1: no key 'text'"):
         perplexity.read("prose", task(), places(tmp_path, [{"prose": "here"}]))
-    with pytest.raises(DataError, match="has no document; a row needs the key 'body'"):
+    with pytest.raises(DataError, match=r"it is empty.; a row needs the key 'body'"):
         perplexity.read("prose", task(text_field="body"), places(tmp_path, []))
 
 

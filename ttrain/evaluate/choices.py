@@ -65,8 +65,8 @@ def read_choices(task: str, spec: ChoicesTask, files: SuiteFiles) -> Items[Choic
         prompt = _build_prompt(spec, question, examples)
         return prompt, [prompt.context, prompt.continuations, question.answer]
 
-    rows = prompts.read_file(task, spec.file, files, parse_choice, CHOICE_FORMAT)
-    return prompts.with_examples(task, spec, rows, files, parse_choice, item_of)
+    rows = prompts.read_rows(f"tasks.{task}.file", spec.file, files, parse_choice, CHOICE_FORMAT)
+    return prompts.with_examples(task, spec, rows, files, parse_choice, CHOICE_FORMAT, item_of)
 
 
 def score_choices(items: Items[ChoicePrompt], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
@@ -203,8 +203,8 @@ def read_passages(task: str, spec: LastWordTask, files: SuiteFiles) -> Items[Pas
         prompt = PassagePrompt(shots + passage.context, passage.target, passage)
         return prompt, prompt[:2]
 
-    rows = prompts.read_file(task, spec.file, files, parse_passage, PASSAGE_FORMAT)
-    return prompts.with_examples(task, spec, rows, files, parse_passage, item_of)
+    rows = prompts.read_rows(f"tasks.{task}.file", spec.file, files, parse_passage, PASSAGE_FORMAT)
+    return prompts.with_examples(task, spec, rows, files, parse_passage, PASSAGE_FORMAT, item_of)
 
 
 def score_passages(items: Items[PassagePrompt], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:

@@ -77,7 +77,7 @@ def read(task: str, spec: GenerationTask, files: SuiteFiles) -> Items[ProblemWit
     def parsed(record: JsonDict) -> Problem:
         return parse(record, spec.match)
 
-    rows = wording.read_file(task, spec.file, files, parsed, ROW_FORMAT)
+    rows = wording.read_rows(f"tasks.{task}.file", spec.file, files, parsed, ROW_FORMAT)
     if spec.match == "auto":  # worked examples of another file are parsed by this choice
         match = "numeric" if all(is_number(problem.final) for problem, _ in rows[0]) else "exact"
         spec = spec.model_copy(update={"match": match})
@@ -87,7 +87,7 @@ def read(task: str, spec: GenerationTask, files: SuiteFiles) -> Items[ProblemWit
         shots = [[shot.question, shot.answer] for shot in examples]
         return (problem, examples), [problem.question, problem.final, shots, how]
 
-    return wording.with_examples(task, spec, rows, files, parsed, item_of)
+    return wording.with_examples(task, spec, rows, files, parsed, ROW_FORMAT, item_of)
 
 
 def run(items: Items[ProblemWithExamples], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:

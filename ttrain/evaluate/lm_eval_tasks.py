@@ -65,7 +65,7 @@ def read(task: str, spec: HarnessTask, files: SuiteFiles) -> Items[HarnessItem]:
     be loaded.
     """
     documents: list[HarnessItem] = []
-    for harness_task in _load_tasks(spec, files, files.setting(task, "task")):
+    for harness_task in _load_tasks(spec, files, f"tasks.{task}.task"):
         default_shots = harness_task.get_config("num_fewshot")
         if default_shots != 0:  # as in the harness, a task that says 0 takes no examples
             shots = default_shots or 0 if spec.shots is None else spec.shots

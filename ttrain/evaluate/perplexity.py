@@ -6,7 +6,6 @@ Letters in names: B windows, T positions.
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -22,7 +21,7 @@ from ttrain.data.packing import IGNORE, Array, Flags
 from ttrain.evaluate import baselines
 from ttrain.evaluate import items as reading
 from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
-from ttrain.evaluate.items import BadRow, Items, SuiteFiles
+from ttrain.evaluate.items import Items, SuiteFiles
 from ttrain.evaluate.log_likelihood import beginning
 from ttrain.evaluate.task_result import LN2, Metric, TaskResult
 from ttrain.evaluate.token_losses import TokenLosses
@@ -161,26 +160,17 @@ log = logging.getLogger("ttrain")
 def read(task: str, spec: TextTask, files: SuiteFiles) -> Items[str]:
     """Read the documents of a file, or those that the model's run held out.
 
-    `limit` and `max_bytes` both apply, in that order; the first document is used whatever its length. Raises UsageError if
-    the file does not exist, DataError if it has no document.
+    Raises UsageError if the file does not exist, DataError if it has no document.
     """
     is_heldout, parser = reading.heldout_part(spec) is not None, sources.document_parser(spec.text_field)
 
     def parse(row: JsonDict) -> str:
         if is_heldout:
             return str(row["text"])
-        document = parser(row)
-        if isinstance(document, sources.TextDocument):
-            return document.text
-        raise BadRow(document.reason)
-
-    def within(rows: reading.Rows[str]) -> reading.Rows[str]:
-        sizes = itertools.accumulate(len(text.encode("utf-8")) for text, _ in rows)
-        most = spec.max_bytes
-        return rows if most is None else rows[: max(1, sum(size <= most for size in sizes))]
+        return reading.accepted(parser(row), sources.TextDocument).text
 
     row_fields = sources.document_fields(spec.text_field, prefix=f"tasks.{task}.")
-    return reading.read_texts(task, spec, files, parse, row_fields, str, within)
+    return reading.read_texts(task, spec, files, parse, row_fields, str)
 
 
 def run(items: Items[str], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:

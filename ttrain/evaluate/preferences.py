@@ -37,9 +37,7 @@ def read(task: str, spec: PairsTask, files: SuiteFiles) -> Items[Preference]:
     is_heldout = reading.heldout_part(spec) is not None
 
     def parse(row: JsonDict) -> Preference:
-        pair = Preference.from_json(row) if is_heldout else parsing.parse_preference(row)
-        if isinstance(pair, parsing.Rejected):
-            raise BadRow(pair.reason)
+        pair = Preference.from_json(row) if is_heldout else reading.accepted(parsing.parse_preference(row), Preference)
         if not (pair.chosen and pair.rejected):
             raise BadRow(RATED)
         return pair

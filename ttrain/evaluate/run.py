@@ -6,14 +6,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ttrain.config import evaluate
+from ttrain.config.evaluate import HarnessTask, Task
 from ttrain.data import contamination
 from ttrain.data.chat_templates import Message
 from ttrain.data.contamination import digest_of_text
 from ttrain.data.plain_text import plain
 from ttrain.data.preferences import Preference
 from ttrain.errors import UsageError
-from ttrain.evaluate import choices, generation
+from ttrain.evaluate import chats, choices, generation, perplexity, preferences
 from ttrain.evaluate.evaluated_model import EvaluatedModel
 from ttrain.evaluate.items import Items, SuiteFiles
 from ttrain.evaluate.suites import LoadedSuite, check_parts
@@ -33,7 +33,7 @@ def read(suites: Sequence[LoadedSuite], heldout: Mapping[str, Records]) -> list[
         check_parts(loaded, heldout)
     items: list[Items[Any]] = []
     for loaded in suites:
-        files = SuiteFiles(loaded.base, heldout, loaded.options, loaded.suite.allow_code)
+        files = SuiteFiles(loaded.base, heldout, loaded.suite.allow_code)
         items += [functions_of(spec)[0](name, spec, files) for name, spec in loaded.suite.tasks.items()]
     return items
 
@@ -84,36 +84,26 @@ def _digest(item: object) -> str | None:
     return digest_of_text(plain(text))
 
 
-def functions_of(spec: evaluate.Task) -> tuple[Callable[..., Items[Any]], Callable[..., TaskResult]]:
-    """(reads the items, scores a model on them) of a kind of task; loads only what this kind needs.
+Functions = tuple[Callable[..., Items[Any]], Callable[..., TaskResult]]
+FUNCTIONS: dict[str, Functions] = {
+    "text": (perplexity.read, perplexity.run),
+    "chats": (chats.read, chats.run),
+    "pairs": (preferences.read, preferences.run),
+    "choices": (choices.read_choices, choices.score_choices),
+    "last_word": (choices.read_passages, choices.score_passages),
+    "generation": (generation.read, generation.run),
+}
 
-    Raises UsageError if the package of a kind is not installed.
-    """
-    match spec:
-        case evaluate.TextTask():
-            from ttrain.evaluate import perplexity
 
-            return perplexity.read, perplexity.run
-        case evaluate.ChatsTask():
-            from ttrain.evaluate import chats
-
-            return chats.read, chats.run
-        case evaluate.PairsTask():
-            from ttrain.evaluate import preferences
-
-            return preferences.read, preferences.run
-        case evaluate.ChoicesTask():
-            return choices.read_choices, choices.score_choices
-        case evaluate.LastWordTask():
-            return choices.read_passages, choices.score_passages
-        case evaluate.GenerationTask():
-            return generation.read, generation.run
-        case evaluate.HarnessTask():
-            try:
-                from ttrain.evaluate import lm_eval_tasks
-            except ImportError as error:
-                raise UsageError(
-                    f"task {spec.task} needs lm-evaluation-harness, which is not installed ({error}); "
-                    "install it with: pip install 'ttrain[harness]'"
-                ) from None
-            return lm_eval_tasks.read, lm_eval_tasks.run
+def functions_of(spec: Task) -> Functions:
+    """(reads the items, scores a model on them) of a kind of task. Raises UsageError if the harness is not installed."""
+    if not isinstance(spec, HarnessTask):
+        return FUNCTIONS[spec.kind]
+    try:
+        from ttrain.evaluate import lm_eval_tasks
+    except ImportError as error:
+        raise UsageError(
+            f"task {spec.task} needs lm-evaluation-harness, which is not installed ({error}); "
+            "install it with: pip install 'ttrain[harness]'"
+        ) from None
+    return lm_eval_tasks.read, lm_eval_tasks.run
