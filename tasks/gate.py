@@ -23,7 +23,7 @@ from ttrain.data import records as sources
 from ttrain.data.records import Conversation, Record, Tally, TextDocument
 from ttrain.errors import DataError, Interrupted, UsageError
 from ttrain.evaluate import perplexity
-from ttrain.evaluate.log_likelihood import beginning
+from ttrain.evaluate.evaluated_model import beginning
 from ttrain.inference import gate_files, loading
 from ttrain.inference.evaluated_model import as_evaluated_model
 from ttrain.inference.gate_files import GateFile

@@ -25,10 +25,10 @@ from ttrain.config.evaluate import HarnessTask
 from ttrain.core.files import JsonDict
 from ttrain.errors import DataError, UsageError
 from ttrain.evaluate import perplexity
-from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
+from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback, beginning
 from ttrain.evaluate.generation import answers
 from ttrain.evaluate.items import Items, SuiteFiles, digests, sampled
-from ttrain.evaluate.log_likelihood import beginning, log_likelihoods
+from ttrain.evaluate.log_likelihood import log_likelihoods
 from ttrain.evaluate.task_result import LN2, Metric, TaskResult
 
 if TYPE_CHECKING:

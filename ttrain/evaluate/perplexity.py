@@ -20,9 +20,8 @@ from ttrain.data import records as sources
 from ttrain.data.packing import IGNORE, Array, Flags
 from ttrain.evaluate import baselines
 from ttrain.evaluate import items as reading
-from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
+from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback, beginning
 from ttrain.evaluate.items import Items, SuiteFiles
-from ttrain.evaluate.log_likelihood import beginning
 from ttrain.evaluate.task_result import LN2, Metric, TaskResult
 from ttrain.evaluate.token_losses import TokenLosses
 from ttrain.train.distributed import Ranks
@@ -109,7 +108,7 @@ def score_each(
     model.eval()
     try:
         for done, batch in enumerate(mine, start=1):
-            inputs_BT, labels_BT = _padded([(*arrays[number], window) for number, window in numbered_windows[batch]])
+            inputs_BT, labels_BT = padded([(*arrays[number], window) for number, window in numbered_windows[batch]])
             each_N = losses(inputs_BT.to(device), labels_BT)
             firsts_B = (labels_BT != IGNORE).sum(1).cumsum(0)[:-1].numpy()
             nats[batch] = [window_nats.sum() for window_nats in np.split(each_N.double().cpu().numpy(), firsts_B)]
@@ -142,7 +141,7 @@ def batch_slices(lengths: Sequence[int], most: int, enough: int) -> list[slice]:
     return slices
 
 
-def _padded(rows: Sequence[tuple[Array, Flags, ScoringWindow]]) -> tuple[Tensor, Tensor]:
+def padded(rows: Sequence[tuple[Array, Flags, ScoringWindow]]) -> tuple[Tensor, Tensor]:
     """Inputs and labels of windows, padded on the right, where a causal model's earlier positions cannot see it."""
     shape = (len(rows), max(window.inputs for _, _, window in rows))
     inputs_BT, labels_BT = np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64)
