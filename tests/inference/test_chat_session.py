@@ -29,7 +29,7 @@ from ttrain.data.records import Conversation, parse_conversation
 from ttrain.errors import ArtifactError, DataError, UsageError
 from ttrain.inference import batch, gate_files, gate_router, generate
 from ttrain.inference.chat import Chat
-from ttrain.inference.gate_router import OpenedGate, Router, padded, run_ids
+from ttrain.inference.gate_router import Router, padded, run_ids
 from ttrain.inference.loading import LoadedModel
 from ttrain.inference.sampling import Sampling
 
@@ -179,7 +179,7 @@ def test_a_gate_picks_who_answers_and_an_expert_that_changed_is_refused(director
     chat = Chat(gate_router.GateSelector(tmp_path / "gate", device="cpu", dtype="fp32"), SHORT)
     picked = set()
     for question in QUESTIONS:
-        number, probabilities = OpenedGate(tmp_path / "gate").route(question)
+        number, probabilities = gate_router.GateSelector(tmp_path / "gate", device="cpu", dtype="fp32").route(question)
         chat.reset()
         reply = chat.ask(question)
         assert reply.by == experts[number].reference

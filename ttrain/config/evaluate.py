@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from ttrain.config.base import Count, Listed, Location, Section, Seed, as_tuple, check_stride, setting, with_fields
-from ttrain.config.loop import Optim
-from ttrain.config.training import TRAINING_STAGES, TaskConfig
+from ttrain.config.training import TRAINING_STAGES
 
 Names = Annotated[tuple[Location, ...], BeforeValidator(as_tuple)]
 
@@ -62,7 +61,7 @@ class Evaluate(Section):
         check_stride(self, "evaluate.")
 
 
-class Gate(TaskConfig):
+class Gate(Section):
     """What `ttrain gate train` reads, how it scores the experts, and the router that it trains."""
 
     text_field: str = setting("text", "a document's key; with the default also content, body, paragraphs")
@@ -78,11 +77,11 @@ class Gate(TaskConfig):
     hidden: int = setting(64, "width of the hidden layer", ge=1)
     epochs: float = setting(20.0, "passes over the records", gt=0)
     rows_per_step: int = setting(32, "records of one optimizer step", ge=1)
-    validation_rows: int = setting(4096, "held-out records whose loss is measured while training", ge=1)
-    optim: Optim = Optim(lr=3e-3, weight_decay=0.01)
+    lr: float = setting(3e-3, "peak learning rate of AdamW; it falls to 0 by a cosine", gt=0)
+    weight_decay: float = setting(0.01, "of AdamW", ge=0)
+    seed: Seed = setting(1, "of weights and the order of records")
 
     def _check(self) -> None:
-        super()._check()
         check_stride(self)
 
 
@@ -102,7 +101,6 @@ class GateConfig(Section):
     gate: Gate
     experts: tuple[Expert, ...]
     data: tuple[str, ...]  # files of documents or chats
-    allow: tuple[str, ...] = ()
 
 
 TASK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")

@@ -5,7 +5,7 @@ Does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,12 +76,11 @@ def digest(expert: Expert) -> str:
     return "+".join(short_digest(sha256) for sha256 in (expert.weights_sha256, expert.adapter_sha256) if sha256)
 
 
-def check(experts: Sequence[Expert]) -> None:
+def check(expert: Expert) -> None:
     """Raise ArtifactError if the weights of an expert have changed since the gate was trained. Reads the weights."""
-    for expert in experts:
-        current = expert_of(reference_of(expert))
-        if digest(current) != digest(expert):
-            raise ArtifactError(
-                f"the expert {expert.reference} is not the one that the gate knows: its weights are "
-                f"{digest(current)}, no longer {digest(expert)}; train the gate again"
-            )
+    current = digest(expert_of(reference_of(expert)))
+    if current != digest(expert):
+        raise ArtifactError(
+            f"the expert {expert.reference} is not the one that the gate knows: its weights are "
+            f"{current}, no longer {digest(expert)}; train the gate again"
+        )
