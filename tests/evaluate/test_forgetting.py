@@ -12,7 +12,7 @@ import pytest
 from ttrain.config import Promotion
 from ttrain.evaluate import forgetting
 from ttrain.evaluate.forgetting import BestFigure, HeldoutText, TextFigure, heldout_texts
-from ttrain.evaluate.promotion import Decision, baseline_of, decide
+from ttrain.evaluate.promotion import Decision, decide, first_champion
 from ttrain.evaluate.task_result import Metric, recorded_metric
 
 COUNT = 40  # records of each night
@@ -172,6 +172,6 @@ def test_a_challenger_that_gains_on_the_champion_passes_however_good_an_earlier_
 def test_a_first_champion_must_beat_the_baseline(setting: str | float | None, value: float, promote: bool, why: str) -> None:
     rules, challenger = Promotion(baseline=setting), recorded_metric("bits_per_byte", value)  # type: ignore[arg-type]
     metrics = {"bits_per_byte": value, "bits_per_byte_xz": 2.0, "bits_per_byte_zlib": 2.5}
-    decision = decide(challenger, None, rules, baseline=baseline_of(metrics, challenger, rules))
+    decision = decide(challenger, None, rules, first=first_champion(metrics, challenger, rules))
     assert (decision.promote, decision.word) == (promote, "promoted" if promote else "kept")
     assert why in decision.reason, decision.reason
