@@ -283,7 +283,7 @@ def test_last_words_are_those_that_the_model_would_say(tmp_path: Path, subject: 
     items = choices.read_passages("words", LastWordTask(file="a.jsonl"), SuiteFiles(tmp_path))
     assert items.reasons == {"context is empty": 1, "target is not a string": 1}
     outcome = choices.score_passages(items, subject, quiet)
-    pairs = encode_pairs(subject, [prompt[:2] for prompt in items.items])
+    pairs = encode_pairs(subject, choices.choice_texts(items.items))
     wanted = [naive(subject, *pair) for pair in pairs]
     assert outcome.primary.sums == tuple(float(greedy) for _, greedy in wanted)
     perplexity = math.exp(sum(nats for nats, _ in wanted) / len(wanted))

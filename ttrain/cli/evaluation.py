@@ -71,7 +71,7 @@ class Evaluation:
             default, notes = default_suite(heldout, resolved_models)
             loaded = [default]
         if limit is not None:
-            loaded = [suites.changed(each, limit=limit) for each in loaded]
+            loaded = [suites.at_most(each, limit=limit) for each in loaded]
         return cls(resolved_models, loaded, heldout, notes, options, store)
 
     @property

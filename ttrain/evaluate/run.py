@@ -71,8 +71,6 @@ def _digest(item: object) -> str | None:
             text = item
         case choices.ChoicePrompt(choice=choice):
             text = contamination.of_row({"question": choice.question, "answer": choice.choices[choice.answer]}) or ""
-        case choices.PassagePrompt(passage=passage):
-            text = passage.context + passage.target
         case (generation.Problem() as problem, _):
             text = contamination.of_row({"question": problem.question, "answer": problem.answer}) or ""
         case Preference():

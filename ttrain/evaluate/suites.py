@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -87,22 +87,11 @@ def with_parts(loaded: LoadedSuite, parts: Collection[str]) -> LoadedSuite:
     return _with_tasks(loaded, tasks)
 
 
-def at_most(loaded: LoadedSuite, items: int, text_bytes: int) -> LoadedSuite:
-    """Limit the suite to at most `items` of each task and `text_bytes` of each text task."""
-    return _updated(
-        loaded, {"limit": items, "max_bytes": text_bytes}, lambda old, most: most if old is None else min(old, most)
-    )
-
-
-def changed(loaded: LoadedSuite, **settings: Any) -> LoadedSuite:
-    """Change settings in each task that has them."""
-    return _updated(loaded, settings, lambda old, new: new)
-
-
-def _updated(loaded: LoadedSuite, settings: JsonDict, update: Callable[[Any, Any], Any]) -> LoadedSuite:
+def at_most(loaded: LoadedSuite, **limits: int) -> LoadedSuite:
+    """Lower the limits of the tasks that have them: `limit` items of each task, `max_bytes` of each text task."""
     tree = loaded.suite.model_dump()
     for task in tree["tasks"].values():
-        task |= {name: update(task[name], value) for name, value in settings.items() if name in task}
+        task |= {name: min(most, task[name] or most) for name, most in limits.items() if name in task}
     return replace(loaded, suite=checked(tree, loaded.name))
 
 
