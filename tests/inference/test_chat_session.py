@@ -27,7 +27,7 @@ from ttrain.data.chat import prompt_ids
 from ttrain.data.chat_templates import Message
 from ttrain.data.records import Conversation, parse_conversation
 from ttrain.errors import ArtifactError, DataError, UsageError
-from ttrain.inference import batch, gate_files, gate_router, generate
+from ttrain.inference import gate_files, gate_router, generate
 from ttrain.inference.chat import Chat
 from ttrain.inference.gate_router import Router, padded, run_ids
 from ttrain.inference.loading import LoadedModel
@@ -106,22 +106,6 @@ def test_ctrl_c_ends_the_answer_and_keeps_what_was_said(one: LoadedModel) -> Non
     assert reply.text.startswith("".join(heard))
     assert chat.messages[-1].content == reply.text
     assert chat.ask("Why?").stop != "interrupted"
-
-
-def test_an_answer_that_is_cut_ends_with_a_whole_character(one: LoadedModel, tmp_path: Path) -> None:
-    (tmp_path / "p.txt").write_text("Who?\n" * 8)
-    found, torn = batch.read(tmp_path / "p.txt", raw=False), 0
-    wild = Sampling(max_tokens=3, temperature=10)
-    chat, tally = chat_with(one, sampling=wild), batch.AnswerCounts()
-    (rows,) = batch.answers(one, found, wild, batch_size=8, tally=tally)
-    for number, row in enumerate(rows):
-        (said,) = generate.generate(one, [prompt_ids(one.encoder, found[0].messages)], wild, numbers=[number])
-        torn += not said.ended and one.encoder.decode(said.ids).endswith("\ufffd")
-        if chat.messages:
-            del chat._turns[-2:]
-        assert chat.ask("Who?").text == row["answer"]
-        assert said.ended or not row["answer"].endswith("\ufffd")
-    assert torn, "of these answers some are cut within a character"
 
 
 def test_a_reset_begins_again_also_with_the_random_numbers(one: LoadedModel) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.comparing import same
-from support.tiny_adapters import random_ids, save_base
+from support.tiny_adapters import random_ids
 from support.tiny_trainers import tiny_model
 from torch import Tensor, nn
 
@@ -217,13 +216,6 @@ def test_a_cache_and_padding_on_the_left_change_neither_logits_nor_what_is_gener
     mask = torch.tensor([[0] * 3 + [1] * 6] * 2)
     padded = torch.cat((torch.zeros(2, 3, dtype=torch.long), ids), 1)
     assert torch.equal(model.generate(padded, attention_mask=mask, **how)[:, 3:], plain)
-
-
-def test_code_beside_weights_is_never_run_here(tmp_path: Path) -> None:
-    model = tiny_model(kind="moyun")
-    directory = save_base(model, tmp_path / "model")
-    (directory / "modeling_moyun.py").write_text("raise SystemExit('this ran')\n")
-    assert type(factory.load(directory)) is type(model)
 
 
 def test_gradient_checkpointing_leaves_the_gradients_as_they_are() -> None:
