@@ -147,6 +147,30 @@ def load(base: PreTrainedModel, directory: Path, base_digest: str, name: str = N
     return model
 
 
+def add(model: PeftModel, directory: Path, base_digest: str, name: str) -> None:
+    """Load another adapter of the same base under its own name; `switch` activates it.
+
+    Raises ArtifactError as `load`, UsageError if it is of another kind than the loaded ones.
+    """
+    check_base(directory, base_digest)
+    if name in model.peft_config:
+        raise UsageError(f"there is an adapter '{name}' already; give the adapter {directory} another name")
+    try:
+        model.add_adapter(name, _settings(directory))
+    except ValueError as error:
+        raise UsageError(
+            f"the adapter {directory} cannot be loaded together with {', '.join(model.peft_config)}: {error}"
+        ) from None
+    _fill(model, directory, name)
+
+
+def switch(model: PeftModel, name: str) -> None:
+    """Activate the adapter called `name` only; `with model.disable_adapter():` deactivates all."""
+    if name not in model.peft_config:
+        raise UsageError(f"there is no adapter '{name}'; there are {', '.join(model.peft_config)}")
+    model.set_adapter(name, inference_mode=True)
+
+
 def merge(model: PeftModel) -> PreTrainedModel:
     """Merge the adapter into the base's weights permanently; the logits stay the same up to rounding.
 
