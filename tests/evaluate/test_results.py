@@ -62,20 +62,6 @@ def test_what_cannot_be_compared_says_why() -> None:
     assert by_bytes.verdict == "b is better"
 
 
-def test_below_twenty_items_no_model_is_better() -> None:
-    """Two models that differ on every item, which six items would show by themselves."""
-    for count, said in ((4, "not judged (4 of 20 items)"), (19, "not judged (19 of 20 items)"), (20, "b is better")):
-        some = [
-            TaskResult(
-                "poems", "choices", name, ITEMS[:count],
-                (Metric("accuracy", (right,) * count, (1.0,) * count, True, "share"),), rows=[{}] * count,
-            )
-            for name, right in (("a", 0.0), ("b", 1.0))
-        ]  # fmt: skip
-        (versus,) = Results(some, Rule()).comparisons()
-        assert versus.verdict.startswith(said) and versus.to_json()["verdict"].startswith(said)
-
-
 def test_notes_say_which_rows_are_left_out_and_which_keys_group_nothing() -> None:
     left_out = [LeftOut("/data/a.jsonl", line, "no text") for line in (3, 7)]
     left_out += [LeftOut("/data/b.jsonl", line, "empty") for line in range(11, 1211)]

@@ -21,7 +21,7 @@ Digests = Mapping[str, Collection[str]]  # of the records of each night or sourc
 
 @dataclass(frozen=True)
 class HeldoutText:
-    """Held-out records that are judged together: those of a night, of a source, of several nights or sources, of a metric.
+    """Held-out records that are judged together: those of a night, of a source, of several nights, of a metric.
 
     `rows` are their numbers in the scores. `new`: the text of the night that is decided, which nothing can forget.
     """
@@ -50,8 +50,8 @@ class BestFigure:
 class TextFigure:
     """The figures of challenger and champion on one held-out text, by its label, or in one metric.
 
-    `difference` is by how much the challenger is better, in the metric's unit. `judged`: whether the bound applies; a text
-    of few records is judged with others like it. `lost`: whether it was exceeded. `best`: the best figure of an earlier
+    `difference` is by how much the challenger is better, in the metric's unit. `judged`: whether the bound applies; not
+    to a text of few records. `lost`: whether it was exceeded. `best`: the best figure of an earlier
     champion, where that was better than the champion.
     """
 
@@ -122,10 +122,9 @@ def figures(
 ) -> list[TextFigure]:
     """The figures of both models on each text, then on texts that are judged together.
 
-    A text of fewer than `promotion.min_samples` records shows nothing by itself: all of them of one kind are judged as one.
-    So are all earlier nights, since a small loss on each of them is a large one. Where even these are too few for an
-    interval, nothing is judged: by the figures alone, 56 of 100 challengers that lost nothing exceeded the bound on one of
-    ten nights of 25 records. Empty where the scores cannot be compared.
+    A text of fewer than `promotion.min_samples` records shows nothing by itself: by the figures alone, 56 of 100
+    challengers that lost nothing exceeded the bound on one of ten nights of 25 records. All earlier nights are judged as
+    one too, since a small loss on each of them is a large one. Empty where the scores cannot be compared.
 
     `best`: by label, the best figures of champions so far. The bound is one for all nights: a challenger that is worse than
     the champion must not be worse than the best champion by more, either.
@@ -134,13 +133,15 @@ def figures(
         return []
     if not texts or not all(math.isfinite(scores.value) for scores in (challenger, champion) if scores):
         return []
-    together = _judged_together(texts, settings)
-    grouped = [text for _, group in together for text in group]
-    judged = [(text, not text.new and (len(text.rows) >= settings.min_samples or text not in grouped)) for text in texts]
-    for name, group in together:
-        rows = {row for text in group for row in text.rows}
-        judged.append((HeldoutText("several", name, tuple(sorted(rows))), True))
-    return [_figure(challenger, champion, text, settings, best, judged=is_judged) for text, is_judged in judged]
+    earlier_nights = [text for text in texts if text.kind == "night" and not text.new]
+    if len(earlier_nights) > 1:
+        rows = {row for text in earlier_nights for row in text.rows}
+        texts = [*texts, HeldoutText("several", "all earlier nights", tuple(sorted(rows)))]
+    listed: list[TextFigure] = []
+    for text in texts:
+        has_enough = len(text.rows) >= settings.min_samples or not settings.resamples
+        listed.append(_figure(challenger, champion, text, settings, best, judged=has_enough and not text.new))
+    return listed
 
 
 def figure_of_metric(challenger: Metric, champion: Metric, settings: Promotion) -> TextFigure | None:
@@ -158,18 +159,6 @@ def figure_of_metric(challenger: Metric, champion: Metric, settings: Promotion) 
         return None
     text = HeldoutText("metric", metric, tuple(range(count)))
     return _figure(challenger, champion, text, settings, {}, judged=True)
-
-
-def _judged_together(texts: Sequence[HeldoutText], settings: Promotion) -> list[tuple[str, list[HeldoutText]]]:
-    """(name, texts) of those that are judged as one."""
-    old = [text for text in texts if not text.new]
-    nights = [text for text in old if text.kind == "night"]
-    together: list[tuple[str, list[HeldoutText]]] = []
-    for kind in ("night", "source"):
-        small = [text for text in old if text.kind == kind and len(text.rows) < settings.min_samples]
-        if len(small) > 1 and small != nights:
-            together.append((f"{kind}s of fewer than {settings.min_samples} records", small))
-    return [*together, *([("all earlier nights", nights)] if len(nights) > 1 else [])]
 
 
 def _figure(
