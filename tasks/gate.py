@@ -60,7 +60,7 @@ def run(config: GateConfig, job: StageContext) -> Figures:
     routing = routing_metrics(nats_RE[heldout_R], tokens_RE[heldout_R], bytes_R[heldout_R], chosen_R)
     save_file(router.state_dict(), job.output / gate_files.WEIGHTS)
     digest = sha256_file(job.output / gate_files.WEIGHTS)
-    gate = GateFile(format=1, experts=config.experts, settings=settings, figures=routing, router_sha256=digest)
+    gate = GateFile(experts=config.experts, settings=settings, figures=routing, router_sha256=digest)
     gate_files.write(job.output, gate)  # last, since it makes the directory a gate
     return {"routing": routing, "heldout_rows": int(heldout_R.sum())}
 

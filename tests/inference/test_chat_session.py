@@ -158,7 +158,7 @@ def test_a_gate_picks_who_answers_and_an_expert_that_changed_is_refused(director
     (tmp_path / "gate").mkdir()
     save_file(router.state_dict(), tmp_path / "gate" / gate_files.WEIGHTS)
     digest = sha256_file(tmp_path / "gate" / gate_files.WEIGHTS)
-    contents = gate_files.GateFile(format=1, experts=experts, settings=settings, figures={}, router_sha256=digest)
+    contents = gate_files.GateFile(experts=experts, settings=settings, figures={}, router_sha256=digest)
     gate_files.write(tmp_path / "gate", contents)
     chat = Chat(gate_router.GateSelector(tmp_path / "gate", device="cpu", dtype="fp32"), SHORT)
     picked = set()

@@ -192,14 +192,9 @@ def test_a_gate_knows_when_an_expert_or_its_router_was_changed(planted: Planted,
 
     with pytest.raises(UsageError, match="holds no gate"):
         gate_files.read(tmp_path)
-    contents = gate_files.GateFile(format=1, experts=(first, *others), settings=Gate(), figures={}, router_sha256="0" * 64)
+    contents = gate_files.GateFile(experts=(first, *others), settings=Gate(), figures={}, router_sha256="0" * 64)
     gate_files.write(tmp_path, contents)
     assert gate_files.read(tmp_path).experts == (first, *others)
-    path = tmp_path / gate_files.GATE
-    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
-    with pytest.raises(ArtifactError, match=r"of another version of ttrain: .*train the gate again"):
-        gate_files.read(tmp_path)
-    gate_files.write(tmp_path, contents)
     save_file({}, tmp_path / gate_files.WEIGHTS)
     with pytest.raises(ArtifactError, match="is not the one"):
         gate_router.GateSelector(tmp_path, device="cpu", dtype="fp32")

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
-
-from pydantic import ValidationError
+from typing import Any
 
 from ttrain.config import Expert, Gate, Section
-from ttrain.config.yaml_text import one_line
 from ttrain.core.files import read_json, write_json
 from ttrain.core.text import short_digest
 from ttrain.errors import ArtifactError, UsageError
@@ -29,7 +26,6 @@ class GateFile(Section):
     router_sha256  of the router's weights
     """
 
-    format: Literal[1]
     experts: tuple[Expert, ...]
     settings: Gate
     figures: Mapping[str, Any]
@@ -42,16 +38,11 @@ def write(directory: Path, gate: GateFile) -> None:
 
 
 def read(directory: Path) -> GateFile:
-    """Read the gate of a directory. Raises UsageError if there is none, ArtifactError if it cannot be read."""
+    """Read the gate of a directory. Raises UsageError if there is none."""
     path = directory / GATE
     if not path.is_file():
         raise UsageError(f"{directory} holds no gate; `ttrain gate train --experts A,B --out {directory}` makes one")
-    try:
-        return GateFile.model_validate(read_json(path))
-    except ValidationError as error:
-        raise ArtifactError(
-            f"{path} is damaged, or of another version of ttrain: {one_line(str(error))}; train the gate again"
-        ) from None
+    return GateFile.model_validate(read_json(path))
 
 
 def expert_of(reference: Reference) -> Expert:
