@@ -166,9 +166,7 @@ class ChatsTask(WindowsTask):
     kind: Literal["chats"] = "chats"
     file: str = setting("chats", "JSON Lines with chats; chats, domain: those held out from sft, from lora")
     new_tokens: int = setting(64, "length of an answer that is judged; 0: the loss alone", ge=0, le=4096)
-    answers: int = setting(
-        2, "of each chat that are judged, the last ones; 0: the loss alone", ge=0, le=64
-    )
+    answers: int = setting(2, "of each chat that are judged, the last ones; 0: the loss alone", ge=0, le=64)
 
 
 class PairsTask(WindowsTask):
