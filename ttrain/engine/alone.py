@@ -67,7 +67,7 @@ def run_alone(stage: Stage, config: JsonObject, runtime: Runtime, out: Path, why
             display.failed(stage.name, message)
             error.shown = True
             raise
-    return {"was_finished": figures["resumed_from_step"] == figures["steps"], **figures}
+    return {"was_finished": figures.get("resumed_from_step") == figures.get("steps", 0), **figures}
 
 
 def _run(stage: Stage, runtime: Runtime, work: Path, log_path: Path, observer: DisplayObserver) -> JsonDict:
