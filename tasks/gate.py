@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from ttrain.config import Expert, Gate, GateConfig, Reading
+from ttrain.config import Expert, Gate, GateJob, Reading
 from ttrain.core.files import read_json, write_json
 from ttrain.core.hashing import digest_of, sha256_file
 from ttrain.data import chat, first_rows
@@ -38,7 +38,7 @@ from ttrain.train.task import LossSum, UserTask
 log = logging.getLogger("ttrain")
 
 
-def run(config: GateConfig, job: StageContext) -> Figures:
+def run(config: GateJob, job: StageContext) -> Figures:
     """Train a gate: write `gate.json` beside the files that the training of a task writes, and return its figures.
 
     No weight of an expert changes: they are loaded to be scored, and freed before the router is built.

@@ -14,7 +14,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from ttrain.config import TaskConfig, UserTaskConfig, flatten
+from ttrain.config import TaskConfig, TaskJob, flatten
 from ttrain.config.loading import Override, merge, settable_keys, with_types, without_pipeline_settings
 from ttrain.data.loader import ShuffledOrder
 from ttrain.errors import DataError, TTrainError, UsageError
@@ -32,7 +32,7 @@ from ttrain.train.training_options import Origin, Validation
 SETTINGS = "settings.yaml"
 
 
-def run(config: UserTaskConfig, job: StageContext) -> Figures:
+def run(config: TaskJob, job: StageContext) -> Figures:
     """Train the task; leaves `model.safetensors`, `checkpoints/`, `settings.yaml` and the curves. Returns the figures."""
     kind = task_class(config.task)
     given = without_pipeline_settings([Override(*override) for override in config.given], kind.Config)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ttrain.config import TRAINING_STAGES, Runtime, Section, Training, flatten
+from ttrain.config import TRAINING_STAGES, Runtime, Settings, Training, flatten
 from ttrain.data.encoder import Encoder
 from ttrain.data.loader import BatchSource, Order, pad_fraction
 from ttrain.data.packing import Rows
@@ -65,13 +65,13 @@ def task_options(runtime: Runtime) -> dict[str, Any]:
 
 
 def run(
-    config: Section, settings: Training, job: StageContext, prepare: Callable[[Any, Inputs, Encoder], TrainableModel]
+    settings: Settings, config: Training, job: StageContext, prepare: Callable[[Settings, Inputs, Encoder], TrainableModel]
 ) -> Figures:
     """Train the model that `prepare` makes of the settings, the inputs and the tokenizer."""
     ranks = start(job.runtime)
     tokenizer = job.inputs["tokenizer"] if "tokenizer" in job.inputs else job.inputs["base"] / "model"
     encoder = Encoder(tokenizer, fast=False)  # its ids are asked for, no text is encoded
-    return fit(settings, prepare(config, job.inputs, encoder), job, ranks, encoder)
+    return fit(config, prepare(settings, job.inputs, encoder), job, ranks, encoder)
 
 
 def fit(

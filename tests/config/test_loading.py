@@ -14,11 +14,12 @@ from support.refusals import refused, settings_file
 from typer.testing import CliRunner
 
 from ttrain.cli.main import app, main
-from ttrain.config import TRAINING_CONFIGS, Settings, TaskConfig, flatten, loading, rules
+from ttrain.config import TRAININGS, Settings, TaskConfig, flatten, loading, rules
 from ttrain.config.data import LEARNT
 from ttrain.config.loading import LoadedSettings, known_keys, load
 from ttrain.errors import UsageError
 from ttrain.lineage.names import settings_of
+from ttrain.tasks import STAGES
 
 KEY, VARIABLE = "sft.optim.lr", "TTRAIN__SFT__OPTIM__LR"
 LAYERS = {"profile": 1e-4, "file": 2e-4, "environment": 3e-4, "command line": 4e-4}  # the weakest first
@@ -365,10 +366,9 @@ def test_a_number_overrides_and_auto_gives_it_back() -> None:
     assert followed("pretrain.optim.head_lr=0.1", "pretrain.optim.head_lr=auto") == followed()
 
 
-@pytest.mark.parametrize("stage", TRAINING_CONFIGS)
+@pytest.mark.parametrize("stage", TRAININGS)
 def test_the_settings_of_a_training_stage_reach_a_rank_that_is_started_anew(stage: str) -> None:
-    settings = {name: getattr(Settings(), name) for name in TRAINING_CONFIGS[stage].model_fields}
-    config = TRAINING_CONFIGS[stage](**settings)
+    config = Settings.rebuilt(STAGES[stage].part_of(Settings()))
     assert pickle.loads(pickle.dumps(config)) == config
 
 

@@ -14,7 +14,7 @@ from support import shard_sets
 from support.shard_sets import ALL, write_lines
 from support.tiny_stages import Home, run_here, stage_settings
 
-from ttrain.config import Evaluate, EvaluateConfig, Settings
+from ttrain.config import Evaluate, Settings
 from ttrain.config.evaluate import Suite
 from ttrain.data import contamination
 from ttrain.data.contamination import GramIndex
@@ -237,7 +237,7 @@ def test_the_evaluation_tells_items_apart_that_its_shards_hold(tmp_path: Path) -
     found = {}
     for overlapping in ("report", "leave_out"):
         told: Any = {"suites": str(suite), "overlapping": overlapping, "row_length": 32, "stride": 16, "resamples": 100}
-        config = EvaluateConfig(evaluate=Evaluate(**told, new_tokens=0))
+        config = Settings(evaluate=Evaluate(**told, new_tokens=0))
         (tmp_path / overlapping).mkdir()
         given = {"base": tmp_path / "base", "documents": home.documents.path}
         found[overlapping] = run_here(evaluate, config, tmp_path / overlapping, given, settings.runtime)

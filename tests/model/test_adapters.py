@@ -18,7 +18,6 @@ from support.tiny_stages import Home, run_here, stage_settings
 from support.tiny_trainers import Held, PlainSgd, in_ranks, make_trainer, tiny_model
 from torch import Tensor
 
-from ttrain.config import LoraConfig
 from ttrain.data.encoder import Encoder
 from ttrain.errors import UsageError
 from ttrain.model import adapters, factory
@@ -197,7 +196,7 @@ def test_the_stage_leaves_an_adapter_and_continues_to_the_same_bytes(stage_home:
     before = weights_digest(base)
     settings = stage_settings()
     changes = {"kind": "prefix", "start_from": "pretrain", "virtual_tokens": 4, "epochs": None, "tokens": 6 * 256}
-    config = LoraConfig(lora=settings.lora.replaced(changes))
+    config = settings.replaced({"lora": changes})
     inputs = {"base": base.parent, "shards": stage_home.chats.path}
     found = run_here(lora, config, tmp_path / "whole", inputs, settings.runtime)
     first = sorted((tmp_path / "whole" / "checkpoints").glob("step-*"))[0]

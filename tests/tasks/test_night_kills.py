@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from support.kill_points import killed_everywhere
 
-from ttrain.config import HeldoutConfig, Pretrain, ReplayConfig
+from ttrain.config import Pretrain, Settings
 from ttrain.data.shards import Column, write_index, write_shard
 from ttrain.tasks import heldout, replay
 
@@ -35,10 +35,10 @@ def shards(directory: Path, first: int, count: int) -> Path:
 def case_of(stage: str, root: Path) -> tuple[Any, Any, dict[str, Path]]:
     """(module, settings, inputs) of a stage."""
     if stage == "replay":
-        config = ReplayConfig(nightly={"replay": 0.3}, pretrain=Pretrain(tokens=None, epochs=1.0))
+        config = Settings.model_validate({"nightly": {"replay": 0.3}, "pretrain": Pretrain(tokens=None, epochs=1.0)})
         return replay, config, {"documents": shards(root / "new", 500, 60), "learnt-0000": shards(root / "old", 0, 90)}
     inputs = {"earlier": shards(root / "old", 0, 5), "documents": shards(root / "new", 500, 5)}
-    return heldout, HeldoutConfig.model_validate({"evaluate": {"max_bytes": 10**6}}), inputs
+    return heldout, Settings.model_validate({"evaluate": {"max_bytes": 10**6}}), inputs
 
 
 def files_of(directory: Path) -> dict[str, str]:

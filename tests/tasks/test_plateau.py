@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from support.comparing import same
 from support.tiny_stages import Home, stage_settings
 
-from ttrain.config import PretrainConfig
 from ttrain.core.files import ProgressWriter
 from ttrain.errors import Interrupted
 from ttrain.store.model_files import PLATEAU
@@ -85,7 +84,7 @@ def test_a_night_whose_deadline_falls_into_the_branch_goes_on_there_to_the_same_
 ) -> None:
     """A deadline is a request to stop, which the trainer reads at each step."""
     champion, home = first
-    config = PretrainConfig(model=OF_NIGHT.model, pretrain=OF_NIGHT.pretrain)
+    config = OF_NIGHT
     asked = itertools.count(1)
     night = StageContext(
         {**home.paths, **with_plateau(champion)}, {}, {}, tmp_path, OF_NIGHT.runtime, ProgressWriter(None),

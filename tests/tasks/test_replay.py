@@ -13,13 +13,13 @@ from support.shard_sets import build, write_lines
 from support.tiny_data import make_tokenizer
 from support.tiny_stages import Home, run_here, stage_settings
 
-from ttrain.config import HeldoutConfig, Pretrain, Reading, ReplayConfig, ReplaySftConfig, Settings, SftConfig
+from ttrain.config import Pretrain, Reading, Settings
 from ttrain.data.encoder import Encoder
 from ttrain.data.packing import MixedRows
 from ttrain.data.record_rows import SeparateDocumentRows
 from ttrain.data.shards import Column, ShardSet, write_index, write_shard
 from ttrain.errors import UsageError
-from ttrain.tasks import heldout, new_model, replay, sft
+from ttrain.tasks import REPLAY, heldout, new_model, replay, sft
 from ttrain.tasks.common import rows
 from ttrain.tasks.shards import heldout_records, recipe_of
 
@@ -63,7 +63,7 @@ def nights(tmp_path: Path) -> dict[str, Path]:
 
 def run(nights: dict[str, Path], output: Path, share: float, **budget: Any) -> tuple[dict[str, Any], list[list[int]]]:
     pretrain = Pretrain(**{"tokens": None, "epochs": 1.0, **budget})
-    config = ReplayConfig(nightly={"replay": share}, pretrain=pretrain)
+    config = Settings.model_validate({"nightly": {"replay": share}, "pretrain": pretrain})
     result = replay.run(config, SimpleNamespace(inputs=nights, output=output))  # type: ignore[arg-type]
     return result, read(output / "train")
 
@@ -154,7 +154,7 @@ def test_what_earlier_nights_hold_out_is_not_learnt_from_a_champion_that_somebod
     for name, read_files in {"a": files[:1], "b": files[1:2], "all": files[:3], "tonight": files[3:]}.items():
         build(tmp_path / name, read_files, recipe, reading)
     of_both: Any = SimpleNamespace(inputs={"earlier": tmp_path / "a", "documents": tmp_path / "b"}, output=tmp_path / "ab")
-    heldout.run(HeldoutConfig.model_validate({"evaluate": {"max_bytes": 10**6}}), of_both)
+    heldout.run(Settings.model_validate({"evaluate": {"max_bytes": 10**6}}), of_both)
     held = {record["text"] for record in heldout_records(tmp_path / "ab")}
     inputs = {"documents": tmp_path / "tonight", "learnt-0000": tmp_path / "all"}
 
@@ -170,7 +170,7 @@ def test_what_earlier_nights_hold_out_is_not_learnt_from_a_champion_that_somebod
 def test_chats_are_sampled_with_their_masks_and_sft_learns_them(tmp_path: Path) -> None:
     home, settings = Home.make(tmp_path / "home"), stage_settings(4)
     chats = {"documents": home.chats.path, "learnt-0000": home.chats.path}
-    config = ReplaySftConfig(nightly={"replay": 0.25}, sft=settings.sft)
+    config = settings.replaced({"nightly": {"replay": 0.25}})
     result = replay.run(config, SimpleNamespace(inputs=chats, output=tmp_path / "replay"))  # type: ignore[arg-type]
     whole, sample = (ShardSet(path / "train") for path in (home.chats.path, tmp_path / "replay"))
     assert sample.index["kind"] == "chats" and 0 < result["records"] < len(whole)
@@ -180,7 +180,7 @@ def test_chats_are_sampled_with_their_masks_and_sft_learns_them(tmp_path: Path) 
     base = new_model.new(settings.model, Encoder(home.tokenizer.path), seed=1)
     new_model.write(base, home.tokenizer.path, tmp_path / "base" / "model")
     inputs = {"base": tmp_path / "base", "shards": home.chats.path, "replay": tmp_path / "replay"}
-    figures = run_here(sft, SftConfig(sft=settings.sft), tmp_path / "sft", inputs, settings.runtime)
+    figures = run_here(sft, settings, tmp_path / "sft", inputs, settings.runtime)
     assert figures["rows"]["epoch"] == round(figures["rows"]["rows_of_source_0"] / 0.75)
 
 
@@ -222,8 +222,7 @@ def test_a_night_of_few_rows_has_an_order_all_the_same(nights: dict[str, Path], 
 
 def test_replay_is_in_the_key_of_its_stage_and_no_other_setting_of_nights() -> None:
     settings = Settings.model_validate({"nightly": {"replay": 0.1, "attempts": 5}})
-    config = ReplayConfig(nightly=settings.nightly, pretrain=settings.pretrain)
-    assert config.model_dump() == {
+    assert REPLAY.part_of(settings) == {
         "nightly": {"replay": 0.1},
-        "pretrain": {"tokens": "auto", "epochs": None, "seed": 1, "row_length": 256, "mask_intervals": ()},
+        "pretrain": {"tokens": "auto", "epochs": None, "seed": 1, "row_length": 256, "mask_intervals": []},
     }

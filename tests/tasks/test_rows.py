@@ -16,7 +16,7 @@ from support.comparing import curve, logged_steps
 from support.tiny_data import make_tokenizer, write_shards
 from support.tiny_stages import Home, stage_settings
 
-from ttrain.config import Lora, Pretrain, PretrainConfig, Sft, Training
+from ttrain.config import Lora, Pretrain, Sft, Training
 from ttrain.core.files import ProgressWriter, read_json, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.data.encoder import Encoder
@@ -379,7 +379,7 @@ def test_tokens_and_curves_of_rows_that_are_not_packed_are_those_that_were_read(
         home.paths, {}, {}, tmp_path / "parts", settings.runtime, ProgressWriter(None), lambda: next(asked) > 3
     )
     with pytest.raises(Interrupted):
-        pretrain.run(PretrainConfig(model=settings.model, pretrain=settings.pretrain), context)
+        pretrain.run(settings, context)
     again = home.pretrain(settings, tmp_path / "parts")
     assert 0 < again["resumed_from_step"] < again["steps"] and again["tokens"] == result["tokens"]
     encoder = Encoder(home.tokenizer.path, fast=False)

@@ -17,7 +17,7 @@ from support.tiny_stages import Home, run_here, stage_settings
 from support.tiny_trainers import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ttrain.config import EvaluateConfig, LoraConfig, Moe, MultiToken, PretrainConfig, Settings, SftConfig
+from ttrain.config import Moe, MultiToken, Settings
 from ttrain.data import existing
 from ttrain.data.encoder import Encoder
 from ttrain.errors import ArtifactError, UsageError
@@ -207,7 +207,7 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> tuple[Home, Settings, Pat
 
 def test_pretraining_from_a_base_begins_with_its_weights_and_leaves_its_shape(ready: Any, tmp_path: Path) -> None:
     home, settings, base = ready
-    config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
+    config = settings
     inputs = {"tokenizer": home.tokenizer.path, "shards": home.documents.path, "base": base}
     trained = pretrain.prepare(config, inputs, Encoder(home.tokenizer.path))
     assert same(trained.state(), load_file(base / "model" / "model.safetensors"))
@@ -220,10 +220,10 @@ def test_pretraining_from_a_base_begins_with_its_weights_and_leaves_its_shape(re
 def test_the_evaluation_scores_what_there_is_under_the_same_names(ready: Any, tmp_path: Path) -> None:
     home, settings, base = ready
     chats, runtime = home.chats.path, settings.runtime
-    run_here(lora, LoraConfig(lora=settings.lora), tmp_path / "lora", {"base": base, "shards": chats}, runtime)
+    run_here(lora, settings, tmp_path / "lora", {"base": base, "shards": chats}, runtime)
     paths = {"base": base, "lora": tmp_path / "lora", "domain": chats}
     (tmp_path / "out").mkdir()
-    result = run_here(evaluate, EvaluateConfig(evaluate=settings.evaluate), tmp_path / "out", paths, runtime)
+    result = run_here(evaluate, settings, tmp_path / "out", paths, runtime)
     assert set(result["metrics"]) == {"domain_loss_base", "domain_loss_lora"}
     assert result["metrics"]["domain_loss_lora"] < result["metrics"]["domain_loss_base"]
     assert set(result["samples"]) == {"base", "lora"}
@@ -246,7 +246,7 @@ def test_a_base_that_lies_elsewhere_now_does_not_keep_a_run_from_resuming(ready:
     home, settings, base = ready
 
     def run(start: str) -> Any:
-        config = SftConfig(sft=settings.sft.model_copy(update={"start_from": start, "epochs": 0.1}))
+        config = settings.replaced({"sft": {"start_from": start, "epochs": 0.1}})
         inputs = {"base": base, "shards": home.chats.path}
         return run_here(sft, config, tmp_path, inputs, settings.runtime)
 
@@ -278,7 +278,7 @@ def test_the_doctor_examines_the_model_that_is_started_from(tmp_path: Path) -> N
     (tmp_path / "made").mkdir()
     found = gather("sft", settings, {}, tmp_path / "made")
     assert found.is_trained and "base-model" in found.made
-    prepared = sft.prepare(SftConfig(sft=settings.sft), found.paths, Encoder(found.paths["tokenizer"]))
+    prepared = sft.prepare(settings, found.paths, Encoder(found.paths["tokenizer"]))
     assert prepared.model.config.num_hidden_layers == 1
     with pytest.raises(UsageError, match="stage pretrain is not needed here"):
         gather("pretrain", settings, {}, tmp_path / "made")

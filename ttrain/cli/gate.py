@@ -109,7 +109,7 @@ def train(
 
     Raises UsageError where an expert or a file is missing, before anything is read, scored or written.
     """
-    from ttrain.config import Gate, GateConfig
+    from ttrain.config import Gate, GateJob
     from ttrain.config.loading import merge, with_types, without_pipeline_settings
     from ttrain.data import existing, locations
     from ttrain.engine.alone import run_alone, split_runtime
@@ -125,7 +125,7 @@ def train(
     check_output(out)
     references = resolve_all(expert_names(experts))
     texts = locations.expand(data, "--data") if data else heldout_files(references)
-    config = GateConfig(
+    config = GateJob(
         gate=settings,
         experts=check_distinct([gate_files.expert_of(reference) for reference in references]),
         data=tuple(texts),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar, cast
+from typing import Annotated, Any, Self, TypeVar, cast, get_args
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from pydantic import (
@@ -24,7 +25,7 @@ from pydantic import (
 )
 
 from ttrain.core import redact
-from ttrain.core.files import JsonObject
+from ttrain.core.files import JsonDict, JsonObject
 
 # Settings of earlier versions that are constants now; records of runs, nights, schedules and checkpoints still hold them.
 RETIRED = frozenset({
@@ -54,6 +55,18 @@ class Section(BaseModel):
             section = getattr(self, name)
             values[name] = section.replaced(value) if isinstance(section, Section) else value
         return self.model_copy(update=values)
+
+    @classmethod
+    def rebuilt(cls, tree: JsonObject) -> Self:
+        """The settings of a JSON tree that were validated before it was written; nothing is checked again.
+
+        A setting that the tree lacks is not there: reading it raises AttributeError.
+        """
+        section = cast("Self", cls.model_construct())
+        section.__dict__.clear()
+        for name, value in tree.items():
+            section.__dict__[name] = _rebuilt(cls.model_fields[name].annotation, value)
+        return section
 
     @model_validator(mode="before")
     @classmethod
@@ -214,6 +227,28 @@ def check_stride(section: Any, prefix: str = "") -> None:
             f"{prefix}stride is {section.stride} but must not exceed {prefix}row_length {section.row_length}; "
             f"try {section.row_length}"
         )
+
+
+def _rebuilt(kind: Any, value: Any) -> Any:
+    """A value of a JSON tree as a field of this type has it: sections, and tuples where JSON has lists."""
+    if isinstance(value, list):
+        return tuple(_rebuilt(kind, entry) for entry in value)
+    if not isinstance(value, dict):
+        return value
+    sections = [each for each in (kind, *get_args(kind)) if inspect.isclass(each) and issubclass(each, Section)]
+    return sections[0].rebuilt(value) if sections else value
+
+
+def part_of(tree: JsonObject, prefixes: Collection[str], section: str = "") -> JsonDict:
+    """The part of a tree of settings that dotted prefixes name: `sft` all below it, `sft.seed` one setting."""
+    kept: JsonDict = {}
+    for key, value in tree.items():
+        name = f"{section}{key}"
+        if name in prefixes:
+            kept[key] = value
+        elif any(prefix.startswith(f"{name}.") for prefix in prefixes):
+            kept[key] = part_of(value, prefixes, f"{name}.")
+    return kept
 
 
 def flatten(tree: JsonObject, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -99,7 +99,7 @@ class Expert(Section):
     adapter_sha256: str | None = None
 
 
-class GateConfig(Section):
+class GateJob(Section):
     """What `ttrain gate train` hands to its process."""
 
     gate: Gate

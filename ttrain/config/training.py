@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator
 
@@ -172,6 +172,14 @@ class TaskConfig(Loop):
         return self.rows_per_step
 
 
+class TaskJob(Section):
+    """What `ttrain train` passes to its process, which alone knows the task's own settings."""
+
+    task: str
+    given: tuple[tuple[str, str, Any], ...]  # (origin, key, value) of the settings, the weakest first
+    allow: tuple[str, ...]
+
+
 NONE = "none"
 Targets = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]  # last parts of the names of layers
 
@@ -282,16 +290,6 @@ class Lora(Training):
         super()._check()
         if self.quantize == "int8" and self.kind == "dora":
             raise ValueError("lora.quantize is int8, on which PEFT's dora does not train; set lora.quantize=nf4")
-
-
-T = TypeVar("T", bound=Training)
-
-
-def settings_of(config: Section, kind: type[T]) -> T:
-    """The settings of a training stage among those that its module may see."""
-    settings = getattr(config, kind.__name__.lower())
-    assert isinstance(settings, kind), f"{kind.__name__} has its own section"
-    return settings
 
 
 def adapter_of(stage: str, settings: Any) -> Lora | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ttrain.config import Section, Settings, flatten, rules
+from ttrain.config import Settings, flatten, rules
 from ttrain.config.data import PYTHON_DOCS
 from ttrain.config.settings import OPTIONAL
 from ttrain.config.training import TRAINING_STAGES, adapter_of
@@ -227,11 +227,7 @@ def ingredients_of(stage: Stage, settings: Settings, store: ArtifactStore, input
     return {
         "stage": stage.name,
         "arguments": dict(stage.arguments),
-        "settings": {
-            name: value
-            for name, value in flatten(section_of(stage, settings).model_dump(mode="json"))
-            if _counts(name, stage, settings)
-        },
+        "settings": {name: value for name, value in flatten(stage.part_of(settings)) if _counts(name, stage, settings)},
         "inputs": {name: inputs[name].part(stage.inputs.get(name, ())) for name in sorted(inputs)},
         "files": file_digests(stage, settings, store),
         "code": code_digests(stage.module, store.cache),
@@ -247,7 +243,7 @@ def _counts(name: str, stage: Stage, settings: Settings) -> bool:
 
 def _describes_model(stage: Stage, settings: Settings) -> bool:
     """Whether the stage creates a new model of the configured sizes."""
-    return "model" in stage.config.model_fields and settings.existing_model is None
+    return "model" in stage.sees and settings.existing_model is None
 
 
 def key_of(ingredients: Ingredients) -> str:
@@ -257,11 +253,6 @@ def key_of(ingredients: Ingredients) -> str:
         for role, files in ingredients.get("files", {}).items()
     }
     return digest_of({**ingredients, "files": files})
-
-
-def section_of(stage: Stage, settings: Settings) -> Section:
-    """The part of the settings that the stage may see."""
-    return stage.config(**{name: getattr(settings, name) for name in stage.config.model_fields})
 
 
 def explain(
