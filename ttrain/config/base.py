@@ -131,11 +131,6 @@ def _as_list(value: object) -> object:
 Listed = BeforeValidator(_as_list)
 
 
-def off_as_a_word(value: object) -> object:
-    """Turn false back into `off`, which YAML reads as false."""
-    return "off" if value is False else value
-
-
 # Names a source of data. JSON, the form of all that is recorded, shown or sent to a server, hides the secrets of its URL.
 Location = Annotated[str, PlainSerializer(redact.url, return_type=str, when_used="json")]
 

@@ -220,13 +220,13 @@ def read_settings(path: Path) -> JsonObject:
 def read_yaml(path: Path) -> JsonObject:
     """The mapping in a YAML file; {} for an empty one. Raises UsageError where it cannot be read or is something else."""
     try:
-        tree = yaml_text.read(path)
+        tree = yaml_text.parse(path.read_text(encoding="utf-8"))
     except OSError as error:
         names = [found.name for found in path.parent.glob("*.y*ml")]
         near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.8)
         hint = f"; did you mean {path.with_name(near[0])}?" if near else ""
         raise UsageError(f"cannot read settings from {path}: {error.strerror}{hint}") from None
-    except InvalidYaml as error:
+    except (InvalidYaml, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not valid YAML: {error}") from None
     if tree is None:
         return {}

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ttrain.config.base import Listed, Location, Section, TimeOfDay, TimeZone, as_tuple, off_as_a_word, setting
+from ttrain.config.base import Listed, Location, Section, TimeOfDay, TimeZone, as_tuple, setting
 from ttrain.config.data import LEARNT
 from ttrain.config.training import TRAININGS
 
@@ -70,7 +70,7 @@ class Runtime(Section):
     attention: Literal["auto", "records", "masked"] = setting(
         "auto", "records: one by one, by native kernels or flash attention; masked: torch's, with a mask; auto: records"
     )
-    tune: Annotated[Literal["off", "auto"], BeforeValidator(off_as_a_word)] = setting(
+    tune: Literal["off", "auto"] = setting(
         "off",
         "auto: where deterministic is false, measure for the time of some six steps which rows_per_device is fastest, "
         "and remember it",
@@ -111,7 +111,7 @@ class Runtime(Section):
     keep_steps: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Listed] = setting(
         (), "checkpoints of these steps are made, and stay for good"
     )
-    guards: Annotated[Literal["warn", "off"], BeforeValidator(off_as_a_word)] = setting(
+    guards: Literal["warn", "off"] = setting(
         "warn", "look out for spikes of the loss and overfitting"
     )
     loggers: Annotated[tuple[Literal["tensorboard", "wandb", "swanlab"], ...], BeforeValidator(as_tuple)] = setting(
@@ -163,7 +163,7 @@ Auth = Literal["token", "off"]
 class Servers(Section):
     """Prefect's and MLflow's servers, where ttrain starts them."""
 
-    auth: Annotated[Auth, BeforeValidator(off_as_a_word)] = setting(
+    auth: Auth = setting(
         "token", "who may use them: who shows the token in servers/token of the home; off: every account"
     )
 
