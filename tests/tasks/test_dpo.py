@@ -23,7 +23,6 @@ from ttrain.config import Settings, flatten
 from ttrain.core.files import ProgressWriter
 from ttrain.core.hashing import sha256_file
 from ttrain.data.sharding import Here
-from ttrain.engine.planner import section_of
 from ttrain.errors import UsageError
 from ttrain.model import adapters, factory
 from ttrain.store.model_files import weights_digest

@@ -27,24 +27,12 @@ from pydantic import (
 from ttrain.core import redact
 from ttrain.core.files import JsonDict, JsonObject
 
-# Settings of earlier versions that are constants now; records of runs, nights, schedules and checkpoints still hold them.
-RETIRED = frozenset({
-    "muon_momentum", "muon_adjust_lr", "prefetch_steps", "fork_server", "rows_fraction", "threads_fraction",
-    "overlap_bytes",
-})  # fmt: skip
-
-
-def is_retired(key: str) -> bool:
-    """Whether the setting of this dotted name is a constant now."""
-    return key.rpartition(".")[2] in RETIRED
-
-
 T = TypeVar("T")
 S = TypeVar("S", bound="Section")
 
 
 class Section(BaseModel):
-    """A frozen group of settings; an unknown key is an error, but RETIRED ones of a record are ignored."""
+    """A frozen group of settings; an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, defer_build=True)
 
@@ -67,13 +55,6 @@ class Section(BaseModel):
         for name, value in tree.items():
             section.__dict__[name] = _rebuilt(cls.model_fields[name].annotation, value)
         return section
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_retired(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping):
-            return values
-        return {key: values[key] for key in values if key in cls.model_fields or not is_retired(key)}
 
     @model_validator(mode="after")
     def _checked(self) -> Self:

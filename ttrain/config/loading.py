@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 from pydantic import ValidationError
 
 from ttrain.config import Section, Settings, flatten, other_names, rules, text_values, tinyseek, yaml_text
-from ttrain.config.base import NONE, PLAIN, WEIGHTED, is_retired
+from ttrain.config.base import NONE, PLAIN, WEIGHTED
 from ttrain.config.data import LEARNT, PYTHON_DOCS, Data
 from ttrain.config.model import sizes_of
 from ttrain.config.other_names import Meaning
@@ -385,8 +385,6 @@ def _check_key(override: Override, valid_keys: Sequence[str]) -> None:
     is_section = any(name.startswith(f"{key}.") for name in valid_keys)
     if key in valid_keys or (is_section and not isinstance(value, str)):
         return
-    if is_retired(key):
-        raise UsageError(f"'{one_line(key)}' (from {origin}) is a constant now; leave it out")
     near, meaning = _suggested(key, valid_keys)
     problem = f"unknown setting '{one_line(key)}' (from {origin})"
     if is_section:
@@ -500,11 +498,6 @@ def numeric_keys(root: type[Section]) -> frozenset[str]:
 def leaf_fields(root: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted names of all fields of a tree that are not sections, with their types."""
     for name, field in root.model_fields.items():
-        key, *values = get_args(field.annotation) or (None,)
-        if get_origin(field.annotation) is dict and get_origin(key) is Literal:  # a section for each of these names
-            for section_name in get_args(key):
-                yield from leaf_fields(values[0], f"{prefix}{name}.{section_name}.")
-            continue
         kinds = (field.annotation, *get_args(field.annotation))
         sections = [kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, Section)]
         if not sections:

@@ -21,7 +21,6 @@ from ttrain.doctor.data import Data
 from ttrain.doctor.parts import Finding, Learner, with_references
 from ttrain.doctor.sample import StageInputs, gather
 from ttrain.engine.plan import Plan
-from ttrain.engine.planner import section_of
 from ttrain.errors import DataError, UsageError
 from ttrain.tasks import STAGES
 from ttrain.tasks.common import training
