@@ -43,6 +43,12 @@ def type_of(root: Any, key: str) -> Any:
     return kind
 
 
+def takes_numbers(root: Any, key: str) -> bool:
+    """Whether the values of a setting are numbers, and none is true or false."""
+    forms = {*_forms(type_of(root, key))}
+    return not forms.isdisjoint({int, float}) and bool not in forms
+
+
 def read(text: str, kind: Any) -> Any:
     """The value of a text for a setting of this type. Raises InvalidYaml for a wrong list or mapping.
 
