@@ -36,7 +36,7 @@ def run(settings: Settings, job: StageContext) -> Figures:
     def batches(part: str, rows: Rows) -> BatchSource:
         return ReferencedRows(rows, job.inputs["reference"], part) if config.has_reference else rows
 
-    figures = training.fit(config, trained, job, ranks, encoder, task=task, batches=batches)
+    figures = training.fit(config, trained, job, ranks, encoder, training.Objective(task, batches))
     if config.adapter != "none" and ranks.first:
         merge(job.inputs["base"] / "model", job.output)
     ranks.barrier()

@@ -41,7 +41,8 @@ from ttrain.tasks.common.job import StageContext
 from ttrain.train.callbacks import Callback, LogRecord, MetricsFile, StepRecord
 from ttrain.train.distributed import Ranks
 from ttrain.train.periodic_evaluation import TIMED, PeriodicEvaluation, preserve_rng_and_modes
-from ttrain.train.trainer import QUICK, QUICK_ACCURACY, Cadence, TrainerOptions
+from ttrain.train.trainer import QUICK, QUICK_ACCURACY
+from ttrain.train.training_options import Cadence, Speed
 
 SUITE = "tasks:\n  sums: {kind: choices, file: sums.jsonl}\n  documents: {kind: text, row_length: 32, stride: 16}\n"
 PROMPTS = ("The quick", "Grüße an 東京", "🙂 [bold]")
@@ -163,7 +164,7 @@ def _row(messages: Any) -> dict[str, Any]:
 
 
 def train(
-    encoder: Encoder, evaluated: bool, ranks: Ranks = ALONE, how: TrainerOptions = PLAIN, second_head: bool = False,
+    encoder: Encoder, evaluated: bool, ranks: Ranks = ALONE, how: Speed = PLAIN, second_head: bool = False,
     **model: Any,
 ) -> tuple[list[float], dict[str, torch.Tensor], list[LogRecord]]:  # fmt: skip
     """Three steps with dropout: losses, weights, what was told."""
