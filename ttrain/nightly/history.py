@@ -59,7 +59,7 @@ def history(home: Path, name: str | None, most: int = NIGHTS) -> tuple[str, list
 def of_record(night: NightRecord) -> JsonDict:
     """A night as its record tells it, which `models history --json` prints."""
     data, decision = night.data, night.data.get("decision") or {}
-    frozen, tries = data["frozen"], data["tries"]
+    frozen, tries = data["inputs"], data["attempts"]
     files = (file["location"] for listed in frozen["files"].values() for file in listed)
     return {
         "night": night.name,
