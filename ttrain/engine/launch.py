@@ -25,6 +25,7 @@ from ttrain.store import integrity, runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.damaged import DamagedArtifact, set_aside
 from ttrain.store.layout import JOB, Artifact, Artifacts
+from ttrain.store.results import TrainingResult
 from ttrain.tasks import SHARDS, TOKENIZER, Stage
 
 NODE_SECONDS, NODE_POLL_SECONDS = 600.0, 0.2  # how long, and how often, a node polls for what node 0 builds
@@ -316,7 +317,7 @@ def rules_of_rows(settings: Settings, stages: Iterable[Planned], *, packs: bool 
     for name in settings.trainings:
         config: Training = getattr(settings, name)
         trained = artifacts.get(name)
-        values = config.replaced(trained.result.get("by_rule", {})) if trained else config
+        values = config.replaced(TrainingResult.of(trained.result).by_rule) if trained else config
         shards = artifacts.get(SHARDS[TRAINING_STAGES[name].dataset].name)
         tokenizer = artifacts.get(TOKENIZER.name)
         if packs and values.automatic and shards and tokenizer and not (shards.absent or tokenizer.absent):

@@ -24,6 +24,7 @@ from ttrain.store import references, runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.differences import SECOND_HEAD, Ingredients, differences, library_changes
 from ttrain.store.layout import Artifact, Artifacts
+from ttrain.store.results import ShardsResult, TrainingResult
 from ttrain.store.runs import RecordedRun
 from ttrain.tasks import EVALUATE, OF_NIGHTS, SHARDS, STAGES, Stage
 
@@ -210,7 +211,7 @@ def _made_by_rule(stage: Stage, ingredients: Ingredients, store: ArtifactStore) 
         automatic = {f"{stage.name}.{name}": rules.AUTO for name in names}
         key = key_of({**ingredients, "settings": {**ingredients["settings"], **automatic}})
         artifact = store.find(stage.name, key)
-        by_rule = artifact.result.get("by_rule", {}) if artifact else {}
+        by_rule = TrainingResult.of(artifact.result).by_rule if artifact else {}
         if artifact and values == {name: by_rule.get(name) for name in names}:
             return artifact
     return None
@@ -312,8 +313,8 @@ def trained_on(settings: Settings, stages: Iterable[Planned]) -> dict[str, str]:
         if settings.data.uses_python_docs(row.dataset):
             sources = f"{PYTHON_DOCS}, which ships with ttrain"
         shards = planned.get(SHARDS[row.dataset].name)
-        records = shards.artifact.result.get("train", {}).get("rows") if shards and shards.artifact else None
-        found[name] = sources if records is None else f"{sources}: {records:,} {row.rows}"
+        records = ShardsResult.of(shards.artifact.result).train.rows if shards and shards.artifact else 0
+        found[name] = f"{sources}: {records:,} {row.rows}" if records else sources
     return found
 
 

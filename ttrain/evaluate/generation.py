@@ -109,8 +109,8 @@ def run(items: Items[ProblemWithExamples], subject: EvaluatedModel, progress: Pr
     for (problem, _), (_, answer, ended), (_, cut) in zip(items.items, answered, prompts, strict=True):
         parsed, right = judge_answer(answer, problem.final, spec.match)
         rows.append({
-            "question": problem.question, "reference": problem.final, "answer": answer, "extracted": parsed, "match": spec.match,
-            "right": right, "ended": ended, **({"cut": cut} if cut else {}),
+            "question": problem.question, "reference": problem.final, "answer": answer, "extracted": parsed,
+            "match": spec.match, "right": right, "ended": ended, **({"cut": cut} if cut else {}),
         })  # fmt: skip
     figures = [mean(f"accuracy_{spec.match}", (row["right"] for row in rows)), mean("ended", (row["ended"] for row in rows))]
     figures += cut_figure([cut for _, cut in prompts])
