@@ -122,12 +122,6 @@ def test_an_adapter_is_kept_beside_the_whole_model_that_it_is_merged_into(inputs
     assert float((found - expected).abs().max()) < 1e-4 < float((expected - factory.load(base)(ids).logits).abs().max())
 
 
-def test_simpo_and_orpo_need_no_reference(inputs: dict[str, Path], tmp_path: Path) -> None:
-    without = {name: path for name, path in inputs.items() if name != "reference"}
-    for loss in ("simpo", "orpo"):
-        assert tune(tmp_path / loss, without, loss=loss, epochs=0.2)["steps"] > 0
-
-
 def test_both_stages_compute_attention_with_a_mask_where_the_settings_say_so(
     inputs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
