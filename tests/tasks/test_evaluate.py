@@ -108,28 +108,6 @@ def test_the_records_behind_a_figure_give_it_and_bits_per_byte_are_those_of_the_
     assert metrics["bits_per_byte_order0"] == baselines.adaptive_bits("".join(texts).encode(), 0).mean()
 
 
-def test_samples_are_of_the_held_out_rows_with_what_follows_there_unless_prompts_are_set(
-    evaluated: Any, tmp_path: Path
-) -> None:
-    answers = evaluated.result["samples"]
-    prompts = [(sample["prompt"], sample["reference"]) for sample in answers["base"]]
-    for model in ("sft", "lora"):
-        assert [(sample["prompt"], sample["reference"]) for sample in answers[model]] == prompts
-    documents = [record["text"] for record in heldout_records(evaluated.inputs["documents"])]
-    chats = [record["messages"] for record in heldout_records(evaluated.inputs["chats"])]
-    assert len(prompts) == 4
-    for begun, rest in prompts[:2]:
-        assert any(text.startswith(begun + rest) for text in documents)
-    for question, answer in prompts[2:]:
-        asked = [turns for turns in chats if question in [turn["content"] for turn in turns]]
-        assert any(turn["content"].startswith(answer) for turns in asked for turn in turns)
-    settings = evaluated.settings.replaced({"evaluate": {"documents": ("The",), "chats": ()}})
-    inputs = {name: evaluated.inputs[name] for name in ("base", "documents", "chats")}
-    own = run_here(evaluate, settings, tmp_path, inputs, evaluated.settings.runtime)
-    assert [sorted(sample) for sample in own["samples"]["base"]] == [["answer", "prompt"]]
-    assert own["metrics"]["bits_per_byte"] == evaluated.result["metrics"]["bits_per_byte"]
-
-
 def test_an_adapter_that_stayed_with_its_model_is_measured_on_it(evaluated: Any, tmp_path: Path) -> None:
     """The night has another SFT model, of which the adapter knows nothing. Records have the same names whoever is scored, so
     that two evaluations can be paired."""

@@ -17,7 +17,6 @@ from ttrain.data.encoder import Encoder
 from ttrain.data.packing import MixedRows
 from ttrain.data.record_rows import SeparateDocumentRows
 from ttrain.data.shards import Column, ShardSet, write_index, write_shard
-from ttrain.errors import UsageError
 from ttrain.tasks import heldout, new_model, replay, sft
 from ttrain.tasks.common import rows
 from ttrain.tasks.shards import heldout_records, recipe_of
@@ -176,15 +175,3 @@ def test_a_night_reads_each_new_row_once_and_its_exact_share_of_old_ones(nights:
     assert sorted(row for row in read_rows if row < len(new)) == list(range(len(new)))
     old = [row for row in read_rows if row >= len(new)]
     assert len(old) == mixed.epoch - len(new) and len(set(old)) == min(len(old), len(mixed) - len(new))
-
-
-def test_rows_of_a_night_cannot_be_grouped_by_length_and_the_message_speaks_of_no_weights(
-    nights: dict[str, Path], tmp_path: Path
-) -> None:
-    run(nights, tmp_path / "out", 0.25)
-    config = Pretrain(tokens=9000, packing="none", order="length-grouped", tokens_per_step=256, row_length=32)
-    new = SeparateDocumentRows(ShardSet(nights["documents"] / "train"), 32, 0, packed=False)
-    mixed = rows.with_replay(new, tmp_path / "out" / "train", SimpleNamespace(digest="mine", pad_id=0), config)  # type: ignore[arg-type]
-    why = r"pretrain\.order is length-grouped, but the data is mixed with a sample of what was learnt before; "
-    with pytest.raises(UsageError, match=why + r"set pretrain\.order=shuffled, or nightly\.replay=0$"):
-        rows.order_of(config, mixed)

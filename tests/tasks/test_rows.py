@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from support.tiny_data import make_tokenizer, write_shards
 from support.tiny_stages import Home, stage_settings
 
 from ttrain.config import Lora, Pretrain, Sft, Training
-from ttrain.core.files import ProgressWriter, read_json, write_json
+from ttrain.core.files import read_json, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.data.encoder import Encoder
 from ttrain.data.loader import LengthGroupedOrder, ShuffledOrder, WeightedOrder
@@ -26,9 +25,7 @@ from ttrain.data.pair_rows import PairRows
 from ttrain.data.record_rows import ChatRows, DocumentRows, SeparateDocumentRows
 from ttrain.data.shards import Column, write_index, write_shard
 from ttrain.engine import launch
-from ttrain.errors import ArtifactError, DataError, Interrupted, UsageError
-from ttrain.tasks import pretrain
-from ttrain.tasks.common.job import StageContext
+from ttrain.errors import ArtifactError, DataError, UsageError
 from ttrain.tasks.common.rows import open_rows, order_of, validation_batches
 from ttrain.train.schedules import steps_of
 from ttrain.train.trainer import QUICK
@@ -327,27 +324,3 @@ def test_a_stage_validates_or_saves_at_the_ends_of_epochs(tmp_path: Path) -> Non
     assert saved == [f"step-{step:08d}" for step in (ends[1], last)]
     lines = curve(tmp_path / "saves" / "run" / "metrics.jsonl")
     assert logged_steps(lines, QUICK) == logged_steps(lines, "validation_accuracy_quick") != [last]
-
-
-def test_tokens_and_curves_of_rows_that_are_not_packed_are_those_that_were_read(tmp_path: Path) -> None:
-    """Also of a stage that was stopped and continues."""
-    home = Home.make(tmp_path / "home")
-    settings = stage_settings(pretrain={"packing": "none", "tokens": 1500})
-    result = home.pretrain(settings, tmp_path / "straight")
-    asked = itertools.count()
-    context = StageContext(
-        home.paths, {}, {}, tmp_path / "parts", settings.runtime, ProgressWriter(None), lambda: next(asked) > 3
-    )
-    with pytest.raises(Interrupted):
-        pretrain.run(settings, context)
-    again = home.pretrain(settings, tmp_path / "parts")
-    assert 0 < again["resumed_from_step"] < again["steps"] and again["tokens"] == result["tokens"]
-    encoder = Encoder(home.tokenizer.path, fast=False)
-    rows = open_rows(home.documents.path / "train", encoder, settings.pretrain)
-    read = [order_of(settings.pretrain, rows).step_tokens(step) for step in range(result["steps"])]
-    assert result["tokens"] == sum(read) and sum(read[:-1]) < 1500 <= sum(read)
-    for directory in ("straight", "parts"):
-        lines = (tmp_path / directory / "run" / "metrics.jsonl").read_text().splitlines()
-        points = [(line["step"], line["tokens"]) for line in map(json.loads, lines)]
-        assert {step for step, _ in points} == {*range(result["steps"] + 1)}
-        assert all(tokens == sum(read[:step]) for step, tokens in points)
