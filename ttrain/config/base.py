@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import datetime
 from decimal import Decimal
-from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar, cast, get_args
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
@@ -19,7 +18,6 @@ from pydantic import (
     Field,
     PlainSerializer,
     Tag,
-    ValidationError,
     create_model,
     model_validator,
 )
@@ -64,14 +62,6 @@ class Section(BaseModel):
     def _check(self) -> None:
         """Raise ValueError where values of several settings do not go together."""
 
-    def accepts(self, **changes: Any) -> bool:
-        """Whether the section's own rules allow these changes, so that what a message advises is valid."""
-        try:
-            type(self).model_validate({**self.model_dump(), **changes})
-        except ValidationError:
-            return False
-        return True
-
 
 def setting(default: T, description: str, **rules: Any) -> T:
     """A field of a section: its default, what it means, and the rules for its value as `Field` takes them."""
@@ -94,11 +84,9 @@ def with_fields(fields: JsonObject) -> Callable[[type[S]], type[S]]:
 
 
 def as_tuple(value: object) -> object:
-    """Accept one path or a comma-separated list of them as a list; a file whose name has a comma is one path."""
+    """Accept one path or a comma-separated list of them as a list."""
     if value is None:
         return ()
-    if isinstance(value, str) and _exists(value):
-        return (value,)
     if isinstance(value, str):
         return tuple(entry.strip() for entry in value.split(",") if entry.strip())
     return value
@@ -114,13 +102,6 @@ Listed = BeforeValidator(_as_list)
 
 # Names a source of data. JSON, the form of all that is recorded, shown or sent to a server, hides the secrets of its URL.
 Location = Annotated[str, PlainSerializer(redact.url, return_type=str, when_used="json")]
-
-
-def _exists(path: str) -> bool:
-    try:
-        return Path(path).expanduser().exists()
-    except (OSError, RuntimeError):  # a name that is too long; ~ of a user that does not exist
-        return False
 
 
 class Weighted(BaseModel):  # not a Section: of a union with text, pydantic would name a section's check in its messages
