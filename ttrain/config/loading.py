@@ -251,7 +251,12 @@ def _is_known(key: str, root: type[Section]) -> bool:
 
 def _is_open(key: str, root: type[Section]) -> bool:
     """Whether a key is a name within a setting that takes any, which an architecture alone knows."""
-    return any(key.startswith(f"{name}.") for name, kind in leaf_fields(root) if get_origin(kind) is dict)
+    return any(key.startswith(f"{name}.") for name in _open_keys(root))
+
+
+@functools.cache
+def _open_keys(root: type[Section]) -> list[str]:
+    return [name for name, kind in leaf_fields(root) if get_origin(kind) is dict]
 
 
 def _assign(tree: JsonDict, key: str, value: Any) -> JsonObject:
