@@ -41,6 +41,9 @@ def test_a_key_that_yaml_takes_for_a_boolean_is_a_name_in_files_and_on_the_comma
     path.write_text(written, encoding="utf-8")
     assert load([], files=[path], environment={}).settings.notify.on == ("failed",)
     assert load(["notify={on: [kept]}"], environment={}).settings.notify.on == ("kept",)
+    words = settings_file(tmp_path, "runtime: {guards: off, tune: off, compile: off}")
+    runtime = load([], files=[words], environment={}).settings.runtime
+    assert (runtime.guards, runtime.tune, runtime.compile) == ("off", "off", False)
     assert load(["runtime.deterministic=on"], environment={}).settings.runtime.deterministic is True  # a value still is one
 
 
