@@ -184,7 +184,9 @@ def _layers(
     for name in profiles:
         path = configs_directory() / "profiles" / f"{name}.yaml"
         if name not in profile_names():
-            raise UsageError(f"there is no profile '{one_line(name)}'; there are {', '.join(profile_names())}")
+            near = difflib.get_close_matches(name, profile_names(), n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise UsageError(f"there is no profile '{one_line(name)}'; {hint}there are {', '.join(profile_names())}")
         yield f"profile {name}", read_yaml(path)
     yield from files
     for variable in sorted(environment):
