@@ -85,7 +85,6 @@ SIX = tuple(
     Stage(
         f"stage-{n}",
         "ttrain.six_step",
-        config.ExistingModelConfig,
         inputs={"before": ()} if n > 1 else {},
         arguments={"number": str(n)},
     )

@@ -277,10 +277,10 @@ def _is_damage(error: Exception) -> bool:
 
 def _send_pending(settings: Settings, night: NightRecord) -> None:
     """Send the night's pending notification, if there is one."""
-    event: Event | None = night.data.get("untold")
+    event: Event | None = night.data.get("pending_event")
     if event is not None:
         _send(settings, event, night.data["reason"], night.name, night.data.get("decision"))
-        night.note(untold=None)
+        night.note(pending_event=None)
 
 
 def _send(

@@ -41,8 +41,8 @@ def stage_task(planned: Planned, execution: PipelineRun, *, is_limited: bool = F
     sleep cannot be interrupted by a signal.
     """
     stage = planned.stage
-    attempts = execution.settings.runtime.attempts_of(stage.name)
-    retries, first_delay = attempts.retries or 0, attempts.retry_delay_seconds or 0.0
+    runtime = execution.settings.runtime
+    retries, first_delay = runtime.retries, runtime.retry_delay_seconds
 
     def body() -> State[Any]:
         logger = get_run_logger()

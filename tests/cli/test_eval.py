@@ -18,7 +18,7 @@ from support.tracked_stores import client_of
 
 from ttrain.cli.evaluation import default_suite, heldout_of
 from ttrain.cli.main import main
-from ttrain.config import Evaluate, EvaluateConfig, Promotion
+from ttrain.config import Promotion, Settings
 from ttrain.errors import UsageError
 from ttrain.evaluate import baselines
 from ttrain.evaluate.promotion import decide
@@ -201,7 +201,8 @@ def test_results_are_kept_below_the_run_that_made_the_model(
 def evaluated(root: Path, output: Path, **changes: Any) -> dict[str, Any]:
     """What the stage says of the pretrained model."""
     settings = stage_settings()
-    config = EvaluateConfig(evaluate=Evaluate.model_validate({**settings.evaluate.model_dump(), "new_tokens": 2, **changes}))
+    tree = settings.model_dump()
+    config = Settings.model_validate({**tree, "evaluate": {**tree["evaluate"], "new_tokens": 2, **changes}})
     store = ArtifactStore(root / "home")
     output.mkdir(exist_ok=True)
     inputs = {"base": store.latest("pretrain").path, "documents": store.latest("shards-pretrain").path}

@@ -36,7 +36,7 @@ MISTAKES: list[tuple[str, tuple[str, ...]]] = [
     ("sweep sft.epochs=choice(1,2) data.sft=docs.jsonl", ("docs.jsonl:1 is a document", "data.pretrain=docs.jsonl")),
     ("plan data.chats=chats.jsonl", ("'data.chats'", "data.sft=chats.jsonl")),
     ("docs.jsonl", ("`ttrain init docs.jsonl`",)),
-    ("plan -c my.yml", ("cannot read settings from my.yml", "did you mean my.yaml?")),
+    ("plan -c my.yml", ("cannot read settings from my.yml",)),
     ("plan -c tab.yaml", ("tab.yaml is not valid YAML: line 2", "indented with a tab", "with spaces")),
     ("train my.yaml", ("'my.yaml' is a file of settings", "`ttrain pipeline run full -c my.yaml`")),
     ("chat why?", ("'why?' names no model", "echo 'why?' | ttrain chat sft")),

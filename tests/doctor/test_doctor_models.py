@@ -26,6 +26,7 @@ from ttrain.model import adapters, factory, multi_token
 from ttrain.train.checkpoint import WEIGHTS, Checkpoints
 from ttrain.train.checkpoint_format import list_checkpoints
 from ttrain.train.distributed import Ranks
+from ttrain.train.training_options import Cadence
 
 MOE = {"experts": 4, "top_k": 2, "z_loss": 0.001}
 SHARED = {**MOE, "shared_experts": 1, "bias_rate": 0.001}
@@ -169,7 +170,7 @@ def test_a_checkpoint_of_every_architecture_opens_without_ttrain(tmp_path: Path)
         learner = Learner(config, Runtime(device="cpu"), partial(build, name, ""), language, ROWS, FP32)
         trainer_of(
             learner, subject, ROWS, rows_per_step=4, rows_per_device=4, steps=1,
-            checkpoints=checkpoints, save_every=1,
+            checkpoints=checkpoints, cadence=Cadence(checkpoint=1),
         ).fit()  # fmt: skip
         checkpoints.close()
         directories.append(list_checkpoints(place)[-1])

@@ -199,7 +199,7 @@ def test_a_kill_between_any_two_writes_leads_to_the_same_end(before_second: Cli,
     assert outcomes == ["nothing-new", "promoted", "promoted"]
     assert champion(cli) == "2" and nights(cli)[1].data["version"] == "2"
     assert [one.version for one in Registry(cli.home).sets(NAME)] == ["2", "1"]  # nothing is registered twice
-    assert not any(one.data.get("untold") for one in nights(cli))
+    assert not any(one.data.get("pending_event") for one in nights(cli))
 
 
 @pytest.mark.long

@@ -107,7 +107,7 @@ def test_a_stage_s_task_has_its_attempts_with_longer_and_longer_waits_and_no_cac
     from ttrain.config.loading import load
     from ttrain.flows import stage_task as stage
 
-    settings = load([f"runtime.stages.{EVALUATE.name}.retries=3", "runtime.retry_delay_seconds=5"], environment={}).settings
+    settings = load(["runtime.retries=3", "runtime.retry_delay_seconds=5"], environment={}).settings
     waits: list[float] = []
     fails = Mock(side_effect=StageFailed("its process was killed"))
     run: Any = Mock(settings=settings, signum=0, wait=waits.append, run_stage=fails)

@@ -77,8 +77,8 @@ def test_a_night_that_reaches_its_deadline_goes_on_in_the_next_slot_with_the_sam
         assert (result.outcome, result.night) == ("unfinished", "night-000001") and "deadline" in result.reason
         inbox(tmp_path, a="1", later="2")
     [night] = nights.newest_first()
-    assert night.is_open and night.failures == 0 and [one["outcome"] for one in night.data["tries"]] == ["unfinished"] * 2
-    assert {one["reason"] for one in night.data["tries"]} == {"stage pretrain: deadline reached"}
+    assert night.is_open and night.failures == 0 and [one["outcome"] for one in night.data["attempts"]] == ["unfinished"] * 2
+    assert {one["reason"] for one in night.data["attempts"]} == {"stage pretrain: deadline reached"}
     told = " ".join(out.getvalue().split())
     assert told.count("goes on (unfinished: stage pretrain: deadline reached); with the settings that it began with") == 1
     assert planned[0] == planned[1] and planned[0][1]["tokenizer"] is not None
@@ -240,7 +240,7 @@ def test_a_wrong_setting_is_no_failed_try_and_a_retry_of_its_slot_runs(
     assert again.reason.startswith("night-000001 is still refused: model.kind is 'lama'")
     assert "night-000001 is still refused" in (nights.directory / "skipped.jsonl").read_text()
     [night] = nights.newest_first()
-    assert (night.outcome, night.is_open, night.failures, len(night.data["tries"])) == ("refused", True, 0, 3)
+    assert (night.outcome, night.is_open, night.failures, len(night.data["attempts"])) == ("refused", True, 0, 3)
     assert "night-000001 was refused, which does not count as a failed attempt; correct the settings" in out.getvalue()
     frozen, reason = night_plan.choose_inputs(settings, store, nights, night)
     assert frozen is not None
@@ -262,7 +262,7 @@ def test_too_few_rows_are_no_failed_try_and_give_the_list_up(
     again = run_night(settings, store, out, slot=DUE + timedelta(days=1))
     assert again.outcome == "skipped" and "is still refused: pretrain.tokens_per_step is 64000" in again.reason
     for night, files in zip(nights.newest_first(), (2, 2, 1), strict=True):
-        assert (night.outcome, night.is_open, night.failures, len(night.data["tries"])) == ("refused", False, 0, 1)
+        assert (night.outcome, night.is_open, night.failures, len(night.data["attempts"])) == ("refused", False, 0, 1)
         assert len(night.frozen.files["pretrain"]) == files, "the next one reads what came meanwhile"
     assert "was refused, which does not count as a failed attempt; the next night takes these files" in out.getvalue()
 

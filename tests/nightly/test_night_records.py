@@ -194,8 +194,10 @@ def test_being_stopped_or_killed_is_no_failure_and_a_killed_night_is_still_to_be
         night.begin_try(None)
     assert night.failures == 2
     settled = known.settle()
-    assert settled is not None and settled.is_open and (settled.outcome, settled.data["untold"]) == ("crashed", "failed")
-    assert known.settle() is not None and len(next(known.newest_first()).data["tries"]) == 5
+    assert (
+        settled is not None and settled.is_open and (settled.outcome, settled.data["pending_event"]) == ("crashed", "failed")
+    )
+    assert known.settle() is not None and len(next(known.newest_first()).data["attempts"]) == 5
 
 
 # --- one at a time ---

@@ -121,4 +121,7 @@ def test_a_night_killed_anywhere_ends_like_one_that_never_was(
         file.unlink()
     cli(*NIGHT, *SETTINGS)
     assert outcome_of(cli) == never_killed
-    assert [one["outcome"] for one in next(Nights(cli.home, NAME).newest_first()).data["tries"]] == ["crashed", "promoted"]
+    assert [one["outcome"] for one in next(Nights(cli.home, NAME).newest_first()).data["attempts"]] == [
+        "crashed",
+        "promoted",
+    ]

@@ -153,7 +153,7 @@ def files(cli: Cli) -> set[str]:
 
 def documents_of(nights: list[NightRecord]) -> Counter[str]:
     """How many of these nights read each file of documents."""
-    return Counter(file["location"] for night in nights for file in night.data["frozen"]["files"].get("pretrain", ()))
+    return Counter(file["location"] for night in nights for file in night.data["inputs"]["files"].get("pretrain", ()))
 
 
 def assert_none_overlaps(home: Path) -> None:

@@ -99,7 +99,7 @@ def train(
 
     Raises UsageError where an expert or a file is missing, before anything is read, scored or written.
     """
-    from ttrain.config import Gate, GateConfig
+    from ttrain.config import Gate, GateJob
     from ttrain.config.loading import merge, with_types, without_pipeline_settings
     from ttrain.data import existing, locations
     from ttrain.engine.alone import run_alone, split_runtime
@@ -128,7 +128,7 @@ def train(
                 f"row_length is {settings.row_length} but the expert {expert.reference} takes {longest} positions; "
                 f"set row_length={longest} and stride={max(1, longest // 2)}"
             )
-    config = GateConfig(gate=settings, experts=chosen, data=tuple(texts))
+    config = GateJob(gate=settings, experts=chosen, data=tuple(texts))
     why = f"{counted(len(references), 'expert')}, {counted(len(texts), 'file')}, in {out}"
     figures = run_alone(GATE, config.model_dump(mode="json"), runtime, out, why, display)
     return {

@@ -332,16 +332,15 @@ def plan_and_run(
         raise Exit(1)
     from ttrain.flows.run import RunOptions, run_pipeline
     from ttrain.reports.summary import OVERFIT
+    from ttrain.store.results import TrainingResult
 
     execution = run_pipeline(planned, console(), RunOptions(options.engine, labels=labels))
     if command is None:
         changed = sorted(planned.rerun.force)[:1] or [planned.stages[0].stage.name]
         command = RanCommand(["pipeline", "rerun", *changed, "--run", execution.record.run])
-    by_rule = {name: artifact.result.get("by_rule", {}) for name, artifact in execution.artifacts.items()}
-    passes = {name: values["epochs"] for name, values in by_rule.items() if "epochs" in values}
-    overfit = [
-        name for name, artifact in execution.artifacts.items() if OVERFIT in artifact.result.get("guard_warnings", {})
-    ]
+    trained = {name: TrainingResult.of(artifact.result) for name, artifact in execution.artifacts.items()}
+    passes = {name: one.by_rule["epochs"] for name, one in trained.items() if "epochs" in one.by_rule}
+    overfit = [name for name, one in trained.items() if OVERFIT in one.guard_warnings]
     for line in next_steps(command, planned.settings, execution.artifacts, passes, overfit):
         print_escaped(line)
 

@@ -98,35 +98,19 @@ class Model(Section):
                 f"model.rope_factor is {self.rope_factor} but model.rope_type is default, which stretches nothing; "
                 f"set model.rope_type, for example to yarn"
             )
-        self._heads_divide()
-
-    def _heads_divide(self) -> None:
-        """Report all that is wrong with the heads at once, with sizes that are valid together."""
-        problems, head = [], self.hidden_size // self.heads
-        advice: dict[str, int | None] = {}
-        if self.hidden_size % self.heads:
-            problems.append(f"model.hidden_size is {self.hidden_size} but must be a multiple of model.heads {self.heads}")
-        elif self.kind in TURNING_KINDS and "head_dim" not in self.fields and head % 2:
-            problems.append(
-                f"model.hidden_size is {self.hidden_size} and model.heads is {self.heads}, which makes heads of {head}, but "
-                f"{self.kind} turns their numbers in pairs, so that model.hidden_size must be a multiple of {2 * self.heads}"
+        pairs = self.kind in TURNING_KINDS and "head_dim" not in self.fields  # each head turns its numbers in pairs
+        multiple = 2 * self.heads if pairs else self.heads
+        if self.hidden_size % multiple:
+            size = -(-self.hidden_size // (2 * self.heads)) * 2 * self.heads
+            raise ValueError(
+                f"model.hidden_size is {self.hidden_size} but must be a multiple of {multiple}, as model.heads {self.heads} "
+                f"makes heads of {self.hidden_size / self.heads:.4g}; try model.hidden_size={size}"
             )
-        if problems or self.kind not in TURNING_KINDS:
-            advice["hidden_size"] = self.next_hidden_size()
         if self.heads % (self.kv_heads or self.heads):
-            problems.append(f"model.kv_heads is {self.kv_heads} but must divide model.heads {self.heads}")
-            advice["kv_heads"] = math.gcd(self.heads, self.kv_heads or 1) if self.kind in TURNING_KINDS else None
-        if problems:
-            raise ValueError(f"{'; '.join(problems)}; {self.with_other_sizes(advice)}")
-
-    def with_other_sizes(self, sizes: Mapping[str, int | None]) -> str:
-        """The advice to set the sizes that differ, as a command takes them; None is for as many `kv_heads` as `heads`."""
-        changes = [(name, size) for name, size in sizes.items() if size != getattr(self, name)]
-        return "try " + " ".join(f"model.{name}={'null' if size is None else size}" for name, size in changes)
-
-    def next_hidden_size(self) -> int:
-        """The next width whose heads have an even number of dimensions, which every kind takes."""
-        return -(-self.hidden_size // (2 * self.heads)) * 2 * self.heads
+            raise ValueError(
+                f"model.kv_heads is {self.kv_heads} but must divide model.heads {self.heads}; "
+                f"try model.kv_heads={math.gcd(self.heads, self.kv_heads or 1)}"
+            )
 
 
 # The name is the number of parameters of a qwen3 with tied embeddings and this vocabulary (GPT-2's from 124m on, whose

@@ -30,6 +30,7 @@ from ttrain.core.text import first_of
 from ttrain.data.packing import IGNORE, Array, Batch
 from ttrain.doctor.parts import (
     DROPOUT,
+    NEVER,
     Finding,
     InMemoryRows,
     Learner,
@@ -46,7 +47,7 @@ from ttrain.train.distributed import Ranks, full_tensor
 from ttrain.train.precision import Precision
 from ttrain.train.step_figures import NonFinite
 from ttrain.train.trainer import Trainer
-from ttrain.train.training_options import Origin
+from ttrain.train.training_options import Cadence, Origin
 
 Tensors = Mapping[str, Tensor]
 Arrays = dict[str, npt.NDArray[np.float32]]
@@ -211,7 +212,7 @@ def resume(learner: Learner) -> Finding:
             weights_file=subject.weights_file,
             keep=STEPS,
         )
-        first = make(subject, callbacks=[straight], checkpoints=checkpoints, save_every=half)
+        first = make(subject, callbacks=[straight], checkpoints=checkpoints, cadence=Cadence(log=NEVER, checkpoint=half))
         first.fit()
         checkpoints.close()
         snapshot = read(list_checkpoints(directory)[0], subject.weights_file)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 import transformers
 
-from ttrain.config import Section, Training
+from ttrain.config import Settings, Training
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.core.files import temporary_directory
 from ttrain.core.text import first_line
@@ -21,7 +21,6 @@ from ttrain.doctor.data import Data
 from ttrain.doctor.parts import Finding, Learner, with_references
 from ttrain.doctor.sample import StageInputs, gather
 from ttrain.engine.plan import Plan
-from ttrain.engine.planner import section_of
 from ttrain.errors import DataError, UsageError
 from ttrain.tasks import STAGES
 from ttrain.tasks.common import training
@@ -123,7 +122,7 @@ def prepare(stage: str, plan: Plan, directory: Path) -> tuple[Learner, Data, Seq
     learner = Learner(
         config,
         settings.runtime,
-        build=partial(subject, stage, section_of(STAGES[stage], settings), inputs),
+        build=partial(subject, stage, Settings.rebuilt(STAGES[stage].part_of(settings)), inputs),
         task=getattr(import_module(STAGES[stage].module), "task_of", training.task_of),
         rows=rows,
         precision=precision.resolve_precision(config.precision, device),
@@ -138,12 +137,12 @@ def prepare(stage: str, plan: Plan, directory: Path) -> tuple[Learner, Data, Seq
     return learner, read, inputs.made
 
 
-def subject(stage: str, config: Section, inputs: StageInputs) -> training.TrainableModel:
+def subject(stage: str, settings: Settings, inputs: StageInputs) -> training.TrainableModel:
     """The stage's model before its first step; the same weights every time."""
     transformers.utils.logging.disable_progress_bar()
     encoder = Encoder(inputs.paths["tokenizer"], fast=False)
     module: Any = import_module(STAGES[stage].module)
-    return cast("training.TrainableModel", module.prepare(config, inputs.paths, encoder))
+    return cast("training.TrainableModel", module.prepare(settings, inputs.paths, encoder))
 
 
 def run_checks(checks: Checks[Subject], examined: Subject) -> Iterator[tuple[str, Finding]]:

@@ -15,7 +15,7 @@ from ttrain.config.training import NONE, TRAINING_STAGES, TRAININGS
 from ttrain.core.files import ProgressWriter
 from ttrain.data import locations, records
 from ttrain.engine.input_files import EXISTING, TRAIN, data_files
-from ttrain.engine.planner import no_stage, section_of
+from ttrain.engine.planner import no_stage
 from ttrain.store.layout import Artifact
 from ttrain.tasks import EXISTING_MODEL, NEW_MODEL, SHARDS, SOURCE, TOKENIZER, Stage
 from ttrain.tasks.common.job import StageContext
@@ -110,7 +110,7 @@ class Maker:
             lambda: False,
             groups={TRAIN: [0]},
         )
-        import_module(stage.module).run(section_of(stage, settings), job)
+        import_module(stage.module).run(Settings.rebuilt(stage.part_of(settings)), job)
         self.made.append(stage.name)
         return output
 

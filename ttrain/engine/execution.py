@@ -24,6 +24,7 @@ from ttrain.engine.stop_request import SIGNALLED, StopRequest
 from ttrain.errors import Interrupted, NothingNew, TooFewRows, TTrainError, with_fix
 from ttrain.reports import summary
 from ttrain.store.layout import TRACKED, Artifact
+from ttrain.store.results import TrainingResult
 from ttrain.store.runs import BUILT, NOTHING_NEW, RunLog, RunRecord
 from ttrain.tasks import STAGES, Stage
 
@@ -322,7 +323,7 @@ class StageWatcher(DisplayObserver):
             path=str(artifact.path),
             log=str(artifact.path / "run" / "log.txt"),
             metric=figures,
-            resumed_from_step=artifact.result.get("resumed_from_step"),
+            resumed_from_step=TrainingResult.of(artifact.result).resumed_from_step,
         )
         if outcome.state in BUILT and run.registers:
             run.models.register(artifact)

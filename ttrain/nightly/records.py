@@ -114,7 +114,7 @@ class NightRecord:
     @property
     def frozen(self) -> InputSnapshot:
         """The night's inputs."""
-        return _SNAPSHOT.validate_python(self.data["frozen"])
+        return _SNAPSHOT.validate_python(self.data["inputs"])
 
     @property
     def left_out(self) -> list[FileEntry]:
@@ -150,23 +150,23 @@ class NightRecord:
     @property
     def last_try(self) -> Mapping[str, Any]:
         """{"began": seconds since the epoch, "slot": the same or None, "outcome": ..., "run": ..., "process": ...}."""
-        return dict(self.data["tries"][-1])
+        return dict(self.data["attempts"][-1])
 
     @property
     def ended(self) -> Mapping[str, Any] | None:
         """The last try that came to an end, but for those killed before their run began; None where none did."""
-        tries = (one for one in reversed(self.data["tries"]) if one["outcome"] != "crashed" or one.get("run"))
+        tries = (one for one in reversed(self.data["attempts"]) if one["outcome"] != "crashed" or one.get("run"))
         return next((attempt for attempt in tries if attempt["outcome"] != "running"), None)
 
     @property
     def failures(self) -> int:
         """How often it failed by itself; being killed or stopped, or refused for a wrong setting, does not count."""
-        return sum(attempt["outcome"] == FAILED for attempt in self.data["tries"])
+        return sum(attempt["outcome"] == FAILED for attempt in self.data["attempts"])
 
     @property
     def crashes_in_a_row(self) -> int:
         """How often it was killed since its last other outcome; the try in progress does not count."""
-        outcomes = [attempt["outcome"] for attempt in self.data["tries"] if attempt["outcome"] != "running"]
+        outcomes = [attempt["outcome"] for attempt in self.data["attempts"] if attempt["outcome"] != "running"]
         return next((n for n, outcome in enumerate(reversed(outcomes)) if outcome != "crashed"), len(outcomes))
 
     def as_it_is_now(self) -> NightRecord:
@@ -180,7 +180,7 @@ class NightRecord:
 
     def digests(self) -> set[str]:
         """Digests of the files that the night reads."""
-        return {file["sha256"] for files in self.data["frozen"]["files"].values() for file in files}
+        return {file["sha256"] for files in self.data["inputs"]["files"].values() for file in files}
 
     def begin_try(self, slot: datetime | None) -> None:
         """Record that this process starts a try now."""
@@ -189,7 +189,7 @@ class NightRecord:
 
     def add_try(self, slot: datetime | None) -> None:
         """Add a try without writing the record."""
-        self.data["tries"].append({
+        self.data["attempts"].append({
             "began": time.time(),
             "slot": slot.timestamp() if slot else None,
             "outcome": "running",
@@ -203,13 +203,13 @@ class NightRecord:
         """
         none: dict[str, Any] = {"files": {}, "shards": {}}
         if replace(frozen, **none) != replace(self.frozen, **none):
-            self.data["first_try"] = len(self.data["tries"]) - 1
-        self.note(frozen=frozen.to_json())
+            self.data["first_attempt"] = len(self.data["attempts"]) - 1
+        self.note(inputs=frozen.to_json())
 
     @property
     def tries_with_inputs(self) -> list[Mapping[str, Any]]:
         """The tries with the present inputs, the newest first, which may have made some of their stages."""
-        return list(reversed(self.data["tries"][self.data.get("first_try", 0) :]))
+        return list(reversed(self.data["attempts"][self.data.get("first_attempt", 0) :]))
 
     def leave_out(self, files: Iterable[FileEntry], reason: str, settings: Settings) -> None:
         """Record files that the stages found damaged under these settings."""
@@ -219,8 +219,8 @@ class NightRecord:
 
     def end_try(self, outcome: str, reason: str, *, closed: bool, event: str | None = None) -> None:
         """Record the try's outcome; a night that is not closed continues at the next slot. `event`: what to notify of."""
-        self.data["tries"][-1] |= {"outcome": outcome, "reason": reason, "ended": time.time()}
-        self.note(outcome=outcome, reason=reason, state="closed" if closed else "open", untold=event)
+        self.data["attempts"][-1] |= {"outcome": outcome, "reason": reason, "ended": time.time()}
+        self.note(outcome=outcome, reason=reason, state="closed" if closed else "open", pending_event=event)
 
     def note(self, **values: Any) -> None:
         """Set fields of the night and write the record."""
@@ -229,7 +229,7 @@ class NightRecord:
 
     def note_try(self, **values: Any) -> None:
         """Set fields of the try in progress, such as its run, and write the record."""
-        self.data["tries"][-1] |= values
+        self.data["attempts"][-1] |= values
         self.note()
 
 
@@ -306,15 +306,15 @@ class Nights:
         """The next night's record, not written yet; it replaces no file, also none that cannot be read."""
         used = [path.stem.removeprefix("night-") for path in self.directory.glob("night-*.json")]
         number = max((int(text) for text in used if text.isdecimal()), default=0) + 1
-        data = {"state": "open", "outcome": "running", "reason": "", "frozen": frozen.to_json(), "tries": []}
+        data = {"state": "open", "outcome": "running", "reason": "", "inputs": frozen.to_json(), "attempts": []}
         return NightRecord(self.directory / f"night-{number:06}.json", data)
 
     def add_empty(self, outcome: str, slot: datetime | None, reason: str, event: str | None = None) -> NightRecord:
         """Record a night without inputs: no file was new, or listing failed. Several in a row share one record."""
         newest = self.newest()
-        if newest is None or newest.outcome != outcome or newest.data["frozen"]["files"]:
+        if newest is None or newest.outcome != outcome or newest.data["inputs"]["files"]:
             newest = self._next(InputSnapshot({}, {}))
-        newest.data |= {"state": "closed", "tries": []}
+        newest.data |= {"state": "closed", "attempts": []}
         newest.add_try(slot)  # one write: if killed between two, it would continue as a night without list and settings
         newest.end_try(outcome, reason, closed=True, event=event)
         return newest

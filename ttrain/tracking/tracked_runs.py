@@ -26,6 +26,7 @@ from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import JOB, TRACKED, Artifact
 from ttrain.store.registry import ModelSet, Registry, Version
+from ttrain.store.results import TrainingResult
 from ttrain.store.run_evaluations import RunEvaluation, evaluations_of
 from ttrain.store.run_views import decision_metrics
 from ttrain.tasks import STAGES
@@ -317,7 +318,7 @@ def _result_params(artifact: Artifact | None) -> dict[str, object]:
     each would be a chart of one point, and MLflow would show these charts before the curves."""
     if artifact is None:
         return {}
-    groups = enumerate(artifact.result.get("optimizer_groups", ()))
+    groups = enumerate(TrainingResult.of(artifact.result).optimizer_groups)
     params = {f"optim.groups.{number}.{name}": value for number, group in groups for name, value in group.items()}
     result = {name: value for name, value in artifact.result.items() if name != "samples"}
     figures = {f"result.{name}": value for name, value in flatten(result) if isinstance(value, int | float)}
