@@ -92,9 +92,3 @@ def test_most_rows_being_bad_is_told_with_the_first_place_unless_so_many_may_be(
     first_rows.check("data.sft", "chats", [path], Reading(rejected_fraction=0.8))
     good = written(tmp_path / "b.jsonl", *[CHAT] * 3)
     first_rows.check("data.sft", "chats", [path, good], Reading())
-
-
-def test_packed_files_are_looked_into_and_remote_ones_are_not(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(gzip.compress(json.dumps(CHAT).encode()))
-    assert "is a chat" in refused("data.pretrain", "documents", "https://nowhere.invalid/a.jsonl", str(path))
