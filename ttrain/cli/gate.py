@@ -19,7 +19,6 @@ from ttrain.store.layout import home
 from ttrain.store.model_files import Reference
 
 if TYPE_CHECKING:
-    from ttrain.config import Expert
     from ttrain.config.loading import Override
     from ttrain.engine.progress_display import Display
 
@@ -127,7 +126,7 @@ def train(
     texts = locations.expand(data, "--data") if data else heldout_files(references)
     config = GateConfig(
         gate=settings,
-        experts=check_distinct([gate_files.expert_of(reference) for reference in references]),
+        experts=tuple(map(gate_files.expert_of, references)),
         data=tuple(texts),
         allow=tuple(allow),
     )
@@ -154,19 +153,6 @@ def expert_names(experts: Sequence[str]) -> list[str]:
     if len(names) < 2:
         raise UsageError(f"--experts names {', '.join(names) or 'none'}, but a gate picks one of at least two")
     return names
-
-
-def check_distinct(experts: Sequence[Expert]) -> tuple[Expert, ...]:
-    """Return the experts as a tuple. Raises UsageError if two of them have the same weights."""
-    from ttrain.inference import gate_files
-
-    reference_by_digest: dict[str, str] = {}
-    for expert in experts:
-        digest = gate_files.digest(expert)
-        if digest in reference_by_digest:
-            raise UsageError(f"--experts names the same weights twice: {reference_by_digest[digest]} and {expert.reference}")
-        reference_by_digest[digest] = expert.reference
-    return tuple(experts)
 
 
 def heldout_files(experts: Sequence[Reference]) -> list[str]:

@@ -25,7 +25,6 @@ def init(
     force: Annotated[bool, option("overwrite it", "--force")] = False,
 ) -> Output:
     """Write a file of settings for your own data: files of documents, chats and pairs are told by their rows."""
-    from ttrain.config.loading import load
     from ttrain.data import locations, starter
 
     found = locations.expand(files, "FILES") if files else starter.files_in(Path())
@@ -42,7 +41,6 @@ def init(
         )
     text = starter.render(datasets, starter.run_name(Path.cwd()), shlex.quote(str(out)))
     write_output(out, text)
-    load(files=[out])
     next_command = f"ttrain pipeline run full -c {shlex.quote(str(out))}"
     value = {"path": str(out), "data": datasets, "left_out": left_out, "next": next_command}
     rows = [(file, f"data.{dataset}") for dataset, names in datasets.items() for file in names]
