@@ -48,7 +48,7 @@ def gate_train(
     ] = None,
     data: Annotated[
         list[str] | None,
-        option("records, as for `ttrain data shard`; without it, those held out from the experts' own data"),
+        option("records, as for `ttrain data check`; without it, those held out from the experts' own data"),
     ] = None,
     config: Files = None,
     allow: Allow = None,

@@ -45,8 +45,6 @@ def init(
     value = {"path": str(out), "data": datasets, "left_out": left_out, "next": next_command}
     rows = [(file, f"data.{dataset}") for dataset, names in datasets.items() for file in names]
     lines = [f"left out: {file}: {reason}" for file, reason in left_out.items()]
-    if len(datasets.get("sft", [])) > 1:
-        lines.append("all chats are in data.sft; move those of one domain to data.lora for an adapter")
     if "pretrain" not in datasets:
         lines.append("there are no documents; without data.pretrain, set sft.start_from to a model of yours")
     lines.append(f"wrote {out}; next: {next_command.replace(' run ', ' plan ')}, then {next_command}")

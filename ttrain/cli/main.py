@@ -123,8 +123,15 @@ def stage_run(
     settings, forced = settings_options.load().settings, [stage] if force else []
     planned = restart.plan("full", settings, only_of=stage, force=forced, extend=extend)
     artifact, state = run_one_stage(stage, planned, console(stderr=as_json), track)
-    value = {"stage": stage, "state": state, "key": artifact.key, "path": artifact.path}
-    return Output({**value, "result": artifact.result})
+    return Output(
+        {
+            "stage": stage,
+            "state": state,
+            "key": artifact.key,
+            "path": artifact.path,
+            "result": artifact.result,
+        }
+    )
 
 
 @command(stage_app, "Example:  ttrain stage list")

@@ -47,7 +47,6 @@ def models_list(
 ) -> Output:
     """List the sets, the newest first: aliases, metric, run, and the promotion decision."""
     from ttrain.config.training import BITS_PER_BYTE
-    from ttrain.store.registry import CHAMPION
     from ttrain.tracking.registered import take_over_champions
 
     metric = metric or BITS_PER_BYTE.name
@@ -57,11 +56,7 @@ def models_list(
         hint = "no sets of models are registered yet; `ttrain pipeline run full` registers one"
         return Output(values, [hint])
     header = ("set", "aliases", metric, "models", "run", "registered", "decision")
-    shown: list[str | Table] = [Table(header, [_row(model_set, metric) for model_set in model_sets])]
-    if not any(CHAMPION in model_set.aliases for model_set in model_sets):
-        newest = model_sets[0]
-        shown.append(f"there is no champion; to choose one: ttrain models promote {newest.version} --name {newest.name}")
-    return Output(values, shown)
+    return Output(values, [Table(header, [_row(model_set, metric) for model_set in model_sets])])
 
 
 def _row(model_set: ModelSet, metric: str) -> tuple[str, ...]:

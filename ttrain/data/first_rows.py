@@ -60,18 +60,6 @@ def kind_of_file(location: str, reading: Reading) -> Kind | None:
     return kind_of(read(location, reading, with_parquet=True))
 
 
-def kind_of_files(files: Sequence[str], reading: Reading) -> Kind:
-    """The kind of all files. Raises UsageError if they differ."""
-    by_kind: dict[Kind, str] = {}
-    for location in files:
-        if kind := kind_of_file(location, reading):
-            by_kind.setdefault(kind, location)
-    if len(by_kind) > 1:
-        (first, first_file), (second, second_file) = sorted(by_kind.items())[:2]
-        raise UsageError(f"{first_file} holds {first} but {second_file} {second}; shard them apart, or set --kind")
-    return next(iter(by_kind), "documents")
-
-
 def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> None:
     """Raise UsageError for a file that cannot be what its setting needs: by its format, or since all its first rows have
     keys of something else; and where most of the first rows of all files are bad. Fewer are counted where they are read."""
