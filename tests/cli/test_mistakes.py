@@ -10,11 +10,11 @@ from support.data_commands import Run
 
 # (what is typed, the parts of the answer). Files are those of `folder`.
 MISTAKES: list[tuple[str, tuple[str, ...]]] = [
-    ("sft", ("'ttrain sft'", "`ttrain stage run sft`", "`ttrain pipeline run full -c my.yaml --until sft`")),
+    ("sft", ("'ttrain sft'", "`ttrain stage run sft -c my.yaml`", "`ttrain pipeline run full -c my.yaml --until sft`")),
     ("evaluate sft", ("'ttrain evaluate'", "`ttrain eval`")),
     ("sft.epochs=2", ("`ttrain pipeline run full -c my.yaml sft.epochs=2`",)),
     ("run my.yaml", ("'my.yaml'", "-c my.yaml")),
-    ("run sft", ("'sft'", "`ttrain stage run sft`")),
+    ("run sft", ("'sft'", "`ttrain stage run sft -c my.yaml`")),
     ("run --learning-rate 2e-4", ("--learning-rate", "pretrain.optim.lr=2e-4")),
     ("run sft.epochs 2", ("'sft.epochs'", "write key=value without spaces")),
     ("run learning_rate=2e-4", ("'learning_rate'", "'sft.optim.lr'", "pretrain.optim.lr=2e-4")),

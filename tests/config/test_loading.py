@@ -282,7 +282,7 @@ def test_config_show_prints_every_value_with_its_source(tmp_path: Path, monkeypa
     assert [line.partition(":")[0] for line in lines] == known_keys()
     shown = json.loads(runner.invoke(app, ["config", "show", "--json", "--profile", "small"]).stdout)
     assert shown["name"] == {"value": "small", "source": "profile small"} and set(shown) == set(known_keys())
-    schema = json.loads(runner.invoke(app, ["config", "schema"]).stdout)
+    schema = json.loads(runner.invoke(app, ["config", "show", "--schema", "--json"]).stdout)
     assert set(schema["properties"]) == set(Settings.model_fields) and schema["additionalProperties"] is False
 
 

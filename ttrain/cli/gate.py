@@ -48,7 +48,7 @@ def gate_train(
     ] = None,
     data: Annotated[
         list[str] | None,
-        option("records, as for `ttrain data shard`; without it, those held out from the experts' own data"),
+        option("records, as for `ttrain data check`; without it, those held out from the experts' own data"),
     ] = None,
     config: Files = None,
     as_json: AsJson = False,
@@ -119,8 +119,6 @@ def train(
     references = resolve_all(names)
     texts = locations.expand(data, "--data") if data else heldout_files(references)
     chosen = tuple(map(gate_files.expert_of, references))
-    if len(set(map(gate_files.digest, chosen))) < len(chosen):
-        raise UsageError(f"--experts names the same weights twice: {', '.join(names)}; name different models")
     for expert in chosen:
         longest = existing.max_length({"config": [Path(expert.model) / existing.CONFIG]})
         if longest is not None and settings.row_length > longest:

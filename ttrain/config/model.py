@@ -54,7 +54,7 @@ class MultiToken(Section):
 class Model(Section):
     """A Hugging Face architecture, by its sizes."""
 
-    preset: str | None = setting(None, "sizes by name, see `ttrain models size`; settings beside win", exclude=True)
+    preset: str | None = setting(None, "sizes by name, see docs/models.md; settings beside win", exclude=True)
     kind: str = setting("qwen3", "qwen3, llama, moyun, tinyseek, or the model_type of any causal architecture")
     hidden_size: int = setting(128, "width of the hidden states", ge=8)
     layers: int = setting(4, "transformer blocks", ge=1)
@@ -113,20 +113,20 @@ class Model(Section):
             )
 
 
-# The name is the number of parameters of a qwen3 with tied embeddings and this vocabulary (GPT-2's from 124m on, whose
+# The name is the number of parameters of a qwen3 with tied embeddings and the vocabulary beside (GPT-2's from 124m on, whose
 # shapes 124m and 350m are). From 500m on a key is shared by several heads, which costs little and makes the cache smaller.
 COLUMNS = ("hidden_size", "layers", "heads", "kv_heads", "max_length")
 
-_TABLE: dict[str, tuple[int, tuple[int, int, int, int | None, int]]] = {
-    "1m": (2_048, (128, 4, 2, None, 1024)),
-    "5m": (4_096, (256, 5, 4, None, 1024)),
-    "10m": (8_192, (320, 6, 5, None, 1024)),
-    "25m": (8_192, (448, 9, 7, None, 2048)),
-    "50m": (16_384, (512, 13, 8, None, 2048)),
-    "124m": (50_257, (768, 12, 12, None, 2048)),
-    "350m": (50_257, (1024, 24, 16, None, 2048)),
-    "500m": (50_257, (1280, 25, 20, 5, 4096)),
-    "1b": (50_257, (2048, 20, 16, 4, 4096)),
+_TABLE: dict[str, tuple[int, int, int, int | None, int]] = {
+    "1m": (128, 4, 2, None, 1024),  # 2,048
+    "5m": (256, 5, 4, None, 1024),  # 4,096
+    "10m": (320, 6, 5, None, 1024),  # 8,192
+    "25m": (448, 9, 7, None, 2048),  # 8,192
+    "50m": (512, 13, 8, None, 2048),  # 16,384
+    "124m": (768, 12, 12, None, 2048),  # 50,257
+    "350m": (1024, 24, 16, None, 2048),  # 50,257
+    "500m": (1280, 25, 20, 5, 4096),  # 50,257
+    "1b": (2048, 20, 16, 4, 4096),  # 50,257
 }
 
 
@@ -135,20 +135,15 @@ def names() -> list[str]:
     return list(_TABLE)
 
 
-def vocab_size_of(name: object) -> int:
-    """The vocabulary that the preset's name was counted with. Raises UsageError for a name that does not exist."""
-    return _preset_of(name)[0]
-
-
 def sizes_of(name: object) -> dict[str, Any]:
     """Settings of `model` that a preset stands for, without `model.`. Raises UsageError for a name that does not exist.
 
     The widths that follow from others are set back to empty, so that a weaker layer's do not stay beside the new sizes.
     """
-    return {**dict(zip(COLUMNS, _preset_of(name)[1], strict=True)), "intermediate_size": None, "tie_embeddings": True}
+    return {**dict(zip(COLUMNS, _preset_of(name), strict=True)), "intermediate_size": None, "tie_embeddings": True}
 
 
-def _preset_of(name: object) -> tuple[int, tuple[int, int, int, int | None, int]]:
+def _preset_of(name: object) -> tuple[int, int, int, int | None, int]:
     if not isinstance(name, str) or name.lower() not in _TABLE:
         raise UsageError(f"model.preset is {shown(name)} but must be one of: {', '.join(_TABLE)}")
     return _TABLE[name.lower()]

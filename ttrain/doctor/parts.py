@@ -57,7 +57,7 @@ class Learner:
     build         makes the model; the same weights every time
     is_trained    whether the base is a trained model, not one of random weights
     steps         of the long run
-    home          where the run will write, with `unmade_bytes` of shards
+    home          where the run will write
     trainer       makes a Trainer of the arguments of one
     """
 
@@ -70,7 +70,6 @@ class Learner:
     is_trained: bool = False
     steps: int = 1
     home: Path = Path()
-    unmade_bytes: float = 0.0
     trainer: Callable[..., Trainer] = Trainer
 
     def changed(self, **settings: Any) -> Learner:
