@@ -46,7 +46,6 @@ from ttrain.core.machine import VERSION
 from ttrain.core.signals import handling_signals
 from ttrain.core.terminal import escaped, guard_streams, outlast_output, show_warnings
 from ttrain.core.text import timed_lines
-from ttrain.engine.artifact_commands import store_of
 from ttrain.errors import Interrupted, TTrainError, UsageError
 from ttrain.flows import deploy, engine, servers
 from ttrain.flows.deploy import Schedule
@@ -55,6 +54,7 @@ from ttrain.lineage.names import base_of
 from ttrain.store import server_records
 from ttrain.store.layout import usable_home
 from ttrain.store.runs import this_process
+from ttrain.tracking.artifact_source import store_of
 
 LOOK_SECONDS = 5.0  # between two looks for what is due, and for schedules that changed
 RUNS_AT_ONCE = 4  # one of them trains; a slot that comes meanwhile needs seconds to see that
