@@ -21,8 +21,8 @@ from ttrain.engine.graph import Graph, Planned, Rerun, Selection
 from ttrain.engine.plan import Plan
 from ttrain.engine.planner import plan
 from ttrain.errors import TooFewRows, UsageError
+from ttrain.flows.engine import RunOptions, run_pipeline
 from ttrain.flows.full import full
-from ttrain.flows.run import RunOptions, run_pipeline
 from ttrain.store import runs
 from ttrain.tasks import EVALUATE, PRETRAIN, SFT, SHARDS_PRETRAIN, TOKENIZER
 from ttrain.tasks import SHARDS as SHARDS_SETS

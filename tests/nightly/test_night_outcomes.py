@@ -16,9 +16,9 @@ from support.recorded_homes import NONE_SUCH
 
 from ttrain.config import Settings
 from ttrain.data import streams
-from ttrain.engine.labels import NO_LABELS
 from ttrain.errors import CannotRead, DataError, Interrupted, NothingNew, StageFailed, TooFewRows, UsageError
 from ttrain.flows import night_plan, nightly
+from ttrain.flows.engine import RunOptions
 from ttrain.nightly import records
 from ttrain.nightly.records import Champion, Nights
 from ttrain.store.artifacts import ArtifactStore
@@ -269,8 +269,6 @@ def test_too_few_rows_are_no_failed_try_and_give_the_list_up(
 
 def test_a_file_s_name_is_nothing_that_a_terminal_obeys(store: ArtifactStore, known: Nights) -> None:
     out = io.StringIO()
-    running = nightly.NightRun(
-        Settings(), store, Console(file=out), known, None, engine="none", in_flow=False, labels=NO_LABELS
-    )
+    running = nightly.NightRun(Settings(), store, Console(file=out), known, None, RunOptions("none"))
     running.say("1 new: a\x1b[2J[red].jsonl")
     assert out.getvalue() == "1 new: a\\x1b[2J[red].jsonl\n"

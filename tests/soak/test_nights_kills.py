@@ -20,11 +20,10 @@ import psutil
 import pytest
 from support.nights import NAME, add_documents, assert_registered_once
 from support.pipeline_home import Cli, write_corpus
-from support.served import Served, flow_runs, processes_of, slot
+from support.served import FINAL_STATES, Served, flow_runs, processes_of, slot
 from support.waiting import wait_until
 
 from ttrain.engine.stage_worker import PROCESS_NAME
-from ttrain.flows.flow_runs import FINAL_STATES
 from ttrain.nightly.records import COMPLETED, NOTHING_NEW, NightRecord, Nights
 from ttrain.store import server_records
 

@@ -293,7 +293,7 @@ def plan_and_run(
     if asks and not confirm("run it?", default=False):
         print("nothing was run; --yes runs it without asking")
         raise Exit(1)
-    from ttrain.flows.run import RunOptions, run_pipeline
+    from ttrain.flows.engine import RunOptions, run_pipeline
     from ttrain.reports.summary import OVERFIT
     from ttrain.store.results import TrainingResult
 

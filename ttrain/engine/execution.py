@@ -238,10 +238,6 @@ class PipelineRun(StopRequest):
             self.tracker.finish()
         self.store.cache.save()
 
-    def page_of(self, stage: str | None = None) -> str | None:
-        """URL of the run where it is tracked, or of a stage's; None if no server displays it."""
-        return self.tracker.page(stage) if self.tracker else None
-
     def register_set(self) -> None:
         """Register the models of this run as one set, which can become champion; a run that left a stage out has none."""
         if self.registers and {"tokenizer", "evaluate", *self.settings.trainings} <= set(self.artifacts):
