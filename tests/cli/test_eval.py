@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.recorded_homes import make_run
 from support.shard_sets import write_lines
 from support.tiny_models import write_model
 from support.tiny_stages import Home, run_here, stage_settings
-from support.tracked_stores import client_of
 
 from ttrain.cli.evaluation import default_suite, heldout_of
 from ttrain.cli.main import main
-from ttrain.config import Evaluate, EvaluateConfig, Promotion
+from ttrain.config import Promotion, Settings
 from ttrain.errors import UsageError
 from ttrain.evaluate import baselines
 from ttrain.evaluate.promotion import decide
@@ -79,7 +76,7 @@ def test_two_models_stand_side_by_side_on_the_same_items(here: Path, capsys: pyt
     assert [(row["file"], row["line"]) for row in task["left_out_rows"]] == [
         (str(here / "words.jsonl"), line) for line in (9, 10)
     ]
-    assert len(told["notes"]) == 1 and told["notes"][0].startswith("words: 2 rows left out")
+    assert [note.partition(":")[0] for note in told["notes"]] == ["words", "words"]
     assert {name: one["key"] for name, one in told["identities"].items()} == {"pretrain": "3" * 64, "./other": None}
     first, second = (task["models"][name]["figures"]["accuracy"] for name in told["models"])
     for figure in (first, second):
@@ -96,8 +93,8 @@ def test_the_table_says_what_was_left_out_and_what_the_items_can_show(
 ) -> None:
     text = said(capsys, "pretrain", "pretrain", "--choices", "words.jsonl")
     assert text.startswith(f"pretrain = full-1:pretrain, {'3' * 12}\n")
-    places = "fewer than two choices (1: words.jsonl:9), answer is out of range (1: words.jsonl:10)"
-    assert f"words: 2 rows left out: {places}" in text
+    for reason, line in (("fewer than two choices", 9), ("answer is out of range", 10)):
+        assert f"words: 1 row left out: {reason} ({here / 'words.jsonl'}:{line})" in text
     assert "pretrain (1) - pretrain (2)" in text and "not judged (8 of 20 items)" in text
 
 
@@ -125,7 +122,6 @@ def test_without_a_task_the_held_out_data_of_the_models_runs_is_scored(
         (("pretrain", "--last-word", "other"), "--last-word is other, which is not a file"),
         (("pretrain", "--suite", "heldot"), "did you mean heldout"),
         (("./other",), "there is no held-out data of ./other in this store"),
-        (("pretrain", "--choices", "words.jsonl", "--track"), "'pretrain' is not from a tracked run"),
         (("pretrain", "--choices", "words.jsonl", "--items", "."), "the file to write, ., is a directory"),
         (("pretrain", "--choices", "words.jsonl", "--items", "words.jsonl"), "--items is words.jsonl, which exists"),
     ],
@@ -137,10 +133,10 @@ def test_what_cannot_be_asked_is_told_before_a_model_is_loaded(
     assert cure in said(capsys, *words, code=2)
 
 
-def test_what_is_wrong_in_a_file_is_told_by_the_option_that_named_it(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words, cure in ((("--text", "words.jsonl"), f"--text {here}/words.jsonl has no document; a row needs"),):
-        text = said(capsys, "pretrain", *words, code=1)
-        assert cure in text and "tasks." not in text.partition("; a row needs")[0]
+def test_what_is_wrong_in_a_file_is_told_with_its_place_and_rule(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "pretrain", "--text", "words.jsonl", code=1)
+    assert f"tasks.words.file {here}/words.jsonl has no usable row ({here}/words.jsonl:1: " in text
+    assert "a row needs the key 'text'" in text
 
 
 def test_chats_are_not_asked_of_a_model_without_a_template_where_nobody_named_them(
@@ -174,34 +170,14 @@ def test_a_name_on_the_hub_is_taken_from_its_cache(here: Path, monkeypatch: pyte
         resolve("owner/name", here / "home")
 
 
-def test_results_are_kept_below_the_run_that_made_the_model(
-    here: Path, add_database: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    add_database(here / "home")
-    run_id = make_run(here / "home", "full-1", [], tracked=True)
-    try:
-        assert "in MLflow: eval pretrain" in said(capsys, "pretrain", "--choices", "words.jsonl", "--track")
-    finally:
-        (here / "home" / "runs" / "full-1.json").unlink()
-    client = client_of(here / "home")
-    experiment = client.get_experiment_by_name("ttrain").experiment_id
-    (found,) = client.search_runs([experiment], f"tags.mlflow.parentRunId = '{run_id}'")
-    assert 0 <= found.data.metrics["eval/words/accuracy/pretrain"] <= 1
-    (data,) = found.inputs.dataset_inputs
-    assert (data.dataset.name, json.loads(data.dataset.profile)) == ("words", {"items": len(CHOICES)})
-    names = {file.path for file in client.list_artifacts(found.info.run_id)}
-    assert {"evaluation_table.json", "evaluation.json", "items.jsonl"} <= names
-    tables = [table["path"] for table in json.loads(found.data.tags["mlflow.loggedArtifacts"])]
-    assert tables == ["evaluation_table.json"], "MLflow's pages show those that are named here as tables"
-
-
 # --- the stage -----------------------------------------------------------------------------------------------------------
 
 
 def evaluated(root: Path, output: Path, **changes: Any) -> dict[str, Any]:
     """What the stage says of the pretrained model."""
     settings = stage_settings()
-    config = EvaluateConfig(evaluate=Evaluate.model_validate({**settings.evaluate.model_dump(), "new_tokens": 2, **changes}))
+    tree = settings.model_dump()
+    config = Settings.model_validate({**tree, "evaluate": {**tree["evaluate"], "new_tokens": 2, **changes}})
     store = ArtifactStore(root / "home")
     output.mkdir(exist_ok=True)
     inputs = {"base": store.latest("pretrain").path, "documents": store.latest("shards-pretrain").path}

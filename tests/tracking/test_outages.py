@@ -78,10 +78,10 @@ def whole_run(home: Path, before: Callable[[int], object] = lambda part: None) -
     follower.start()
     before(2)
     curve.write_text("".join(lines[:30]))
-    follower.page()  # a push
+    follower.push()  # a push
     before(3)
     curve.write_text("".join(lines))
-    follower.page()
+    follower.push()
     before(4)
     (model / "weights").write_bytes(b"w" * WEIGHTS)
     (model / "config.json").write_text("{}")

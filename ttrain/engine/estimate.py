@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from ttrain.config import PythonDocs, Settings, Training, rules
 from ttrain.config.training import TRAINING_STAGES, TRAININGS
@@ -26,6 +25,7 @@ from ttrain.engine.input_files import TRAIN, data_files
 from ttrain.engine.provenance import machine
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
+from ttrain.store.results import ShardsResult, TokenizerResult, TrainingResult
 from ttrain.tasks import SHARDS
 
 PLENTY_OF_ROWS = 1_000_000  # stands for a number that is not known
@@ -190,13 +190,14 @@ class _Estimator:
         """The rate of the first of these trainings that this machine ran, for so long at least."""
         for name in stages:
             artifact = self._made_here(name, least_seconds)
-            if artifact is None or not artifact.result.get("tokens_per_second"):
+            rate = TrainingResult.of(artifact.result).tokens_per_second if artifact else 0.0
+            if artifact is None or not rate:
                 continue
             settings = artifact.provenance["settings"]
             before = _flops_per_token(settings, settings.get(name, {}).get("row_length", 0))
             if before:
                 self.rate = f"the rate of the run {artifact.provenance['run']}"
-                return float(artifact.result["tokens_per_second"]) * math.pow(before / flops, 1 - EFFICIENCY)
+                return rate * math.pow(before / flops, 1 - EFFICIENCY)
         return None
 
     def _quickstart_rate(self, flops: float) -> float | None:
@@ -215,7 +216,7 @@ class _Estimator:
         for artifact in self.store.artifacts(stage):
             made = artifact.provenance
             same = made.get("machine") == machine() and devices.items() <= made.get("runtime", {}).items()
-            is_long = artifact.result.get("train_seconds", 0.0) >= least_seconds
+            is_long = TrainingResult.of(artifact.result).train_seconds >= least_seconds
             if same and is_long and made.get("settings") and made.get("run"):
                 return artifact
         return None
@@ -224,21 +225,20 @@ class _Estimator:
         base = self.planned.get("base-model")
         if self.settings.existing_model is None:
             return _flops_per_token(self.tree, row_length)
-        parameters = base.artifact.result.get("parameters") if base and base.artifact else None
+        parameters = TrainingResult.of(base.artifact.result).parameters if base and base.artifact else 0
         return 6.0 * parameters if parameters else None
 
     def _tokens(self, dataset: str) -> int | None:
         """The tokens that a training has to learn from: of its shards, else estimated from the bytes of its files."""
         shards = self.planned.get(SHARDS[dataset].name)
         if shards and shards.artifact:
-            tokens: int | None = shards.artifact.result.get("train", {}).get("tokens")
-            return tokens
+            return ShardsResult.of(shards.artifact.result).train.tokens or None
         size, tokenizer = self._bytes(dataset), self.planned.get("tokenizer")
         if not size:
             return None
         per_token = BYTES_PER_TOKEN * math.pow(self.settings.tokenizer.vocab_size / 2048, GROWTH)
         if tokenizer and tokenizer.artifact:
-            per_token = float(tokenizer.artifact.result.get("bytes_per_token") or per_token)
+            per_token = TokenizerResult.of(tokenizer.artifact.result).bytes_per_token or per_token
         is_documents = any(row.dataset == dataset and row.rows == "documents" for row in TRAINING_STAGES.values())
         return round(size / per_token / (1.0 if is_documents else CHAT_FRACTION))
 
@@ -277,5 +277,5 @@ def _flops_per_token(settings: JsonObject, row_length: int) -> float | None:
 
 def _bytes_of(artifact: Artifact) -> int:
     """The bytes that a stage of data read."""
-    result: Mapping[str, Any] = artifact.result
-    return int(result.get("bytes") or result.get("train", {}).get("bytes") or 0)
+    result = artifact.result
+    return TokenizerResult.of(result).bytes or ShardsResult.of(result).train.bytes

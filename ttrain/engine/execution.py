@@ -24,6 +24,7 @@ from ttrain.engine.stop_request import SIGNALLED, StopRequest
 from ttrain.errors import Interrupted, NothingNew, TooFewRows, TTrainError, with_fix
 from ttrain.reports import summary
 from ttrain.store.layout import TRACKED, Artifact
+from ttrain.store.results import TrainingResult
 from ttrain.store.runs import BUILT, NOTHING_NEW, RunLog, RunRecord
 from ttrain.tasks import STAGES, Stage
 
@@ -34,9 +35,6 @@ NOTE_SECONDS = 2.0  # between two notes of a stage's progress
 
 class Tracker(Protocol):
     """Shows a run elsewhere while it goes on, from what the run writes into the home."""
-
-    def page(self, stage: str | None = None) -> str | None:
-        """URL of the run, or of one of its stages; None if no server displays it."""
 
     def finish(self) -> object:
         """Show the run's end."""
@@ -237,10 +235,6 @@ class PipelineRun(StopRequest):
             self.tracker.finish()
         self.store.cache.save()
 
-    def page_of(self, stage: str | None = None) -> str | None:
-        """URL of the run where it is tracked, or of a stage's; None if no server displays it."""
-        return self.tracker.page(stage) if self.tracker else None
-
     def register_set(self) -> None:
         """Register the models of this run as one set, which can become champion; a run that left a stage out has none."""
         if self.registers and {"tokenizer", "evaluate", *self.settings.trainings} <= set(self.artifacts):
@@ -322,7 +316,7 @@ class StageWatcher(DisplayObserver):
             path=str(artifact.path),
             log=str(artifact.path / "run" / "log.txt"),
             metric=figures,
-            resumed_from_step=artifact.result.get("resumed_from_step"),
+            resumed_from_step=TrainingResult.of(artifact.result).resumed_from_step,
         )
         if outcome.state in BUILT and run.registers:
             run.models.register(artifact)

@@ -16,7 +16,7 @@ from ttrain.core.files import PRIVATE_FILE, JsonDict, read_object, remove_tree, 
 from ttrain.engine import processes, provenance, resume, stage_worker
 from ttrain.engine.graph import NOTHING_AGAIN, Planned, Rerun
 from ttrain.engine.input_files import data_files, file_digests
-from ttrain.engine.planner import plan_stage, section_of
+from ttrain.engine.planner import plan_stage
 from ttrain.engine.processes import StageObserver
 from ttrain.engine.restart import RESTARTED
 from ttrain.engine.stage_worker import PROGRESS
@@ -25,6 +25,7 @@ from ttrain.store import integrity, runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.damaged import DamagedArtifact, set_aside
 from ttrain.store.layout import JOB, Artifact, Artifacts
+from ttrain.store.results import TrainingResult
 from ttrain.tasks import SHARDS, TOKENIZER, Stage
 
 NODE_SECONDS, NODE_POLL_SECONDS = 600.0, 0.2  # how long, and how often, a node polls for what node 0 builds
@@ -161,7 +162,7 @@ def _prepare(
     spec = {
         "stage": stage.name,
         "uses_ranks": stage.uses_ranks,
-        "config": section_of(stage, settings).model_dump(mode="json"),
+        "settings": stage.part_of(settings),
         "inputs": {name: str(artifact.path) for name, artifact in inputs.items()},
         "files": {role: [file.location for file in input_files] for role, input_files in files.items()},
         "versions": {role: [file["sha256"] for file in input_files] for role, input_files in digests.items()},
@@ -316,7 +317,7 @@ def rules_of_rows(settings: Settings, stages: Iterable[Planned], *, packs: bool 
     for name in settings.trainings:
         config: Training = getattr(settings, name)
         trained = artifacts.get(name)
-        values = config.replaced(trained.result.get("by_rule", {})) if trained else config
+        values = config.replaced(TrainingResult.of(trained.result).by_rule) if trained else config
         shards = artifacts.get(SHARDS[TRAINING_STAGES[name].dataset].name)
         tokenizer = artifacts.get(TOKENIZER.name)
         if packs and values.automatic and shards and tokenizer and not (shards.absent or tokenizer.absent):

@@ -288,7 +288,7 @@ def _wait(
 ) -> tuple[int, bool]:
     """Wait for all processes, report their progress and log lines, forward a stop signal. Returns (signal sent,
     whether the time limit was reached)."""
-    limit = settings.runtime.attempts_of(stage.name).timeout_seconds
+    limit = settings.runtime.timeout_seconds
     deadline = time.monotonic() + limit if limit else None
     sent_signal, kill_time, timed_out, last_progress = 0, 0.0, False, None
     while True:
@@ -335,12 +335,8 @@ def _result(
     if outcome and outcome["outcome"] == "completed":
         return dict(outcome["result"])
     if timed_out:
-        runtime = settings.runtime
-        limit = runtime.attempts_of(stage.name).timeout_seconds
-        location = "runtime" if limit == runtime.timeout_seconds else f"runtime.stages.{stage.name}"
-        raise StageFailed(
-            f"stage {stage.name} took longer than {location}.timeout_seconds={limit}; the next run continues it"
-        )
+        limit = settings.runtime.timeout_seconds
+        raise StageFailed(f"stage {stage.name} took longer than runtime.timeout_seconds={limit}; the next run continues it")
     if outcome and outcome["outcome"] == "interrupted":
         raise Interrupted(f"stage {stage.name}: {outcome['error']}", sent_signal or outcome["signal"])
     if sent_signal and outcome is None:

@@ -17,8 +17,7 @@ from ttrain.core.files import PRIVATE_FILE, JsonDict, exclusive, write_json
 from ttrain.core.redact import without_user
 from ttrain.core.sqlite_files import is_damage
 from ttrain.engine.execution import PipelineRun
-from ttrain.store import events, runs, server_records
-from ttrain.store.run_evaluations import folder_of
+from ttrain.store import events, runs
 from ttrain.tracking.client import (
     cannot_be_asked,
     rename_aside,
@@ -130,8 +129,8 @@ def state_of(home: Path, name: str) -> str:
     """The name of a run or sweep, with what differs once the home has noted anything more of it."""
     if (kept := sweep_file(home, name)).exists():
         return f"{name} {kept.stat().st_mtime_ns}"
-    record = home / "runs" / f"{name}.json"  # its events and evaluations only grow
-    paths = [record, events.path_of(record), *folder_of(home, name).glob("*.json")]
+    record = home / "runs" / f"{name}.json"  # its events only grow
+    paths = [record, events.path_of(record)]
     return f"{name} {sum(path.stat().st_size for path in paths if path.exists())}"
 
 
@@ -201,28 +200,18 @@ class Pusher:
                 break
         return not self.error
 
-    def page(self, stage: str | None = None) -> str | None:
-        """URL of the run in MLflow, or of a stage's, after a push; None if no server displays it."""
-        uri, server = without_user(self._mirror.uri), server_records.live_server(self.home, "mlflow")
-        address = uri.rstrip("/") if uri.startswith("http") else server and server.url
-        record = runs.read(self.home, self.run)
-        if address is None or record is None:
-            return None
-        self._push()
-        bound = self._mirror.bound.get(id_of(record, stage))
-        return f"{address}/{bound.page}" if bound else None
-
     def _loop(self) -> None:
         has_pushed = is_over = False
         while not is_over:
             is_over = self._stop.is_set()
-            self._push()
+            self.push()
             if not has_pushed and not self.error:
                 has_pushed = True
                 push(self.home)
             self._stop.wait(RETRY_SECONDS if self.error else INTERVAL_SECONDS)
 
-    def _push(self) -> None:
+    def push(self) -> None:
+        """Push what the run has noted since the last time."""
         whys = [one.why for one in push(self.home, [self.run], mirror=self._mirror)]
         self.error = next(filter(None, whys), "")
         if self.error and not self._warned:

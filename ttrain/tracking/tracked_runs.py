@@ -27,7 +27,7 @@ from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import TRACKED, Artifact
 from ttrain.store.registry import ModelSet, Registry, Version
-from ttrain.store.run_evaluations import RunEvaluation, evaluations_of
+from ttrain.store.results import TrainingResult
 from ttrain.store.run_views import decision_metrics
 from ttrain.tasks import STAGES
 from ttrain.tracking import datasets, run_summary
@@ -146,7 +146,6 @@ class RunContent:
         for entry in record["stages"]:
             if entry["outcome"] in BEGUN:
                 run.stages.append(self._stage(entry))
-        run.stages += map(self._evaluation, evaluations_of(self.home, record["run"]))
         return run
 
     def model_files(self, stage: str) -> tuple[dict[str, str], dict[str, Path]]:
@@ -253,29 +252,6 @@ class RunContent:
             run.summary = {f"tok/{one}": artifact.result[one] for one in FIT if one in artifact.result}
         return run
 
-    def _evaluation(self, evaluation: RunEvaluation) -> TrackedRun:
-        """Results of a model of the run that its user asked for afterwards."""
-        tables = {name: json.dumps(table, ensure_ascii=False) for name, table in evaluation.tables.items()}
-        results = json.dumps(evaluation.results, indent=2, ensure_ascii=False)
-        return TrackedRun(
-            f"{self.record['run']}/{evaluation.id}",
-            self.record["run"],
-            evaluation.name,
-            str(self.record["settings"]["tracking"]["experiment"]),
-            evaluation.time,
-            FINISHED,
-            ended=evaluation.time,
-            tags={
-                RUN: self.record["run"],
-                "ttrain.stage": evaluation.name,
-                "ttrain.evaluated": evaluation.evaluated,
-                **tag_of_tables(tables),
-            },
-            params={"model": evaluation.model},
-            summary=evaluation.metrics,
-            texts={**tables, "evaluation.json": results},
-        )
-
 
 def _without_masks(settings: JsonObject) -> JsonDict:
     """Settings without those that are secret, so that none becomes its mask."""
@@ -286,7 +262,7 @@ def _without_masks(settings: JsonObject) -> JsonDict:
 def _result_params(artifact: Artifact) -> dict[str, object]:
     """What each optimizer group holds, and the numbers of a result, as parameters:
     {"result.rows.fill": 0.98}. As metrics each would be a chart of one point before the curves."""
-    groups = enumerate(artifact.result.get("optimizer_groups", ()))
+    groups = enumerate(TrainingResult.of(artifact.result).optimizer_groups)
     params = {f"optim.groups.{number}.{name}": value for number, group in groups for name, value in group.items()}
     result = {name: value for name, value in artifact.result.items() if name != "samples"}
     numbers = {f"result.{name}": value for name, value in flatten(result) if isinstance(value, int | float)}
