@@ -8,10 +8,10 @@ from typing import Any
 
 from ttrain.config import Settings
 from ttrain.config.training import TRAINING_STAGES
+from ttrain.engine.execution import REGISTERED
 from ttrain.engine.graph import Graph, Node, Planned, Source
 from ttrain.engine.plan import Plan
 from ttrain.engine.planner import plan
-from ttrain.engine.run_models import REGISTERED
 from ttrain.errors import UsageError
 from ttrain.evaluate import promotion
 from ttrain.flows.full import full

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from rich.console import Console
 
-from ttrain.engine.execution import PipelineRun
+from ttrain.core.terminal import print_plain, table
+from ttrain.core.text import format_duration
+from ttrain.engine.display import StageDisplay
+from ttrain.engine.execution import PipelineRun, screen
 from ttrain.engine.labels import NO_LABELS, Labels
-from ttrain.engine.plain import run_plain
 from ttrain.engine.plan import Plan
-from ttrain.engine.progress_display import StageDisplay
-from ttrain.engine.run import print_summary, screen
 from ttrain.errors import UsageError
 from ttrain.nightly import notify
-from ttrain.store.runs import NIGHTLY
+from ttrain.store.runs import NIGHTLY, NOTHING_NEW
 from ttrain.tracking.pusher import track
 
 
@@ -77,9 +78,33 @@ def run_pipeline(
                         prefect_run.run(execution, wait_for_server, in_flow=options.in_flow, night=options.night)
                     else:
                         with execution.catching_signals():
-                            run_plain(execution)
+                            execution.run_stages()
         finally:
             print_summary(execution, execution.outcome, console)
             if plan.pipeline != NIGHTLY:  # a night sends its own
                 notify.send_end_of_run(settings.notify, settings.name, execution.record.snapshot())
     return execution
+
+
+def print_summary(execution: PipelineRun, outcome: str, console: Console) -> None:
+    """Print the evaluation, or how to continue."""
+    rows = execution.evaluation_table() if outcome == "completed" else []
+    if rows:
+        console.print()
+        table(("evaluation", "value", ""), rows, console)
+        console.print()
+    took, say = format_duration(execution.seconds), partial(print_plain, console)
+    if outcome == "completed":
+        say(f"done in {took}; run {execution.record.run}")
+        return
+    if outcome == NOTHING_NEW:  # the night says why
+        return
+    next_step = ", and the same command continues there"
+    if any(getattr(error, "is_mistake", False) for error in execution.failures.values()):
+        next_step = ", and the command continues there once the mistake is fixed"
+    if execution.plan.pipeline == NIGHTLY:  # which says its own
+        next_step = ""
+    say(
+        f"{outcome} after {took}; finished stages are kept{next_step} "
+        f"(`ttrain pipeline status` shows the stages and their logs)"
+    )

@@ -14,10 +14,10 @@ from support.waiting import stopwatch
 from ttrain.config import Runtime, Settings
 from ttrain.config.loading import load, settable_keys
 from ttrain.config.runtime import StageRuntime
+from ttrain.engine.display import Display
 from ttrain.engine.execution import PipelineRun
 from ttrain.engine.graph import Graph
 from ttrain.engine.plan import Plan
-from ttrain.engine.progress_display import Display
 from ttrain.errors import ArtifactError, DataError, Interrupted, StageFailed, TooFewRows, UsageError
 from ttrain.lineage import names
 from ttrain.store.artifacts import ArtifactStore
@@ -86,16 +86,6 @@ def test_the_deadline_stops_a_run_and_one_that_is_over_does_not(execution: Pipel
         execution.wait(10)  # which ends with the request to stop
         assert time.time() - began >= 0.3 and waited() < 5
     assert execution.stop_reason == "deadline reached"
-
-
-def test_a_deadline_that_the_clock_jumps_over_stops_at_once(execution: PipelineRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine slept, or its clock was set: what counts is what it shows, not how much time has passed."""
-    now = time.time
-    waited = stopwatch()
-    with execution.stopping_at(now() + 3600):
-        monkeypatch.setattr(time, "time", lambda: now() + 7200)
-        execution.wait(20)
-    assert execution.stop_reason == "deadline reached" and waited() < 10
 
 
 def test_a_run_s_record_means_the_same_files_wherever_its_stage_is_rerun(

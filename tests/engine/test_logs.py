@@ -12,12 +12,11 @@ import pytest
 from rich.console import Console
 
 from ttrain.core.terminal import showing_logs
-from ttrain.engine import progress_display, stage_worker
-from ttrain.engine.progress_display import Display, DisplayObserver
-from ttrain.engine.stop_request import StopRequest
+from ttrain.engine import display as displays
+from ttrain.engine import stage_worker
+from ttrain.engine.display import Display
 from ttrain.reports import summary
 from ttrain.store.runs import RunLog
-from ttrain.tasks import TOKENIZER
 
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (\S+): (.*)")
 
@@ -68,10 +67,7 @@ def test_a_disk_that_takes_nothing_costs_the_lines_and_is_told_once(
     ]
 
 
-def test_who_waits_for_a_stage_and_what_a_stage_continued_is_said() -> None:
-    output = io.StringIO()
-    DisplayObserver(Display(Console(file=output, width=150)), StopRequest()).waits_for(TOKENIZER, "the run full-1")
-    assert output.getvalue() == "  tokenizer: the run full-1 is building it; waiting for it to finish\n"
+def test_what_a_stage_continued_is_said() -> None:
     result = {"tokens": 512, "resumed_from_step": 3, "steps": 9}
     assert summary.key_figures("pretrain", result).endswith("continued at step 3 of 9")
 
@@ -100,11 +96,11 @@ def test_the_speed_and_the_time_left_are_shown_from_the_second_report_on(
     is_terminal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [100.0]
-    monkeypatch.setattr(progress_display.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(displays.time, "monotonic", lambda: clock[0])
     output = io.StringIO()
     display = Display(Console(file=output, force_terminal=is_terminal, width=150))
     for done in (0, 1000, 2000):
-        display.progressed("pretrain", {"done": done, "total": 10_000, "unit": "tokens", "figures": {"loss": 7.25}})
+        display("pretrain", "progressed", {"done": done, "total": 10_000, "unit": "tokens", "figures": {"loss": 7.25}})
         if display._bars:
             display._bars.refresh()
         clock[0] += 20
@@ -119,7 +115,7 @@ def test_the_speed_and_the_time_left_are_shown_from_the_second_report_on(
 @pytest.mark.parametrize(
     ("level", "logged", "shown"),
     [
-        ("debug", {"a step", "a fact", "a doubt"}, {"started", "a line of its log", "took", "a failure", "a doubt"}),
+        ("debug", {"a step", "a fact", "a doubt"}, {"started", "took", "a failure", "a doubt"}),
         ("info", {"a fact", "a doubt"}, {"started", "took", "a failure", "a doubt"}),
         ("warning", {"a doubt"}, {"a failure", "a doubt"}),
         ("error", set(), {"a failure"}),
@@ -144,12 +140,11 @@ def test_the_log_level_chooses_what_the_log_of_a_stage_has_and_what_the_terminal
     try:
         with showing_logs(level):
             display = Display(Console(file=output, width=150), level)
-            display.started("sft", "started")
-            DisplayObserver(display, StopRequest(), level).logged(TOKENIZER, "a line of its log")
-            display.ended("sft", "completed", 1.0, "took")
-            display.failed("sft", "a failure")
+            display("sft", "started", {"why": "started"})
+            display("sft", "ended", {"state": "completed", "seconds": 1.0, "figures": "took"})
+            display("sft", "failed", {"error": "a failure"})
             logging.getLogger("ttrain").warning("a doubt")
     finally:
         logging.getLogger("ttrain").removeHandler(warnings)
-    everything = {"started", "a line of its log", "took", "a failure", "a doubt"}
+    everything = {"started", "took", "a failure", "a doubt"}
     assert {words for words in everything if words in output.getvalue()} == shown

@@ -15,11 +15,11 @@ from typing import Any
 
 import psutil
 import pytest
-from support.tiny_stages import Home, Watcher, stage_settings
+from support.tiny_stages import Home, Watcher, build_stage, stage_settings
 from support.waiting import wait_until
 
 from ttrain.config.loading import load
-from ttrain.engine import launch, stage_worker
+from ttrain.engine import stage_worker
 from ttrain.engine.system_metrics import SystemMetrics, file_name, files, gpus, last_step, machine, read, visible
 from ttrain.errors import UsageError
 from ttrain.tasks import PRETRAIN
@@ -194,7 +194,7 @@ def test_without_a_gpu_or_its_library_there_is_silence(
 def test_of_two_ranks_on_a_machine_one_samples_and_the_log_tells_them_apart(stage_home: Home) -> None:
     watcher = Watcher()
     settings = stage_settings(6, devices=2, system_metrics_seconds=1)
-    run = launch.build(PRETRAIN, settings, stage_home.store, stage_home.pretrain_inputs(), watcher).artifact.path / "run"
+    run = build_stage(PRETRAIN, settings, stage_home.store, stage_home.pretrain_inputs(), watcher).artifact.path / "run"
     found = rows(run / "system.jsonl")
     assert [path.name for path in run.glob("system*")] == ["system.jsonl"]
     steps = [row["step"] for row in found]

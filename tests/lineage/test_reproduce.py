@@ -13,11 +13,11 @@ from unittest.mock import Mock
 import pytest
 from support.data_commands import Result, in_process
 from support.planned_homes import remember_modules
-from support.tiny_stages import Watcher
+from support.tiny_stages import Watcher, build_stage
 
 from ttrain.config.loading import load
 from ttrain.core.files import read_json
-from ttrain.engine import launch, processes
+from ttrain.engine import processes
 from ttrain.errors import ArtifactError, Interrupted, UsageError
 from ttrain.lineage.lineage import lineage_of
 from ttrain.lineage.reproduce import MARK_FILE, RebuildRecipe, home_for, recipes_of, reproduce
@@ -42,8 +42,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     remember_modules(root / "home")
     processes.warm_up(settings, [TOKENIZER])  # so that most of the stages are forked
     store = ArtifactStore(root / "home")
-    tokenizer = launch.build(TOKENIZER, settings, store, {}, Watcher()).artifact
-    launch.build(SHARDS_PRETRAIN, settings, store, {"tokenizer": tokenizer}, Watcher())
+    tokenizer = build_stage(TOKENIZER, settings, store, {}, Watcher()).artifact
+    build_stage(SHARDS_PRETRAIN, settings, store, {"tokenizer": tokenizer}, Watcher())
     return root
 
 
@@ -135,7 +135,7 @@ def test_files_that_came_later_into_the_same_folder_do_not_count_where_the_manif
 
 def test_an_interrupted_reproduction_goes_on_in_its_home_and_no_other_takes_it(root: Path, tmp_path: Path) -> None:
     place = tmp_path / "again"
-    impatient = Mock(ended=lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    impatient = lambda _, event, __: event == "ended" and os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
     with home_for(place, "mine/1") as home, pytest.raises(Interrupted, match="stage shards-pretrain; the same command cont"):
         again(root, home, screen=impatient)
     with home_for(None, "mine/1") as home, pytest.raises(Interrupted, match="nothing is kept; with --home DIR"):

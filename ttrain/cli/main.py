@@ -9,7 +9,8 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated
+from dataclasses import replace
+from typing import Annotated, Any
 
 from typer import Exit
 from typer._click.exceptions import BadParameter, ClickException, NoArgsIsHelpError, NoSuchOption
@@ -122,22 +123,32 @@ def stage_run(
 ) -> None:
     """Run one stage alone, without Prefect."""
     from ttrain import api
-    from ttrain.engine.run import run_one_stage
-    from ttrain.tracking.pusher import track
+    from ttrain.flows.run import RunOptions, run_pipeline
 
     outlast_output()
     layout.usable_home()
-    loaded = settings_options.load()
-    forced = [stage] if force else []
-    planned = api.plan("full", loaded.settings, force=forced, extend=extend)
+    settings = settings_options.load().settings
+    selection: dict[str, Any] = {"until": stage, "force": [stage] if force else [], "extend": extend}
+    planned = api.plan("full", settings, **selection)
     if restart:
-        restart.apply(planned.store, [p for p in planned.stages if p.stage.name == stage and p.state == "run"])
-        planned = api.plan("full", loaded.settings, force=forced, extend=extend)
-    screen = console(stderr=as_json)
-    artifact, state = run_one_stage(stage, planned, screen, track)
+        restart.apply(planned.store, [each for each in planned.stages[-1:] if each.state == "run"])
+        planned = api.plan("full", settings, **selection)
+    *needed, chosen = planned.stages
+    if missing := [each.stage.name for each in needed if not each.artifact]:
+        raise UsageError(
+            f"stage {stage} waits for {', '.join(missing)}; run first, with the same settings: "
+            f"`ttrain stage run {missing[0]}`, or all at once: `ttrain pipeline run full --until {stage}`"
+        )
+    chosen = replace(chosen, sources=chosen.inputs)  # the artifacts that are there
+    alone = replace(planned, pipeline=f"stage-{stage}", stages=[chosen])
+    execution = run_pipeline(alone, console(stderr=as_json), RunOptions("none"))
+    artifact = planned.store.complete(execution.artifacts[stage])
     if as_json:
+        [state] = [each["outcome"] for each in execution.record.snapshot()["stages"] if each["name"] == stage]
         path, key = str(artifact.path), artifact.key
         print_json({"stage": stage, "state": state, "key": key, "path": path, "result": artifact.result})
+    else:
+        print_escaped(f"artifact: {artifact.path}")
 
 
 @command(stage_app, "Example:  ttrain stage list")

@@ -175,7 +175,7 @@ def _rules(loaded: LoadedSettings, planned: Plan, *, packs: bool) -> dict[str, R
     """What settings follow from others, from the data that are there, or from the rows, each with its rule."""
     from ttrain.config import flatten, rules
     from ttrain.config.loading import IS_NONE, IS_SET
-    from ttrain.engine import launch
+    from ttrain.engine.row_counts import rules_of_rows
 
     settings = loaded.settings
     automatic = rules.followed(dict(flatten(settings.model_dump()))) if "pretrain" in settings.trainings else {}
@@ -183,7 +183,7 @@ def _rules(loaded: LoadedSettings, planned: Plan, *, packs: bool) -> dict[str, R
         section, _, name = key.rpartition(".")
         if name == "start_from" and origin.endswith((IS_SET, IS_NONE)):
             automatic[key] = rules.Rule(getattr(settings, section).start_from, origin)
-    return {**automatic, **launch.rules_of_rows(planned.settings, planned.stages, packs=packs)}
+    return {**automatic, **rules_of_rows(planned.settings, planned.stages, packs=packs)}
 
 
 @command(pipeline_app, "Examples:  ttrain pipeline status --json\n\nttrain pipeline status --limit 1 --watch", short="Look")

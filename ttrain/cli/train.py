@@ -62,7 +62,7 @@ def train(
 ) -> Output:
     """Train a task of your own (docs/tasks.md); the same command continues a stopped training."""
     from ttrain.engine.alone import run_alone, split_runtime
-    from ttrain.engine.progress_display import Display
+    from ttrain.engine.display import Display
     from ttrain.tasks import TASK
     from ttrain.train import task
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,11 @@ from ttrain.config.data import dataset_read
 from ttrain.config.loading import Override, merge
 from ttrain.core import machine as libraries
 from ttrain.core import redact
-from ttrain.core.files import JsonDict, read_json, temporary_directory, user_path, write_json
+from ttrain.core.files import JsonDict, JsonObject, read_json, temporary_directory, user_path, write_json
 from ttrain.engine import launch, provenance
-from ttrain.engine.graph import Planned
+from ttrain.engine.display import StageDisplay
 from ttrain.engine.input_files import HELDOUT, TRAIN, file_digests
-from ttrain.engine.progress_display import DisplayObserver, StageDisplay
+from ttrain.engine.planner import plan_stage
 from ttrain.engine.stop_request import StopRequest
 from ttrain.errors import ArtifactError, Interrupted, TTrainError, UsageError
 from ttrain.lineage.lineage import REGISTRY, Lineage, Link
@@ -93,8 +94,7 @@ def reproduce(lineage: Lineage, recipes: Sequence[RebuildRecipe], home: Path, sc
     """
     is_kept = (home / MARK_FILE).exists()
     effect = "the stage saves its state" if is_kept else "what was made again is removed, for want of --home"
-    store, stop_request = ArtifactStore(home), StopRequest(screen.say, effect)
-    observer = _RebuildObserver(screen, stop_request)
+    store, stop_request = ArtifactStore(home), StopRequest(lambda text: screen("", "message", {"text": text}), effect)
     artifacts: dict[str, Artifact] = {}
     done: list[Rebuilt] = []
     next_step = "the same command continues" if is_kept else "nothing is kept; with --home DIR the same command continues"
@@ -103,10 +103,13 @@ def reproduce(lineage: Lineage, recipes: Sequence[RebuildRecipe], home: Path, sc
             if stop_request.signum:
                 raise Interrupted(f"stopped before stage {recipe.stage.name}", stop_request.signum)
             inputs = {name: artifacts[key] for name, (_, key) in recipe.link.inputs.items()}
-            outcome = launch.build(recipe.stage, recipe.settings, store, inputs, observer)
+            planned = plan_stage(recipe.stage, recipe.settings, store, inputs)
+            report = partial(_show, screen, recipe.stage.name)
+            outcome = launch.build(planned, recipe.settings, store, report, stop_request)
             artifacts[recipe.link.key] = outcome.artifact
             done.append(_compare(recipe, outcome.artifact, outcome.seconds))
-            screen.ended(recipe.stage.name, "equal" if done[-1].is_equal else "different", outcome.seconds, "")
+            state = "equal" if done[-1].is_equal else "different"
+            screen(recipe.stage.name, "ended", {"state": state, "seconds": outcome.seconds, "figures": ""})
             if not done[-1].is_equal:
                 break
     store.cache.save()
@@ -165,9 +168,9 @@ def _compare(recipe: RebuildRecipe, artifact: Artifact, seconds: float) -> Rebui
     )
 
 
-class _RebuildObserver(DisplayObserver):
-    def started(self, stage: Stage, planned: Planned, work: Path) -> None:
-        self.display.started(stage.name, "is made again")
+def _show(screen: StageDisplay, stage: str, event: str, data: JsonObject) -> None:
+    if event != "logged":
+        screen(stage, event, {"why": "is made again"} if event == "started" else data)
 
 
 ONE_MACHINE: Mapping[str, Any] = {"nodes": 1, "node_rank": 0, "rendezvous": None}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ttrain.core.files import read_object
-from ttrain.engine.run_models import REGISTERED, registered_name
+from ttrain.engine.execution import REGISTERED, registered_name
 from ttrain.reports.history import History
 from ttrain.reports.model_card import Exported, card
 from ttrain.store.artifacts import ArtifactStore

@@ -130,7 +130,7 @@ def description(
 
 def description_of(execution: PipelineRun) -> str:
     """Describe a run that goes on, with its results so far."""
-    measured, versions = execution.evaluation_table(), execution.models.versions
+    measured, versions = execution.evaluation_table(), execution.versions
     return description(execution.store.root, execution.record.snapshot(), execution.metrics(), measured, versions)
 
 

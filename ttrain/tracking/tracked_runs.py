@@ -18,8 +18,8 @@ from ttrain.core.files import JsonDict, JsonObject, read_object
 from ttrain.core.hashing import digest_of
 from ttrain.core.redact import masked
 from ttrain.engine import resume, system_metrics
+from ttrain.engine.execution import REGISTERED
 from ttrain.engine.labels import NIGHT, trained_at_night
-from ttrain.engine.run_models import REGISTERED
 from ttrain.reports import facts
 from ttrain.reports import summary as report
 from ttrain.store import runs
