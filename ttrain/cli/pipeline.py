@@ -315,6 +315,7 @@ def plan_and_run(
     `command`: the one that asked for it, where its settings are its own; `to_plan`: as for `api.plan`.
     """
     from ttrain import api
+    from ttrain.engine.artifact_commands import remarks_on_code
     from ttrain.engine.cached import record_cached
 
     planned = api.plan(pipeline, loaded.settings, **to_plan)
@@ -326,7 +327,10 @@ def plan_and_run(
         return
     Output(None, _plan_parts(planned)).print(as_json=False)
     usable_home()
-    asks = planned.estimate.remarks() and not options.yes and is_on_terminal()
+    on_code = remarks_on_code(planned)
+    for line in on_code:
+        print_escaped(line)
+    asks = (on_code or planned.estimate.remarks()) and not options.yes and is_on_terminal()
     if asks and not confirm("run it?", default=False):
         print("nothing was run; --yes runs it without asking")
         raise Exit(1)
