@@ -15,14 +15,12 @@ from typing import Any
 
 import psutil
 import pytest
-from support.tiny_stages import Home, Watcher, build_stage, stage_settings
 from support.waiting import wait_until
 
 from ttrain.config.loading import load
 from ttrain.engine import stage_worker
 from ttrain.engine.system_metrics import SystemMetrics, file_name, files, gpus, last_step, machine, read, visible
 from ttrain.errors import UsageError
-from ttrain.tasks import PRETRAIN
 
 MACHINE = {
     "cpu_utilization_percentage", "system_memory_usage_megabytes", "system_memory_usage_percentage", "disk_usage_percentage",
@@ -62,8 +60,6 @@ def test_a_stage_that_continues_goes_on_counting_and_ends_the_line_that_a_kill_t
     SystemMetrics(path, 600).stop()
     assert path.read_text().startswith("".join(lines) + '{"step": 21, ')
     assert [row["step"] for row in rows(path)] == [10, 20, 21]
-    path.write_text("\0\0\n")
-    assert last_step(path) == -1
     assert last_step(tmp_path / "none") == -1
 
 
@@ -123,20 +119,6 @@ def test_figures_of_the_machine_are_those_of_the_system(tmp_path: Path) -> None:
     assert 0 < figures["system_memory_usage_percentage"] < 100
 
 
-def test_network_and_disks_count_from_the_start_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counters = iter([5_000_000, 7_500_000, None])
-
-    def network() -> Any:
-        value = next(counters)
-        return value and psutil._ntp.snetio(value, 2 * value, *[0] * 6)
-
-    monkeypatch.setattr(psutil, "net_io_counters", network)
-    reader = machine(tmp_path)
-    figures = reader()
-    assert (figures["network_transmit_megabytes"], figures["network_receive_megabytes"]) == (2.5, 5.0)
-    assert "network_transmit_megabytes" not in reader(), "a machine may lose its network"
-
-
 class NvmlError(Exception):
     """As NVML's own."""
 
@@ -188,20 +170,6 @@ def test_without_a_gpu_or_its_library_there_is_silence(
 
 
 # --- stages -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.soak
-def test_of_two_ranks_on_a_machine_one_samples_and_the_log_tells_them_apart(stage_home: Home) -> None:
-    watcher = Watcher()
-    settings = stage_settings(6, devices=2, system_metrics_seconds=1)
-    run = build_stage(PRETRAIN, settings, stage_home.store, stage_home.pretrain_inputs(), watcher).artifact.path / "run"
-    found = rows(run / "system.jsonl")
-    assert [path.name for path in run.glob("system*")] == ["system.jsonl"]
-    steps = [row["step"] for row in found]
-    assert steps and steps == sorted({*steps})
-    assert all("system/cpu_utilization_percentage" in row["metrics"] for row in found)
-    told = [line for line in watcher.lines if "step 6/6" in line]
-    assert told and all(" rank 0: step 6/6 " in line for line in told)
 
 
 def test_the_names_are_those_of_mlflow() -> None:
