@@ -18,7 +18,6 @@ import pytest
 from ttrain.data import existing
 from ttrain.engine.labels import new_run_name
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.lineage import lineage_names
 from ttrain.lineage import names as references
 from ttrain.lineage.lineage import lineage_of
 from ttrain.lineage.names import resolve
@@ -194,44 +193,23 @@ def test_a_line_says_which_model_each_name_led_to(runs_home: Home) -> None:
     mine = runs_home.record(runs_home.tokenizer, runs_home.sft, runs_home.lora, outcome="completed", name="mine")
     elsewhere = write_model(Path("elsewhere").absolute(), b"x")
     found = references.resolve_all(["sft", "lora", "./elsewhere", f"{mine}:sft"], runs_home.store.root)
-    assert lineage_names.lines_of(found, runs_home.store) == [
+    assert [references.line_of(each, runs_home.store) for each in found] == [
         f"sft = mine, {mine}:sft, s1 (there is a newer sft, s2: {runs_home.newer.path})",
         f"lora = mine, {mine}:lora, l",
         f"./elsewhere = {elsewhere}",
         f"{mine}:sft = mine, {mine}:sft, s1",
     ]
-    assert lineage_names.to_json(found[0]) == {
+    assert references.to_json(found[0]) == {
         "model": "sft", "name": "mine", "run": f"{mine}:sft", "key": "s1",
         "digest": weights_digest(runs_home.sft.path / "model"),
     }  # fmt: skip
-    assert lineage_names.to_json(found[2]) | {"digest": ""} == {
+    assert references.to_json(found[2]) | {"digest": ""} == {
         "model": "./elsewhere", "name": None, "run": None, "key": None, "digest": ""
     }  # fmt: skip
     for path in (runs_home.store.root / "runs").glob("*.json"):
         path.unlink()
-    [line] = lineage_names.lines_of([runs_home.resolve("sft")], runs_home.store)
+    line = references.line_of(runs_home.resolve("sft"), runs_home.store)
     assert line == "sft = of no run, s2 (the newest sft here)"
-
-
-def test_models_that_were_made_from_different_ones_are_said_to_be(runs_home: Home) -> None:
-    def made_from(stage: str, key: str, write: Callable[[Path], object], *sources: Artifact) -> Artifact:
-        return runs_home.publish(stage, key, write, inputs={source.stage: source for source in sources})
-
-    bases = [made_from("pretrain", f"p{n}", lambda out, n=n: write_model(out / "model", b"%d" % n)) for n in (1, 2)]
-    tuned = [
-        made_from("sft", f"t{n}", lambda out, n=n: write_model(out / "model", b"t%d" % n), runs_home.tokenizer, base)
-        for n, base in enumerate(bases)
-    ]
-    adapter = made_from("lora", "a", lambda out: write_adapter(out / "adapter", tuned[0].path / "model"), tuned[0])
-
-    def said(*models: Artifact) -> list[str]:
-        found = [runs_home.resolve(str(model.path)) for model in models]
-        return lineage_names.lines_of(found, runs_home.store)[len(models) :]
-
-    assert said(bases[0], tuned[0], adapter) == [] == said(*bases)
-    [line] = said(tuned[1], adapter)
-    assert line.startswith("not of one lineage: ") and line.endswith("were not made from the same pretrain, sft")
-    assert said(*tuned)[0].endswith("were not made from the same pretrain")
 
 
 def test_a_run_is_its_last_model_or_the_stage_that_is_named(runs_home: Home) -> None:
@@ -455,13 +433,3 @@ def test_what_is_not_there_is_answered_with_what_there_is(runs_home: Home) -> No
 def test_nonsense_is_a_users_mistake(runs_home: Home, text: str) -> None:
     with pytest.raises((UsageError, ArtifactError)):
         runs_home.resolve(text)
-
-
-def test_a_model_that_no_run_trained_for_want_of_data_is_answered_with_its_setting(tmp_path: Path) -> None:
-    home = Home(tmp_path)
-    shutil.rmtree(home.lora.path)
-    newest = RunRecord(home.store.root, "full", ["sft"], {"data": {"sft": ["chats.jsonl"], "lora": []}})
-    newest.finish("completed", {})
-    said = rf"run {newest.run} has no adapter, since data\.lora is none; .* full data\.lora=FILE`"
-    with pytest.raises(ArtifactError, match=said):
-        resolve("lora", home.store.root)

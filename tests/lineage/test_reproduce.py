@@ -97,8 +97,6 @@ def test_threads_ranks_kernels_and_micro_batches_are_those_of_the_training(root:
     runtime = recipe.settings.runtime
     assert (runtime.devices, runtime.threads, runtime.device, runtime.nodes, runtime.node_rank) == (4, 3, "cpu", 1, 0)
     assert (runtime.compile, runtime.rows_per_device, runtime.parallel) == (True, 7, "fsdp")
-    assert "2 machines trained together, here one does" in recipe.remarks
-    assert "this ttrain has no runtime.gone_by_now" in recipe.remarks
 
 
 @pytest.mark.parametrize(
@@ -129,7 +127,7 @@ def test_files_that_came_later_into_the_same_folder_do_not_count_where_the_manif
         recipes(root)
     for stage in ("tokenizer", "shards-pretrain"):
         alter(root, stage, lambda manifest: manifest["provenance"].pop("settings"))
-    with pytest.raises(ArtifactError, match=r"its manifest does not say where its data were"):
+    with pytest.raises(ArtifactError, match=r"recorded neither here nor in MLflow"):
         recipes(root)
 
 
@@ -146,7 +144,7 @@ def test_an_interrupted_reproduction_goes_on_in_its_home_and_no_other_takes_it(r
     assert ArtifactStore(place).artifacts("tokenizer")[0].path.stat().st_ino == first and (place / MARK_FILE).exists()
     for name in ("mine/2", "mine/10"):
         with (
-            pytest.raises(UsageError, match=r"--home is .*again, which holds a reproduction of mine/1"),
+            pytest.raises(UsageError, match=r"--home is .*again, which holds other files"),
             home_for(place, name),
         ):
             pass
@@ -160,10 +158,6 @@ def test_a_home_with_other_files_is_refused_and_a_temporary_one_is_removed(tmp_p
             pass
     with pytest.raises(UsageError, match="which is a file"), home_for(tmp_path / "full" / "x", "mine/1"):
         pass
-    (tmp_path / "killed").mkdir()
-    (tmp_path / "killed" / f".{MARK_FILE}.{2**22}.tmp").touch()
-    with home_for(tmp_path / "killed", "mine/1") as home:
-        assert (home / MARK_FILE).exists()
     with home_for(None, "mine/1") as home:
         (home / "x").touch()
     assert not home.exists()

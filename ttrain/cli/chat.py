@@ -326,9 +326,9 @@ def _end(signum: int) -> None:
 
 def _identity(reference: Reference) -> dict[str, Any]:
     """The model's identity, as JSON for scripts."""
-    from ttrain.lineage import lineage_names
+    from ttrain.lineage import names
 
-    return lineage_names.to_json(reference)
+    return names.to_json(reference)
 
 
 def _load(references: list[Reference], options: LoadingOptions) -> list[LoadedModel]:

@@ -22,7 +22,6 @@ from ttrain.evaluate.suites import LoadedSuite
 from ttrain.evaluate.task_result import TaskResult
 from ttrain.inference import loading
 from ttrain.inference.evaluated_model import as_evaluated_model
-from ttrain.lineage import lineage_names
 from ttrain.lineage import names as references
 from ttrain.store import layout, runs
 from ttrain.store.artifacts import ArtifactStore
@@ -84,11 +83,11 @@ class Evaluation:
 
     def identified(self) -> list[str]:
         """A line on what each model is."""
-        return lineage_names.lines_of(self.references, self.store)
+        return [references.line_of(model, self.store) for model in self.references]
 
     def identities(self) -> JsonDict:
         """What each model is, by name, for scripts."""
-        return dict(zip(self.names, map(lineage_names.to_json, self.references), strict=True))
+        return dict(zip(self.names, map(references.to_json, self.references), strict=True))
 
     def run(self) -> Results:
         """Run every task on every model.

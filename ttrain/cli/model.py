@@ -195,7 +195,7 @@ def export(
 ) -> None:
     """Write a model for other programs: safetensors, tokenizer, chat template, generation config, model card."""
     from ttrain.export import export as work
-    from ttrain.lineage import lineage_names
+    from ttrain.lineage import names
 
     quieten()
     if push is not None:
@@ -207,7 +207,7 @@ def export(
     exported = work.export(model, out, request, say=lambda text: print_escaped(text, stderr=True))
     address = work.push(exported, push, public=public) if push is not None else None
     value = {
-        **lineage_names.to_json(model),
+        **names.to_json(model),
         "directory": str(exported.directory),
         "kind": exported.kind,
         "dtype": exported.dtype,

@@ -480,12 +480,12 @@ def resolved_models(
     texts: Sequence[str | None], bases: Sequence[str | None], run: str | None, *, stderr: bool = True
 ) -> list[Reference]:
     """Resolve the models on their bases, all stages from one run, and print a line about each."""
-    from ttrain.lineage import lineage_names, names
+    from ttrain.lineage import names
 
     common_run = names.run_of([*texts, *filter(None, bases)], run_name=run)
     models = [names.resolve(text, base=base, searched_run=common_run) for text, base in zip(texts, bases, strict=True)]
-    for line in lineage_names.lines_of(models, ArtifactStore(layout.home())):
-        print_escaped(line, stderr=stderr)
+    for model in models:
+        print_escaped(names.line_of(model, ArtifactStore(layout.home())), stderr=stderr)
     return models
 
 

@@ -20,14 +20,13 @@ from pathlib import Path
 from ttrain.config import flatten
 from ttrain.config.data import LEARNT
 from ttrain.config.loading import ENVIRONMENT_PREFIX, Override, load
-from ttrain.config.training import TRAINING_STAGES
 from ttrain.core import redact
 from ttrain.core.files import JsonDict, read_object
 from ttrain.data import existing
-from ttrain.errors import ArtifactError, DamagedFile, NothingBuilt, UsageError
+from ttrain.errors import ArtifactError, DamagedFile, UsageError
 from ttrain.reports.facts import changed_settings
 from ttrain.store import layout, references, runs
-from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
 from ttrain.store.layout import MANIFEST, Artifact
 from ttrain.store.model_files import (
     ADAPTER,
@@ -90,9 +89,9 @@ def default_model(home: Path | None = None, run_name: str | None = None) -> str 
     model of most runs, only knows its domain.
     """
     root = layout.home() if home is None else home
-    run = run_of([SFT.name], root, run_name=run_name)
-    has_one = run is not None and _has_all(ArtifactStore(root), run, {SFT.name}, with_model=False)
-    return SFT.name if has_one else None
+    run, store = run_of([SFT.name], root, run_name=run_name), ArtifactStore(root)
+    stages = run["stages"] if run else ()
+    return SFT.name if any(stage["name"] == SFT.name and _artifact_of(store, stage) for stage in stages) else None
 
 
 def run_of(
@@ -101,14 +100,14 @@ def run_of(
     """Find the run in which a command's stages, and its None, are looked up: `run_name`, else the newest finished one that
     has them all, else the newest that has them all. None if there is no such run, or none is needed.
 
-    Nights and trials of sweeps are about models that the user did not make: if no other run has any of the stages, the
-    newest finished night is taken, else the newest finished trial. Where the environment sets `name`, runs of other
-    names are skipped. Raises UsageError for a run name that does not exist or is not needed, and if several
-    stages exist only in different runs.
+    Nights and trials of sweeps are about models that the user did not make: if no other run has the stages, the newest
+    finished night is taken, else the newest finished trial. Where the environment sets `name`, runs of other names are
+    skipped. Raises UsageError for a run name that does not exist or is not needed, and if several stages exist only in
+    different runs.
     """
     root = layout.home() if home is None else home
     texts = [*texts, base] if base else texts
-    stages = {text for text in texts if text in STAGES}
+    stages = {text for text in texts if text is not None and text in STAGES}
     if not stages and None not in texts:
         if run_name is not None:
             shown = ", ".join(str(text) for text in texts)
@@ -125,11 +124,11 @@ def run_of(
         rank = _rank(run)
         if rank is None or rank in best or (name and run["settings"].get("name") != name):
             continue
-        if _has_all(store, run, stages, with_model=None in texts):
+        made = {stage["name"]: artifact for stage in run["stages"] if (artifact := _artifact_of(store, stage))}
+        if stages <= made.keys() and (stages or any(_model_directory_of(artifact.path) for artifact in made.values())):
             best[rank] = run
         elif rank == 0:
-            made = (stage["name"] for stage in run["stages"] if stage["name"] in stages and _artifact_of(store, stage))
-            holders = {**dict.fromkeys(made, run["run"]), **holders}
+            holders = {**dict.fromkeys(stages & made.keys(), str(run["run"])), **holders}
         if 0 in best:
             break
     if not best.keys() & {0, 1} and len(stages) > 1 and holders:
@@ -146,14 +145,6 @@ def _rank(run: runs.RecordedRun) -> int | None:
     if run["pipeline"] == runs.NIGHTLY or "sweep" in run:
         return (2 if run["pipeline"] == runs.NIGHTLY else 3) if is_finished else None
     return 0 if is_finished else 1
-
-
-def _has_all(home: ArtifactStore, run: runs.RecordedRun, stages: set[str | None], *, with_model: bool) -> bool:
-    """Whether the run's artifacts of these stages exist undamaged; and any model, if one is needed."""
-    listed = (stage for stage in run["stages"] if stage["name"] in stages or with_model)
-    artifacts = {stage["name"]: artifact for stage in listed if (artifact := _artifact_of(home, stage))}
-    has_model = any(_model_directory_of(artifact.path) for artifact in artifacts.values())
-    return stages <= artifacts.keys() and (has_model or not with_model)
 
 
 @dataclass(frozen=True)
@@ -176,7 +167,6 @@ class _Resolver:
         if text in STAGES:
             if self.run:
                 return self._of_run(text, self.run, text)
-            self._refuse_untrained(text)
             return self._of_artifact(text, self.store.latest(text))
         directory = references.directory(text) if run not in names else None
         if directory:
@@ -193,20 +183,6 @@ class _Resolver:
         if not stages:
             runs.check_readable(self.store.root)
         raise references.unknown("model", text, [*stages, *names], shown=len(stages) + references.LISTED, also=advice)
-
-    def _refuse_untrained(self, stage: str) -> None:
-        """Raise NothingBuilt for a stage that no run trained, where the newest run has no data for it."""
-        row = TRAINING_STAGES.get(stage)
-        run = next(runs.newest_first(self.store.root), None)
-        if row is None or run is None or self.store.artifacts(stage) or self.store.unreadable(stage):
-            return
-        if run["settings"].get("data", {row.dataset: True}).get(row.dataset):
-            return
-        model = "adapter" if row.role == "adapter" else f"{row.label} model"
-        raise NothingBuilt(
-            f"the run {run['run']} has no {model}, since data.{row.dataset} is none; set it to your file: "
-            f"`ttrain pipeline run full data.{row.dataset}=FILE`"
-        )
 
     def _last_model(self) -> Reference:
         """The last model of the run."""
@@ -345,6 +321,49 @@ def _stored_digest(artifact: Artifact) -> str | None:
         )
     except (ArtifactError, KeyError):
         return None
+
+
+def line_of(reference: Reference, store: ArtifactStore) -> str:
+    """A line such as `sft = quickstart, full-20261121-160222-1a2b4:sft, 0f3a91c2d4e5`, with what a bare stage could also
+    have meant."""
+    artifact = reference.artifact
+    if artifact is None:
+        return f"{reference.text} = {reference.directory}"
+    labels = [_pipeline_of(reference), _run_of(reference) or "of no run", artifact.key[:SHOWN_KEY]]
+    line = f"{reference.text} = {', '.join(filter(None, labels))}"
+    if reference.text not in STAGES:
+        return line
+    if reference.run is None:
+        return f"{line} (the newest {artifact.stage} here)"
+    newest = next(iter(store.artifacts(artifact.stage)), artifact)
+    is_newest = newest.key == artifact.key
+    return line if is_newest else f"{line} (there is a newer {artifact.stage}, {newest.key[:SHOWN_KEY]}: {newest.path})"
+
+
+def to_json(reference: Reference) -> JsonDict:
+    """As JSON: `name` of the pipeline, `run` (RUN:STAGE), `key` of the artifact, `digest` of the weights."""
+    return {
+        "model": reference.text,
+        "name": _pipeline_of(reference),
+        "run": _run_of(reference),
+        "key": reference.artifact.key if reference.artifact else None,
+        "digest": weights_digest(reference.adapter, name=ADAPTER) if reference.adapter else reference.base_digest,
+    }
+
+
+def _run_of(reference: Reference) -> str | None:
+    """RUN:STAGE of the run that was named or found, else of the one that made the artifact."""
+    if reference.artifact is None:
+        return None
+    run = reference.run["run"] if reference.run else reference.artifact.provenance.get("run")
+    return f"{run}:{reference.artifact.stage}" if run else None
+
+
+def _pipeline_of(reference: Reference) -> str | None:
+    """The setting `name` of the run, or of the run that made the artifact."""
+    made_with = reference.artifact.provenance.get("settings") if reference.artifact else None
+    settings = reference.run["settings"] if reference.run else made_with or {}
+    return str(settings.get("name") or "") or None
 
 
 def with_models(home: Path) -> list[str]:
