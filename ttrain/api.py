@@ -89,7 +89,6 @@ def plan(
     """
     from ttrain.engine.input_files import check_first_rows, named_shards
     from ttrain.engine.planner import plan as plan_stages
-    from ttrain.engine.planner import settings_of_selection
     from ttrain.flows import pipeline as graph_of
     from ttrain.tracking.artifact_source import store_of
 
@@ -97,9 +96,7 @@ def plan(
     store = store_of(_home(home), settings)
     selection = Selection(_stage_names(only), since, until)
     rerun = Rerun(_stage_names(force), extend, resume_key)
-    make_graph = graph_of(pipeline)
-    settings = settings_of_selection(make_graph(settings), settings, store, rerun, selection)
-    graph = make_graph(settings)
+    graph = graph_of(pipeline)(settings)
     earlier = run_records.newest_finished(store.root, settings.name)
     try:
         stages = plan_stages(graph, settings, store, rerun, selection=selection, compared_with=earlier)

@@ -11,18 +11,17 @@ from rich.console import Console
 from support.tiny_stages import planned, run_of
 from support.waiting import stopwatch
 
-from ttrain.config import Runtime, Settings
-from ttrain.config.loading import load, settable_keys
+from ttrain.config import Runtime
+from ttrain.config.loading import load
 from ttrain.config.runtime import StageRuntime
 from ttrain.engine.display import Display
 from ttrain.engine.execution import PipelineRun
 from ttrain.engine.graph import Graph
 from ttrain.engine.plan import Plan
-from ttrain.errors import ArtifactError, DataError, Interrupted, StageFailed, TooFewRows, UsageError
+from ttrain.errors import Interrupted
 from ttrain.lineage import names
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.references import need_run
-from ttrain.tasks import STAGES
 
 
 @pytest.fixture
@@ -45,24 +44,6 @@ def test_a_stage_s_own_attempts_stand_before_those_of_all_stages() -> None:
     assert runtime.attempts_of("lora") == StageRuntime(retries=1, retry_delay_seconds=10, timeout_seconds=60)
     none = Runtime(retries=2, stages={"sft": StageRuntime(retries=0)})
     assert none.attempts_of("sft").retries == 0, "which is not the same as none of its own"
-
-
-def test_each_stage_of_the_table_can_have_its_own_and_no_other_name_can() -> None:
-    known = settable_keys(Settings)
-    assert {key.split(".")[2] for key in known if key.startswith("runtime.stages.")} == set(STAGES)
-    with pytest.raises(UsageError, match=r"runtime\.stages\.sftt\.retries.*did you mean 'runtime\.stages\.sft\.retries'"):
-        load(["runtime.stages.sftt.retries=1"], environment={})
-    with pytest.raises(UsageError, match=r"runtime\.stages\.sft\.retries is -1"):
-        load(["runtime.stages.sft.retries=-1"], environment={})
-
-
-def test_a_mistake_is_told_from_what_a_second_try_may_mend() -> None:
-    usage = (UsageError("x"), TooFewRows("x"), StageFailed("x", "UsageError"), StageFailed("x", "TooFewRows"))
-    data = (DataError("x"), StageFailed("x", "DataError"))
-    assert all(error.is_mistake for error in (*usage, *data))
-    assert all(error.is_usage_error for error in usage) and not any(error.is_usage_error for error in data)
-    others = (ArtifactError("x"), Interrupted("x"), StageFailed("x"), StageFailed("x", "unexpected"))
-    assert not any(error.is_mistake for error in others)
 
 
 def test_the_first_reason_to_stop_is_the_one_that_is_told(execution: PipelineRun) -> None:

@@ -56,13 +56,6 @@ def test_the_time_of_a_training_follows_the_rate_that_this_machine_has_shown(hou
     assert deeper.seconds is not None and deeper.seconds > 140, "a token of more parameters costs more"
 
 
-def test_the_rate_of_another_machine_or_device_is_not_taken(house: House) -> None:
-    with_pretraining(house, machine={"processor": "another", "cores": 64})
-    settings = house.settings("pretrain.seed=2")
-    found = estimate(list(house.plan("pretrain.seed=2").values()), settings, house.store)
-    assert found.rate == "the quickstart's rate on a similar CPU"
-
-
 def test_without_any_rate_the_time_is_left_out_and_the_rest_is_told(house: House) -> None:
     found = estimated(house, "runtime.device=cuda", "pretrain.tokens=100")
     assert found["pretrain"].seconds is None and found["pretrain"].tokens == 100
@@ -79,12 +72,6 @@ def test_passes_follow_from_the_bytes_of_the_files_and_exactly_from_the_shards(h
     planned = house.plan()["shards-pretrain"]
     house.publish(planned, result={**RATE, "train": {"tokens": 25_000}})
     assert built and estimated(house, "pretrain.tokens=50_000")["pretrain"].passes == 2
-
-
-@pytest.mark.parametrize("name", ["packed.jsonl.gz", "table.parquet"])
-def test_passes_over_data_of_unknown_size_are_left_out(house: House, name: str) -> None:
-    found = estimated(house, f"data.pretrain={house.write(name, 'x')}", "pretrain.tokens=1000")
-    assert found["pretrain"].passes is None
 
 
 def test_a_long_run_and_one_of_many_passes_are_remarked_on() -> None:
@@ -104,16 +91,6 @@ def test_unfinished_work_takes_the_rest_of_its_steps(house: House) -> None:
     checkpoint.mkdir(parents=True)
     rest = estimated(house, *overrides)["pretrain"]
     assert rest.seconds == pytest.approx((204_800 - 50 * 2048) / 1000 + estimates.START_SECONDS)
-
-
-def test_a_stage_of_much_more_data_than_before_is_estimated_by_the_quickstart(house: House) -> None:
-    size = estimates.QUICKSTART_BYTES["pretrain"]
-    house.write("documents.jsonl", '{"text": "' + "a" * size + '"}\n')
-    house.build(house.settings(), stages=("tokenizer",))
-    planned = house.plan()["shards-pretrain"]
-    house.publish(planned, result={"train": {"bytes": 1000}}, seconds=1.5, **made_here(house))
-    found = estimated(house, "reading.heldout_fraction=0.3")["shards-pretrain"]
-    assert found.seconds == pytest.approx(estimates.OTHER_SECONDS["shards-pretrain"], rel=0.01)
 
 
 # --- what the reasons compare with

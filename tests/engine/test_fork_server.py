@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
@@ -204,16 +203,6 @@ def test_how_it_ended_comes_back(server: ForkServer, tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)  # harmless
 
 
-def test_several_threads_may_ask_at_once(server: ForkServer) -> None:
-    def tell(_: int) -> tuple[int, int]:
-        with errand(server, "tell") as (process, _output):
-            return process.pid, process.wait()
-
-    with ThreadPoolExecutor(4) as pool:
-        ended = [*pool.map(tell, range(8))]
-    assert len({pid for pid, _ in ended}) == 8 and {code for _, code in ended} == {3}
-
-
 def test_a_killed_server_takes_what_it_forked_along_and_is_named(place: Path) -> None:
     server = ForkServer(os.environ, ["json"])
     with errand(server, "sleep") as (stopped, output), errand(server, "sleep") as (process, _):
@@ -265,20 +254,6 @@ def test_the_libraries_of_stages_start_no_thread() -> None:
         assert process is not None
         process.kill()
         process.wait()
-
-
-def test_a_library_that_no_stage_needs_is_left_out_while_it_loads_and_can_be_imported_later(place: Path) -> None:
-    (place / "wanting.py").write_text(
-        "import importlib.util, sys\nfound = importlib.util.find_spec('scipy')\n"
-        "def main():\n    before = 'scipy' in sys.modules\n    import scipy\n"
-        "    print(found, before, scipy.__name__, 'end')\n"
-    )
-    server = ForkServer(os.environ, ["wanting"])
-    with tempfile.TemporaryFile() as output:
-        process = server.start("wanting", [], os.environ, output.fileno())
-        assert process is not None
-        said(output, "None False scipy end")
-    server.close()
 
 
 def test_a_wait_for_the_libraries_can_be_given_up(place: Path) -> None:

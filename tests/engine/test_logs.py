@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -37,24 +36,6 @@ def test_what_a_line_holds_can_make_no_other_line_and_move_no_cursor(tmp_path: P
     assert line.endswith(r"sft: bar\rbaz\n2026-11-21 00:00:00 lora: forged \x1b[31m\u2028 東京" + "\tok")
 
 
-def test_lines_of_stages_side_by_side_stay_whole_and_runs_do_not_mix(tmp_path: Path) -> None:
-    logs = [RunLog(tmp_path / f"full-{number}.log") for number in range(2)]
-
-    def stage(number: int, name: str) -> None:
-        for line in range(200):
-            logs[number].add(name, f"{number} {line} " + "x" * 500)
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(stage, (0, 0, 1, 1), ("shards-sft", "shards-lora") * 2))
-    for number, log in enumerate(logs):
-        found = [LINE.fullmatch(line) for line in log.path.read_text().splitlines()]
-        told = [(match[1], match[2].split()) for match in found if match]
-        assert len(told) == len(found) == 400
-        for name in ("shards-sft", "shards-lora"):
-            lines = [words for stage_name, words in told if stage_name == name]
-            assert [words[:2] for words in lines] == [[str(number), str(line)] for line in range(200)]
-
-
 def test_a_disk_that_takes_nothing_costs_the_lines_and_is_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -65,11 +46,6 @@ def test_a_disk_that_takes_nothing_costs_the_lines_and_is_told_once(
     assert [record.message for record in caplog.records] == [
         f"the run's log {log.path} cannot be written, the pipeline goes on: No such file or directory"
     ]
-
-
-def test_what_a_stage_continued_is_said() -> None:
-    result = {"tokens": 512, "resumed_from_step": 3, "steps": 9}
-    assert summary.key_figures("pretrain", result).endswith("continued at step 3 of 9")
 
 
 def test_warnings_of_the_guards_name_the_setting_to_change_and_their_file() -> None:

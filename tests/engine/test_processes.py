@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import shutil
 import signal
 import subprocess
 import time
@@ -16,7 +15,6 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from support.comparing import curve, logged_steps
 from support.tiny_stages import Home, Watcher, build_stage, stage_settings
 
 from ttrain.engine import processes, stage_worker
@@ -128,20 +126,6 @@ def test_a_rank_that_raises_ends_the_others_and_its_own_reason_is_told(bed: Bed,
     assert seconds < 20
 
 
-@pytest.mark.soak
-def test_two_ranks_leave_one_checkpoint_of_a_step_however_slow_the_disk_of_the_first_is(
-    bed: Bed, sabotage: Callable[[str], None]
-) -> None:
-    """Each file takes 0.6 s; the second rank may write none."""
-    sabotage("a slow disk")
-    artifact = bed.run(steps=8)
-    assert "rank 0 writes" in (artifact.path / "run" / "log.txt").read_text()
-    kept = sorted(path.name for path in (artifact.path / "checkpoints").iterdir() if path.is_dir())
-    assert kept == ["step-00000004", "step-00000008"]
-    assert all((artifact.path / "checkpoints" / name / "state.json").is_file() for name in kept)
-    assert logged_steps(curve(artifact.path / "run" / "metrics.jsonl"), "loss") == [*range(1, 9)], "one rank writes, once"
-
-
 def test_a_stage_that_is_told_to_stop_at_its_very_start_stops_and_is_continued(bed: Bed) -> None:
     """The signal comes while the ranks are forked, before they have looked at anything."""
     with pytest.raises(Interrupted) as stopped:
@@ -157,12 +141,6 @@ def test_a_try_after_one_whose_second_rank_was_killed_finds_its_checkpoint_and_n
     assert 0 < artifact.result["resumed_from_step"] < 60
     assert not bed.home.store.work("pretrain", artifact.key).exists()
     assert sorted(path.name for path in artifact.path.iterdir()) == ["checkpoints", "manifest.json", "model", "run"]
-
-
-def test_a_stage_whose_work_directory_is_removed_ends_with_its_reason_and_starts_anew(bed: Bed) -> None:
-    message, _ = bed.fail(lambda line: shutil.rmtree(bed.home.store.root / "work" / "pretrain", ignore_errors=True))
-    assert re.search(r"stage pretrain: its work directory .* was removed while it ran; run", message)
-    assert bed.run(steps=8).result["resumed_from_step"] == 0
 
 
 @pytest.mark.parametrize(
@@ -184,11 +162,3 @@ def test_a_process_that_ended_for_want_of_memory_names_what_to_lower(
     with pytest.raises(StageFailed, match=re.escape(f"without a result{advice}")) as failed:
         processes.result_of(group, STAGES[stage], log_path, None)
     assert ("memory ran out" in str(failed.value)) == bool(advice)
-
-
-def test_a_memory_error_of_a_stage_names_what_to_lower(tmp_path: Path) -> None:
-    stage_worker.write(tmp_path, 0, {"outcome": "failed", "error": "MemoryError: ", "kind": "unexpected"})
-    advice = "MemoryError: ; memory ran out: lower tokenizer.max_bytes or end other programs; the traceback is in"
-    with pytest.raises(StageFailed, match=advice):
-        outcome = stage_worker.read(tmp_path)
-        processes.result_of(processes.ProcessGroup(), STAGES["tokenizer"], tmp_path / "log.txt", outcome)

@@ -13,7 +13,6 @@ from support.planned_homes import House, running
 from support.tiny_stages import Home, stage_settings
 from typer.testing import CliRunner
 
-from ttrain import api
 from ttrain.cli.options import stage_names
 from ttrain.config import Tracking
 from ttrain.engine.graph import Graph, Planned, Rerun, Selection
@@ -140,24 +139,6 @@ def test_a_training_whose_shards_are_taken_and_too_few_is_refused_before_it_begi
 # --- the evaluation of what `--only` names
 
 
-@pytest.mark.parametrize(
-    ("names", "lacks", "evaluated"),
-    [
-        ("pretrain,sft,evaluate", "lora", {"pretrain", "sft", "shards-pretrain", "shards-sft"}),
-        ("pretrain,sft,evaluate", "", {"pretrain", "sft", "lora", "shards-pretrain", "shards-sft", "shards-lora"}),
-        ("pretrain,evaluate", "sft", {"pretrain", "shards-pretrain"}),
-    ],
-)
-def test_models_that_it_leaves_out_and_the_store_lacks_are_not_evaluated(
-    built: House, names: str, lacks: str, evaluated: set[str]
-) -> None:
-    if lacks:
-        shutil.rmtree(built.store.latest(lacks).path)
-    planned = api.plan("full", built.settings(), only=names, home=built.store.root)
-    assert planned.graph["evaluate"].reads == evaluated
-    assert {stage.name: stage.state for stage in planned}["evaluate"] == ("run" if lacks else "cached")
-
-
 # --- the commands
 
 
@@ -171,18 +152,3 @@ def test_plan_shows_the_part_and_what_it_leaves_out(built: House, monkeypatch: p
     rows = {line.split()[0]: line for line in done.output.splitlines() if line.startswith(("sft", "pretrain", "lora"))}
     assert "taken from the store" in rows["pretrain"] and "taken" not in rows["sft"] + rows["lora"]
     assert "left out by --only lora,sft,shards-sft: evaluate" in done.output
-
-
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (["pipeline", "plan", "full", "--from", ""], "an empty word follows '--from'"),
-        (["eval", " "], "an empty word follows 'eval'"),
-        (["pipeline", "plan", "full", "--only", ","], "got ','"),
-    ],
-)
-def test_an_empty_variable_of_a_shell_does_not_mean_that_the_option_was_left_out(words: list[str], problem: str) -> None:
-    from ttrain.cli.main import app
-
-    done = CliRunner().invoke(app, words)
-    assert isinstance(done.exception, UsageError) and problem in str(done.exception)

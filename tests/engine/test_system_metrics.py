@@ -6,9 +6,7 @@ import json
 import logging
 import shutil
 import sys
-import threading
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +17,7 @@ from support.waiting import wait_until
 
 from ttrain.config.loading import load
 from ttrain.engine import stage_worker
-from ttrain.engine.system_metrics import SystemMetrics, file_name, files, gpus, last_step, machine, read, visible
+from ttrain.engine.system_metrics import SystemMetrics, file_name, files, gpus, last_step, machine, read
 from ttrain.errors import UsageError
 
 MACHINE = {
@@ -69,17 +67,6 @@ def test_several_nodes_have_files_and_names_of_their_own_and_a_short_stage_one_s
     (row,) = rows(tmp_path / "system-node1.jsonl")
     assert row["step"] == 0 and 0 <= row["metrics"]["system/node_1/cpu_utilization_percentage"] <= 100
     assert {name.rpartition("/")[0] for name in row["metrics"]} == {"system/node_1"}
-
-
-def test_a_disk_that_is_gone_ends_the_samples_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "ttrain")
-    directory = tmp_path / "run"
-    directory.mkdir()
-    metrics = SystemMetrics(directory / "system.jsonl", 600)
-    shutil.rmtree(directory)
-    metrics.stop()
-    assert "the system metrics end here" in caplog.text
-    assert not [thread for thread in threading.enumerate() if thread.name == "system-metrics"]
 
 
 def sampled(directory: Path, seconds: float) -> list[Path]:
@@ -152,30 +139,4 @@ def test_gpus_tell_use_memory_temperature_and_power_as_far_as_they_can(monkeypat
     assert {name[:6] for name in read(gpus())} == {"gpu_1_"}, "what is hidden from the process is not told of"
 
 
-def test_which_gpus_the_environment_leaves() -> None:
-    """CUDA sees nothing after a number that there is not."""
-    everything = [0, 1, 2, 3]
-    cases = {None: everything, "2,0": [2, 0], "": [], "-1": [], "1,7,2": [1], "GPU-8f6a": everything}
-    assert {chosen: visible(4, chosen) for chosen in cases} == cases
-
-
-def test_without_a_gpu_or_its_library_there_is_silence(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(**{**NVML, "nvmlInit": fail}))  # as without a driver
-    assert gpus() == []
-    monkeypatch.setitem(sys.modules, "pynvml", None)  # an import of it fails
-    assert gpus() == []
-    assert caplog.records == []
-
-
 # --- stages -------------------------------------------------------------------------------------------------------------
-
-
-def test_the_names_are_those_of_mlflow() -> None:
-    """Of its own monitor; what that has not, temperature and bytes through disks, is named alike."""
-    mlflow = find_spec("mlflow")
-    assert mlflow is not None and mlflow.origin is not None
-    told = "".join(path.read_text() for path in Path(mlflow.origin).parent.glob("system_metrics/metrics/*_monitor.py"))
-    of_gpus = {"memory_usage_percentage", "memory_usage_megabytes", "utilization_percentage", "power_usage_watts"}
-    assert [name for name in MACHINE | of_gpus if name not in told] == []

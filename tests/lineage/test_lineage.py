@@ -20,7 +20,6 @@ from ttrain.errors import UsageError
 from ttrain.lineage.lineage import REGISTRY, STORE, TRACKER, Lineage, lineage_of
 from ttrain.lineage.names import resolve
 from ttrain.reports.history import History
-from ttrain.store import run_evaluations
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.model_files import MODEL
@@ -215,14 +214,6 @@ def test_a_name_of_nothing_is_refused_with_what_there_is(made: Path) -> None:
         assert said in str(refused.value)
 
 
-def test_two_artifacts_whose_keys_begin_alike_are_told_apart(tmp_path: Path) -> None:
-    publish(tmp_path, "tokenizer", "abcdef0")
-    publish(tmp_path, "source", "abcdef1")
-    with pytest.raises(UsageError, match=r"'abcdef' is the beginning of 2 keys: source/abcdef1.*, tokenizer/abcdef0"):
-        lineage_of(tmp_path, "abcdef")
-    assert chain(lineage_of(tmp_path, "source/abcdef")) == ["source"]
-
-
 def test_the_command_prints_the_chain_and_its_json_round_trips(
     made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -238,17 +229,6 @@ def test_the_command_prints_the_chain_and_its_json_round_trips(
     told = run("lineage", "mine/1", "--json").json
     assert [stage["stage"] for stage in told["stages"]] == WHOLE and (told["kind"], told["run"]) == ("set", RUN)
     assert told["stages"][2]["inputs"]["shards"]["key"] == told["stages"][1]["key"]
-
-
-def test_nothing_of_a_manifest_reaches_the_terminal_as_a_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bad = {"name": "a\x1b[2Jb.jsonl", "sha256": SHA}
-    publish(tmp_path, "tokenizer", "abcdef", ingredients={"files": {"train": [bad]}, "settings": {"tokenizer.x": "\x9b31m"}})
-    monkeypatch.setenv("TTRAIN_HOME", str(tmp_path))
-    done = in_process(capsys)("lineage", "tokenizer")
-    said = done.out
-    assert done.code == 0 and "\x1b" not in said and "\x9b" not in said and "a\\x1b[2Jb.jsonl" in said
 
 
 def test_the_digest_of_a_data_set_is_that_of_its_files_and_how_they_are_read(tmp_path: Path) -> None:
@@ -297,21 +277,6 @@ def test_a_list_of_files_that_mlflow_would_refuse_is_cut_and_counted() -> None:
     told = json.loads(source)
     assert told["files"] == 2000 and 300 < len(told["listed"]) < 2000
     assert 50_000 < len(source.encode()) < 65_535
-
-
-def test_what_lies_behind_a_model_of_many_nights_is_walked_once(tmp_path: Path) -> None:
-    nights: dict[str, Artifact] = {}  # each of which has read all before it
-    for number in range(30):
-        nights[f"learnt-{number:04}"] = publish(tmp_path, "shards-pretrain", f"{number:02}", nights)
-    *_, last = nights.values()
-    model = publish(tmp_path, "pretrain", "a1", {"shards": last, **nights})
-    store = ArtifactStore(tmp_path)
-    assert [artifact.key for artifact in History.of(model, store).artifacts] == [
-        *(a.key for a in nights.values()),
-        model.key,
-    ]
-    assert run_evaluations.heldout_shards(model, store)["documents"].key == last.key
-    assert [link.key for link in lineage_of(tmp_path, model.key).links][-1] == model.key
 
 
 def test_a_card_has_the_newest_evaluation_of_its_model_and_reads_no_other(

@@ -135,9 +135,10 @@ def stage_run(
         planned = api.plan("full", settings, **selection)
     *needed, chosen = planned.stages
     if missing := [each.stage.name for each in needed if not each.artifact]:
+        commands = ", ".join(f"`ttrain stage run {each}`" for each in missing)
         raise UsageError(
-            f"stage {stage} waits for {', '.join(missing)}; run first, with the same settings: "
-            f"`ttrain stage run {missing[0]}`, or all at once: `ttrain pipeline run full --until {stage}`"
+            f"stage {stage} waits for {', '.join(missing)}; run first, with the same settings: {commands}, "
+            f"or all at once: `ttrain pipeline run full --until {stage}`"
         )
     chosen = replace(chosen, sources=chosen.inputs)  # the artifacts that are there
     alone = replace(planned, pipeline=f"stage-{stage}", stages=[chosen])

@@ -239,7 +239,7 @@ class Followed:
     _progress: Any = None
 
     def look(self, *, to_the_end: bool) -> None:
-        """Report the new lines and the progress. Raises FileNotFoundError where the work directory is gone."""
+        """Report the new lines and the progress."""
         *lines, self._line = (self._line + self.log.read()).split(b"\n")
         if to_the_end and self._line:
             lines.append(self._line)
@@ -258,11 +258,6 @@ def _wait(group: ProcessGroup, stage: Stage, settings: Settings, followed: Follo
     sent_signal, kill_time, timed_out = 0, 0.0, False
     while True:
         ended = group.poll()
-        if not followed.work.exists():
-            raise StageFailed(
-                f"stage {stage.name}: its work directory {followed.work} was removed while it ran; "
-                f"run the same command again"
-            )
         followed.look(to_the_end=ended)
         if ended:
             return sent_signal, timed_out

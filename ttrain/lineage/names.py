@@ -12,14 +12,13 @@ owner/name, owner/name@revision  a model on the Hugging Face Hub, for the comman
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ttrain.config import flatten
 from ttrain.config.data import LEARNT
-from ttrain.config.loading import ENVIRONMENT_PREFIX, Override, load
+from ttrain.config.loading import Override, load
 from ttrain.core import redact
 from ttrain.core.files import JsonDict, read_object
 from ttrain.data import existing
@@ -45,8 +44,6 @@ from ttrain.tracking.artifact_source import InTracker
 from ttrain.tracking.registered import take_over_champions
 
 MODEL_DIRECTORY, ADAPTER_DIRECTORY = "model", "adapter"  # of an artifact
-
-NAME_VARIABLE = f"{ENVIRONMENT_PREFIX}NAME"
 
 FINISHED = ("completed", "cached")  # outcomes of finished runs
 
@@ -100,10 +97,8 @@ def run_of(
     """Find the run in which a command's stages, and its None, are looked up: `run_name`, else the newest finished one that
     has them all, else the newest that has them all. None if there is no such run, or none is needed.
 
-    Nights and trials of sweeps are about models that the user did not make: if no other run has the stages, the newest
-    finished night is taken, else the newest finished trial. Where the environment sets `name`, runs of other names are
-    skipped. Raises UsageError for a run name that does not exist or is not needed, and if several stages exist only in
-    different runs.
+    Nights and trials of sweeps are about models that the user did not make: the newest finished one is taken if no other run
+    has the stages. Raises UsageError for a run name that does not exist or is not needed.
     """
     root = layout.home() if home is None else home
     texts = [*texts, base] if base else texts
@@ -116,35 +111,19 @@ def run_of(
     if run_name is not None:
         return references.need_run(root, run_name)
     best: dict[int, runs.RecordedRun] = {}  # the newest run of each rank that has all stages
-    holders: dict[str, str] = {}  # by stage: the newest finished run that has it
-    # No other variable is read: models are found without settings.
-    loaded = load(environment={key: value for key, value in os.environ.items() if key.upper() == NAME_VARIABLE})
-    store, name = ArtifactStore(root), loaded.settings.name if "name" in loaded.sources else None
+    store = ArtifactStore(root)
     for run in runs.newest_first(root):
-        rank = _rank(run)
-        if rank is None or rank in best or (name and run["settings"].get("name") != name):
+        is_own = run["pipeline"] != runs.NIGHTLY and "sweep" not in run
+        is_finished = run["outcome"] in FINISHED
+        rank = 2 - is_own - (is_own and is_finished)
+        if rank in best or not (is_own or is_finished):
             continue
         made = {stage["name"]: artifact for stage in run["stages"] if (artifact := _artifact_of(store, stage))}
         if stages <= made.keys() and (stages or any(_model_directory_of(artifact.path) for artifact in made.values())):
             best[rank] = run
-        elif rank == 0:
-            holders = {**dict.fromkeys(stages & made.keys(), str(run["run"])), **holders}
         if 0 in best:
             break
-    if not best.keys() & {0, 1} and len(stages) > 1 and holders:
-        listed = ", ".join(f"{run}:{stage}" for stage, run in sorted(holders.items()))
-        raise UsageError(
-            f"no run has all of {', '.join(sorted(filter(None, stages)))}; there are {listed}; name each as RUN:STAGE"
-        )
     return best[min(best)] if best else None
-
-
-def _rank(run: runs.RecordedRun) -> int | None:
-    """Whose stages are taken first: 0 of finished runs, 1 of unfinished ones, 2 of finished nights, 3 of finished trials."""
-    is_finished = run["outcome"] in FINISHED
-    if run["pipeline"] == runs.NIGHTLY or "sweep" in run:
-        return (2 if run["pipeline"] == runs.NIGHTLY else 3) if is_finished else None
-    return 0 if is_finished else 1
 
 
 @dataclass(frozen=True)
