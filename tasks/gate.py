@@ -15,10 +15,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from ttrain.config import Expert, Gate, GateConfig
+from ttrain.config import Expert, Gate, GateConfig, Reading
 from ttrain.core.files import read_json, write_json
 from ttrain.core.hashing import digest_of, sha256_file
-from ttrain.data import chat, check
+from ttrain.data import chat, first_rows
 from ttrain.data import records as sources
 from ttrain.data.records import Conversation, Record, Tally, TextDocument
 from ttrain.errors import DataError, Interrupted, UsageError
@@ -186,7 +186,7 @@ def content_digest(records: Sequence[Record]) -> str:
 def _distinct(locations: Sequence[str], settings: Gate) -> Iterator[Record]:
     tally, content_hashes = Tally(), set[bytes]()
     for location in locations:
-        kind = check.kind_of(location, MAX_LINE_BYTES)
+        kind = first_rows.kind_of_file(location, Reading())
         parse = sources.parse_conversation if kind == "chats" else sources.document_parser(settings.text_field)
         for record in sources.read([location], parse, tally, MAX_LINE_BYTES, settings.text_field):
             key = sources.content_hash(record)

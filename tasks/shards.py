@@ -20,7 +20,7 @@ from ttrain.data.assembly import ShardSetResult
 from ttrain.data.blocks import BlockRecipe
 from ttrain.data.built_blocks import DataFile, Pool, Table
 from ttrain.data.contamination import OverlapCheck
-from ttrain.data.near_duplicate_sets import EarlierSet
+from ttrain.data.near_duplicates import EarlierSet
 from ttrain.data.sharding import Processes
 from ttrain.errors import DataError, NothingNew
 from ttrain.store.artifacts import ArtifactStore

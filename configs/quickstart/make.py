@@ -27,7 +27,8 @@ import pyarrow as pa
 from chats import chats_about
 from reading import DocumentedItem, group_of, order, pick, plain, read_python
 
-from ttrain.data import overlap, python_docs
+from ttrain.data import python_docs
+from ttrain.data.contamination import GramIndex
 
 CHAT_ROWS = 10_000  # of 36,000: the quickstart takes 4,220
 CODE_BYTES = 1_200_000  # of 8 MB
@@ -146,8 +147,9 @@ def contained_documents(documents: list[Row]) -> set[int]:
 
     Of two that contain each other only the shorter is listed.
     """
-    texts = [overlap.spaced(row["text"]) for row in documents]
-    shares = {(match.record, match.text): match.share for match in overlap.GramIndex(texts).find(texts)}
+    texts = [row["text"] for row in documents]
+    index = GramIndex(texts)
+    shares = {(record, text): share for record, row in enumerate(texts) for text, share in index.find(row).items()}
     contained: set[int] = set()
     for (record, text), share in shares.items():
         is_copy = share >= SHARE and documents[record]["group"] != documents[text]["group"]

@@ -164,13 +164,17 @@ def sample_prompts(config: Training, job: StageContext, encoder: Encoder) -> lis
 
 def is_without_effect(curve: Path) -> bool:
     """Whether the quick validations of a stage end where they began: nearer than two that follow each other usually are, or
-    by less than 0.1 % of the perplexity. False for a curve that lacks its first step."""
+    by less than 0.1 % of the perplexity. False for a curve that lacks its first step.
+
+    The value of the last step is of all rows, and is not compared.
+    """
     from ttrain.store.runs import read_rows
 
-    losses = [(row["step"], row["metrics"][QUICK]) for row in read_rows(curve) if row["metrics"].get(QUICK) is not None]
-    if len(losses) < 3 or losses[0][0] != 0:
+    rows = [row for row in read_rows(curve) if "validation_loss" not in row["metrics"]]
+    quick = [row for row in rows if row["metrics"].get(QUICK) is not None]
+    if len(quick) < 3 or quick[0]["step"] != 0:
         return False
-    values = [loss for _, loss in losses]
+    values = [row["metrics"][QUICK] for row in quick]
     usual = median(abs(current - previous) for previous, current in pairwise(values))
     return bool(abs(values[-1] - values[0]) < max(LEAST_CHANGE, usual))
 

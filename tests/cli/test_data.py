@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
-import random
 import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.data_commands import Run, chat, documents, texts, train, write
 
-from ttrain.data import check, inspect
-from ttrain.data.check import script_of, scripts_of
 from ttrain.data.encoder import Encoder
-from ttrain.data.shards import ShardSet
 from ttrain.reports.summary import key_figures
 
 
@@ -74,47 +69,6 @@ def test_one_percent_of_bad_rows_pass_and_one_more_does_not(run: Run, tmp_path: 
     assert run("data", "check", "more.jsonl", "reading.rejected_fraction=0.02").code == 0
 
 
-def test_blocks_packing_and_processes_change_neither_counts_nor_line_numbers(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rng = random.Random(3)
-    rows: list[Any] = []
-    for one in texts(400):
-        rows.append(rng.choice([{"text": one}, {"text": one}, b"", b"{broken", {"text": ""}, {"text": "again"}, [one]]))
-    plain = write(tmp_path / "a.jsonl", rows)
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
-    monkeypatch.setattr(check, "BLOCK_BYTES", 2000)
-    bad = [(number, row) for number, row in enumerate(rows, start=1) if row == b"{broken" or isinstance(row, list)]
-    values = []
-    for name, in_processes in (("a.jsonl", False), ("b.jsonl.gz", True)):
-        monkeypatch.setattr("ttrain.cli.data_reports.SMALL_UNENCODED_BYTES", 0 if in_processes else 10**9)
-        done = run(
-            "data", "check", name, "--json", "reading.rejected_fraction=1", "--rejected", "bad.jsonl", "runtime.workers=2"
-        )
-        quarantine = [json.loads(line) for line in (tmp_path / "bad.jsonl").read_bytes().splitlines()]
-        assert [row["line"] for row in quarantine] == [number for number, _ in bad]
-        assert {row["file"] for row in quarantine} == {name}
-        for row, (_, written) in zip(quarantine, bad, strict=True):
-            line = written if isinstance(written, bytes) else json.dumps(written, ensure_ascii=False).encode()
-            assert line.decode().startswith(row["text"]) and len(row["text"]) >= min(200, len(line.decode()))
-        assert done.json["first_rejected"][0].startswith(f"{name}:{bad[0][0]}: ")
-        values.append({key: value for key, value in done.json.items() if key not in ("file", "first_rejected")})
-    assert values[0] == values[-1]
-    assert values[0]["rows"] == sum(row != b"" for row in rows)
-    assert values[0]["duplicates"] == values[0]["skipped"]["duplicate"] == sum(row == {"text": "again"} for row in rows) - 1
-    assert values[0]["skipped"]["empty text"] == sum(row == {"text": ""} for row in rows)
-
-
-def test_a_row_is_a_duplicate_of_one_in_an_earlier_file_too(run: Run, tmp_path: Path) -> None:
-    for name in ("a.jsonl", "b.jsonl"):
-        documents(tmp_path / name, 20)
-    first, second = run("data", "check", "a.jsonl", "b.jsonl", "--json").json
-    assert (first["kept"], first["duplicates"], second["kept"], second["skipped"]) == (20, 0, 0, {"duplicate": 20})
-    done = run("data", "check", "a.jsonl", "b.jsonl", "--json", "reading.deduplicate=false")
-    assert done.code == 0 and [value["kept"] for value in done.json] == [20, 20]
-    assert [value["duplicates"] for value in done.json] == [0, 20]
-
-
 def test_the_kind_is_said_and_can_be_set(run: Run, tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [chat(one, one) for one in texts(5)])
     write(tmp_path / "b.jsonl", [{"instruction": one, "output": one, "text": one} for one in texts(5)])
@@ -132,15 +86,6 @@ def test_the_kind_is_said_and_can_be_set(run: Run, tmp_path: Path) -> None:
 # --- what is measured
 
 
-def test_shards_are_shown_with_the_counts_of_their_rows(
-    run: Run, tmp_path: Path, tok: Path, talks: list[dict[str, Any]]
-) -> None:
-    value = run("data", "show", "out", "--row-length", "64", "--json").json
-    rows = inspect.rows_of(ShardSet(tmp_path / "out" / "train"), Encoder(tok), 64)
-    assert value["kind"] == "chats" and value["counts"] == json.loads(json.dumps(rows.counts()))
-    assert re.search(r"fill +\d", run("data", "show", "out", "--row-length", "64").out)
-
-
 def test_statistics_of_a_file_count_scripts_lengths_and_duplicates(run: Run, tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [{"text": "abc 12"}, {"text": "東京abc!"}, {"text": "москва"}, {"text": "abc 12"}, b"["])
     done = run("data", "check", "a.jsonl", "--json", "reading.rejected_fraction=1")
@@ -152,13 +97,6 @@ def test_statistics_of_a_file_count_scripts_lengths_and_duplicates(run: Run, tmp
     assert [value["lengths"][name] for name in ("mean", "min", "50 %", "99 %", "max")] == [8.5, 6, 6, 12, 12]
     out = run("data", "check", "a.jsonl", "reading.rejected_fraction=1").out
     assert "Latin 52.9%, Cyrillic 35.3%, Han 11.8%" in " ".join(out.split())
-
-
-def test_scripts_are_told_by_letters_alone() -> None:
-    expected = {"a": "Latin", "Ａ": "Latin", "é": "Latin", "ﾊ": "Katakana", "漢": "Han", "あ": "Hiragana", "한": "Hangul",
-                "ж": "Cyrillic", "λ": "Greek", "ש": "Hebrew", "ع": "Arabic", "अ": "Devanagari"}  # fmt: skip
-    assert {letter: script_of(letter) for letter in expected} == expected
-    assert scripts_of(Counter("a1 。🙂\n")) == {"Latin": 1}
 
 
 def test_a_trained_tokenizer_says_what_it_read(run: Run, tmp_path: Path) -> None:

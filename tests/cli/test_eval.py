@@ -95,7 +95,7 @@ def test_the_table_says_what_was_left_out_and_what_the_items_can_show(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = said(capsys, "pretrain", "pretrain", "--choices", "words.jsonl")
-    assert text.startswith(f"pretrain = full-1:pretrain, {'3' * 12} (the newest pretrain here)\n")
+    assert text.startswith(f"pretrain = full-1:pretrain, {'3' * 12}\n")
     places = "fewer than two choices (1: words.jsonl:9), answer is out of range (1: words.jsonl:10)"
     assert f"words: 2 rows left out: {places}" in text
     assert "pretrain (1) - pretrain (2)" in text and "not judged (8 of 20 items)" in text

@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 from support import shard_sets
 from support.shard_sets import ALL, write_lines
-from support.tiny_data import write_shards
 from support.tiny_stages import Home, run_here, stage_settings
 
 from ttrain.config import Evaluate, EvaluateConfig, Settings
 from ttrain.config.evaluate import Suite
-from ttrain.data import contamination, overlap
+from ttrain.data import contamination
+from ttrain.data.contamination import GramIndex
 from ttrain.data.encoder import Encoder
-from ttrain.data.overlap import GramIndex, TextMatch
-from ttrain.data.shards import Column, read_shard
+from ttrain.data.plain_text import plain, words_of
 from ttrain.engine.input_files import data_files, evaluation_files
 from ttrain.errors import DataError, UsageError
 from ttrain.evaluate import run
@@ -30,10 +29,6 @@ from ttrain.tasks.shards import recipe_of
 
 POEM = "床前明月光，疑是地上霜。舉頭望明月，低頭思故鄉。"
 QUESTION, ANSWER = "Which river does the old wooden bridge of the village cross?", "The upper Rhine"
-AWKWARD = (
-    "Straße, ÜBER e\u0301 ﬁ ½ ①", "한국어 텍스트", "\ud7ff\ue000 <|bos|> <|im_start|>user", "🙂👩\u200d👧 a\0b\t\n", "",
-    "日" * 50, "नमस्ते दुनिया", "a" * 300, "\uffff\U0010ffff x", "ＡＢＣ１２３", POEM,
-)  # fmt: skip
 
 
 def grams_of(words: Sequence[str]) -> set[tuple[str, ...]]:
@@ -41,69 +36,46 @@ def grams_of(words: Sequence[str]) -> set[tuple[str, ...]]:
     return {tuple(words[at : at + 13]) for at in range(len(words) - 12)}
 
 
-def stored(directory: Path, encoder: Encoder, texts: Sequence[Sequence[int]]) -> Column:
-    """The ids as they come back from a shard."""
-    rows = [([encoder.bos_id, *ids, encoder.eos_id], ()) for ids in texts]
-    index = write_shards(directory, rows, kind="documents", vocab_size=len(encoder))
-    return read_shard(directory / index["shards"][0]["file"])
-
-
-@pytest.mark.parametrize("chunk_tokens", [1, 10**6])
-def test_ids_of_shards_become_the_plain_text_of_their_records(tmp_path: Path, encoder: Encoder, chunk_tokens: int) -> None:
-    column, token_bytes, found = stored(tmp_path, encoder, encoder.encode(AWKWARD)), overlap.TokenBytes(encoder), []
-    for first, last in overlap.chunks(column, chunk_tokens):
-        found += [text.split() for text in overlap.records(column, token_bytes, first, last)]
-    assert found == [overlap.spaced(text).split() for text in AWKWARD]
-    assert overlap.plain("Ｔhe  CAFÉ,\n(1)") == overlap.plain("the cafe\u03011") == b"thecafe1"
-    assert overlap.plain("—… 🙂 \u200b\0") == b"" and overlap.plain("你好，世界！") == "你好世界".encode()
-
-
-def test_ids_that_are_no_text_do_not_harm_the_records_beside_them(tmp_path: Path, encoder: Encoder) -> None:
-    (poem,) = encoder.encode([POEM])
-    column = stored(tmp_path, encoder, [poem, poem[:1], poem])  # the second ends within a character
-    records = overlap.records(column, overlap.TokenBytes(encoder), 0, 3)
-    assert len(records) == 3
-    assert GramIndex([overlap.spaced(POEM)]).find(records) == [TextMatch(0, 0, 1.0), TextMatch(2, 0, 1.0)]
+def test_words_are_the_same_whatever_case_width_and_punctuation() -> None:
+    assert words_of("Ｔhe  CAFÉ,\n(1)") == words_of("the cafe\u0301 1") == ["the", "café", "1"]
+    assert words_of("—… 🙂 \u200b\0") == [] and words_of("你好，Welt！") == ["你", "好", "welt"]
+    for text in ("Ｔhe  CAFÉ,\n(1)", POEM, "한국어 텍스트", "Straße, ÜBER ﬁ ½ ①"):
+        assert plain(text) == "".join(words_of(text)).encode()
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_is_found_is_what_a_naive_search_finds(tmp_path: Path, encoder: Encoder, seed: int) -> None:
+def test_what_is_found_is_what_a_naive_search_finds(seed: int) -> None:
     """In words of letters and of single Chinese characters, with any punctuation between the words."""
     rng = random.Random(seed)
     kinds = [[f"{letter}{number}" for letter in "abc" for number in range(5)], list("天地玄黃宇宙洪荒")]
     source = [rng.choice(rng.choice(kinds)) for _ in range(600)]
     items = [source[start : start + rng.randrange(13, 40)] for start in (0, 40, 45, 300)]
     items += [source[100:110], [rng.choice(kinds[0]) for _ in range(30)], ["one", "two"]]
-    documents = []
+    index = GramIndex([" ".join(words) for words in items])
+    found_any = False
     for _ in range(6):
         start = rng.randrange(400)
         document = source[start : start + 200]
         for _ in range(rng.randrange(6)):
             document[rng.randrange(len(document))] = "changed"
-        documents.append(document)
-    texts = [rng.choice((", ", " ", "\n- ")).join(words).upper() for words in documents]
-    column = stored(tmp_path, encoder, encoder.encode(texts))
-    expected = []
-    for number, document in enumerate(documents):
+        expected = {}
         for item, words in enumerate(items):
-            wanted = grams_of(words) or {tuple(words)}
             size = min(13, len(words))
+            wanted = grams_of(words) or {tuple(words)}
             found = wanted & {tuple(document[at : at + size]) for at in range(len(document) - size + 1)}
-            if found and len(words) >= overlap.FEWEST_WORDS:
-                expected.append(TextMatch(number, item, len(found) / len(wanted)))
-    assert expected, "the documents have parts of the items"
-    index = GramIndex([overlap.spaced(" ".join(words)) for words in items])
-    assert index.find(overlap.records(column, overlap.TokenBytes(encoder), 0, len(texts))) == expected
-    assert index.totals.tolist() == [max(1, len(words) - 12) if len(words) > 7 else 0 for words in items]
+            if found and len(words) >= contamination.FEWEST_WORDS:
+                expected[item] = len(found) / len(wanted)
+        found_any |= bool(expected)
+        assert index.find(rng.choice((", ", " ", "\n- ")).join(document).upper()) == expected
+    assert found_any, "the documents have parts of the items"
 
 
-def test_what_many_items_begin_with_identifies_none_of_them(tmp_path: Path, encoder: Encoder) -> None:
+def test_what_many_items_begin_with_identifies_none_of_them() -> None:
     instruction = " ".join(f"instruction{number}" for number in range(14))
     ends = [f"{number} " + " ".join(f"end{number}of{word}" for word in range(14)) for number in range(50)]
-    index = GramIndex([overlap.spaced(f"{instruction} {end}") for end in ends])
-    assert index.totals.min() > 0
-    column = stored(tmp_path, encoder, encoder.encode([f"{instruction} z" * 9, f"{instruction} {ends[7]}"]))
-    assert index.find(overlap.records(column, overlap.TokenBytes(encoder), 0, 2)) == [TextMatch(1, 7, 1.0)]
+    index = GramIndex([f"{instruction} {end}" for end in ends])
+    assert index.find(f"{instruction} z" * 9) == {}
+    assert index.find(f"{instruction} {ends[7]}") == {7: 1.0}
 
 
 def test_rows_of_every_kind_of_task_are_items_and_others_are_counted(tmp_path: Path) -> None:
@@ -119,8 +91,8 @@ def test_rows_of_every_kind_of_task_are_items_and_others_are_counted(tmp_path: P
         b"no JSON",
     ]
     found, tally = contamination.read_items(str(write_lines(tmp_path / "items.jsonl", rows)), "mixed")
-    whole = overlap.plain(QUESTION + ANSWER)
-    expected = [whole, whole, overlap.plain(QUESTION), whole, b"theoldbridgecrossestherhine", overlap.plain(POEM)]
+    whole = plain(QUESTION + ANSWER)
+    expected = [whole, whole, plain(QUESTION), whole, b"theoldbridgecrossestherhine", plain(POEM)]
     assert [item.digest for item in found] == [contamination.digest_of_text(text) for text in [*expected, whole]]
     assert sum(tally.rejected.values()) == 2
     assert found[1].location.endswith("items.jsonl:2")
@@ -184,18 +156,6 @@ def test_documents_that_hold_an_item_are_left_out(
     assert contamination.read_item_shares(tmp_path / "out") == {}
 
 
-def test_the_share_says_how_much_of_an_item_a_document_holds(tmp_path: Path, encoder: Encoder) -> None:
-    """A document has the first 20 of the 32 words of an item: 8 of its 20 n-grams."""
-    words = [f"word{number}" for number in range(32)]
-    texts = [f"0123 {' '.join(words[:20])} 4567", *(f"Another document, number {n}." for n in range(5))]
-    documents = write_lines(tmp_path / "documents.jsonl", [{"text": text} for text in texts])
-    items = write_lines(tmp_path / "items.jsonl", [{"text": " ".join(words)}])
-    for share, overlapping in ((0.4, 1), (0.41, 0)):
-        against = contamination.overlap_check([str(items)], share, remove=False)
-        task = build(tmp_path / f"{share}", encoder, documents, against).contamination["tasks"]["items.jsonl"]
-        assert (task["items"], task["overlapping"]) == (1, overlapping)
-
-
 def test_chats_are_found_whole_and_not_by_the_system_turn_that_others_have_too(tmp_path: Path, encoder: Encoder) -> None:
     """Of turns that are all shorter than a part, and after a system turn that is longer than all of them."""
     system = {"role": "system", "content": "You are an assistant who answers questions about rivers in a friendly way."}
@@ -212,16 +172,8 @@ def test_chats_are_found_whole_and_not_by_the_system_turn_that_others_have_too(t
     built = build(tmp_path / "out", encoder, documents, against, "chats")
     told = json.loads((tmp_path / "out" / contamination.REPORT).read_bytes())
     assert [(item["where"], item["share"]) for item in told["items"]] == [("items.jsonl:1", 1.0)]
-    assert [place["record"] for place in told["items"][0]["places"]] == [5, 6]
+    assert [place["line"] for place in told["items"][0]["places"]] == [6, 7]
     assert built.parts["train"]["rows"] == 5
-
-
-def test_what_templates_write_between_turns_is_passed_over(tmp_path: Path, encoder: Encoder) -> None:
-    role, end = encoder.special("<|user|>"), encoder.special("<|end|>")
-    first, second = encoder.encode(["user\nWhich river?", "assistant\nThe assistant\nsays: none"])
-    column = stored(tmp_path, encoder, [[role, *first, end, role, *second, end]])
-    (text,) = overlap.records(column, overlap.TokenBytes(encoder), 0, 1)
-    assert text.split() == b"which river the assistant says none".split()
 
 
 def test_files_of_evaluations_are_inputs_of_shards_and_count_by_their_bytes(tmp_path: Path) -> None:
@@ -275,26 +227,13 @@ def test_items_that_training_documents_hold_are_told_apart_or_left_out(tmp_path:
         assert run.mark_overlaps(shown, {found[0].digest}, leave_out=False).groups["overlap=yes"] == (1,)
 
 
-@pytest.mark.parametrize("row", [{"answer": 1234}, {"final": "1234"}, {"answer": " ", "final": 1234}])
-def test_an_answer_is_looked_for_in_whatever_form_a_task_reads_it(tmp_path: Path, row: Any) -> None:
-    items = items_of("sums", "generation", [{"question": QUESTION, **row}], tmp_path)
-    (found,), _ = contamination.read_items(str(tmp_path / "sums.jsonl"), "sums")
-    assert found.digest == contamination.digest_of_text(overlap.plain(QUESTION) + b"1234")
-    assert run.mark_overlaps(items, {found.digest}, leave_out=False).groups == {"overlap=yes": (0,)}
-
-
-@pytest.mark.parametrize(("answer", "text"), [(" B ", "two"), (0, "one"), ("two", "two"), ("Z", ""), ("ß", "ß"), (None, "")])
-def test_a_right_choice_is_looked_for_by_its_number_letter_or_text(answer: Any, text: str) -> None:
-    assert contamination.of_row({"question": "Which?", "choices": ["one", "two"], "answer": answer}) == f"Which?\n{text}"
-
-
 def test_the_evaluation_tells_items_apart_that_its_shards_hold(tmp_path: Path) -> None:
     home, settings = Home.make(tmp_path / "home"), stage_settings(steps=1)
     home.pretrain(settings, tmp_path / "base")
     write_lines(tmp_path / "items.jsonl", [{"text": POEM}, {"text": QUESTION}, {"text": ANSWER}])
     suite = tmp_path / "suite.yaml"
     suite.write_text("tasks:\n  texts: {kind: text, file: items.jsonl}\n")
-    contamination.write_item_shares(home.documents.path, {contamination.item_of("", "", QUESTION).digest: 1.0})
+    contamination.write_item_shares(home.documents.path, {contamination.digest_of_text(plain(QUESTION)): 1.0})
     found = {}
     for overlapping in ("report", "leave_out"):
         told: Any = {"suites": str(suite), "overlapping": overlapping, "row_length": 32, "stride": 16, "resamples": 100}
@@ -312,6 +251,6 @@ def test_the_evaluation_tells_items_apart_that_its_shards_hold(tmp_path: Path) -
 
 def test_a_task_of_which_nothing_is_left_is_refused(tmp_path: Path) -> None:
     items = items_of("task", "text", [{"text": POEM}], tmp_path)
-    known = {contamination.item_of("", "", POEM).digest}
+    known = {contamination.digest_of_text(plain(POEM))}
     with pytest.raises(DataError, match=r"evaluate\.overlapping=report"):
         run.mark_overlaps(items, known, leave_out=True)

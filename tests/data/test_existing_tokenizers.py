@@ -203,10 +203,3 @@ def test_all_that_the_template_writes_behind_the_prompt_is_trained_on(
         if is_live:
             runs[-1].append(token)
     assert [opened.decode(run, skip_special_tokens=False) for run in runs] == trained_on
-
-
-@pytest.mark.parametrize(
-    ("template", "lead"), [(CHATML, ""), (INST, " "), (THOUGHT, "<think>\n\n</think>\n\n"), ("ttrain", "")]
-)
-def test_the_lead_is_what_the_template_writes_before_every_answer(template: str, lead: str, tmp_path: Path) -> None:
-    assert chat.lead_text(install(tmp_path, tokenizer_of("byte level"), template)) == lead

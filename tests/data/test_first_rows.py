@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -59,12 +58,6 @@ def test_rows_of_no_kind_are_refused_with_their_keys(tmp_path: Path) -> None:
     assert "set reading.text_field=Body" in message
 
 
-def test_a_csv_is_refused_with_a_fix(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.csv", "id,text", "1,a", "2,b")
-    message = refused("data.pretrain", "documents", path)
-    assert message.startswith(f"data.pretrain: {path} is CSV or plain text, not JSON Lines;")
-
-
 def test_what_the_stage_counts_is_left_to_it(tmp_path: Path) -> None:
     """Bad rows with the right keys, rows that are no JSON, files without rows, rows that a rule skips."""
     some = [
@@ -80,9 +73,3 @@ def test_what_the_stage_counts_is_left_to_it(tmp_path: Path) -> None:
     rated = written(tmp_path / "rated.jsonl", {"prompt": "q", "completion": "a", "label": 1})
     first_rows.check("data.dpo", "pairs", [rated], tolerant)
     first_rows.check("data.sft", "chats", [written(tmp_path / "bad.jsonl", {"messages": 1})], tolerant)
-
-
-def test_packed_files_are_looked_into_and_remote_ones_are_not(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(gzip.compress(json.dumps(CHAT).encode()))
-    assert "is a chat" in refused("data.pretrain", "documents", "https://nowhere.invalid/a.jsonl", str(path))

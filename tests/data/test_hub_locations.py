@@ -105,9 +105,3 @@ def test_a_file_is_fetched_once_and_read_from_the_cache_offline(online: FakeHub,
     with pytest.raises(DataError, match="not in the cache of the Hub") as raised:
         read(TRAIN[1])
     assert TRAIN[1] in str(raised.value)
-
-
-def test_a_protocol_whose_servers_run_code_is_refused() -> None:
-    for location in ("dask://127.0.0.1:1::file:///x.jsonl", "DASK://127.0.0.1:1/x.jsonl"):
-        with pytest.raises(UsageError, match="dask:// is refused, since its servers may run code here"):
-            expand(location)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import gzip
 import itertools
 import json
 from decimal import Decimal
@@ -18,22 +17,14 @@ from hypothesis import strategies as st
 from support.streamed_files import written
 
 from ttrain.data.records import (
-    FIRST_REJECTED,
-    KEYS_LOOKED_AT,
-    KEYS_OF_A_ROW,
-    OTHER_REASONS,
-    REASONS,
     Tally,
-    document_parser,
     lines,
     parse_conversation,
     read,
     records,
 )
-from ttrain.errors import DataError
 
 MIB = 1 << 20
-GOOD = b'{"text":"a"}\n{"text":"b"}\n'
 
 
 def rows_of(path: Path, *more: Path, limit: int = MIB) -> tuple[list[tuple[int, Any]], Tally]:
@@ -42,31 +33,6 @@ def rows_of(path: Path, *more: Path, limit: int = MIB) -> tuple[list[tuple[int, 
     found = [(number, value) for _, number, value in records([str(path), *map(str, more)], tally, limit)]
     tally.kept += len(found)
     return found, tally
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        (b'{"text": "a"', "not valid JSON"),
-        (b'{"text": "' + b"x" * MIB + b'"}', f"line longer than reading.max_line_bytes={MIB}"),
-        (b" " * (MIB + 1), f"line longer than reading.max_line_bytes={MIB}"),
-    ],
-    ids=lambda value: repr(value[:24]),
-)
-def test_a_bad_line_is_counted_with_its_place_and_its_neighbours_stay(tmp_path: Path, line: bytes, reason: str) -> None:
-    """What else a line may hold: tests/data/test_hostile."""
-    path = written(tmp_path, b'{"text": "before"}\n' + line + b'\n{"text": "after"}\n')
-    aside: list[dict[str, Any]] = []
-    tally = Tally(quarantine=aside.append)
-    found = [(number, value["text"]) for _, number, value in records([str(path)], tally, MIB)]
-    assert found == [(1, "before"), (3, "after")]
-    assert (tally.rows, tally.rejected.total()) == (3, 1)
-    (told,) = tally.rejected
-    assert told.startswith(reason)
-    assert tally.first_rejected == [f"{path}:2: {told}"]
-    text = line[:800].decode("utf-8", "replace")[:200]
-    assert aside == [{"file": str(path), "line": 2, "reason": told, "text": text}]
-    assert json.loads(json.dumps(aside)) == aside
 
 
 def test_the_limit_of_a_line_is_exact_whether_or_not_it_ends(tmp_path: Path) -> None:
@@ -93,16 +59,6 @@ def test_any_cutting_into_chunks_gives_the_lines_of_the_whole(data: list[bytes],
     assert short == [line[:4] for _, line in found], "of a long line, enough to tell that it is"
 
 
-def test_several_files_are_read_in_the_given_order_with_their_own_line_numbers(tmp_path: Path) -> None:
-    one, two = written(tmp_path, gzip.compress(GOOD), "1.gz"), written(tmp_path, b'\n{"text":"c"}\nbad\n', "2")
-    three = tmp_path / "3"
-    pq.write_table(pa.table({"text": ["d", "e"]}), three)
-    found, tally = rows_of(two, one, three)
-    assert [(number, value["text"]) for number, value in found] == [(2, "c"), (1, "a"), (2, "b"), (1, "d"), (2, "e")]
-    assert tally.rows == 6
-    assert [place.startswith(f"{two}:3: ") for place in tally.first_rejected] == [True]
-
-
 def test_parquet_gives_the_chats_of_the_same_rows_as_json_lines(tmp_path: Path) -> None:
     """One struct type for all rows: what a row lacks comes back as null."""
 
@@ -123,14 +79,6 @@ def test_parquet_gives_the_chats_of_the_same_rows_as_json_lines(tmp_path: Path) 
     chats, tally = list(read([str(tmp_path / "a")], parse_conversation, Tally(), MIB)), Tally()
     assert chats == list(read([str(lines_of_rows)], parse_conversation, tally, MIB))
     assert (len(chats), tally.kept) == (5, 5)
-
-
-def test_parquet_gives_the_documents_of_the_same_rows_as_json_lines(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"text": ["a", None, None], "content": [None, "b", None]}), tmp_path / "a")
-    tally = Tally()
-    documents = read([str(tmp_path / "a")], document_parser("text"), tally, MIB)
-    assert [document.to_json() for document in documents] == [{"text": "a"}, {"text": "b"}]
-    assert tally.rejected == {"'text' is null, not text": 1}
 
 
 @pytest.mark.parametrize(
@@ -160,47 +108,3 @@ def test_arguments_of_parquet_are_what_json_has_for_them_or_reject_the_row(
 
 
 # --- what is told of it
-
-
-def test_an_empty_file_has_no_rows_and_the_check_says_so(tmp_path: Path) -> None:
-    for data in (b"", b"\n \n", b"\xef\xbb\xbf"):
-        found, tally = rows_of(written(tmp_path, data))
-        assert (found, tally.rows) == ([], 0)
-    with pytest.raises(DataError, match=r"data\.pretrain: no rows are left of 0"):
-        tally.check("data.pretrain", 1.0, "the key 'text'")
-
-
-def test_too_many_bad_rows_or_none_kept_name_the_first_the_field_and_the_keys_that_are_there(tmp_path: Path) -> None:
-    path, tally = written(tmp_path, b'{"text":"a"}\n' * 99 + b'{"txet":"b", "id": 1}\n'), Tally()
-    assert len(list(read([str(path)], document_parser("text"), tally, MIB))) == 99
-    tally.check("data.pretrain", 0.01, "the key 'text'")
-    with pytest.raises(DataError) as raised:
-        tally.check("data.pretrain", 0.009, "the key 'text'")
-    for part in ("data.pretrain", "1 of 100", "rejected_fraction=0.009", f"{path}:100", "one JSON object a line", "'text'",
-                 "txet", "id"):  # fmt: skip
-        assert part in str(raised.value)
-    path, tally = written(tmp_path, b'{"txet":"a"}\n{"text": ""}\n'), Tally()
-    assert list(read([str(path)], document_parser("text"), tally, MIB)) == []
-    with pytest.raises(DataError, match=r"no rows are left of 2; 1 skipped: empty text.*keys seen: txet, text"):
-        tally.check("data.pretrain", 1.0, "the key 'text'")
-    path, tally = written(tmp_path, b'{"text": ""}\n'), Tally()
-    assert list(read([str(path)], document_parser("text"), tally, MIB)) == []
-    with pytest.raises(DataError, match=r"no rows are left of 1; 1 skipped: empty text$"):  # no advice: it was read
-        tally.check("data.pretrain", 1.0, "the key 'text'")
-
-
-def test_a_tally_adds_up_over_parts_and_stays_small() -> None:
-    """Reasons that name what differs in every row, and rows of thousands of keys, are noted up to a number."""
-    total = Tally()
-    for part in range(3):
-        tally = Tally()
-        for row in range(400):
-            tally.rows += 1
-            tally.see({f"key {row} {n}": 0 for n in range(2 * KEYS_OF_A_ROW)})
-            tally.reject(f"file {part}", row, f"unknown role {part} {row}")
-        assert len(tally.keys_seen) == min(400, KEYS_LOOKED_AT) * KEYS_OF_A_ROW
-        total.add(tally)
-    assert (total.rows, total.rejected.total()) == (1200, 1200)
-    assert len(total.rejected) <= REASONS + 1
-    assert total.rejected[OTHER_REASONS] >= 1200 - REASONS
-    assert total.first_rejected == [f"file 0:{row}: unknown role 0 {row}" for row in range(FIRST_REJECTED)]

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.shard_sets import ALL, digests, opened, texts_in, write_lines
 from support.shard_sets import build as build_shards
+from support.shard_sets import digests, opened, texts_in, write_lines
 
 from ttrain.config import Reading
-from ttrain.data import near_duplicates, overlap
+from ttrain.data import near_duplicates
 from ttrain.data.assembly import ShardSetResult
 from ttrain.data.blocks import BlockRecipe
-from ttrain.data.near_duplicate_sets import FOLDER, REPORT, EarlierSet
-from ttrain.data.near_duplicates import NEAR_DUPLICATE, SimilarityRule
+from ttrain.data.near_duplicates import FOLDER, NEAR_DUPLICATE, REPORT, EarlierSet, SimilarityRule
+from ttrain.data.plain_text import plain
 from ttrain.data.sharding import Processes
 from ttrain.data.shards import read_shard
 
@@ -56,9 +56,8 @@ def joined(words: list[str], chinese: bool = False) -> str:
 
 def shingles(text: str) -> set[bytes]:
     """One by one, for comparison."""
-    plain = overlap.plain(text)
-    size = near_duplicates.SHINGLE_BYTES
-    return {plain[at : at + size] for at in range(max(1, len(plain) - size + 1))} if plain else set()
+    letters, size = plain(text), near_duplicates.SHINGLE_BYTES
+    return {letters[at : at + size] for at in range(max(1, len(letters) - size + 1))} if letters else set()
 
 
 def similarity(first: str, second: str) -> float:
@@ -88,10 +87,10 @@ def rows(texts: list[str]) -> list[dict[str, str]]:
 
 
 def test_sketches_do_not_depend_on_what_stands_beside_a_text_nor_change_with_a_version() -> None:
-    texts = [overlap.plain(text) for text in ("", "short", "x" * 24, "一二三四五六七八九十", *planted(20)[0], "y" * 100_000)]
+    texts = [plain(text) for text in ("", "short", "x" * 24, "一二三四五六七八九十", *planted(20)[0], "y" * 100_000)]
     together = near_duplicates.sketches_of(texts, RULE)
-    for number, plain in enumerate(texts):
-        alone = near_duplicates.sketches_of([plain], RULE)
+    for number, letters in enumerate(texts):
+        alone = near_duplicates.sketches_of([letters], RULE)
         assert (alone[:, 0] == together[:, number]).all()
     assert near_duplicates.sketches_of([b"thequickbrownfoxjumpsoverthelazydog"], RULE)[:3, 0].tolist() == PINNED, (
         "raise near_duplicates.FORMAT, since sketches in files have the old values"
@@ -99,13 +98,6 @@ def test_sketches_do_not_depend_on_what_stands_beside_a_text_nor_change_with_a_v
 
 
 PINNED = [3029725062, 3324641135, 3708436563]
-
-
-def test_the_bands_find_almost_all_pairs_at_the_threshold() -> None:
-    for threshold in (0.5, 0.7, 0.8, 0.9, 1.0):
-        rule = SimilarityRule(threshold)
-        assert (1 - threshold**rule.rows) ** rule.bands <= near_duplicates.MOST_MISSED
-        assert rule.rows * rule.bands <= near_duplicates.VALUES
 
 
 def test_planted_near_duplicates_are_found_to_the_exact_similarity(tmp_path: Path, recipe: BlockRecipe) -> None:
@@ -203,56 +195,6 @@ def test_a_growing_set_equals_one_of_all_files(tmp_path: Path, recipe: BlockReci
     assert all_digests(tmp_path / "out") == all_digests(whole)
 
 
-def sketch_names(output: Path) -> set[str]:
-    return {path.name for path in (output / FOLDER).iterdir()}
-
-
-def test_a_night_reads_of_old_documents_only_those_that_sketches_propose(
-    tmp_path: Path, recipe: BlockRecipe, nights: list[Path], outputs: list[Path]
-) -> None:
-    earlier = [EarlierSet(output.name, output) for output in outputs[:2]]
-    build(tmp_path / "new", [nights[2]], recipe, SPLIT, earlier=earlier)
-    old = sketch_names(outputs[0]) | sketch_names(outputs[1])
-    assert sketch_names(tmp_path / "new").isdisjoint(old)
-
-
-def test_sets_from_before_the_rule_are_searched_too(tmp_path: Path, recipe: BlockRecipe, nights: list[Path]) -> None:
-    old, second, third = tmp_path / "old", tmp_path / "second", tmp_path / "third"
-    build(old, [nights[0]], recipe, ALL)
-    built = build(second, [nights[1]], recipe, NEAR, earlier=[EarlierSet("base", old)])
-    assert built.near_duplicates and built.near_duplicates["of_earlier_sets"] > 5
-    originals = [row["original"] for row in dropped(second) if "set" in row["original"]]
-    assert originals and all(row.keys() == {"set", "shard", "row"} for row in originals)
-    build(third, [nights[2]], recipe, NEAR, earlier=[EarlierSet("base", old), EarlierSet("second", second)])
-    assert sketch_names(third).isdisjoint(sketch_names(second)), "the second set has those of the first"
-
-
-def test_finished_sketches_of_a_run_that_ended_early_are_taken_and_damaged_ones_made_again(
-    tmp_path: Path, recipe: BlockRecipe, nights: list[Path], whole: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written, write = list[Path](), near_duplicates.write_sketches
-
-    def write_five(path: Path, *arguments: Any) -> None:
-        if len(written) == 5:
-            raise KeyboardInterrupt
-        written.append(path)
-        write(path, *arguments)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(near_duplicates, "write_sketches", write_five)
-        build(tmp_path / "out", nights, recipe, SPLIT)
-    finished = {path: path.stat().st_ino for path in (tmp_path / "out" / FOLDER).glob("*.near")}
-    assert finished and not (tmp_path / "out" / "train" / "index.json").exists()
-    build(tmp_path / "out", nights, recipe, SPLIT)
-    assert all(path.stat().st_ino == inode for path, inode in finished.items())
-    assert all_digests(tmp_path / "out") == all_digests(whole)
-    first, second, *_ = written
-    first.write_bytes(b"")
-    second.write_bytes(b"\0" * second.stat().st_size)
-    build(tmp_path / "out", nights, recipe, SPLIT)
-    assert all_digests(tmp_path / "out") == all_digests(whole)
-
-
 def test_training_documents_like_those_of_held_out_files_go(tmp_path: Path, recipe: BlockRecipe, tokenizer: Path) -> None:
     rng = random.Random(7)
     words, other = text(rng, 100), joined(text(rng, 100))
@@ -269,52 +211,3 @@ def test_training_documents_like_those_of_held_out_files_go(tmp_path: Path, reci
     build(tmp_path / "next", [new], recipe, NEAR, heldout=[held], earlier=earlier)
     assert len(texts_in(tmp_path / "next", tokenizer, "heldout")) == 2
     assert [row["line"] for row in dropped(tmp_path / "next")] == [2]
-
-
-def test_hostile_documents_cost_bounded_work(tmp_path: Path, recipe: BlockRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alike in everything but a number, without a letter, and thousands that share bands but are not similar enough."""
-    rng = random.Random(9)
-    same, base = joined(text(rng, 60)), text(rng, 60)
-    texts = [f"{same} {'!' * n}" for n in range(150)]  # the same letters, so not exact duplicates
-    texts += ["?!" * n for n in range(1, 50)]
-    texts += [joined([*base[:50], *text(rng, 10)]) for _ in range(150)]  # about 0.7 alike, all of them
-    compared = 0
-    exact = near_duplicates.jaccard
-
-    def counted(*hashes: Any) -> float:
-        nonlocal compared
-        compared += 1
-        return exact(*hashes)
-
-    monkeypatch.setattr(near_duplicates, "jaccard", counted)
-    built = build(tmp_path / "out", [write_lines(tmp_path / "a.jsonl", rows(texts))], recipe, NEAR, block_bytes=1 << 20)
-    assert built.tallies["train"].skipped[NEAR_DUPLICATE] >= 149
-    assert compared <= 150 + 200 * near_duplicates.MOST_COMPARED
-    assert not [row for row in dropped(tmp_path / "out") if 150 < row["line"] <= 199]
-
-
-def test_nothing_is_searched_without_the_setting_nor_in_chats(tmp_path: Path, recipes: dict[str, BlockRecipe]) -> None:
-    path = write_lines(tmp_path / "a.jsonl", rows([*planted(20)[0]]))
-    assert build(tmp_path / "out", [path], recipes["documents"]).near_duplicates is None
-    chats = [{"messages": [{"role": "user", "content": same}, {"role": "assistant", "content": f"{n}"}]}
-             for same in [joined(text(random.Random(1), 50))] for n in range(5)]  # fmt: skip
-    built = build(tmp_path / "chats", [write_lines(tmp_path / "c.jsonl", chats)], recipes["chats"], NEAR)
-    assert built.near_duplicates is None and built.tallies["train"].kept == 5
-    assert not (tmp_path / "chats" / FOLDER).exists()
-
-
-def test_a_smaller_set_that_repeats_documents_holds_none_out_that_an_earlier_set_trained_on(
-    recipe: BlockRecipe, tmp_path: Path
-) -> None:
-    """`auto` is a fifth of few rows and 2 % of many: the hashes of repeated documents may lie between the two."""
-    rng = random.Random(3)
-    known, new = ([joined(text(rng, 30)) for _ in range(count)] for count in (200, 40))
-    files = [
-        write_lines(tmp_path / f"{n}", [{"text": one} for one in rows]) for n, rows in enumerate((known, [*known, *new]))
-    ]
-    few = Reading(heldout_fraction=0.02, near_duplicates=0.8)
-    build(tmp_path / "first", [files[0]], recipe, few)
-    more = Reading(heldout_fraction=0.2, near_duplicates=0.8)
-    build(tmp_path / "second", [files[1]], recipe, more, earlier=[EarlierSet("first", tmp_path / "first")])
-    held_out = set(texts_in(tmp_path / "second", recipe.tokenizer, "heldout"))
-    assert held_out and held_out <= set(new)

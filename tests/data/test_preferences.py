@@ -20,7 +20,7 @@ from ttrain.data.blocks import BlockRecipe
 from ttrain.data.chat import encode_chat
 from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
-from ttrain.data.packing import IGNORE, MixedRows
+from ttrain.data.packing import IGNORE
 from ttrain.data.pair_rows import PairBatch, PairRows
 from ttrain.data.preferences import CHOSEN, PROMPT, REJECTED, Preference, is_preference, preference_of
 from ttrain.data.shards import Column, ShardSet, write_index, write_shard
@@ -116,12 +116,6 @@ def test_system_functions_and_calls_are_part_of_prompt_and_answers() -> None:
     assert '<tool_call>\n{"name": "f"' in pair.rejected[0].content
 
 
-def test_answers_within_the_prompt_are_not_learnt() -> None:
-    pair = preference_of({"chosen": [USER, GOOD, USER, GOOD], "rejected": [USER, GOOD, USER, BAD]})
-    assert [turn.in_loss for turn in pair.prompt] == [True, False, True]
-    assert pair.chosen == PAIR.chosen and pair.rejected == PAIR.rejected
-
-
 NO_ANSWER = "has no answer of its own: no assistant's turn with a text after the prompt"
 DEEP = b'{"prompt": "Q", "chosen": ' + b"[" * 900 + b"]" * 900 + b', "rejected": "b"}'
 # (row, how its reason begins)
@@ -146,7 +140,7 @@ HOSTILE = (
         row(prompt="R", chosen=[USER, GOOD], rejected=[USER, BAD]),
         "'chosen' is a conversation without the turns of the prompt",
     ),
-    (row(prompt="Q", chosen=[USER, GOOD], rejected=[SYSTEM, USER, BAD]), "'chosen' is a conversation without the turns"),
+    (row(prompt="Q", chosen=[USER, GOOD], rejected=[SYSTEM, USER, BAD]), "'chosen' and 'rejected' have no common prompt"),
     (
         row(prompt=[SYSTEM, USER], chosen=[{**SYSTEM, "content": "S"}, USER, GOOD], rejected="b"),
         "'chosen' is a conversation",
@@ -186,12 +180,6 @@ def test_a_pair_is_stored_with_the_mask_of_a_chat(tmp_path: Path, tokenizer: Pat
     assert [ids[n] for n, part in enumerate(branches) if part == CHOSEN][1:] == [encoder.end_id], "an answer of one token"
 
 
-def test_a_rated_answer_is_stored_on_its_side(tmp_path: Path, tokenizer: Path, pairs: BlockRecipe) -> None:
-    rows = [row(prompt="Q", completion=text, label=label) for text, label in (("g", True), ("b", False))]
-    stored = parts_of(Encoder(tokenizer), write_lines(tmp_path / "a.jsonl", rows), pairs)
-    assert [sorted(set(branches)) for *_, branches in stored] == [[PROMPT, CHOSEN], [PROMPT, REJECTED]]
-
-
 @pytest.mark.parametrize(("count", "fraction"), [(2, 1e-9), (40, 0.2)])
 def test_no_prompt_is_on_both_sides(count: int, fraction: float, tmp_path: Path, pairs: BlockRecipe) -> None:
     """Also where nothing would be held out, so that the lowest row is."""
@@ -206,13 +194,6 @@ def test_no_prompt_is_on_both_sides(count: int, fraction: float, tmp_path: Path,
     assert all(prompts) and not prompts[0] & prompts[1]
     tally = built.tallies["train"]
     assert tally.rows == tally.kept + tally.skipped.total() == 3 * count
-
-
-def test_pairs_of_a_held_out_prompt_leave_the_training_part(tmp_path: Path, pairs: BlockRecipe) -> None:
-    train = [row(prompt=prompt, chosen="a", rejected="b") for prompt in ("one", "two")]
-    heldout = write_lines(tmp_path / "h.jsonl", [row(prompt="two", chosen="other", rejected="answers")])
-    built = build(tmp_path / "s", [write_lines(tmp_path / "a.jsonl", train)], pairs, heldout=[heldout])
-    assert built.tallies["train"].skipped == {"stands in the held-out part": 1}
 
 
 # --- rows of pairs
@@ -351,34 +332,6 @@ def test_rows_hold_what_a_naive_reference_says(
     assert counts["dropped_tokens"] == rows.shards.tokens - kept
     for row, batch in enumerate(batches):
         assert (batch.segments_BT >= 0).sum() == rows.lengths()[row]
-
-
-def test_answers_of_a_pair_follow_each_other_in_a_batch_of_any_rows(tmp_path: Path) -> None:
-    rows = PairRows(write(tmp_path, some_records(5, 40)), 48, PAD, END, header_length=1)
-    for numbers in ([0], [3, 1], range(len(rows))):
-        batch = rows.batch(numbers)
-        assert isinstance(batch, PairBatch)
-        chosen, rejected = batch.answer_ids_A[::2], batch.answer_ids_A[1::2]
-        assert (rejected == chosen + 1).all() and (chosen % 2 == 0).all()
-        assert (batch.ratings_A == np.tile([1, -1], len(chosen))).all()
-        assert set(batch.answers_BT.flatten().tolist()) == {-1, *range(len(batch.answer_ids_A))}
-        assert ((batch.labels_BT != IGNORE) == (batch.answers_BT >= 0)).all()
-    muted = rows.batch([0]).without_targets()
-    assert isinstance(muted, PairBatch) and (muted.answers_BT == -1).all()
-    assert muted.live_tokens == len(muted.answer_ids_A) == len(muted.ratings_A) == 0
-    rated = PairRows(write(tmp_path / "rated", some_records(8, 1, rated=True)), 48, PAD, END).batch([0, 0])
-    assert isinstance(rated, PairBatch)
-    assert len(rated.answer_ids_A) == 2 and len(set(rated.answer_ids_A.tolist())) == 1, "twice in a batch counts twice"
-
-
-def test_answers_of_weighted_sources_have_numbers_of_the_whole_set(tmp_path: Path) -> None:
-    records = some_records(7, 30)
-    shards = write(tmp_path, records, shards=2, weights=(1.0, 3.0))
-    groups = [PairRows(shards.group(number), 48, PAD, END, header_length=1) for number in (0, 1)]
-    mixed = MixedRows(groups, shards.weights)
-    batch = mixed.batch(range(len(mixed)))
-    assert isinstance(batch, PairBatch)
-    assert sorted(batch.answer_ids_A.tolist()) == list(range(2 * len(records)))
 
 
 def test_a_record_with_an_answer_that_has_no_live_token_is_left_out_and_counted(tmp_path: Path) -> None:

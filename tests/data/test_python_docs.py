@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from support.tiny_data import write_shards
 
@@ -43,27 +41,6 @@ def texts(row: dict[str, Any], role: str = "") -> list[str]:
 def top_module(row: dict[str, Any]) -> str:
     """Without the marks of a C or Python twin."""
     return re.sub("^_(py)?", "", row["source"].partition(":")[2].partition(".")[0])
-
-
-def test_counts_are_those_of_the_files_and_the_readme(built: tuple[Path, dict[str, Any]], rows: Rows) -> None:
-    for name in NAMES:
-        size = sum(len(text.encode()) for row in rows[name] for text in texts(row))
-        assert built[1][name] == {"rows": len(rows[name]), "bytes": size}
-        assert all(text.strip() for row in rows[name] for text in texts(row))
-        assert {frozenset(row) for row in rows[name]} == {frozenset(("text" if "pre" in name else "messages", "source"))}
-    heldout = built[1]["pretrain_heldout"]
-    assert f"{heldout['rows']} documents ({heldout['bytes']:,} bytes)" in (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def test_sizes_follow_the_settings(rows: Rows) -> None:
-    size = {name: sum(len(text.encode()) for row in rows[name] for text in texts(row)) for name in NAMES}
-    code = sum(len(row["text"].encode()) for row in rows["pretrain"] if row["source"].startswith("code:"))
-    assert 100_000 <= size["pretrain_heldout"] <= 250_000
-    assert 0.95 * 600_000 < code <= 600_000 and size["pretrain"] + size["pretrain_heldout"] <= 3_000_000
-    assert len(rows["sft"]) == 4000 and len(rows["lora"]) == 800
-    assert len(rows["sft_heldout"]) >= 100 and len(rows["lora_heldout"]) >= 100
-    kinds = Counter(row["source"].partition(":")[0] for row in rows["pretrain_heldout"])
-    assert set(kinds) == {"docstring", "reference"}
 
 
 def test_no_module_is_on_both_sides(rows: Rows) -> None:
@@ -121,19 +98,3 @@ def test_the_wheel_has_the_text_and_its_licence() -> None:
         assert path.is_file() and any(path.relative_to(ROOT / "configs").match(pattern) for pattern in patterns)
     assert "configs/quickstart/LICENSE.txt" in project["project"]["license-files"]
     assert file.stat().st_size <= 1_500_000
-
-
-def test_a_pair_has_the_right_answer_and_that_to_another_question(rows: Rows) -> None:
-    """About the same object; none is held out, and length does not tell the answers apart."""
-    chats = [row["messages"] for row in rows["sft"]]
-    turns = [(turns[:number], turn["content"]) for turns in chats for number, turn in enumerate(turns)]
-    right = {(json.dumps(before), answer) for before, answer in turns if before}
-    answers = {answer for before, answer in turns if before and before[-1]["role"] == "user"}
-    for row in rows["dpo"]:
-        assert (json.dumps(row["prompt"]), row["chosen"]) in right and row["rejected"] in answers
-        assert not row["chosen"].startswith(row["rejected"]) and not row["rejected"].startswith(row["chosen"])
-    for part, fewest in (("dpo", 1500), ("dpo_heldout", 300)):
-        longer = [len(row["chosen"]) > len(row["rejected"]) for row in rows[part]]
-        assert len(longer) >= fewest and 0.45 < np.mean(longer) < 0.55
-    for side in ("chosen", "prompt"):
-        assert not {json.dumps(row[side]) for row in rows["dpo"]} & {json.dumps(row[side]) for row in rows["dpo_heldout"]}

@@ -6,9 +6,6 @@ import bz2
 import gzip
 import json
 import lzma
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +13,11 @@ import fsspec
 import orjson
 import pyarrow as pa
 import pytest
-from pyarrow import parquet as pq
-from support.packed_files import PACKS, PEAK, zstd
-from support.paths import ROOT
+from support.packed_files import zstd
 from support.streamed_files import SMALL, TABLE, TEXT, read, table_bytes, written
 from support.web import Site
 
-from ttrain.data import parquet, records, streams
-from ttrain.data.records import Tally
+from ttrain.data import parquet, streams
 from ttrain.errors import CannotRead, DataError
 
 
@@ -50,21 +44,6 @@ def test_every_member_and_frame_arrives_in_bounded_pieces(tmp_path: Path, data: 
     assert len(pieces) > 1 and max(map(len, pieces)) < len(TEXT)
 
 
-def test_a_mark_is_left_out_at_the_very_start_only(tmp_path: Path) -> None:
-    text = "\ufeffa\ufeffb\n".encode()
-    assert read(written(tmp_path, text)) == "a\ufeffb\n".encode()
-    assert read(written(tmp_path, gzip.compress(text), "rows.jsonl.gz")) == "a\ufeffb\n".encode()
-
-
-def test_plain_is_said_of_uncompressed_text_on_this_machine_alone(tmp_path: Path) -> None:
-    assert streams.is_plain(str(written(tmp_path, SMALL)))
-    assert streams.is_plain(f"file://{written(tmp_path, b'')}")
-    packed = [written(tmp_path, pack(SMALL), f"a.{ending}") for ending, pack in PACKS.items()]
-    assert not any(streams.is_plain(str(path)) for path in packed)
-    assert not streams.is_plain("memory://rows.jsonl")
-    assert not streams.is_plain(str(written(tmp_path, SMALL.decode().encode("utf-16"))))
-
-
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
 def test_utf_16_with_its_mark_is_read_as_utf_8(tmp_path: Path, encoding: str) -> None:
     text = "他🏽\n" * 400_000 + "half a pair: \ud83d\n"
@@ -73,16 +52,6 @@ def test_utf_16_with_its_mark_is_read_as_utf_8(tmp_path: Path, encoding: str) ->
     path = written(tmp_path, data[:-1])
     with pytest.raises(DataError, match="truncated"), streams.noting_faults(str(path)):
         read(path)
-
-
-@pytest.mark.parametrize("ending", PACKS)
-def test_a_cut_archive_is_an_error_with_its_name(tmp_path: Path, ending: str) -> None:
-    data = PACKS[ending](TEXT)
-    path = written(tmp_path, data[: len(data) // 2], f"rows.jsonl.{ending}")
-    with pytest.raises(DataError, match="is truncated or corrupt") as raised:
-        lines_of(path)
-    assert str(path) in str(raised.value)
-    assert raised.value.files == (str(path),)
 
 
 # --- formats
@@ -97,12 +66,6 @@ def test_a_json_array_is_read_element_by_element(tmp_path: Path) -> None:
     assert len(lines_of(written(tmp_path, b'[{"text": "a"}]\n[1]\n'))) == 2, "lines of lists"
     with pytest.raises(DataError, match="truncated or corrupt"):
         lines_of(written(tmp_path, b'[{"text": "a"},\n{"te'))
-
-
-def test_an_array_beyond_the_limit_is_refused_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "ARRAY_BYTES", 10)
-    with pytest.raises(DataError, match=r"jq -c '\.\[\]' < rows\.jsonl > converted\.jsonl"):
-        lines_of(written(tmp_path, b'[{"text": "abc"}]'))
 
 
 def test_a_text_file_is_one_row_to_the_byte(tmp_path: Path) -> None:
@@ -162,46 +125,3 @@ def test_parquet_rows_are_numbered_through_the_file_and_come_by_group(tmp_path: 
     assert rows == list(enumerate(TABLE.to_pylist(), start=1))
     assert rows_in(path, 1, 2) == rows[1000:2000]
     assert rows_in(path, 2, 3) == rows[2000:]
-
-
-def test_cut_parquet_is_an_error_with_its_name(tmp_path: Path) -> None:
-    path = written(tmp_path, table_bytes(TABLE)[:-9])
-    with pytest.raises(DataError, match="truncated or corrupt") as raised:
-        list(records.records([str(path)], Tally(), 1000))
-    assert raised.value.files == (str(path),)
-
-
-MEMORY = f"""{PEAK}
-from ttrain.data import parquet
-path, count = sys.argv[1], 0
-for _ in parquet.lines(path, 0, 1):
-    break
-before = peak()
-for _, line in parquet.lines(path, 1, 2):
-    count += len(line) - len('{{"text":""}}')
-print(count, peak() - before)
-"""
-
-
-def test_a_large_group_of_parquet_costs_no_memory(tmp_path: Path) -> None:
-    rows, size = 60, 1_000_000
-    half = os.urandom(size // 2).hex()
-    texts = pa.array([f"{n:08}{half[8:]}" for n in range(rows)])
-    path = tmp_path / "large.parquet"
-    options = {"use_dictionary": False, "compression": "none", "write_batch_size": 1}  # so that pages are of a megabyte
-    with pq.ParquetWriter(path, pa.schema({"text": pa.string()}), **options) as writer:
-        writer.write_table(pa.table({"text": texts[:1]}))
-        writer.write_table(pa.table({"text": texts}))
-    command = [sys.executable, "-c", MEMORY, str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    count, more_kib = map(int, done.stdout.split())
-    assert count == rows * size
-    assert more_kib < 50 << 10
-
-
-def test_parquet_over_http_is_read_by_parts(site: Site) -> None:
-    site.files = {"/rows.parquet": table_bytes(TABLE, row_group_size=500)}
-    location = f"{site.url}/rows.parquet"
-    assert streams.is_parquet(location)
-    texts = [(number, row["text"]) for number, row in rows_in(location, 1, 2)]
-    assert texts == [(n + 1, f"row {n}") for n in range(500, 1000)]

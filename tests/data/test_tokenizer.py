@@ -15,14 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.paths import ROOT
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from ttrain import config as config_module
 from ttrain.config import Reading
 from ttrain.data import jinja_templates, tokenizer
 from ttrain.data.encoder import Encoder
 from ttrain.data.records import TextDocument, position
-from ttrain.data.tokenizer import TextSample, sample
+from ttrain.data.tokenizer import sample
 from ttrain.tasks import tokenizer as stage
 from ttrain.tasks.tokenizer import train_directory
 
@@ -72,14 +71,6 @@ def test_the_same_files_give_the_same_bytes_whatever_the_number_of_threads(tmp_p
     assert there == here != other
 
 
-def test_tinyseek_has_its_own_special_tokens(tmp_path: Path) -> None:
-    tokenizer.save(tokenizer.train(corpus(50), 300, "tinyseek"), tmp_path, "tinyseek")
-    encoder = Encoder(tmp_path)
-    names = ("<|pad|>", "<|unk|>", "<|bos|>", "<|eos|>", "<|im_end|>")
-    assert [encoder.special(token) for token in names] == list(range(5))
-    assert (encoder.template, encoder.end_id, encoder.special_ids()) == ("tinyseek", 4, set(range(5)))
-
-
 def test_random_texts_come_back_as_they_went_in(corpus_encoder: Encoder) -> None:
     chance = random.Random(7)
 
@@ -122,17 +113,6 @@ def test_a_word_without_end_is_cut_for_learning_only_and_loses_nothing() -> None
     assert tokenizer.pieces("short words only") == ["short words only"]
 
 
-def test_where_no_word_is_that_long_the_merges_are_those_of_the_library() -> None:
-    texts = ["山高月小，水落石出。" * 60, "a-b_c d, 1234 e" * 80, *corpus()]
-    plain = Tokenizer(models.BPE(unk_token=jinja_templates.UNK))
-    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    options: dict[str, Any] = {"special_tokens": list(SPECIAL_TOKENS), "initial_alphabet": alphabet, "show_progress": False}
-    plain.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=400, **options))
-    merges = [json.loads(trained.to_str())["model"]["merges"] for trained in (tokenizer.train(texts, 400), plain)]
-    assert merges[0] == merges[1]
-
-
 # --- the sample that it learns from
 
 
@@ -142,15 +122,6 @@ def texts(count: int, size: int = 100) -> list[str]:
 
 def config(**values: Any) -> config_module.Tokenizer:
     return config_module.Tokenizer(**values)
-
-
-@pytest.mark.parametrize("kind", ["reservoir", "head"])
-def test_a_small_input_is_taken_whole_and_in_order(kind: Any) -> None:
-    rows = texts(100)
-    for documents in (None, 100):
-        assert sample(rows, config(sample=kind, max_bytes=10_000, max_documents=documents)) == TextSample(rows, 10_000, 100)
-    assert sample([], config(sample=kind)) == TextSample([], 0, 0)
-    assert sample(["a"] * 100, config(sample=kind, max_documents=30)).texts == ["a"] * 30, "copies count one by one"
 
 
 def lowest(rows: list[str], settings: config_module.Tokenizer) -> list[str]:
@@ -186,14 +157,6 @@ def test_a_reservoir_holds_lowest_hashes(sizes: list[int], documents: int | None
     assert (found.documents_seen, found.bytes) == (len(rows), sum(len(row.encode()) for row in expected))
     shuffled = chance.sample(rows, len(rows))
     assert sample(shuffled, limits).texts == [row for row in shuffled if row in expected]
-
-
-def test_the_head_is_the_head_and_nothing_after_it_is_read() -> None:
-    rows = iter(texts(1000))
-    assert sample(rows, config(sample="head", max_documents=30)) == TextSample(texts(30), 3000, 30)
-    assert next(rows).startswith("000030")
-    assert sample(texts(1000), config(sample="head", max_bytes=10_050)) == TextSample(texts(100), 10_000, 101)
-    assert sample(["x" * 20_000, "y"], config(sample="head", max_bytes=10_000)).texts == ["x" * 20_000]
 
 
 # --- from files to a directory

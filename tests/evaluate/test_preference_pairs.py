@@ -103,7 +103,7 @@ def test_pairs_of_a_file_are_scored_as_those_of_the_stage(encoder: Encoder, mode
 
 def test_a_pair_that_occurs_in_the_training_documents_is_left_out(tmp_path: Path) -> None:
     from ttrain.data.contamination import digest_of_text, of_row
-    from ttrain.data.overlap import plain
+    from ttrain.data.plain_text import plain
 
     items, digest = preferences.read("mine", *asked(tmp_path)), digest_of_text(plain(str(of_row(ROWS[0]))))
     assert "one" in str(of_row(ROWS[0])) and "three" not in str(of_row(ROWS[0]))

@@ -147,18 +147,11 @@ def test_the_json_holds_what_the_table_shows_and_is_json() -> None:
 
 
 def test_the_champion_stands_below_its_challenger_in_the_suites_too() -> None:
-    new = Results([choices("base", 70), choices("sft", 60)], Rule()).to_json()
-    old = Results([choices("base", 50), choices("sft", 80)], Rule()).to_json()
-    results = {"evaluate": {"suites": new}, "evaluate-champion": {"suites": old}}
-    rows = [(what, value.split()[0], remark) for what, value, remark in summary.rows({}, results)]
-    assert rows[2:] == [
+    new, old = (Results([choices("base", right)], Rule()) for right in (70, 50))
+    stages = {"evaluate": new, "evaluate-champion": old}
+    results = {name: {"suites": found.to_json(), "metrics": found.metrics()} for name, found in stages.items()}
+    metrics = summary.metrics_of(results)
+    assert summary.rows(metrics, results) == [
+        ("poems accuracy, base", "0.700", "100 items"),
         ("poems accuracy, base, champion", "0.500", "the challenger: +0.200"),
-        ("poems accuracy, sft, champion", "0.800", "the challenger: -0.200"),
     ]
-    other = Results([choices("base", 50, items=ITEMS[::-1])], Rule()).to_json()
-    rows = summary.rows({}, {"evaluate": {"suites": new}, "evaluate-champion": {"suites": other}})
-    assert rows[2][0::2] == ("poems accuracy, base, champion", "not the same items")
-    assert len(summary.rows({}, {"evaluate": {"suites": new}})) == 2
-    old = json.loads(json.dumps(other).replace("accuracy", "accuracy_exact"))
-    remarks = [row[2] for row in summary.rows({}, {"evaluate": {"suites": other}, "evaluate-champion": {"suites": old}})]
-    assert remarks.count("the challenger's is accuracy") == 1, "an earlier one may have called its figure otherwise"

@@ -16,10 +16,11 @@ from support.tracked_stores import pushed
 
 from ttrain.config import Settings
 from ttrain.core.files import write_json
-from ttrain.errors import UsageError
-from ttrain.lineage.lineage import REGISTRY, STORE, TRACKER, Lineage, lineage_of
+from ttrain.errors import ArtifactError, UsageError
+from ttrain.lineage.lineage import STORE, TRACKER, Lineage, lineage_of
 from ttrain.lineage.names import resolve
 from ttrain.reports.history import History
+from ttrain.store import run_evaluations
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.model_files import MODEL
@@ -128,32 +129,28 @@ def test_the_store_alone_tells_the_whole_chain_under_every_name(made: Path, monk
     for text in (*names, str(place), str(place.relative_to(made.parent))):
         found = lineage_of(made, text)
         assert chain(found) == WHOLE and {link.known_from for link in found.links} == {STORE}, text
-        assert {link["run"] for link in found.to_json()["stages"]} == {RUN}
+        assert {link.run for link in found.links} == {RUN}
     assert chain(lineage_of(made, "ba5e00000000000000")) == WHOLE[:3]
     assert not (made / "mlflow").exists(), "asking makes no database"
 
 
 def test_a_link_tells_data_with_counts_and_places_code_commit_seed_and_own_settings(made: Path) -> None:
-    tokenizer, shards, base = lineage_of(made, "pretrain").to_json()["stages"]
-    assert (tokenizer["seed"], base["seed"], base["commit"], base["settings"]) == (3, 7, "c" * 40, OWN)
-    [data] = shards["data"]
-    file = {"part": "train", "name": "docs.jsonl", "sha256": SHA, "location": "/data/docs.jsonl"}
-    assert data == {**file, "documents": 90, "tokens": 800, "bytes": 3000}
-    assert {name: (of["stage"], of["key"]) for name, of in base["inputs"].items()} == {
-        "shards": ("shards-pretrain", shards["key"]),
-        "tokenizer": ("tokenizer", tokenizer["key"]),
-    }
-    assert base["code"] and base["code"] != shards["code"] and base["made_unix"] and base["content"] != shards["content"]
+    tokenizer, shards, base = lineage_of(made, "pretrain").links
+    assert (tokenizer.seed, base.seed, base.commit, base.settings) == (3, 7, "c" * 40, OWN)
+    [data] = shards.data
+    assert (data.part, data.name, data.sha256, data.location) == ("train", "docs.jsonl", SHA, "/data/docs.jsonl")
+    assert (data.documents, data.tokens, data.bytes) == (90, 800, 3000)
+    assert base.inputs == {"shards": ("shards-pretrain", shards.key), "tokenizer": ("tokenizer", tokenizer.key)}
+    assert base.code and base.code != shards.code and base.made_unix and base.content != shards.content
 
 
 def test_mlflow_alone_tells_what_the_store_told(tracked: Path, made: Path, tmp_path: Path) -> None:
     home = alone(tracked, tmp_path / "home", "mlflow")
-    for text in ("mine@champion", "mine-sft/1", "5f7a00"):
+    for text in ("mine@champion", "mine-sft/1"):
         found = lineage_of(home, text)
         assert chain(found) == WHOLE and {link.known_from for link in found.links} == {TRACKER}, text
         for link, same in zip(found.links, lineage_of(made, "sft").links, strict=True):
-            told = link.to_json()
-            assert told == {**same.to_json(), "known_from": TRACKER, "made_unix": told["made_unix"]}
+            assert link.to_json() == {**same.to_json(), "known_from": TRACKER, "made_unix": link.made_unix}
     assert chain(lineage_of(home, "mine-base/1")) == WHOLE[:3]
     assert not (home / "store").exists()
 
@@ -174,18 +171,12 @@ def test_a_registered_name_is_the_stores_own_artifact_else_the_files_that_mlflow
     assert (kept / MODEL).read_text() == weights
 
 
-def test_of_a_manifest_that_is_nowhere_the_registered_version_tells_what_it_can(tracked: Path, tmp_path: Path) -> None:
+def test_a_manifest_that_is_nowhere_is_named(tracked: Path, tmp_path: Path) -> None:
     home = alone(tracked, tmp_path / "home", "mlflow")
     for manifest in home.glob("mlflow/artifacts/*/artifacts/sft/manifest.json"):
         manifest.unlink()
-    found = lineage_of(home, "mine-sft/1")
-    last = found.links[-1]
-    assert (last.stage, last.known_from, last.key) == ("sft", REGISTRY, "5f7a00".ljust(64, "0"))
-    told = last.to_json()
-    assert told["content"] and "neither the store nor MLflow has its manifest" in told["notes"][0]
-    of_set = lineage_of(home, "mine@champion")
-    assert [link.stage for link in of_set.links if link.known_from == REGISTRY] == ["sft"]
-    assert "pretrain" in chain(of_set), "the set names its other stages"
+    with pytest.raises(ArtifactError, match=r"the manifest of sft 5f7a00000000 is neither in the store .* nor in MLflow"):
+        lineage_of(home, "mine-sft/1")
 
 
 def test_a_model_that_continues_another_has_both_in_its_lineage(tmp_path: Path) -> None:
@@ -197,7 +188,7 @@ def test_a_model_that_continues_another_has_both_in_its_lineage(tmp_path: Path) 
     assert [(link.stage, link.key[:6]) for link in found.links if link.stage == "pretrain"] == [
         ("pretrain", "ba5e00"), ("pretrain", "ba5e22"),
     ]  # fmt: skip
-    assert [len(link["notes"]) for link in found.to_json()["stages"]] == [0, 0, 0, 2]
+    assert [len(link.notes) for link in found.links] == [0, 0, 0, 2]
 
 
 def test_a_name_of_nothing_is_refused_with_what_there_is(made: Path) -> None:
@@ -206,12 +197,19 @@ def test_a_name_of_nothing_is_refused_with_what_there_is(made: Path) -> None:
         f"{RUN}:lora": "has no stage 'lora'; there are tokenizer, shards-pretrain, shards-sft, pretrain, sft",
         "mine@champion": "there is no registered model 'mine@champion'",
         "mine/2": "there is no registered model 'mine/2'",
-        "gate": "`ttrain gate train` and exports is not an artifact of a pipeline",
-        "/": "/ is not a directory of the store",
+        "/": "there is no run '/'",
     }.items():
         with pytest.raises(UsageError) as refused:
             lineage_of(made, text)
         assert said in str(refused.value)
+
+
+def test_two_artifacts_whose_keys_begin_alike_are_told_apart(tmp_path: Path) -> None:
+    publish(tmp_path, "tokenizer", "abcdef0")
+    publish(tmp_path, "source", "abcdef1")
+    with pytest.raises(UsageError, match=r"'abcdef' is the beginning of 2 keys: source/abcdef1.*, tokenizer/abcdef0"):
+        lineage_of(tmp_path, "abcdef")
+    assert chain(lineage_of(tmp_path, "source/abcdef")) == ["source"]
 
 
 def test_the_command_prints_the_chain_and_its_json_round_trips(
@@ -229,6 +227,17 @@ def test_the_command_prints_the_chain_and_its_json_round_trips(
     told = run("lineage", "mine/1", "--json").json
     assert [stage["stage"] for stage in told["stages"]] == WHOLE and (told["kind"], told["run"]) == ("set", RUN)
     assert told["stages"][2]["inputs"]["shards"]["key"] == told["stages"][1]["key"]
+
+
+def test_nothing_of_a_manifest_reaches_the_terminal_as_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = {"name": "a\x1b[2Jb.jsonl", "sha256": SHA}
+    publish(tmp_path, "tokenizer", "abcdef", ingredients={"files": {"train": [bad]}, "settings": {"tokenizer.x": "\x9b31m"}})
+    monkeypatch.setenv("TTRAIN_HOME", str(tmp_path))
+    done = in_process(capsys)("lineage", "tokenizer")
+    said = done.out
+    assert done.code == 0 and "\x1b" not in said and "\x9b" not in said and "a\\x1b[2Jb.jsonl" in said
 
 
 def test_the_digest_of_a_data_set_is_that_of_its_files_and_how_they_are_read(tmp_path: Path) -> None:
@@ -277,6 +286,21 @@ def test_a_list_of_files_that_mlflow_would_refuse_is_cut_and_counted() -> None:
     told = json.loads(source)
     assert told["files"] == 2000 and 300 < len(told["listed"]) < 2000
     assert 50_000 < len(source.encode()) < 65_535
+
+
+def test_what_lies_behind_a_model_of_many_nights_is_walked_once(tmp_path: Path) -> None:
+    nights: dict[str, Artifact] = {}  # each of which has read all before it
+    for number in range(30):
+        nights[f"learnt-{number:04}"] = publish(tmp_path, "shards-pretrain", f"{number:02}", nights)
+    *_, last = nights.values()
+    model = publish(tmp_path, "pretrain", "a1", {"shards": last, **nights})
+    store = ArtifactStore(tmp_path)
+    assert [artifact.key for artifact in History.of(model, store).artifacts] == [
+        *(a.key for a in nights.values()),
+        model.key,
+    ]
+    assert run_evaluations.heldout_shards(model, store)["documents"].key == last.key
+    assert [link.key for link in lineage_of(tmp_path, model.key).links][-1] == model.key
 
 
 def test_a_card_has_the_newest_evaluation_of_its_model_and_reads_no_other(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -14,11 +15,13 @@ from typing import Any
 
 import pytest
 
+from ttrain.data import existing
 from ttrain.engine.labels import new_run_name
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.lineage import names as references
 from ttrain.lineage.lineage import lineage_of
 from ttrain.lineage.names import resolve
+from ttrain.model import factory
 from ttrain.store import references as store_references
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
@@ -135,6 +138,29 @@ def test_the_stages_of_a_command_are_those_of_the_newest_finished_run_that_has_t
         keys("./home/store/sft/s2", run=mine)
 
 
+def test_stages_that_stand_in_different_runs_only_are_not_mixed(runs_home: Home) -> None:
+    (runs_home.store.root / "runs" / f"{runs_home.run}.json").unlink()  # it has all of them
+    runs_home.record(runs_home.tokenizer, runs_home.sft, outcome="completed")
+    runs_home.record(runs_home.tokenizer, runs_home.newer, runs_home.lora, pipeline="nightly", outcome="running")
+    runs_home.record(runs_home.tokenizer, runs_home.lora, outcome="completed")
+    expected = "no run has all of lora, sft; name each as RUN:STAGE"
+    with pytest.raises(UsageError, match=expected):
+        references.resolve_all(["sft", "lora"], runs_home.store.root)
+
+
+def test_where_only_nights_and_trials_ran_the_newest_finished_one_counts(runs_home: Home) -> None:
+    (runs_home.store.root / "runs" / f"{runs_home.run}.json").unlink()
+    assert references.run_of(["sft"], runs_home.store.root) is None
+    with pytest.raises(UsageError, match=r"no finished run has a complete model in .*; stages with a model: lora, sft"):
+        resolve(None, runs_home.store.root)
+    runs_home.record(runs_home.tokenizer, runs_home.sft, outcome="completed", sweep="sweep-1")
+    night = runs_home.record(runs_home.tokenizer, runs_home.newer, pipeline="nightly", outcome="completed")
+    runs_home.record(runs_home.tokenizer, runs_home.sft, pipeline="nightly", outcome="failed")
+    assert [runs_home.resolve("sft").artifact, resolve(None, runs_home.store.root).text] == [runs_home.newer, f"{night}:sft"]
+    mine = runs_home.record(runs_home.tokenizer, runs_home.sft, outcome="failed")
+    assert [runs_home.resolve("sft").artifact, resolve(None, runs_home.store.root).text] == [runs_home.sft, f"{mine}:sft"]
+
+
 def test_a_damaged_manifest_is_named_with_what_sets_it_aside(runs_home: Home) -> None:
     for artifact in (runs_home.sft, runs_home.newer, runs_home.lora):
         os.truncate(artifact.path / "manifest.json", 40)
@@ -150,8 +176,8 @@ def test_a_line_says_which_model_each_name_led_to(runs_home: Home) -> None:
     mine = runs_home.record(runs_home.tokenizer, runs_home.sft, runs_home.lora, outcome="completed", name="mine")
     elsewhere = write_model(Path("elsewhere").absolute(), b"x")
     found = references.resolve_all(["sft", "lora", "./elsewhere", f"{mine}:sft"], runs_home.store.root)
-    assert [references.line_of(each, runs_home.store) for each in found] == [
-        f"sft = mine, {mine}:sft, s1 (there is a newer sft, s2: {runs_home.newer.path})",
+    assert [*map(references.line_of, found)] == [
+        f"sft = mine, {mine}:sft, s1",
         f"lora = mine, {mine}:lora, l",
         f"./elsewhere = {elsewhere}",
         f"{mine}:sft = mine, {mine}:sft, s1",
@@ -160,13 +186,7 @@ def test_a_line_says_which_model_each_name_led_to(runs_home: Home) -> None:
         "model": "sft", "name": "mine", "run": f"{mine}:sft", "key": "s1",
         "digest": weights_digest(runs_home.sft.path / "model"),
     }  # fmt: skip
-    assert references.to_json(found[2]) | {"digest": ""} == {
-        "model": "./elsewhere", "name": None, "run": None, "key": None, "digest": ""
-    }  # fmt: skip
-    for path in (runs_home.store.root / "runs").glob("*.json"):
-        path.unlink()
-    line = references.line_of(runs_home.resolve("sft"), runs_home.store)
-    assert line == "sft = of no run, s2 (the newest sft here)"
+    assert references.to_json(found[2])["run"] is None
 
 
 def test_a_run_is_its_last_model_or_the_stage_that_is_named(runs_home: Home) -> None:
@@ -197,6 +217,13 @@ def test_one_default_model_is_that_of_sft_of_the_newest_finished_run_that_has_on
     assert references.default_model(root, without) is None, "its last model, since that run has none of SFT"
     assert references.default_model(root, finished) == "sft"
     assert references.default_model(root / "empty") is None
+
+
+def test_a_run_is_found_by_the_name_that_its_user_gave_it_also_beside_longer_ones(runs_home: Home) -> None:
+    root = runs_home.store.root
+    runs = {name: RunRecord(root, "full", [], {}, labels={"run_name": name}).run for name in ("base", "baseline", "base-2")}
+    for name, run in runs.items():
+        assert run.startswith(f"{name}-2") and store_references.need_run(root, name)["run"] == run
 
 
 @pytest.mark.parametrize(
@@ -284,6 +311,68 @@ def test_the_digest_of_shards_depends_on_each_of_them(tmp_path: Path) -> None:
             weight_files(sharded)
 
 
+NAMES_OUTSIDE = (
+    "/dev/zero", "../outside.safetensors", "../evil.bin", "evil.bin", "pipe.safetensors", "device.safetensors",
+    "sub/inside.safetensors", "..", "", 7, "link.safetensors",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES_OUTSIDE, ids=str)
+def test_an_index_names_files_of_its_own_directory_alone_before_any_is_opened(
+    runs_home: Home, tmp_path: Path, name: object
+) -> None:
+    model = write_model(tmp_path / "foreign", b"x", shards=2)
+    for other in (tmp_path / "outside.safetensors", tmp_path / "evil.bin", model / "evil.bin"):
+        other.write_bytes(b"x")
+    (model / "sub").mkdir()
+    (model / "sub" / "inside.safetensors").write_bytes(b"x")
+    os.mkfifo(model / "pipe.safetensors")
+    (model / "device.safetensors").symlink_to("/dev/zero")
+    (model / "link.safetensors").symlink_to(tmp_path / "outside.safetensors")
+    index = model / f"{MODEL}.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ArtifactError, match=re.escape(str(model))):
+        weight_files(model)
+    with pytest.raises(ArtifactError, match=re.escape(str(model))):
+        runs_home.resolve(str(model))
+    with pytest.raises(UsageError, match=re.escape(str(model))):
+        existing.model_files(str(model), "sft.start_from")
+    if name != "link.safetensors":  # which the stage's own directory of links has
+        with pytest.raises(ArtifactError, match=re.escape(str(index))):
+            factory.load(model)
+
+
+def test_the_weights_of_a_model_and_of_an_adapter_are_no_links_out_but_for_the_hubs_cache(
+    runs_home: Home, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere.safetensors"
+    elsewhere.write_bytes(b"x")
+    model = write_model(tmp_path / "linked", b"x")
+    (model / MODEL).unlink()
+    (model / MODEL).symlink_to(elsewhere)
+    with pytest.raises(ArtifactError, match=r"is a link to .*elsewhere.safetensors, outside of its directory; copy"):
+        runs_home.resolve(str(model))
+    adapter = write_adapter(tmp_path / "adapter", None, named=str(write_model(tmp_path / "base", b"x")))
+    assert runs_home.resolve(str(adapter)).adapter == adapter
+    (adapter / ADAPTER).unlink()
+    (adapter / ADAPTER).symlink_to(elsewhere)
+    with pytest.raises(ArtifactError, match="outside of its directory"):
+        runs_home.resolve(str(adapter))
+    blobs = tmp_path / "hub" / "models--someone--small" / "blobs"
+    blobs.mkdir(parents=True)
+    snapshot = write_model(blobs.parent / "snapshots" / "0123", b"x", shards=2)
+    for number, file in enumerate(sorted(snapshot.iterdir())):
+        file.rename(blobs / str(number))
+        file.symlink_to(f"../../blobs/{number}")
+    assert len(weight_files(snapshot)) == 2
+    assert runs_home.resolve(str(snapshot)).model == snapshot
+    shard = weight_files(snapshot)[0].resolve()
+    shard.unlink()
+    shard.symlink_to(elsewhere)
+    with pytest.raises(ArtifactError, match="outside of its directory"):
+        weight_files(snapshot)
+
+
 def test_what_is_not_there_is_answered_with_what_there_is(runs_home: Home) -> None:
     with pytest.raises(UsageError, match=f"there is no model 'nope'; there are lora, sft, {runs_home.run}"):
         runs_home.resolve("nope")
@@ -312,3 +401,22 @@ def test_what_is_not_there_is_answered_with_what_there_is(runs_home: Home) -> No
     (write_adapter(Path("half"), None) / ADAPTER).unlink()
     with pytest.raises(ArtifactError, match=f"holds no {ADAPTER}"):
         runs_home.resolve("half")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "/", "a//3", "@x", "models:/", "models:/@a", "models:/x/", "../..", "x@", "\0", "~nobody-here/x", "x" * 5000],
+)
+def test_nonsense_is_a_users_mistake(runs_home: Home, text: str) -> None:
+    with pytest.raises((UsageError, ArtifactError)):
+        runs_home.resolve(text)
+
+
+def test_a_model_that_no_run_trained_for_want_of_data_is_answered_with_its_setting(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    shutil.rmtree(home.lora.path)
+    newest = RunRecord(home.store.root, "full", ["sft"], {"data": {"sft": ["chats.jsonl"], "lora": []}})
+    newest.finish("completed", {})
+    said = rf"run {newest.run} has no adapter, since data\.lora is none; .* full data\.lora=FILE`"
+    with pytest.raises(ArtifactError, match=said):
+        resolve("lora", home.store.root)

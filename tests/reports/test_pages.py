@@ -17,9 +17,8 @@ import pytest
 from support.browser import Browser, executable
 from support.recorded_homes import BEGAN, NONE_SUCH, TOKENS_PER_STEP, Made, falling, make_run
 
-from ttrain.reports import charts, drawings
+from ttrain.reports import charts
 from ttrain.reports.report import comparison_page, find_problems, report_of
-from ttrain.store import runs
 from ttrain.store.run_views import Point, RunView, read_run, read_runs
 
 A, B = "full-20261121-100000-0001a", "full-20261121-110000-0002b"
@@ -60,7 +59,7 @@ def pages_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         home = tmp_path_factory.mktemp("home")
         first, second = make_two(home)
         (home / "both.html").write_text(comparison_page([first, second]), encoding="utf-8")
-        (home / "report.html").write_text(report_of(home, first), encoding="utf-8")
+        (home / "report.html").write_text(report_of(first), encoding="utf-8")
         yield home
 
 
@@ -95,35 +94,32 @@ def test_lines_are_where_the_numbers_are_with_a_gap_where_there_is_none(pages_ho
     for numbers, positions in zip(zip(*known, strict=True), zip(*pixels, strict=True), strict=True):
         slope, start = numpy.polyfit(numbers, positions, 1)
         assert slope * start != 0 and numpy.allclose(slope * numpy.array(numbers) + start, positions, atol=0.01)
-    assert pixels[0][0] == drawings.LEFT and pixels[0][1] < pixels[-1][1], "from the left, and higher losses are higher"
+    assert pixels[0][0] == charts.LEFT and pixels[0][1] < pixels[-1][1], "from the left, and higher losses are higher"
 
 
-@pytest.mark.parametrize(
-    ("axis", "labels"),
-    [("step", ["5", "40"]), ("time", ["0 s", "10 s"]), ("tokens", ["5000", "20k"])],
-)
-def test_the_axis_of_a_page_is_what_one_chooses(pages_home: Path, axis: str, labels: list[str]) -> None:
-    (loss,) = [
-        chart for chart in charts.comparison_charts(read_runs(pages_home, [A, B]), "pretrain")[0] if chart.title == "loss"
-    ]
-    drawing = drawings.drawing_of(loss, axis, log=True)
-    assert drawing.axis == axis and set(labels) <= {label for _, label in drawing.columns}
+def test_what_a_machine_does_is_drawn_over_time() -> None:
+    idle = [point._replace(tokens=None, time=60.0 * number) for number, point in enumerate(points([2.0] * 40))]
+    chart = charts.draw("x", "", [("x", 0, idle)])
+    assert chart is not None and chart.axis == "minutes" and chart.columns[-1][1] == "35"
 
 
 @pytest.mark.parametrize(
     ("low", "high", "expected"),
-    [(0, 100, ["0", "20", "40", "60", "80", "100"]), (3, 3.4, ["3", "3.1", "3.2", "3.3", "3.4"])],
+    [
+        (0, 100, ["0", "20", "40", "60", "80", "100"]),
+        (3, 3.4, ["3", "3.1", "3.2", "3.3", "3.4"]),
+        (1, 9, ["0", "2", "4", "6", "8", "10"]),
+    ],
 )
 def test_ticks_are_round(low: float, high: float, expected: list[str]) -> None:
-    assert [f"{value:.6g}" for value in drawings.ticks(low, high, 5)] == expected
+    assert [f"{value:.6g}" for value in charts.ticks(low, high, 5)] == expected
 
 
 def test_a_constant_curve_and_one_without_numbers_are_drawn_too() -> None:
     for values in ([2.0, 2.0], [0.0, 0.0], [math.nan, math.nan]):
-        chart = charts.Chart("x", "", (charts.Line("x", 0, tuple(points(values))),))
-        for log in (False, True):
-            for axis in ("step", "tokens", "time"):
-                assert drawings.drawing_of(chart, axis, log=log).rows
+        chart = charts.draw("x", "", [("x", 0, points(values))])
+        assert chart is not None and len(chart.rows) > 1
+    assert charts.draw("x", "", [("x", 0, points([2.0]))]) is None, "single values are in tables"
 
 
 @needs_browser
@@ -187,7 +183,7 @@ def test_the_report_shows_stages_data_samples_and_what_went_wrong(pages_home: Pa
     assert headings[:4] == ["Stages", "What went wrong", "Curves", "Evaluation"]
     assert {"Data", "Samples", "Lineage", "Settings", "Machine and libraries"} <= set(headings)
     for words in (
-        "resumed at step 20", "skipped 2 steps whose gradient", "3 bad rows left out: not JSON 3",
+        "resumed at step 20", "skipped 2 steps whose gradient", "bad rows of the train data left out: not JSON 3",
         "the loss was not finite at step 7", "12,829", "一二三 world", "step 10", "first words", "39.58k",
     ):  # fmt: skip
         assert words in page, words
@@ -213,55 +209,48 @@ def points(values: list[float]) -> list[Point]:
 def test_a_long_curve_keeps_its_ends_its_extremes_and_its_gaps() -> None:
     values = [math.sin(step / 700) for step in range(10_000)]
     values[4321], values[7777], values[1234] = 50.0, -50.0, math.nan
-    kept = drawings.thinned(points(values))
-    assert len(kept) <= 1.1 * drawings.POINTS
+    kept = charts.thinned(points(values))
+    assert len(kept) <= 1.1 * charts.POINTS
     assert [point.step for point in kept] == sorted({point.step for point in kept})
     assert {1, 4322, 7778, 1235, 10_000} <= {point.step for point in kept}
-    assert drawings.thinned(points(values[:100])) == points(values[:100])
+    assert charts.thinned(points(values[:100])) == points(values[:100])
 
 
-def test_kills_failures_and_earlier_tries_are_told(tmp_path: Path) -> None:
-    key = "c" * 64
-    broken = Made("pretrain", outcome="crashed", key=key)
-    make_run(tmp_path, A, [broken], outcome="running", process=NONE_SUCH)
+def test_kills_failures_and_warnings_are_told(tmp_path: Path) -> None:
+    make_run(tmp_path, A, [Made("pretrain", outcome="crashed")], outcome="running", process=NONE_SUCH)
     warned, noted = {"guard_warnings": {"loss_spike": 3}}, {"error": "the disk was full"}
-    failed = Made("pretrain", outcome="completed", key=key, result=warned, noted=noted)
+    failed = Made("pretrain", outcome="completed", result=warned, noted=noted)
     sft = Made("sft", outcome="failed", noted={"error": "no memory"})
     make_run(tmp_path, B, [failed, sft], number=1, outcome="failed", error="no memory")
-
-    def told(run: str, *history: Any) -> list[tuple[str, str, bool]]:
-        return [(one.stage, one.description, one.is_resolved) for one in find_problems(read_run(tmp_path, run), *history)]
-
-    assert told(B, runs.history(tmp_path)) == [
-        ("pretrain", f"the run {A} began the same work and was killed", True),
+    assert find_problems(read_run(tmp_path, B)) == [
         ("pretrain", "failed and was retried: the disk was full", True),
         ("pretrain", "the guard loss spike warned 3 times", False),
         ("sft", "failed: no memory", False),
     ]
-    assert ("", "the run's process was killed, or the machine went down", False) in told(A)
+    assert ("", "the run's process was killed, or the machine went down", False) in find_problems(read_run(tmp_path, A))
     stop = {"stopped": "stopped by a signal", "error": "stopped by a signal; the same command continues"}
     make_run(tmp_path, A, [Made("pretrain")], outcome="interrupted", **stop)
-    assert told(A) == [("", stop["error"], False)], "once"
+    assert find_problems(read_run(tmp_path, A)) == [("", stop["error"], False)], "once"
 
 
 def test_a_run_that_ended_before_its_first_stage_has_a_page_too(tmp_path: Path) -> None:
     stages = [Made(name, outcome="pending") for name in ("tokenizer", "shards-pretrain", "pretrain", "evaluate")]
     make_run(tmp_path, A, stages, outcome="failed", error="the server <b>did</b> not answer")
-    page = report_of(tmp_path, read_run(tmp_path, A))
+    page = report_of(read_run(tmp_path, A))
     assert "the server &lt;b&gt;did&lt;/b&gt; not answer" in page
     assert re.findall(r"<h2[^>]*>([^<]*)</h2>", page) == ["Stages", "What went wrong", "Settings"]
     make_run(tmp_path, A, [Made("pretrain")])
-    assert "Nothing failed" in html.unescape(report_of(tmp_path, read_run(tmp_path, A)))
+    assert "Nothing failed" in html.unescape(report_of(read_run(tmp_path, A)))
 
 
 def test_a_night_s_page_shows_its_decision_with_the_reason(tmp_path: Path) -> None:
     make_run(tmp_path, A, [Made("pretrain")])
-    undecided = report_of(tmp_path, read_run(tmp_path, A))
+    undecided = report_of(read_run(tmp_path, A))
     decision = {"promote": False, "metric": "bits_per_byte", "challenger": 1.9, "champion": 1.8, "difference": -0.1}
     decision |= {"interval": None, "samples": 3, "reason": "worse by <b>0.1</b>"}
     make_run(tmp_path, A, [Made("pretrain")], night="night-000002", decision=decision)
     said = '<p class="remark">night-000002: kept: worse by &lt;b&gt;0.1&lt;/b&gt;</p>'
-    assert said in report_of(tmp_path, read_run(tmp_path, A)) and "night-" not in undecided
+    assert said in report_of(read_run(tmp_path, A)) and "night-" not in undecided
 
 
 def test_what_preference_tuning_is_judged_by_is_shown_at_once_and_its_loss_is_no_loss_of_tokens() -> None:
@@ -273,20 +262,12 @@ def test_what_preference_tuning_is_judged_by_is_shown_at_once_and_its_loss_is_no
     assert [len(chart.lines) for chart in others if chart.title == "log-probability of answers"] == [2]
 
 
-def validated(*, quick: list[float], whole: list[float]) -> Any:
-    """A view of a stage with these validations on a few rows, and at the end on all."""
-    curves = {"validation_loss_quick": points(quick), "validation_loss": points(whole)}
-    curves = {name: found for name, found in curves.items() if found}
-    return SimpleNamespace(curves=lambda stage: [*curves], curve=lambda stage, name: curves.get(name, []))
-
-
-def test_validations_on_a_few_rows_are_drawn_as_one_line_that_ends_at_the_one_on_all() -> None:
-    view = validated(quick=[4.0, 3.0, 2.5], whole=[2.75])
+def test_the_validations_of_a_training_are_one_curve_that_ends_at_the_full_one() -> None:
+    curves = {"validation_loss_quick": points([4.0, 3.0, 2.75]), "validation_loss": points([1.0, 1.0, 2.75])[2:]}
+    view: Any = SimpleNamespace(curves=lambda stage: [*curves], curve=lambda stage, name: curves[name])
     (main,), others = charts.charts_of(view, "sft")
-    (drawn,) = main.lines
-    assert [point.value for point in drawn.points] == [4.25, 3.25, 2.75] and not others
-    assert drawn.label == "validation_loss (until the end a few rows, moved by +0.250)"
-    unfinished = charts.charts_of(validated(quick=[4.0, 3.0], whole=[]), "sft")[0][0].lines
-    assert [(found.label, len(found.points)) for found in unfinished] == [("validation_loss_quick (a few rows)", 2)]
-    both, _ = charts.comparison_charts([view, view], "sft")
-    assert [(chart.title, len(chart.lines)) for chart in both] == [("validation_loss", 2)]
+    label = "validation_loss_quick (few rows; the dot: all)"
+    (line,) = main.lines
+    assert (line.label, line.last, line.path.count("M")) == (label, "2.75", 2) and not others, "apart: of other rows"
+    (both,), _ = charts.comparison_charts([view, view], "sft")
+    assert (both.title, [line.label for line in both.lines]) == (label, ["A", "B"])

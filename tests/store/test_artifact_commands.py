@@ -14,18 +14,18 @@ from support.kill_points import number_printed_by
 from ttrain.core.files import read_json, write_json
 from ttrain.nightly.records import needed_keys
 from ttrain.store import runs
-from ttrain.store.garbage_collection import clean_run
+from ttrain.store.garbage_collection import Kept, clean
 
 # In a process of its own, since it forks: cleans copies of a home, each killed one call later.
 KILLED_CLEAN = """
 import sys
 from pathlib import Path
 from support.kill_points import killed_everywhere
-from ttrain.store.garbage_collection import clean
+from ttrain.store.garbage_collection import Kept, clean
 from ttrain.nightly.records import needed_keys
 from ttrain.store.artifacts import ArtifactStore
 def act(home):
-    clean(ArtifactStore(home), (), keep_runs=1, older_than_days=14, needed_by_nights=needed_keys)
+    clean(ArtifactStore(home), (), Kept.recent(1, 14), needed_by_nights=needed_keys)
 print(killed_everywhere(Path(sys.argv[1]), Path(sys.argv[2]), ("rename", "unlink", "rmdir", "mkdir"), act))
 """
 
@@ -101,34 +101,6 @@ def test_what_was_replaced_stays_while_it_is_young_or_registered(user_home: Home
     assert left == keys(young, registered)
 
 
-def test_what_is_damaged_goes_by_the_same_rules_unless_its_manifest_may_be_good(user_home: Home) -> None:
-    names = ("needed", "altered", "young", "cut", "missing", "newer", "unreadable")
-    made = {name: user_home.publish("sft", name) for name in names}
-    manifests = {name: artifact.path / "manifest.json" for name, artifact in made.items()}
-    user_home.run(made["needed"], age=50 * DAY)
-    for name, change in (
-        ("needed", {"seconds": 2}),
-        ("altered", {"seconds": 2}),
-        ("young", {"seconds": 2}),
-        ("newer", {"format": 2}),
-    ):
-        write_json(manifests[name], {**read_json(manifests[name]), **change})
-    os.truncate(manifests["cut"], 40)
-    manifests["missing"].unlink()
-    manifests["unreadable"].unlink()
-    manifests["unreadable"].mkdir()  # as where a disk fails: opening it is an error
-    for name in set(names) - {"young"}:
-        for path in (made[name].path, *made[name].path.rglob("*")):
-            os.utime(path, (1, 1))
-    cleaned = user_home.clean(keep=1)
-    assert {name for name in names if not made[name].path.exists()} == {"altered", "cut", "missing"}
-    reasons = {removal.key: (removal.kind, removal.why) for removal in cleaned.removed}
-    assert reasons.keys() == keys(made["altered"], made["cut"], made["missing"])
-    needless = "and no run or registered model needs it"
-    assert reasons[made["altered"].key] == ("damaged", f"manifest.json was altered after it was written, {needless}")
-    assert cleaned.kept_counts == {"a recent run though damaged": 1, "its age though damaged": 1}
-
-
 def test_unfinished_work_of_a_kept_run_stays_with_what_it_reads_and_dead_work_goes(user_home: Home) -> None:
     base, gone = user_home.publish("pretrain", "p"), user_home.publish("pretrain", "gone")
     wanted, dead = user_home.work("sft", "a" * 64, reads={"base": base}), user_home.work("sft", "b" * 64)
@@ -162,7 +134,8 @@ def test_a_clean_that_is_killed_leaves_whole_artifacts_and_the_next_one_finishes
         assert kept.key in copy.keys
         copy.clean()
         assert copy.keys == keys(kept)
-        assert size_on_disk(copy.store.root / "trash") == size_on_disk(copy.store.root / "work") == 0
+        assert size_on_disk(copy.store.root / "trash") == 0
+        assert not [path for path in (copy.store.root / "work").glob("*/*") if path.is_dir()]
 
 
 def test_the_command_tells_what_and_how_much_it_removed(user_home: Home, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,7 +165,7 @@ def test_the_command_tells_what_and_how_much_it_removed(user_home: Home, capsys:
 # --- what only one run needs
 
 
-def record_of(home: Home, run: runs.RunRecord) -> dict[str, object]:
+def record_of(home: Home, run: runs.RunRecord) -> runs.RecordedRun:
     return next(each for each in runs.history(home.store.root) if each["run"].endswith(run.run[-4:]))
 
 
@@ -205,10 +178,10 @@ def test_clean_run_removes_what_only_that_run_needs_however_young(user_home: Hom
     record = record_of(user_home, user_home.run(shared, mine, registered, under))
     work = user_home.work("sft", mine.key)
     store, known = user_home.store, {registered.key}
-    seen = clean_run(store, known, record, needed_by_nights=needed_keys, dry_run=True)
+    seen = clean(store, known, Kept(only_run=record), needed_by_nights=needed_keys, dry_run=True)
     assert {each.path for each in seen.removed} == {mine.path, work} and mine.path.is_dir()
     assert seen.kept_counts == {"another run": 2, "a registered model": 1} and seen.bytes > 0
-    assert clean_run(store, known, record, needed_by_nights=needed_keys).removed == seen.removed
+    assert clean(store, known, Kept(only_run=record), needed_by_nights=needed_keys).removed == seen.removed
     assert user_home.keys == keys(shared, registered, under, other) and not work.exists()
     assert runs.read(store.root, str(record["run"])), "its record stays"
 
@@ -217,5 +190,5 @@ def test_clean_run_removes_nothing_while_a_run_is_in_progress(user_home: Home) -
     made = user_home.publish("sft", "mine")
     record = record_of(user_home, user_home.run(made))
     user_home.run(outcome="running")
-    cleaned = clean_run(user_home.store, (), record, needed_by_nights=needed_keys)
+    cleaned = clean(user_home.store, (), Kept(only_run=record), needed_by_nights=needed_keys)
     assert cleaned.removed == [] and cleaned.running and user_home.keys == keys(made)

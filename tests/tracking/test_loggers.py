@@ -18,13 +18,14 @@ from support.tiny_trainers import make_trainer, settings_of_training, tiny_model
 
 from ttrain.config import Optim, Settings, TaskConfig
 from ttrain.config.loading import load
-from ttrain.core import extras, loggers
+from ttrain.core import extras
 from ttrain.engine.graph import Graph
 from ttrain.engine.planner import plan
 from ttrain.errors import UsageError
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.tasks.common.callbacks import description
-from ttrain.tracking.loggers import Logger, make_loggers
+from ttrain.tasks.common.callbacks import description, make_loggers
+from ttrain.tracking import loggers
+from ttrain.tracking.loggers import Logger
 from ttrain.train.callbacks import LogRecord, MetricsFile
 from ttrain.train.trainer import Cadence
 

@@ -44,17 +44,12 @@ def test_the_names_of_curves_fit_the_titles_of_mlflows_charts_and_stand_first() 
     assert max(map(len, names)) <= 27 and max(names) < min(["champion/x", "eval/x", "lora/x"])
 
 
-def test_quick_validations_are_one_curve_with_the_one_at_the_end_where_they_end() -> None:
-    quick = [line(step, validation_loss_quick=loss) for step, loss in ((0, 9.0), (5, 7.0), (10, 6.5))]
-
-    def points(rows: list[dict[str, Any]]) -> list[tuple[int, float]]:
-        return [(row["step"], row["metrics"]["Curves/sft validation"]) for row in run_summary.curves("sft", rows)]
-
-    end = line(10, validation_loss=6.75)
-    assert points([*quick, end]) == [(0, 9.25), (2560, 7.25), (5120, 6.75)], "harder by 0.25 than the few rows"
-    assert points(quick) == [(0, 9.0), (2560, 7.0), (5120, 6.5)], "nothing to move them to yet"
-    none = [*quick[:2], line(10, validation_loss_quick=None), end]
-    assert points(none)[:2] == [(0, 9.0), (2560, 7.0)]
+def test_quick_validations_are_one_curve_with_the_full_one_at_the_end() -> None:
+    rows = [line(step, validation_loss_quick=loss) for step, loss in ((0, 9.0), (5, 7.0))]
+    rows.append(line(10, validation_loss=6.75, validation_loss_quick=6.75))
+    points = [(row["step"], row["metrics"]) for row in run_summary.curves("sft", rows)]
+    name = "Curves/sft validation"
+    assert points == [(0, {name: 9.0}), (2560, {name: 7.0}), (5120, {name: 6.75})]
 
 
 def test_a_long_curve_keeps_a_thousand_losses_its_end_and_every_validation() -> None:

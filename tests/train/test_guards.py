@@ -107,7 +107,7 @@ def validations(guard: Callback, losses: Sequence[tuple[float, float]], first: i
     """Pairs of the training loss of ten steps and of the validation after them."""
     for number, (train, held_out) in enumerate(losses, start=first):
         steps(guard, [train] * 10, first=10 * number - 9)
-        guard.validated(10 * number, held_out)
+        guard.log(LogRecord(10 * number, ORDER.steps, 0, {"validation_loss": held_out}))
 
 
 RISING = [(3.0, 2.0), (2.9, 1.9), (2.8, 1.95), (2.7, 2.0), (2.6, 2.05), (2.5, 2.1)]
@@ -153,18 +153,21 @@ def test_overfitting_is_seen_across_a_stop(book: GuardLog, stop: int) -> None:
 
 
 def test_overfitting_is_told_by_the_quick_validations_while_it_happens(book: GuardLog) -> None:
-    """As by default: nine quick validations, and a single whole one at the end, on other rows."""
+    """As by default: quick validations, and a single full one at the end, on other rows."""
     guard = Overfit(book, ORDER)
     guard.log(LogRecord(0, ORDER.steps, 0, {QUICK: 7.7}))  # before the first step
-    quick = [5.7, 5.85, 6.5, 7.0, 7.6, 8.0, 8.2, 8.3]  # thirty passes over 50 kB
+    quick = [5.7, 5.85, 5.9]  # thirty passes over 50 kB
     for number, held_out in enumerate(quick, start=1):
         steps(guard, [6.0 / number] * 10, first=10 * number - 9)
         guard.log(LogRecord(10 * number, ORDER.steps, 0, {"loss": 6.0 / number}))
         guard.log(LogRecord(10 * number, ORDER.steps, 0, {QUICK: held_out}))
-    guard.validated(80, 4.0)
+    steps(guard, [1.0] * 10, first=31)
+    guard.log(LogRecord(40, ORDER.steps, 0, {QUICK: 9.0, "validation_loss": 9.0}))
+    assert lines(book) == [], "all rows are not compared with a few of them"
+    guard.log(LogRecord(45, ORDER.steps, 0, {QUICK: 7.0}))
     (line,) = lines(book)
-    assert (line["step"], line["guard"]) == (40, "overfit")
-    assert "has risen since step 10, 5.7 → 7, while the training loss fell, 6 → 1.5" in line["message"]
+    assert (line["step"], line["guard"]) == (45, "overfit")
+    assert "has risen since step 10, 5.7 → 7, while the training loss fell, 6 → 1" in line["message"]
 
 
 # --- the file -----------------------------------------------------------------------------------------------------------

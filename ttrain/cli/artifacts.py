@@ -259,18 +259,10 @@ def artifacts_clean(
     if run and (keep_runs, older_than) != (KEEP_RUNS, OLDER_THAN_DAYS):
         raise UsageError(f"--run {run} cannot be combined with --keep-runs or --older-than; remove one of them")
     registered, needed = Registry(store.root).keys(), records.needed_keys
+    kept = garbage_collection.Kept.recent(keep_runs, older_than)
     if run:
-        record = references.need_run(store.root, run)
-        cleaned = garbage_collection.clean_run(store, registered, record, needed_by_nights=needed, dry_run=dry_run)
-    else:
-        cleaned = garbage_collection.clean(
-            store,
-            registered,
-            keep_runs=keep_runs,
-            older_than_days=older_than,
-            needed_by_nights=needed,
-            dry_run=dry_run,
-        )
+        kept = garbage_collection.Kept(only_run=references.need_run(store.root, run))
+    cleaned = garbage_collection.clean(store, registered, kept, needed_by_nights=needed, dry_run=dry_run)
     removed = [removal.to_json() for removal in cleaned.removed]
     value = {"dry_run": dry_run, "removed": removed, "bytes": cleaned.bytes, "kept": cleaned.kept_counts}
     rows = [

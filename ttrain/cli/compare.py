@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from ttrain.cli.options import AsJson, app, argument, check_output_file, command, option, run_words
 from ttrain.core.files import write_output
 from ttrain.core.terminal import escaped, print_escaped, print_json, table
-from ttrain.core.text import truncated
+from ttrain.core.text import ABSENT, truncated
 from ttrain.errors import UsageError
 from ttrain.store.layout import home
 
 if TYPE_CHECKING:
-    from ttrain.reports.compare import ComparedMetric, Difference, RunComparison
+    from ttrain.reports.compare import Difference, RunComparison
     from ttrain.store.run_views import RunView
 
 RUN_HELP = "a run or the beginning of its name, `latest`, an MLflow run id, or a registered NAME@ALIAS or NAME/VERSION"
 SIDE_BY_SIDE = 4  # runs that are columns; more are rows
 SHOWN_SAMPLES = 6
 FIGURES_OF_MANY = 3
-
-Axis = Annotated[Literal["tokens", "step", "time"], option("of the curves")]
-Log = Annotated[bool, option("draw the curves with a logarithmic axis", "--log")]
+LONGEST_CELL = 160  # characters of a text
 
 
 @command(
@@ -36,8 +33,6 @@ Log = Annotated[bool, option("draw the curves with a logarithmic axis", "--log")
 def compare(
     runs: Annotated[list[str], argument(RUN_HELP, metavar="RUN", autocompletion=run_words)],
     html: Annotated[Path | None, option("write a page with curves to this file")] = None,
-    axis: Axis = "tokens",
-    log: Log = False,
     as_json: AsJson = False,
 ) -> None:
     """Print how two or more runs differ: settings, data, code, figures, samples."""
@@ -55,7 +50,7 @@ def compare(
     if html:
         from ttrain.reports.report import comparison_page
 
-        write_output(html, comparison_page(views, comparison, axis=axis, log=log))
+        write_output(html, comparison_page(views, comparison))
     if as_json:
         print_json({**comparison.to_json(), "page": str(html) if html else None})
         return
@@ -66,15 +61,12 @@ def compare(
 
 @command(
     app,
-    "Examples:  ttrain report\n\nttrain report full-20261121-160222 --out report.html\n\n"
-    "ttrain report mine@champion --axis step",
+    "Examples:  ttrain report\n\nttrain report full-20261121-160222 --out report.html\n\nttrain report mine@champion",
     "Look",
 )
 def report(
     run: Annotated[str, argument(RUN_HELP, metavar="RUN", autocompletion=run_words)] = "latest",
     out: Annotated[Path | None, option("the file; default: RUN.html here", "--out", "-o")] = None,
-    axis: Axis = "tokens",
-    log: Log = False,
     as_json: AsJson = False,
 ) -> None:
     """Write one page about a run: stages, curves, data, evaluation, samples, lineage, and what went wrong."""
@@ -84,9 +76,7 @@ def report(
     view = read_run(home(), run)
     path = out or Path(f"{view.name}.html")
     check_output_file(path)
-    write_output(path, report_of(home(), view, axis=axis, log=log))
-    for note in view.notes:
-        print_escaped(note, stderr=True)
+    write_output(path, report_of(view))
     if as_json:
         print_json({"run": view.name, "page": str(path), "notes": list(view.notes)})
     else:
@@ -94,35 +84,47 @@ def report(
 
 
 def _print_comparison(comparison: RunComparison, views: Sequence[RunView]) -> None:
-    from ttrain.reports.compare import labels, run_rows, sections
-    from ttrain.reports.sections import print_section
+    from ttrain.reports.compare import run_rows
+    from ttrain.reports.facts import letter
 
-    names = labels(len(views))
+    letters = [letter(number) for number in range(len(views))]
     table(("", "run", "outcome", "began", "took"), run_rows(views))
     print(f"\n{escaped(comparison.verdict)}")
     for remark in (*comparison.remarks, *comparison.notes):
         print(f"note: {escaped(remark)}")
-    if len(views) > SIDE_BY_SIDE:
-        _print_many(comparison, names)
-        return
-    different = tuple(sample for sample in comparison.samples if len(set(sample.answers)) > 1)
-    for section in sections(replace(comparison, samples=different[:SHOWN_SAMPLES]), names):
-        print_section(section)
-    if different[SHOWN_SAMPLES:]:
-        print("\nmore samples are shown by --html and --json")
+    show = _print_many if len(views) > SIDE_BY_SIDE else _print_few
+    show(comparison, letters)
+    print("\n--html and --json show the rest")
 
 
-def _print_many(comparison: RunComparison, names: Sequence[str]) -> None:
+def _print_few(comparison: RunComparison, letters: Sequence[str]) -> None:
+    """Print each table with a column for each run, and samples that differ."""
+    from ttrain.reports.facts import REFERENCE
+
+    for title, lines in comparison.tables.items():
+        print()
+        table((title.lower(), *letters), [*map(_row, lines)] or [["no difference"]])
+    different = [sample for sample in comparison.samples if len({*sample.answers}) > 1]
+    for sample in different[:SHOWN_SAMPLES]:
+        print(f"\n{sample.model} model: {escaped(truncated(sample.prompt, LONGEST_CELL))}")
+        for name, answer in zip((*letters, REFERENCE), (*sample.answers, sample.reference or ABSENT), strict=True):
+            print(f"  {name}  {escaped(truncated(answer, LONGEST_CELL))}")
+
+
+def _print_many(comparison: RunComparison, letters: Sequence[str]) -> None:
     """Print one line per run: the deciding figures and the settings that differ; the best run first."""
-    from ttrain.reports.sections import LONGEST_CELL
+    from ttrain.reports.facts import ranked
 
     metrics = [metric for metric in comparison.metrics if metric.better][:FIGURES_OF_MANY]
-    order = list(range(len(names)))
-    if metrics and not metrics[0].not_judged:
-        first = metrics[0]
-        order.sort(key=lambda run: (first.values[run] is None, -first.better * (first.values[run] or 0.0)))
-    differing: list[ComparedMetric | Difference] = [*metrics, *comparison.settings]
-    rows = [[names[run], *(truncated(entry.cell(run).text, LONGEST_CELL) for entry in differing)] for run in order]
+    best = ranked(metrics[0].values, metrics[0].better) if metrics and not metrics[0].not_judged else []
+    runs = [*best, *(run for run in range(len(letters)) if run not in best)]
+    lines = [_row(line) for line in (*(metric.difference for metric in metrics), *comparison.settings)]
     print()
-    table(("", *(entry.name for entry in differing)), rows)
-    print("--html and --json show the rest")
+    table(("", *(line[0] for line in lines)), [(letters[run], *(line[run + 1] for line in lines)) for run in runs])
+
+
+def _row(line: Difference) -> list[str]:
+    """The name of a line and the text of each run; the best is marked."""
+    texts = [truncated(text, LONGEST_CELL) for text in line.values]
+    marks = ["  * best" if run == line.best else "" for run in range(len(texts))]
+    return [line.name, *(text + mark for text, mark in zip(texts, marks, strict=True))]

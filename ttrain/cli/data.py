@@ -50,13 +50,12 @@ def data_shard(
 ) -> None:
     """Tokenize files into Arrow shards. A second call with other files tokenizes only the new ones."""
     from ttrain.cli import data_reports
-    from ttrain.data import locations
-    from ttrain.data.check import kind_of_all
+    from ttrain.data import first_rows, locations
 
     files, settings = files_and_settings(words, HOLDS_NOTHING_OUT)
     sources = locations.expand(files, "FILE")
     data_reports.check_output(out, files, sources)
-    chosen = data_reports.kind_of(kind, settings) or kind_of_all(sources, settings.reading.max_line_bytes)
+    chosen = data_reports.kind_of(kind, settings) or first_rows.kind_of_files(sources, settings.reading)
     with bar("sharding", "rows") as progress, data_reports.pool_for(sources, settings.runtime.workers) as pool:
         summary = data_reports.shard(sources, tokenizer, out, settings, kind=chosen, pool=pool, progress=progress)
     Output(summary, data_reports.tables(summary)).print(as_json=as_json)

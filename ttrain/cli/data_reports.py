@@ -15,7 +15,7 @@ import orjson
 from ttrain.cli.options import Output, Table, check_no_artifact
 from ttrain.config import Reading, Settings
 from ttrain.core.files import JsonDict, JsonObject, exclusive, output_file, temporary_path, write_json
-from ttrain.core.terminal import bar, console, escaped, print_spans
+from ttrain.core.terminal import bar, escaped, print_spans
 from ttrain.core.text import format_value
 from ttrain.data import inspect, locations, records, sharding
 from ttrain.data.assembly import REJECTED
@@ -31,7 +31,6 @@ from ttrain.store.runs import remove_interrupted_writes
 
 SMALL_BYTES = 32 << 20  # files of this size together are encoded in this process: starting others takes a second
 SMALL_UNENCODED_BYTES = 64 << 20  # the same where they are only counted, at 55 MB a second
-LINE_WIDTH = 100  # of text in a pipe
 
 LOCK = Path("run", "lock")
 SMALLEST_SHARE = 0.001  # of a script that is named
@@ -86,12 +85,11 @@ def _shown(name: str, value: object) -> str:
 
 def print_tokens(shown: TokenView, special: frozenset[int]) -> None:
     """Print the text of a row or a record, each record of a row under its own heading."""
-    width = console().width if sys.stdout.isatty() else LINE_WIDTH
     for segment in range(1 + max(shown.segments, default=-1)):
         if shown.segments[-1]:
             heading = shown.headings[segment] if shown.headings else f"record {segment} of the row"
             print(f"-- {heading}")
-        print_spans(inspect.lines(shown, segment, special, width))
+        print_spans(inspect.lines(shown, segment, special))
 
 
 @contextlib.contextmanager

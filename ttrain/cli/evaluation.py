@@ -83,7 +83,7 @@ class Evaluation:
 
     def identified(self) -> list[str]:
         """A line on what each model is."""
-        return [references.line_of(model, self.store) for model in self.references]
+        return [*map(references.line_of, self.references)]
 
     def identities(self) -> JsonDict:
         """What each model is, by name, for scripts."""

@@ -454,8 +454,7 @@ class PipelineOptions:
         option("a short name of this run, for all commands that take a run", "--run-name", metavar="NAME"),
     ] = None
     yes: Annotated[
-        bool,
-        option("also without asking what takes over a day or forty passes, or is built again for code alone", "--yes", "-y"),
+        bool, option("without asking: what takes over a day or forty passes, or long for code alone", "--yes", "-y")
     ] = False
 
     def words(self) -> list[str]:
@@ -485,7 +484,7 @@ def resolved_models(
     common_run = names.run_of([*texts, *filter(None, bases)], run_name=run)
     models = [names.resolve(text, base=base, searched_run=common_run) for text, base in zip(texts, bases, strict=True)]
     for model in models:
-        print_escaped(names.line_of(model, ArtifactStore(layout.home())), stderr=stderr)
+        print_escaped(names.line_of(model), stderr=stderr)
     return models
 
 

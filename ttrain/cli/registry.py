@@ -25,6 +25,7 @@ from ttrain.core.text import format_number, format_time, short_digest
 from ttrain.store.layout import home
 
 if TYPE_CHECKING:
+    from ttrain.lineage.lineage import Lineage, LineageData, Link
     from ttrain.lineage.reproduce import Reproduction
     from ttrain.store.registry import ModelSet
 
@@ -154,8 +155,8 @@ def lineage(version: ModelVersion) -> Output:
     """
     from ttrain.lineage.lineage import lineage_of
 
-    value = lineage_of(home(), version).to_json()
-    return Output(value, [*_lineage_lines(value)])
+    model_lineage = lineage_of(home(), version)
+    return Output(model_lineage.to_json(), [*_lineage_lines(model_lineage)])
 
 
 @command(
@@ -186,8 +187,8 @@ def reproduce(
     outlast_output()
     model_lineage = lineage_of(home(), version)
     recipes = recipes_of(model_lineage, home())
-    with making.home_for(to, model_lineage.target.name) as build_home, closing(Display(console(stderr=as_json))) as display:
-        result = making.reproduce(model_lineage, recipes, build_home, display)
+    with closing(Display(console(stderr=as_json))) as display:
+        result = making.reproduce(model_lineage, recipes, to, display)
     return Output(result.to_json(), [*_result_lines(result, is_kept=to is not None)], code=int(not result.is_equal))
 
 
@@ -209,46 +210,44 @@ def _result_lines(result: Reproduction, *, is_kept: bool) -> Iterator[str]:
         yield f"DIFFERENT: {result.stages[-1].stage} of {name} did not give the recorded bytes{location}"
 
 
-def _lineage_lines(lineage: JsonObject) -> Iterator[str]:
-    """Lines for a terminal, of what `--json` prints."""
-    yield f"{lineage['name']}: {KINDS.get(lineage['kind'], 'a run')}" + (
-        f", of the run {lineage['run']}" if lineage["run"] else ""
-    )
-    for note in lineage["notes"]:
+def _lineage_lines(model_lineage: Lineage) -> Iterator[str]:
+    target, links = model_lineage.target, model_lineage.links
+    yield f"{target.name}: {KINDS.get(target.kind, 'a run')}" + (f", of the run {target.run}" if target.run else "")
+    for note in model_lineage.notes:
         yield f"note: {note}"
-    for link in lineage["stages"]:
+    for link in links:
         yield ""
-        name = link["stage"]
+        name = link.stage
         for line in _link_lines(link):
             yield f"{name:<{INDENT}}{line}"
             name = ""
     yield ""
-    versions = {f"{name} {version}": None for link in lineage["stages"] for name, version in link["libraries"].items()}
+    versions = {f"{name} {version}": None for link in links for name, version in link.libraries.items()}
     yield f"with {', '.join(versions)}"
 
 
-def _link_lines(link: JsonObject) -> Iterator[str]:
-    origin = f"made {format_time(link['made_unix'])}" if link["made_unix"] else "made at an unrecorded time"
-    yield f"key {short_digest(link['key'])}   {origin}" + (f" by {link['run']}" if link["run"] else "")
-    commit, plus, changes = (link["commit"] or "").partition("+")  # and whether there were uncommitted changes
+def _link_lines(link: Link) -> Iterator[str]:
+    origin = f"made {format_time(link.made_unix)}" if link.made_unix else "made at an unrecorded time"
+    yield f"key {short_digest(link.key)}   {origin}" + (f" by {link.run}" if link.run else "")
+    commit, plus, changes = (link.commit or "").partition("+")  # and whether there were uncommitted changes
     yield _facts({
-        "content": link["content"] and short_digest(link["content"]),
-        "code": link["code"] and short_digest(link["code"]),
+        "content": link.content and short_digest(link.content),
+        "code": link.code and short_digest(link.code),
         "commit": commit and f"{short_digest(commit)}{plus}{changes}",
-        "seed": link["seed"],
+        "seed": link.seed,
     })  # fmt: skip
-    for data in link["data"]:
+    for data in link.data:
         yield f"read {_data_line(data)}"
-    if link["inputs"]:
-        yield f"from {_facts({name: short_digest(of['key']) for name, of in sorted(link['inputs'].items())})}"
-    if link["settings"]:
-        settings = (f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in link["settings"].items())
+    if link.inputs:
+        yield f"from {_facts({name: short_digest(key) for name, (_, key) in sorted(link.inputs.items())})}"
+    if link.settings:
+        settings = (f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in link.settings.items())
         yield f"settings {' '.join(settings)}"
-    result, runtime = link["result"], link["runtime"] or {}
+    result, runtime = link.manifest.get("result", {}), link.provenance.get("runtime", {})
     if "ranks" in result:  # the order of its sums depends on these
         of_result = {name: result.get(name) for name in ("precision", "device", "ranks", "threads")}
         yield f"trained with {_facts({**of_result, **{name: runtime.get(name) for name in ORDER_OF_SUMS}})}"
-    for note in link["notes"]:
+    for note in link.notes:
         yield f"note: {note}"
 
 
@@ -257,12 +256,8 @@ def _facts(values: JsonObject) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items() if value not in (None, ""))
 
 
-def _data_line(data: JsonObject) -> str:
-    counts = ((data["documents"], "records"), (data["tokens"], "tokens"), (data["bytes"], "bytes of text"))
+def _data_line(data: LineageData) -> str:
+    counts = ((data.documents, "records"), (data.tokens, "tokens"), (data.bytes, "bytes of text"))
     amounts = ", ".join(f"{count:,} {unit}" for count, unit in counts if count is not None)
-    location = f" at {data['location']}" if data["location"] else ""
-    return (
-        f"{data['part']} {data['name']} sha256 {short_digest(data['sha256'])}"
-        + (f" ({amounts})" if amounts else "")
-        + location
-    )
+    location = f" at {data.location}" if data.location else ""
+    return f"{data.part} {data.name} sha256 {short_digest(data.sha256)}" + (f" ({amounts})" if amounts else "") + location

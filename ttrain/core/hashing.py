@@ -22,7 +22,9 @@ PACKAGE_DIRECTORY = Path(__file__).parents[1]
 
 # Packages that cannot shape a stage's result: they load settings (which are in the key themselves), store, track, report or
 # orchestrate. Then the few modules of other packages that only watch or hand over.
-NON_RESULT_PACKAGES = ("cli", "config", "core", "errors", "pipeline", "reports", "store", "tracking")
+NON_RESULT_PACKAGES = (
+    "cli", "config", "core", "engine", "errors", "flows", "lineage", "reports", "store", "tracking",
+)  # fmt: skip
 NON_RESULT_MODULES = (
     "tasks.common.callbacks", "tasks.common.job", "tasks.common.tuning", "train.callbacks", "train.guards", "train.monitor",
     "train.periodic_evaluation",

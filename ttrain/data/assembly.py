@@ -1,14 +1,14 @@
 """Assemble blocks into sets of shards: select rows, place files, write the indexes, the quarantine and the figures.
 
-Decisions that need all rows are made here, from 32 bytes a row: duplicates, overlap with the held-out part, limits. The
-block's shard is copied without such rows; the whole shard is kept in `run/blocks`, so that a later set can reuse it.
+Decisions that need all rows are made here, from 32 bytes a row: duplicates, overlap with the held-out part, limits. A
+block whose rows are all selected is linked into its part, of another its selected rows are written there.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-import re
+import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -22,24 +22,19 @@ import orjson
 from ttrain.config import Reading
 from ttrain.core.files import JsonDict, link_or_copy, write_json
 from ttrain.data import blocks, contamination, records, shards
-from ttrain.data.blocks import BEYOND_LIMIT, BLOCKS, PARTS, BlockRecipe
+from ttrain.data.blocks import BAD_ROWS, BEYOND_LIMIT, BLOCKS, HELDOUT_RECORDS, PARTS, BlockRecipe
 from ttrain.data.built_blocks import BuiltBlock, FilesByRole, Flags, Table
-from ttrain.data.contamination import OverlapCheck
-from ttrain.data.near_duplicate_sets import NearDuplicateSearch
-from ttrain.data.near_duplicates import NEAR_DUPLICATE
-from ttrain.data.overlap import TextMatch
+from ttrain.data.contamination import OverlapCheck, TextMatch
+from ttrain.data.near_duplicates import NEAR_DUPLICATE, NearDuplicateSearch
 from ttrain.data.records import Tally
 from ttrain.errors import CannotRead
 
 REJECTED = Path("run", "rejected.jsonl")
-SHARD_FILE_NAME = re.compile(
-    r"^\.?((train|heldout)-)?[0-9a-f]{16,24}(-\w+)?\.(arrow|jsonl|json|rows|rejected\.jsonl)(\.\d+\.tmp)?$"
-)
 HELD_OUT, DUPLICATE = "stands in the held-out part", "duplicate"
 
 
 Entry = JsonDict  # of a shard, in the index of its part
-Overlaps = tuple[OverlapCheck, Sequence[list[TextMatch]]]  # with evaluation items, of each block's training part
+Overlaps = tuple[OverlapCheck, Sequence[Sequence[TextMatch]]]  # with evaluation items, of each block
 Tallies = Mapping[tuple[str, int], Tally]  # by role and number of the file
 
 
@@ -82,18 +77,17 @@ def assemble(
 ) -> ShardSetResult:
     """Choose the rows, lay out both parts, write their indexes, the quarantine and the figures.
 
-    `overlaps`: the overlap of each block's training part with evaluation items. `near`: what finds near-duplicates.
+    `overlaps`: what each block has of evaluation items. `near`: what finds near-duplicates.
     `earlier_heldout`: content hashes, two halves a row, of what sets made before hold out, which is not to be learnt.
     """
-    tallies = {role: Tally() for role in files}
     figures = {(role, n): Tally() for role in files for n in range(len(files[role]))}
     _quarantine(output, built_blocks, figures)
     selection = _Selection(built_blocks, figures, recipe.kind)
     duplicates = selection.select(reading)
-    places = selection.places_of(overlaps[1]) if overlaps else []
+    matches = selection.matched_rows(overlaps[1]) if overlaps else []
     removed = np.zeros_like(selection.selected)
-    for rows in places if overlaps and overlaps[0].remove else ():
-        removed[rows] = True
+    if overlaps and overlaps[0].remove:
+        removed[[row for row, _, _ in matches]] = True
     near_figures = None
     if near:
         present = selection.selected & ~removed
@@ -107,22 +101,20 @@ def assemble(
     selection.leave_out(HELD_OUT, kept_back)
     overlapping = None
     if overlaps:
-        overlapping = _overlap_report(built_blocks, overlaps, places, selection.selected)
+        found = [(file, match) for row, file, match in matches if selection.selected[row]]
+        overlapping = contamination.report(overlaps[0], found)
         selection.leave_out(contamination.OVERLAPS, removed)
+    tallies = {role: Tally() for role in files}
     for (role, _), tally in figures.items():
         tallies[role].add(tally)
-    for part_name in PARTS:  # an output that is being changed is not a set of shards
-        (output / part_name / shards.INDEX).unlink(missing_ok=True)
-    entries, sizes = _place_shards(output, built_blocks, recipe, near)
+    sizes: defaultdict[tuple[str, int], Counter[str]] = defaultdict(Counter)
+    entries = {part_name: _place_shards(output, part_name, built_blocks, recipe, sizes) for part_name in PARTS}
     if lowest is not None:
         block, row = lowest
         entries["heldout"].append(_write_lowest_row(output, block, row, recipe))
-    _copy_block_records(output, built_blocks)
+    _keep_blocks(output, built_blocks)
     parts = {part_name: _write_index(output / part_name, entries[part_name], recipe, weights) for part_name in PARTS}
-    _remove_stale_files(output, entries, built_blocks)
     _write_overlap_report(output, overlapping)
-    if near:
-        near.finish()
     return ShardSetResult(
         parts,
         tallies,
@@ -141,24 +133,45 @@ def assemble(
 
 
 def _place_shards(
-    output: Path, built_blocks: list[BuiltBlock], recipe: BlockRecipe, near: NearDuplicateSearch | None
-) -> tuple[dict[str, list[Entry]], Mapping[tuple[str, int], Counter[str]]]:
-    """Place the shards of all blocks; returns (the entries of each part, tokens and bytes by role and file number)."""
-    entries: dict[str, list[Entry]] = {part_name: [] for part_name in PARTS}
-    sizes: dict[tuple[str, int], Counter[str]] = defaultdict(Counter)
-    (output / BLOCKS).mkdir(parents=True, exist_ok=True)  # no worker has made it where all blocks are reused
-    for part_name in PARTS:
-        (output / part_name).mkdir(parents=True, exist_ok=True)
-        used_names = set[str]()
-        for number, block in enumerate(built_blocks):
-            entry = _place_shard(output, part_name, block, used_names, recipe)
-            if entry:
-                used_names.add(entry["file"])
-                entries[part_name].append({**entry, "group": block.source.group})
-                sizes[block.role, block.file].update({name: entry[name] for name in ("tokens", "bytes")})
-                if near:
-                    near.keep(part_name, number, entry)
-    return entries, sizes
+    output: Path,
+    part_name: str,
+    built_blocks: list[BuiltBlock],
+    recipe: BlockRecipe,
+    sizes: Mapping[tuple[str, int], Counter[str]],
+) -> list[Entry]:
+    """Make a part anew from the selected rows of all blocks; its entries. Adds tokens and bytes of each file to `sizes`."""
+    directory = output / part_name
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    entries: list[Entry] = []
+    for block in built_blocks:
+        in_part = block.in_part(part_name)
+        selected = block.selected[in_part]
+        if not selected.any():
+            continue
+        entry = block.manifest[part_name]
+        stem = Path(entry["file"]).stem
+        if not selected.all():
+            stem += f"-{hashlib.blake2b(selected.tobytes(), digest_size=4).hexdigest()}"
+        path = directory / f"{stem}.arrow"
+        number = 2
+        while path.exists():  # the same block twice, where duplicates are kept
+            path = path.with_stem(f"{stem}-{number}")
+            number += 1
+        if selected.all():
+            link_or_copy(block.shard(part_name), path)
+            entry = {**entry, "file": path.name}
+        else:
+            column = shards.read_shard(block.shard(part_name)).select(selected)
+            written = shards.write_shard(path, column, recipe.vocab_size)
+            entry = {**written, "bytes": int(block.rows[in_part, 2][selected].sum())}
+        if part_name == "heldout":
+            entry["records"] = path.with_suffix(".jsonl").name
+            lines = (block.directory / HELDOUT_RECORDS).read_bytes().splitlines(keepends=True)
+            shards.write_files([(directory / entry["records"], b"".join(itertools.compress(lines, selected)))])
+        sizes[block.role, block.file].update(tokens=entry["tokens"], bytes=entry["bytes"])
+        entries.append({**entry, "group": block.source.group})
+    return entries
 
 
 def _write_index(directory: Path, entries: list[Entry], recipe: BlockRecipe, weights: Sequence[float]) -> JsonDict:
@@ -188,8 +201,7 @@ def _quarantine(output: Path, built_blocks: list[BuiltBlock], figures: Tallies) 
             tally = Tally(counts["rows"], counts["kept"], skipped, rejected, keys_seen, lines=block.manifest["lines"])
             tally.unread_keys.update(counts.get("unread_keys", {}))
             tally.with_reasoning = counts.get("with_reasoning", 0)
-            path = block.directory / BLOCKS / f"{block.identity}.rejected.jsonl"
-            bad_rows = map(orjson.loads, path.read_bytes().splitlines() if counts["rejected"] else ())
+            bad_rows = map(orjson.loads, (block.directory / BAD_ROWS).read_bytes().splitlines())
             figures[block.role, block.file].add_block(tally, bad_rows, block.source.location)
 
 
@@ -261,12 +273,17 @@ class _Selection:
         number = int(self._starts.searchsorted(lowest, "right")) - 1
         return self._blocks[number], lowest - int(self._starts[number])
 
-    def places_of(self, scans: Sequence[Sequence[TextMatch]]) -> list[npt.NDArray[np.int64]]:
-        """For each block, the number of the row of each match in its training part."""
-        return [
-            span.start + np.flatnonzero(~block.is_heldout)[[match.record for match in matches]]
-            for (block, span), matches in zip(self._spans(), scans, strict=True)
-        ]
+    def matched_rows(self, matches: Sequence[Sequence[TextMatch]]) -> list[tuple[int, str, TextMatch]]:
+        """(row, name of its file, match with its line there) of the matches in training parts of the blocks."""
+        rows: list[tuple[int, str, TextMatch]] = []
+        for (block, span), found in zip(self._spans(), matches, strict=True):
+            lines, is_heldout = block.rows[:, 3], block.is_heldout
+            for match in found:
+                row = int(lines.searchsorted(np.uint64(match.line)))
+                if row < len(lines) and lines[row] == match.line and not is_heldout[row]:
+                    match = match._replace(line=block.line_of(row))
+                    rows.append((span.start + row, block.source.name, match))
+        return rows
 
 
 def _split_keys(table: Table, kind: str) -> npt.NDArray[Any]:
@@ -283,19 +300,6 @@ def is_first(table: Table) -> Flags:
         ordered = table[order, :2]
         flags[order[1:]] = (ordered[1:] != ordered[:-1]).any(axis=1)
     return flags
-
-
-def _overlap_report(
-    built_blocks: list[BuiltBlock], overlaps: Overlaps, places: Sequence[npt.NDArray[np.int64]],
-    selected: Flags,
-) -> JsonDict:  # fmt: skip
-    """The report on the selected training documents that contain an evaluation item."""
-    against, scans = overlaps
-    file_scans = []
-    for block, matches, rows in zip(built_blocks, scans, places, strict=True):
-        kept = [match for match, row in zip(matches, rows, strict=True) if selected[row]]
-        file_scans.append(({"file": block.source.name}, kept))
-    return contamination.report(against, file_scans)
 
 
 def _write_overlap_report(output: Path, overlapping: JsonDict | None) -> None:
@@ -321,87 +325,20 @@ def _write_lowest_row(output: Path, block: BuiltBlock, row: int, recipe: BlockRe
     return {**entry, "records": f"{name}.jsonl", "bytes": len(blocks.text_of(record).encode("utf-8")), "group": 0}
 
 
-def _place_shard(output: Path, part_name: str, block: BuiltBlock, used_names: set[str], recipe: BlockRecipe) -> Entry | None:
-    """Put the selected rows of a block into a part; returns the entry for its index, or None if there are none."""
-    entry = block.manifest[part_name]
-    if entry is None:
-        return None
-    in_part = block.in_part(part_name)
-    selected = block.selected[in_part]
-    names = _file_names(entry)
-    if not selected.all():
-        for name in names.values():  # an equal block may already be in the set
-            _place_file(block, part_name, name, output / BLOCKS / f"{part_name}-{name}", keep=entry["file"] in used_names)
-        if not selected.any():
-            return None
-        return _write_selection(output, part_name, block, entry, selected, in_part, recipe)
-    new_names, number = names, 2
-    while new_names["file"] in used_names:  # the same block twice, where duplicates are kept
-        new_names = {kind: f"{Path(name).stem}-{number}{Path(name).suffix}" for kind, name in names.items()}
-        number += 1
-    for kind, name in names.items():
-        _place_file(block, part_name, name, output / part_name / new_names[kind], keep=new_names[kind] != name)
-    return {key: value for key, value in (entry | new_names).items() if key != "files"}
-
-
-def _file_names(entry: JsonDict) -> dict[str, str]:
-    """The names of the files of a shard, by their keys in its entry."""
-    return {kind: entry[kind] for kind in ("file", "records") if kind in entry}
-
-
-def _write_selection(
-    output: Path,
-    part_name: str,
-    block: BuiltBlock,
-    entry: JsonDict,
-    selected: Flags,
-    in_part: Flags,
-    recipe: BlockRecipe,
-) -> Entry:
-    """Write a copy of a shard with the selected rows only; its name depends on the selection. Returns the index entry."""
-    stem = f"{Path(entry['file']).stem}-{hashlib.blake2b(selected.tobytes(), digest_size=4).hexdigest()}"
-    column = shards.read_shard(output / BLOCKS / f"{part_name}-{entry['file']}").select(selected)
-    new_entry = shards.write_shard(output / part_name / f"{stem}.arrow", column, recipe.vocab_size)
-    if "records" in entry:
-        lines = (output / BLOCKS / f"{part_name}-{entry['records']}").read_bytes().splitlines(keepends=True)
-        new_entry["records"] = f"{stem}.jsonl"
-        chosen = b"".join(line for line, keep in zip(lines, selected, strict=True) if keep)
-        shards.write_files([(output / part_name / new_entry["records"], chosen)])
-    return {**new_entry, "bytes": int(block.rows[in_part, 2][selected].sum())}
-
-
-def _place_file(block: BuiltBlock, part_name: str, name: str, target: Path, *, keep: bool) -> None:
-    """Put a block's file at `target`: moved if it belongs to this output, else linked (copied across file systems)."""
-    source = blocks.file_of(block.directory, part_name, name)
-    if source == target:
-        return
-    target.unlink(missing_ok=True)
-    if not keep and target.is_relative_to(block.directory):
-        source.rename(target)
-    else:
-        link_or_copy(source, target)
-
-
-def _copy_block_records(output: Path, built_blocks: list[BuiltBlock]) -> None:
-    """Link the row hashes, rejected rows and manifests of reused blocks into this output."""
+def _keep_blocks(output: Path, built_blocks: list[BuiltBlock]) -> None:
+    """Link reused blocks into this output, and remove those of other inputs, other settings or a killed run."""
+    folder = output / BLOCKS
+    folder.mkdir(parents=True, exist_ok=True)
     for block in built_blocks:
-        for ending in ("rows", "rejected.jsonl", "json"):  # the last one makes it exist
-            source, target = (directory / BLOCKS / f"{block.identity}.{ending}" for directory in (block.directory, output))
-            if source != target and source.exists() and not target.exists():
-                link_or_copy(source, target)
-
-
-def _remove_stale_files(output: Path, entries: Mapping[str, list[Entry]], built_blocks: list[BuiltBlock]) -> None:
-    """Remove files left by removed inputs, other settings or a killed run; only names that ttrain writes are touched."""
-    current_names = {f"{block.identity}.{ending}" for block in built_blocks for ending in ("json", "rows", "rejected.jsonl")}
-    for part_name in PARTS:
-        _remove_except(output / part_name, {name for entry in entries[part_name] for name in _file_names(entry).values()})
-        for block in built_blocks:
-            current_names.update(f"{part_name}-{name}" for name in _file_names(block.manifest[part_name] or {}).values())
-    _remove_except(output / BLOCKS, current_names)
-
-
-def _remove_except(directory: Path, current_names: set[str]) -> None:
-    for path in directory.iterdir() if directory.is_dir() else ():
-        if path.name not in current_names and SHARD_FILE_NAME.match(path.name):
-            path.unlink()
+        directory = folder / block.directory.name
+        if block.directory != directory and not blocks.is_built(directory):
+            directory.mkdir(exist_ok=True)
+            for name in (*block.manifest["files"], blocks.MANIFEST):  # the last one makes it exist
+                (directory / name).unlink(missing_ok=True)
+                link_or_copy(block.directory / name, directory / name)
+    for path in folder.glob("*/.*.tmp"):
+        path.unlink()
+    current = {block.directory.name for block in built_blocks}
+    for directory in folder.iterdir():
+        if directory.name not in current:
+            shutil.rmtree(directory)

@@ -1,15 +1,15 @@
 """Blocks: some megabytes of one input file, encoded into one training shard and one held-out shard by any process.
 
 The output depends on the block's bytes and the recipe alone, so one, two or forty workers write the same files, and a
-block that exists already (from a run that was killed, or an artifact that lacks one file) is reused. The small
-`run/blocks/<id>.json` is written last: without it the block does not exist.
+block that exists already (from a run that was killed, or an artifact that lacks one file) is reused. A block is the
+directory `run/blocks/<id>`; its `block.json` is written last: without it the block does not exist.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -19,12 +19,11 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from ttrain.core.files import read_json
+from ttrain.core.files import JsonDict, read_json
 from ttrain.core.hashing import digest_of
 from ttrain.data import parquet, shards, streams
 from ttrain.data import records as sources
 from ttrain.data.chat import encode_chats, encode_preferences, refusal
-from ttrain.data.chat_templates import Messages
 from ttrain.data.encoder import Encoder
 from ttrain.data.preferences import Preference
 from ttrain.data.records import Tally
@@ -34,6 +33,7 @@ from ttrain.store.integrity import home_of, is_intact
 
 PARTS = ("train", "heldout")
 BLOCKS = Path("run", "blocks")
+MANIFEST, ROWS, BAD_ROWS, HELDOUT_RECORDS = "block.json", "rows", "rejected.jsonl", "heldout.jsonl"
 SHIPPED_BYTES = 1 << 20
 # Texts go to the encoder in groups of this size: a worker of 16 MiB blocks stays below 350 MB.
 ENCODED_BYTES = 4_000_000
@@ -170,47 +170,32 @@ def scan(block: Block, recipe: BlockRecipe) -> npt.NDArray[np.uint64]:
     return np.array([draw(sources.content_hash(record), recipe.seed) for _, record in rows], np.uint64)
 
 
-def make(block: Block, recipe: BlockRecipe, output: str) -> tuple[int, str, str, bool]:
-    """Make the block's files under `output`, unless they exist there or in one of `recipe.reuse`.
+def make(block: Block, recipe: BlockRecipe, output: str) -> tuple[int, str, bool]:
+    """Make the block under `output`, unless it exists there or in one of `recipe.reuse`.
 
-    Returns (number of its file, id, the directory with its files, whether it was encoded now).
+    Returns (number of its file, its directory, whether it was encoded now).
     """
     data = read(block)
     content = sources.hash_of(data).hex()
-    identity, name = (
-        hashlib.blake2b(f"{digest} {content}".encode(), digest_size=size).hexdigest()
-        for digest, size in ((recipe.digest, 12), (recipe.digest_of_data, 8))
-    )
-    for directory in (output, *recipe.reuse):
-        if is_built(Path(directory), identity):
-            return block.file, identity, directory, False
-    _make(data, block, recipe, Path(output), name, identity)
-    return block.file, identity, output, True
+    identity = _digest(recipe.digest, content, size=12)
+    for parent in (output, *recipe.reuse):
+        directory = Path(parent) / BLOCKS / identity
+        if is_built(directory):
+            return block.file, str(directory), False
+    directory = Path(output) / BLOCKS / identity
+    _make(data, block, recipe, directory, _digest(recipe.digest_of_data, content, size=8))
+    return block.file, str(directory), True
 
 
-def is_built(directory: Path, identity: str) -> bool:
-    """Whether the directory has the complete block."""
-    manifest = read_json(directory / BLOCKS / f"{identity}.json")
-    if manifest is None:
-        return False
-    endings = ["rows", *(["rejected.jsonl"] if manifest["tally"]["rejected"] else [])]
-    if not all((directory / BLOCKS / f"{identity}.{ending}").is_file() for ending in endings):
-        return False
-    files = (
-        (file_of(directory, part_name, name), entry)
-        for part_name in PARTS
-        for name, entry in (manifest[part_name] or {}).get("files", {}).items()
-    )
-    return all(  # have the bytes that were written, so that no damaged shard goes into a new set
-        path.is_file() and path.stat().st_size == entry["bytes"] and is_intact(path, entry["sha256"], home_of(directory))
-        for path, entry in files
-    )
+def _digest(recipe: str, content: str, *, size: int) -> str:
+    return hashlib.blake2b(f"{recipe} {content}".encode(), digest_size=size).hexdigest()
 
 
-def file_of(directory: Path, part_name: str, name: str) -> Path:
-    """Path of a block's file: in its part, or in `run/blocks` if the part has only a selection of its rows."""
-    path = directory / part_name / name
-    return path if path.is_file() else directory / BLOCKS / f"{part_name}-{name}"
+def is_built(directory: Path) -> bool:
+    """Whether the block is there, with the bytes that were written, so that no damaged shard goes into a new set."""
+    manifest = read_json(directory / MANIFEST)
+    home = home_of(directory.parents[2])
+    return manifest is not None and all(is_intact(directory / name, sha, home) for name, sha in manifest["files"].items())
 
 
 def records(data: bytes, block: Block, recipe: BlockRecipe, tally: Tally) -> Iterator[tuple[int, sources.Record]]:
@@ -218,63 +203,63 @@ def records(data: bytes, block: Block, recipe: BlockRecipe, tally: Tally) -> Ite
     pieces = (data[at : at + SHIPPED_BYTES] for at in range(0, len(data), SHIPPED_BYTES))
     lines = sources.lines(pieces, recipe.max_line_bytes)
     parsed = sources.parsed(lines, block.location, tally, recipe.max_line_bytes)
-    accepted = sources.accepted(parsed, recipe.parser, tally)
-    if recipe.kind == "documents" or not recipe.tokenizer:
-        return accepted
-    return _rendered(accepted, block, encoder_of(recipe.tokenizer), tally)
+    parse = recipe.parser
+    if recipe.kind != "documents" and recipe.tokenizer:
+        encoder = encoder_of(recipe.tokenizer)
+        parse = _rendered(parse, encoder) if encoder.template == "own" else parse  # those of ttrain render every chat
+    return sources.accepted(parsed, parse, tally)
 
 
-def _rendered(
-    accepted: Iterable[tuple[int, sources.Record]], block: Block, encoder: Encoder, tally: Tally
-) -> Iterator[tuple[int, sources.Record]]:
-    """The chats that the chat template renders; the tally counts the others as rejected."""
-    if encoder.template != "own":  # the templates of ttrain render every chat
-        yield from accepted
-        return
-    for line, record in accepted:
-        reasons = (refusal(encoder, messages) for messages in _conversations(record))
-        if reason := next(filter(None, reasons), ""):
-            tally.kept -= 1
-            tally.reject(block.location, line, reason, orjson.dumps(record.to_json()))
-        else:
-            yield line, record
+def _rendered(parse: sources.Parser, encoder: Encoder) -> sources.Parser:
+    """A parser that rejects the chats that the tokenizer's own template refuses; of a pair, the prompt with each answer."""
+
+    def parse_rendered(row: JsonDict) -> sources.Record | sources.Skipped | sources.Rejected:
+        record = parse(row)
+        conversations = [record.messages] if isinstance(record, sources.Conversation) else []
+        if isinstance(record, Preference):
+            conversations = [(*record.prompt, *answer) for answer in (record.chosen, record.rejected) if answer]
+        reason = next(filter(None, (refusal(encoder, messages) for messages in conversations)), "")
+        return sources.Rejected(reason) if reason else record
+
+    return parse_rendered
 
 
-def _conversations(record: sources.Record) -> list[Messages]:
-    """A chat, or of a preference pair the prompt with each answer."""
-    if isinstance(record, Preference):
-        return [(*record.prompt, *answer) for answer in (record.chosen, record.rejected) if answer]
-    return [record.messages] if isinstance(record, sources.Conversation) else []
-
-
-def _make(data: bytes, block: Block, recipe: BlockRecipe, output: Path, name: str, identity: str) -> None:
+def _make(data: bytes, block: Block, recipe: BlockRecipe, directory: Path, name: str) -> None:
     encoder = encoder_of(recipe.tokenizer)
-    bad_rows, rows = list[dict[str, Any]](), list[bytes]()
+    bad_rows, rows = list[JsonDict](), list[bytes]()
     tally = Tally(quarantine=bad_rows.append)
     threshold = round(recipe.heldout_fraction * 2**64)
-    parts = {part_name: _ShardBuilder(encoder, recipe.kind, keep_text=part_name == "heldout") for part_name in PARTS}
+    train, heldout = _ShardBuilder(encoder, recipe.kind), _ShardBuilder(encoder, recipe.kind)
+    heldout_lines = list[bytes]()
     for line, record in records(data, block, recipe, tally):
         content_hash = sources.content_hash(record)
         if recipe.keep_below is not None and draw(content_hash, recipe.seed) >= recipe.keep_below:
             tally.leave_out(BEYOND_LIMIT, 1)
             continue
-        heldout = int.from_bytes(content_hash[: sources.PLACE_BYTES], "big") < threshold
         size = len(text_of(record).encode("utf-8"))
-        parts["heldout" if heldout else "train"].add(record, size)
+        if int.from_bytes(content_hash[: sources.PLACE_BYTES], "big") < threshold:
+            heldout.add(replace(record, weight=1.0), size)  # what is held out is not drawn
+            heldout_lines.append(orjson.dumps(record.to_json()))
+        else:
+            train.add(record, size)
         rows.append(content_hash + size.to_bytes(8, "big") + line.to_bytes(8, "big"))
-    files: list[tuple[Path, Any]] = [(output / BLOCKS / f"{identity}.rows", b"".join(rows))]
-    if tally.rejected:
-        lines = b"".join(orjson.dumps(row) + b"\n" for row in bad_rows)
-        files.append((output / BLOCKS / f"{identity}.rejected.jsonl", lines))
+    files = {
+        ROWS: b"".join(rows),
+        BAD_ROWS: b"".join(orjson.dumps(row) + b"\n" for row in bad_rows),
+        HELDOUT_RECORDS: b"".join(line + b"\n" for line in heldout_lines),
+    }
+    entries = {part_name: part.shard(f"{name}.arrow") for part_name, part in (("train", train), ("heldout", heldout))}
+    files |= {f"{part_name}.arrow": shard for part_name, (_, shard) in entries.items() if shard is not None}
     manifest = {
         "encoder": encoder.kind,
         "lines": tally.lines,
         "tally": {**tally.to_json(), "keys_seen": dict(tally.keys_seen)},
         "threshold": threshold,
-        **{part_name: parts[part_name].files(output / part_name, name, files) for part_name in PARTS},
+        "files": {file: hashlib.sha256(data).hexdigest() for file, data in files.items()},
+        **{part_name: entry for part_name, (entry, _) in entries.items()},
     }
-    files.append((output / BLOCKS / f"{identity}.json", json.dumps(manifest).encode()))  # the last one makes the block exist
-    shards.write_files(files)
+    files[MANIFEST] = json.dumps(manifest).encode()  # the last one makes the block exist
+    shards.write_files([(directory / file, data) for file, data in files.items()])
 
 
 @lru_cache(maxsize=2)
@@ -317,47 +302,37 @@ def text_of(record: sources.Record) -> str:
 class _ShardBuilder:
     """Collects the records of one shard and encodes them in groups."""
 
-    def __init__(self, encoder: Encoder, kind: str, *, keep_text: bool) -> None:
-        self._encoder, self._kind, self._keep_text = encoder, kind, keep_text
+    def __init__(self, encoder: Encoder, kind: str) -> None:
+        self._encoder, self._kind = encoder, kind
         self._pending: list[sources.Record] = []
         self._pending_bytes = self._bytes = 0
         self._done: list[Column] = []
         self._weights: list[float] = []
-        self._lines: list[bytes] = []
 
     def add(self, record: sources.Record, size: int) -> None:
         """Add a record whose text has `size` bytes."""
         self._pending.append(record)
         self._weights.append(record.weight)
-        self._pending_bytes, self._bytes = self._pending_bytes + size, self._bytes + size
-        if self._keep_text:
-            self._lines.append(orjson.dumps(record.to_json()) + b"\n")
+        self._pending_bytes += size
         if self._pending_bytes >= ENCODED_BYTES or len(self._pending) >= ENCODED_RECORDS:
             self._encode()
 
-    def files(self, directory: Path, name: str, files: list[tuple[Path, Any]]) -> dict[str, Any] | None:
-        """Add the shard, and the held-out records as text, to `files`; returns its entry, or None if there is no record."""
+    def shard(self, name: str) -> tuple[JsonDict | None, Any]:
+        """(entry, bytes) of the shard; None if there is no record."""
         self._encode()
         if not self._done:
-            return None
+            return None, None
         column = concatenate(self._done)
-        if not self._keep_text and any(weight != 1 for weight in self._weights):  # what is held out is not drawn
+        if any(weight != 1 for weight in self._weights):
             column = replace(column, weights=np.array(self._weights))
-        entry, data = shards.shard_of(f"{name}.arrow", column, len(self._encoder))
-        added: list[tuple[Path, Any]] = [(directory / entry["file"], data)]
-        if self._keep_text:
-            entry["records"] = f"{name}.jsonl"
-            added.append((directory / entry["records"], b"".join(self._lines)))
-        files += added
-        checks = {path.name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for path, data in added[1:]}
-        checks[entry["file"]] = {"bytes": len(data), "sha256": entry["sha256"]}
-        return {**entry, "bytes": self._bytes, "files": checks}
+        entry, data = shards.shard_of(name, column, len(self._encoder))
+        return {**entry, "bytes": self._bytes}, data
 
     def _encode(self) -> None:
-        if not self._pending:
-            return
-        self._done.append(encode_records(self._encoder, self._kind, self._pending))
-        self._pending, self._pending_bytes = [], 0
+        if self._pending:
+            self._done.append(encode_records(self._encoder, self._kind, self._pending))
+            self._bytes += self._pending_bytes
+            self._pending, self._pending_bytes = [], 0
 
 
 def concatenate(columns: Sequence[Column]) -> Column:

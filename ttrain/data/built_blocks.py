@@ -39,12 +39,16 @@ class BuiltBlock:
     role: str
     file: int
     source: DataFile
-    identity: str
     directory: Path
     encoded: bool
     manifest: Mapping[str, Any]
     rows: Table
+    lines_before: int  # of the file
     selected: Flags = field(default_factory=lambda: np.zeros(0, np.bool_))
+
+    def shard(self, part_name: str) -> Path:
+        """The file with the rows of a part, in their order."""
+        return self.directory / f"{part_name}.arrow"
 
     @property
     def is_heldout(self) -> Flags:
@@ -56,7 +60,6 @@ class BuiltBlock:
         """A flag per row: whether it is in "train", or in "heldout"."""
         return self.is_heldout if part_name == "heldout" else ~self.is_heldout
 
-    @property
-    def lines(self) -> int:
-        """Lines of the file that the block is made of."""
-        return int(self.manifest["lines"])
+    def line_of(self, row: int) -> int:
+        """The line of a row in its file."""
+        return self.lines_before + int(self.rows[row, 3])

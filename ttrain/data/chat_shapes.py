@@ -7,7 +7,7 @@ Every rejection reason says what is wrong with the value and what to write inste
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -119,35 +119,25 @@ def unread_keys(row: Row, *, is_pair: bool) -> set[str]:
     """
     shape = next((key for key in (*CHAT_KEYS, *PROMPT_KEYS) if row.get(key) is not None), "")
     is_of_turns = shape in ("messages", "conversations") and not is_pair
-    read, keys = READ_OF_ROW, None if shape in CHAT_KEYS or is_pair else exchange_keys(row)
+    keys = None if shape in CHAT_KEYS or is_pair else exchange_keys(row)
+    read = READ_OF_ROW | {"question", "query"} if is_pair and not shape else READ_OF_ROW
     if keys and keys != PROMPT_KEYS:
         read = READ_OF_EXCHANGE | {*keys}
-    elif is_pair and not shape:
-        read = READ_OF_ROW | {"question", "query"}
     found = set() if is_of_turns else _unread(row, read)
     for key in (shape,) if is_of_turns else (shape, *(keys or ()), "completion", "chosen", "rejected"):
         turns = row.get(key)
         for turn in turns if isinstance(turns, list) else [turns]:
-            if isinstance(turn, dict) and (turn.get("role") or turn.get("from")) in ASSISTANT_NAMES:
-                found |= _unread_of_answer(turn)
-    return found
-
-
-def _unread_of_answer(turn: JsonDict) -> set[str]:
-    is_sharegpt = turn.get("role") is None
-    key, read = ("value", READ_OF_SHAREGPT) if is_sharegpt else ("content", READ_OF_TURN)
-    found = _unread(turn, read)
-    parts = turn.get(key)
-    for part in parts if isinstance(parts, list) else ():
-        found |= _unread(part, READ_OF_PART)
+            if not isinstance(turn, dict) or (turn.get("role") or turn.get("from")) not in ASSISTANT_NAMES:
+                continue
+            content, read = ("content", READ_OF_TURN) if turn.get("role") else ("value", READ_OF_SHAREGPT)
+            found |= _unread(turn, read)
+            for part in turn[content] if isinstance(turn.get(content), list) else ():
+                found |= _unread(part, READ_OF_PART)
     return found
 
 
 def _unread(values: Row, read: frozenset[str]) -> set[str]:
-    if read.issuperset(values):  # nearly always
-        return set()
-    others = values.keys() - read
-    return {key for key in others if not _is_metadata(key) and _holds_text(values[key])}
+    return {key for key in values.keys() - read if not _is_metadata(key) and _holds_text(values[key])}
 
 
 def _is_metadata(key: str) -> bool:
@@ -156,14 +146,9 @@ def _is_metadata(key: str) -> bool:
 
 
 def _holds_text(value: object) -> bool:
-    pending = [value]
-    while pending:
-        element = pending.pop()
-        if isinstance(element, str) and not is_blank(element):
-            return True
-        if isinstance(element, dict | list):
-            pending.extend(element.values() if isinstance(element, dict) else element)
-    return False
+    if isinstance(value, dict | list):
+        return any(map(_holds_text, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, str) and not is_blank(value)
 
 
 def with_system_and_tools(messages: list[Message], row: Row) -> list[Message]:
@@ -229,7 +214,7 @@ def _exchange(row: Row, keys: tuple[str, str], has_tools: bool) -> list[Message]
         raise Malformed(f"'{other}' beside '{asked}' may be a part of the question; write it there, or leave it out")
     prompt = turns_under(row, asked, answered, "user")
     completion = turns_under(row, answered, asked, "assistant")
-    prompt, [completion] = apart(prompt, {answered: completion}, has_tools)
+    prompt, completion = apart(prompt, completion, answered, has_tools=has_tools)
     messages = turns_of([*prompt, *completion], asked, has_tools)
     history = _history(row.get("history")) if keys != PROMPT_KEYS else []
     return [*history, *map(not_learnt, messages[: len(prompt)]), *messages[len(prompt) :]]
@@ -250,81 +235,34 @@ def turns_under(row: Row, key: str, other_key: str, role: str) -> list[Any]:
 
 
 RawTurns = list[Any]  # as they are in the row
-Wording = tuple[str, str]  # role and text of a turn, whatever its white space
 
 
-def apart(
-    prompt: RawTurns,
-    answers: Mapping[str, RawTurns],
-    has_tools: bool,
-) -> tuple[RawTurns, list[RawTurns]]:
-    """The turns of the prompt, and those of each answer without the prompt.
+def apart(prompt: RawTurns, answer: RawTurns, key: str, *, has_tools: bool) -> tuple[RawTurns, RawTurns]:
+    """The turns of the prompt, and those of an answer without it; white space does not count.
 
-    An answer may be a whole conversation, with the prompt in it, after other turns of its own.
-    Where two are, they must begin alike. Raises Malformed for one without the prompt.
+    An answer may be a whole conversation, with the prompt or the end of the prompt in it. Raises Malformed for another one.
     """
-    given = list(answers.values())
-    if len(prompt) == 1 and all(len(turns) == 1 for turns in given):
-        return prompt, given
-    wanted = _wordings(prompt, has_tools)
-    if not wanted:  # who parses them with an answer says what is wrong
-        return prompt, given
-    wordings = {key: _wordings(turns, has_tools) for key, turns in answers.items()}
-    asked = len(wanted) - max(_repeated_turns(wanted, wording) for wording in wordings.values())
-    prompt, wanted = prompt[:asked], wanted[:asked]
-    whole = [key for key, wording in wordings.items() if _is_conversation(wording)]
-    # Two may begin with a greeting and continue alike; one that does so is taken for an answer.
-    searched = whole or (list(answers) if len(answers) > 1 else [])
-    size = _end_of(wanted, [wordings[key] for key in searched])
-    if size >= len(wanted):
-        prompt = answers[searched[0]][:size]
-    if size:
-        return prompt, [turns[size * (key in searched) :] for key, turns in answers.items()]
-    for key in whole:
-        if wordings[key][0][0] == "system" or wanted[-1][0] == "user":
-            fix = "begin it with them, or write its answer alone"
-            raise Malformed(f"'{key}' is a conversation without the turns of the prompt; {fix}")
-    return prompt, given
+    asked, answered = wordings(prompt, has_tools), wordings(answer, has_tools)
+    if not asked or not answered:  # who parses them together says what is wrong
+        return prompt, answer
+    for end in range(len(answered), 0, -1):
+        known = min(end, len(asked))
+        if answered[end - known : end] == asked[-known:] and (known == len(asked) or known == end):
+            return (answer[:end] if known == len(asked) else prompt), answer[end:]
+    roles = [role for role, _ in answered]
+    if "assistant" in roles and (roles[0] == "system" or (roles[0] == "user" and asked[-1][0] == "user")):
+        fix = "begin it with them, or write its answer alone"
+        raise Malformed(f"'{key}' is a conversation without the turns of the prompt; {fix}")
+    return prompt, answer
 
 
-def _wordings(turns: RawTurns, has_tools: bool) -> list[Wording]:
-    """[] for turns that need others before them, as the result of a call does."""
+def wordings(turns: RawTurns, has_tools: bool) -> list[tuple[str, str]]:
+    """(role, words) of each; [] for turns that need others before them, as the result of a call does."""
     try:
         messages = turns_of(turns, "prompt", has_tools)
     except Malformed:
         return []
     return [(message.role, " ".join(message.content.split())) for message in messages]
-
-
-def _is_conversation(wording: Sequence[Wording]) -> bool:
-    """Whether the turns of an answer begin anew, and have an answer in them."""
-    roles = [role for role, _ in wording]
-    return "assistant" in roles and roles[0] in ("system", "user")
-
-
-def _repeated_turns(prompt: Sequence[Wording], answer: Sequence[Wording]) -> int:
-    """How many turns at the end of a prompt are an answer's, with its question if it has one."""
-    own = 0  # turns of the prompt after its last question
-    while own < len(prompt) - 1 and prompt[-own - 1][0] in ("assistant", "tool"):
-        own += 1
-    size = min(len(answer), own + 1)
-    return min(size, own) if size and answer[-size:] == prompt[-size:] else 0
-
-
-def _end_of(wanted: Sequence[Wording], conversations: Sequence[Sequence[Wording]]) -> int:
-    """Where the prompt ends in what conversations begin with alike; 0 where it is not there.
-
-    They may have turns before it, or its last turns alone: a prompt may have a system turn that they lack.
-    """
-    size = 0
-    shortest = min(map(len, conversations), default=0)
-    while size < shortest - 1 and len({conversation[size] for conversation in conversations}) == 1:
-        size += 1
-    for end in range(size, 0, -1):
-        known = min(end, len(wanted))
-        if [*conversations[0][end - known : end]] == [*wanted[-known:]]:
-            return end
-    return 0
 
 
 def not_learnt(message: Message) -> Message:

@@ -19,14 +19,13 @@ import numpy.typing as npt
 from ttrain.config import Reading
 from ttrain.core import redact
 from ttrain.core.files import JsonDict
-from ttrain.data import blocks, records
+from ttrain.data import blocks, first_rows, records
 from ttrain.data.assembly import DUPLICATE, is_first
 from ttrain.data.blocks import Block, BlockRecipe
 from ttrain.data.built_blocks import Pool, Table
 from ttrain.data.records import Tally
-from ttrain.errors import DataError, UsageError
+from ttrain.errors import DataError
 
-LOOKED_AT = 100  # good rows whose keys decide the kind
 BLOCK_BYTES = 8 << 20  # what one worker takes at a time
 KEYS_SHOWN = 20
 PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
@@ -42,30 +41,13 @@ class Report:
     file: str
     kind: str = "documents"
     tally: Tally = field(default_factory=Tally)
-    duplicates: int = 0
     error: str | None = None
     bytes: int = 0
-    bad_rows: Iterable[JsonDict] = ()  # of a block
-    keys: list[Table] = field(default_factory=list)  # 16 bytes of each kept row, of shape [rows, 2]
-    sizes: list[npt.NDArray[np.int64]] = field(default_factory=list)  # bytes of each good row's text
+    duplicates: int = 0
+    bad_rows: list[JsonDict] = field(default_factory=list)  # of a block
+    keys: Table = field(default_factory=lambda: np.zeros((0, 2), np.uint64))  # 16 bytes of each good row
+    sizes: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # bytes of each good row's text
     letters: Counter[str] = field(default_factory=Counter)
-
-    def add(self, block: Report) -> None:
-        """Add the next block of the file."""
-        self.tally.add_block(block.tally, block.bad_rows, self.file)
-        self.keys += block.keys
-        self.sizes += block.sizes
-        self.letters.update(block.letters)
-        self.error = self.error or block.error
-        self.bytes += block.bytes
-
-    def check(self, rejected_fraction: float, text_field: str) -> None:
-        """Set `error` if the file as a whole cannot be used."""
-        if self.error is None:
-            try:
-                self.tally.check(redact.url(self.file), rejected_fraction, records.expected_fields(self.kind, text_field))
-            except DataError as error:
-                self.error = str(error)
 
     def to_json(self) -> JsonDict:
         """file, rows, kept, skipped, rejected, with rows = kept + skipped + rejected; and further fields."""
@@ -73,38 +55,14 @@ class Report:
         figures["keys_seen"] = dict(self.tally.keys_seen.most_common(KEYS_SHOWN))
         if self.error:
             figures["error"] = self.error
-        lengths = np.concatenate([np.zeros(0, np.int64), *self.sizes])
         scripts = scripts_of(self.letters)
-        total = scripts.total()
-        figures |= {"documents": len(lengths), "bytes": int(lengths.sum()), "letters": total}
-        figures["scripts"] = {name: count / total for name, count in scripts.most_common()}
-        if len(lengths):
-            shares = np.percentile(lengths, PERCENTILES, method="inverted_cdf").tolist()
-            figures["lengths"] = {"mean": float(lengths.mean()), "min": int(lengths.min()), "max": int(lengths.max())}
-            figures["lengths"] |= {f"{share} %": int(value) for share, value in zip(PERCENTILES, shares, strict=True)}
+        figures |= {"documents": len(self.sizes), "bytes": int(self.sizes.sum()), "letters": scripts.total()}
+        figures["scripts"] = {name: count / scripts.total() for name, count in scripts.most_common()}
+        if len(self.sizes):
+            lengths = np.percentile(self.sizes, (0, *PERCENTILES, 100), method="inverted_cdf").astype(int).tolist()
+            names = ("min", *(f"{share} %" for share in PERCENTILES), "max")
+            figures["lengths"] = {"mean": float(self.sizes.mean()), **dict(zip(names, lengths, strict=True))}
         return figures
-
-
-def kind_of(location: str, max_line_bytes: int) -> str | None:
-    """The kind of record that the keys of most of the first good rows mean, else documents; None if no row is good.
-
-    Raises DataError for a file that cannot be read.
-    """
-    rows = itertools.islice(records.records([location], Tally(), max_line_bytes), LOOKED_AT)
-    kinds = Counter(records.kind_of_row(value) for _, _, value in rows)
-    return next((kind for kind, count in kinds.items() if 2 * count > kinds.total()), "documents") if kinds else None
-
-
-def kind_of_all(locations: Sequence[str], max_line_bytes: int) -> str:
-    """The kind of all files. Raises UsageError if they differ."""
-    by_kind: dict[str | None, str] = {}
-    for location in locations:
-        by_kind.setdefault(kind_of(location, max_line_bytes), location)
-    by_kind.pop(None, None)
-    if len(by_kind) > 1:
-        (first, first_file), (second, second_file) = sorted(by_kind.items(), key=str)[:2]
-        raise UsageError(f"{first_file} holds {first} but {second_file} {second}; shard them apart, or set --kind")
-    return next(filter(None, by_kind), "documents")
 
 
 def check(
@@ -122,36 +80,56 @@ def check(
     `progress` the bytes read so far. Memory use is some blocks, and 24 bytes a row.
     """
     reports = {name: Report(name, tally=Tally(quarantine=quarantine)) for name in locations}
-    tasks = _tasks(reports.values(), kind, reading)
+    found: dict[str, list[Report]] = {name: [] for name in locations}
     size = 0
-    with contextlib.closing(pool.map(examine, tasks)) as results:
+    with contextlib.closing(pool.map(examine, _tasks(reports.values(), kind, reading))) as results:
         for block in results:
-            reports[block.file].add(block)
+            report = reports[block.file]
+            report.tally.add_block(block.tally, block.bad_rows, block.file)
+            report.letters.update(block.letters)
+            report.error = report.error or block.error
+            found[block.file].append(block)
             size += block.bytes
             progress(size)
-    for report in reports.values():
-        report.check(reading.rejected_fraction, reading.text_field)
-    _mark_duplicates(list(reports.values()), deduplicate=reading.deduplicate)
+    for name, report in reports.items():
+        report.keys = np.concatenate([report.keys, *(block.keys for block in found[name])])
+        report.sizes = np.concatenate([report.sizes, *(block.sizes for block in found[name])])
+        with _error_in(report):
+            if not report.error:
+                expected_fields = records.expected_fields(report.kind, reading.text_field)
+                report.tally.check(redact.url(name), reading.rejected_fraction, expected_fields)
+    repeated = ~is_first(np.concatenate([np.zeros((0, 2), np.uint64), *(report.keys for report in reports.values())]))
+    ends = np.cumsum([len(report.keys) for report in reports.values()], dtype=int)
+    for report, flags in zip(reports.values(), np.split(repeated, ends)[:-1], strict=True):
+        report.duplicates = int(flags.sum())
+        if reading.deduplicate:
+            report.tally.leave_out(DUPLICATE, report.duplicates)
     return list(reports.values())
+
+
+@contextlib.contextmanager
+def _error_in(report: Report) -> Iterator[None]:
+    """Note an error of the file in its report; it ends that file only."""
+    try:
+        yield
+    except DataError as error:
+        report.error = str(error)
 
 
 def examine(block: Block, recipe: BlockRecipe) -> Report:
     """The report on a block."""
-    bad_rows = list[JsonDict]()
-    tally = Tally(quarantine=bad_rows.append)
-    report = Report(block.location, recipe.kind, tally, bad_rows=bad_rows)
+    report = Report(block.location, recipe.kind)
+    report.tally.quarantine = report.bad_rows.append
     hashes = list[bytes]()
     texts = list[str]()
-    try:
+    with _error_in(report):
         data = blocks.read(block)
         report.bytes = len(data)
-        for _, record in blocks.records(data, block, recipe, tally):
+        for _, record in blocks.records(data, block, recipe, report.tally):
             hashes.append(records.content_hash(record))
             texts.append(blocks.text_of(record))
-    except DataError as error:
-        report.error = str(error)
-    report.keys.append(np.frombuffer(b"".join(hashes), ">u8").astype(np.uint64).reshape(-1, 2))
-    report.sizes.append(np.array([len(text.encode("utf-8")) for text in texts], np.int64))
+    report.keys = np.frombuffer(b"".join(hashes), ">u8").astype(np.uint64).reshape(-1, 2)
+    report.sizes = np.array([len(text.encode("utf-8")) for text in texts], np.int64)
     # numpy counts 100 MB of text a second, `Counter` 30
     counts = np.bincount(np.frombuffer("".join(texts).encode("utf-32-le"), "<u4"))
     report.letters.update({chr(code): int(counts[code]) for code in np.flatnonzero(counts).tolist()})
@@ -159,31 +137,15 @@ def examine(block: Block, recipe: BlockRecipe) -> Report:
 
 
 def _tasks(reports: Iterable[Report], kind: str | None, reading: Reading) -> Iterator[tuple[Block, BlockRecipe]]:
-    """The blocks of every file. An error in a file ends that file only."""
+    """The blocks of every file."""
     for number, report in enumerate(reports):
-        try:
-            report.kind = kind or kind_of(report.file, reading.max_line_bytes) or "documents"
+        with _error_in(report):
+            report.kind = kind or first_rows.kind_of_file(report.file, reading) or "documents"
             recipe = BlockRecipe(
                 report.kind, reading.text_field, 0.0, reading.max_line_bytes, tokenizer="", tokenizer_digest="", template="",
                 code="",
             )  # fmt: skip
-            for block in blocks.cut(report.file, number, BLOCK_BYTES, recipe):
-                yield block, recipe
-        except DataError as error:
-            report.error = str(error)
-
-
-def _mark_duplicates(reports: Sequence[Report], *, deduplicate: bool) -> None:
-    """Count the rows that equal an earlier one."""
-    keys = itertools.chain.from_iterable(report.keys for report in reports)
-    repeated, start = ~is_first(np.concatenate([np.zeros((0, 2), np.uint64), *keys])), 0
-    for report in reports:
-        end = start + sum(map(len, report.keys))
-        report.duplicates = int(repeated[start:end].sum())
-        report.keys.clear()
-        if deduplicate:
-            report.tally.leave_out(DUPLICATE, report.duplicates)
-        start = end
+            yield from zip(blocks.cut(report.file, number, BLOCK_BYTES, recipe), itertools.repeat(recipe), strict=False)
 
 
 def scripts_of(letters: Counter[str]) -> Counter[str]:

@@ -1,6 +1,8 @@
-"""Find evaluation items that training documents contain, in whole or in large part, and report where.
+"""Find evaluation items that training rows contain, in whole or in large part, and report where.
 
-A document contains an item if it has half of the item's 13-grams of words (`ttrain.data.overlap`).
+The n-grams of words of an item that a row has, as a share of all of them, say how much of the item
+it has; half of them make a row contain it. GPT-3 took 13 words too
+(https://arxiv.org/abs/2005.14165, appendix C).
 """
 
 from __future__ import annotations
@@ -11,26 +13,81 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from ttrain.core.files import JsonDict, read_object, write_json
-from ttrain.data import locations, overlap, records, shards
+from ttrain.data import blocks, locations, records
+from ttrain.data.blocks import Block, BlockRecipe
 from ttrain.data.chat_templates import Messages
-from ttrain.data.overlap import GramIndex, TextMatch
+from ttrain.data.plain_text import words_of
 from ttrain.data.preferences import Preference, is_preference
 from ttrain.errors import DataError
 
 MAX_LINE_BYTES = 32 << 20
-
 EXCERPT_LETTERS = 80
-
 MOST_PLACES = 3  # reported per item
-
 REPORT = Path("run", "contamination.json")  # of a set of shards: it has names of files, so no stage may read it
 # What evaluations read: digests of the items that training documents contain.
 ITEM_SHARES = Path("heldout", "contamination.json")
-
 OVERLAPS = "overlaps with evaluation items"
+NO_TEXT = "no text of an evaluation item"
+ITEM_KEYS = "'question' with 'choices' or 'answer', 'context' with 'target', 'text', a chat, or a pair of answers"
+GRAM_WORDS = 13  # of one n-gram; a shorter item is one n-gram
+FEWEST_WORDS = 8  # of an item; what is shorter stands everywhere
+# An n-gram of more items than that identifies none of them, such as an instruction before each question. Up to 16
+# questions may share a passage.
+MOST_ALIKE = 16
+FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, without a pattern: of the golden ratio
+
+
+class TextMatch(NamedTuple):
+    """A row that has n-grams of a text: the line of the row, the number of the text, the share of its n-grams."""
+
+    line: int
+    text: int
+    share: float
+
+
+class GramIndex:
+    """The hashed n-grams of texts.
+
+    totals    of each text the number of its n-grams that identify it; a text without one is never found
+    """
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        texts_of: defaultdict[int, list[int]] = defaultdict(list)
+        self._sizes = set[int]()
+        for number, text in enumerate(texts):
+            words = words_of(text)
+            if len(words) >= FEWEST_WORDS:
+                size = min(GRAM_WORDS, len(words))
+                self._sizes.add(size)
+                for gram in grams_of(words, [size]):
+                    texts_of[gram].append(number)
+        self._texts_of = {gram: numbers for gram, numbers in texts_of.items() if len(numbers) <= MOST_ALIKE}
+        self.totals = Counter(number for numbers in self._texts_of.values() for number in numbers)
+
+    def find(self, text: str) -> dict[int, float]:
+        """The share of the n-grams that the text has, of each of the texts of which it has any."""
+        known = self._texts_of.keys() & grams_of(words_of(text), self._sizes)
+        counts = Counter(number for gram in known for number in self._texts_of[gram])
+        return {number: count / self.totals[number] for number, count in sorted(counts.items())}
+
+
+def grams_of(words: Sequence[str], sizes: Iterable[int]) -> set[int]:
+    """Hashes of the n-grams of these sizes; they differ between processes, as `hash` does."""
+    hashes: npt.NDArray[np.uint64] = np.fromiter(map(hash, words), np.int64, len(words)).view(np.uint64)
+    grams = set[int]()
+    for size in sizes:
+        count = max(0, len(words) - size + 1)
+        sums = np.full(count, size, np.uint64)
+        for at in range(size):
+            sums = (sums * FACTOR) ^ hashes[at : at + count]
+        grams.update(sums.tolist())
+    return grams
 
 
 @dataclass(frozen=True)
@@ -40,12 +97,12 @@ class EvaluationItem:
     task: str
     location: str
     excerpt: str
-    text: bytes
+    text: str
 
     @property
     def digest(self) -> str:
         """Digest of the plain text, which does not depend on punctuation."""
-        return digest_of_text(self.text.replace(b" ", b""))
+        return digest_of_text(self.text.replace(" ", "").encode("utf-8"))
 
 
 @dataclass(frozen=True)
@@ -62,14 +119,9 @@ class OverlapCheck:
     left_out: Mapping[str, int]
 
     @property
-    def texts(self) -> tuple[bytes, ...]:
+    def texts(self) -> tuple[str, ...]:
         """Distinct texts of the items."""
         return tuple(dict.fromkeys(item.text for item in self.items))
-
-
-def item_of(task: str, location: str, text: str) -> EvaluationItem:
-    """Make an item of a text."""
-    return EvaluationItem(task, location, " ".join(text.split())[:EXCERPT_LETTERS], overlap.spaced(text))
 
 
 def digest_of_text(plain: bytes) -> str:
@@ -89,9 +141,10 @@ def read_items(path: str, task: str) -> tuple[list[EvaluationItem], records.Tall
         text = of_row(record)
         if text is None:
             tally.reject(name, line, NO_TEXT)
-        else:
-            tally.kept += 1
-            items.append(item_of(task, f"{locations.name(name)}:{line}", text))
+            continue
+        tally.kept += 1
+        excerpt = " ".join(text.split())[:EXCERPT_LETTERS]
+        items.append(EvaluationItem(task, f"{locations.name(name)}:{line}", excerpt, " ".join(words_of(text))))
     if not items:
         raise DataError(f"{path} has no item of an evaluation: no row has {ITEM_KEYS}")
     return items, tally
@@ -109,24 +162,18 @@ def overlap_check(files: Sequence[str], share: float, *, remove: bool) -> Overla
     return OverlapCheck(tuple(items), share, remove, left_out)
 
 
-def scan(path: str, tokenizer: str, texts: tuple[bytes, ...], share: float) -> list[TextMatch]:
-    """Find the texts of items in one shard that was encoded with the tokenizer in that directory.
-
-    Takes 100 to 200 MB, whatever the size of the shard, unless one record is longer than a chunk.
-    """
-    index, token_bytes = _index_of(texts), overlap.token_bytes_of(tokenizer)
-    column = shards.read_shard(Path(path))
-    matches = []
-    for first, last in overlap.chunks(column):
-        for match in index.find(overlap.records(column, token_bytes, first, last)):
-            if match.share >= share:
-                matches.append(match._replace(record=first + match.record))
+def scan(block: Block, recipe: BlockRecipe, texts: tuple[str, ...], share: float) -> list[TextMatch]:
+    """Find the texts of items in the good rows of a block, which is read again."""
+    index, matches = _index_of(texts), list[TextMatch]()
+    for line, record in blocks.records(blocks.read(block), block, recipe, records.Tally()):
+        text = record.text if isinstance(record, records.TextDocument) else of_chat(record.messages)
+        matches += [TextMatch(line, *found) for found in index.find(text).items() if found[1] >= share]
     return matches
 
 
 @lru_cache(maxsize=1)
-def _index_of(texts: tuple[bytes, ...]) -> GramIndex:
-    """The index of the texts, cached since a worker gets the same texts for every shard."""
+def _index_of(texts: tuple[str, ...]) -> GramIndex:
+    """The index of the texts, cached since a worker gets the same texts for every block."""
     return GramIndex(texts)
 
 
@@ -142,49 +189,44 @@ def write_item_shares(directory: Path, items: Mapping[str, float]) -> None:
         write_json(directory / ITEM_SHARES, dict(sorted(items.items())))
 
 
-def report(against: OverlapCheck, scans: Iterable[tuple[Mapping[str, Any], Sequence[TextMatch]]]) -> JsonDict:
-    """Report on all shards, as JSON. `scans` has, for each shard, fields to add to its matches.
+def report(against: OverlapCheck, matches: Sequence[tuple[str, TextMatch]]) -> JsonDict:
+    """Report on all matches, each with the name of its file, as JSON.
 
     {"removed", "documents": number with an item, "share",
      "tasks": {task: {"items", "too_short", "overlapping", "share", "left_out"}},
-     "items": [{"task", "where", "digest", "text", "share", "documents", "places": [{..., "record",
+     "items": [{"task", "where", "digest", "text", "share", "documents", "places": [{"file", "line",
       "share"}]}], the largest share first}
     """
-    places_of: defaultdict[int, list[JsonDict]] = defaultdict(list)
-    documents = 0
-    for origin, matches in scans:
-        documents += len({match.record for match in matches})
-        for match in matches:
-            places_of[match.text].append({**origin, "record": match.record, "share": round(match.share, 4)})
-    totals = _index_of(against.texts).totals
-    number_of = {text: number for number, text in enumerate(against.texts)}
+    texts = against.texts
+    totals = _index_of(texts).totals
+    places_of: defaultdict[str, list[JsonDict]] = defaultdict(list)
+    for file, match in matches:
+        place = {"file": file, "line": match.line, "share": round(match.share, 4)}
+        places_of[texts[match.text]].append(place)
+    too_short = {text for number, text in enumerate(texts) if not totals[number]}
     tasks: dict[str, JsonDict] = {}
-    lines = []
+    for name in dict.fromkeys(item.task for item in against.items):
+        items = [item.text for item in against.items if item.task == name]
+        overlapping = sum(text in places_of for text in items)
+        tasks[name] = {
+            "items": len(items),
+            "too_short": sum(text in too_short for text in items),
+            "overlapping": overlapping,
+            "share": overlapping / len(items),
+            "left_out": against.left_out.get(name, 0),
+        }
+    lines: list[JsonDict] = []
     for item in against.items:
-        number = number_of[item.text]
-        task = tasks.setdefault(item.task, dict.fromkeys(("items", "too_short", "overlapping"), 0))
-        task["items"] += 1
-        task["too_short"] += int(not totals[number])
-        task["overlapping"] += int(number in places_of)
-        if number not in places_of:
-            continue
-        places = sorted(places_of[number], key=lambda place: -place["share"])
-        lines.append({
-            "task": item.task, "where": item.location, "digest": item.digest, "text": item.excerpt,
-            "share": places[0]["share"], "documents": len(places), "places": places[:MOST_PLACES],
-        })  # fmt: skip
-    for name, task in tasks.items():
-        task["share"] = task["overlapping"] / task["items"]
-        task["left_out"] = against.left_out.get(name, 0)
+        if places := sorted(places_of.get(item.text, ()), key=lambda place: -place["share"]):
+            lines.append({
+                "task": item.task, "where": item.location, "digest": item.digest, "text": item.excerpt,
+                "share": places[0]["share"], "documents": len(places), "places": places[:MOST_PLACES],
+            })  # fmt: skip
     lines.sort(key=lambda line: (-line["share"], line["where"]))
+    documents = len({(file, match.line) for file, match in matches})
     return {
         "share": against.share, "removed": against.remove, "documents": documents, "tasks": tasks, "items": lines,
     }  # fmt: skip
-
-
-NO_TEXT = "no text of an evaluation item"
-
-ITEM_KEYS = "'question' with 'choices' or 'answer', 'context' with 'target', 'text', a chat, or a pair of answers"
 
 
 def of_row(record: Mapping[str, Any]) -> str | None:

@@ -10,12 +10,11 @@ itself, up to the end of the template's own `{% generation %}`, or else to the f
 
 from __future__ import annotations
 
-import itertools
 import re
 import secrets
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from ttrain.core.files import JsonDict
@@ -23,7 +22,7 @@ from ttrain.data.chat_templates import Message, Messages, Rendering, Span, Templ
 from ttrain.data.encoder import Encoder
 from ttrain.errors import DataError
 
-GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 # Some templates write the date, by calling `strftime_now`. Rows must not depend on it, so the date is fixed. The empty
 # expression keeps a newline at the beginning of a template.
 FIXED_DATE = {"%Y": "2025", "%y": "25", "%m": "01", "%d": "01", "%B": "January", "%b": "Jan", "%A": "Wednesday", "%a": "Wed",
@@ -36,11 +35,10 @@ FIXED_DATE_MACRO = (
 NO_END = "no special token ends the answers that are learnt, so that a model would not learn to stop"
 DEPENDS_ON_CONTENTS = "what it writes around the turns depends on their contents"
 SKELETONS = 4096  # kept; a data set has a few dozen
-MARK_BYTES = 12  # random ones, of a mark in place of a content
-MARK_CHARACTERS = 2 + 2 * MARK_BYTES
-MARK = re.compile(rf"x[0-9a-f]{{{2 * MARK_BYTES}}}y")
 ERROR_CHARACTERS = 200
 FIX = "set tokenizer.template=ttrain for the template of ttrain"
+
+Shape = tuple[tuple[str, bool, bool], ...]  # of each turn: its role, whether it has a content, and a reasoning apart
 
 
 class Skeleton(NamedTuple):
@@ -65,7 +63,13 @@ class JinjaTemplate(Template):
         self._jinja = FIXED_DATE_MACRO + encoder.jinja
         self._reads_reasoning = "reasoning_content" in encoder.jinja
         self._has_generation = GENERATION.search(encoder.jinja) is not None
-        self._skeletons: dict[tuple[object, ...], Skeleton] = {}
+        # Random, so that no text holds a mark: of a content, and of the two ends of a `{% generation %}`.
+        secret = secrets.token_hex(12)
+        self._mark = f"x{secret}:{{}}y"
+        self._marks = re.compile(rf"x{secret}:(-?\d+)y")
+        self._begin, self._end = f"x{secret}(", f"){secret}y"
+        self._marked_jinja = GENERATION.sub(self._marked_tag, self._jinja)
+        self._skeleton = lru_cache(SKELETONS)(self._new_skeleton)
         rendering = self.render((Message("user", "Q"), Message("assistant", "A")))
         ((start, end),) = rendering.live or [(0, 0)]
         answer_start, answer_end = rendering.contents[-1]
@@ -75,10 +79,17 @@ class JinjaTemplate(Template):
         self.end_id = ends[0][0]
         self.lead = rendering.text[start:answer_start]
 
+    def _marked_tag(self, tag: re.Match[str]) -> str:
+        """A tag that writes a mark, with the white space of the one in the template."""
+        before, is_end, behind = tag.groups()
+        return f"{{%{before} if true %}}{self._end if is_end else self._begin}{{% endif {behind}%}}"
+
     def render(self, messages: Messages, *, prompt: bool = False) -> Rendering:
-        text, _ = self._render(messages, {}, prompt=prompt)
-        skeleton = self._skeleton(messages, prompt=prompt)
-        contents = self._contents(messages, text, skeleton)
+        turns = [self._turn(message) for message in messages]
+        text = self._render(self._jinja, turns, prompt=prompt)
+        shape = tuple((turn["role"], turn["content"] != "", "reasoning_content" in turn) for turn in turns)
+        skeleton = self._skeleton(shape, prompt=prompt)
+        contents = self._contents(turns, text, skeleton)
         live: list[Span] = []
         for turn, (before, behind) in skeleton.answers.items():
             start, end = contents[turn]
@@ -95,106 +106,91 @@ class JinjaTemplate(Template):
         """Characters of the content that the template gets as `reasoning_content`."""
         return message.thought if self._reads_reasoning else 0
 
-    def _pieces(self, messages: Messages) -> dict[int, str]:
-        """The texts of the conversation, in order, by the number of the turn; by ~number those of its reasoning."""
-        pieces: dict[int, str] = {}
-        for number, turn in enumerate(messages):
-            if self._split_at(turn):
-                pieces[~number] = turn.reasoning
-            if content := turn.content[self._split_at(turn) :]:
-                pieces[number] = content
-        return pieces
+    def _turn(self, message: Message) -> JsonDict:
+        """A turn as the template gets it."""
+        size = self._split_at(message)
+        turn = {"role": message.role, "content": message.content[size:]}
+        if size:
+            turn["reasoning_content"] = message.reasoning
+        return turn
 
-    def _contents(self, messages: Messages, rendered: str, skeleton: Skeleton) -> dict[int, Span]:
+    def _contents(self, turns: Sequence[JsonDict], rendered: str, skeleton: Skeleton) -> dict[int, Span]:
         """Where the template writes the contents: as they are, or without white space around them."""
         contents: dict[int, Span] = {}
-        pieces = self._pieces(messages)
         position = len(skeleton.texts[0])
         if not rendered.startswith(skeleton.texts[0]):
             raise self._refused(DEPENDS_ON_CONTENTS)
-        for turn, text in zip(skeleton.pieces, skeleton.texts[1:], strict=True):
-            content = pieces[turn]
+        for piece, text in zip(skeleton.pieces, skeleton.texts[1:], strict=True):
+            content = turns[piece]["content"] if piece >= 0 else turns[~piece]["reasoning_content"]
             if not rendered.startswith(content + text, position):
                 content = content.strip()
             if not rendered.startswith(content, position):
-                whose = f"of a turn of role '{_role(messages, turn)}'"
+                whose = f"of a turn of role '{turns[max(piece, ~piece)]['role']}'"
                 raise self._refused(f"it changes the content {whose}", f"it changes the content {content[:60]!r} {whose}")
-            if not rendered.startswith(text, position + len(content)):
-                raise self._refused(DEPENDS_ON_CONTENTS)
-            contents[turn] = (position, position + len(content))
+            contents[piece] = (position, position + len(content))
             position += len(content) + len(text)
+            if not rendered.endswith(text, 0, position):
+                raise self._refused(DEPENDS_ON_CONTENTS)
         if position != len(rendered):
             raise self._refused(DEPENDS_ON_CONTENTS)
         return contents
 
-    def _skeleton(self, messages: Messages, *, prompt: bool) -> Skeleton:
-        key = (prompt, *((turn.role, turn.content == "", self._split_at(turn) > 0) for turn in messages))
-        if key not in self._skeletons:
-            if len(self._skeletons) >= SKELETONS:
-                self._skeletons.clear()
-            self._skeletons[key] = self._marked(messages, prompt=prompt)
-        return self._skeletons[key]
+    def _new_skeleton(self, shape: Shape, *, prompt: bool) -> Skeleton:
+        """Render marks in place of contents. Raises DataError if a content is not written exactly once, in order."""
+        turns: list[JsonDict] = []
+        expected: list[int] = []
+        for number, (role, has_content, has_reasoning) in enumerate(shape):
+            turn = {"role": role, "content": self._mark.format(number) if has_content else ""}
+            if has_reasoning:
+                turn["reasoning_content"] = self._mark.format(~number)
+            expected += [~number] * has_reasoning + [number] * has_content
+            turns.append(turn)
+        parts = self._marks.split(self._render(self._marked_jinja, turns, prompt=prompt))
+        pieces, marked_texts = list(map(int, parts[1::2])), parts[::2]
+        self._check_order(shape, expected, pieces)
+        texts = [text.replace(self._begin, "").replace(self._end, "") for text in marked_texts]
+        if prompt:
+            return Skeleton(pieces, texts, {})
+        ends = self._ends_by_tag(pieces, marked_texts) if self._has_generation else self._ends_by_token(shape, pieces, texts)
+        before = dict(zip(pieces, texts, strict=False))
+        before |= {~piece: text for piece, text in before.items() if piece < 0}  # of a turn with its reasoning
+        leads = self._leads(shape, before, list(ends))
+        return Skeleton(pieces, texts, {turn: (leads[turn], end) for turn, end in ends.items()})
 
-    def _marked(self, messages: Messages, *, prompt: bool) -> Skeleton:
-        """Make a skeleton by rendering marks. Raises DataError if a content is not written exactly once, in order."""
-        marks = {piece: f"x{secrets.token_hex(MARK_BYTES)}y" for piece in self._pieces(messages)}
-        rendered, spans = self._render(messages, marks, prompt=prompt, spans=self._has_generation and bool(marks))
-        turns = {mark: turn for turn, mark in marks.items()}
-        places = [(turns[match[0]], match.start()) for match in MARK.finditer(rendered) if match[0] in turns]
-        self._check_order(messages, list(marks), [turn for turn, _ in places])
-        texts: list[str] = []
-        at = 0  # where the text after the last content begins
-        for _, start in places:
-            texts.append(rendered[at:start])
-            at = start + MARK_CHARACTERS
-        skeleton = Skeleton([piece for piece, _ in places], [*texts, rendered[at:]], {})
-        if not prompt:
-            ends = (
-                self._ends_by_tag(dict(places), spans) if self._has_generation else self._ends_by_token(messages, skeleton)
-            )
-            before = dict(zip(skeleton.pieces, texts, strict=True))
-            before |= {~piece: text for piece, text in before.items() if piece < 0}  # of a turn with its reasoning
-            leads = self._leads(messages, before, list(ends))
-            skeleton.answers.update({turn: (leads[turn], end) for turn, end in ends.items()})
-        return skeleton
-
-    def _check_order(self, messages: Messages, turns: Sequence[int], written: Sequence[int]) -> None:
-        """Raise DataError unless the template wrote the content of each of these turns once, in order."""
-        times = Counter(written)
-        for turn in turns:
-            if times[turn] != 1 and not (turn < 0 and not times[turn]):  # many leave out what was thought before
-                role = _role(messages, turn)
-                raise self._refused(f"it writes the content of a turn of role '{role}' {times[turn]} times")
-        for turn, expected in zip(written, [piece for piece in turns if times[piece]], strict=True):
-            if turn != expected:
-                role = _role(messages, turn)
+    def _check_order(self, shape: Shape, expected: Sequence[int], pieces: Sequence[int]) -> None:
+        """Raise DataError unless the template wrote each expected piece once, in order."""
+        times = Counter(pieces)
+        for piece in expected:
+            if times[piece] != 1 and not (piece < 0 and not times[piece]):  # many leave out what was thought before
+                role = shape[max(piece, ~piece)][0]
+                raise self._refused(f"it writes the content of a turn of role '{role}' {times[piece]} times")
+        for piece, wanted in zip(pieces, [piece for piece in expected if times[piece]], strict=True):
+            if piece != wanted:
+                role = shape[max(piece, ~piece)][0]
                 raise self._refused(f"it puts the content of a turn of role '{role}' before that of the previous turn")
 
-    def _ends_by_tag(self, places: Mapping[int, int], spans: Sequence[Span]) -> dict[int, int]:
+    def _ends_by_tag(self, pieces: Sequence[int], marked_texts: Sequence[str]) -> dict[int, int]:
         """Characters behind each content that is within `{% generation %}`, up to its end or the next content."""
-        beginnings = [start for start, _ in spans]
-        next_places = itertools.chain(itertools.islice(places.values(), 1, None), [None])
         ends: dict[int, int] = {}
-        for (turn, place), next_place in zip(places.items(), next_places, strict=True):
-            end = place + MARK_CHARACTERS
-            number = bisect_right(beginnings, place) - 1
-            if turn >= 0 and number >= 0 and spans[number][1] >= end:
-                span_end = spans[number][1]
-                ends[turn] = (span_end if next_place is None else min(span_end, next_place)) - end
+        is_inside = False
+        for piece, before, behind in zip(pieces, marked_texts, marked_texts[1:], strict=False):
+            is_inside = before.rfind(self._begin) > before.rfind(self._end) or (is_inside and self._end not in before)
+            if is_inside and piece >= 0:
+                ends[piece] = len(behind.partition(self._end)[0].replace(self._begin, ""))
         return ends
 
-    def _ends_by_token(self, messages: Messages, skeleton: Skeleton) -> dict[int, int]:
+    def _ends_by_token(self, shape: Shape, pieces: Sequence[int], texts: Sequence[str]) -> dict[int, int]:
         """Characters behind each answer up to the first special token, with it."""
         ends: dict[int, int] = {}
-        for turn, text in zip(skeleton.pieces, skeleton.texts[1:], strict=True):
-            if turn >= 0 and messages[turn].role == "assistant":
+        for piece, text in zip(pieces, texts[1:], strict=True):
+            if piece >= 0 and shape[piece][0] == "assistant":
                 specials = self._encoder.specials_behind("A", text)
                 if not specials:
                     raise self._refused(NO_END)
-                ends[turn] = specials[0][1]
+                ends[piece] = specials[0][1]
         return ends
 
-    def _leads(self, messages: Messages, before: Mapping[int, str], turns: Sequence[int]) -> dict[int, int]:
+    def _leads(self, shape: Shape, before: Mapping[int, str], turns: Sequence[int]) -> dict[int, int]:
         """Characters before each of these answers, of the text `before` it, that stand behind its generation prompt.
 
         The prompt's end depends on the turns next to it. A chat of 32,000 turns has 16,000 answers, so a prompt is rendered
@@ -204,9 +200,9 @@ class JinjaTemplate(Template):
         prompts: dict[tuple[object, ...], str | None] = {}
         leads: dict[int, int] = {}
         for turn in turns:
-            key = (turn < 2, *((message.role, message.content == "") for message in messages[max(0, turn - 2) : turn]))
+            key = (turn < 2, shape[max(0, turn - 2) : turn])
             if key not in prompts:
-                prompts[key] = self._prompt_end(messages[:turn])
+                prompts[key] = self._prompt_end(shape[:turn])
             prompt, text = prompts[key], before[turn]
             if prompt is not None and text.startswith(prompt):
                 leads[turn] = len(text) - len(prompt)
@@ -214,40 +210,25 @@ class JinjaTemplate(Template):
                 leads[turn] = len(self.lead) if text.endswith(self.lead) else 0
         return leads
 
-    def _prompt_end(self, messages: Messages) -> str | None:
+    def _prompt_end(self, shape: Shape) -> str | None:
         """What a generation prompt writes behind the last content; None where the template refuses these turns."""
         try:
-            return self._skeleton(messages, prompt=True).texts[-1]
+            return self._skeleton(shape, prompt=True).texts[-1]
         except DataError:
             return None
 
-    def _render(
-        self, messages: Messages, marks: Mapping[int, str], *, prompt: bool, spans: bool = False
-    ) -> tuple[str, list[Span]]:
-        """(text, spans of `{% generation %}`) of a conversation with its marks in place of contents."""
+    def _render(self, jinja: str, turns: list[JsonDict], *, prompt: bool) -> str:
+        """The text of a conversation."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            (text,), found_spans = render_jinja_template(
-                [[self._turn(turn, number, marks) for number, turn in enumerate(messages)]],
-                chat_template=self._jinja,
-                add_generation_prompt=prompt,
-                return_assistant_tokens_mask=spans,
-                **self._encoder.tokens,
+            (text,), _ = render_jinja_template(
+                [turns], chat_template=jinja, add_generation_prompt=prompt, **self._encoder.tokens
             )
         except Exception as error:  # a template is a program: it may raise anything
-            roles = ", ".join(turn.role for turn in messages)
-            reason = str(error)[:ERROR_CHARACTERS]
-            raise self._refused(f"it does not render the turns {roles}: {reason}") from None
-        return text, found_spans[0] if spans else []
-
-    def _turn(self, message: Message, number: int, marks: Mapping[int, str]) -> JsonDict:
-        """A turn as the template gets it, with marks in place of its texts."""
-        size = self._split_at(message)
-        turn = {"role": message.role, "content": marks.get(number, message.content[size:])}
-        if size:
-            turn["reasoning_content"] = marks.get(~number, message.reasoning)
-        return turn
+            roles = ", ".join(turn["role"] for turn in turns)
+            raise self._refused(f"it does not render the turns {roles}: {str(error)[:ERROR_CHARACTERS]}") from None
+        return str(text)
 
     def _refused(self, reason: str, shown: str = "") -> TemplateRefused:
         """The error; `shown` is the reason with a part of the conversation in it."""
@@ -255,8 +236,3 @@ class JinjaTemplate(Template):
         return TemplateRefused(
             f"tokenizer.template is 'own', but {refused}: {shown or reason}; {FIX}", f"{refused}: {reason}"
         )
-
-
-def _role(messages: Messages, piece: int) -> str:
-    """The role of the turn that a piece is of."""
-    return messages[piece if piece >= 0 else ~piece].role

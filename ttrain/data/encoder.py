@@ -9,9 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import secrets
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -34,7 +32,6 @@ log = logging.getLogger("ttrain")
 END_OF_TURN = "end_of_turn_token"  # in tokenizer_config.json, beside Hugging Face's own names
 REQUIRED = ("pad_token", "bos_token", "eos_token", END_OF_TURN)
 NO_TOKEN = -1
-PRIVATE_USE = range(0xF0000, 0xFFFFE)  # characters that no text has a meaning for: 65,534
 PROBES = (
     "", " ", "   ", "a  b   c    d", " before and after ", "\n", "\n\n\n", "a\n\n  b\r\n\tc\t\t", "\0", "a\0b\x01\x7f",
     "don't I'll we've they're she'd I'm it's", "DON'T ’s", "0 12 345 6789 3.14 1,000,000 ½ ٣ 二", "x_1 = f(y)[0] // 2 != 3;",
@@ -146,6 +143,8 @@ class Encoder:
     def encode_in_one_piece(self, texts: Sequence[str], contents: Sequence[Sequence[tuple[int, int]]]) -> list[Encoding]:
         """Encode whole chats as transformers does; within the spans `contents` special tokens are plain text.
 
+        A chat whose contents spell one is encoded in the pieces between those of the template.
+
         A tenth as fast as `encode_flat` (0.75 million tokens a second), and the only way where a token depends on what
         stands before it.
         """
@@ -156,7 +155,7 @@ class Encoder:
             if is_forged.any():
                 markup = np.flatnonzero(special & ~is_forged)
                 numbers = {int(whole.starts[at]): int(whole.ids[at]) for at in markup}
-                whole = self._encode_by_secret_names(text, numbers)
+                whole = self._encode_between(text, numbers)
             encoded.append(whole)
         return encoded
 
@@ -180,39 +179,21 @@ class Encoder:
                 special[at] = False
         return Encoding(ids, offsets[:, 0], offsets[:, 1]), special
 
-    def _encode_by_secret_names(self, text: str, numbers: Mapping[int, int]) -> Encoding:
+    def _encode_between(self, text: str, numbers: Mapping[int, int]) -> Encoding:
         """Encode a text in which only the special tokens at these places count: {start: id}."""
-        tokenizer, names = self._secret
-        pieces: list[str] = []
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
         at = 0
-        for start, number in sorted(numbers.items()):
-            pieces += [text[at:start], names[number]]
-            at = start + len(names[number])
-        encoding = tokenizer.encode("".join([*pieces, text[at:]]), add_special_tokens=False)
-        ids = np.array(encoding.ids, np.uint32)
-        offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-        for start, number in numbers.items():
-            token = np.searchsorted(offsets[:, 1], start, "right")
-            ids[token] = number
-            offsets[token] = start, start + len(names[number])
-        return Encoding(ids, offsets[:, 0], offsets[:, 1])
-
-    @cached_property
-    def _secret(self) -> tuple[Tokenizer, dict[int, str]]:
-        """A copy of the tokenizer in which every special token has a second, secret name of its length; and these by id."""
-        from tokenizers import AddedToken, Tokenizer
-
-        tokenizer = Tokenizer.from_str(self._reference.to_str())
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        tokenizer.encode_special_tokens = True  # the names that everybody knows are text
-        names: dict[int, str] = {}
-        for number, token in sorted(tokenizer.get_added_tokens_decoder().items()):
-            if token.special:
-                names[number] = "".join(chr(secrets.choice(PRIVATE_USE)) for _ in token.content)
-                flags = {flag: getattr(token, flag) for flag in ("lstrip", "rstrip", "single_word")}
-                tokenizer.add_tokens([AddedToken(names[number], normalized=False, special=False, **flags)])
-        return tokenizer, names
+        for start, number in [*sorted(numbers.items()), (len(text), NO_TOKEN)]:
+            encoding = self._reference.encode(text[at:start], add_special_tokens=False)
+            ids += encoding.ids
+            offsets += [(at + begin, at + end) for begin, end in encoding.offsets]
+            if number != NO_TOKEN:
+                at = start + len(self.spelling(number))
+                ids.append(number)
+                offsets.append((start, at))
+        borders = np.array(offsets, np.int64).reshape(-1, 2)
+        return Encoding(np.array(ids, np.uint32), borders[:, 0], borders[:, 1])
 
     def encodes_apart(self, specials: Sequence[str]) -> bool:
         """Whether a text between two of these special tokens has the ids that it has alone; tried with awkward texts."""

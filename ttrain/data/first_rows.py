@@ -6,7 +6,7 @@ import itertools
 import shlex
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ttrain.config.data import Reading
 from ttrain.core.files import JsonDict
@@ -21,8 +21,7 @@ NAMES = {"documents": "a document", "chats": "a chat", "pairs": "a pair of answe
 DATASETS = {"documents": "pretrain", "chats": "sft", "pairs": "dpo"}
 
 
-@dataclass(frozen=True)
-class FirstRow:
+class FirstRow(NamedTuple):
     """One of the first rows of a file, with the number of its line."""
 
     line: int
@@ -42,13 +41,27 @@ def read(location: str, reading: Reading, *, with_parquet: bool = False) -> list
     return [FirstRow(line, values) for _, line, values in itertools.islice(found, ROWS)]
 
 
-def kind_of(rows: Sequence[FirstRow], text_field: str) -> Kind | None:
-    """What most of the rows are; None where no kind can read them."""
+def kind_of(rows: Sequence[FirstRow]) -> Kind | None:
+    """What most of the rows are, by their keys."""
     kinds = Counter(records.kind_of_row(row.values) for row in rows)
-    for kind, _ in kinds.most_common(1):
-        if any(_is_good(row, kind, text_field) for row in rows):
-            return kind
-    return None
+    return kinds.most_common(1)[0][0] if kinds else None
+
+
+def kind_of_file(location: str, reading: Reading) -> Kind | None:
+    """What most of the first rows of a file are. Raises DataError for a file that cannot be read."""
+    return kind_of(read(location, reading, with_parquet=True))
+
+
+def kind_of_files(files: Sequence[str], reading: Reading) -> Kind:
+    """The kind of all files. Raises UsageError if they differ."""
+    by_kind: dict[Kind, str] = {}
+    for location in files:
+        if kind := kind_of_file(location, reading):
+            by_kind.setdefault(kind, location)
+    if len(by_kind) > 1:
+        (first, first_file), (second, second_file) = sorted(by_kind.items())[:2]
+        raise UsageError(f"{first_file} holds {first} but {second_file} {second}; shard them apart, or set --kind")
+    return next(iter(by_kind), "documents")
 
 
 def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> None:
@@ -62,7 +75,7 @@ def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> N
         except DataError as error:
             raise UsageError(f"{setting}: {error}") from None
         if rows and not any(_may_be(row, kind, reading.text_field) for row in rows):
-            raise UsageError(_problem(setting, kind, location, rows, reading))
+            raise UsageError(f"{setting} needs {kind}, but {location}:{_problem(setting, kind, location, rows, reading)}")
 
 
 def _may_be(row: FirstRow, kind: Kind, text_field: str) -> bool:
@@ -75,36 +88,37 @@ def _may_be(row: FirstRow, kind: Kind, text_field: str) -> bool:
 
 
 def _is_good(row: FirstRow, kind: Kind, text_field: str) -> bool:
-    return not isinstance(records.parser_of(kind, text_field)(row.values), Rejected)
+    return not _reason(row, kind, text_field)
 
 
 def _problem(setting: str, kind: Kind, location: str, rows: Sequence[FirstRow], reading: Reading) -> str:
-    first = rows[0]
+    first, text_field = rows[0], reading.text_field
     keys = first_of(first.values, SHOWN_KEYS) or "no keys"
-    found = kind_of(rows, reading.text_field)
-    if found and found != kind:
+    found = kind_of(rows)
+    if found and found != kind and any(_is_good(row, found, text_field) for row in rows):
         part = "_heldout" if setting.endswith("_heldout") else ""
-        return (
-            f"{setting} needs {kind}, but {location}:{first.line} is {NAMES[found]} (keys: {keys}); "
-            f"write {shlex.quote(f'data.{DATASETS[found]}{part}={location}')}"
-        )
-    fix = f"write rows with {records.expected_fields(kind, reading.text_field)}"
+        fix = shlex.quote(f"data.{DATASETS[found]}{part}={location}")
+        return f"{first.line} is {NAMES[found]} (keys: {keys}); write {fix}"
+    fix = f"write rows with {records.expected_fields(kind, text_field)}"
     texts = {key: len(value) for key, value in first.values.items() if isinstance(value, str)}
     if kind == "documents" and texts:
         fix = f"set reading.text_field={shlex.quote(max(texts, key=lambda key: texts[key]))}, or {fix}"
-    reason = _reason(first, kind, reading.text_field)
-    return f"{setting} needs {kind}, but {location}:{first.line} is none: {reason} (keys: {keys}); {fix}"
+    return f"{first.line} is none: {_reason(first, kind, text_field)} (keys: {keys}); {fix}"
 
 
 def why_unreadable(rows: Sequence[FirstRow], text_field: str) -> str:
-    """Why rows are neither documents nor chats nor pairs, by the first."""
-    if not rows:
+    """Why rows are neither documents nor chats nor pairs, by the first; "" where some are."""
+    kind = kind_of(rows)
+    if kind is None:
         return "has no rows"
+    if any(_is_good(row, kind, text_field) for row in rows):
+        return ""
     keys = first_of(rows[0].values, SHOWN_KEYS) or "none"
-    reason = _reason(rows[0], records.kind_of_row(rows[0].values), text_field)
+    reason = _reason(rows[0], kind, text_field)
     return f"holds no documents, chats or pairs: line {rows[0].line}: {reason} (keys: {keys})"
 
 
 def _reason(row: FirstRow, kind: Kind, text_field: str) -> str:
+    """Why a row is not good; "" for a good one."""
     parsed = records.parser_of(kind, text_field)(row.values)
     return parsed.reason if isinstance(parsed, Rejected) else ""

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from ttrain.core.files import JsonDict, read_json, read_object
+from ttrain.core.files import JsonDict, read_object
 from ttrain.core.terminal import escaped
 from ttrain.data.blocks import PARTS
 from ttrain.data.encoder import Encoder
@@ -18,7 +18,6 @@ from ttrain.data.record_rows import DocumentRows
 from ttrain.data.shards import INDEX, ShardSet
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.layout import MANIFEST
 
 SUMMARY = Path("run", "summary.json")
 
@@ -38,11 +37,6 @@ class TokenView:
     segments: list[int]
     pieces: list[str]
     headings: list[str] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, ids: list[int], live: list[bool], pieces: TokenDecoder, number: int = 0) -> TokenView:
-        """The view of a single record."""
-        return cls(number, ids, live, [0] * len(ids), pieces(ids))
 
     def to_json(self) -> JsonDict:
         return asdict(self)
@@ -75,26 +69,19 @@ def parts_of(path: Path) -> dict[str, Path]:
     return parts
 
 
-def summary_of(folder: Path) -> JsonDict:
-    """The summary written when a set of shards was made: "files", "duplicates", ...; empty if there is none."""
-    root = folder.resolve().parent
-    summary = read_json(root / SUMMARY) or read_object(root / MANIFEST).get("result")
-    return summary if isinstance(summary, dict) else {}
-
-
-def encoder_of(folder: Path, tokenizer_directory: Path | None, store: ArtifactStore) -> Encoder:
-    """The tokenizer of a set of shards: `tokenizer_directory` if given, else the one with the digest in the index.
+def encoder_of(folder: Path, tokenizer: Path | None, store: ArtifactStore) -> Encoder:
+    """The tokenizer of a set of shards: in the directory `tokenizer` if given, else the one with the digest in the index.
 
     It is searched for at the path that `ttrain data shard` recorded, then among the artifacts. Raises UsageError if it is
     not found, and ArtifactError if the given one has another digest.
     """
-    digest = ShardSet(folder).index["tokenizer"]
-    if tokenizer_directory is not None:
-        encoder = Encoder(tokenizer_at(tokenizer_directory), fast=False)
+    if tokenizer is not None:
+        encoder = Encoder(tokenizer_at(tokenizer), fast=False)
         ShardSet(folder, encoder.digest)
         return encoder
-    remembered = summary_of(folder).get("tokenizer")
-    paths = [Path(remembered)] if isinstance(remembered, str) else []
+    digest = ShardSet(folder).index["tokenizer"]
+    recorded = read_object(folder.resolve().parent / SUMMARY).get("tokenizer")
+    paths = [Path(recorded)] if isinstance(recorded, str) else []
     for path in [*paths, *(artifact.path for artifact in store.artifacts("tokenizer"))]:
         with contextlib.suppress(ArtifactError):  # not a tokenizer
             encoder = Encoder(path, fast=False)
@@ -154,28 +141,17 @@ class TokenDecoder:
         return pieces
 
 
-def lines(shown: TokenView, segment: int, special: frozenset[int], width: int) -> Iterator[list[Span]]:
-    """The record `segment` as lines of at most `width` columns, broken after each newline and when a line is full.
+def lines(shown: TokenView, segment: int, special: frozenset[int]) -> Iterator[list[Span]]:
+    """The record `segment` as lines, broken after each newline.
 
     Unprintable characters are escaped, so that text cannot control the terminal.
     """
-    from rich.cells import cell_len
-
     line: list[Span] = []
-    room = width
     for number, live, which, piece in zip(shown.ids, shown.live, shown.segments, shown.pieces, strict=True):
-        for letter in piece if which == segment else "":
-            text = escaped(letter)
-            if cell_len(text) > room and line:
+        for part in piece.splitlines(keepends=True) if which == segment else ():
+            line.append(Span(escaped(part), live, number in special))
+            if part.endswith("\n"):
                 yield line
-                line, room = [], width
-            if line and line[-1][1:] == (live, number in special):
-                line[-1] = line[-1]._replace(text=line[-1].text + text)
-            else:
-                line.append(Span(text, live, number in special))
-            room -= cell_len(text)
-            if letter == "\n":
-                yield line
-                line, room = [], width
+                line = []
     if line:
         yield line

@@ -5,21 +5,20 @@ The planner uses this module, so fsspec and the Hub are imported only when such 
 
 from __future__ import annotations
 
-import difflib
 import glob
 import logging
 import os
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import Any
 from urllib.parse import unquote
 
 from ttrain.core import redact
 from ttrain.core.files import user_path
 from ttrain.core.text import first_of
 from ttrain.data import remote
-from ttrain.errors import CannotRead, UsageError
+from ttrain.errors import UsageError
 
 LINES = (".jsonl", ".ndjson")
 PACKED = (".gz", ".zst", ".bz2", ".xz")
@@ -33,7 +32,6 @@ _TRAIN = re.compile(r"(?:^|[-._ 0-9/])train(?:ing)?(?:[-._ 0-9/]|$)")
 
 
 log = logging.getLogger("ttrain")
-_logged: set[str] = set()
 
 
 def is_remote(location: str) -> bool:
@@ -121,70 +119,35 @@ def _missing(pattern: str) -> str:
     path = local_path(pattern)
     if path.is_dir():
         return "no file in that folder ends in .jsonl, .ndjson, .parquet or .txt"
-    place = "" if path.is_absolute() else f" in {Path.cwd()}, where the command runs"
-    return f"there is no such file{place}{_nearest(path)}"
-
-
-def _nearest(path: Path) -> str:
-    """The file of the same folder whose name is the most like it, as a question; "" for none."""
-    names = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.8)
-    return f" (did you mean {path.with_name(near[0])}?)" if near else ""
+    return "there is no such file" + ("" if path.is_absolute() else f" in {Path.cwd()}, where the command runs")
 
 
 def local_matches(path: Path) -> list[str]:
     """What a path or glob of this machine names, in sorted order, among it what cannot be read."""
-    if path.is_dir():
-        return sorted(_in_folder(path))
-    if os.path.lexists(path):
+    if os.path.lexists(path) and not path.is_dir():
         return [str(path)]
-    return sorted(match for match in glob.glob(str(path), recursive=True) if not Path(match).is_dir())
-
-
-def _in_folder(root: Path) -> list[str]:
-    """Data files below a folder; hidden ones are left out, as a shell's globs do."""
-
-    def fail(error: OSError) -> None:
-        raise CannotRead(f"{error.filename} cannot be read: {error.strerror}")
-
-    paths: list[str] = []
-    for directory, folders, files in os.walk(root, onerror=fail, followlinks=True):
-        folders[:] = [folder for folder in folders if not folder.startswith(".")]
-        paths += [str(Path(directory) / file) for file in files if not file.startswith(".")]
-    return _data_files(paths, str(root))
+    pattern = f"{glob.escape(str(path))}/**" if path.is_dir() else str(path)
+    matches = sorted(match for match in glob.glob(pattern, recursive=True) if not Path(match).is_dir())
+    return _data_files(matches, str(path)) if path.is_dir() else matches
 
 
 def _remote_files(pattern: str) -> list[str]:
     files, path = remote.filesystem(pattern)
-    magic = re.search(r"[*[]" if remote.is_http(pattern) else r"[*?[]", path)
     files.invalidate_cache()
     try:
-        if magic:
-            root = path[: path.rfind("/", 0, magic.start()) + 1]
-            depth = None if "**" in path else path[len(root) :].count("/") + 1
-            matches = list(filter(_glob(path).match, _files_below(files, root, depth)))
+        if re.search(r"[*[]" if remote.is_http(pattern) else r"[*?[]", path):
+            found = files.glob(path, detail=True, on_error="raise")  # else a folder that fails is passed over
+            matches = [match for match, details in found.items() if details["type"] == "file"]
         elif _is_folder(remote.info(pattern), pattern):
             root = path.rstrip("/") + "/"
-            listed = _files_below(files, root, None)
-            shown = [match for match in listed if not _is_hidden(match.removeprefix(root))]
+            found = files.find(root, on_error="raise")
+            shown = [match for match in found if not _is_hidden(match.removeprefix(root))]
             matches = _data_files(shown, pattern.rstrip("/"))
         else:
             return [pattern]
     except Exception as error:  # every file system has errors of its own
         raise UsageError(f"it cannot be read: {remote.reason(error)}") from None
     return sorted(files.unstrip_protocol(match) for match in matches)
-
-
-def _files_below(files: Any, folder: str, depth: int | None) -> list[str]:
-    """All files below a folder. Unlike this, fsspec's `find` and `glob` skip a folder that fails: less data."""
-    folders = files.walk(folder, maxdepth=depth, detail=True, on_error="raise")
-    return [details["name"] for _, _, found in folders for details in found.values()]
-
-
-def _glob(pattern: str) -> re.Pattern[str]:
-    from fsspec.utils import glob_translate
-
-    return re.compile(glob_translate(pattern))
 
 
 def _is_folder(details: dict[str, object], location: str) -> bool:
@@ -214,7 +177,9 @@ def _matching(files: Sequence[str], path: str, location: str) -> list[str]:
     if path in files:
         return [path]
     if any(sign in path for sign in "*?["):
-        return list(filter(_glob(path).match, files))
+        from fsspec.utils import glob_translate
+
+        return list(filter(re.compile(glob_translate(path)).match, files))
     shown = [file for file in files if not _is_hidden(file)]
     if path:
         return _data_files([file for file in shown if file.startswith(f"{path}/")], location)
@@ -226,14 +191,15 @@ def _data_files(paths: Sequence[str], folder: str) -> list[str]:
     """The data files of a folder: files of rows, or, if there are none, texts. Files that look like data and are left out
     are logged."""
     rows = [path for path in paths if path.endswith(ROWS)]
-    counts = {ending: sum(path.endswith(ending) for path in paths) for ending in (*(TEXTS if rows else ()), *TABLES)}
-    if left_out := [ending for ending, count in counts.items() if count]:
-        shown, numbers = redact.url(folder), ", ".join(f"{counts[ending]} {ending}" for ending in left_out)
-        line = f"left out of {shown}: {numbers}; name {shown}/*{left_out[0]} too"
-        if line not in _logged:  # a run looks a folder up several times
-            _logged.add(line)
-            log.warning("%s", line)
+    for ending in (*(TEXTS if rows else ()), *TABLES):
+        if count := sum(path.endswith(ending) for path in paths):
+            _log_left_out(redact.url(folder), ending, count)
     return rows or [path for path in paths if path.endswith(TEXTS)]
+
+
+@cache  # a run looks a folder up several times
+def _log_left_out(folder: str, ending: str, count: int) -> None:
+    log.warning("left out of %s: %d files that end in %s; name %s/*%s too", folder, count, ending, folder, ending)
 
 
 def _is_hidden(path: str) -> bool:

@@ -1,47 +1,54 @@
 """Near-duplicate documents: MinHash proposes pairs, the exact Jaccard of their shingles decides, the earlier one stays.
 
-A shingle is SHINGLE_BYTES of plain text (`overlap.plain`) at any byte: four to five English words or eight Chinese
-characters, so that one rule serves both, and a text without spaces too. A document shorter than that is one shingle; one
-without letters has none and is never a near-duplicate. A document is dropped for one that is kept and stands before it,
+A shingle is SHINGLE_BYTES of plain text (`plain_text.plain`) at any byte, so that one rule serves
+texts with and without spaces. A document shorter than that is one shingle; one without letters has
+none and is never a near-duplicate. A document is dropped for one that is kept and stands before it,
 never for one that was dropped, so that no chain of small edits joins two different texts.
 
-Bands of MinHash values (https://arxiv.org/abs/2107.06499, appendix A, does the same) are stored as one number each, 84 bytes
-a document at a threshold of 0.8. Exact up to equal 64-bit hashes of different shingles.
+The sketch of a document is a number for each band of its MinHash values, as in
+https://arxiv.org/abs/2107.06499, appendix A: 84 bytes at a threshold of 0.8. The sketches of a
+shard are a file in `run/near`, named by the digests of shard, tokenizer and rule, so that a night
+reads those of old documents, and of the documents themselves only the few that they propose.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 
+from ttrain.core.files import JsonDict
 from ttrain.core.hashing import digest_of
-from ttrain.data import overlap, shards
-from ttrain.data.overlap import Bytes, Hashes, Places
+from ttrain.data import shards
+from ttrain.data.blocks import PARTS, BlockRecipe, encoder_of
+from ttrain.data.built_blocks import BuiltBlock, Flags, Pool
+from ttrain.data.plain_text import plain
 
 NEAR_DUPLICATE = "near-duplicate"  # the rule's name in the counts
+FOLDER, REPORT = Path("run", "near"), Path("run", "near_duplicates.jsonl")
 SHINGLE_BYTES = 24  # eight Chinese characters, or four to five English words
 WORD_BYTES = 8
 # Odd numbers without a pattern: of the golden ratio, and of splitmix64 (https://doi.org/10.1145/2660193.2660195).
 FACTORS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-FORMAT = 2  # of sketches: another one where the values of a text change
+FORMAT = 3  # of sketches: another one where the values of a text change
 VALUES = 128  # MinHash values of a document
 MOST_MISSED = 0.002  # of the pairs that are exactly as similar as the threshold
 MOST_IN_BAND = 64  # kept documents of a band to compare with: ten thousand that are alike must not cost their square
 MOST_COMPARED = 16  # documents that one is compared with exactly, those with most bands in common first
-SLICE = 1 << 15  # shingles at a time, so that intermediate values stay in the cache
-DIGEST_BYTES = 16
+SLICE = 1 << 9  # shingles hashed at a time: all their values stay in the cache
 
-Flags = npt.NDArray[np.bool_]
+Hashes = npt.NDArray[np.uint64]
 Values = npt.NDArray[np.uint32]
-Owners = npt.NDArray[np.int32]  # numbers of documents, in order
+Places = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,22 @@ class SimilarityRule:
         return VALUES // self.rows
 
 
+class EarlierSet(NamedTuple):
+    """A set of shards made before, by the name that the report has for it."""
+
+    name: str
+    directory: Path
+
+
+class SketchedShard(NamedTuple):
+    """A shard, its digest, the positions of its documents in the order of all, and the earlier set that it is of."""
+
+    path: Path
+    sha256: str
+    positions: Places
+    earlier: str = ""
+
+
 class NearDuplicate(NamedTuple):
     """A document that is dropped, the one that stays for it, and their similarity; both by position in one order."""
 
@@ -69,58 +92,43 @@ class NearDuplicate(NamedTuple):
     jaccard: float
 
 
-def shingles_of(plain: bytes) -> Hashes:
+def shingles_of(text: bytes) -> Hashes:
     """Sorted distinct hashes of the shingles of a plain text."""
-    hashes = _shingle_hashes(np.frombuffer(_padded(plain), np.uint8))
-    hashes.sort()  # in place: for 20 MB of text np.unique takes 0.8 GB more, and five times as long
-    distinct = np.ones(len(hashes), np.bool_)
-    distinct[1:] = hashes[1:] != hashes[:-1]
-    return hashes if distinct.all() else hashes[distinct]
+    hashes: Hashes = np.sort(_hashes(text))  # np.unique takes five times as long
+    is_first = np.ones(len(hashes), np.bool_)
+    is_first[1:] = hashes[1:] != hashes[:-1]
+    return hashes[is_first]
 
 
-def _padded(plain: bytes) -> bytes:
-    """The text, filled up to one shingle with zeros, which no plain text has; a text without letters has none."""
-    return plain and plain.ljust(SHINGLE_BYTES, b"\0")
-
-
-def _shingle_hashes(data: Bytes) -> Hashes:
-    """The hash of the SHINGLE_BYTES at each position, slice by slice: a text of 20 MB has 160 MB of them."""
-    hashes = np.empty(max(0, len(data) - SHINGLE_BYTES + 1), np.uint64)
-    for start in range(0, len(hashes), SLICE):
-        hashes[start : start + SLICE] = _hashes(data[start : start + SLICE + SHINGLE_BYTES - 1])
-    return hashes
-
-
-def _hashes(data: Bytes) -> Hashes:
-    """Hash the SHINGLE_BYTES at each position: a sum of three products, of which the high bits are used."""
-    word_values: Hashes = np.ndarray(len(data) - WORD_BYTES + 1, "<u8", np.ascontiguousarray(data), strides=(1,))
-    hashes = word_values[: -2 * WORD_BYTES] * np.uint64(FACTORS[0])
-    hashes += word_values[WORD_BYTES:-WORD_BYTES] * np.uint64(FACTORS[1])
-    hashes += word_values[2 * WORD_BYTES :] * np.uint64(FACTORS[2])
+def _hashes(text: bytes) -> Hashes:
+    """The hash of the shingle at each byte of a plain text: a sum of three products."""
+    padded = text and text.ljust(SHINGLE_BYTES, b"\0")
+    words: Hashes = np.ndarray(max(0, len(padded) - WORD_BYTES + 1), "<u8", padded, strides=(1,))
+    hashes = words[: -2 * WORD_BYTES] * np.uint64(FACTORS[0])
+    hashes += words[WORD_BYTES:-WORD_BYTES] * np.uint64(FACTORS[1])
+    hashes += words[2 * WORD_BYTES :] * np.uint64(FACTORS[2])
     return hashes
 
 
 def jaccard(first: Hashes, second: Hashes) -> float:
     """Shingles that both have, as a share of those that one of them has."""
-    small, large = sorted((first, second), key=len)
-    if not len(small):
-        return 0.0
-    places = np.minimum(large.searchsorted(small), len(large) - 1)
-    common = int((large[places] == small).sum())
-    return common / (len(first) + len(second) - common)
+    common = len(np.intersect1d(first, second, assume_unique=True))
+    return common / max(1, len(first) + len(second) - common)
 
 
 def sketches_of(texts: Sequence[bytes], rule: SimilarityRule) -> Values:
     """The key of each band of each plain text, of shape [bands, texts]."""
-    padded = [_padded(text) for text in texts]
-    flat = _shingle_hashes(np.frombuffer(b"".join(padded), np.uint8))
-    inside, windows, start = np.zeros(len(flat), np.bool_), list[int](), 0
-    for text in padded:
-        windows.append(max(0, len(text) - SHINGLE_BYTES + 1))
-        inside[start : start + windows[-1]] = True
-        start += len(text)
-    flat = flat[inside]  # frees those between texts before `owners` is made
-    return _band_keys(flat, np.repeat(np.arange(len(texts), dtype=np.int32), windows), len(texts), rule)
+    factors, summands = _factors()
+    lowest = np.full((len(texts), VALUES), 2**32 - 1, np.uint32)
+    for number, text in enumerate(texts):
+        mixed = _mixed(_hashes(text))
+        for start in range(0, len(mixed), SLICE):
+            values = factors * mixed[None, start : start + SLICE] + summands
+            np.minimum(lowest[number], values.min(axis=1), out=lowest[number])
+    bands = lowest[:, : rule.bands * rule.rows].reshape(len(texts), rule.bands, rule.rows)
+    weights = np.uint64(FACTORS[0]) * (2 * np.arange(rule.rows, dtype=np.uint64) + np.uint64(1))
+    keys: Hashes = (bands * weights).sum(axis=2, dtype=np.uint64)
+    return (keys.T >> np.uint64(32)).astype(np.uint32)
 
 
 def _mixed(hashes: Hashes) -> Values:
@@ -132,130 +140,148 @@ def _mixed(hashes: Hashes) -> Values:
 
 @cache
 def _factors() -> tuple[Values, Values]:
-    """An odd factor and a summand for each MinHash value."""
-    drawn = np.frombuffer(hashlib.shake_128(b"ttrain near-duplicates").digest(8 * VALUES), "<u4").astype(np.uint32)
-    return drawn[:VALUES] | np.uint32(1), drawn[VALUES:]
+    """An odd factor and a summand for each MinHash value, of shape [values, 1]."""
+    drawn = np.frombuffer(hashlib.shake_128(b"ttrain near-duplicates").digest(8 * VALUES), "<u4")
+    columns = drawn.astype(np.uint32)[:, None]
+    return columns[:VALUES] | np.uint32(1), columns[VALUES:]
 
 
-def _band_keys(hashes: Hashes, owners: Owners, documents: int, rule: SimilarityRule) -> Values:
-    """The key of each band of MinHash values, of shape [bands, documents]."""
-    used = rule.bands * rule.rows
-    lowest = np.full((used, documents), 2**32 - 1, np.uint32)
-    factors, summands = _factors()
-    for start in range(0, len(hashes), SLICE):
-        mixed, of = _mixed(hashes[start : start + SLICE]), owners[start : start + SLICE]
-        firsts = np.flatnonzero(np.r_[True, of[1:] != of[:-1]])
-        columns, value = of[firsts], np.empty_like(mixed)
-        for number in range(used):
-            np.multiply(mixed, factors[number], out=value)
-            value += summands[number]
-            lowest[number, columns] = np.minimum(lowest[number, columns], np.minimum.reduceat(value, firsts))
-    bands = lowest.reshape(rule.bands, rule.rows, documents).astype(np.uint64)
-    weights = np.uint64(FACTORS[0]) * (2 * np.arange(rule.rows, dtype=np.uint64) + np.uint64(1))
-    keys: Hashes = (bands * weights[None, :, None]).sum(axis=1, dtype=np.uint64)
-    return (keys >> np.uint64(32)).astype(np.uint32)
-
-
-# Sketches of shards, in files
-
-
-def sketch_name(sha256: str, tokenizer_digest: str, rule: SimilarityRule) -> str:
-    """The name of the file with a shard's sketches; the shard's bytes, its tokenizer and the rule determine them."""
-    return f"{digest_of([FORMAT, sha256, tokenizer_digest, rule.bands, rule.rows])[:24]}.near"
-
-
-def sketches_of_shard(shard: str, tokenizer: str, rule: SimilarityRule, paths: Sequence[str]) -> Values:
-    """The sketches of a shard that was encoded with the tokenizer in that directory: from the first of these files that
-    has them undamaged, else made and written to the first."""
+def sketches_of_shard(shard: str, tokenizer: str, rule: SimilarityRule, files: Sequence[str]) -> Values:
+    """The sketches of a shard: from the first of these files that has them, else made and written to the first."""
     column = shards.read_shard(Path(shard))
-    for path in map(Path, paths):
-        data = path.read_bytes() if path.is_file() else b""
-        if len(data) == DIGEST_BYTES + 4 * rule.bands * len(column) and _digest(data[DIGEST_BYTES:]) == data[:DIGEST_BYTES]:
-            return np.frombuffer(data, "<u4", offset=DIGEST_BYTES).reshape(rule.bands, len(column))
-    token_bytes = overlap.token_bytes_of(tokenizer)
-    parts = [np.zeros((rule.bands, 0), np.uint32)]
-    for first, last in overlap.chunks(column):
-        texts = overlap.records(column, token_bytes, first, last)
-        parts.append(sketches_of([text.replace(b" ", b"") for text in texts], rule))
-    sketches = np.concatenate(parts, axis=1)
-    write_sketches(Path(paths[0]), sketches)
+    shape = rule.bands, len(column)
+    for file in map(Path, files):
+        if file.is_file() and file.stat().st_size == 4 * rule.bands * len(column):
+            return np.fromfile(file, "<u4").reshape(shape)
+    sketches = sketches_of([_plain(column, record, tokenizer) for record in range(len(column))], rule)
+    shards.write_files([(Path(files[0]), sketches.astype("<u4").tobytes())])
     return sketches
 
 
-def write_sketches(path: Path, sketches: Values) -> None:
-    """Write sketches to a file, with a digest before them."""
-    data = sketches.astype("<u4").tobytes()
-    shards.write_files([(path, _digest(data) + data)])
+def _plain(column: shards.Column, record: int, tokenizer: str) -> bytes:
+    """The plain text of a record of a shard."""
+    ids = column.tokens[column.offsets[record] : column.offsets[record + 1]]
+    return plain(encoder_of(tokenizer).decode(ids.tolist()))
 
 
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
-
-
-def shingles_in(column: shards.Column, record: int, tokenizer: str) -> Hashes:
-    """The shingles of one record of a shard."""
-    (text,) = overlap.records(column, overlap.token_bytes_of(tokenizer), record, record + 1)
-    return shingles_of(text.replace(b" ", b""))
-
-
-# Which documents are dropped
-
-
-class Candidates(NamedTuple):
-    """Documents that share a band with another: their positions, in order, and the numbers of the bands of each."""
-
-    positions: Places
-    firsts: Places
-    bands: Places
-
-
-def candidates(sketches: Values, present: Flags, droppable: Flags) -> Candidates:
-    """Find the documents that share a band with another, where one of both may be dropped.
-
-    Memory: some 40 bytes a document, and 16 for each band that a document shares.
-    """
-    eligible = np.flatnonzero(present)
-    positions, bands, number = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
-    for band_keys in sketches if len(eligible) else ():
-        keys = band_keys[eligible]
-        order = keys.argsort(kind="stable")
-        starts = np.flatnonzero(np.r_[True, keys[order][1:] != keys[order][:-1]])
-        sizes = np.diff(np.append(starts, len(order)))
-        shared = (sizes > 1) & np.logical_or.reduceat(droppable[eligible[order]], starts)
-        members = np.repeat(shared, sizes)
-        positions.append(eligible[order[members]])
-        bands.append(number + np.repeat(np.arange(int(shared.sum())), sizes[shared]))
-        number += int(shared.sum())
-    at, of = np.concatenate(positions), np.concatenate(bands)
-    order = at.argsort(kind="stable")
-    distinct, firsts = np.unique(at[order], return_index=True)
-    return Candidates(distinct, np.append(firsts, len(at)), of[order])
-
-
-def confirm(
-    pairs: Candidates, droppable: Flags, shingles: Callable[[int], Hashes], rule: SimilarityRule
+def near_duplicates(
+    sketches: Values, present: Flags, droppable: Flags, shingles: Callable[[int], Hashes], threshold: float
 ) -> list[NearDuplicate]:
-    """Compare candidates exactly with those kept before them, in order; return those that are dropped."""
-    originals: dict[int, list[int]] = {}
-    dropped = []
-
-    def compared(position: int, bands: Sequence[int]) -> NearDuplicate | None:
-        """With the first kept document, of those with most bands in common, that is as similar as the threshold."""
-        shared = Counter(original for band in bands for original in originals.get(band, ()))
-        if not shared:
-            return None
-        hashes = shingles(position)
-        for original in sorted(shared, key=lambda original: (-shared[original], original))[:MOST_COMPARED]:
-            if (similarity := jaccard(hashes, shingles(original))) >= rule.threshold:
-                return NearDuplicate(position, original, similarity)
-        return None
-
-    for number, position in enumerate(pairs.positions.tolist()):
-        bands = pairs.bands[pairs.firsts[number] : pairs.firsts[number + 1]].tolist()
-        if droppable[position] and (near := compared(position, bands)):
-            dropped.append(near)
-            continue
-        for band in bands:
-            if len(members := originals.setdefault(band, [])) < MOST_IN_BAND:
-                members.append(position)
+    """Compare documents that share a band exactly with those kept before them, in order; return those that are dropped."""
+    shared = _shared_bands(sketches, present, droppable)
+    kept: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # by number and key of a band
+    dropped: list[NearDuplicate] = []
+    for position in np.flatnonzero(shared.any(axis=0)).tolist():
+        numbers = np.flatnonzero(shared[:, position])
+        bands = list(zip(numbers.tolist(), sketches[numbers, position].tolist(), strict=True))
+        alike = Counter(original for band in bands for original in kept[band]) if droppable[position] else Counter()
+        hashes = shingles(position) if alike else np.zeros(0, np.uint64)
+        for original in sorted(alike, key=lambda original: (-alike[original], original))[:MOST_COMPARED]:
+            if (similarity := jaccard(hashes, shingles(original))) >= threshold:
+                dropped.append(NearDuplicate(position, original, similarity))
+                break
+        else:
+            for band in bands:
+                if len(kept[band]) < MOST_IN_BAND:
+                    kept[band].append(position)
     return dropped
+
+
+def _shared_bands(sketches: Values, present: Flags, droppable: Flags) -> Flags:
+    """Whether a document shares a band with another, where one of both may be dropped, of shape [bands, documents]."""
+    shared = np.zeros(sketches.shape, np.bool_)
+    eligible = np.flatnonzero(present)
+    for number, keys in enumerate(sketches[:, eligible]):
+        _, groups, sizes = np.unique(keys, return_inverse=True, return_counts=True)
+        may_drop = np.bincount(groups, weights=droppable[eligible], minlength=len(sizes)) > 0
+        shared[number, eligible] = ((sizes > 1) & may_drop)[groups]
+    return shared
+
+
+class NearDuplicateSearch:
+    """Finds near-duplicates among the documents of earlier sets and of blocks, in this order."""
+
+    def __init__(
+        self,
+        output: Path,
+        built_blocks: Sequence[BuiltBlock],
+        recipe: BlockRecipe,
+        rule: SimilarityRule,
+        earlier: Sequence[EarlierSet],
+        pool: Pool,
+    ) -> None:
+        """Make the sketches that are missing of all blocks and of the sets before, in any process; reuse the others."""
+        self.output, self.built_blocks, self.recipe, self.rule = output, built_blocks, recipe, rule
+        self.shards: list[SketchedShard] = []
+        rows = 0
+        for origin in earlier:
+            for directory in (origin.directory / part_name for part_name in PARTS):
+                for entry in shards.ShardSet(directory, recipe.tokenizer_digest).index["shards"]:
+                    positions = np.arange(rows, rows + entry["rows"])
+                    self.shards.append(SketchedShard(directory / entry["file"], entry["sha256"], positions, origin.name))
+                    rows += entry["rows"]
+        self.old_rows = rows
+        self.starts = rows + shards.offsets_of([len(block.rows) for block in built_blocks])
+        for block, start in zip(built_blocks, self.starts.tolist(), strict=False):
+            for part_name in PARTS:
+                if entry := block.manifest[part_name]:
+                    positions = start + np.flatnonzero(block.in_part(part_name))
+                    self.shards.append(SketchedShard(block.shard(part_name), entry["sha256"], positions))
+        self._column = lru_cache(maxsize=64)(shards.read_shard)  # each has a file descriptor
+        self._sketch([output, *map(Path, recipe.reuse), *(origin.directory for origin in earlier)], pool)
+
+    def _sketch(self, outputs: Sequence[Path], pool: Pool) -> None:
+        rows = int(self.starts[-1])
+        self.sketches = np.zeros((self.rule.bands, rows), np.uint32)
+        self.shard_of, self.record_of = np.zeros(rows, np.int32), np.zeros(rows, np.int64)
+        tokenizer, digest, rule = self.recipe.tokenizer, self.recipe.tokenizer_digest, self.rule
+        names = [f"{digest_of([FORMAT, s.sha256, digest, rule.bands, rule.rows])[:24]}.near" for s in self.shards]
+        tasks = (
+            (str(shard.path), tokenizer, rule, [str(folder / FOLDER / name) for folder in outputs])
+            for shard, name in zip(self.shards, names, strict=True)
+        )
+        with contextlib.closing(pool.map(sketches_of_shard, tasks)) as results:
+            for number, (shard, sketches) in enumerate(zip(self.shards, results, strict=True)):
+                self.sketches[:, shard.positions] = sketches
+                self.shard_of[shard.positions] = number
+                self.record_of[shard.positions] = np.arange(len(shard.positions))
+        for path in (self.output / FOLDER).glob("*"):
+            if path.name not in names:
+                path.unlink()
+
+    def find(self, present: Flags, droppable: Flags) -> tuple[Flags, JsonDict]:
+        """(a flag per row of the blocks: whether it is a near-duplicate, the figures); reports each one's original.
+
+        Only `present` rows are originals, and only `droppable` ones of these near-duplicates: held-out files that the user
+        names stay as they are, but training documents like theirs are left out.
+        """
+        old = np.ones(self.old_rows, np.bool_)
+        present, droppable = np.append(old, present), np.append(~old, droppable)
+        dropped = near_duplicates(self.sketches, present, droppable, self._shingles, self.rule.threshold)
+        (self.output / REPORT).parent.mkdir(parents=True, exist_ok=True)
+        with (self.output / REPORT).open("wb") as out:
+            for near in dropped:
+                original = {"original": self._place(near.original), "similarity": round(near.jaccard, 4)}
+                out.write(orjson.dumps(self._place(near.position) | original) + b"\n")
+        flags = np.zeros_like(present)
+        flags[[near.position for near in dropped]] = True
+        return flags[self.old_rows :], {
+            "threshold": self.rule.threshold,
+            "dropped": len(dropped),
+            "of_earlier_sets": sum(near.original < self.old_rows for near in dropped),
+            "earlier_documents": self.old_rows,
+        }
+
+    def _shingles(self, position: int) -> Hashes:
+        column = self._column(self.shards[self.shard_of[position]].path)
+        return shingles_of(_plain(column, int(self.record_of[position]), self.recipe.tokenizer))
+
+    def _place(self, position: int) -> JsonDict:
+        """Where a document stands: its set, shard and row, or its file and line."""
+        shard = self.shards[self.shard_of[position]]
+        if shard.earlier:
+            name = f"{shard.path.parent.name}/{shard.path.name}"
+            return {"set": shard.earlier, "shard": name, "row": int(self.record_of[position])}
+        number = int(self.starts.searchsorted(position, "right")) - 1
+        block = self.built_blocks[number]
+        return {"file": block.source.name, "line": block.line_of(position - int(self.starts[number]))}

@@ -102,12 +102,16 @@ def preference_of(row: Row, labels: Labels = ()) -> Preference:
 
 
 def _pair(row: Row) -> Sides:
-    turns = {key: _answer_turns(row, key) for key in ANSWER_KEYS}
+    answers = {key: _answer_turns(row, key) for key in ANSWER_KEYS}
     prompt_key = next((key for key in PROMPT_KEYS if row.get(key) is not None), None)
     if prompt_key is None:
-        prompt, chosen, rejected = _common_beginning(row, turns)
+        prompt, chosen, rejected = _common_beginning(row, answers)
     else:
-        prompt, [chosen, rejected] = _apart(row, prompt_key, turns)
+        asked = _prompt_turns(row, prompt_key)
+        prompt, chosen = _asked_and_answered(row, asked, answers, "chosen")
+        other_prompt, rejected = _asked_and_answered(row, asked, answers, "rejected")
+        if len(prompt) != len(other_prompt):
+            raise Malformed("'chosen' and 'rejected' have no common prompt: one has turns before it; write both alike")
     if _identity(chosen) == _identity(rejected):
         raise Malformed("'chosen' and 'rejected' are equal; write two different answers, or leave the row out")
     for key, answer in zip(ANSWER_KEYS, (chosen, rejected), strict=True):
@@ -123,7 +127,8 @@ def _rated(row: Row) -> Sides:
         raise Malformed(f"'label' is {kind} beside 'completion'; write true (the answer is good) or false")
     if row.get("prompt") is None:
         raise Malformed("no key 'prompt' beside 'completion'; write the prompt as text or as a list of turns")
-    prompt, [answer] = _apart(row, "prompt", {"completion": _answer_turns(row, "completion")})
+    answers = {"completion": _answer_turns(row, "completion")}
+    prompt, answer = _asked_and_answered(row, _prompt_turns(row, "prompt"), answers, "completion")
     _check_answer(answer, "completion")
     return (prompt, answer, ()) if label else (prompt, (), answer)
 
@@ -150,30 +155,26 @@ def _answer_turns(row: Row, key: str) -> list[Any]:
     return chat_shapes.turns_under(row, key, "prompt", "assistant")
 
 
-def _apart(
-    row: Row,
-    prompt_key: str,
-    answers: Mapping[str, list[Any]],
-) -> tuple[Turns, list[Turns]]:
-    """(turns of the prompt, those of each answer)."""
-    prompt_turns = _prompt_turns(row, prompt_key)
-    prompt_turns, own_turns = chat_shapes.apart(prompt_turns, answers, bool(row.get("tools")))
-    size = len(prompt_turns)
-    conversations = [
-        _turns([*prompt_turns, *turns], key, row)
-        for key, turns in zip(answers, own_turns, strict=True)
-    ]  # fmt: skip
-    return conversations[0][:size], [conversation[size:] for conversation in conversations]
+def _asked_and_answered(row: Row, prompt: list[Any], answers: Mapping[str, list[Any]], key: str) -> tuple[Turns, Turns]:
+    """(turns of the prompt, those of the answer under `key`)."""
+    has_tools = bool(row.get("tools"))
+    for turns in answers.values():
+        last = chat_shapes.wordings(turns, has_tools)[-2:]
+        if len(prompt) > 1 and last and chat_shapes.wordings(prompt, has_tools)[-len(last) :] == last:
+            prompt = prompt[:-1]  # it holds an answer too
+    prompt, answer = chat_shapes.apart(prompt, answers[key], key, has_tools=has_tools)
+    conversation = _turns([*prompt, *answer], key, row)
+    return conversation[: len(prompt)], conversation[len(prompt) :]
 
 
-def _common_beginning(row: Row, turns: Mapping[str, list[Any]]) -> Sides:
+def _common_beginning(row: Row, answers: Mapping[str, list[Any]]) -> Sides:
     """(common turns, the others of `chosen`, those of `rejected`)."""
     for key in ANSWER_KEYS:
         if isinstance(row[key], str):
             raise Malformed(f"'{key}' is a text but there is no 'prompt'; write it, or lists of turns that begin alike")
-    chosen, rejected = (_turns(turns[key], key, row) for key in ANSWER_KEYS)
+    chosen, rejected = (_turns(answers[key], key, row) for key in ANSWER_KEYS)
     size = 0
-    while size < min(len(chosen), len(rejected)) and _identity(chosen[size:][:1]) == _identity(rejected[size:][:1]):
+    while size < min(len(chosen), len(rejected)) and chosen[size].identity() == rejected[size].identity():
         size += 1
     if not size:
         raise Malformed("'chosen' and 'rejected' have no common prompt: their first turns differ; write it under 'prompt'")

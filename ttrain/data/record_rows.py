@@ -42,10 +42,6 @@ class WindowRows(Rows):
     def windows(self, rows: Array) -> ThreeArrays:
         """(position of the first input, number of inputs) of each window of these rows, and the windows of each row."""
 
-    @abstractmethod
-    def times(self, places: Array, firsts: Array) -> Array:
-        """In how many rows each position can be a target; `firsts` is where its document begins."""
-
     def fill(self, rows: Array, batch: Batch, lines: Array) -> None:
         starts, lengths, windows = self.windows(rows)
         ranges = self.shards.ranges(starts, starts + lengths + 1)
@@ -86,18 +82,10 @@ class WindowRows(Rows):
     @cached_property
     def _counted(self) -> tuple[int, int]:
         """(distinct targets, targets of all rows); without masks and overlap no token is read."""
-        if self.stride == self.row_length and not self.masks:
-            learnable = self.shards.tokens - len(self.shards)
-            return learnable, learnable
-        distinct = total = 0
-        for start in range(0, self.shards.tokens, TOKENS_PER_PASS):
-            places = np.arange(start, min(start + TOKENS_PER_PASS, self.shards.tokens))
-            ranges = self.shards.ranges(places[:1], places[-1:] + 1)
-            firsts = ranges.firsts.repeat(ranges.counts)
-            targets = self._targets(ranges.ids, firsts, start) & (places != firsts)
-            distinct += int(targets.sum())
-            total += int(self.times(places[targets], firsts[targets]).sum())
-        return distinct, total
+        distinct = self.shards.tokens - len(self.shards)
+        if self.masks:
+            distinct = _live_tokens(DocumentRows(self.shards, self.row_length, self.pad_id, masks=self.masks))
+        return distinct, distinct if self.stride == self.row_length else _live_tokens(self)
 
     def _targets(self, ids: Array, firsts: Array, start: int) -> Flags:
         """Which tokens of the stream from `start` on are outside of masked regions."""
@@ -122,9 +110,6 @@ class DocumentRows(WindowRows):
     def windows(self, rows: Array) -> ThreeArrays:
         starts = rows * self.stride
         return starts, np.minimum(self.row_length, self.shards.tokens - 1 - starts), np.ones_like(rows)
-
-    def times(self, places: Array, firsts: Array) -> Array:
-        return windows_over(places, len(self), self.row_length, self.stride)
 
     def lengths(self) -> Array:
         lengths = super().lengths()
@@ -155,8 +140,8 @@ class SeparateDocumentRows(WindowRows):
     ) -> None:
         super().__init__(shards, row_length, pad_id, stride=stride, masks=masks)
         self.trimmed = not packed
-        self._windows, document, tokens_before = document_windows(shards.lengths, row_length, self.stride)
-        self._firsts = offsets_of(self._windows)
+        windows, document, tokens_before = document_windows(shards.lengths, row_length, self.stride)
+        self._firsts = offsets_of(windows)
         self._inputs: Array = np.minimum(row_length, shards.lengths[document] - 1 - tokens_before)
         weights = None if shards.row_weights is None else shards.row_weights[document]
         orders, lengths, self._draws = [NONE], [NONE], list[tuple[int, float]]()
@@ -185,10 +170,6 @@ class SeparateDocumentRows(WindowRows):
             self._inputs[numbers],
             windows,
         )
-
-    def times(self, places: Array, firsts: Array) -> Array:
-        count = self._windows[np.searchsorted(self.shards.starts, places, side="right") - 1]
-        return windows_over(places - firsts, count, self.row_length, self.stride)
 
     def lengths(self) -> Array:
         return self._lengths
@@ -237,11 +218,11 @@ def document_windows(lengths: Array, row_length: int, stride: int) -> ThreeArray
     return counts, documents, (np.arange(len(documents)) - firsts[documents]) * stride
 
 
-def windows_over(places: Array, count: npt.ArrayLike, row_length: int, stride: int) -> Array:
-    """How many of the first `count` windows hold a position; i has the targets i*stride + 1 to i*stride + row_length."""
-    last = np.minimum((places - 1) // stride, np.asarray(count) - 1)
-    first = np.maximum(0, -((row_length - places) // stride))
-    return np.asarray(last - first + 1)
+def _live_tokens(rows: Rows) -> int:
+    """Targets of all rows."""
+    numbers, together = np.arange(len(rows)), max(1, TOKENS_PER_PASS // rows.row_length)
+    parts = (numbers[first : first + together] for first in range(0, len(rows), together))
+    return sum(rows.batch(part).live_tokens for part in parts)
 
 
 class PieceRows(Rows):

@@ -113,7 +113,8 @@ def accepted(rows: Iterable[Row], parse: Parser, tally: Tally) -> Iterator[tuple
         else:
             tally.kept += 1
             if not isinstance(parsed, TextDocument):
-                tally.see_unread(unread_keys(value, is_pair=isinstance(parsed, Preference)))
+                for key in unread_keys(value, is_pair=isinstance(parsed, Preference)):
+                    _count(tally.unread_keys, key[:KEY_CHARACTERS], 1, OTHER_KEYS)
                 tally.with_reasoning += any(turn.thought for turn in parsed.messages)
             yield number, parsed
 
@@ -356,14 +357,13 @@ class Tally:
         """Count a bad row and pass it to the quarantine."""
         _count(self.rejected, reason, 1, OTHER_REASONS)
         self.bad_rows[path] += 1
-        if len(self.first_rejected) < FIRST_REJECTED or self.quarantine:
-            row: JsonDict = {"file": redact.url(path), "line": line, "reason": reason}
-            if raw:
-                row["text"] = raw[: 4 * EXCERPT_CHARACTERS].decode("utf-8", "replace")[:EXCERPT_CHARACTERS]
-            self._list(row)
+        row: JsonDict = {"file": redact.url(path), "line": line, "reason": reason}
+        if raw:
+            row["text"] = raw[: 4 * EXCERPT_CHARACTERS].decode("utf-8", "replace")[:EXCERPT_CHARACTERS]
+        self._list(row)
 
     def _list(self, row: JsonDict) -> None:
-        if "line" in row and len(self.first_rejected) < FIRST_REJECTED:
+        if len(self.first_rejected) < FIRST_REJECTED:
             self.first_rejected.append(f"{row['file']}:{row['line']}: {row['reason']}")
         if self.quarantine:
             self.quarantine(row)
@@ -373,11 +373,6 @@ class Tally:
         if self.rows <= KEYS_LOOKED_AT:
             self.keys_seen.update(key[:KEY_CHARACTERS] for key in islice(row, KEYS_OF_A_ROW))
 
-    def see_unread(self, keys: Iterable[str]) -> None:
-        """Count a kept row that has text of an answer under these keys, which are not read."""
-        for key in keys:
-            _count(self.unread_keys, key[:KEY_CHARACTERS], 1, OTHER_KEYS)
-
     def leave_out(self, rule: str, rows: int) -> None:
         """Count kept rows as skipped by a rule."""
         if rows:
@@ -386,35 +381,30 @@ class Tally:
 
     def add(self, tally: Tally) -> None:
         """Add the counts of another tally."""
-        self.rows, self.kept, self.lines = self.rows + tally.rows, self.kept + tally.kept, self.lines + tally.lines
+        for name in ("rows", "kept", "lines", "with_reasoning"):
+            setattr(self, name, getattr(self, name) + getattr(tally, name))
+        for counts, others, more in (
+            (self.rejected, OTHER_REASONS, tally.rejected),
+            (self.unread_keys, OTHER_KEYS, tally.unread_keys),
+        ):
+            for name, rows in more.items():
+                _count(counts, name, rows, others)
         self.skipped.update(tally.skipped)
-        for reason, rows in tally.rejected.items():
-            _count(self.rejected, reason, rows, OTHER_REASONS)
-        for key, rows in tally.unread_keys.items():
-            _count(self.unread_keys, key, rows, OTHER_KEYS)
-        self.with_reasoning += tally.with_reasoning
         self.keys_seen.update(tally.keys_seen)
         self.bad_rows.update(tally.bad_rows)
         self.first_rejected = (self.first_rejected + tally.first_rejected)[:FIRST_REJECTED]
 
     def add_block(self, block: Tally, bad_rows: Iterable[JsonDict], path: str) -> None:
         """Add the counts of the next block of a file, and number its bad rows, which are numbered by block, by file."""
-        lines_before, shown_path = self.lines, redact.url(path)
+        lines_before = self.lines
         self.add(replace(block, first_rejected=[], bad_rows=Counter({path: block.rejected.total()})))
         for row in bad_rows:
-            row = {**row, "file": shown_path}
-            if "line" in row:
-                row["line"] += lines_before
-            self._list(row)
+            self._list({**row, "file": redact.url(path), "line": row["line"] + lines_before})
 
     def to_json(self) -> JsonDict:
         """Counts for the manifest and the summary."""
         counts = {"rows": self.rows, "kept": self.kept, "skipped": dict(self.skipped), "rejected": dict(self.rejected)}
-        more = {
-            "first_rejected": self.first_rejected,
-            "unread_keys": dict(self.unread_keys),
-            "with_reasoning": self.with_reasoning,
-        }
+        more = {name: getattr(self, name) for name in ("first_rejected", "unread_keys", "with_reasoning")}
         return counts | {name: value for name, value in more.items() if value}
 
     def check(self, setting: str, limit: float, expected_fields: str, prefix: str = "reading.") -> None:
@@ -506,21 +496,16 @@ def _is_written_again(value: JsonDict, line: bytes) -> bool:
 
 def lines(chunks: Iterable[bytes], max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
     """(number from 1, line without its end). A line that is too long is cut to max_line_bytes + 1 bytes, which shows it."""
-    number, pending = 1, bytearray()
+    number = 1
+    pending = b""
     for chunk in chunks:
-        first, *following_lines = chunk.split(b"\n")
-        pending += first[: max_line_bytes + 1 - len(pending)]
-        if not following_lines:
-            continue
-        yield number, bytes(pending)
-        number += 1
-        last = following_lines.pop()
-        for line in following_lines:
-            yield number, line
+        *whole, pending = (pending + chunk).split(b"\n")
+        for line in whole:
+            yield number, line[: max_line_bytes + 1]
             number += 1
-        pending = bytearray(last)
+        pending = pending[: max_line_bytes + 1]
     if pending:
-        yield number, bytes(pending)
+        yield number, pending
 
 
 def _reason(line: bytes, error: str) -> str:

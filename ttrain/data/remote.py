@@ -118,17 +118,15 @@ def listing(repo: str, revision: str | None) -> tuple[str, tuple[str, ...]]:
     """
     from huggingface_hub import HfApi
 
-    api = HfApi()
     try:
-        commit = str(api.dataset_info(repo, revision=revision).sha)
-        files = tuple(api.list_repo_files(repo, repo_type="dataset", revision=commit))
+        found = HfApi().dataset_info(repo, revision=revision)
     except Exception as error:  # of the network, of the Hub, of the name
         raise UsageError(
             f"the Hub shows no data set {repo}{f'@{revision}' if revision else ''}: {reason(error)}; correct it, "
             f"log in with `hf auth login`, or fetch it elsewhere with `hf download --repo-type dataset {repo}` "
             "and name the folder"
         ) from None
-    return commit, files
+    return str(found.sha), tuple(file.rfilename for file in found.siblings or ())
 
 
 def fetch(location: str) -> Path:

@@ -7,10 +7,10 @@ import itertools
 import multiprocessing
 import os
 import signal
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence, Set
 from concurrent import futures
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
@@ -25,12 +25,10 @@ from ttrain.core.files import read_json
 from ttrain.core.machine import SAFE_PATH
 from ttrain.data import blocks, contamination, shard_worker
 from ttrain.data.assembly import ShardSetResult, assemble
-from ttrain.data.blocks import BLOCKS, Block, BlockRecipe
+from ttrain.data.blocks import Block, BlockRecipe
 from ttrain.data.built_blocks import BuiltBlock, DataFile, FilesByRole, Pool, Table
-from ttrain.data.contamination import OverlapCheck
-from ttrain.data.near_duplicate_sets import EarlierSet, NearDuplicateSearch
-from ttrain.data.near_duplicates import SimilarityRule
-from ttrain.data.overlap import TextMatch
+from ttrain.data.contamination import OverlapCheck, TextMatch
+from ttrain.data.near_duplicates import EarlierSet, NearDuplicateSearch, SimilarityRule
 from ttrain.errors import StageFailed
 
 Progress = Callable[[int, int], None]  # gets the rows so far, and the blocks
@@ -57,8 +55,9 @@ def build(
     Complete blocks that exist already are reused, so a run that was killed resumes. Raises DataError for a file that cannot
     be read.
     """
-    built_blocks = make_all(output, files, recipe, reading, block_bytes=block_bytes, pool=pool, progress=progress)
-    overlaps = (against, scan(built_blocks, recipe, against, pool)) if against else None
+    maker = _BlockMaker(output, files, reading, block_bytes, pool, progress)
+    built_blocks = maker.make_all(recipe)
+    overlaps = (against, maker.scan(built_blocks, recipe, against)) if against else None
     near = None
     if reading.near_duplicates and recipe.kind == "documents":
         rule = SimilarityRule(reading.near_duplicates)
@@ -77,22 +76,7 @@ def make_all(
     progress: Progress = lambda rows, block_count: None,
 ) -> list[BuiltBlock]:
     """Make or reuse every block of the files."""
-    recipe = replace(recipe, heldout_fraction=0.0 if "heldout" in files else recipe.heldout_fraction)
     return _BlockMaker(output, files, reading, block_bytes, pool, progress).make_all(recipe)
-
-
-def scan(
-    built_blocks: Sequence[BuiltBlock], recipe: BlockRecipe, against: OverlapCheck, pool: Pool
-) -> list[list[TextMatch]]:
-    """Overlap of each block's training part with the items; empty if it has no training part."""
-    paths = [
-        blocks.file_of(block.directory, "train", block.manifest["train"]["file"]) if block.manifest["train"] else None
-        for block in built_blocks
-    ]
-    tasks = ((str(path), recipe.tokenizer, against.texts, against.share) for path in paths if path)
-    with contextlib.closing(pool.map(contamination.scan, tasks)) as results:
-        scans = iter(list(results))
-    return [next(scans) if path else [] for path in paths]
 
 
 @dataclass(frozen=True)
@@ -110,6 +94,7 @@ class _BlockMaker:
         """The blocks of both roles."""
         reading, built_blocks = self.reading, list[BuiltBlock]()
         if "heldout" in self.files:
+            recipe = replace(recipe, heldout_fraction=0.0)
             built_blocks += self.make_role("heldout", replace(recipe, heldout_fraction=1.0, keep_below=None))
         kept_back = {row[:2].tobytes() for block in built_blocks for row in block.rows}
         limit = reading.limit * reading.rounds if reading.limit else None
@@ -137,16 +122,27 @@ class _BlockMaker:
         files = self.files[role]
         built_blocks: list[BuiltBlock] = []
         rows = 0
+        lines: Counter[int] = Counter()
         tasks = ((block, recipe, str(self.output)) for block in self.cut(role, recipe))
         with contextlib.closing(self.pool.map(blocks.make, tasks)) as results:
-            for number, identity, directory, encoded in results:
-                block = _open(role, number, files[number], identity, directory, encoded)
+            for number, directory, encoded in results:
+                block = _open(role, number, files[number], Path(directory), encoded, lines[number])
+                lines[number] += block.manifest["lines"]
                 built_blocks.append(block)
                 rows += len(block.rows)
                 self.progress(rows, len(built_blocks))
                 if enough and enough(block):
                     break
         return built_blocks
+
+    def scan(self, built_blocks: Sequence[BuiltBlock], recipe: BlockRecipe, against: OverlapCheck) -> list[list[TextMatch]]:
+        """What the rows of each block for training have of the items; the blocks are read again."""
+        count = sum(block.role == "train" for block in built_blocks)
+        blocks_read = itertools.islice(self.cut("train", recipe), count)
+        tasks = ((block, recipe, against.texts, against.share) for block in blocks_read)
+        with contextlib.closing(self.pool.map(contamination.scan, tasks)) as results:
+            matches = list(results)
+        return [*([[]] * (len(built_blocks) - count)), *matches]
 
     def cut(self, role: str, recipe: BlockRecipe) -> Iterator[Block]:
         """The blocks of the role's files."""
@@ -164,13 +160,11 @@ class _BlockMaker:
         return np.unique(draws) if self.reading.deduplicate else np.sort(draws)
 
 
-def _open(role: str, file: int, source: DataFile, identity: str, directory: str, encoded: bool) -> BuiltBlock:
-    manifest = read_json(Path(directory) / BLOCKS / f"{identity}.json")
-    rows = np.fromfile(Path(directory) / BLOCKS / f"{identity}.rows", ">u8").astype(np.uint64).reshape(-1, 4)
-    return BuiltBlock(role, file, source, identity, Path(directory), encoded, manifest, rows)
+def _open(role: str, file: int, source: DataFile, directory: Path, encoded: bool, lines: int) -> BuiltBlock:
+    rows = np.fromfile(directory / blocks.ROWS, ">u8").astype(np.uint64).reshape(-1, 4)
+    return BuiltBlock(role, file, source, directory, encoded, read_json(directory / blocks.MANIFEST), rows, lines)
 
 
-FEW = 4  # workers, of which a thread is one; with more it would hold up the thread that cuts files and hands out blocks
 TASKS_AHEAD = 8  # a worker's, done but for one, behind a slow one such as the first of a process; results are small
 # One thread a process: two threads of fastokens in one process took 1.33 CPU seconds for what one thread does in 0.64. Its
 # threads beside rayon's are set by `encoder`, also in the workers of a Dask cluster, which do not get this environment.
@@ -191,50 +185,41 @@ class Here:
 
 
 class Processes:
-    """`workers` of this machine, for many calls of `map`: processes that end with this one, and of a few a thread of it.
+    """`workers` processes of this machine, for many calls of `map`; they end with this one.
 
-    They start with the second task, or when `begin` is called. A process takes 0.4 s until it can work, in which the thread
-    works already: 60 MB of text take 1.67 s of CPU, which as two processes took 2.37.
+    They start with the second task, or when `begin` is called: a process takes 0.4 s until it can work.
     """
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
-        self._executors: list[Executor] = []  # one entry a worker
-        self._environment: dict[str, str | None] = {}  # before the workers
+        self._executors: list[Executor] = []
 
     def __enter__(self) -> Processes:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for executor in dict.fromkeys(self._executors):
+        for executor in self._executors:
             executor.shutdown(cancel_futures=True)  # waits for the blocks in work: half a second
         self._executors = []
-        for name, value in self._environment.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-        self._environment = {}
 
     def begin(self) -> list[Executor]:
-        """Start the workers, if they do not run yet; the executor of each."""
+        """Start the workers, if they do not run yet."""
         if not self._executors:
-            others = self.workers - (self.workers <= FEW)
-            processes = ProcessPoolExecutor(
-                others,
-                mp_context=multiprocessing.get_context("spawn"),
-                initializer=shard_worker.start,
-                initargs=(os.getpid(),),
-            )
-            self._environment = {name: os.environ.get(name) for name in ENVIRONMENT}
-            os.environ.update(ENVIRONMENT)  # read by the libraries when the children start, and in the thread at first use
+            context = multiprocessing.get_context("spawn")
+            processes = ProcessPoolExecutor(self.workers, context, shard_worker.start, (os.getpid(),))
+            environment = dict(os.environ)
+            os.environ.update(ENVIRONMENT)  # read by the libraries when the children start
             resource_tracker.ensure_running()  # which unblocks the signal
             blocked_signals = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # for a worker's life: it inherits
             try:  # the mask, and would show a traceback while it loads
-                for _ in range(others):  # each task starts one
+                for _ in range(self.workers):  # each task starts one
                     processes.submit(shard_worker.begin)
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked_signals)
-            self._executors = [processes] * others
-            if others < self.workers:
-                self._executors.append(ThreadPoolExecutor(1, "shards"))
+            for name in ENVIRONMENT.keys() - environment.keys():
+                del os.environ[name]
+            os.environ.update(environment)
+            self._executors = [processes]
         return self._executors
 
     def map(self, function: Callable[..., Any], tasks: Iterator[tuple[Any, ...]]) -> Generator[Any]:
@@ -245,14 +230,8 @@ class Processes:
             return
         waiting: deque[Future[Any]] = deque()
         try:
-            idle, busy = [*self.begin()], dict[Future[Any], Executor]()
             for task in itertools.chain(first, tasks):
-                if not idle:
-                    done, _ = futures.wait(busy, return_when=futures.FIRST_COMPLETED)
-                    idle += [busy.pop(future) for future in done]
-                executor = idle.pop()
-                waiting.append(executor.submit(function, *task))
-                busy[waiting[-1]] = executor
+                waiting.append(self.begin()[0].submit(function, *task))
                 while waiting and (waiting[0].done() or len(waiting) >= self.workers * TASKS_AHEAD):
                     yield waiting.popleft().result()
             while waiting:

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import yaml
+
 from ttrain.config.data import Reading
-from ttrain.core.files import user_path
-from ttrain.core.text import format_size
 from ttrain.data import first_rows, locations
 from ttrain.errors import TTrainError
 
 SEARCHED = (*locations.ROWS, *locations.TEXTS, ".csv", ".tsv")
-COMMENT_COLUMN = 40
+DATA = {
+    "pretrain": "documents: the base model learns them",
+    "sft": "chats: the model learns to answer",
+    "dpo": "pairs of a better and a worse answer",
+    "lora": "chats of one domain: an adapter learns them",
+}
+HEAD = """\
+# Settings of ttrain; paths are relative to the directory of the command.
+# All others have defaults: ttrain config show -c {}
+"""
+NEXT = """\
+# model: {preset: 10m}                    a larger model; ttrain models size lists them
+# tokenizer: {vocab_size: 4096}           more words, for more text
+# pretrain: {epochs: 4}                   passes over the documents
+# sft: {epochs: 2}                        passes over the chats
+# reading: {heldout_fraction: 0.05}       share of the rows that is only evaluated
+"""
 _HELD_OUT = re.compile(r"(^|[-_. ])(val|valid|validation|eval|test|dev|held-?_?out)([-_. ]|$)", re.I)
 _NO_DATA = re.compile(r"\.|(readme|licen[cs]e|notice|change|requirements|constraints|robots)\b.*\.txt", re.I)
-_PLAIN = re.compile(r"[\w./~-]+")
 
 
 @dataclass
@@ -45,9 +59,9 @@ def sort(files: Iterable[str]) -> Sorted:
         except (TTrainError, OSError) as error:
             result.left_out[location] = str(error).removeprefix(f"{location} ")
             continue
-        kind = first_rows.kind_of(rows, reading.text_field)
-        if kind is None:
-            result.left_out[location] = first_rows.why_unreadable(rows, reading.text_field)
+        kind, reason = first_rows.kind_of(rows), first_rows.why_unreadable(rows, reading.text_field)
+        if kind is None or reason:
+            result.left_out[location] = reason
             continue
         is_held_out = _HELD_OUT.search(Path(location).name.partition(".")[0])
         dataset = first_rows.DATASETS[kind]
@@ -61,52 +75,11 @@ def sort(files: Iterable[str]) -> Sorted:
 
 def render(datasets: dict[str, list[str]], name: str, path: str) -> str:
     """The text of the file of settings: what is set, and as comments what one sets next."""
-    data = [_data_line(dataset, about, datasets.get(dataset, ())) for dataset, about in DATA]
-    held_out = [
-        _commented(f"  {key}: {_list(files)}", "held out, never trained on")
-        for key, files in datasets.items()
-        if key.endswith("_heldout")
-    ]
-    head = [
-        "# Settings of ttrain; paths are relative to the directory of the command.",
-        f"# All others have defaults: ttrain config show -c {path}",
-        _commented(f"name: {name}", "of the runs and of the registered models"),
-        "data:",
-    ]
-    lines = [*head, *data, *held_out, *(_commented(text, about) for text, about in NEXT)]
-    return "\n".join(lines) + "\n"
-
-
-DATA = (
-    ("pretrain", "documents: the base model learns them"),
-    ("sft", "chats: the model learns to answer"),
-    ("dpo", "pairs of a better and a worse answer"),
-    ("lora", "chats of one domain: an adapter learns them"),
-)
-NEXT = (
-    ("# model: {preset: 10m}", "a larger model; ttrain models size lists them"),
-    ("# tokenizer: {vocab_size: 4096}", "more words, for more text"),
-    ("# pretrain: {epochs: 4}", "passes over the documents"),
-    ("# sft: {epochs: 2}", "passes over the chats"),
-    ("# reading: {heldout_fraction: 0.05}", "share of the rows that is only evaluated"),
-)
-
-
-def _data_line(dataset: str, about: str, files: Sequence[str]) -> str:
-    if not files:
-        return _commented(f"  # {dataset}: [FILE.jsonl]", about)
-    local = [file for file in files if not locations.is_remote(file)]
-    size = sum(user_path(file).stat().st_size for file in local)
-    return _commented(f"  {dataset}: {_list(files)}", f"{about} ({format_size(size)})")
-
-
-def _commented(text: str, comment: str) -> str:
-    return f"{text:<{COMMENT_COLUMN}}  # {comment}"
-
-
-def _list(files: Sequence[str]) -> str:
-    names = [file if _PLAIN.fullmatch(file) else json.dumps(file, ensure_ascii=False) for file in files]
-    return f"[{', '.join(names)}]"
+    data = yaml.safe_dump({"name": name, "data": datasets}, default_flow_style=None, sort_keys=False, allow_unicode=True)
+    missing = "".join(
+        f"  # {dataset}: [FILE.jsonl]  {about}\n" for dataset, about in DATA.items() if dataset not in datasets
+    )
+    return f"{HEAD.format(path)}{data}{missing}{NEXT}"
 
 
 def run_name(directory: Path) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import enum
 import itertools
 import json
 import lzma
@@ -13,7 +12,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import orjson
 
@@ -23,17 +22,10 @@ from ttrain.errors import CannotRead, DataError, TTrainError
 
 CHUNK_BYTES = 1 << 20
 HEAD_BYTES = 1 << 16  # of a text, from which its format is told
-ARRAY_BYTES = 1 << 30  # an array is read whole
+WHOLE_BYTES = 1 << 30  # an array and a `.txt` file are read whole
 UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 READ_ERRORS = (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error)
-_SPACE = b" \t\r\n"
 _VALUE_LINE = re.compile(rb"^[ \t]*[{\[]", re.MULTILINE)
-
-
-class Format(enum.Enum):
-    LINES = enum.auto()  # JSON Lines, good or bad: every line is judged on its own
-    ARRAY = enum.auto()  # one JSON array, over any number of lines
-    DOCUMENT = enum.auto()  # a `.txt` file: all of it is one text
 
 
 @contextmanager
@@ -116,9 +108,7 @@ def is_plain(location: str) -> bool:
         return False
     with opened(location) as stream:
         head = stream.read(HEAD_BYTES)
-    if head.startswith(UTF16):
-        return False
-    return format_of(head.removeprefix(codecs.BOM_UTF8), location) is Format.LINES
+    return not head.startswith(UTF16) and format_of(head.removeprefix(codecs.BOM_UTF8), location) == "lines"
 
 
 def chunks(location: str) -> Iterator[bytes]:
@@ -144,25 +134,32 @@ def json_lines(location: str, text_field: str) -> Iterator[bytes]:
     beginning = next(pieces, b"")
     form = format_of(beginning[:HEAD_BYTES], location)
     pieces = itertools.chain([beginning], pieces)
-    if form is Format.ARRAY:
-        return _array_lines(pieces, location)
-    if form is Format.DOCUMENT:
-        return _document_line(pieces, location, text_field)
-    return pieces
+    if form == "lines":
+        yield from pieces
+    elif form == "array":
+        for element in orjson.loads(_whole(pieces, location, f"run `{_converted(location, '.[]')}`")):
+            yield orjson.dumps(element) + b"\n"
+    else:
+        data = _whole(pieces, location, "split it")
+        if b"\0" in data:
+            reason = "is binary, or text in another encoding: it has NUL bytes; leave it out, or convert it with iconv"
+            raise DataError(f"{location} {reason}")
+        row = {text_field: data.decode("utf-8", "surrogateescape")}
+        yield json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogateescape") + b"\n"
 
 
-def format_of(head: bytes, location: str) -> Format:
+def format_of(head: bytes, location: str) -> Literal["lines", "array", "text"]:
     """The format of a text by its first `HEAD_BYTES`, without a byte order mark.
 
     Raises DataError if the whole text is something else; a bad first line is rejected alone.
     """
-    start = head.lstrip(_SPACE)
+    start = head.lstrip(b" \t\r\n")
     first, _, others = start.partition(b"\n")
     if locations.is_text(location) and not start.startswith((b'{"', b"[{")):
-        return Format.DOCUMENT
+        return "text"
     if start.startswith(b"["):
         is_row = first.rstrip().endswith(b"]") and others.strip()
-        return Format.LINES if is_row else Format.ARRAY
+        return "lines" if is_row else "array"
     if first.rstrip() == b"{" and others.lstrip().startswith(b'"'):
         raise DataError(f"{location} is pretty-printed, not one JSON object a line; run `{_converted(location, '.')}`")
     if start and b"\0" not in head and not _VALUE_LINE.search(head):
@@ -170,31 +167,16 @@ def format_of(head: bytes, location: str) -> Format:
             f"{location} is CSV or plain text, not JSON Lines; "
             "name a text .txt, or write a table's rows as JSON objects, one a line"
         )
-    return Format.LINES
+    return "lines"
 
 
-def _document_line(pieces: Iterator[bytes], location: str, text_field: str) -> Iterator[bytes]:
-    yield b"{" + json.dumps(text_field, ensure_ascii=False).encode() + b':"'
-    for piece in pieces:
-        if b"\0" in piece:
-            raise DataError(
-                f"{location} is binary, or text in another encoding: it has NUL bytes; "
-                "leave it out, or convert it with iconv"
-            )
-        text = piece.decode("utf-8", "surrogateescape")  # a piece may end within a character
-        yield json.dumps(text, ensure_ascii=False)[1:-1].encode("utf-8", "surrogateescape")
-    yield b'"}\n'
-
-
-def _array_lines(pieces: Iterator[bytes], location: str) -> Iterator[bytes]:
+def _whole(pieces: Iterator[bytes], location: str, fix: str) -> bytearray:
     data = bytearray()
     for piece in pieces:
         data += piece
-        if len(data) > ARRAY_BYTES:
-            command = _converted(location, ".[]")
-            raise DataError(f"{location} is one JSON array of more than 1 GiB; run `{command}`")
-    for element in orjson.loads(data):
-        yield orjson.dumps(element) + b"\n"
+        if len(data) > WHOLE_BYTES:
+            raise DataError(f"{location} is one value of more than 1 GiB; {fix}")
+    return data
 
 
 def _converted(location: str, jq_filter: str) -> str:

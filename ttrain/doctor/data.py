@@ -26,7 +26,7 @@ TEXTS = 200  # records of the data, through the tokenizer and back
 COMPARED = 3  # conversations
 MOST_ROWS = 64
 SHOWN_CHARACTERS, SHOWN_TOKENS = 40, 8
-LINE_WIDTH, SHOWN_LINES = 100, 12  # of the row that is shown
+SHOWN_LINES = 12  # of the row that is shown
 END_TOKENS = 3  # an existing template may end an answer with the token and a newline after it
 REPLACEMENT = "\ufffd"  # what bytes that form no character are decoded to
 SURROGATES = range(0xD800, 0xE000)  # halves of characters, which no text has
@@ -216,5 +216,5 @@ def _example(data: Data) -> list[list[Span]]:
     pieces = TokenDecoder(data.encoder)
     view = show_row(data.rows, 0 if data.kind == "documents" else len(data.rows) - 1, pieces)
     segments = range(1 + max(view.segments))
-    of_records = (lines(view, segment, pieces.special, LINE_WIDTH) for segment in segments)
+    of_records = (lines(view, segment, pieces.special) for segment in segments)
     return list(itertools.islice(itertools.chain.from_iterable(of_records), SHOWN_LINES))

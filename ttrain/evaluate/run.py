@@ -10,7 +10,7 @@ from ttrain.config import evaluate
 from ttrain.data import contamination
 from ttrain.data.chat_templates import Message
 from ttrain.data.contamination import digest_of_text
-from ttrain.data.overlap import plain
+from ttrain.data.plain_text import plain
 from ttrain.data.preferences import Preference
 from ttrain.errors import DataError, UsageError
 from ttrain.evaluate import choices, generation

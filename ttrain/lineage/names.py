@@ -15,14 +15,16 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ttrain.config import flatten
 from ttrain.config.data import LEARNT
 from ttrain.config.loading import Override, load
+from ttrain.config.training import TRAINING_STAGES
 from ttrain.core import redact
 from ttrain.core.files import JsonDict, read_object
 from ttrain.data import existing
-from ttrain.errors import ArtifactError, DamagedFile, UsageError
+from ttrain.errors import ArtifactError, DamagedFile, NothingBuilt, UsageError
 from ttrain.reports.facts import changed_settings
 from ttrain.store import layout, references, runs
 from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
@@ -40,7 +42,7 @@ from ttrain.store.model_files import (
 )
 from ttrain.store.registry import CHAMPION, ModelSet, Registry
 from ttrain.tasks import OF_NIGHTS, SFT, STAGES
-from ttrain.tracking.artifact_source import InTracker
+from ttrain.tracking.artifact_source import MlflowArtifacts
 from ttrain.tracking.registered import take_over_champions
 
 MODEL_DIRECTORY, ADAPTER_DIRECTORY = "model", "adapter"  # of an artifact
@@ -86,9 +88,9 @@ def default_model(home: Path | None = None, run_name: str | None = None) -> str 
     model of most runs, only knows its domain.
     """
     root = layout.home() if home is None else home
-    run, store = run_of([SFT.name], root, run_name=run_name), ArtifactStore(root)
-    stages = run["stages"] if run else ()
-    return SFT.name if any(stage["name"] == SFT.name and _artifact_of(store, stage) for stage in stages) else None
+    run = run_of([SFT.name], root, run_name=run_name)
+    has_one = run is not None and _has_all(ArtifactStore(root), run, {SFT.name}, with_model=False)
+    return SFT.name if has_one else None
 
 
 def run_of(
@@ -97,8 +99,9 @@ def run_of(
     """Find the run in which a command's stages, and its None, are looked up: `run_name`, else the newest finished one that
     has them all, else the newest that has them all. None if there is no such run, or none is needed.
 
-    Nights and trials of sweeps are about models that the user did not make: the newest finished one is taken if no other run
-    has the stages. Raises UsageError for a run name that does not exist or is not needed.
+    Nights and trials of sweeps are about models that the user did not make: the newest finished one is taken only if no
+    other run has the stages. Raises UsageError for a run name that does not exist or is not needed, and if several
+    stages exist only in different runs.
     """
     root = layout.home() if home is None else home
     texts = [*texts, base] if base else texts
@@ -110,20 +113,31 @@ def run_of(
         return None
     if run_name is not None:
         return references.need_run(root, run_name)
-    best: dict[int, runs.RecordedRun] = {}  # the newest run of each rank that has all stages
     store = ArtifactStore(root)
-    for run in runs.newest_first(root):
-        is_own = run["pipeline"] != runs.NIGHTLY and "sweep" not in run
-        is_finished = run["outcome"] in FINISHED
-        rank = 2 - is_own - (is_own and is_finished)
-        if rank in best or not (is_own or is_finished):
-            continue
-        made = {stage["name"]: artifact for stage in run["stages"] if (artifact := _artifact_of(store, stage))}
-        if stages <= made.keys() and (stages or any(_model_directory_of(artifact.path) for artifact in made.values())):
-            best[rank] = run
-        if 0 in best:
-            break
-    return best[min(best)] if best else None
+    for suits in (lambda run: _is_own(run) and _is_finished(run), _is_own, _is_finished):
+        for run in runs.newest_first(root):
+            if suits(run) and _has_all(store, run, stages, with_model=None in texts):
+                return run
+        if suits is _is_own and len(stages) > 1 and all(store.artifacts(stage) for stage in stages):
+            listed = ", ".join(sorted(stages))
+            raise UsageError(f"no run has all of {listed}; name each as RUN:STAGE, `ttrain pipeline status` lists runs")
+    return None
+
+
+def _is_own(run: runs.RecordedRun) -> bool:
+    return run["pipeline"] != runs.NIGHTLY and "sweep" not in run
+
+
+def _is_finished(run: runs.RecordedRun) -> bool:
+    return run["outcome"] in FINISHED
+
+
+def _has_all(home: ArtifactStore, run: runs.RecordedRun, stages: set[str], *, with_model: bool) -> bool:
+    """Whether the run's artifacts of these stages exist undamaged; and any model, if one is needed."""
+    listed = (stage for stage in run["stages"] if stage["name"] in stages or with_model)
+    artifacts = {stage["name"]: artifact for stage in listed if (artifact := _artifact_of(home, stage))}
+    has_model = any(_model_directory_of(artifact.path) for artifact in artifacts.values())
+    return stages <= artifacts.keys() and (has_model or not with_model)
 
 
 @dataclass(frozen=True)
@@ -146,6 +160,7 @@ class _Resolver:
         if text in STAGES:
             if self.run:
                 return self._of_run(text, self.run, text)
+            self._refuse_untrained(text)
             return self._of_artifact(text, self.store.latest(text))
         directory = references.directory(text) if run not in names else None
         if directory:
@@ -162,6 +177,20 @@ class _Resolver:
         if not stages:
             runs.check_readable(self.store.root)
         raise references.unknown("model", text, [*stages, *names], shown=len(stages) + references.LISTED, also=advice)
+
+    def _refuse_untrained(self, stage: str) -> None:
+        """Raise NothingBuilt for a stage that no run trained, where the newest run has no data for it."""
+        row = TRAINING_STAGES.get(stage)
+        run = next(runs.newest_first(self.store.root), None)
+        if row is None or run is None or self.store.artifacts(stage) or self.store.unreadable(stage):
+            return
+        if run["settings"].get("data", {row.dataset: True}).get(row.dataset):
+            return
+        model = "adapter" if row.role == "adapter" else f"{row.label} model"
+        raise NothingBuilt(
+            f"the run {run['run']} has no {model}, since data.{row.dataset} is none; set it to your file: "
+            f"`ttrain pipeline run full data.{row.dataset}=FILE`"
+        )
 
     def _last_model(self) -> Reference:
         """The last model of the run."""
@@ -210,7 +239,7 @@ class _Resolver:
 
     def _fetched(self, stage: str, key: str) -> Artifact | None:
         """Fetch the model's files from MLflow, with the base model of an adapter; None if they are not there."""
-        store = ArtifactStore(self.store.root, InTracker(self.store.root))
+        store = ArtifactStore(self.store.root, MlflowArtifacts(self.store.root))
         artifact = store.find(stage, key)
         if artifact is None:
             return None
@@ -302,49 +331,6 @@ def _stored_digest(artifact: Artifact) -> str | None:
         return None
 
 
-def line_of(reference: Reference, store: ArtifactStore) -> str:
-    """A line such as `sft = quickstart, full-20261121-160222-1a2b4:sft, 0f3a91c2d4e5`, with what a bare stage could also
-    have meant."""
-    artifact = reference.artifact
-    if artifact is None:
-        return f"{reference.text} = {reference.directory}"
-    labels = [_pipeline_of(reference), _run_of(reference) or "of no run", artifact.key[:SHOWN_KEY]]
-    line = f"{reference.text} = {', '.join(filter(None, labels))}"
-    if reference.text not in STAGES:
-        return line
-    if reference.run is None:
-        return f"{line} (the newest {artifact.stage} here)"
-    newest = next(iter(store.artifacts(artifact.stage)), artifact)
-    is_newest = newest.key == artifact.key
-    return line if is_newest else f"{line} (there is a newer {artifact.stage}, {newest.key[:SHOWN_KEY]}: {newest.path})"
-
-
-def to_json(reference: Reference) -> JsonDict:
-    """As JSON: `name` of the pipeline, `run` (RUN:STAGE), `key` of the artifact, `digest` of the weights."""
-    return {
-        "model": reference.text,
-        "name": _pipeline_of(reference),
-        "run": _run_of(reference),
-        "key": reference.artifact.key if reference.artifact else None,
-        "digest": weights_digest(reference.adapter, name=ADAPTER) if reference.adapter else reference.base_digest,
-    }
-
-
-def _run_of(reference: Reference) -> str | None:
-    """RUN:STAGE of the run that was named or found, else of the one that made the artifact."""
-    if reference.artifact is None:
-        return None
-    run = reference.run["run"] if reference.run else reference.artifact.provenance.get("run")
-    return f"{run}:{reference.artifact.stage}" if run else None
-
-
-def _pipeline_of(reference: Reference) -> str | None:
-    """The setting `name` of the run, or of the run that made the artifact."""
-    made_with = reference.artifact.provenance.get("settings") if reference.artifact else None
-    settings = reference.run["settings"] if reference.run else made_with or {}
-    return str(settings.get("name") or "") or None
-
-
 def with_models(home: Path) -> list[str]:
     """Names of the home's models, for a list: stages, champions, and the stages of the newest runs."""
     store = ArtifactStore(home)
@@ -365,7 +351,7 @@ def newest_with(home: Path, stage: str) -> JsonDict:
         raise UsageError(f"stage {stage} belongs to nights; try `ttrain pipeline run nightly`")
     references.need_stage(stage, STAGES)
     for run in runs.newest_first(home):
-        if run["pipeline"] != runs.NIGHTLY and "sweep" not in run and any(entry["name"] == stage for entry in run["stages"]):
+        if _is_own(run) and any(entry["name"] == stage for entry in run["stages"]):
             return run
     raise UsageError(f"no run has a stage {stage} yet whose settings could be taken; try `ttrain pipeline run full`")
 
@@ -388,3 +374,42 @@ def base_of(run: runs.RecordedRun) -> list[Override]:
     data = run["settings"].get("data", {})
     named = [Override(f"run {run['run']}", f"data.{name}", data[name]) for name in LEARNT if name in data]
     return [*named, *settings_of(run)]
+
+
+def to_json(reference: Reference) -> dict[str, Any]:
+    """As JSON: `name` of the pipeline, `run` (RUN:STAGE), `key` of the artifact, `digest` of the weights."""
+    weights = (reference.adapter, ADAPTER) if reference.adapter else None
+    return {
+        "model": reference.text,
+        "name": _pipeline_of(reference),
+        "run": _run_of(reference),
+        "key": reference.artifact.key if reference.artifact else None,
+        "digest": weights_digest(weights[0], name=weights[1]) if weights else reference.base_digest,
+    }
+
+
+def line_of(reference: Reference) -> str:
+    """Which model a name led to, such as `sft = quickstart, full-20261121-160222-1a2b4:sft, 0f3a91c2d4e5`."""
+    artifact = reference.artifact
+    if artifact is None:
+        return f"{reference.text} = {reference.directory}"
+    run = _run_of(reference) or "of no run"
+    labels = [word for word in (_pipeline_of(reference), run, artifact.key[:SHOWN_KEY]) if word]
+    return f"{reference.text} = {', '.join(labels)}"
+
+
+def _run_of(reference: Reference) -> str | None:
+    """RUN:STAGE of the run that was named or found, else of the one that made the artifact."""
+    if reference.artifact is None:
+        return None
+    made_by = reference.artifact.provenance.get("run")
+    run = reference.run["run"] if reference.run else made_by
+    return f"{run}:{reference.artifact.stage}" if run else None
+
+
+def _pipeline_of(reference: Reference) -> str | None:
+    """The setting `name` of the run, or of the run that made the artifact."""
+    if reference.run:
+        return str(reference.run["settings"].get("name") or "") or None
+    made_with = reference.artifact.provenance.get("settings") if reference.artifact else None
+    return str(made_with["name"]) if made_with and made_with.get("name") else None

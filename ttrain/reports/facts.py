@@ -1,25 +1,19 @@
-"""What the manifests and settings of a run say, read once for terminal, pages, cards and MLflow. Plain values in and out."""
+"""Facts from the manifests and settings of a run, for terminal, pages, cards and MLflow."""
 
 from __future__ import annotations
 
-import ast
-import itertools
 import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from ttrain.config import Settings, flatten, rules
-from ttrain.config.base import is_retired
 from ttrain.config.training import BITS_PER_BYTE, model_order
 from ttrain.core.hashing import digest_of
 from ttrain.core.text import ABSENT, short_digest
 from ttrain.reports.summary import Result
 from ttrain.store.layout import Manifest
-
-T = TypeVar("T")
-
 
 MAIN_SETTINGS = frozenset({
     "model.kind", "model.hidden_size", "model.layers", "tokenizer.vocab_size", "pretrain.tokens", "pretrain.optim.lr",
@@ -28,57 +22,39 @@ MAIN_SETTINGS = frozenset({
 
 
 def changed_settings(settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """{dotted name: (value, default)} of the settings that are not the defaults, or not what `auto` makes of the others;
-    also of settings that are texts. Retired ones have no default any more, and are left out."""
+    """{dotted name: (value, default)} of the settings that are not the default, or not what `auto`
+    makes of the others."""
     defaults = dict(flatten(Settings().model_dump(mode="json")))
-    automatic = {
-        name: list(value) if isinstance(value, tuple) else value for name, value in rules.automatic(settings).items()
-    }
-    changed: dict[str, tuple[Any, Any]] = {}
-    present = {name: defaults.get(name, ABSENT) for name in settings if not is_retired(name)}
-    for usual in (present, automatic):
-        changed |= {
-            name: (settings[name], value)
-            for name, value in usual.items()
-            if name in settings and name not in changed and settings[name] not in (value, str(value))
-        }
+    usual = {name: defaults.get(name, ABSENT) for name in settings}
+    changed = {name: (settings[name], value) for name, value in usual.items() if settings[name] != value}
+    for name, value in _automatic(settings).items():
+        if name in settings and name not in changed and settings[name] != value:
+            changed[name] = settings[name], value
     return changed
 
 
+def _automatic(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that rules give to settings, as a record has them."""
+    automatic = rules.automatic(settings)
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in automatic.items()}
+
+
 def as_yaml(value: Any) -> str:
-    """The value of a setting as a settings file has it; of MLflow it comes as a text, as Python writes it."""
-    if isinstance(value, str):
-        try:
-            value = ast.literal_eval(value) if value in ("True", "False", "None") or value.startswith(("[", "{")) else value
-        except (ValueError, SyntaxError):
-            return str(value)
+    """The value of a setting as a settings file has it."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Of all settings by dotted name, those that are parameters of a run in MLflow: what is not the default, and of the ten
     that most comparisons are about those that no rule has set."""
-    changed, by_rule = changed_settings(settings), set_by_rule(settings)
-    shown = {name for name in (*changed, *MAIN_SETTINGS) if name not in by_rule}
+    by_rule = set_by_rule(settings)
+    shown = {*changed_settings(settings), *MAIN_SETTINGS} - by_rule.keys()
     return {name: value for name, value in settings.items() if name in shown}
 
 
 def set_by_rule(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that have the value which a rule gives them."""
-    automatic = rules.automatic(settings)
-    return {name: settings[name] for name, value in automatic.items() if settings.get(name) in (value, str(value))}
-
-
-def row_tallies(result: Result) -> dict[str, Result]:
-    """The counts of rows of a stage's result, by their role: train, heldout."""
-    tallies = result.get("rows") or {}
-    tallies = {"train": tallies} if "rows" in tallies else tallies
-    return {role: tally for role, tally in tallies.items() if isinstance(tally, dict)}
-
-
-def lost_rows(tally: Result) -> dict[str, int]:
-    """{reason: count} of the rows that were skipped or rejected."""
-    return {**tally.get("skipped", {}), **tally.get("rejected", {})}
+    return {name: value for name, value in _automatic(settings).items() if settings.get(name) == value}
 
 
 def files_of(manifest: Manifest) -> Iterable[tuple[str, str, str]]:
@@ -105,21 +81,14 @@ def versions_of(manifests: Iterable[Manifest]) -> dict[str, list[str]]:
     return {name: values for name, values in versions.items() if values}
 
 
-def samples_of(evaluation: Manifest) -> dict[tuple[str, str], str]:
-    """{(model, prompt): answer} of an evaluation's manifest, in the order of the models."""
-    answers = evaluation.get("result", {}).get("samples") or {}
-    models = sorted(answers, key=model_order)
-    return {(model, sample["prompt"]): sample["answer"] for model in models for sample in answers[model]}
-
-
 REFERENCE = "in the data"  # the title of what follows a prompt there, beside the answers of models
 
 
-def references_of(evaluation: Manifest) -> dict[str, str]:
-    """{prompt: what follows it in the held-out row that it is from}."""
-    of_models = (evaluation.get("result", {}).get("samples") or {}).values()
-    samples = itertools.chain.from_iterable(of_models)
-    return {sample["prompt"]: sample["reference"] for sample in samples if sample.get("reference")}
+def samples_of(evaluation: Manifest) -> dict[tuple[str, str], Result]:
+    """{(model, prompt): sample} of an evaluation's manifest, in the order of the models."""
+    by_model = evaluation.get("result", {}).get("samples") or {}
+    models = sorted(by_model, key=model_order)
+    return {(model, sample["prompt"]): sample for model in models for sample in by_model[model]}
 
 
 # Metrics of the data, not of a model: the size of the held-out text, also compressed.
@@ -154,35 +123,15 @@ def rank(name: str) -> tuple[int, str]:
     return next((position for position, pattern in enumerate(FIRST) if pattern.search(name)), len(FIRST)), name
 
 
-def best(name: str, values: Sequence[float | None]) -> int | None:
-    """Index of the best value; None where no direction is better, or all values are equal."""
-    sign = better(name)
-    candidates = [(sign * value, -index) for index, value in enumerate(values) if value is not None and math.isfinite(value)]
-    if not sign or len(candidates) < 2 or len({value for value, _ in candidates}) == 1:
-        return None
-    return -max(candidates)[1]
+def ranked(values: Sequence[float | None], sign: int) -> list[int]:
+    """The numbers of the finite values, the best first: the highest, or the lowest for a sign of -1."""
+    signed = {number: -sign * value for number, value in enumerate(values) if value is not None and math.isfinite(value)}
+    return sorted(signed, key=lambda number: signed[number])
 
 
-def spread(items: Sequence[T], most: int) -> list[T]:
-    """Up to so many of the items, evenly spread: the first and the last are among them."""
-    if len(items) <= most:
-        return list(items)
-    return [items[number] for number in sorted({round(index * (len(items) - 1) / (most - 1)) for index in range(most)})]
-
-
-QUICK = "_quick"  # at the end of the name of a metric on a few held-out rows
-
-
-def quick_offset(quick: Sequence[float | None], whole: float | None) -> float | None:
-    """What moves a curve on a few held-out rows to where the validation on all of them ends.
-
-    The few are easier or harder than all by about as much at each step, so that the moved curve
-    shows what all rows would have. None where one of the two is not there, or not finite.
-    """
-    last = quick[-1] if quick else None
-    if last is None or whole is None or not math.isfinite(whole - last):
-        return None
-    return whole - last
+def letter(number: int) -> str:
+    """The short name of a run of a comparison: A, B, ...; R27, R28, ... after Z."""
+    return chr(ord("A") + number) if number < 26 else f"R{number + 1}"
 
 
 def short(value: float) -> str:
@@ -195,7 +144,7 @@ def short(value: float) -> str:
 
 def percent(value: float | None, base: float | None) -> float | None:
     """By how much a value differs from another one, in percent of that; None where it is undefined."""
-    if value is None or base is None or not base or not (math.isfinite(value) and math.isfinite(base)):
+    if value is None or not base or not (math.isfinite(value) and math.isfinite(base)):
         return None
     return 100 * (value - base) / abs(base)
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ttrain.core.terminal import escaped
 from ttrain.core.text import counted, format_duration, short_digest
 from ttrain.store.runs import NOTHING_NEW, RecordedRun
 
 SHOWN_REASONS = 3
+LOST = ("skipped", "rejected")  # groups of rows that are left out, with a count for each reason
 EvaluationRow = tuple[str, str, str]  # metric, value, remark
 Result = Mapping[str, Any]  # of a stage, as its manifest has it, or a part of one
 
@@ -71,12 +71,17 @@ def _total(trainings: Iterable[Result]) -> dict[str, float]:
     return {"total/train_seconds": seconds, "total/device_hours": device_seconds / 3600}
 
 
-def _overlaps(contamination: Result | None) -> str:
-    """How many evaluation items occur in training rows, where these were searched and none was removed."""
-    if not contamination or contamination["removed"]:
-        return ""
-    items, overlapping = (sum(task[name] for task in contamination["tasks"].values()) for name in ("items", "overlapping"))
-    return f"; {overlapping:,} of {items:,} evaluation items are in {contamination['documents']:,} training rows"
+def row_tallies(result: Result) -> dict[str, Result]:
+    """The counts of rows of a stage's result, by their role: train, heldout."""
+    tallies = result.get("rows") or {}
+    tallies = {"train": tallies} if "rows" in tallies else tallies
+    return {role: tally for role, tally in tallies.items() if isinstance(tally, dict)}
+
+
+def lost_rows(tally: Result, *groups: str) -> str:
+    """The rows that were left out by reason, "no text 3, not JSON 1"; `groups`: skipped, rejected, by default both."""
+    reasons = {reason: n for group in groups or LOST for reason, n in tally.get(group, {}).items() if n}
+    return ", ".join(f"{reason} {count:,}" for reason, count in reasons.items())
 
 
 def key_figures(stage: str, result: Result, directory: Path = Path()) -> str:
@@ -87,20 +92,7 @@ def key_figures(stage: str, result: Result, directory: Path = Path()) -> str:
     if stage == "source":
         return ", ".join(f"{name} {result[name]['rows']:,} rows" for name in LEARNT if name in result)
     if stage.startswith("shards-"):
-        train, heldout = result["train"], result["heldout"]
-        lost = Counter[str]()
-        for tally in result["rows"].values():
-            lost.update({**tally["skipped"], "bad": sum(tally["rejected"].values())})
-        left_out = "".join(f"; left out {count:,}: {rule}" for rule, count in lost.items() if count)
-        unread = Counter[str]()
-        for tally in result["rows"].values():
-            unread.update(tally.get("unread_keys", {}))
-        left_out += "".join(f"; not read: '{escaped(key)}' in {counted(rows, 'row')}" for key, rows in unread.items())
-        reused = result["blocks"] - result["encoded_blocks"]
-        reused_text = f"; {reused:,} of {result['blocks']:,} shards were reused" if reused else ""
-        overlap_text = _overlaps(result.get("contamination"))
-        counts = f"{counted(train['rows'], 'row')}, {train['tokens']:,} tokens; held out {counted(heldout['rows'], 'row')}"
-        return f"{counts}{left_out}{reused_text}{overlap_text}"
+        return "; ".join(_about_shards(result))
     if stage == "heldout":
         unscored = f"; {result['unscored']:,} of this night are beyond its share" if result.get("unscored") else ""
         return f"{result['records']:,} held-out documents of all nights, {result['new']:,} of them new{unscored}"
@@ -117,6 +109,25 @@ def key_figures(stage: str, result: Result, directory: Path = Path()) -> str:
     if warned := result.get("guard_warnings"):
         figures.append(f"{_advice_of_guards(stage, warned)}; {directory / 'run' / 'guards.jsonl'}")
     return ", ".join(figures)
+
+
+def _about_shards(result: Result) -> Iterator[str]:
+    """What shards hold, what was left out and not read, and what is not new."""
+    train, heldout = result["train"], result["heldout"]
+    yield f"{counted(train['rows'], 'row')}, {train['tokens']:,} tokens; held out {counted(heldout['rows'], 'row')}"
+    for role, tally in row_tallies(result).items():
+        if lost := lost_rows(tally):
+            yield f"left out of {role}: {lost}"
+        unread = tally.get("unread_keys", {})
+        yield from (f"not read: '{escaped(key)}' in {counted(rows, 'row')}" for key, rows in unread.items())
+    if reused := result["blocks"] - result["encoded_blocks"]:
+        yield f"{reused:,} of {result['blocks']:,} shards were reused"
+    contamination = result.get("contamination")
+    if contamination and not contamination["removed"]:
+        tasks = contamination["tasks"].values()
+        overlapping, items = (sum(task[name] for task in tasks) for name in ("overlapping", "items"))
+        documents = contamination["documents"]
+        yield f"{overlapping:,} of {items:,} evaluation items are in {documents:,} training rows"
 
 
 def _advice_of_guards(stage: str, warned: Iterable[str]) -> str:
@@ -180,121 +191,96 @@ def status_row(stage: Result) -> tuple[str, str, str, str, str]:
     return stage["name"], stage["outcome"], format_duration(stage.get("seconds")), figures, log
 
 
-BASELINES = (("xz", "xz -9e"), ("zlib", "zlib -9"), ("order0", "order-0 bytes"), ("order3", "order-3 bytes"))
-
-# Of the held-out records, what is counted beside them.
-SCORED = {"chats": ("chat", "chat_tokens"), "domain": ("chat", "domain_tokens"), "pairs": ("pair", "")}
-
+BASELINES = {"xz": "xz -9e", "zlib": "zlib -9", "order0": "order-0 bytes", "order3": "order-3 bytes"}
+SCORED = {"chats": ("chat", "chat_tokens"), "domain": ("chat", "domain_tokens")}  # of held-out records, what is counted
 NO_SUITES: Result = {"models": (), "tasks": (), "comparisons": ()}
 
 
+class _Shown(NamedTuple):
+    """A metric of an evaluation that is shown: the number of its records, and a remark."""
+
+    name: str
+    label: str
+    records: int
+    remark: str
+
+
 def rows(metrics: Mapping[str, float], results: Mapping[str, Result] = MappingProxyType({})) -> list[EvaluationRow]:
-    """(metric, value, remark) of each evaluated metric of the run; with the results of its stages, also the metrics'
-    intervals and the tasks of its suites."""
-    from ttrain.config.training import EVALUATED, MODELS, PRIMARY_METRICS  # here: `status` needs none of the settings, 0.1 s
+    """(metric, value, remark) of each evaluated metric of the run and of a night's champion; with the results of its
+    stages, also the metrics' intervals and the tasks of its suites."""
     from ttrain.evaluate.few_records import not_judged
 
-    intervals = {
-        f"{prefix}/{name}": bounds
-        for stage, prefix in (("evaluate", "eval"), ("evaluate-champion", "champion"))
-        for name, bounds in results.get(stage, {}).get("intervals", {}).items()
-    }
-
-    paired = results.get("evaluate", {}).get("paired", {})
-
-    def row(label: str, name: str, remark: str = "") -> EvaluationRow:
-        return label, _with_interval(metrics[name], intervals.get(name)), remark
-
-    def number_of(name: str) -> int:
-        return int(metrics.get(f"{EVALUATED}{name}") or 0)
-
-    def count(name: str, noun: str) -> str:
-        return counted(number_of(name), noun)
-
+    evaluation, champion = (results.get(stage, {}) for stage in ("evaluate", "evaluate-champion"))
+    paired = evaluation.get("paired", {})
+    shown = [*_bits_per_byte(metrics), *_by_model(metrics, paired), *_suites(evaluation)]
     table: list[EvaluationRow] = []
-    bits, *losses = PRIMARY_METRICS.values()
-    for model, label in ((bits.model, "base model"), *BASELINES):
-        name, xz, remark = f"{EVALUATED}{bits.of(model)}", metrics.get(f"{EVALUATED}{bits.of('xz')}"), ""
-        if name not in metrics:
-            continue
-        if model == bits.model:
-            remark = f"{count('documents', 'document')}, {count('document_bytes', 'byte')}"
-            if xz is not None:
-                comparison = f"{'beats' if metrics[name] < xz else 'does not beat'} xz"
-                remark += f"; {not_judged(number_of('documents')) or comparison}"
-        table.append(row(f"{bits.label}, {label}", name, remark))
-        groups = (group for group in metrics if group.startswith(f"{name}/"))  # eval/bits_per_byte/lang:zh is lang=zh
-        table += [row(f"{bits.label}, {label}, {group.rpartition('/')[2].replace(':', '=', 1)}", group) for group in groups]
-    for loss in losses:
-        previous: float | None = None
-        for model in MODELS:
-            name = f"{EVALUATED}{loss.of(model)}"
-            if (value := metrics.get(name)) is not None:
-                unit, tokens = SCORED[loss.records]
-                scored = count(loss.records, unit) + (f", {count(tokens, 'scored token')}" if tokens else "")
-                p = paired.get(loss.of(model), {}).get("p")
-                change = "" if previous is None else f"{value - previous:+.3f}" + ("" if p is None else f", p = {p:.2g}")
-                remark = scored if previous is None else not_judged(number_of(loss.records)) or change
-                table.append(row(f"{loss.label}, {model}", name, remark))
-                previous = value
-    for judged in (bits, *losses):  # what a night's table shows of the champion beside its challenger
-        name, new = f"champion/{judged.name}", metrics.get(judged.of_run)
-        if name in metrics:
-            difference = "" if new is None else f"the challenger: {new - metrics[name]:+.3f}"
-            remark = difference and (not_judged(number_of(judged.records)) or difference)
-            model = "base model" if judged == bits else judged.model
-            table.append(row(f"{judged.label}, {model}, champion", name, remark))
-    suites, champion_suites = (
-        results.get(stage, {}).get("suites", NO_SUITES) for stage in ("evaluate", "evaluate-champion")
-    )
-    return [*table, *_suites(suites), *_suites_of_champion(suites, champion_suites)]
+    for name, label, _, remark in shown:
+        if (value := metrics.get(f"eval/{name}")) is not None:
+            table.append((label, _with_interval(value, evaluation, name), remark))
+    for name, label, records, _ in shown:
+        if (value := metrics.get(f"champion/{name}")) is not None:
+            new = metrics.get(f"eval/{name}", value)
+            remark = not_judged(records) or f"the challenger: {new - value:+.3f}"
+            table.append((f"{label}, champion", _with_interval(value, champion, name), remark))
+    return table
 
 
-def _suites_of_champion(suites: Result, champion_suites: Result) -> Iterator[EvaluationRow]:
-    """The rows of the champion's suites, each with the difference of its challenger."""
-    challengers = {task["task"]: task for task in suites["tasks"]}
-    for task in champion_suites["tasks"]:
-        for model in (name for name in champion_suites["models"] if name in task["models"]):
-            figure = task["models"][model]["figures"][task["figure"]]
-            remark = _of_challenger(challengers.get(task["task"]), task, model, figure["value"])
-            yield _suite_row(task, f"{model}, champion", figure, remark)
-
-
-def _of_challenger(challenger: Result | None, task: Result, model: str, value: float | None) -> str:
-    """A remark about the challenger's task beside the champion's: the difference from its `value`, or why there is none."""
-    if challenger is None or (challenger["digest"] == task["digest"] and model not in challenger["models"]):
-        return ""
-    if challenger["digest"] != task["digest"]:
-        return "not the same items"
-    figure = challenger["models"][model]["figures"].get(task["figure"])
-    if figure is None:
-        return f"the challenger's is {challenger['figure'].replace('_', ' ')}"
-    if value is None or figure["value"] is None:
-        return ""
+def _bits_per_byte(metrics: Mapping[str, float]) -> Iterator[_Shown]:
+    """The base model's bits per byte, over all documents and those of each group, and what compressors need."""
+    from ttrain.config.training import BITS_PER_BYTE as BITS  # here: `status` needs none of the settings, 0.1 s
     from ttrain.evaluate.few_records import not_judged
 
-    return not_judged(task["items"], noun="items") or f"the challenger: {figure['value'] - value:+.3f}"
+    value, xz = metrics.get(BITS.of_run), metrics.get(f"eval/{BITS.of('xz')}")
+    documents, size = (int(metrics.get(f"eval/{name}", 0)) for name in ("documents", "document_bytes"))
+    remark = f"{counted(documents, 'document')}, {counted(size, 'byte')}"
+    if value is not None and xz is not None:
+        remark += f"; {not_judged(documents) or ('beats xz' if value < xz else 'does not beat xz')}"
+    yield _Shown(BITS.name, f"{BITS.label}, base model", documents, remark)
+    for name in metrics:
+        if name.startswith(f"{BITS.of_run}/"):  # eval/bits_per_byte/lang:zh is lang=zh
+            group = name.removeprefix(f"{BITS.of_run}/").replace(":", "=", 1)
+            yield _Shown(name.removeprefix("eval/"), f"{BITS.label}, base model, {group}", documents, "")
+    for model, label in BASELINES.items():
+        yield _Shown(BITS.of(model), f"{BITS.label}, {label}", documents, "")
 
 
-def _suites(suites: Result) -> Iterator[EvaluationRow]:
+def _by_model(metrics: Mapping[str, float], paired: Mapping[str, Result]) -> Iterator[_Shown]:
+    """The metrics of fine-tuned models, each compared with that of the model before."""
+    from ttrain.config.training import BITS_PER_BYTE, MODELS, PRIMARY_METRICS
+    from ttrain.evaluate.few_records import not_judged
+
+    for metric in PRIMARY_METRICS.values():
+        names = [metric.of(model) for model in MODELS if metric is not BITS_PER_BYTE]
+        names = [name for name in names if f"eval/{name}" in metrics]
+        records = int(metrics.get(f"eval/{metric.records}", 0))
+        noun, tokens = SCORED.get(metric.records, ("pair", ""))
+        remark = counted(records, noun)
+        if tokens:
+            remark += f", {counted(int(metrics.get(f'eval/{tokens}', 0)), 'scored token')}"
+        for number, name in enumerate(names):
+            if number:
+                change = metrics[f"eval/{name}"] - metrics[f"eval/{names[number - 1]}"]
+                p = paired.get(name, {}).get("p")
+                remark = not_judged(records) or f"{change:+.3f}" + ("" if p is None else f", p = {p:.2g}")
+            model = name.removeprefix(metric.family)[1:]
+            yield _Shown(name, f"{metric.label}, {model}", records, remark)
+
+
+def _suites(evaluation: Result) -> Iterator[_Shown]:
     """The main metric of each task for each model, and its comparison with the first model."""
+    suites = evaluation.get("suites", NO_SUITES)
     verdicts = {(comparison["task"], comparison["second"]): comparison for comparison in suites["comparisons"]}
     for task in suites["tasks"]:
         for model in (name for name in suites["models"] if name in task["models"]):
-            left_out = sum(task["left_out"].values())
-            remark = f"{task['items']:,} items" + (f"; {counted(left_out, 'row')} left out" if left_out else "")
+            remark = f"{task['items']:,} items"
             if versus := verdicts.get((task["task"], model)):
                 difference, verdict = versus.get("difference"), versus["verdict"]
                 is_judged = difference is not None and not verdict.startswith("not judged")
                 remark = (f"{0 - difference:+.3f}: " if is_judged else "") + verdict
-            yield _suite_row(task, model, task["models"][model]["figures"][task["figure"]], remark)
+            label = f"{task['task']} {task['figure'].replace('_', ' ')}, {model}"
+            yield _Shown(f"{task['task']}/{task['figure']}/{model}", label, task["items"], remark)
 
 
-def _suite_row(task: Result, model: str, figure: Result, remark: str) -> EvaluationRow:
-    label = f"{task['task']} {task['figure'].replace('_', ' ')}, {model}"
-    return label, _with_interval(figure["value"], figure["interval"]), remark
-
-
-def _with_interval(value: float | None, interval: Sequence[float] | None) -> str:
-    text = "no number" if value is None else f"{value:.3f}"
-    return f"{text} ({interval[0]:.3f} to {interval[1]:.3f})" if interval else text
+def _with_interval(value: float, evaluation: Result, name: str) -> str:
+    interval = evaluation.get("intervals", {}).get(name)
+    return f"{value:.3f} ({interval[0]:.3f} to {interval[1]:.3f})" if interval else f"{value:.3f}"

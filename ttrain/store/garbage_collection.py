@@ -3,6 +3,7 @@
 Kept are artifacts that recent runs read or made or that their unfinished work continues from, registered models, and all
 young ones; while a run is in progress, every artifact, since it is not yet known which it will read. A run records itself
 under the lock that is held here (`runs.RunRecord`): one that starts meanwhile waits until the removed paths are moved away.
+Damaged artifacts are `artifacts verify --set-aside`'s, which moves them to what was replaced.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from ttrain.core.files import JsonDict, Taken, exclusive, parse_object, read_object, refuse
+from ttrain.core.files import JsonDict, Taken, exclusive, read_object, refuse
 from ttrain.store import runs
-from ttrain.store.artifacts import HOLDER, ArtifactStore
-from ttrain.store.layout import FORMAT, JOB, MANIFEST, Artifacts
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import JOB, Artifacts
 from ttrain.store.runs import RecordedRun
 
 DAY_SECONDS = 86400
-WRITE_SECONDS = 3600  # without a change, after which a write is over, also by a process of another machine
 TRASH = "trash"  # under the home: moved there at once, then removed
 REQUIRED_INPUTS = ("base", "tokenizer")  # inputs without which a registered model is of no use
 
@@ -36,7 +37,7 @@ NIGHT = "the next night"
 class UnneededPath:
     """A path that can be removed. `bytes` is what its removal frees: a file with another hard link frees nothing."""
 
-    kind: str  # "artifact", "damaged" (one without a manifest to go by), "work", "replaced" or "leftover"
+    kind: str  # "artifact", "work", "replaced" or "leftover"
     stage: str
     key: str
     path: Path
@@ -93,116 +94,116 @@ class CleanupResult:
         return sum(removal.bytes for removal in self.removed)
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What is kept beside registered models and what the next nights read.
+
+    runs              the newest runs that differ in their artifacts
+    since             artifacts and runs of this time and later, in seconds since 1970
+    only_run          where it is set: instead, all but what only this run made or read, whatever its age
+    """
+
+    runs: int = 0
+    since: float = 0.0
+    only_run: RecordedRun | None = None
+
+    @classmethod
+    def recent(cls, runs: int, days: float) -> Kept:
+        """The newest runs, and all of the last days."""
+        return cls(runs, time.time() - days * DAY_SECONDS)
+
+
 def clean(
     store: ArtifactStore,
     registered: Collection[str],
+    kept: Kept,
     *,
-    keep_runs: int,
-    older_than_days: float,
     needed_by_nights: Callable[[Path], Collection[str]],
     dry_run: bool = False,
 ) -> CleanupResult:
     """Remove what is no longer needed. `registered`: keys of `Registry.keys`; `needed_by_nights`: keys that the
-    next nights of a home read (`nightly.records.needed_keys`), called while no run can begin.
-
-    Kept for their runs are the newest `keep_runs` that differ in their artifacts and all of the last `older_than_days` days.
-    """
-    oldest = time.time() - older_than_days * DAY_SECONDS
+    next nights of a home read (`nightly.records.needed_keys`), called while no run can begin."""
     with contextlib.nullcontext() if dry_run else exclusive(store.root / runs.CLEANING):
         artifacts = {artifact.key: artifact for artifact in store.artifacts()}
-        needs = _needs(store, artifacts, registered, needed_by_nights(store.root), keep_runs, oldest)
-        cleaned = _find_unneeded(store, artifacts, needs, registered, oldest)
-        return cleaned if dry_run else _removed(store, cleaned)
-
-
-def clean_run(
-    store: ArtifactStore,
-    registered: Collection[str],
-    run: RecordedRun,
-    *,
-    needed_by_nights: Callable[[Path], Collection[str]],
-    dry_run: bool = False,
-) -> CleanupResult:
-    """Remove the artifacts and the work that only this run made or read, whatever their age; its record stays.
-
-    What any other run, a registered model or the next night needs is kept, and everything while a run is in progress.
-    """
-    with contextlib.nullcontext() if dry_run else exclusive(store.root / runs.CLEANING):
-        artifacts = {artifact.key: artifact for artifact in store.artifacts()}
-        needs = NeededKeys()
-        for other in runs.history(store.root):
-            if other["outcome"] == "running":
-                needs.running[other["run"]] = other["process"].get("host", platform.node())
-            if other["run"] != run["run"]:
-                needs.add(filter(None, runs.keys_of(other).values()), OTHER_RUN, artifacts)
+        needs = _needs_of_runs(store, artifacts, kept)
         needs.add(registered, REGISTERED, artifacts, only=REQUIRED_INPUTS)
         needs.add(needed_by_nights(store.root), NIGHT, artifacts, only=REQUIRED_INPUTS)
-        cleaned = _find_of_run(store, artifacts, needs, set(runs.keys_of(run).values()))
+        _add_work(store, needs, artifacts)
+        kept_counts, found = Counter[str](), []
+        for removal, reason in _candidates(store, artifacts, needs, registered, kept):
+            if reason is None:
+                found.append(removal)
+            elif removal.kind == "artifact":
+                kept_counts[reason] += 1
+        cleaned = CleanupResult(_with_sizes(found), dict(kept_counts), needs.running)
         return cleaned if dry_run else _removed(store, cleaned)
 
 
-def _find_of_run(
-    store: ArtifactStore, artifacts: Artifacts, needs: NeededKeys, keys: Collection[str | None]
-) -> CleanupResult:
-    found: list[UnneededPath] = []
-    kept_counts: dict[str, int] = {}
-    for artifact in artifacts.values():
-        if artifact.key not in keys:
-            continue
-        if reason := needs.reason(artifact.key):
-            kept_counts[reason] = kept_counts.get(reason, 0) + 1
+def _needs_of_runs(store: ArtifactStore, artifacts: Artifacts, kept: Kept) -> NeededKeys:
+    needs = NeededKeys()
+    different: set[frozenset[str | None]] = set()
+    for run in runs.history(store.root):
+        keys = frozenset(runs.keys_of(run).values())
+        if run["outcome"] == "running":
+            needs.running[run["run"]] = run["process"].get("host", platform.node())
+        is_new = keys not in different
+        different.add(keys)
+        if kept.only_run:
+            reason = OTHER_RUN if run["run"] != kept.only_run["run"] else None
         else:
-            found.append(UnneededPath("artifact", artifact.stage, artifact.key, artifact.path, 0, "only this run needs it"))
+            is_recent = run["started_unix"] >= kept.since or (is_new and len(different) <= kept.runs)
+            reason = RECENT if is_recent else None
+        if reason:
+            needs.add(filter(None, keys), reason, artifacts)
+    return needs
+
+
+def _add_work(store: ArtifactStore, needs: NeededKeys, artifacts: Artifacts) -> None:
+    """Add what needed work reads: that of kept runs, and that on which a process works now."""
     for stage, key, path in _work_directories(store):
-        if key in keys and not needs.reason(key) and not _is_locked(store, stage, key):
-            found.append(UnneededPath("work", stage, key, path, 0, "only this run left it"))
-    return CleanupResult(_with_sizes(found), kept_counts, needs.running)
+        reason = IN_PROGRESS if _is_locked(store, stage, key) else needs.reason(key)
+        if reason:
+            needs.add([key, *_read_by(store, path)], reason, artifacts)
+
+
+def _candidates(
+    store: ArtifactStore, artifacts: Artifacts, needs: NeededKeys, registered: Collection[str], kept: Kept
+) -> Iterator[tuple[UnneededPath, str | None]]:
+    """What might be removed, and the reason to keep it; None: it is not needed."""
+    own = set(runs.keys_of(kept.only_run).values()) if kept.only_run else None
+    why = "only this run needs it" if kept.only_run else "no run or registered model needs it"
+    for key, artifact in artifacts.items():
+        if own is None or key in own:
+            young = YOUNG if own is None and artifact.manifest["published"] >= kept.since else None
+            yield UnneededPath("artifact", artifact.stage, key, artifact.path, 0, why), needs.reason(key) or young
+    for stage, key, path in _work_directories(store):
+        if _is_locked(store, stage, key) or (own is not None and key not in own):
+            continue
+        if key in artifacts and not store.damage(artifacts[key]):  # a damaged artifact is rebuilt from its work
+            yield UnneededPath("work", stage, key, path, 0, "its artifact is finished"), None
+        else:
+            young = YOUNG if own is None and _last_change(path) >= kept.since else None
+            yield UnneededPath("work", stage, key, path, 0, "no recent run left it"), needs.reason(key) or young
+    for path in sorted((store.root / "replaced").glob("*/*")) if own is None else ():
+        key, _, nanoseconds = path.name.rpartition("-")
+        replaced_at = int(nanoseconds) / 1e9 if nanoseconds.isdecimal() else 0.0  # in seconds since 1970
+        reason = REGISTERED if key in registered else YOUNG if replaced_at >= kept.since else None
+        yield UnneededPath("replaced", path.parent.name, key, path, 0, "it was replaced long ago"), reason
+    for path in sorted((store.root / TRASH).glob("*")):
+        yield UnneededPath("leftover", "", "", path, 0, "a process was killed while it removed this"), None
 
 
 def _removed(store: ArtifactStore, cleaned: CleanupResult) -> CleanupResult:
     """Remove what was found; returns what could be moved away. No run begins meanwhile, since the caller holds the lock."""
     moved = [(removal, _move_to_trash(store, removal)) for removal in cleaned.removed]
-    if not cleaned.running:
-        _remove_locks(store)
     for path in filter(None, (path for _, path in moved)):
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
     return replace(cleaned, removed=[removal for removal, path in moved if path])
 
 
-def _with_sizes(found: Sequence[UnneededPath]) -> list[UnneededPath]:
+def _with_sizes(found: list[UnneededPath]) -> list[UnneededPath]:
     freed = _freed_bytes([each.path for each in found])
     return [replace(each, bytes=freed[each.path]) for each in found]
-
-
-# --- what is needed -----------------------------------------------------------------------------------------------------
-
-
-def _needs(
-    store: ArtifactStore,
-    artifacts: Artifacts,
-    registered: Collection[str],
-    nightly: Collection[str],
-    keep_runs: int,
-    oldest: float,
-) -> NeededKeys:
-    needs = NeededKeys()
-    different: set[frozenset[tuple[str, str | None]]] = set()
-    for run in runs.history(store.root):
-        keys = runs.keys_of(run)
-        if run["outcome"] == "running":
-            needs.running[run["run"]] = run["process"].get("host", platform.node())
-        stage_keys = frozenset(keys.items())
-        is_new = stage_keys not in different
-        different.add(stage_keys)
-        if run["started_unix"] >= oldest or (is_new and len(different) <= keep_runs):
-            needs.add(filter(None, keys.values()), RECENT, artifacts)
-    needs.add(registered, REGISTERED, artifacts, only=REQUIRED_INPUTS)
-    needs.add(nightly, NIGHT, artifacts, only=REQUIRED_INPUTS)
-    for stage, key, path in _work_directories(store):
-        reason = IN_PROGRESS if _is_locked(store, stage, key) else needs.reason(key)
-        if reason:
-            needs.add([key, *_read_by(store, path)], reason, artifacts)
-    return needs
 
 
 def _work_directories(store: ArtifactStore) -> Iterator[tuple[str, str, Path]]:
@@ -240,65 +241,6 @@ def _locked(store: ArtifactStore, stage: str, key: str) -> Iterator[None]:
         yield
 
 
-# --- what is not needed ------------------------------------------------------------------------------------------------
-
-
-def _find_unneeded(
-    store: ArtifactStore, artifacts: Artifacts, needs: NeededKeys, registered: Collection[str], oldest: float
-) -> CleanupResult:
-    candidates: list[UnneededPath] = []
-    kept_counts: dict[str, int] = {}
-
-    def add(kind: str, key: str, path: Path, why: str) -> None:
-        candidates.append(UnneededPath(kind, path.parent.name if key else "", key, path, 0, why))
-
-    for artifact in artifacts.values():
-        reason = needs.reason(artifact.key) or (YOUNG if artifact.manifest["published"] >= oldest else None)
-        if reason:
-            kept_counts[reason] = kept_counts.get(reason, 0) + 1
-        else:
-            add("artifact", artifact.key, artifact.path, "no run or registered model needs it")
-    for stage, key, path in _work_directories(store):
-        if _is_locked(store, stage, key):
-            continue
-        if key in artifacts and not store.damage(artifacts[key]):  # a damaged artifact is rebuilt from its work
-            add("work", key, path, "its artifact is finished")
-        elif not needs.reason(key) and _last_change(path) < oldest:
-            add("work", key, path, "no recent run left it")
-    for path in sorted((store.root / "replaced").glob("*/*")):
-        key, _, nanoseconds = path.name.rpartition("-")
-        replaced_at = int(nanoseconds) / 1e9 if nanoseconds.isdecimal() else 0.0  # in seconds since 1970
-        if key not in registered and replaced_at < oldest:
-            add("replaced", key, path, "it was replaced long ago")
-    for path, damage in store.unreadable().items():
-        if not _is_lost(path / MANIFEST):
-            continue
-        reason = needs.reason(path.name) or (YOUNG if _last_change(path) >= oldest else None)
-        if reason:
-            kept_counts[f"{reason} though damaged"] = kept_counts.get(f"{reason} though damaged", 0) + 1
-        else:
-            add("damaged", path.name, path, f"{damage}, and no run or registered model needs it")
-    # An interrupted removal left them, renamed so that they are not mistaken for complete ones.
-    for pattern in ("work/*/.trash-*", "work/*/*/.trash-*", f"{TRASH}/*"):
-        for path in sorted(store.root.glob(pattern)):
-            add("leftover", "", path, "a process was killed while it removed this")
-    for path in sorted(store.root.rglob(".*.tmp")):
-        is_over = runs.is_interrupted_write(path) and _last_change(path) < time.time() - WRITE_SECONDS
-        if is_over and not any(path.is_relative_to(candidate.path) for candidate in candidates):
-            add("leftover", "", path, "a process was killed while it wrote this")
-    return CleanupResult(_with_sizes(candidates), kept_counts, needs.running)
-
-
-def _is_lost(manifest: Path) -> bool:
-    """Whether a manifest is missing, altered or cut off; not where the disk fails, or a newer version of ttrain wrote it."""
-    try:
-        return bool(parse_object(manifest.read_bytes()).get("format", FORMAT) == FORMAT)
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-
-
 def _last_change(path: Path) -> float:
     """When a directory last changed: the latest time of what is in it."""
     return max((entry.stat().st_mtime for entry in [path, *path.rglob("*")] if entry.exists()), default=0.0)
@@ -331,23 +273,3 @@ def _move_to_trash(store: ArtifactStore, removal: UnneededPath) -> Path | None:
             removal.path.rename(trash)
             return trash
     return None
-
-
-def _remove_locks(store: ArtifactStore) -> None:
-    """Remove the lock files of unknown keys: two empty files each, and the note of a holder that was killed.
-
-    They are removed while both are held here: a process that opened one before finds, once it has the lock, that the file
-    has no name any more, and opens another (filelock does).
-    """
-    paths = [path for suffix in (".lock", HOLDER) for path in (store.root / "work").glob(f"*/*{suffix}")]
-    for stage, key in {(path.parent.name, path.name.partition(".")[0]) for path in paths}:
-        if _is_known(store, stage, key):
-            continue
-        with contextlib.suppress(Taken), _locked(store, stage, key):
-            if not _is_known(store, stage, key):  # still unknown under the locks
-                for name in (f"{key}.lock", f"{key}.process.lock"):
-                    (store.root / "work" / stage / name).unlink(missing_ok=True)
-
-
-def _is_known(store: ArtifactStore, stage: str, key: str) -> bool:
-    return store.work(stage, key).exists() or store.path(stage, key).exists()

@@ -56,7 +56,7 @@ class RunView:
     status: str  # completed, failed, interrupted, crashed, running or cached
     started: float  # seconds since 1970
     seconds: float | None
-    params: Mapping[str, str]  # all settings, with dotted names
+    params: Mapping[str, Any]  # all settings, with dotted names
     metrics: Mapping[str, float]
     stages: Mapping[str, StageView]
     notes: tuple[str, ...]  # what could not be read
@@ -171,7 +171,7 @@ def _view(home: Path, record: JsonObject, cache: dict[tuple[str, str | None], An
         status=record["outcome"],
         started=record["started_unix"],
         seconds=record.get("seconds"),
-        params={name: str(value) for name, value in settings.items()},
+        params=settings,
         metrics={**(record.get("metrics") or {}), **(decision_metrics(decision) if decision else {})},
         stages=stages,
         notes=notes,

@@ -24,7 +24,7 @@ from ttrain.core.files import JsonObject, temporary_directory
 from ttrain.core.redact import without_user
 from ttrain.errors import ArtifactError
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.layout import MANIFEST, Artifact, Elsewhere, Manifest, read_manifest
+from ttrain.store.layout import MANIFEST, Artifact, Manifest, read_manifest
 from ttrain.tracking.client import database_of, first_line, local_path, own_uri, tracking_uri
 from ttrain.tracking.mirror import Mirror, place_file
 from ttrain.tracking.registered import all_pages
@@ -161,16 +161,6 @@ class MlflowArtifacts:
         """The manifest that a finished run left, even if other files of the artifact are gone."""
         return next((artifact.manifest for artifact in self._candidates(stage, key)), None)
 
-    def find_keys(self, stage: str | None, prefix: str) -> list[tuple[str, str]]:
-        """(stage, key) of the finished runs whose keys start with `prefix`, in hex; [] if MLflow does not answer."""
-        try:
-            runs = self._finished(f"tags.`ttrain.key` LIKE '{prefix}%'") if self._may_hold(stage, prefix) else []
-        except Exception as error:
-            self._mark_silent(error)
-            return []
-        pairs = {(run.tags["ttrain.stage"], run.tags["ttrain.key"]) for run in runs}
-        return sorted(pair for pair in pairs if stage in (None, pair[0]))
-
     def _find(self, stage: str, key: str) -> TrackedArtifact | None:
         with self._lock:
             if (stage, key) not in self._found:
@@ -260,28 +250,7 @@ def _is_whole(manifest: Manifest, stage: str, key: str, sizes: Mapping[str, int]
     return all(sizes.get(str(PurePosixPath(name))) == manifest["files"][name]["bytes"] for name in names)
 
 
-@dataclass
-class InTracker:
-    """Artifacts in MLflow of one experiment (None: of all); a `ttrain.store.layout.Elsewhere`.
-
-    MLflow is loaded at the first key that the store lacks.
-    """
-
-    _home: Path
-    _experiment: str | None = None
-
-    def manifest(self, stage: str, key: str) -> Mapping[str, Any] | None:
-        return self._tracked.manifest(stage, key)
-
-    def fetch(self, stage: str, key: str, name: str, to: Path) -> None:
-        self._tracked.fetch(stage, key, name, to)
-
-    @cached_property
-    def _tracked(self) -> Elsewhere:
-        return MlflowArtifacts(self._home, self._experiment)
-
-
 def store_of(home: Path, settings: Settings) -> ArtifactStore:
     """The store of a home; if tracking is enabled, missing artifacts are looked up in MLflow."""
     tracking = settings.tracking
-    return ArtifactStore(home, InTracker(home, tracking.experiment) if tracking.enabled else None)
+    return ArtifactStore(home, MlflowArtifacts(home, tracking.experiment) if tracking.enabled else None)

@@ -53,24 +53,16 @@ def curves(stage: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[JsonDict]:
     """Rows for the pipeline's run from those of a stage's `metrics.jsonl`: its losses by the number of tokens.
 
     So runs with different step sizes align on the step axis of MLflow's charts. All validations are kept, and at most a
-    thousand losses. Quick validations, of a few rows, and a single full one at the end are one curve, which ends at it.
+    thousand losses. Quick validations, of a few rows, and the full one at the end are one curve.
     """
     rows = [row for row in rows if row.get("tokens") is not None]
     losses = [number for number, row in enumerate(rows) if "loss" in row["metrics"]]
     shown_losses = {*losses[:: max(1, -(-len(losses) // POINTS))], *losses[-1:]}
-    quick = [number for number, row in enumerate(rows) if QUICK in row["metrics"]]
-    whole = [row["metrics"]["validation_loss"] for row in rows if "validation_loss" in row["metrics"]]
-    losses_of_quick = [rows[number]["metrics"][QUICK] for number in quick]
-    offset = facts.quick_offset(losses_of_quick, whole[0] if len(whole) == 1 else None)
     for number, row in enumerate(rows):
         names = [name for name in TITLES if name in row["metrics"]]
         names = [name for name in names if name != "loss" or number in shown_losses]
-        if offset is not None and number == quick[-1]:
-            names.remove(QUICK)  # the full validation of the same step is the end
         if names:
             metrics = {curve_name(stage, name): row["metrics"][name] for name in names}
-            if QUICK in names and offset is not None and row["metrics"][QUICK] is not None:
-                metrics[curve_name(stage, QUICK)] += offset
             yield {"step": int(row["tokens"]), "time": row.get("time"), "metrics": metrics}
 
 
@@ -187,7 +179,7 @@ def page_of(home: Path, name: str) -> str:
         from ttrain.reports.report import report_of  # the import may fail if a library was changed during the run
         from ttrain.store.run_views import read_run
 
-        return report_of(home, read_run(home, name))
+        return report_of(read_run(home, name))
     except Exception:
         log.warning("the run's page could not be made; `ttrain report %s` tries again", name, exc_info=True)
         return ""

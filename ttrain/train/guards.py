@@ -100,7 +100,7 @@ class Overfit(Guard):
     """The training loss falls while the validation loss rises, three validations in a row and by more than a hundredth."""
 
     name = "overfit"
-    saved_attributes = ("loss", "live_tokens", "low", "before", "rises", "told")
+    saved_attributes = ("loss", "live_tokens", "low", "before", "rises", "told", "quick")
     RISES = 3
     LEAST_RISE = 0.01
 
@@ -110,6 +110,7 @@ class Overfit(Guard):
         self._loss, self._live_tokens = 0.0, 0  # since the last validation
         self._low: tuple[int, float, float] | None = None  # (step, training loss, validation loss) that rises follow
         self._before, self._rises, self._told = math.inf, 0, False
+        self._quick = False  # whether the validations so far are quick ones
         self._record: StepRecord | None = None
 
     def step_end(self, record: StepRecord) -> None:
@@ -119,13 +120,14 @@ class Overfit(Guard):
             self._live_tokens += record.live_tokens
 
     def log(self, record: LogRecord) -> None:
-        if QUICK in record.metrics:  # by default a training has these, and a whole validation at its end alone
-            self.validated(record.step, record.metrics[QUICK])
-
-    def validated(self, step: int, loss: float) -> None:
-        """Compare with the validations before, if steps were made since the last one."""
-        if self._record is None or not self._live_tokens:
+        """Compare a validation with those before, if steps were made since the last one."""
+        is_full = "validation_loss" in record.metrics
+        self._quick = self._quick or (QUICK in record.metrics and not is_full)
+        loss = record.metrics.get(QUICK if self._quick else "validation_loss")
+        is_other = self._quick and is_full  # a full one after quick ones is of other rows
+        if loss is None or is_other or self._record is None or not self._live_tokens:
             return
+        step = record.step
         train = self._loss / self._live_tokens
         self._loss, self._live_tokens = 0.0, 0
         if self._low is None or not loss > self._before:

@@ -154,7 +154,7 @@ class Trainer:
             self._train_step(step, next(batches), began)
             self.step = step + 1
             improved = False
-            if self.step in self._quick_steps:
+            if self.step in self._quick_steps and not self._validates(self.step):
                 self._validate_quickly()
             if self._validates(self.step):
                 improved = self._validated(*self.model.measure(self.validation.batches))
@@ -283,9 +283,7 @@ class Trainer:
 
     def _validate_quickly(self) -> None:
         """Log the loss on the quick rows; it does not influence checkpoints or early stopping."""
-        loss, figures = self.model.measure(self.validation.quick)
-        accuracy = {QUICK_ACCURACY: figures["accuracy"]} if "accuracy" in figures else {}
-        self._log(self.step, {QUICK: loss, **accuracy})
+        self._log(self.step, _quick_metrics(*self.model.measure(self.validation.quick)))
 
     def _validated(self, loss: float, figures: Mapping[str, float]) -> bool:
         """Record and log a validation loss; returns whether it is the best so far."""
@@ -293,6 +291,8 @@ class Trainer:
         self.callback_list.dispatch("validated", self.step, loss)
         of_task = {f"validation_{name}": value for name, value in figures.items()}
         metrics = {"validation_loss": loss, **of_task, **self.callback_list.figures("validation_figures", loss)}
+        if self.step in self._quick_steps:  # of all rows, so that both curves end at the same value
+            metrics |= _quick_metrics(loss, figures)
         self._log(self.step, metrics)
         return improved
 
@@ -372,3 +372,9 @@ class Trainer:
         log.info("keeping the weights of step %d, which had the lowest validation loss", best.step)
         self.parallel.load(self.weights.state(), best.weights)
         return best.step, Counters.of(best.state["counters"])
+
+
+def _quick_metrics(loss: float, figures: Mapping[str, float]) -> dict[str, float]:
+    """A validation under the names of the quick one."""
+    accuracy = {QUICK_ACCURACY: figures["accuracy"]} if "accuracy" in figures else {}
+    return {QUICK: loss, **accuracy}
