@@ -67,10 +67,10 @@ class ForkServer:
     def __init__(self, environment: Mapping[str, str], libraries: Sequence[str] = PRELOADED) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the server
-        words = ["-P", "-m", "ttrain.engine.fork_server", str(os.getpid()), str(theirs.fileno()), *libraries]
+        words = ["-m", "ttrain.engine.fork_server", str(os.getpid()), str(theirs.fileno()), *libraries]
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, *words],
+                [sys.executable, "-P", *words],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=self._errors,
