@@ -223,7 +223,7 @@ def read_items(config: Training, job: StageContext) -> list[Items[Any]]:
 
     part_name = TRAINING_STAGES[config.section].part
     full_suite = suites.load(job.runtime.eval_suite) if job.runtime.eval_suite else suites.load_heldout()
-    suite = suites.at_most(suites.with_parts(full_suite, [part_name]), job.runtime.eval_limit, MOST_BYTES)
+    suite = suites.at_most(suites.with_parts(full_suite, [part_name]), limit=job.runtime.eval_limit, max_bytes=MOST_BYTES)
     log.info("evaluated on %s of %s", ", ".join(suite.suite.tasks), full_suite.name)
     return run.read([suite], {part_name: comparable(heldout_records(job.inputs["shards"]))})
 

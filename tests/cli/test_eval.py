@@ -79,7 +79,7 @@ def test_two_models_stand_side_by_side_on_the_same_items(here: Path, capsys: pyt
     assert [(row["file"], row["line"]) for row in task["left_out_rows"]] == [
         (str(here / "words.jsonl"), line) for line in (9, 10)
     ]
-    assert len(told["notes"]) == 1 and told["notes"][0].startswith("words: 2 rows left out")
+    assert [note.partition(":")[0] for note in told["notes"]] == ["words", "words"]
     assert {name: one["key"] for name, one in told["identities"].items()} == {"pretrain": "3" * 64, "./other": None}
     first, second = (task["models"][name]["figures"]["accuracy"] for name in told["models"])
     for figure in (first, second):
@@ -96,8 +96,8 @@ def test_the_table_says_what_was_left_out_and_what_the_items_can_show(
 ) -> None:
     text = said(capsys, "pretrain", "pretrain", "--choices", "words.jsonl")
     assert text.startswith(f"pretrain = full-1:pretrain, {'3' * 12}\n")
-    places = "fewer than two choices (1: words.jsonl:9), answer is out of range (1: words.jsonl:10)"
-    assert f"words: 2 rows left out: {places}" in text
+    for reason, line in (("fewer than two choices", 9), ("answer is out of range", 10)):
+        assert f"words: 1 row left out: {reason} ({here / 'words.jsonl'}:{line})" in text
     assert "pretrain (1) - pretrain (2)" in text and "not judged (8 of 20 items)" in text
 
 
@@ -137,10 +137,10 @@ def test_what_cannot_be_asked_is_told_before_a_model_is_loaded(
     assert cure in said(capsys, *words, code=2)
 
 
-def test_what_is_wrong_in_a_file_is_told_by_the_option_that_named_it(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words, cure in ((("--text", "words.jsonl"), f"--text {here}/words.jsonl has no document; a row needs"),):
-        text = said(capsys, "pretrain", *words, code=1)
-        assert cure in text and "tasks." not in text.partition("; a row needs")[0]
+def test_what_is_wrong_in_a_file_is_told_with_its_place_and_rule(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "pretrain", "--text", "words.jsonl", code=1)
+    assert f"tasks.words.file {here}/words.jsonl has no usable row ({here}/words.jsonl:1: " in text
+    assert "a row needs the key 'text'" in text
 
 
 def test_chats_are_not_asked_of_a_model_without_a_template_where_nobody_named_them(

@@ -23,7 +23,7 @@ from ttrain.data.plain_text import plain, words_of
 from ttrain.engine.input_files import data_files, evaluation_files
 from ttrain.errors import DataError, UsageError
 from ttrain.evaluate import run
-from ttrain.evaluate.items import IN_TRAINING, Items, SuiteFiles
+from ttrain.evaluate.items import Items, SuiteFiles
 from ttrain.tasks import SHARDS_PRETRAIN, TOKENIZER, evaluate
 from ttrain.tasks.shards import recipe_of
 
@@ -209,22 +209,18 @@ def items_of(task: str, kind: str, rows: Sequence[Any], directory: Path, **more:
         ("chats", {"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]}),
     ],
 )
-def test_items_that_training_documents_hold_are_told_apart_or_left_out(tmp_path: Path, kind: str, row: Any) -> None:
+def test_items_that_training_documents_hold_are_told_apart(tmp_path: Path, kind: str, row: Any) -> None:
     fillers = [json.loads(json.dumps(row).replace("Rhine", f"Elbe {n}").replace("\\u5e8a", f"{n}")) for n in range(2)]
     rows = [{**fillers[0], "lang": "en"}, {**row, "lang": "en"}, {**fillers[1], "lang": "zh"}]
     items = items_of("task", kind, rows, tmp_path)
     found, _ = contamination.read_items(str(write_lines(tmp_path / "row.jsonl", [row])), "row")
-    apart = run.mark_overlaps(items, {found[0].digest}, leave_out=False)
+    apart = run.mark_overlaps(items, {found[0].digest})
     assert apart.groups == {**items.groups, "overlap=yes": (1,), "overlap=no": (0, 2)}
     assert apart.digests == items.digests
-    without = run.mark_overlaps(items, {found[0].digest}, leave_out=True)
-    assert without.digests == (items.digests[0], items.digests[2])
-    assert without.reasons == {IN_TRAINING: 1}
-    assert without.groups == ({"lang=en": (0,), "lang=zh": (1,)} if items.groups else {})
-    assert run.mark_overlaps(items, {"other"}, leave_out=True) is items
+    assert run.mark_overlaps(items, {"other"}) is items
     if kind in ("choices", "last_word", "generation"):  # worked examples are no part of what is looked for
         shown = items_of("task", kind, rows, tmp_path, shots=1)
-        assert run.mark_overlaps(shown, {found[0].digest}, leave_out=False).groups["overlap=yes"] == (1,)
+        assert run.mark_overlaps(shown, {found[0].digest}).groups["overlap=yes"] == (1,)
 
 
 def test_the_evaluation_tells_items_apart_that_its_shards_hold(tmp_path: Path) -> None:
@@ -234,23 +230,11 @@ def test_the_evaluation_tells_items_apart_that_its_shards_hold(tmp_path: Path) -
     suite = tmp_path / "suite.yaml"
     suite.write_text("tasks:\n  texts: {kind: text, file: items.jsonl}\n")
     contamination.write_item_shares(home.documents.path, {contamination.digest_of_text(plain(QUESTION)): 1.0})
-    found = {}
-    for overlapping in ("report", "leave_out"):
-        told: Any = {"suites": str(suite), "overlapping": overlapping, "row_length": 32, "stride": 16, "resamples": 100}
-        config = EvaluateConfig(evaluate=Evaluate(**told, new_tokens=0))
-        (tmp_path / overlapping).mkdir()
-        given = {"base": tmp_path / "base", "documents": home.documents.path}
-        found[overlapping] = run_here(evaluate, config, tmp_path / overlapping, given, settings.runtime)
-    apart, without = found["report"], found["leave_out"]
-    assert (apart["counts"]["texts/items"], without["counts"]["texts/items"]) == (3, 2)
-    assert without["counts"]["texts/left_out"] == 1
-    clean = apart["metrics"]["texts/bits_per_byte/base/overlap:no"]
-    assert clean == pytest.approx(without["metrics"]["texts/bits_per_byte/base"], rel=1e-6)
-    assert clean != pytest.approx(apart["metrics"]["texts/bits_per_byte/base"], rel=1e-6)
-
-
-def test_a_task_of_which_nothing_is_left_is_refused(tmp_path: Path) -> None:
-    items = items_of("task", "text", [{"text": POEM}], tmp_path)
-    known = {contamination.digest_of_text(plain(POEM))}
-    with pytest.raises(DataError, match=r"evaluate\.overlapping=report"):
-        run.mark_overlaps(items, known, leave_out=True)
+    told: Any = {"suites": str(suite), "row_length": 32, "stride": 16, "resamples": 100}
+    config = EvaluateConfig(evaluate=Evaluate(**told, new_tokens=0))
+    (tmp_path / "output").mkdir()
+    given = {"base": tmp_path / "base", "documents": home.documents.path}
+    found = run_here(evaluate, config, tmp_path / "output", given, settings.runtime)
+    assert found["counts"]["texts/items"] == 3
+    metrics = {group: found["metrics"][f"texts/bits_per_byte/base/overlap:{group}"] for group in ("yes", "no")}
+    assert metrics["no"] != pytest.approx(metrics["yes"], rel=1e-6)

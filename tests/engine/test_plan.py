@@ -20,7 +20,6 @@ from ttrain.engine.graph import Planned, Rerun
 from ttrain.engine.planner import plan, plan_json, plan_stage, trained_on, without_data
 from ttrain.errors import UsageError
 from ttrain.flows.full import full
-from ttrain.model import registry
 from ttrain.store.layout import Artifact
 from ttrain.tasks import EXISTING_MODEL, NEW_MODEL, OF_NIGHTS, PRETRAIN, SFT, STAGES
 
@@ -252,29 +251,6 @@ def test_the_quickstart_begins_with_its_source_and_own_files_do_without(house: H
     files = quickstart[0].ingredients["files"]
     assert files == {"python": [{"name": "python.jsonl.zst", "sha256": sha256_file(python_docs.text_file())}]}
     assert "source" not in house.plan()
-
-
-def test_a_model_whose_rules_are_the_settings_is_not_built_to_see_whether_it_can_exist(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(registry, "BUILDER", "no.such.module")
-    house.plan("model.hidden_size=132", "model.heads=3", "model.preset=1m")
-    assert not (house.store.root / "cache" / "shapes").exists()
-
-
-def test_a_model_is_built_once_to_see_whether_it_can_exist(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = house.data / "calls"
-    answer = "'not with three' if '\"heads\": 3' in sys.stdin.read() else ''"
-    (house.data / "builder.py").write_text(
-        f"import json, sys\nopen({str(calls)!r}, 'a').write('x')\nprint(json.dumps({answer}))"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(house.data))
-    monkeypatch.setattr(registry, "BUILDER", "builder")
-    for _ in range(2):
-        house.plan("model.kind=gpt2")
-        with pytest.raises(UsageError, match="not with three"):
-            house.plan("model.kind=gpt2", "model.heads=3", "model.hidden_size=129")
-    assert calls.read_text() == "xx"
 
 
 def test_the_plan_as_json_has_its_shape(built: House) -> None:

@@ -3,7 +3,6 @@ promoted."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,10 +15,7 @@ from ttrain.core.files import write_json
 from ttrain.evaluate import promotion
 from ttrain.evaluate.promotion import Judged
 from ttrain.evaluate.scores import Evaluation
-from ttrain.evaluate.task_result import LN2, Metric, ScoreTable, TaskResult, mean, record_name
-from ttrain.flows import night_decision
-from ttrain.nightly.history import of_record
-from ttrain.nightly.records import InputSnapshot, Nights
+from ttrain.evaluate.task_result import LN2, Metric, ScoreTable, TaskResult, mean
 
 COUNT = 40  # records of each night, and of each other part
 NIGHTS = ("old", "new")
@@ -48,7 +44,8 @@ def evaluated(
         right = mean("preference_accuracy/dpo", [float(number < dpo * count) for number in range(count)])
         metrics[right.name] = table.add("pairs", right)
     answers = mean("accuracy", [float(number < quiz * 100) for number in range(100)])
-    table.outcome(TaskResult("quiz", "choices", "base", tuple(map(str, range(100))), (answers,)))
+    quizzed = TaskResult("quiz", "choices", "base", tuple(map(str, range(100))), (answers,))
+    table.result("suite/quiz", quizzed, quizzed.names)
     metrics[ACCURACY] = quiz
     table.write(directory)
     write_json(directory / "evaluation.json", {"metrics": metrics})
@@ -60,7 +57,7 @@ def compared(tmp_path: Path) -> Any:
     """Judges a challenger with these figures against a champion with those."""
 
     def judge(challenger: dict[str, Any], champion: dict[str, Any] | None = None, **rules: Any) -> Judged:
-        nights = {name: [record_name(f"{name} {number}") for number in range(COUNT)] for name in NIGHTS}
+        nights = {name: [f"{name} {number}" for number in range(COUNT)] for name in NIGHTS}
         directories = [tmp_path / name for name in ("challenger", "champion")]
         for directory in directories:
             directory.mkdir(exist_ok=True)
@@ -94,25 +91,6 @@ def test_a_better_base_model_does_not_pay_for_the_loss_of_another_model(
     assert set(of_metrics) == {"chat_loss_sft", "preference_accuracy/dpo", "domain_loss_lora"}
     assert of_metrics[lost].lost and of_metrics[lost].records == COUNT
     assert compared({**GAIN, **changes}, forgetting=None).decision.promote
-
-
-def test_lost_metrics_are_in_the_decision_and_the_history(compared: Any, tmp_path: Path) -> None:
-    judged = compared({**GAIN, "sft": math.nan, "dpo": 0.2})
-    table, figures = night_decision.tables(judged)
-    assert "chat_loss_sft, preference_accuracy/dpo" in table
-    lines = {line.split("|")[1].strip(): line for line in figures.splitlines()}
-    assert "| lost |" in lines["chat_loss_sft"] and "nan" in lines["chat_loss_sft"]
-    assert "| lost |" in lines["preference_accuracy/dpo"] and "lost" not in lines["domain_loss_lora"]
-    nights = Nights(tmp_path, "mine")
-    nights.directory.mkdir(parents=True)
-    record = nights.begin(InputSnapshot({}, {}), None)
-    texts = json.loads(json.dumps([figure.to_json() for figure in judged.texts], allow_nan=False))
-    record.note(decision=judged.decision.to_json(), texts=texts)
-    night = of_record(record)
-    assert night["lost"] == ["chat_loss_sft", "preference_accuracy/dpo"]
-    by_name = {text["name"]: text for text in night["texts"]}
-    assert by_name["chat_loss_sft"]["challenger"] is None and by_name["chat_loss_sft"]["lost"]
-    assert by_name["preference_accuracy/dpo"]["change"] == pytest.approx(0.55 / 0.75)
 
 
 @pytest.mark.parametrize(

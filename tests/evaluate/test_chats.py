@@ -65,16 +65,6 @@ def values(outcome: TaskResult) -> dict[str, float]:
 # --- fluency ------------------------------------------------------------------------------------------------------------
 
 
-def test_distinct_is_the_share_of_different_runs_over_all_answers() -> None:
-    said = [chats.words(text) for text in ("a b a b", "a b c", "", "d", "the cat and the cat")]
-    for length in (1, 2, 3):
-        runs = [run for words in said for run in chats.phrases(words, length)]
-        parts = chats.distinct(said, length)
-        assert sum(part for part, _ in parts) / sum(size for _, size in parts) == pytest.approx(len({*runs}) / len(runs))
-    turned = [part for part, _ in chats.distinct(said[::-1], 2)[::-1]]
-    assert turned == pytest.approx([part for part, _ in chats.distinct(said, 2)]), "no answer counts more for coming first"
-
-
 def test_what_an_answer_has_had_before_is_repeated() -> None:
     assert chats.repeated(["a", "b", "c", "d", "a", "b", "c", "d"]) == (1, 5)
     assert chats.repeated(["a", "b", "c"]) == (0, 0)
@@ -89,7 +79,7 @@ def test_special_tokens_and_the_turns_of_others_are_markers(encoder: Encoder) ->
     assert chats.find_markers(encoder, [*encoder.encode(["Hello"])[0], user], "Hello") == [f"token {user}"]
     assert chats.find_markers(encoder, [len(encoder)], "") == [f"token {len(encoder)}"], "of no vocabulary"
     found = chats.find_markers(encoder, [], "Yes.<|im_end|>\n### Human: and?\n用户：再见\n[INST]")
-    assert found == ["<|im_end|>", "[INST]", "### Human:", "用户："]
+    assert found == ["<|im_end|>", "### Human:", "用户：", "[INST]"]
     for clean in (
         "A user: somebody who uses it.",
         "if a < b | c > d",
@@ -137,9 +127,7 @@ def test_figures_of_answers_are_counted_by_hand(encoder: Encoder, model: Any, tm
     found = values(outcome)
     assert found["ended"] == 3 / 4 and found["clean"] == 3 / 4 and found["empty"] == 1 / 4
     assert found["repeated"] == 1 / 5
-    assert found["distinct_1"] == pytest.approx((1 + 1 + 4) / (1 + 2 + 8))
     assert found["length"] == sum(len(text) for text, _ in texts) / 4
-    assert "cut" not in found
     first = outcome.rows[0]["answers"]
     assert [(turn["turn"], turn["reference"]) for turn in first] == [(1, "An answer"), (3, "Nothing more")]
     (ended,) = (figure for figure in outcome.figures if figure.name == "ended")
@@ -159,8 +147,7 @@ def test_a_short_context_gets_the_end_of_what_was_said(encoder: Encoder, model: 
     rows = [turns("word " * 30, "Yes"), turns("Hi", "Yes")]
     outcome = evaluated(rows, tmp_path, subject_of(model, encoder, max_length=24, generate=generate), new_tokens=50)
     whole = prompt_ids(encoder, rows[0][:1])
-    assert (whole[-12:], 12) in asked and values(outcome)["cut"] == 1 / 2
-    assert outcome.rows[0]["answers"][0]["cut"] == len(whole) - 12
+    assert (whole[-12:], 12) in asked and len(outcome.rows[0]["answers"]) == 1
 
 
 def test_chats_that_a_template_refuses_are_told_and_stop_nothing(
@@ -186,5 +173,12 @@ def test_rows_that_are_no_chats_are_left_out_with_their_reason(encoder: Encoder,
     outcome = chats.run(items, subject_of(model, encoder), lambda done, total: None)
     assert sum(outcome.left_out.values()) == 4 and len(outcome.items) == 1
     (tmp_path / "chats.jsonl").write_text("{}\n")
-    with pytest.raises(DataError, match=r"has no chat; a row needs 'messages' or 'conversations'.*chats.jsonl:1"):
+    with pytest.raises(DataError, match=r"has no usable row .*chats.jsonl:1.*a row needs 'messages' or"):
         chats.read("talk", ChatsTask(file="chats.jsonl"), SuiteFiles(tmp_path))
+
+
+def test_a_held_out_chat_keeps_the_thought_of_its_answer(tmp_path: Path) -> None:
+    answer = Message("assistant", "Hello", thought="They greet.")
+    record = {"messages": [turn.to_json() for turn in (Message("user", "Hi"), answer)]}
+    items = chats.read("talk", ChatsTask(), SuiteFiles(tmp_path, {"chats": [record]}))
+    assert items.items[0][1] == answer

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.evaluated_models import subject_of
 from support.tiny_data import LINES
 from support.tiny_trainers import tiny_model
@@ -21,9 +19,9 @@ from ttrain.config.evaluate import ChoicesTask, LastWordTask
 from ttrain.data.encoder import Encoder
 from ttrain.errors import DataError
 from ttrain.evaluate import choices
-from ttrain.evaluate.evaluated_model import EvaluatedModel
+from ttrain.evaluate.evaluated_model import EvaluatedModel, beginning
 from ttrain.evaluate.items import BadRow, SuiteFiles
-from ttrain.evaluate.log_likelihood import beginning, encode_pairs, fit, log_likelihoods
+from ttrain.evaluate.log_likelihood import encode_pairs, fit, log_likelihoods
 
 PASSAGE = "A list is a sequence of items; a tuple is one that cannot change. " * 2
 TEXTS = [
@@ -134,21 +132,20 @@ def test_a_text_without_a_context_stands_after_what_the_model_knows(encoder: Enc
         assert continuation == tuple(encoder.encode([empty + "number"])[0])
 
 
-@given(context=st.integers(1, 40), continuation=st.integers(1, 40), max_length=st.integers(1, 20))
-@settings(max_examples=100, deadline=None)
-def test_what_is_too_long_is_cut_on_the_left_and_every_token_is_scored_once(
-    context: int, continuation: int, max_length: int
-) -> None:
-    before, after = tuple(range(context)), tuple(range(100, 100 + continuation))
-    pieces, cut = fit(before, after, max_length)
-    assert [token for _, piece in pieces for token in piece] == [*after]
-    done = 0
-    for kept, piece in pieces:
-        assert kept
-        assert len(kept) + len(piece) - 1 <= max_length
-        assert (*before, *after[:done])[-len(kept) :] == kept
-        done += len(piece)
-    assert cut == context - sum(token < 100 for token in pieces[0][0])
+def test_what_is_too_long_loses_its_context_first_and_then_its_end() -> None:
+    before, after = tuple(range(10)), tuple(range(100, 106))
+    assert fit(before, after, None) == fit(before, after, 15) == (before, after)
+    assert fit(before, after, 8) == (before[-3:], after)
+    assert fit(before, after, 4) == (before[-1:], after[:4])
+
+
+def test_tokens_that_are_cut_are_counted(encoder: Encoder) -> None:
+    [pair] = encode_pairs(subject_of(model_of(encoder), encoder), [("Return the number", " of the list")])
+    tokens = sum(map(len, pair))
+    [found] = log_likelihoods(
+        subject_of(model_of(encoder), encoder, max_length=3), [("Return the number", " of the list")], quiet
+    )
+    assert found.cut == tokens - 4
 
 
 # --- items --------------------------------------------------------------------------------------------------------------
@@ -286,7 +283,7 @@ def test_last_words_are_those_that_the_model_would_say(tmp_path: Path, subject: 
     items = choices.read_passages("words", LastWordTask(file="a.jsonl"), SuiteFiles(tmp_path))
     assert items.reasons == {"context is empty": 1, "target is not a string": 1}
     outcome = choices.score_passages(items, subject, quiet)
-    pairs = encode_pairs(subject, [prompt[:2] for prompt in items.items])
+    pairs = encode_pairs(subject, choices.choice_texts(items.items))
     wanted = [naive(subject, *pair) for pair in pairs]
     assert outcome.primary.sums == tuple(float(greedy) for _, greedy in wanted)
     perplexity = math.exp(sum(nats for nats, _ in wanted) / len(wanted))

@@ -135,16 +135,6 @@ def test_auto_compares_numbers_where_every_right_answer_of_the_file_is_one(
     assert items.spec.match == match
 
 
-def test_worked_examples_of_another_file_follow_what_auto_found(tmp_path: Path, subject: EvaluatedModel) -> None:
-    (tmp_path / "worked.jsonl").write_text('{"question": "w?", "answer": "none"}\n{"question": "v?", "answer": "4"}\n')
-    outcome = asked(
-        tmp_path, [{"question": "q?", "answer": "3"}], saying(subject, "3.0"), shots=1, shots_file="worked.jsonl"
-    )
-    assert outcome.primary.name == "accuracy_numeric"
-    assert outcome.primary.value == 1
-    assert outcome.left_out == {"as an example: no number in the answer": 1}
-
-
 def test_a_text_ends_an_answer_and_what_follows_costs_little(tmp_path: Path, subject: EvaluatedModel) -> None:
     rows = [{"question": "first one?", "answer": "1"}, {"question": "other?", "answer": "2"}]
     counted: list[int] = []

@@ -20,7 +20,6 @@ from ttrain.data.preferences import Preference
 from ttrain.evaluate import perplexity, preferences
 from ttrain.evaluate.items import SuiteFiles
 from ttrain.evaluate.perplexity import Score
-from ttrain.evaluate.run import mark_overlaps
 
 QUESTION = Message("user", "How many?")
 
@@ -30,8 +29,8 @@ def pair(chosen: str, rejected: str) -> Preference:
 
 
 def scored(model: Any, encoder: Encoder, pairs: Sequence[Preference]) -> list[preferences.Comparison]:
-    """What the stage `evaluate` makes of these pairs."""
-    sequences = preferences.sequences(encoder, pairs)
+    """The comparisons of these pairs."""
+    sequences = [encode_chat(encoder, turns) for turns in preferences.conversations(pairs)]
     scores = perplexity.score_each(model, sequences, length=64, stride=32, device=CPU, progress=lambda done, total: None)
     return preferences.compare(scores)
 
@@ -64,13 +63,6 @@ def test_the_likelier_answer_is_preferred_and_equal_ones_count_half() -> None:
         assert preferences.compare([Score(chosen, 3), Score(rejected, 1)]) == [(preferred, rejected - chosen)]
 
 
-def test_rated_answers_are_no_pairs_and_the_limit_counts_pairs(tmp_path: Path) -> None:
-    rated = Preference((QUESTION,), (Message("assistant", "good"),), ())
-    records = [rated.to_json(), *(pair(f"answer {n}", "other").to_json() for n in range(5))]
-    assert preferences.heldout_pairs(records, 3) == [pair(f"answer {n}", "other") for n in range(3)]
-    assert preferences.sequences(Encoder.__new__(Encoder), []) == []
-
-
 # --- tasks of kind `pairs` ----------------------------------------------------------------------------------------------
 
 ROWS: list[dict[str, Any]] = [
@@ -86,7 +78,7 @@ def asked(directory: Path, **settings: Any) -> tuple[PairsTask, SuiteFiles]:
     return PairsTask(file="pairs.jsonl", **settings), SuiteFiles(directory)
 
 
-def test_pairs_of_a_file_are_scored_as_those_of_the_stage(encoder: Encoder, model: Any, tmp_path: Path) -> None:
+def test_pairs_of_a_file_are_scored_one_by_one(encoder: Encoder, model: Any, tmp_path: Path) -> None:
     items = preferences.read("mine", *asked(tmp_path, by="lang"))
     result = preferences.run(items, subject_of(model, encoder), lambda done, total: None)
     expected = scored(model, encoder, items.items)
@@ -99,12 +91,3 @@ def test_pairs_of_a_file_are_scored_as_those_of_the_stage(encoder: Encoder, mode
     places = {row.location.rpartition("/")[2]: row.reason for row in items.left_out}
     assert set(places) == {"pairs.jsonl:3", "pairs.jsonl:4"}
     assert "equal" in places["pairs.jsonl:3"] and places["pairs.jsonl:4"] == preferences.RATED
-
-
-def test_a_pair_that_occurs_in_the_training_documents_is_left_out(tmp_path: Path) -> None:
-    from ttrain.data.contamination import digest_of_text, of_row
-    from ttrain.data.plain_text import plain
-
-    items, digest = preferences.read("mine", *asked(tmp_path)), digest_of_text(plain(str(of_row(ROWS[0]))))
-    assert "one" in str(of_row(ROWS[0])) and "three" not in str(of_row(ROWS[0]))
-    assert mark_overlaps(items, [digest], leave_out=True).items == items.items[1:]

@@ -38,73 +38,49 @@ def text(model: str, nats: float, tokens: float = 30.0) -> TaskResult:
 
 def test_a_difference_is_claimed_only_where_the_items_show_it() -> None:
     near, far = (Results([choices("a", 50), choices("b", right)], Rule()).comparisons()[0] for right in (52, 70))
-    assert near.verdict(Rule()) == "no significant difference (minimum detectable: 0.0600)"
-    assert far.verdict(Rule()) == "b is better"
+    assert near.verdict == "no significant difference (minimum detectable: 0.0600)"
+    assert far.verdict == "b is better"
     assert near.compared is not None and far.compared is not None
     assert (near.compared.p, round(far.compared.difference, 9)) == (0.5, -0.2)
 
 
 def test_what_cannot_be_compared_says_why() -> None:
     other = choices("b", 60, items=tuple(f"other{number}" for number in range(100)))
-    assert Results([choices("a", 50), other], Rule()).comparisons()[0].why == OTHER_ITEMS
+    assert Results([choices("a", 50), other], Rule()).comparisons()[0].verdict == OTHER_ITEMS
     perplexity_first = [
         TaskResult("prose", "text", name, ITEMS, text(name, 70.0, tokens).figures[1:], rows=[{}] * 100)
         for name, tokens in (("a", 30.0), ("b", 20.0))
     ]
-    assert Results(perplexity_first, Rule()).comparisons()[0].why == OTHER_COUNTS
+    assert Results(perplexity_first, Rule()).comparisons()[0].verdict == OTHER_COUNTS
     broken = Results([text("a", 70.0), text("b", math.nan)], Rule()).comparisons()[0]
-    assert broken.verdict(Rule()) == "the metric of b is not finite" and json.dumps(broken.to_json(Rule()), allow_nan=False)
+    assert broken.verdict == "the metric of b is not finite" and json.dumps(broken.to_json(), allow_nan=False)
     untested = Results([text("a", 70.0), text("b", 60.0)], Rule(resamples=0)).comparisons()[0]
-    assert untested.verdict(Rule(resamples=0)) == "not tested: resamples is 0"
+    assert untested.verdict == "not tested: resamples is 0"
     same = Results([text("a", 70.3), text("b", 70.3)], Rule()).comparisons()[0]
-    assert same.verdict(Rule()) == "no significant difference"
+    assert same.verdict == "no significant difference"
     by_bytes = Results([text("a", 70.0, 30.0), text("b", 60.0, 20.0)], Rule()).comparisons()[0]
-    assert by_bytes.verdict(Rule()) == "b is better"
+    assert by_bytes.verdict == "b is better"
 
 
-def test_below_twenty_items_no_model_is_better() -> None:
-    """Two models that differ on every item, which six items would show by themselves."""
-    for count, said in ((4, "not judged (4 of 20 items)"), (19, "not judged (19 of 20 items)"), (20, "b is better")):
-        some = [
-            TaskResult(
-                "poems", "choices", name, ITEMS[:count],
-                (Metric("accuracy", (right,) * count, (1.0,) * count, True, "share"),), rows=[{}] * count,
-            )
-            for name, right in (("a", 0.0), ("b", 1.0))
-        ]  # fmt: skip
-        (versus,) = Results(some, Rule()).comparisons()
-        assert versus.verdict(Rule()).startswith(said) and versus.to_json(Rule())["verdict"].startswith(said)
-
-
-def test_rows_that_are_left_out_are_said_with_their_places() -> None:
+def test_notes_say_which_rows_are_left_out_and_which_keys_group_nothing() -> None:
     left_out = [LeftOut("/data/a.jsonl", line, "no text") for line in (3, 7)]
-    left_out += [LeftOut(f"/data/{file}", line, "empty") for file, line in (("a.jsonl", 9), ("b.jsonl", 9), ("b.jsonl", 10))]
     left_out += [LeftOut("/data/b.jsonl", line, "empty") for line in range(11, 1211)]
-    read = Items("poems", TextTask(), ("x",), ("d",), tuple(left_out))
-    results = Results([choices("a", 50)], Rule(), [read])
-    assert results.notes() == [
-        "poems: 1,205 rows left out: no text (2: a.jsonl:3, 7), empty (1,203: a.jsonl:9, b.jsonl:9, 10 and 1,200 more)"
-    ]
-    (task,) = results.to_json()["tasks"]
-    assert len(task["left_out_rows"]) == 1205
-    assert task["left_out_rows"][1] == {"file": "/data/a.jsonl", "line": 7, "reason": "no text"}
-    one = Results([choices("a", 50)], Rule(), [Items("poems", TextTask(), ("x",), ("d",), tuple(left_out[:1]))])
-    assert one.notes() == ["poems: 1 row left out: no text (1: a.jsonl:3)"]
-
-
-def test_a_key_that_groups_nothing_is_said_where_the_user_wrote_it() -> None:
     rows = [{"lang": "ab"[number % 2], "id": number, "same": 1} for number in range(30)]
     by = ("lang", "langg", "id", "same")
     found, unused = groups(rows, by)
-    assert set(found) == {"lang=a", "lang=b"}
+    assert set(found) == {"lang=a", "lang=b"} and unused == ("langg", "id", "same")
     assert len(groups(rows[:20], by)[0]) == 22, "each of 20 values is a group, and of 21 none"
-    assert set(groups(rows[:21], by)[0]) == set(found)
-    read = Items("poems", ChoicesTask(file="x", by=by), tuple(rows), tuple(map(str, range(30))), (), found, unused)
-    assert Results([], Rule(), [read]).notes() == [
-        "poems: by names 'langg', which forms no groups: no item has it as a text or a whole number",
-        "poems: by names 'id', which forms no groups: it has 30 values, more than 20",
-        "poems: by names 'same', which forms no groups: it is the same for every item",
+    read = Items(
+        "poems", ChoicesTask(file="x", by=by), tuple(rows), tuple(map(str, range(30))), tuple(left_out), found, unused
+    )
+    results = Results([choices("a", 50)], Rule(), [read])
+    assert results.notes()[:2] == [
+        "poems: 2 rows left out: no text (/data/a.jsonl:3, /data/a.jsonl:7)",
+        "poems: 1,200 rows left out: empty (/data/b.jsonl:11, /data/b.jsonl:12, /data/b.jsonl:13 and 1,197 more)",
     ]
+    assert [note.partition(",")[0] for note in results.notes()[2:]] == [f"poems: by names '{key}'" for key in unused]
+    (task,) = results.to_json()["tasks"]
+    assert task["left_out_rows"][1] == {"file": "/data/a.jsonl", "line": 7, "reason": "no text"}
     own = Items("prose", TextTask(), ("x",), ("d",), (), *groups([{}], ("source", "lang")))
     assert Results([], Rule(), [own]).notes() == [], "nobody named them"
 
@@ -116,8 +92,6 @@ def test_the_table_has_a_column_for_each_model_and_groups_below_the_figure() -> 
     value = 70.0 * 1.05 / 100 / LN2
     assert rows[0][2].startswith(f"{value:.4f} (") and rows[0][4] == "100"
     assert rows[1][2].startswith(f"{70 / 100 / LN2:.4f} (") and rows[1][4] == "50"
-    alone, _ = Results([text("a", 70.0)], Rule()).table()
-    assert alone == ["task", "figure", "a", "items", "detectable"]
 
 
 def test_the_metrics_name_task_figure_model_and_the_groups_own_value_and_each_item_is_a_row() -> None:

@@ -12,10 +12,8 @@ from safetensors.torch import load_file, save_file
 from support.comparing import copies, same
 from support.tiny_adapters import save_base
 from support.tiny_data import VOCAB
-from support.tiny_stages import Home, stage_settings
 from support.tiny_trainers import tiny_model
 
-from ttrain.core.hashing import sha256_file
 from ttrain.errors import ArtifactError
 from ttrain.model import factory
 
@@ -92,12 +90,3 @@ def test_code_beside_weights_is_never_run_whatever_the_next_line_of_input_is(
 
 
 # --- what stages leave ---------------------------------------------------------------------------------------------------
-
-
-def test_another_seed_gives_other_bytes(stage_home: Home, tmp_path: Path) -> None:
-    """The same one gives the same: tests/train/test_kill."""
-    places = [tmp_path / str(seed) for seed in (1, 2)]
-    for place in places:
-        stage_home.pretrain(stage_settings(2, {"seed": int(place.name)}), place)
-    first, second = (sha256_file(place / "model" / "model.safetensors") for place in places)
-    assert first != second

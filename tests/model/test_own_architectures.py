@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.comparing import same
-from support.tiny_adapters import random_ids, save_base
+from support.tiny_adapters import random_ids
 from support.tiny_trainers import tiny_model
 from torch import Tensor, nn
 
@@ -89,13 +87,6 @@ def test_moyun_is_torchs_encoder_with_a_causal_mask(implementation: str) -> None
 
 def router_of(model: Any) -> Any:
     return model.model.layers[0].mlp.gate
-
-
-def test_every_token_visits_k_experts_whose_weights_sum_to_one() -> None:
-    router = router_of(tiny_model(**SHAPES["tinyseek"]).eval())
-    logits, weights, experts = router(torch.randn(50, 16))
-    torch.testing.assert_close(weights.sum(-1), torch.ones(50))
-    assert torch.equal(experts, logits.topk(2).indices) and logits.shape == (50, 6)
 
 
 def test_noise_of_the_size_that_its_weight_says_moves_routes_in_training_only() -> None:
@@ -217,23 +208,3 @@ def test_a_cache_and_padding_on_the_left_change_neither_logits_nor_what_is_gener
     mask = torch.tensor([[0] * 3 + [1] * 6] * 2)
     padded = torch.cat((torch.zeros(2, 3, dtype=torch.long), ids), 1)
     assert torch.equal(model.generate(padded, attention_mask=mask, **how)[:, 3:], plain)
-
-
-def test_code_beside_weights_is_never_run_here(tmp_path: Path) -> None:
-    model = tiny_model(kind="moyun")
-    directory = save_base(model, tmp_path / "model")
-    (directory / "modeling_moyun.py").write_text("raise SystemExit('this ran')\n")
-    assert type(factory.load(directory)) is type(model)
-
-
-def test_gradient_checkpointing_leaves_the_gradients_as_they_are() -> None:
-    """With dropout and with the router's noise, both of which are drawn again in the backward pass."""
-    ids, found = random_ids(1, 2, T), []
-    for again in (False, True):
-        model = tiny_model(**SHAPES["tinyseek"], dropout=0.1).train()
-        if again:
-            model.activation_checkpointing_enable({"use_reentrant": False})
-        torch.manual_seed(3)
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        found.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    assert same(*found)

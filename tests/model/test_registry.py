@@ -20,7 +20,7 @@ from ttrain.config import Lora, Model
 from ttrain.engine.graph import Graph
 from ttrain.engine.planner import plan
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.model import factory, registry, shape_check
+from ttrain.model import factory, registry
 from ttrain.model.architecture import build_config
 from ttrain.model.factory import residual_weights
 from ttrain.tasks import LORA
@@ -208,57 +208,30 @@ def test_kinds_are_those_of_transformers_own_table_and_ours_without_importing_it
     registry.names.cache_clear()
 
 
-# --- sizes --------------------------------------------------------------------------------------------------------------
+# --- before anything is built ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("settings", "problem"),
+    ("settings", "targets", "problem"),
     [
-        ({"kind": "phi3", "heads": 3, "hidden_size": 129}, "model.kind is phi3, which cannot compute in these sizes"),
-        ({"kind": "phi3", "heads": 3, "hidden_size": 132}, ""),
-        (
-            {"kind": "deepseek_v3", "heads": 4, "hidden_size": 136, "kv_heads": 2},
-            "model.kind is deepseek_v3, which cannot compute in these sizes",
-        ),
-        ({"kind": "tinyseek", "heads": 4}, ""),
-        ({"kind": "gpt2", "kv_heads": 1}, "model.kv_heads is 1"),
-        ({"kind": "gpt_neo"}, "verify the value of `config.attention_types` argument."),  # the end of what its config says
-        ({"fields": {"head_dim": 43}, "heads": 3, "hidden_size": 129}, "model.kind is qwen3"),
-        ({"moe": {}}, ""),
-        ({"moe": {"dense_layers": 1}}, "model.moe.dense_layers is 1"),
-        ({"kind": "qwen3", "moe": {"bias_rate": 0.1}}, "set model.moe.shared_experts=1"),
+        ({}, ("no_such_layer", "q_proj"), "lora.targets names no_such_layer, but the layers that can be adapted are q_proj"),
+        ({"tie_embeddings": True}, ("lm_head",), "lora.targets names lm_head, but"),
+        ({"tie_embeddings": False}, ("lm_head",), ""),
+        ({}, ("attention", "mlp.down_proj"), ""),
+        ({"kind": "gpt2"}, ("c_attn",), ""),
+        ({"kind": "gpt2"}, ("q_proj",), ""),  # the stage knows
     ],
     ids=str,
 )
-def test_a_model_without_rules_of_its_own_is_built_to_see(settings: dict[str, Any], problem: str) -> None:
-    model = Model.model_validate({"layers": 1, **settings})
-    assert not registry.has_all_rules(model)
-    answer = shape_check.problem_of(model)
-    assert problem in answer and bool(answer) == bool(problem)
-
-
-@pytest.mark.parametrize(
-    ("settings", "adapter", "problem"),
-    [
-        ({}, {"targets": ("no_such_layer", "q_proj")}, "lora.targets names no_such_layer, but"),
-        ({}, {"targets": ("embed_tokens",)}, "lora.targets names embed_tokens, but"),
-        ({"tie_embeddings": True}, {"targets": ("lm_head",)}, "names the output head lm_head"),
-        ({"tie_embeddings": False}, {"targets": ("lm_head",)}, ""),
-        ({"kind": "gpt2"}, {"targets": ("q_proj",)}, "linear layers are c_attn, c_fc, c_proj, lm_head"),
-        ({"kind": "gpt2"}, {"targets": ("mlp.c_proj",)}, ""),
-        ({"kind": "mamba"}, {"targets": ("attention",)}, "lora.targets names attention"),
-        ({"moe": {}}, {"dropout": 0.1}, "lora.dropout is 0.1, which PEFT does not offer"),
-    ],
-    ids=str,
-)
-def test_an_adapter_is_compared_with_its_model_before_either_is_made(
-    settings: dict[str, Any], adapter: dict[str, Any], problem: str
+def test_targets_are_compared_with_the_layers_of_the_usual_kinds(
+    settings: dict[str, Any], targets: tuple[str, ...], problem: str
 ) -> None:
-    model, lora = Model.model_validate({"layers": 1, **settings}), Lora.model_validate(adapter)
-    answer = shape_check.problem_of_adapter("lora", lora, model)
-    assert problem in answer and bool(answer) == bool(problem)
-    of_dpo = shape_check.problem_of_adapter("dpo", lora, model)
-    assert of_dpo == answer.replace("lora.", "dpo.")
+    adapter, model = Lora(targets=targets), Model.model_validate(settings)
+    if not problem:
+        registry.check_targets("lora", adapter, model)
+        return
+    with pytest.raises(UsageError, match=problem):
+        registry.check_targets("lora", adapter, model)
 
 
 @pytest.mark.parametrize(
@@ -281,15 +254,8 @@ def test_a_config_that_contradicts_itself_or_its_weights_is_refused_by_its_direc
     assert problem in str(refused.value)
 
 
-def test_the_plan_refuses_what_its_process_finds_also_beside_a_users_own_random(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "random.py").write_text("raise SystemExit('imported')")
-    monkeypatch.chdir(tmp_path)
+def test_the_plan_refuses_an_adapter_that_its_model_cannot_have(tmp_path: Path) -> None:
     house = House(tmp_path)
-    with pytest.raises(UsageError, match=r"^lora\.targets names no_such_layer, but the model's linear layers are"):
-        house.plan("lora.targets=no_such_layer")
-    monkeypatch.setattr(registry, "_build_elsewhere", lambda request: pytest.fail("it remembers the answer"))
     with pytest.raises(UsageError, match=r"^lora\.targets names no_such_layer"):
         house.plan("lora.targets=no_such_layer")
     house.plan("lora.targets=q_proj,attention")

@@ -14,10 +14,8 @@ from ttrain.nightly.records import Champion, InputSnapshot, Nights
 BITS = "bits_per_byte"
 
 
-def text(name: str, champion: float | None, challenger: float, half: float | None = 0.01, **fields: Any) -> dict[str, Any]:
-    interval = None if half is None or champion is None else [champion - challenger - half, champion - challenger + half]
-    figures = {"champion": champion, "challenger": challenger, "interval": interval}
-    return {"kind": "night", "name": name, "records": 40, **figures, **fields}
+def text(name: str, champion: float | None, challenger: float, **fields: Any) -> dict[str, Any]:
+    return {"kind": "night", "name": name, "records": 40, "champion": champion, "challenger": challenger, **fields}
 
 
 def add(
@@ -43,13 +41,11 @@ def nights(tmp_path: Path) -> Nights:
     return nights
 
 
-def test_the_best_champion_on_a_text_is_found_with_what_was_lost_since(nights: Nights) -> None:
+def test_the_best_champion_on_a_text_is_found(nights: Nights) -> None:
     best = best_figures(nights.newest_first(), BITS)
-    assert best["first"] == BestFigure(2.0, "version 1", 40, pytest.approx(8**0.5 * 0.01))
+    assert best["first"] == BestFigure(2.0, "version 1", 40)
     assert best["new-9"] == BestFigure(1.0, "version 9", 40), "nothing was promoted on it since"
     assert best["new-5"] == BestFigure(3.0, "version 4", 40), "the challenger was kept, so it was no champion"
-    add(nights, "promoted", "10", "11", text("first", 2.5, 2.6, half=None))
-    assert best_figures(nights.newest_first(), BITS)["first"].deviation == float("inf"), "of a loss without an interval"
 
 
 def test_texts_of_other_records_or_metrics_those_judged_together_and_sources_tell_nothing(nights: Nights) -> None:
@@ -57,7 +53,7 @@ def test_texts_of_other_records_or_metrics_those_judged_together_and_sources_tel
         text("english", 1.0, 1.0, kind="source"), text("chat_loss_sft", 1.0, 1.0, kind="metric"))  # fmt: skip
     add(nights, "promoted", "11", "12", text("first", 0.1, 0.1), metric="bits_per_byte_sft")
     best = best_figures(nights.newest_first(), BITS)
-    assert best["first"] == BestFigure(2.5, "version 10", 30, pytest.approx(0.01))
+    assert best["first"] == BestFigure(2.5, "version 10", 30)
     assert {"all", "english", "chat_loss_sft"}.isdisjoint(best)
     assert best_figures(nights.newest_first(), "bits_per_byte_sft") == {"first": BestFigure(0.1, "version 12", 40)}
 

@@ -38,7 +38,6 @@ Records = Mapping[str, Sequence[JsonObject]]
 def load_suites(names: Sequence[str], files: dict[str, list[Path] | None]) -> list[LoadedSuite]:
     """Load the named suites, and make one suite of the files. Raises UsageError for a file that is missing."""
     tasks: dict[str, JsonDict] = {}
-    option_by_task: dict[str, str] = {}
     for kind, paths in files.items():
         option = f"--{kind.replace('_', '-')}"
         for path in paths or ():
@@ -47,8 +46,8 @@ def load_suites(names: Sequence[str], files: dict[str, list[Path] | None]) -> li
                 raise UsageError(f"{option} is {path}, which is not a file; name a JSON Lines file")
             stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", path.name.partition(".")[0]).lstrip("-_.") or "task"
             task = stem if stem not in tasks else f"{stem}-{len(tasks) + 1}"
-            tasks[task], option_by_task[task] = {"kind": kind, "file": str(file.absolute())}, option
-    return [*map(suites.load, names), *([suites.of_tasks(tasks, "the command line", option_by_task)] if tasks else [])]
+            tasks[task] = {"kind": kind, "file": str(file.absolute())}
+    return [*map(suites.load, names), *([suites.of_tasks(tasks, "the command line")] if tasks else [])]
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Evaluation:
             default, notes = default_suite(heldout, resolved_models)
             loaded = [default]
         if limit is not None:
-            loaded = [suites.changed(each, limit=limit) for each in loaded]
+            loaded = [suites.at_most(each, limit=limit) for each in loaded]
         return cls(resolved_models, loaded, heldout, notes, options, store)
 
     @property

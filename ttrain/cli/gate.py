@@ -7,19 +7,18 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
-from ttrain.cli.options import Allow, AsJson, Files, Output, Table, argument, command, command_group, option, task_settings
+from ttrain.cli.options import AsJson, Files, Output, Table, argument, command, command_group, option, task_settings
 from ttrain.cli.train import check_output
 from ttrain.core import redact
 from ttrain.core.files import JsonDict, JsonObject
 from ttrain.core.terminal import console, outlast_output
-from ttrain.core.text import counted, format_duration
+from ttrain.core.text import counted
 from ttrain.errors import UsageError
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import home
 from ttrain.store.model_files import Reference
 
 if TYPE_CHECKING:
-    from ttrain.config import Expert
     from ttrain.config.loading import Override
     from ttrain.engine.display import Display
 
@@ -52,12 +51,11 @@ def gate_train(
         option("records, as for `ttrain data shard`; without it, those held out from the experts' own data"),
     ] = None,
     config: Files = None,
-    allow: Allow = None,
     as_json: AsJson = False,
 ) -> Output:
     """Score the experts on records and train a router on which has the least loss; the experts stay as they are.
 
-    The same command continues a stopped training.
+    The same command continues a stopped scoring.
     """
     from ttrain.config import as_tuple
     from ttrain.engine.display import Display
@@ -65,12 +63,9 @@ def gate_train(
     outlast_output()
     files = [name for option in data or () for name in cast("tuple[str, ...]", as_tuple(option))]
     with closing(Display(console(stderr=as_json))) as display:
-        summary = train(experts, files, task_settings(overrides, config), out, allow or (), display)
-    end = f"trained in {format_duration(summary['train_seconds'])}"
-    if summary["was_finished"]:
-        end = "it was already finished; nothing was trained"
+        summary = train(experts, files, task_settings(overrides, config), out, display)
     parts = routing_parts([expert["reference"] for expert in summary["experts"]], summary["routing"])
-    return Output(summary, [*parts, f"talk through it: ttrain chat --gate {out}", end])
+    return Output(summary, [*parts, f"talk through it: ttrain chat --gate {out}"])
 
 
 def routing_parts(names: Sequence[str], metrics: JsonObject) -> list[str | Table]:
@@ -98,14 +93,9 @@ def routing_parts(names: Sequence[str], metrics: JsonObject) -> list[str | Table
 
 
 def train(
-    experts: Sequence[str],
-    data: Sequence[str],
-    overrides: Sequence[Override],
-    out: Path,
-    allow: Sequence[str],
-    display: Display,
+    experts: Sequence[str], data: Sequence[str], overrides: Sequence[Override], out: Path, display: Display
 ) -> JsonDict:
-    """Train the gate, or continue where the same command was stopped; returns its figures.
+    """Train the gate; returns its figures. The losses of experts that an earlier attempt scored are taken.
 
     Raises UsageError where an expert or a file is missing, before anything is read, scored or written.
     """
@@ -117,27 +107,28 @@ def train(
     from ttrain.lineage.names import resolve_all
     from ttrain.tasks import GATE
 
+    names = [name.strip() for option in experts for name in option.split(",") if name.strip()]
+    if len(names) < 2:
+        raise UsageError(f"--experts names {', '.join(names) or 'none'}, but a gate picks one of at least two")
     runtime, gate_overrides = split_runtime(overrides)
     if runtime.devices > 1:
         raise UsageError(f"runtime.devices is {runtime.devices}, but a gate trains in one process; set runtime.devices=1")
     settings, _ = merge(Gate, with_types(Gate, without_pipeline_settings(gate_overrides, Gate)))
     out = out.absolute()
     check_output(out)
-    references = resolve_all(expert_names(experts))
+    references = resolve_all(names)
     texts = locations.expand(data, "--data") if data else heldout_files(references)
-    config = GateConfig(
-        gate=settings,
-        experts=check_distinct([gate_files.expert_of(reference) for reference in references]),
-        data=tuple(texts),
-        allow=tuple(allow),
-    )
-    for expert in config.experts:
+    chosen = tuple(map(gate_files.expert_of, references))
+    if len(set(map(gate_files.digest, chosen))) < len(chosen):
+        raise UsageError(f"--experts names the same weights twice: {', '.join(names)}; name different models")
+    for expert in chosen:
         longest = existing.max_length({"config": [Path(expert.model) / existing.CONFIG]})
         if longest is not None and settings.row_length > longest:
             raise UsageError(
                 f"row_length is {settings.row_length} but the expert {expert.reference} takes {longest} positions; "
                 f"set row_length={longest} and stride={max(1, longest // 2)}"
             )
+    config = GateConfig(gate=settings, experts=chosen, data=tuple(texts))
     why = f"{counted(len(references), 'expert')}, {counted(len(texts), 'file')}, in {out}"
     figures = run_alone(GATE, config.model_dump(mode="json"), runtime, out, why, display)
     return {
@@ -146,27 +137,6 @@ def train(
         "data": [redact.url(text) for text in texts],
         **figures,
     }
-
-
-def expert_names(experts: Sequence[str]) -> list[str]:
-    """Split the comma-separated --experts options into references. Raises UsageError for fewer than two."""
-    names = [name.strip() for option in experts for name in option.split(",") if name.strip()]
-    if len(names) < 2:
-        raise UsageError(f"--experts names {', '.join(names) or 'none'}, but a gate picks one of at least two")
-    return names
-
-
-def check_distinct(experts: Sequence[Expert]) -> tuple[Expert, ...]:
-    """Return the experts as a tuple. Raises UsageError if two of them have the same weights."""
-    from ttrain.inference import gate_files
-
-    reference_by_digest: dict[str, str] = {}
-    for expert in experts:
-        digest = gate_files.digest(expert)
-        if digest in reference_by_digest:
-            raise UsageError(f"--experts names the same weights twice: {reference_by_digest[digest]} and {expert.reference}")
-        reference_by_digest[digest] = expert.reference
-    return tuple(experts)
 
 
 def heldout_files(experts: Sequence[Reference]) -> list[str]:

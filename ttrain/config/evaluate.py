@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from ttrain.config.base import Count, Listed, Location, Section, Seed, as_tuple, check_stride, setting, with_fields
-from ttrain.config.loop import Optim
-from ttrain.config.training import TRAINING_STAGES, TaskConfig
+from ttrain.config.training import TRAINING_STAGES
 
 Names = Annotated[tuple[Location, ...], BeforeValidator(as_tuple)]
 
@@ -51,9 +50,6 @@ class Evaluate(Section):
     )
     seed: Seed = setting(1, "of the resampling behind the intervals")
     suites: Suites = Suites()
-    overlapping: Literal["report", "leave_out"] = setting(
-        "report", "suites' items that shards.decontaminate found in training documents: figures apart, or none"
-    )
     confidence: float = setting(0.95, "of the intervals", gt=0.5, lt=1)
     resamples: int = setting(2000, "of the bootstrap; 0: no intervals but those of accuracies", ge=0)
 
@@ -65,7 +61,7 @@ class Evaluate(Section):
         check_stride(self, "evaluate.")
 
 
-class Gate(TaskConfig):
+class Gate(Section):
     """What `ttrain gate train` reads, how it scores the experts, and the router that it trains."""
 
     text_field: str = setting("text", "a document's key; with the default also content, body, paragraphs")
@@ -81,11 +77,11 @@ class Gate(TaskConfig):
     hidden: int = setting(64, "width of the hidden layer", ge=1)
     epochs: float = setting(20.0, "passes over the records", gt=0)
     rows_per_step: int = setting(32, "records of one optimizer step", ge=1)
-    validation_rows: int = setting(4096, "held-out records whose loss is measured while training", ge=1)
-    optim: Optim = Optim(lr=3e-3, weight_decay=0.01)
+    lr: float = setting(3e-3, "peak learning rate of AdamW; it falls to 0 by a cosine", gt=0)
+    weight_decay: float = setting(0.01, "of AdamW", ge=0)
+    seed: Seed = setting(1, "of weights and the order of records")
 
     def _check(self) -> None:
-        super()._check()
         check_stride(self)
 
 
@@ -105,7 +101,6 @@ class GateConfig(Section):
     gate: Gate
     experts: tuple[Expert, ...]
     data: tuple[str, ...]  # files of documents or chats
-    allow: tuple[str, ...] = ()
 
 
 TASK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -171,9 +166,7 @@ class ChatsTask(WindowsTask):
     kind: Literal["chats"] = "chats"
     file: str = setting("chats", "JSON Lines with chats; chats, domain: those held out from sft, from lora")
     new_tokens: int = setting(64, "length of an answer that is judged; 0: the loss alone", ge=0, le=4096)
-    answers: int = setting(
-        2, "of each chat that are judged: those with calls, then the last ones; 0: the loss alone", ge=0, le=64
-    )
+    answers: int = setting(2, "of each chat that are judged, the last ones; 0: the loss alone", ge=0, le=64)
 
 
 class PairsTask(WindowsTask):

@@ -72,4 +72,4 @@ def run_alone(stage: Stage, config: JsonObject, runtime: Runtime, out: Path, why
             display(stage.name, "failed", {"error": message})
             error.shown = True
             raise
-    return {"was_finished": figures["resumed_from_step"] == figures["steps"], **figures}
+    return {"was_finished": figures.get("resumed_from_step") == figures.get("steps", 0), **figures}

@@ -122,7 +122,6 @@ def _planned(
 
 def _check_models(stages: Iterable[Planned], settings: Settings, store: ArtifactStore) -> None:
     """Raise UsageError for a model that cannot be, or not with its adapter: now, not after the stages before it."""
-    checks = registry.ShapeChecks(store.cache, store.root / "cache" / "shapes")
     continues = False  # whether a model comes from an earlier run, as a night's does, whose shape is its own
     for planned in stages:
         stage = planned.stage
@@ -130,10 +129,10 @@ def _check_models(stages: Iterable[Planned], settings: Settings, store: Artifact
         if planned.state == "cached":
             continue
         if _describes_model(stage, settings):
-            checks.new_model(settings.model)
+            registry.check_kind(settings.model.kind)
         adapter = adapter_of(stage.name, settings)
         if adapter and not continues and settings.existing_model is None:
-            checks.adapter(stage.name, adapter, settings.model)
+            registry.check_targets(stage.name, adapter, settings.model)
 
 
 def no_stage(name: str, stage_names: Iterable[str], settings: Settings) -> UsageError:

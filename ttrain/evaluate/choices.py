@@ -7,9 +7,9 @@ acc_norm, `accuracy_bytes` its acc_bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from ttrain.evaluate.log_likelihood import Likelihood, log_likelihoods
 from ttrain.evaluate.task_result import LN2, Metric, TaskResult, mean
 
 CHOICE_FORMAT = '{"question": text, "choices": [texts], "answer": number from 0, letter or text}'
+PASSAGE_FORMAT = '{"context": text, "target": text}'
 
 FIGURES = {"none": "accuracy", "characters": "accuracy_characters", "bytes": "accuracy_bytes", "tokens": "accuracy_tokens"}
 
@@ -58,15 +59,46 @@ def parse_choice(record: JsonDict) -> ChoiceQuestion:
     return ChoiceQuestion(question, tuple(choices), _answer(record.get("answer"), choices))
 
 
+def parse_passage(record: JsonDict) -> ChoiceQuestion:
+    """Parse a row of last words: a question with one choice, which begins with a space where the script has them. Raises
+    BadRow if its context or target is missing or empty."""
+    context, target = prompts.text(record, "context"), prompts.text(record, "target")
+    return ChoiceQuestion(context, (prompts.separator(context, target) + target,), 0)
+
+
 def read_choices(task: str, spec: ChoicesTask, files: SuiteFiles) -> Items[ChoicePrompt]:
     """Read the questions of the file. Raises UsageError if it does not exist, DataError if it has none."""
 
-    def item_of(question: ChoiceQuestion, examples: Sequence[ChoiceQuestion]) -> tuple[ChoicePrompt, object]:
-        prompt = _build_prompt(spec, question, examples)
-        return prompt, [prompt.context, prompt.continuations, question.answer]
+    def question_text(row: ChoiceQuestion) -> str:
+        return spec.template.replace("{question}", row.question)
 
-    rows = prompts.read_file(task, spec.file, files, parse_choice, CHOICE_FORMAT)
-    return prompts.with_examples(task, spec, rows, files, parse_choice, item_of)
+    def choice_text(row: ChoiceQuestion, choice: str) -> str:
+        return (prompts.separator(question_text(row), choice) if spec.delimiter is None else spec.delimiter) + choice
+
+    rows = prompts.read_rows(f"tasks.{task}.file", spec.file, files, parse_choice, CHOICE_FORMAT)
+    prompt = partial(_prompt, question_text, choice_text, spec.shots_separator)
+    return prompts.with_examples(task, spec, rows, files, parse_choice, CHOICE_FORMAT, prompt)
+
+
+def read_passages(task: str, spec: LastWordTask, files: SuiteFiles) -> Items[ChoicePrompt]:
+    """Read the passages of the file. Raises UsageError if it does not exist, DataError if it has none."""
+    rows = prompts.read_rows(f"tasks.{task}.file", spec.file, files, parse_passage, PASSAGE_FORMAT)
+    prompt = partial(_prompt, lambda row: row.question, lambda row, choice: choice, spec.shots_separator)
+    return prompts.with_examples(task, spec, rows, files, parse_passage, PASSAGE_FORMAT, prompt)
+
+
+def _prompt(
+    question_text: Callable[[ChoiceQuestion], str],
+    choice_text: Callable[[ChoiceQuestion, str], str],
+    separator: str,
+    item: ChoiceQuestion,
+    examples: Sequence[ChoiceQuestion],
+) -> tuple[ChoicePrompt, object]:
+    """(the item with its worked examples, what identifies it)."""
+    shots = "".join(question_text(shot) + choice_text(shot, shot.choices[shot.answer]) + separator for shot in examples)
+    continuations = tuple(choice_text(item, choice) for choice in item.choices)
+    prompt = ChoicePrompt(item, shots + question_text(item), continuations)
+    return prompt, [prompt.context, continuations, item.answer]
 
 
 def score_choices(items: Items[ChoicePrompt], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
@@ -127,19 +159,6 @@ def cut_figure(cuts: Sequence[int]) -> list[Metric]:
     return [mean("cut", (cut > 0 for cut in cuts), higher=False)] if any(cuts) else []
 
 
-def _build_prompt(spec: ChoicesTask, item: ChoiceQuestion, examples: Sequence[ChoiceQuestion]) -> ChoicePrompt:
-    def question_text(row: ChoiceQuestion) -> str:
-        return spec.template.replace("{question}", row.question)
-
-    def choice_text(row: ChoiceQuestion, choice: str) -> str:
-        return (prompts.separator(question_text(row), choice) if spec.delimiter is None else spec.delimiter) + choice
-
-    shots = "".join(
-        question_text(shot) + choice_text(shot, shot.choices[shot.answer]) + spec.shots_separator for shot in examples
-    )
-    return ChoicePrompt(item, shots + question_text(item), tuple(choice_text(item, choice) for choice in item.choices))
-
-
 def _answer(value: object, choices: Sequence[str]) -> int:
     """Number of the right choice, given as a number from 0 (1.0 is 1), as the choice's text or as its letter."""
     if isinstance(value, float) and value.is_integer():
@@ -170,46 +189,9 @@ def _loss(nats: Sequence[float], answer: int) -> float:
     return nats[answer] - least + math.log(math.fsum(math.exp(least - cost) for cost in nats))
 
 
-PASSAGE_FORMAT = '{"context": text, "target": text}'
-
-
-@dataclass(frozen=True)
-class Passage:
-    """A row of the file; `target` begins with a space if the script has spaces and neither side has one."""
-
-    context: str
-    target: str
-
-
-class PassagePrompt(NamedTuple):
-    """An item as the model gets it: context with worked examples first, the continuation, and the passage alone."""
-
-    context: str
-    continuation: str
-    passage: Passage
-
-
-def parse_passage(record: JsonDict) -> Passage:
-    """Parse a row. Raises BadRow if its context or target is missing or empty."""
-    context, target = prompts.text(record, "context"), prompts.text(record, "target")
-    return Passage(context, prompts.separator(context, target) + target)
-
-
-def read_passages(task: str, spec: LastWordTask, files: SuiteFiles) -> Items[PassagePrompt]:
-    """Read the passages of the file. Raises UsageError if it does not exist, DataError if it has none."""
-
-    def item_of(passage: Passage, examples: Sequence[Passage]) -> tuple[PassagePrompt, object]:
-        shots = "".join(shot.context + shot.target + spec.shots_separator for shot in examples)
-        prompt = PassagePrompt(shots + passage.context, passage.target, passage)
-        return prompt, prompt[:2]
-
-    rows = prompts.read_file(task, spec.file, files, parse_passage, PASSAGE_FORMAT)
-    return prompts.with_examples(task, spec, rows, files, parse_passage, item_of)
-
-
-def score_passages(items: Items[PassagePrompt], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
+def score_passages(items: Items[ChoicePrompt], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
     """Compute `accuracy`, where all tokens of the target must be the most likely ones, and `perplexity` of the targets."""
-    costs = log_likelihoods(subject, [prompt[:2] for prompt in items.items], progress)
+    costs = log_likelihoods(subject, choice_texts(items.items), progress)
     figures = [
         mean("accuracy", (cost.greedy for cost in costs)),
         mean("perplexity", (cost.nats for cost in costs), "", higher=False, shown="exp"),
@@ -217,9 +199,9 @@ def score_passages(items: Items[PassagePrompt], subject: EvaluatedModel, progres
     ]
     rows = [
         finite({
-            "context": context, "target": target, "right": cost.greedy, "nats": cost.nats,
+            "context": prompt.context, "target": prompt.continuations[0], "right": cost.greedy, "nats": cost.nats,
             **({"cut": cost.cut} if cost.cut else {}),
         })
-        for (context, target, _), cost in zip(items.items, costs, strict=True)
+        for prompt, cost in zip(items.items, costs, strict=True)
     ]  # fmt: skip
     return items.result(subject.name, figures, rows)

@@ -9,6 +9,9 @@ import torch
 from torch import nn
 
 from ttrain.data.encoder import Encoder
+from ttrain.data.jinja_templates import BOS
+from ttrain.errors import UsageError
+from ttrain.train.distributed import Ranks
 
 Generate = Callable[[Sequence[Sequence[int]], int], list[tuple[list[int], bool]]]
 ProgressCallback = Callable[[int, int], None]
@@ -28,6 +31,7 @@ class EvaluatedModel:
     batch_tokens  padded tokens of a forward pass, which bound the memory; no score may depend on it
     generate      greedy: (prompts as ids, new tokens) -> for each prompt (new ids without the stop id, whether a stop id
                   ended it)
+    ranks         that score texts and chats together; None: this process alone
     """
 
     name: str
@@ -39,6 +43,7 @@ class EvaluatedModel:
     can_chat: bool
     batch_tokens: int
     generate: Generate
+    ranks: Ranks | None = None
 
     def room(self, new_tokens: int) -> tuple[int, int | None]:
         """(tokens of an answer, tokens of a prompt at most): an answer takes at most half of the positions.
@@ -49,3 +54,21 @@ class EvaluatedModel:
             return new_tokens, None
         tokens = min(new_tokens, self.max_length // 2)
         return tokens, self.max_length - tokens
+
+
+def beginning(subject: EvaluatedModel) -> tuple[int, ...]:
+    """Ids before a text, so that its first token is scored too: those that the tokenizer adds, else its bos, as in the
+    harness, else its eos.
+
+    The model does not know a bos that ttrain added to the tokenizer. Raises UsageError if it knows none of these.
+    """
+    model, encoder = subject.model, subject.encoder
+    rows = getattr(model, "get_input_embeddings")().weight.shape[0]  # noqa: B009  # a method of transformers' models
+    bos_ids = () if encoder.tokens["bos_token"] == BOS else (encoder.bos_id,)
+    for ids in (subject.begin_ids, bos_ids, (encoder.eos_id,)):
+        if ids and max(ids) < rows:
+            return ids
+    raise UsageError(
+        f"the model {subject.name} knows no token that begins or ends a text, so the first token of a text cannot be "
+        "scored; give its tokenizer a bos_token or an eos_token"
+    )

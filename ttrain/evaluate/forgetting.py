@@ -16,23 +16,20 @@ from ttrain.evaluate.statistics import Interval, Rule
 from ttrain.evaluate.task_result import Metric
 
 SHOWN = 3  # of the texts that a reason names
-EACH_BEST = "the best champion of each"  # of several texts
 Digests = Mapping[str, Collection[str]]  # of the records of each night or source
 
 
 @dataclass(frozen=True)
 class HeldoutText:
-    """Held-out records that are judged together: those of a night, of a source, of several nights or sources, of a metric.
+    """Held-out records that are judged together: those of a night, of a source, of several nights, of a metric.
 
     `rows` are their numbers in the scores. `new`: the text of the night that is decided, which nothing can forget.
-    `members`: the texts that are judged as this one.
     """
 
     kind: str  # night, source, several or metric
     name: str
     rows: tuple[int, ...]
     new: bool = False
-    members: tuple[HeldoutText, ...] = ()
 
     @property
     def label(self) -> str:
@@ -42,40 +39,33 @@ class HeldoutText:
 
 @dataclass(frozen=True)
 class BestFigure:
-    """The best figure that a champion had on a text of this many records, and the name of that champion.
-
-    `deviation`: half the width of the interval of what champions have lost since, in the metric's unit.
-    """
+    """The best figure that a champion had on a text of this many records, and the name of that champion."""
 
     value: float
     champion: str
     records: int
-    deviation: float = 0.0
 
 
 @dataclass(frozen=True)
 class TextFigure:
     """The figures of challenger and champion on one held-out text, by its label, or in one metric.
 
-    `difference` is by how much the challenger is better, in the metric's unit. `judged`: whether the bound applies; a text
-    of few records is judged with others like it. `lost`: whether it was exceeded. `best`: the best figure of an earlier
-    champion, where that was better than the champion; `least_loss`: the lower end of the interval of the loss against it.
+    `difference` is by how much the challenger is better, in the metric's unit. `judged`: whether the bound applies; not
+    to a text of few records. `lost`: whether it was exceeded. `best`: the best figure of an earlier
+    champion, where that was better than the champion.
     """
 
     kind: str
     name: str
     records: int
     challenger: float
-    challenger_interval: Interval | None
     champion: float | None = None
-    champion_interval: Interval | None = None
     difference: float | None = None
     interval: Interval | None = None
     judged: bool = False
     lost: bool = False
     best: float | None = None
     best_champion: str | None = None
-    least_loss: float | None = None
 
     def to_json(self) -> JsonDict:
         """All fields as JSON; numbers that are not finite become null."""
@@ -83,13 +73,14 @@ class TextFigure:
 
     def describe(self) -> str:
         """The loss in a line, for a reason."""
-        assert self.champion is not None, "a text is lost against a champion"
+        change = f"{self.name}: {self.champion:.5f} became {self.challenger:.5f}"
         if self.difference is None:
-            return f"{self.name}: {self.champion:.5f} became {self.challenger}, which is not a finite number"
-        interval = "" if self.interval is None else f" (interval {_shares(self.interval, self.champion)})"
-        return (
-            f"{self.name}: {self.champion:.5f} became {self.challenger:.5f}, {self.loss:.1%} worse{interval}{self._drift()}"
-        )
+            return f"{change}, which is not a finite number"
+        since = ""
+        if self.best is not None:
+            whole = abs(self.challenger - self.best) / (abs(self.best) or 1.0)
+            since = f", and {whole:.1%} worse than {self.best:.5f} of {self.best_champion}"
+        return f"{change}, {self.loss:.1%} worse{since}"
 
     @property
     def loss(self) -> float:
@@ -97,19 +88,6 @@ class TextFigure:
         if self.difference is None:
             return math.inf if self.lost else 0.0
         return -self.difference / (abs(self.champion or 0.0) or 1.0)
-
-    def _drift(self) -> str:
-        """What was lost since the best champion."""
-        if self.best is None or self.least_loss is None:
-            return ""
-        whole, least = (loss / (abs(self.best) or 1.0) for loss in (abs(self.challenger - self.best), self.least_loss))
-        return f", and {whole:.1%} (at least {least:.1%}) worse than {self.best:.5f} of {self.best_champion}"
-
-
-def _shares(interval: Interval, of: float) -> str:
-    """An interval of a gain, as shares of the champion's figure that were lost."""
-    low, high = sorted(-end / (abs(of) or 1.0) for end in interval)
-    return f"{low:.1%} to {high:.1%}"
 
 
 def heldout_texts(
@@ -144,10 +122,9 @@ def figures(
 ) -> list[TextFigure]:
     """The figures of both models on each text, then on texts that are judged together.
 
-    A text of fewer than `promotion.min_samples` records shows nothing by itself: all of them of one kind are judged as one.
-    So are all earlier nights, since a small loss on each of them is a large one. Where even these are too few for an
-    interval, nothing is judged: by the figures alone, 56 of 100 challengers that lost nothing exceeded the bound on one of
-    ten nights of 25 records. Empty where the scores cannot be compared.
+    A text of fewer than `promotion.min_samples` records shows nothing by itself: by the figures alone, 56 of 100
+    challengers that lost nothing exceeded the bound on one of ten nights of 25 records. All earlier nights are judged as
+    one too, since a small loss on each of them is a large one. Empty where the scores cannot be compared.
 
     `best`: by label, the best figures of champions so far. The bound is one for all nights: a challenger that is worse than
     the champion must not be worse than the best champion by more, either.
@@ -156,13 +133,15 @@ def figures(
         return []
     if not texts or not all(math.isfinite(scores.value) for scores in (challenger, champion) if scores):
         return []
-    together = _judged_together(texts, settings)
-    grouped = [text for _, group in together for text in group]
-    judged = [(text, not text.new and (len(text.rows) >= settings.min_samples or text not in grouped)) for text in texts]
-    for name, group in together:
-        rows = sorted({row for text in group for row in text.rows})
-        judged.append((HeldoutText("several", name, tuple(rows), members=tuple(group)), True))
-    return [_figure(challenger, champion, text, settings, best, judged=is_judged) for text, is_judged in judged]
+    earlier_nights = [text for text in texts if text.kind == "night" and not text.new]
+    if len(earlier_nights) > 1:
+        rows = {row for text in earlier_nights for row in text.rows}
+        texts = [*texts, HeldoutText("several", "all earlier nights", tuple(sorted(rows)))]
+    listed: list[TextFigure] = []
+    for text in texts:
+        has_enough = len(text.rows) >= settings.min_samples or not settings.resamples
+        listed.append(_figure(challenger, champion, text, settings, best, judged=has_enough and not text.new))
+    return listed
 
 
 def figure_of_metric(challenger: Metric, champion: Metric, settings: Promotion) -> TextFigure | None:
@@ -175,23 +154,11 @@ def figure_of_metric(challenger: Metric, champion: Metric, settings: Promotion) 
         return None
     if not math.isfinite(challenger.value):
         is_lost = settings.forgetting is not None
-        return TextFigure("metric", metric, count, challenger.value, None, champion.value, judged=is_lost, lost=is_lost)
+        return TextFigure("metric", metric, count, challenger.value, champion.value, judged=is_lost, lost=is_lost)
     if challenger.sizes != champion.sizes:
         return None
     text = HeldoutText("metric", metric, tuple(range(count)))
     return _figure(challenger, champion, text, settings, {}, judged=True)
-
-
-def _judged_together(texts: Sequence[HeldoutText], settings: Promotion) -> list[tuple[str, list[HeldoutText]]]:
-    """(name, texts) of those that are judged as one."""
-    old = [text for text in texts if not text.new]
-    nights = [text for text in old if text.kind == "night"]
-    together: list[tuple[str, list[HeldoutText]]] = []
-    for kind in ("night", "source"):
-        small = [text for text in old if text.kind == kind and len(text.rows) < settings.min_samples]
-        if len(small) > 1 and small != nights:
-            together.append((f"{kind}s of fewer than {settings.min_samples} records", small))
-    return [*together, *([("all earlier nights", nights)] if len(nights) > 1 else [])]
 
 
 def _figure(
@@ -203,14 +170,13 @@ def _figure(
     *,
     judged: bool,
 ) -> TextFigure:
-    rule = Rule(settings.confidence, settings.resamples, settings.seed)
     ours = challenger.restricted(text.rows)
-    alone = TextFigure(text.kind, text.label, len(text.rows), ours.value, statistics.interval(ours, rule))
+    alone = TextFigure(text.kind, text.label, len(text.rows), ours.value)
     if champion is None:
         return alone
-    theirs = champion.restricted(text.rows)
-    sign = sign_of(challenger, settings)
+    theirs, sign = champion.restricted(text.rows), sign_of(challenger, settings)
     difference = sign * (ours.value - theirs.value) + 0.0  # avoids -0.0
+    rule = Rule(settings.confidence, settings.resamples, settings.seed)
     interval = statistics.compare(ours, theirs, rule).interval  # None where the records are too few for one
     if interval is not None:
         low, high = sorted(sign * end + 0.0 for end in interval)
@@ -219,51 +185,21 @@ def _figure(
     bound = settings.forgetting or 0.0
     least_loss = -difference if interval is None else -interval[1]
     figure = replace(
-        alone, champion=theirs.value, champion_interval=statistics.interval(theirs, rule), difference=difference,
-        interval=interval, judged=judged, lost=judged and least_loss > bound * abs(theirs.value),
+        alone, champion=theirs.value, difference=difference, interval=interval, judged=judged,
+        lost=judged and least_loss > bound * abs(theirs.value),
     )  # fmt: skip
-    earlier = _best_of(champion, text, best, sign, needs_deviation=interval is not None)
-    if earlier is None:
+    earlier = best.get(text.label)
+    if earlier is None or earlier.records != len(text.rows) or sign * (earlier.value - theirs.value) <= 0:
         return figure
-    # The deviations of the champions' losses since and of tonight's add up as those of independent ones do.
-    reach = 0.0 if interval is None else math.hypot(interval[1] - difference, earlier.deviation)
-    since = sign * (earlier.value - theirs.value) - difference - reach  # the least loss against the best champion
-    has_drifted = judged and difference < 0 and since > bound * abs(earlier.value)
-    return replace(
-        figure, lost=figure.lost or has_drifted, best=earlier.value, best_champion=earlier.champion, least_loss=since
-    )
+    least_loss += sign * (earlier.value - theirs.value)
+    has_drifted = judged and difference < 0 and least_loss > bound * abs(earlier.value)
+    return replace(figure, lost=figure.lost or has_drifted, best=earlier.value, best_champion=earlier.champion)
 
 
 def sign_of(metric: Metric, settings: Promotion) -> float:
     """1 if higher values are better, else -1."""
     higher = settings.higher_is_better if metric.higher_is_better is None else metric.higher_is_better
     return 1.0 if higher else -1.0
-
-
-def _best_of(
-    champion: Metric, text: HeldoutText, best: Mapping[str, BestFigure], sign: float, *, needs_deviation: bool
-) -> BestFigure | None:
-    """The best figure of an earlier champion on a text, where it is better than the champion's; of several texts that of
-    each at its best, weighted as the figure over all of them weighs."""
-    whole = champion.restricted(text.rows)
-    if not text.members:
-        candidate = best.get(text.label)
-        if (
-            candidate is None
-            or candidate.records != len(text.rows)
-            or (needs_deviation and not math.isfinite(candidate.deviation))
-        ):
-            return None
-        return candidate if sign * (candidate.value - whole.value) > 0 else None
-    size, value, variance, is_better = math.fsum(whole.sizes), whole.value, 0.0, False
-    for member in text.members:
-        if (candidate := _best_of(champion, member, best, sign, needs_deviation=needs_deviation)) is not None:
-            part = champion.restricted(member.rows)
-            share = math.fsum(part.sizes) / size
-            value += share * (candidate.value - part.value)
-            variance += (share * candidate.deviation) ** 2
-            is_better = True
-    return BestFigure(value, EACH_BEST, len(text.rows), math.sqrt(variance)) if is_better else None
 
 
 def reason_of(lost: Sequence[TextFigure], bound: float) -> str:
@@ -283,8 +219,8 @@ def rows(listed: Sequence[TextFigure]) -> list[tuple[str, ...]]:
         (
             figure.name,
             f"{figure.records:,}",
-            _with_interval(figure.challenger, figure.challenger_interval),
-            "" if figure.champion is None else _with_interval(figure.champion, figure.champion_interval),
+            f"{figure.challenger:.5f}",
+            "" if figure.champion is None else f"{figure.champion:.5f}",
             "" if figure.difference is None else f"{figure.difference:+.5f}",
             "" if figure.interval is None else f"{figure.interval[0]:+.5f} to {figure.interval[1]:+.5f}",
             "" if figure.best is None else f"{figure.best:.5f} of {figure.best_champion}",
@@ -292,7 +228,3 @@ def rows(listed: Sequence[TextFigure]) -> list[tuple[str, ...]]:
         )
         for figure in listed
     ]
-
-
-def _with_interval(value: float, interval: Interval | None) -> str:
-    return f"{value:.5f}" + ("" if interval is None else f" ({interval[0]:.5f} to {interval[1]:.5f})")

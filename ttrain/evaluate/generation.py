@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 import unicodedata
@@ -23,8 +22,6 @@ from ttrain.evaluate.items import BadRow, Items, SuiteFiles
 from ttrain.evaluate.task_result import TaskResult, mean
 
 ROW_FORMAT = '{"question": text, "answer": text or number, "final" (optional): the result alone}'
-
-log = logging.getLogger("ttrain")
 
 PIECE = 64  # tokens to generate before looking for a stop text
 
@@ -77,7 +74,7 @@ def read(task: str, spec: GenerationTask, files: SuiteFiles) -> Items[ProblemWit
     def parsed(record: JsonDict) -> Problem:
         return parse(record, spec.match)
 
-    rows = wording.read_file(task, spec.file, files, parsed, ROW_FORMAT)
+    rows = wording.read_rows(f"tasks.{task}.file", spec.file, files, parsed, ROW_FORMAT)
     if spec.match == "auto":  # worked examples of another file are parsed by this choice
         match = "numeric" if all(is_number(problem.final) for problem, _ in rows[0]) else "exact"
         spec = spec.model_copy(update={"match": match})
@@ -87,7 +84,7 @@ def read(task: str, spec: GenerationTask, files: SuiteFiles) -> Items[ProblemWit
         shots = [[shot.question, shot.answer] for shot in examples]
         return (problem, examples), [problem.question, problem.final, shots, how]
 
-    return wording.with_examples(task, spec, rows, files, parsed, item_of)
+    return wording.with_examples(task, spec, rows, files, parsed, ROW_FORMAT, item_of)
 
 
 def run(items: Items[ProblemWithExamples], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
@@ -100,21 +97,19 @@ def run(items: Items[ProblemWithExamples], subject: EvaluatedModel, progress: Pr
             "or evaluate a model that was trained on chats"
         )
     room, longest = subject.room(spec.new_tokens)
-    if room < spec.new_tokens:
-        log.warning("%s: answers of %s have at most %d tokens, half of its context", items.task, subject.name, room)
     prompts = [_prompt(spec, item, subject, longest) for item in items.items]
     stops, lead = ((), lead_text(subject.encoder)) if spec.chat else (spec.stop, "")
-    answered = answers(subject, [ids for ids, _ in prompts], room, stops, progress, lead)
     rows: list[JsonDict] = []
-    for (problem, _), (_, answer, ended), (_, cut) in zip(items.items, answered, prompts, strict=True):
+    answered = answers(subject, [ids for ids, _ in prompts], room, stops, progress, lead)
+    for (problem, _), (_, answer, ended) in zip(items.items, answered, strict=True):
         parsed, right = judge_answer(answer, problem.final, spec.match)
         rows.append({
             "question": problem.question, "reference": problem.final, "answer": answer, "found": parsed, "match": spec.match,
-            "right": right, "ended": ended, **({"cut": cut} if cut else {}),
+            "right": right, "ended": ended,
         })  # fmt: skip
-    figures = [mean(f"accuracy_{spec.match}", (row["right"] for row in rows)), mean("ended", (row["ended"] for row in rows))]
-    figures += cut_figure([cut for _, cut in prompts])
-    return items.result(subject.name, figures, rows)
+    metrics = [mean(f"accuracy_{spec.match}", (row["right"] for row in rows)), mean("ended", (row["ended"] for row in rows))]
+    metrics += cut_figure([cut for _, cut in prompts])
+    return items.result(subject.name, metrics, rows)
 
 
 class Answer(NamedTuple):
@@ -179,15 +174,12 @@ def normalised(text: str) -> str:
 def answer_in(text: str) -> Fraction | None:
     """Return the number that a text gives as its result, or None: the first one after the last `####`, else the last one."""
     _, mark, result = text.rpartition(MARK)
-    values = numbers(result)
-    if values and mark:
-        return values[0]
-    return next(reversed(values or numbers(text)), None)
-
-
-def numbers(text: str) -> list[Fraction]:
-    """Return all numbers of a text in order."""
-    return [_value(match) for match in NUMBER.finditer(_plain(text))]
+    after_mark = NUMBER.search(_plain(result)) if mark else None
+    found = after_mark or next(reversed([*NUMBER.finditer(_plain(text))]), None)
+    if found is None:
+        return None
+    value = Fraction(found["value"].replace(",", "")) / int(found["below"] or 1)
+    return -value if found["sign"] else value
 
 
 def is_number(text: str) -> bool:
@@ -197,11 +189,6 @@ def is_number(text: str) -> bool:
 
 def _plain(text: str) -> str:
     return unicodedata.normalize("NFKC", text).replace("\N{MINUS SIGN}", "-").replace("\N{FRACTION SLASH}", "/")
-
-
-def _value(match: re.Match[str]) -> Fraction:
-    value = Fraction(match["value"].replace(",", "")) / int(match["below"] or 1)
-    return -value if match["sign"] else value
 
 
 def _text_or_number(record: JsonDict, key: str) -> str | None:
@@ -221,25 +208,24 @@ def _prompt(
 ) -> tuple[list[int], int]:
     """(prompt ids, number of cut tokens): too long a prompt loses its oldest examples first, then its beginning."""
     problem, examples = item
-
-    def render(shots: Sequence[Problem]) -> list[int]:
-        if spec.chat:
-            turns = [turn for shot in shots for turn in (Message("user", shot.question), Message("assistant", shot.answer))]
-            return prompt_ids(subject.encoder, (*turns, Message("user", problem.question)))
-        text = ""
-        for shot in shots:
-            question = spec.template.replace("{question}", shot.question)
-            text += question + wording.separator(question, shot.answer) + shot.answer + spec.shots_separator
-        text += spec.template.replace("{question}", problem.question)
-        return [*subject.begin_ids, *subject.encoder.encode([text])[0]]
-
-    ids = whole = render(examples)
+    ids = whole = _render(spec, problem, examples, subject)
     while longest is not None and len(ids) > longest and examples:
         examples = examples[1:]
-        ids = render(examples)
-    if longest is not None:
-        ids = ids[-longest:]
+        ids = _render(spec, problem, examples, subject)
+    ids = ids[-(longest or 0) :]
     return ids, len(whole) - len(ids)
+
+
+def _render(spec: GenerationTask, problem: Problem, examples: Sequence[Problem], subject: EvaluatedModel) -> list[int]:
+    if spec.chat:
+        turns = [turn for shot in examples for turn in (Message("user", shot.question), Message("assistant", shot.answer))]
+        return prompt_ids(subject.encoder, (*turns, Message("user", problem.question)))
+    text = ""
+    for shot in examples:
+        question = spec.template.replace("{question}", shot.question)
+        text += question + wording.separator(question, shot.answer) + shot.answer + spec.shots_separator
+    text += spec.template.replace("{question}", problem.question)
+    return [*subject.begin_ids, *subject.encoder.encode([text])[0]]
 
 
 def _until(text: str, stops: Sequence[str]) -> tuple[str, bool]:

@@ -8,27 +8,27 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lm_eval
+from lm_eval.api import metrics as aggregations
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from ttrain.config.evaluate import HarnessTask
 from ttrain.core.files import JsonDict
 from ttrain.errors import DataError, UsageError
-from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
+from ttrain.evaluate import perplexity
+from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback, beginning
 from ttrain.evaluate.generation import answers
 from ttrain.evaluate.items import Items, SuiteFiles, digests, sampled
-from ttrain.evaluate.log_likelihood import beginning, log_likelihoods, score_pairs
+from ttrain.evaluate.log_likelihood import log_likelihoods
 from ttrain.evaluate.task_result import LN2, Metric, TaskResult
 
 if TYPE_CHECKING:
@@ -37,9 +37,16 @@ if TYPE_CHECKING:
 EXAMPLES_SEED = 1234  # the harness's default, so that prompts equal those of published results
 ROW_CHARACTERS = 2000  # from the end of a prompt, shown in a row of results
 DEFAULT_LENGTH = 2048  # of the harness's own model
-ANSWER_BITS = ("bits_per_byte", "none")  # of the right choice: not a metric of the harness
 
-Values = dict[int, Any]  # of a metric, by the number of the item
+# By the harness's function that makes a metric of its values: the fields of ours.
+# It sums log-likelihoods, ours costs.
+FORMS: dict[Any, dict[str, Any]] = {
+    aggregations.mean: {},
+    aggregations.perplexity: {"shown": "exp"},
+    aggregations.weighted_perplexity: {"shown": "exp"},
+    aggregations.bits_per_byte: {"factor": 1 / LN2, "unit": "bits per byte"},
+}
+ANSWER_BITS = "bits_per_byte"  # of the right choice: not a metric of the harness
 
 log = logging.getLogger("ttrain")
 
@@ -58,11 +65,12 @@ def read(task: str, spec: HarnessTask, files: SuiteFiles) -> Items[HarnessItem]:
     be loaded.
     """
     documents: list[HarnessItem] = []
-    for harness_task in _load_tasks(spec, files, files.setting(task, "task")):
+    for harness_task in _load_tasks(spec, files, f"tasks.{task}.task"):
         default_shots = harness_task.get_config("num_fewshot")
         if default_shots != 0:  # as in the harness, a task that says 0 takes no examples
             shots = default_shots or 0 if spec.shots is None else spec.shots
             harness_task.set_config(key="num_fewshot", value=shots)
+        harness_task.set_fewshot_seed(seed=EXAMPLES_SEED)
         documents += [HarnessItem(harness_task, number) for number in range(len(harness_task.eval_docs))]
     return Items(task, spec, tuple(sampled(documents, spec.limit, spec.seed)), ())
 
@@ -109,100 +117,61 @@ def run(items: Items[HarnessItem], subject: EvaluatedModel, progress: ProgressCa
     """
     tasks: dict[str, Task] = {}
     numbers: dict[str, list[int]] = defaultdict(list)
-    for harness_task, number in items.items:
-        tasks[harness_task.task_name] = harness_task
-        numbers[harness_task.task_name].append(number)
-    for harness_task in tasks.values():
-        harness_task.set_fewshot_seed(seed=EXAMPLES_SEED)
+    places: dict[tuple[str, int], int] = {}
+    for place, (task, number) in enumerate(items.items):
+        tasks[task.task_name] = task
+        numbers[task.task_name].append(number)
+        places[task.task_name, number] = place
+    for task in tasks.values():
+        if others := [metric for metric, form in task.aggregation().items() if form not in FORMS]:
+            log.warning("%s: not shown, since no mean over items: %s", task.task_name, ", ".join(others))
     judged = lm_eval.evaluate(HarnessModel(subject, progress), {"tasks": tasks}, samples=numbers, bootstrap_iters=0)
-    places = {(task.task_name, number): place for place, (task, number) in enumerate(items.items)}
     rows: list[JsonDict] = [{} for _ in places]
     identities: list[object] = [None] * len(places)
-    groups: dict[str, list[int]] = defaultdict(list)
-    metrics: list[Metric] = []
+    groups: dict[str, tuple[int, ...]] = {}
+    values: dict[str, dict[int, tuple[float, float]]] = defaultdict(dict)  # of each metric, by the place of the item
+    fields: dict[str, JsonDict] = {}
     for name, samples in judged["samples"].items():
-        values: dict[tuple[str, str], Values] = defaultdict(dict)
         for sample in samples:
             place = places[name, sample["doc_id"]]
             identities[place] = [name, list(map(list, sample["arguments"])), str(sample["target"])]
             rows[place] |= _row(name, sample)
-            for metric in sample["metrics"]:
-                values[metric, sample["filter"]][place] = sample[metric]
-            if tasks[name].OUTPUT_TYPE == "multiple_choice":
-                values[ANSWER_BITS][place] = _right_answer(sample)
-        groups[f"task={name}"] = sorted({places[name, sample["doc_id"]] for sample in samples})
-        metrics += _metrics(values, judged["results"][name], judged["higher_is_better"][name], len(places))
-    merged = _merged(metrics)
-    if not merged:
+            for label, fields[label], amount, size in _values(tasks[name], sample):
+                values[label][place] = amount, size
+        groups[f"task={name}"] = tuple(sorted({places[name, sample["doc_id"]] for sample in samples}))
+    metrics: list[Metric] = []
+    for label, by_place in values.items():
+        sums, sizes = zip(*(by_place.get(place, (0.0, 0.0)) for place in range(len(places))), strict=True)
+        metrics.append(Metric(label, sums, sizes, **fields[label]))
+    if not metrics:
         raise DataError(f"tasks.{items.task}: {items.spec} has no metric that is a mean over items; choose another task")
-    by_task = {name: tuple(group) for name, group in groups.items()} if len(groups) > 1 else {}
-    return replace(items, digests=digests(identities), groups=by_task).result(subject.name, merged, rows)
+    by_task = groups if len(groups) > 1 else {}
+    return replace(items, digests=digests(identities), groups=by_task).result(subject.name, metrics, rows)
+
+
+def _values(task: Task, sample: JsonDict) -> Iterator[tuple[str, JsonDict, float, float]]:
+    """The metrics of a sample that are quotients of sums over items: (name, fields of the metric, sum, size)."""
+    aggregation, higher = task.aggregation(), task.higher_is_better()
+    for metric in sample["metrics"]:
+        if (form := FORMS.get(aggregation[metric])) is None:
+            continue
+        label = metric if sample["filter"] == "none" else f"{metric}_{sample['filter']}"
+        amount, size = sample[metric] if isinstance(sample[metric], tuple | list) else (sample[metric], 1.0)
+        fields = {"unit": "", **form, "higher_is_better": higher.get(metric) is not False}
+        yield label, fields, float(-amount if form else amount), float(size)
+    target = sample["target"]
+    if task.OUTPUT_TYPE == "multiple_choice" and target in range(len(sample["arguments"])):
+        [(log_likelihood, _)] = sample["resps"][target]
+        size = len(sample["arguments"][target][1].encode("utf-8"))
+        yield ANSWER_BITS, {**FORMS[aggregations.bits_per_byte], "higher_is_better": False}, -log_likelihood, float(size)
 
 
 def _row(name: str, sample: JsonDict) -> JsonDict:
-    responses = [_shown(first) for first, *_ in sample["resps"]]
-    row: JsonDict = {"task": name, "prompt": _shown(sample["arguments"][0][0]), "responses": responses}
-    for metric in sample["metrics"]:
-        value = sample[metric]
-        row[_label(metric, sample["filter"])] = value if isinstance(value, int | float | str) else _shown(value)
-    return row
-
-
-def _right_answer(sample: JsonDict) -> tuple[float, float]:
-    """(log-likelihood, bytes) of the right choice; (0, 0), which does not count, where the task has no single one."""
-    target = sample["target"]
-    if not isinstance(target, int) or not 0 <= target < len(sample["arguments"]):
-        return 0.0, 0.0
-    [(log_likelihood, _)] = sample["resps"][target]
-    return log_likelihood, float(len(sample["arguments"][target][1].encode("utf-8")))
-
-
-def _metrics(
-    values: Mapping[tuple[str, str], Values], results: JsonDict, higher: Mapping[str, bool], count: int
-) -> list[Metric]:
-    """The metrics of one task that are quotients of sums over its items: those that give the harness's own value."""
-    metrics: list[Metric] = []
-    for (metric, name), by_item in values.items():
-        sums, sizes = [0.0] * count, [0.0] * count
-        for number, value in by_item.items():
-            amount, size = value if isinstance(value, tuple | list) else (value, 1.0)
-            if isinstance(amount, int | float) and not math.isnan(amount):
-                sums[number], sizes[number] = float(amount), float(size)
-        costs = tuple(-amount for amount in sums)  # the harness gives log-likelihoods
-        is_higher_better = higher.get(metric) is not False
-        forms = (
-            Metric(_label(metric, name), tuple(sums), tuple(sizes), is_higher_better, ""),
-            Metric(_label(metric, name), costs, tuple(sizes), False, "", shown="exp"),
-            Metric(_label(metric, name), costs, tuple(sizes), False, "bits per byte", factor=1 / LN2),
-        )
-        reported = forms[2].value if (metric, name) == ANSWER_BITS else results.get(f"{metric},{name}", math.nan)
-        equal = [form for form in forms if math.isclose(form.value, reported, rel_tol=1e-9)]
-        if equal:
-            metrics.append(equal[0])
-        elif (metric, name) != ANSWER_BITS:
-            log.warning("%s is not a mean over items; it is not shown", metric)
-    return metrics
-
-
-def _merged(metrics: Sequence[Metric]) -> list[Metric]:
-    """One metric of each name over the items of all tasks, which have different ones."""
-    merged: dict[str, Metric] = {}
-    for metric in metrics:
-        if first := merged.get(metric.name):
-            sums = tuple(a + b for a, b in zip(first.sums, metric.sums, strict=True))
-            sizes = tuple(a + b for a, b in zip(first.sizes, metric.sizes, strict=True))
-            metric = replace(metric, sums=sums, sizes=sizes)
-        merged[metric.name] = metric
-    return list(merged.values())
-
-
-def _label(metric: str, name: str) -> str:
-    """Metric name such as acc, or exact_match_strict-match if the harness has several filters of answers."""
-    return metric if name == "none" else f"{metric}_{name}"
-
-
-def _shown(value: object) -> str:
-    return str(value)[-ROW_CHARACTERS:]
+    """A sample for people: the end of its prompt, the answers, the value of each metric."""
+    responses = [str(first)[-ROW_CHARACTERS:] for first, *_ in sample["resps"]]
+    values = {metric: str(sample[metric]) for metric in sample["metrics"]}
+    prompt = str(sample["arguments"][0][0])[-ROW_CHARACTERS:]
+    return {"task": name, "prompt": prompt, "responses": responses, **values}
 
 
 class HarnessModel(LM):  # type: ignore[misc]  # the harness has no types
@@ -223,22 +192,20 @@ class HarnessModel(LM):  # type: ignore[misc]  # the harness has no types
 
     def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
         """Log-likelihood of each whole text, in the harness's windows: they overlap by one token, the last one is full."""
-        encoded = self._subject.encoder.encode([request.args[0] for request in requests])
-        start = beginning(self._subject)[-1]
-        pairs, owners = [], []
-        for number, ids in enumerate(encoded):
-            windows = get_rolling_token_windows(
-                token_list=[*self._subject.begin_ids, *ids], prefix_token=start,
-                max_seq_len=self._subject.max_length or DEFAULT_LENGTH, context_len=1,
-            )  # fmt: skip
-            for window in windows:
-                context, continuation = make_disjoint_window(window)
-                pairs.append((tuple(context), tuple(continuation)))
-                owners.append(number)
-        totals = [0.0] * len(requests)
-        for number, (nats, _) in zip(owners, score_pairs(self._subject, pairs, self._progress), strict=True):
-            totals[number] -= nats
-        return totals
+        subject = self._subject
+        start, length = beginning(subject)[-1], subject.max_length or DEFAULT_LENGTH
+        encoded = subject.encoder.encode([request.args[0] for request in requests])
+        sequences = [(ids := [start, *subject.begin_ids, *text_ids], [True] * len(ids)) for text_ids in encoded]
+        scores = perplexity.score_each(
+            subject.model,
+            sequences,
+            length=length,
+            stride=length,
+            device=subject.device,
+            progress=self._progress,
+            batch_tokens=subject.batch_tokens,
+        )
+        return [-score.nats for score in scores]
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
         """Greedy answer to each prompt, up to the first of its stop texts."""

@@ -15,23 +15,23 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, groupby, takewhile
+from itertools import groupby, takewhile
 from typing import Any, NamedTuple, final
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from ttrain.data.jinja_templates import BOS
 from ttrain.data.packing import IGNORE
-from ttrain.errors import DataError, UsageError
-from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
+from ttrain.errors import DataError
+from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback, beginning
+from ttrain.evaluate.perplexity import ScoringWindow, batch_slices, padded
 from ttrain.evaluate.token_losses import PROBED_TOKENS, TokenLosses, causal_of
 
 Ids = tuple[int, ...]
 Pair = tuple[Ids, Ids]  # context and continuation, neither of them empty
-Score = tuple[float, bool]  # nats of a continuation, whether every token was the most likely one
 
 LEAST_SAVED = 64  # tokens that a pass more must save: about what the call itself costs
 CACHED = 4  # a token with cached keys and values takes a quarter of the memory of a computed one
@@ -39,7 +39,7 @@ CACHED = 4  # a token with cached keys and values takes a quarter of the memory 
 
 class Likelihood(NamedTuple):
     """Cost of a continuation in nats, its number of tokens, whether each token was the most likely one, and how many tokens
-    of its context were cut."""
+    were cut."""
 
     nats: float
     tokens: int
@@ -50,25 +50,28 @@ class Likelihood(NamedTuple):
 def log_likelihoods(
     subject: EvaluatedModel, texts: Sequence[tuple[str, str]], progress: ProgressCallback
 ) -> list[Likelihood]:
-    """Score each (context, continuation). Raises DataError for a continuation without tokens."""
-    pairs = encode_pairs(subject, texts)
-    pieces: list[Pair] = []
-    owners: list[int] = []
-    cuts: list[int] = []
-    for number, pair in enumerate(pairs):
-        fitted, cut = fit(*pair, subject.max_length)
-        pieces += fitted
-        owners += [number] * len(fitted)
-        cuts.append(cut)
-    scored = score_pairs(subject, pieces, progress)
-    nats, greedy = [0.0] * len(pairs), [True] * len(pairs)
-    for number, (cost, every) in zip(owners, scored, strict=True):
-        nats[number] += cost
-        greedy[number] &= every
-    return [
-        Likelihood(cost, len(continuation), every, cut)
-        for cost, every, cut, (_, continuation) in zip(nats, greedy, cuts, pairs, strict=True)
-    ]
+    """Score each (context, continuation); equal, up to the rounding of sums (1e-5 nats in fp32), for any batches.
+
+    Raises DataError for a continuation without tokens.
+    """
+    whole = encode_pairs(subject, texts)
+    pairs = [fit(*pair, subject.max_length) for pair in whole]
+    scored: dict[int, Likelihood] = {}
+    losses = TokenLosses(subject.model)
+    cache = StartCache(subject, losses)
+    shares = bool(pairs) and cache.works(pairs[0][0][:PROBED_TOKENS])
+    for start, numbers in _batches(pairs, shares=shares, most=subject.batch_tokens):
+        cached = cache.repeated(start, len(numbers)) if start else {}
+        inputs_BT, labels_BT = padded([_row(*pairs[number], len(start)) for number in numbers])
+        nats_N, likeliest_N = losses.with_greedy(inputs_BT.to(subject.device), labels_BT, **cached)
+        lengths = [len(pairs[number][1]) for number in numbers]
+        nats_by_row = torch.split(nats_N.double().cpu(), lengths)
+        likeliest_by_row = torch.split(likeliest_N.cpu(), lengths)
+        for number, nats, likeliest in zip(numbers, nats_by_row, likeliest_by_row, strict=True):
+            cut = sum(map(len, whole[number])) - sum(map(len, pairs[number]))
+            scored[number] = Likelihood(float(nats.sum()), len(nats), bool(likeliest.all()), cut)
+        progress(len(scored), len(pairs))
+    return [scored[number] for number in range(len(pairs))]
 
 
 def encode_pairs(subject: EvaluatedModel, texts: Sequence[tuple[str, str]]) -> list[Pair]:
@@ -96,64 +99,15 @@ def encode_pairs(subject: EvaluatedModel, texts: Sequence[tuple[str, str]]) -> l
     return pairs
 
 
-def beginning(subject: EvaluatedModel) -> Ids:
-    """Ids before a text, so that its first token is scored too: those that the tokenizer adds, else its bos, as in the
-    harness, else its eos.
+def fit(context: Ids, continuation: Ids, max_length: int | None) -> Pair:
+    """Cut to `max_length` positions: the context on the left, to a token at least; then the continuation on the right.
 
-    The model does not know a bos that ttrain added to the tokenizer. Raises UsageError if it knows none of these.
+    The last token of a continuation is a target only, so that `max_length + 1` tokens fit.
     """
-    model, encoder = subject.model, subject.encoder
-    rows = getattr(model, "get_input_embeddings")().weight.shape[0]  # noqa: B009  # a method of transformers' models
-    bos_ids = () if encoder.tokens["bos_token"] == BOS else (encoder.bos_id,)
-    for ids in (subject.begin_ids, bos_ids, (encoder.eos_id,)):
-        if ids and max(ids) < rows:
-            return ids
-    raise UsageError(
-        f"the model {subject.name} knows no token that begins or ends a text, so the first token of a text cannot be "
-        "scored; give its tokenizer a bos_token or an eos_token"
-    )
-
-
-def fit(context: Ids, continuation: Ids, max_length: int | None) -> tuple[list[Pair], int]:
-    """Cut to `max_length` positions: (pairs that fit, number of tokens that the context lost on the left).
-
-    The last token of a continuation is a target only, so that `max_length + 1` tokens fit. A longer continuation is split
-    into pieces, each after as much context as fits, so that every token is scored once.
-    """
-    if max_length is None or len(context) + len(continuation) <= max_length + 1:
-        return [(context, continuation)], 0
-    if len(continuation) <= max_length:
-        shortened = context[-(max_length + 1 - len(continuation)) :]
-        return [(shortened, continuation)], len(context) - len(shortened)
-    size = max(1, max_length // 2)
-    pieces = [
-        ((*context, *continuation[:start])[-(max_length + 1 - size) :], continuation[start : start + size])
-        for start in range(0, len(continuation), size)
-    ]
-    return pieces, len(context) - min(len(context), max_length + 1 - size)
-
-
-def score_pairs(subject: EvaluatedModel, pairs: Sequence[Pair], progress: ProgressCallback) -> list[Score]:
-    """Score each pair; equal, up to the rounding of sums (1e-5 nats in fp32), for any batches."""
-    scores: list[Score] = [(0.0, True)] * len(pairs)
-    if not pairs:
-        return scores
-    losses = TokenLosses(subject.model)
-    start_cache = StartCache(subject, losses)
-    shares = start_cache.works(pairs[0][0][:PROBED_TOKENS])
-    done = 0
-    for start, numbers in _batches(pairs, shares=shares, most=subject.batch_tokens):
-        inputs = start_cache.repeated(start, len(numbers)) if start else {}
-        ids_BT, labels_BT = _laid_out([pairs[number] for number in numbers], len(start))
-        nats_N, likeliest_N = losses.with_greedy(ids_BT.to(subject.device), labels_BT, **inputs)
-        lengths = [len(pairs[number][1]) for number in numbers]
-        nats_by_row = torch.split(nats_N.double().cpu(), lengths)
-        likeliest_by_row = torch.split(likeliest_N.cpu(), lengths)
-        for number, nats, likeliest in zip(numbers, nats_by_row, likeliest_by_row, strict=True):
-            scores[number] = float(nats.sum()), bool(likeliest.all())
-        done += len(numbers)
-        progress(done, len(pairs))
-    return scores
+    if max_length is None:
+        return context, continuation
+    continuation = continuation[:max_length]
+    return context[-(max_length + 1 - len(continuation)) :], continuation
 
 
 @final
@@ -202,7 +156,7 @@ class StartCache:
 
 
 def _batches(pairs: Sequence[Pair], *, shares: bool, most: int) -> Iterator[tuple[Ids, list[int]]]:
-    """Yield (shared beginning, numbers of pairs).
+    """Yield (shared beginning, numbers of pairs) with at most `most` padded tokens.
 
     A batch has the continuations of one context where that saves enough, if the model `shares`,
     else whole rows. The contexts come in order, so that neighbours have much in common.
@@ -211,58 +165,26 @@ def _batches(pairs: Sequence[Pair], *, shares: bool, most: int) -> Iterator[tupl
     groups = [list(group) for _, group in groupby(order, key=lambda number: pairs[number][0])]
     starts = [pairs[group[0]][0][:-1] for group in groups]  # the last token predicts
     in_common = [0, *map(_common, starts, starts[1:]), 0]
+    batches: list[tuple[Ids, list[int]]] = []
     separate: list[int] = []
     for at, (start, group) in enumerate(zip(starts, groups, strict=True)):
         saved = max(in_common[at], in_common[at + 1]) + len(start) * (len(group) - 1)
         if shares and saved >= LEAST_SAVED:
-            for numbers in _of_like_length(pairs, group, most, start_tokens=len(start)):
-                yield start, numbers
+            batches.append((start, group))
         else:
             separate += group
-    for numbers in _of_like_length(pairs, separate, most, start_tokens=0):
-        yield (), numbers
+    for start, group in [*batches, ((), separate)]:
+        lengths = {number: sum(map(len, pairs[number])) - 1 - len(start) for number in group}
+        longest_first = sorted(group, key=lengths.__getitem__, reverse=True)
+        memory = [lengths[number] + len(start) // CACHED for number in longest_first]
+        for part in batch_slices(memory, most, most):
+            yield start, longest_first[part]
 
 
-def _of_like_length(
-    pairs: Sequence[Pair],
-    numbers: Sequence[int],
-    most: int,
-    *,
-    start_tokens: int,
-) -> Iterator[list[int]]:
-    """Batch rows, the longest first, with at most `most` padded tokens.
-
-    The few continuations of one context differ in length: together they have little padding.
-    """
-
-    def tokens(number: int) -> int:
-        return len(pairs[number][0]) + len(pairs[number][1]) - 1 - start_tokens
-
-    longest_first = sorted(numbers, key=tokens, reverse=True)
-    while longest_first:
-        longest = tokens(longest_first[0])
-        count = max(1, most // (longest + start_tokens // CACHED))
-        if start_tokens:
-            padding = accumulate(longest - tokens(number) for number in longest_first)
-            count = min(count, sum(tokens_lost <= LEAST_SAVED for tokens_lost in padding))
-        yield longest_first[:count]
-        longest_first = longest_first[count:]
-
-
-def _laid_out(pairs: Sequence[Pair], start_tokens: int) -> tuple[Tensor, Tensor]:
-    """(ids, labels) of rows without their first tokens, which are cached.
-
-    Rows are padded on the right, where nothing sees it.
-    """
-    rows = [(*context, *continuation)[start_tokens:] for context, continuation in pairs]
-    T = max(map(len, rows)) - 1
-    ids_BT = torch.full((len(rows), T), rows[0][0])  # some models warn about a pad token without a mask
-    labels_BT = torch.full((len(rows), T), IGNORE)
-    for b, (row, (_, continuation)) in enumerate(zip(rows, pairs, strict=True)):
-        end = len(row) - 1  # the last token is a target only
-        ids_BT[b, :end] = torch.tensor(row[:-1])
-        labels_BT[b, end - len(continuation) : end] = torch.tensor(continuation)
-    return ids_BT, labels_BT
+def _row(context: Ids, continuation: Ids, start: int) -> tuple[Any, Any, ScoringWindow]:
+    """A row without its first tokens, which are cached: ids, which of them count, what is read and scored."""
+    ids = np.array([*context, *continuation], np.int64)
+    return ids, np.ones(len(ids), np.bool_), ScoringWindow(start, len(context), len(ids))
 
 
 def _common(first: Ids, second: Ids) -> int:

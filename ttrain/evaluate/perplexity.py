@@ -6,7 +6,6 @@ Letters in names: B windows, T positions.
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -21,9 +20,8 @@ from ttrain.data import records as sources
 from ttrain.data.packing import IGNORE, Array, Flags
 from ttrain.evaluate import baselines
 from ttrain.evaluate import items as reading
-from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
-from ttrain.evaluate.items import BadRow, Items, SuiteFiles
-from ttrain.evaluate.log_likelihood import beginning
+from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback, beginning
+from ttrain.evaluate.items import Items, SuiteFiles
 from ttrain.evaluate.task_result import LN2, Metric, TaskResult
 from ttrain.evaluate.token_losses import TokenLosses
 from ttrain.train.distributed import Ranks
@@ -110,7 +108,7 @@ def score_each(
     model.eval()
     try:
         for done, batch in enumerate(mine, start=1):
-            inputs_BT, labels_BT = _padded([(*arrays[number], window) for number, window in numbered_windows[batch]])
+            inputs_BT, labels_BT = padded([(*arrays[number], window) for number, window in numbered_windows[batch]])
             each_N = losses(inputs_BT.to(device), labels_BT)
             firsts_B = (labels_BT != IGNORE).sum(1).cumsum(0)[:-1].numpy()
             nats[batch] = [window_nats.sum() for window_nats in np.split(each_N.double().cpu().numpy(), firsts_B)]
@@ -143,7 +141,7 @@ def batch_slices(lengths: Sequence[int], most: int, enough: int) -> list[slice]:
     return slices
 
 
-def _padded(rows: Sequence[tuple[Array, Flags, ScoringWindow]]) -> tuple[Tensor, Tensor]:
+def padded(rows: Sequence[tuple[Array, Flags, ScoringWindow]]) -> tuple[Tensor, Tensor]:
     """Inputs and labels of windows, padded on the right, where a causal model's earlier positions cannot see it."""
     shape = (len(rows), max(window.inputs for _, _, window in rows))
     inputs_BT, labels_BT = np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64)
@@ -161,26 +159,17 @@ log = logging.getLogger("ttrain")
 def read(task: str, spec: TextTask, files: SuiteFiles) -> Items[str]:
     """Read the documents of a file, or those that the model's run held out.
 
-    `limit` and `max_bytes` both apply, in that order; the first document is used whatever its length. Raises UsageError if
-    the file does not exist, DataError if it has no document.
+    Raises UsageError if the file does not exist, DataError if it has no document.
     """
     is_heldout, parser = reading.heldout_part(spec) is not None, sources.document_parser(spec.text_field)
 
     def parse(row: JsonDict) -> str:
         if is_heldout:
             return str(row["text"])
-        document = parser(row)
-        if isinstance(document, sources.TextDocument):
-            return document.text
-        raise BadRow(document.reason)
-
-    def within(rows: reading.Rows[str]) -> reading.Rows[str]:
-        sizes = itertools.accumulate(len(text.encode("utf-8")) for text, _ in rows)
-        most = spec.max_bytes
-        return rows if most is None else rows[: max(1, sum(size <= most for size in sizes))]
+        return reading.accepted(parser(row), sources.TextDocument).text
 
     row_fields = sources.document_fields(spec.text_field, prefix=f"tasks.{task}.")
-    return reading.read_texts(task, spec, files, parse, row_fields, str, within)
+    return reading.read_texts(task, spec, files, parse, row_fields, str)
 
 
 def run(items: Items[str], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
@@ -225,6 +214,7 @@ def score_items(
         device=subject.device,
         progress=progress,
         batch_tokens=subject.batch_tokens,
+        ranks=subject.ranks,
     )
 
 

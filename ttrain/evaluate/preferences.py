@@ -1,26 +1,23 @@
 """Preference pairs: whether a model gives the chosen answer a higher probability than the rejected one.
 
-The stage `evaluate` scores the held-out pairs of a run, tasks of kind `pairs` those of a file or of a run.
+Tasks of kind `pairs` read those of a file, or those that a run held out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import islice
 from typing import Any, NamedTuple
 
 from ttrain.config.evaluate import PairsTask
 from ttrain.core.files import JsonDict
 from ttrain.data import records as parsing
-from ttrain.data.chat import encode_chats
 from ttrain.data.chat_templates import Messages
-from ttrain.data.encoder import Encoder
 from ttrain.data.preferences import PREFERENCE_FIELDS, Preference
 from ttrain.evaluate import chats, perplexity
 from ttrain.evaluate import items as reading
 from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
 from ttrain.evaluate.items import BadRow, Items, SuiteFiles
-from ttrain.evaluate.perplexity import Score, Tokens
+from ttrain.evaluate.perplexity import Score
 from ttrain.evaluate.task_result import Metric, TaskResult
 
 PAIRS = "pairs"  # the held-out records, as the metric over them names them
@@ -40,9 +37,7 @@ def read(task: str, spec: PairsTask, files: SuiteFiles) -> Items[Preference]:
     is_heldout = reading.heldout_part(spec) is not None
 
     def parse(row: JsonDict) -> Preference:
-        pair = Preference.from_json(row) if is_heldout else parsing.parse_preference(row)
-        if isinstance(pair, parsing.Rejected):
-            raise BadRow(pair.reason)
+        pair = Preference.from_json(row) if is_heldout else reading.accepted(parsing.parse_preference(row), Preference)
         if not (pair.chosen and pair.rejected):
             raise BadRow(RATED)
         return pair
@@ -80,20 +75,9 @@ def _sides(values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
     return values[::2], values[1::2]
 
 
-def heldout_pairs(records: Iterable[JsonDict], limit: int) -> list[Preference]:
-    """The first pairs of held-out records."""
-    return list(islice(map(Preference.from_json, reading.comparable(records)), limit))
-
-
 def conversations(pairs: Sequence[Preference]) -> list[Messages]:
     """Each chosen answer after its prompt, followed by the rejected one after it."""
     return [(*pair.prompt, *answer) for pair in pairs for answer in (pair.chosen, pair.rejected)]
-
-
-def sequences(encoder: Encoder, pairs: Sequence[Preference]) -> list[Tokens]:
-    """(ids, live) of the conversations of pairs."""
-    answers = conversations(pairs)
-    return [(ids.tolist(), live.tolist()) for ids, live in encode_chats(encoder, answers)] if answers else []
 
 
 def compare(scores: Sequence[Score]) -> list[Comparison]:

@@ -112,34 +112,28 @@ def check_metric(settings: Settings) -> None:
     )
 
 
-@dataclass(frozen=True)
-class Baseline:
-    """What a first champion must beat: its name, its figure, and the challenger's figure."""
-
-    name: str
-    value: float
-    challenger: float
-    higher_is_better: bool = False
-
-    @property
-    def is_beaten(self) -> bool:
-        """Whether the challenger is better."""
-        return self.challenger > self.value if self.higher_is_better else self.challenger < self.value
+First = tuple[bool, str]  # whether a challenger becomes champion where there is none, and why
+NO_CHAMPION = "there is no champion yet"
 
 
-def baseline_of(metrics: Mapping[str, float], challenger: Metric, settings: Promotion) -> Baseline | None:
-    """The baseline that `promotion.baseline` names, from the metrics of the challenger's evaluation.
+def first_champion(metrics: Mapping[str, float], challenger: Metric, settings: Promotion) -> First:
+    """Compare a first challenger with what `promotion.baseline` names, from the metrics of its evaluation.
 
-    None where there is none, as without held-out documents.
+    There is nothing to beat where there is no such baseline, as without held-out documents.
     """
-    if settings.baseline is None:
-        return None
-    if not isinstance(settings.baseline, str):
-        return Baseline(
-            "promotion.baseline", settings.baseline, challenger.value, forgetting.sign_of(challenger, settings) > 0
-        )
-    value, figure = (metrics.get(name) for name in (BITS_PER_BYTE.of(settings.baseline), BITS_PER_BYTE.name))
-    return None if value is None or figure is None else Baseline(settings.baseline, value, figure)
+    name, value, own = "promotion.baseline", settings.baseline, challenger.value
+    sign = forgetting.sign_of(challenger, settings)
+    if isinstance(value, str):
+        name, sign = value, -1.0
+        value, own = metrics.get(BITS_PER_BYTE.of(name)), metrics.get(BITS_PER_BYTE.name, math.nan)
+    if value is None or math.isnan(own):
+        return True, NO_CHAMPION
+    if sign * (own - value) > 0:
+        return True, f"{NO_CHAMPION}, and its {own:.5f} beats {value:.5f} of {name}"
+    return False, (
+        f"{NO_CHAMPION}, but its {own:.5f} does not beat {value:.5f} of {name}; train longer or on more "
+        "text, or set promotion.baseline, which is what a first champion must beat"
+    )
 
 
 def decide(
@@ -147,7 +141,7 @@ def decide(
     champion: Metric | None,
     settings: Promotion,
     *,
-    baseline: Baseline | None = None,
+    first: First = (True, NO_CHAMPION),
     texts: Sequence[TextFigure] = (),
     unknown: str = "",
 ) -> Decision:
@@ -155,9 +149,9 @@ def decide(
 
     It does if it is better by more than the margin and has lost none of the texts; with enough records, only if the whole
     interval of the difference lies beyond the margin. The first challenger becomes champion if its metric is finite and it
-    beats the baseline. `unknown`: why what it forgets cannot be determined, which promotes nothing.
+    `first` says so. `unknown`: why what it forgets cannot be determined, which promotes nothing.
     """
-    decision = _compared(challenger, champion, settings, baseline)
+    decision = _compared(challenger, champion, settings, first)
     lost = [figure for figure in texts if figure.lost]
     decision = replace(decision, lost=tuple(figure.name for figure in lost))
     if not decision.promote or not (lost or unknown):
@@ -169,7 +163,7 @@ def decide(
     return replace(decision, promote=False, reason=reason)
 
 
-def _compared(challenger: Metric, champion: Metric | None, settings: Promotion, baseline: Baseline | None) -> Decision:
+def _compared(challenger: Metric, champion: Metric | None, settings: Promotion, first: First) -> Decision:
     """Decide by the metric over all records."""
 
     def decided(promote: bool, reason: str, **figures: Any) -> Decision:
@@ -183,7 +177,7 @@ def _compared(challenger: Metric, champion: Metric | None, settings: Promotion, 
     if not math.isfinite(challenger.value):
         return decided(False, f"the challenger's {settings.metric} is {challenger.value}, which is not a finite number")
     if champion is None:
-        return decided(*_first(baseline))
+        return decided(*first)
     if not math.isfinite(champion.value):
         return decided(True, f"the champion's {settings.metric} is {champion.value}, which is not a finite number")
     if why := _incomparable_reason(challenger, champion):
@@ -208,19 +202,6 @@ def _compared(challenger: Metric, champion: Metric | None, settings: Promotion, 
         reason += f"; the minimum detectable difference is about {compared.smallest:.5f}"
     return decided(
         better, reason, difference=difference, interval=(low, high), smallest_difference=compared.smallest, samples=samples
-    )
-
-
-def _first(baseline: Baseline | None) -> tuple[bool, str]:
-    """(promote, reason) where there is no champion."""
-    if baseline is None:
-        return True, "there is no champion yet"
-    figures = f"{baseline.value:.5f} of {baseline.name}"
-    if baseline.is_beaten:
-        return True, f"there is no champion yet, and its {baseline.challenger:.5f} beats {figures}"
-    return False, (
-        f"there is no champion yet, but its {baseline.challenger:.5f} does not beat {figures}; train longer or on more "
-        "text, or set promotion.baseline, which is what a first champion must beat"
     )
 
 
@@ -279,15 +260,15 @@ def judge(
         ours = challenger.metric(metric)
         theirs = champion.metric(metric) if champion and metric in champion.metrics else None
         listed = forgetting.heldout_texts(ours.records, nights, challenger.sources(metric), new)
-        texts += forgetting.figures(ours, theirs, listed, _directed(rules, higher_is_better=False), best)
+        texts += forgetting.figures(ours, theirs, listed, rules, best)
         has_earlier = any(name != new for name in nights) or any(not text.new for text in listed)
         if champion and has_earlier and rules.forgetting is not None:
             unknown = why_unknown(ours, theirs)
     if champion:
         texts += _of_other_models(challenger, champion, rules)
-    baseline = baseline_of(challenger.metrics, deciding, rules)
+    first = first_champion(challenger.metrics, deciding, rules)
     of_champion = champion.metric(rules.metric) if champion else None
-    decision = decide(deciding, of_champion, rules, baseline=baseline, texts=texts, unknown=unknown)
+    decision = decide(deciding, of_champion, rules, first=first, texts=texts, unknown=unknown)
     return Judged(_kept_if_too_few(decision, len(deciding.records), rules), tuple(texts))
 
 
@@ -308,14 +289,8 @@ def _of_other_models(challenger: Evaluation, champion: Evaluation, rules: Promot
         if row.metric is None or (name := row.metric.of(row.model)) in OF_DOCUMENTS or name == rules.metric:
             continue
         if name in challenger.metrics and name in champion.metrics:
-            directed = _directed(rules, higher_is_better=row.metric.higher_is_better)
-            figure = forgetting.figure_of_metric(challenger.metric(name), champion.metric(name), directed)
+            figure = forgetting.figure_of_metric(challenger.metric(name), champion.metric(name), rules)
             yield from [figure] if figure else []
-
-
-def _directed(rules: Promotion, *, higher_is_better: bool) -> Promotion:
-    """The same rules for a metric of this direction."""
-    return rules.model_copy(update={"higher_is_better": higher_is_better})
 
 
 def metric_of_texts(metric: str) -> str:

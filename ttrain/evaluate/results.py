@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from ttrain.core.files import JsonDict, finite
@@ -25,7 +25,7 @@ OTHER_COUNTS = "the models count the items differently, as with two tokenizers: 
 @dataclass(frozen=True)
 class ModelComparison:
     """Two models on the primary metric of a task. `p_of_all` is corrected for the number of comparisons, by Holm's rule;
-    `compared` is None if the models cannot be compared, for the reason in `why`."""
+    `compared` is None if the models cannot be compared, for the reason in `verdict`."""
 
     task: str
     figure: str
@@ -33,27 +33,13 @@ class ModelComparison:
     second: str
     compared: PairedComparison | None
     p_of_all: float
-    why: str = ""
+    verdict: str
 
-    def verdict(self, rule: Rule) -> str:
-        """Summarise the comparison in words."""
-        if self.compared is None:
-            return self.why
-        if few := not_judged(self.compared.items, noun="items"):
-            return few
-        if self.compared.better and self.p_of_all <= 1 - rule.confidence:
-            return f"{self.first if self.compared.better == 'first' else self.second} is better"
-        if math.isnan(self.p_of_all):
-            return "not tested: resamples is 0"
-        smallest = self.compared.smallest
-        minimum = f" (minimum detectable: {number(smallest)})" if smallest else ""  # none if equal on every item
-        return f"no significant difference{minimum}"
-
-    def to_json(self, rule: Rule) -> JsonDict:
-        """All fields and the verdict as JSON."""
+    def to_json(self) -> JsonDict:
+        """All fields as JSON, those of the comparison among them."""
         comparison = dict.fromkeys(COMPARED) if self.compared is None else asdict(self.compared)
-        names = {"task": self.task, "figure": self.figure, "first": self.first, "second": self.second}
-        return finite({**names, **comparison, "p_of_all": self.p_of_all, "verdict": self.verdict(rule)})
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "compared"}
+        return finite({**own, **comparison})
 
 
 class Results:
@@ -71,14 +57,12 @@ class Results:
 
     def metrics(self) -> dict[str, float]:
         """Every metric as TASK/FIGURE/MODEL, and the primary one of each group as TASK/FIGURE/MODEL/KEY:VALUE."""
-        values = {}
+        values: dict[str, float] = {}
         for outcome in self.outcomes:
-            for figure in outcome.figures:
-                values[f"{outcome.task}/{figure.name}/{outcome.subject}"] = figure.value
-            for name, value in outcome.baselines.items():
-                values[f"{outcome.task}/{outcome.primary.name}/{name}"] = value
-            for name, group in _groups(outcome):
-                values[metric_of(f"{outcome.task}/{group.name}/{outcome.subject}", name)] = group.value
+            names, primary = outcome.names, outcome.primary.name
+            values |= {names[metric.name]: metric.value for metric in outcome.figures}
+            values |= {f"{outcome.task}/{primary}/{name}": value for name, value in outcome.baselines.items()}
+            values |= {metric_of(names[primary], name): group.value for name, group in _groups(outcome)}
         return values
 
     def counts(self) -> dict[str, int]:
@@ -91,18 +75,30 @@ class Results:
 
     def comparisons(self) -> list[ModelComparison]:
         """Compare every other model with the first on each task's primary metric."""
-        pairs: list[ModelComparison] = []
-        among = max(1, sum(len(by_model) - 1 for by_model in self._tasks.values()))
-        for task, by_model in self._tasks.items():
-            first, *others = by_model.values()
-            for outcome in others:
-                why = _incomparable_reason(first, outcome)
-                compared = None if why else statistics.compare(first.primary, outcome.primary, self.rule, among=among)
-                pairs.append(
-                    ModelComparison(task, first.primary.name, first.subject, outcome.subject, compared, math.nan, why)
-                )
-        corrected = statistics.holm([math.nan if pair.compared is None else pair.compared.p for pair in pairs])
-        return [replace(pair, p_of_all=p) for pair, p in zip(pairs, corrected, strict=True)]
+        pairs = [(first, other) for first, *others in map(dict.values, self._tasks.values()) for other in others]
+        reasons = [_incomparable_reason(*pair) for pair in pairs]
+        compared = [
+            None if why else statistics.compare(first.primary, other.primary, self.rule, among=len(pairs))
+            for (first, other), why in zip(pairs, reasons, strict=True)
+        ]
+        corrected = statistics.holm([math.nan if pair is None else pair.p for pair in compared])
+        comparisons: list[ModelComparison] = []
+        for (first, other), why, pair, p in zip(pairs, reasons, compared, corrected, strict=True):
+            names = (first.task, first.primary.name, first.subject, other.subject)
+            verdict = why if pair is None else self._verdict(pair, p, first.subject, other.subject)
+            comparisons.append(ModelComparison(*names, pair, p, verdict))
+        return comparisons
+
+    def _verdict(self, compared: PairedComparison, p: float, first: str, second: str) -> str:
+        """Summarise a comparison in words."""
+        if few := not_judged(compared.items, noun="items"):
+            return few
+        if compared.better and p <= 1 - self.rule.confidence:
+            return f"{first if compared.better == 'first' else second} is better"
+        if math.isnan(p):
+            return "not tested: resamples is 0"
+        minimum = f" (minimum detectable: {number(compared.smallest)})" if compared.smallest else ""
+        return f"no significant difference{minimum}"
 
     def to_json(self) -> JsonDict:
         """Everything except the items, as JSON."""
@@ -117,7 +113,7 @@ class Results:
                 **({"left_out_rows": left_out_rows[task]} if left_out_rows.get(task) else {}),
                 "models": {model: self._figures(outcome) for model, outcome in by_model.items()},
             })  # fmt: skip
-        compared = [pair.to_json(self.rule) for pair in self.comparisons()]
+        compared = [pair.to_json() for pair in self.comparisons()]
         return {"confidence": self.rule.confidence, "models": self.models, "tasks": tasks, "comparisons": compared}
 
     def _figures(self, outcome: TaskResult) -> JsonDict:
@@ -133,26 +129,24 @@ class Results:
         })  # fmt: skip
 
     def table(self) -> Table:
-        """(header, rows): a row for each metric, a column for each model; for a single model also the minimum detectable
-        difference. Below a task's primary metric come its baselines and its values for groups of items."""
+        """(header, rows): a row for each metric, a column for each model. Below a task's primary metric come its values for
+        groups of items and its baselines."""
         rows: list[tuple[str, ...]] = []
-        is_single = len(self.models) == 1
         for task, by_model in self._tasks.items():
             lines: dict[str, dict[str, Metric]] = {}
             for model, outcome in by_model.items():
-                primary, *others = ((figure.name, figure) for figure in outcome.figures)
+                primary, *others = ((metric.name, metric) for metric in outcome.figures)
                 groups = ((f"  {name}", group) for name, group in _groups(outcome))
-                for name, figure in (primary, *groups, *others):
-                    lines.setdefault(name, {})[model] = figure
+                for name, metric in (primary, *groups, *others):
+                    lines.setdefault(name, {})[model] = metric
             reference = next(iter(by_model.values()))
-            for name, figures in lines.items():
-                cells = [self._cell(figures[model]) if model in figures else "" for model in self.models]
-                first_figure = next(iter(figures.values()))
-                count = f"{sum(size > 0 for size in first_figure.sizes):,}"
-                rows.append((task, name, *cells, count, *([_shows(first_figure)] if is_single else [])))
+            for name, metrics in lines.items():
+                cells = [self._cell(metrics[model]) if model in metrics else "" for model in self.models]
+                count = sum(size > 0 for size in next(iter(metrics.values())).sizes)
+                rows.append((task, name, *cells, f"{count:,}"))
                 for word, value in reference.baselines.items() if name == reference.primary.name else ():
-                    rows.append((task, f"  {word}", *[number(value)] * len(self.models), "", *[""] * is_single))
-        return ["task", "figure", *self.models, "items", *["detectable"] * is_single], rows
+                    rows.append((task, f"  {word}", *[number(value)] * len(self.models), ""))
+        return ["task", "figure", *self.models, "items"], rows
 
     def line(self, outcome: TaskResult) -> str:
         """Format the primary metric of a task result in one line."""
@@ -165,7 +159,7 @@ class Results:
             comparison = pair.compared
             interval = "" if comparison is None or comparison.interval is None else span(comparison.interval, "+")
             cells = ("", "", "") if comparison is None else (_shown(comparison.difference, "+"), interval, _p(pair.p_of_all))
-            rows.append((pair.task, pair.figure, f"{pair.first} - {pair.second}", *cells, pair.verdict(self.rule)))
+            rows.append((pair.task, pair.figure, f"{pair.first} - {pair.second}", *cells, pair.verdict))
         return ["task", "figure", "models", "difference", f"{self.rule.confidence:.0%} interval", "p", "verdict"], rows
 
     def notes(self) -> list[str]:
@@ -209,11 +203,6 @@ def _shown(value: float, sign: str) -> str:
     if abs(value) < 10:
         return f"{value:{sign}.4f}"
     return f"{value:{sign},.2f}" if abs(value) < 1e5 else f"{value:{sign}.3g}"
-
-
-def _shows(figure: Metric) -> str:
-    smallest = statistics.smallest(figure)
-    return "" if smallest is None else number(smallest)
 
 
 def _p(value: float) -> str:

@@ -56,52 +56,43 @@ def of_documents(texts: Iterable[str], encoder: Encoder, *, new_tokens: int, roo
     Those with the lowest hashes, so that runs with the same held-out rows have the same prompts.
     """
     begun = (_begun(text, min(BEGINNING_BYTES, room)) for text in sorted(texts, key=_place))
-    return _chosen(filter(None, begun), encoder, new_tokens)
+    return _chosen((prompt for prompt in begun if prompt.text.strip()), encoder, new_tokens)
 
 
 def of_chats(chats: Iterable[Messages], encoder: Encoder, *, new_tokens: int, room: int) -> list[SamplePrompt]:
     """The same of questions: the first one of a chat, with the turns before it, and its answer."""
-    asked = (_asked(turns) for turns in sorted(chats, key=lambda turns: _place("\n".join(turn.content for turn in turns))))
-    return _chosen(
-        (prompt for prompt in asked if prompt and len(chat.prompt_ids(encoder, prompt.turns)) <= room), encoder, new_tokens
-    )
+    prompts: list[SamplePrompt] = []
+    for turns in sorted(chats, key=lambda turns: _place("\n".join(turn.content for turn in turns))):
+        before = tuple(itertools.takewhile(lambda turn: turn.role != "assistant", turns))
+        if before and before[-1].role == "user" and before[-1].content.strip() and len(before) < len(turns):
+            prompts.append(SamplePrompt(before[-1].content, before, turns[len(before)].content))
+    short = (prompt for prompt in prompts if len(chat.prompt_ids(encoder, prompt.turns)) <= room)
+    return _chosen(short, encoder, new_tokens)
 
 
 def _chosen(prompts: Iterator[SamplePrompt], encoder: Encoder, new_tokens: int) -> list[SamplePrompt]:
     """The first prompts with different texts, with as much of their references as a model writes."""
-    texts = set[str]()
-    chosen = []
+    chosen: dict[str, SamplePrompt] = {}
     for prompt in prompts:
-        if prompt.text in texts:
-            continue
-        texts.add(prompt.text)
         (reference_ids,) = encoder.encode([prompt.reference])
         reference = encoder.decode(list(reference_ids[:new_tokens])).rstrip("\N{REPLACEMENT CHARACTER}")
-        chosen.append(replace(prompt, reference=reference))
+        chosen.setdefault(prompt.text, replace(prompt, reference=reference))
         if len(chosen) == SAMPLED:
             break
-    return chosen
+    return list(chosen.values())
 
 
 def _place(text: str) -> bytes:
     return hash_of(text.encode("utf-8"))
 
 
-def _begun(text: str, most_bytes: int) -> SamplePrompt | None:
-    """The document in two: at most its first half, up to the end of a word. None where it is too short."""
+def _begun(text: str, most_bytes: int) -> SamplePrompt:
+    """The document in two: at most its first half, up to the end of a word."""
     half = text[: len(text) // 2].encode("utf-8")[:most_bytes].decode("utf-8", errors="ignore")
     words = WORDS.match(text[: len(half) + 1])
     # Chinese has a space in a title at most: the characters up to it are not the beginning.
     shown = words[0] if words and 2 * len(words[0]) >= len(half) else half
-    return SamplePrompt(shown, reference=text[len(shown) :]) if shown.strip() else None
-
-
-def _asked(turns: Messages) -> SamplePrompt | None:
-    """The turns before the first answer, if the last of them is a user's; its text is what is shown."""
-    before = tuple(itertools.takewhile(lambda turn: turn.role != "assistant", turns))
-    if not before or before[-1].role != "user" or len(before) == len(turns) or not before[-1].content.strip():
-        return None
-    return SamplePrompt(before[-1].content, before, turns[len(before)].content)
+    return SamplePrompt(shown, reference=text[len(shown) :])
 
 
 def continuations(subject: EvaluatedModel, prompts: Sequence[SamplePrompt], *, new_tokens: int) -> list[Sample]:

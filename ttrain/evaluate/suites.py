@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -28,14 +27,12 @@ ENDINGS = (".yaml", ".yml")
 
 @dataclass(frozen=True)
 class LoadedSuite:
-    """A suite with the name or path that it was requested by and its file; paths in it are relative to `base`. `options`:
-    the command-line option that each task came from, such as "--choices"."""
+    """A suite with the name or path that it was requested by and its file; paths in it are relative to `base`."""
 
     name: str
     suite: Suite
     file: Path | None
     base: Path
-    options: Mapping[str, str] = field(default_factory=dict)
 
 
 def names() -> list[str]:
@@ -73,9 +70,9 @@ def find(name: str) -> Path:
     return shipped
 
 
-def of_tasks(tasks: Mapping[str, JsonDict], origin: str, options: Mapping[str, str] = MappingProxyType({})) -> LoadedSuite:
-    """Build a suite from tasks that the user gave with these options; paths are relative to the working directory."""
-    return LoadedSuite(origin, checked({"tasks": tasks}, origin), None, Path.cwd(), options)
+def of_tasks(tasks: Mapping[str, JsonDict], origin: str) -> LoadedSuite:
+    """Build a suite from tasks that the user gave; paths are relative to the working directory."""
+    return LoadedSuite(origin, checked({"tasks": tasks}, origin), None, Path.cwd())
 
 
 def with_parts(loaded: LoadedSuite, parts: Collection[str]) -> LoadedSuite:
@@ -90,22 +87,11 @@ def with_parts(loaded: LoadedSuite, parts: Collection[str]) -> LoadedSuite:
     return _with_tasks(loaded, tasks)
 
 
-def at_most(loaded: LoadedSuite, items: int, text_bytes: int) -> LoadedSuite:
-    """Limit the suite to at most `items` of each task and `text_bytes` of each text task."""
-    return _updated(
-        loaded, {"limit": items, "max_bytes": text_bytes}, lambda old, most: most if old is None else min(old, most)
-    )
-
-
-def changed(loaded: LoadedSuite, **settings: Any) -> LoadedSuite:
-    """Change settings in each task that has them."""
-    return _updated(loaded, settings, lambda old, new: new)
-
-
-def _updated(loaded: LoadedSuite, settings: JsonDict, update: Callable[[Any, Any], Any]) -> LoadedSuite:
+def at_most(loaded: LoadedSuite, **limits: int) -> LoadedSuite:
+    """Lower the limits of the tasks that have them: `limit` items of each task, `max_bytes` of each text task."""
     tree = loaded.suite.model_dump()
     for task in tree["tasks"].values():
-        task |= {name: update(task[name], value) for name, value in settings.items() if name in task}
+        task |= {name: min(most, task[name] or most) for name, most in limits.items() if name in task}
     return replace(loaded, suite=checked(tree, loaded.name))
 
 
@@ -114,26 +100,20 @@ def checked(tree: Mapping[str, Any], origin: str) -> Suite:
     try:
         return Suite.model_validate(tree)
     except ValidationError as error:
-        errors = [one_line(describe_error(item)) for item in error.errors(include_url=False)[:SHOWN_ERRORS]]
+        errors = [one_line(_describe(item)) for item in error.errors(include_url=False)[:SHOWN_ERRORS]]
         raise UsageError(f"{origin}: {'; '.join(errors)}") from None
 
 
 def files_of(loaded: LoadedSuite) -> list[Path]:
     """List the suite's own file and those of its tasks, on which the results depend. Raises UsageError if one is missing."""
     files = [] if loaded.file is None else [loaded.file]
-    for setting, path in task_files(loaded):
-        if not path.is_file():
-            raise UsageError(f"{loaded.name}: {setting}, but there is no file {path}")
-        files.append(path)
+    for task, spec in loaded.suite.tasks.items():
+        for setting, file in _files_of_task(spec):
+            path = loaded.base / user_path(file)
+            if not path.is_file():
+                raise UsageError(f"{loaded.name}: {task}.{setting} is {file}, but there is no file {path}")
+            files.append(path)
     return list(dict.fromkeys(files))
-
-
-def task_files(loaded: LoadedSuite) -> Iterator[tuple[str, Path]]:
-    """Yield ("poems.file is poems.jsonl", path) of each file that a task reads, whether or not it exists."""
-    for name, task in loaded.suite.tasks.items():
-        for setting, file in _files_of_task(task):
-            called = loaded.options.get(name) if setting == "file" else None
-            yield f"{called or f'{name}.{setting}'} is {file}", loaded.base / user_path(file)
 
 
 def check_parts(loaded: LoadedSuite, parts: Collection[str]) -> None:
@@ -168,14 +148,13 @@ def _files_of_task(task: Task) -> Iterable[tuple[str, str]]:
     return [(name, file) for name in names if (file := getattr(task, name, None)) is not None]
 
 
-def describe_error(item: ErrorDetails) -> str:
-    """Describe one wrong setting in a line. pydantic's location of a task's setting is tasks, name, kind, setting."""
-    location = [str(key) for key in item["loc"]]
+def _describe(error: ErrorDetails) -> str:
+    """Describe a wrong setting in a line. pydantic's location of a task's setting is tasks, name, kind, setting."""
+    location = [str(key) for key in error["loc"]]
     name = ".".join([*location[1:2], *location[3:]] or location)
-    match item["type"]:
+    match error["type"]:
         case "extra_forbidden" if len(location) > 2:
-            settings = KINDS[location[2]].model_fields
-            return f"{name} is not a setting of kind {location[2]}; it has {', '.join(settings)}"
+            return f"{name} is not a setting of kind {location[2]}; it has {', '.join(KINDS[location[2]].model_fields)}"
         case "extra_forbidden":
             return f"{name} is not a key of a suite; put it under tasks:"
         case "missing":
@@ -183,5 +162,5 @@ def describe_error(item: ErrorDetails) -> str:
         case "union_tag_not_found" | "union_tag_invalid":
             return f"{name}.kind must be one of {', '.join(KINDS)}"
         case "value_error":
-            return f"{name}: {rule_of(item)}"
-    return f"{name} is {item['input']!r} but {rule_of(item)}"
+            return f"{name}: {rule_of(error)}"
+    return f"{name} is {error['input']!r} but {rule_of(error)}"

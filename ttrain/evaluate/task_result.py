@@ -112,6 +112,11 @@ class TaskResult:
         """The task's primary metric."""
         return self.figures[0]
 
+    @property
+    def names(self) -> dict[str, str]:
+        """The name of each metric among those of an evaluation."""
+        return {metric.name: f"{self.task}/{metric.name}/{self.subject}" for metric in self.figures}
+
 
 def metric_of(metric: str, group: str) -> str:
     """Name of a metric over the items of a group: "bits_per_byte" of "lang=zh" is bits_per_byte/lang:zh.
@@ -139,9 +144,9 @@ class ScoreTable:
         self._parts: dict[str, JsonDict] = {}
         self._entries: dict[str, JsonDict] = {}
 
-    def part(self, name: str, records: Sequence[object]) -> None:
-        """Add records. Digests of their content identify them, which do not depend on a tokenizer."""
-        self._parts[name] = {"records": [record_name(record) for record in records]}
+    def part(self, name: str, records: Sequence[str]) -> None:
+        """Add records, by what identifies them, which depends on no tokenizer."""
+        self._parts[name] = {"records": list(records)}
 
     def add(self, part_name: str, metric: Metric) -> float:
         """Add a metric over the records of the part; returns its value."""
@@ -162,13 +167,13 @@ class ScoreTable:
             values[name] = self.metrics[name].value
         return values
 
-    def outcome(self, outcome: TaskResult) -> None:
-        """Add a task result: every metric, and the primary one over each group of items."""
-        part_name = f"suite/{outcome.task}"
-        self._parts[part_name] = {"records": list(outcome.items)}
-        for metric in outcome.figures:
-            self.add(part_name, replace(metric, name=f"{outcome.task}/{metric.name}/{outcome.subject}"))
-        self.groups(f"{outcome.task}/{outcome.primary.name}/{outcome.subject}", outcome.groups)
+    def result(self, part_name: str, result: TaskResult, names: Mapping[str, str]) -> dict[str, float]:
+        """Add the metrics of a task result that `names` has, with their names there, and the primary one over each group of
+        items; returns their values by name."""
+        self.part(part_name, result.items)
+        named = [replace(metric, name=names[metric.name]) for metric in result.figures if metric.name in names]
+        values = {metric.name: self.add(part_name, metric) for metric in named}
+        return values | self.groups(names[result.primary.name], result.groups)
 
     def write(self, directory: Path) -> None:
         """Write the file."""

@@ -9,9 +9,12 @@ from ttrain.evaluate.evaluated_model import EvaluatedModel
 from ttrain.inference import generate as generating
 from ttrain.inference.loading import LoadedModel
 from ttrain.inference.sampling import Sampling
+from ttrain.train.distributed import Ranks
 
 
-def as_evaluated_model(loaded_model: LoadedModel, *, batch_tokens: int | None = None) -> EvaluatedModel:
+def as_evaluated_model(
+    loaded_model: LoadedModel, *, batch_tokens: int | None = None, ranks: Ranks | None = None
+) -> EvaluatedModel:
     """Adapt a loaded model for evaluation in batches of at most `batch_tokens`, padding included; None: by device."""
     most = batch_tokens or perplexity.batch_tokens_of(loaded_model.device)[0]
 
@@ -37,4 +40,5 @@ def as_evaluated_model(loaded_model: LoadedModel, *, batch_tokens: int | None = 
         can_chat=loaded_model.can_chat,
         batch_tokens=most,
         generate=generate,
+        ranks=ranks,
     )

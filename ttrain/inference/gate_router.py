@@ -13,7 +13,6 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -89,50 +88,38 @@ class Router(nn.Module):
         return torch.cat(batches)
 
 
-@final
-class OpenedGate:
-    """A gate's router, loaded, and the experts between which it picks."""
+def single_model(loaded_model: LoadedModel) -> ModelSelector:
+    """Select the same model for every question."""
+    return lambda question: (loaded_model, {})
 
-    def __init__(self, directory: Path) -> None:
-        """Raises UsageError if there is no gate, ArtifactError if its router does not fit. Loads no expert."""
-        gate = gate_files.read(directory)
-        self.experts: tuple[Expert, ...] = gate.experts
-        path = directory / gate_files.WEIGHTS
+
+@final
+class GateSelector:
+    """Selects the expert most likely to have the lowest loss on the question; each is loaded when first picked."""
+
+    def __init__(self, directory: Path, *, device: str, dtype: str) -> None:
+        """Raises UsageError if there is no gate, ArtifactError if its router is another one. Loads no expert."""
+        gate, path = gate_files.read(directory), directory / gate_files.WEIGHTS
         if not path.is_file() or sha256_file(path) != gate.router_sha256:
             raise ArtifactError(
                 f"the router {path} is not the one that {gate_files.GATE} beside it names; train the gate again"
             )
+        self.experts: tuple[Expert, ...] = gate.experts
         self._router = Router(gate.settings, len(gate.experts))
-        try:
-            self._router.load_state_dict(load_file(path))
-        except (OSError, SafetensorError, RuntimeError) as error:
-            raise ArtifactError(f"cannot load the router {path}: {error}") from None
+        self._router.load_state_dict(load_file(path))
+        self._load_options = {"device": device, "dtype": dtype}
+        self._models: dict[int, LoadedModel] = {}
 
     def route(self, text: str) -> tuple[int, list[float]]:
         """(number of the expert whose loss on the text is most likely the least, the probability of each)."""
         probabilities = self._router.probabilities([text])[0]
         return int(probabilities.argmax()), probabilities.tolist()
 
-
-def single_model(loaded_model: LoadedModel) -> ModelSelector:
-    """Select the same model for every question."""
-    return lambda question: (loaded_model, {})
-
-
-class GateSelector:
-    """Selects the expert most likely to have the lowest loss on the question; each is loaded when first picked."""
-
-    def __init__(self, directory: Path, *, device: str, dtype: str) -> None:
-        """Raises UsageError if the directory holds no gate, ArtifactError if it is damaged."""
-        self._gate = OpenedGate(directory)
-        self._load_options = {"device": device, "dtype": dtype}
-        self._models: dict[int, LoadedModel] = {}
-
     def __call__(self, question: str) -> Selected:
         """Pick and load an expert. Raises ArtifactError if its weights changed since the gate was trained."""
-        number, probabilities = self._gate.route(question)
+        number, probabilities = self.route(question)
         if number not in self._models:
-            expert = self._gate.experts[number]
-            gate_files.check([expert])
+            expert = self.experts[number]
+            gate_files.check(expert)
             self._models[number] = loading.load(gate_files.reference_of(expert), **self._load_options)
         return self._models[number], {"probabilities": [round(share, 4) for share in probabilities]}

@@ -24,6 +24,7 @@ from ttrain.config import Lora
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.model import factory
 from ttrain.model.factory import overwrite
+from ttrain.model.registry import PRESETS
 from ttrain.store.model_files import ADAPTER
 
 if TYPE_CHECKING:
@@ -226,9 +227,7 @@ def _fill(model: PeftModel, directory: Path, name: str) -> None:
     model.requires_grad_(False)
 
 
-ALL_LINEAR, ATTENTION = "all-linear", "attention"
-
-PRESETS = (ALL_LINEAR, ATTENTION)
+ALL_LINEAR, ATTENTION = PRESETS
 
 
 @dataclass(frozen=True)
@@ -243,12 +242,6 @@ class AdapterTargets:
     layer_suffixes: tuple[str, ...]
     parameter_suffixes: tuple[str, ...]
     transposed: bool  # whether any is GPT-2's Conv1D, whose weight is [in, out]
-
-
-def check(model: PreTrainedModel, config: Lora) -> None:
-    """Raise UsageError for targets that the model does not have, or that cannot be adapted in this way."""
-    if config.kind != "prefix":
-        _check_parameters(find_targets(model, config.targets), config)
 
 
 def find_targets(model: PreTrainedModel, names: Sequence[str]) -> AdapterTargets:

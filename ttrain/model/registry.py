@@ -6,17 +6,10 @@ import ast
 import difflib
 import functools
 import importlib.util
-import json
-import subprocess
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ttrain.config import Lora, Model
-from ttrain.core.files import JsonObject, write_bytes
-from ttrain.core.hashing import DigestCache, code_digests, digest_of
-from ttrain.core.machine import versions
 from ttrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -46,74 +39,25 @@ def names() -> frozenset[str]:
     return frozenset(dict(ast.literal_eval(table.strip()))) | frozenset(OWN_KINDS)
 
 
-RULED_KINDS = ("llama", "qwen3")
-LIBRARIES = ("torch", "transformers", "peft")
-
-RULED_SETTINGS = frozenset(
-    {
-        *("kind", "hidden_size", "layers", "heads", "kv_heads", "intermediate_size", "max_length", "tie_embeddings"),
-        *("rope_theta", "init_std", "scaled_residuals", "dropout", "multi_token"),
-    }
-)
-
-RULED_LAYERS = frozenset(
-    {
-        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-        *("all-linear", "attention"),
-    }
-)
-
-BUILDER = "ttrain.model.shape_check"  # the module that builds a model of fake tensors
+RULED_KINDS = ("llama", "qwen3")  # new models of these kinds have the layers below
+RULED_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PRESETS = ("all-linear", "attention")
 
 
-@dataclass(frozen=True)
-class ShapeChecks:
-    """Checks of models before any is made, each in a process that loads torch. `memory`: directory of earlier answers.
+def check_targets(section: str, adapter: Lora, model: Model) -> None:
+    """Raise UsageError for targets of an adapter that the new model does not have, where its layers are known without it.
 
-    All raise UsageError, which names a setting.
+    Those of other kinds are compared with the model itself, where the adapter is made. `section`: of its settings.
     """
-
-    cache: DigestCache
-    memory: Path
-
-    def new_model(self, model: Model) -> None:
-        """Refuse sizes that no model can have."""
-        check_kind(model.kind)
-        if not has_all_rules(model):
-            self._ask({"model": model.model_dump(mode="json")})
-
-    def adapter(self, section: str, adapter: Lora, model: Model) -> None:
-        """Refuse targets that the new model does not have. `section`: of the adapter's settings."""
-        fits_all = adapter.targets == ("all-linear",) and adapter.kind == "lora" and not adapter.dropout
-        is_ruled = has_all_rules(model) and RULED_LAYERS.issuperset(adapter.targets)
-        if not (fits_all or is_ruled or adapter.kind == "prefix"):
-            settings = {"model": model.model_dump(mode="json"), "adapter": adapter.model_dump(mode="json")}
-            self._ask({**settings, "section": section})
-
-    def _ask(self, request: JsonObject) -> None:
-        libraries = {name: version for name, version in versions().items() if name in LIBRARIES}
-        code = code_digests(BUILDER, self.cache)
-        record = self.memory / digest_of({"request": request, "code": code, "libraries": libraries})
-        problem = record.read_text(encoding="utf-8") if record.exists() else _build_elsewhere(request)
-        if problem is None:
-            return  # unknown; the stage itself will report it
-        record.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes(record, problem.encode("utf-8"))
-        if problem:
-            raise UsageError(problem)
-
-
-def has_all_rules(model: Model) -> bool:
-    """Whether the rules of the settings are complete for this model."""
-    changed = {name for name in Model.model_fields if getattr(model, name) != Model.model_fields[name].default}
-    return model.kind in RULED_KINDS and changed - {"preset"} <= RULED_SETTINGS
-
-
-def _build_elsewhere(request: JsonObject) -> str | None:
-    """Problem of the model, "" for none; None if the process ended without an answer."""
-    command = [sys.executable, "-P", "-m", BUILDER]
-    done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True)
-    return None if done.returncode else str(json.loads(done.stdout.splitlines()[-1]))
+    if model.kind not in RULED_KINDS or model.moe is not None or adapter.kind == "prefix":
+        return
+    layers = RULED_LAYERS if model.tie_embeddings else (*RULED_LAYERS, "lm_head")
+    unknown = [name for name in adapter.targets if name.rpartition(".")[2] not in (*layers, *PRESETS)]
+    if unknown:
+        raise UsageError(
+            f"{section}.targets names {', '.join(unknown)}, but the layers that can be adapted are {', '.join(layers)}; "
+            f"name some of them, or write {' or '.join(PRESETS)}"
+        )
 
 
 def register_own() -> None:
