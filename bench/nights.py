@@ -259,7 +259,6 @@ class Learner:
 
     def shards(self, domains: Sequence[str]) -> Path:
         """The shards of these domains; the tokenizer is that of the first night."""
-        from ttrain.config import ShardsConfig
         from ttrain.tasks import shards, tokenizer
 
         if not (tokens := self.root / "tokenizer").exists():
@@ -269,12 +268,11 @@ class Learner:
         if not output.exists():
             files = {"train": [str(self.root / f"{name}.jsonl") for name in domains]}
             job = self.job(output, {"tokenizer": tokens}, files, kind="documents", dataset="pretrain")
-            shards.run(ShardsConfig(reading=self.settings.reading, shards=self.settings.shards), job)
+            shards.run(self.settings, job)
         return output
 
     def night(self, domains: Sequence[str], learnt: Sequence[str], champion: Path | None) -> tuple[Path, dict[str, Any]]:
         """Train on these domains, from the champion where there is one; returns the model's artifact and its figures."""
-        from ttrain.config import PretrainConfig, ReplayConfig
         from ttrain.nightly.inputs import budget_and_schedule
         from ttrain.store.model_files import PLATEAU
         from ttrain.tasks import pretrain, replay
@@ -287,15 +285,13 @@ class Learner:
             has_plateau = (champion / PLATEAU).exists()
             inputs |= {"base": champion, **({"plateau": champion} if has_plateau else {})}
             changes = budget_and_schedule(settings, has_plateau=has_plateau)
+        tree = settings.model_dump()
+        tonight = settings.model_validate({**tree, "pretrain": {**tree["pretrain"], **changes}})
         if champion and learnt:
             inputs["replay"] = output.with_name(f"{output.name}-replay")
             earlier = {f"learnt-{number:04}": self.shards([name]) for number, name in enumerate(learnt)}
-            config = ReplayConfig(nightly=settings.nightly, pretrain=settings.pretrain.model_copy(update=changes))
-            replay.run(config, self.job(inputs["replay"], {"documents": documents, **earlier}))
-        config = PretrainConfig.model_validate(
-            {"model": settings.model, "pretrain": {**settings.pretrain.model_dump(), **changes}}
-        )
-        figures = pretrain.run(config, self.job(output, inputs))
+            replay.run(tonight, self.job(inputs["replay"], {"documents": documents, **earlier}))
+        figures = pretrain.run(tonight, self.job(output, inputs))
         return output, figures
 
     def scores(self, model: Path, domains: Sequence[str]) -> dict[str, tuple[float, int]]:

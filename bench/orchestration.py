@@ -85,7 +85,6 @@ SIX = tuple(
     Stage(
         f"stage-{n}",
         "ttrain.six_step",
-        config.ExistingModelConfig,
         inputs={"before": ()} if n > 1 else {},
         arguments={"number": str(n)},
     )
@@ -123,7 +122,7 @@ def copy_package(directory: Path) -> Path:
         shutil.copytree(REPOSITORY / name, package / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name, code in {
         "ttrain/six_step.py": STAGE_MODULE,
-        "tasks/__init__.py": STAGE_TABLE,
+        "ttrain/tasks/__init__.py": STAGE_TABLE,
         "ttrain/flows/__init__.py": PIPELINE,
         "prefect_six.py": PREFECT_FLOW,
     }.items():

@@ -1,8 +1,8 @@
 """The schedules of a home, and the systemd unit of what serves them.
 
-Each schedule is one file, `schedules/<kind>-<name>.json`; `ttrain pipeline serve` (flows/serve.py)
-makes the deployments of a Prefect server from these files. They are the truth, the server's
-database is a view, so nothing here needs a server.
+Each schedule is one file, `schedules/<kind>-<name>.json`, with the settings of its runs; `ttrain
+pipeline serve` (flows/serve.py) makes the deployments of a Prefect server from these files. They are
+the truth, the server's database is a view, so nothing here needs a server.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import Any
 from zoneinfo import ZoneInfo, available_timezones
 
-from ttrain.core import redact
 from ttrain.core.files import (
     PRIVATE_FILE,
     JsonDict,
@@ -31,13 +29,9 @@ from ttrain.core.files import (
 from ttrain.errors import UsageError
 from ttrain.store.runs import is_alive
 
-if TYPE_CHECKING:
-    from ttrain.config import Settings
-
 SERVING = "serving.txt"  # in the folder of schedules: the process that serves
 CRON_FIELDS = 5  # Prefect takes six, the last for seconds
 EXAMPLE = 'write "minute hour day month weekday", for example "0 2 * * *" for two at night'
-INHERITED = ("PREFECT_API_URL", "MLFLOW_TRACKING_URI")
 
 UNIT = """\
 # mkdir -p ~/.config/systemd/user
@@ -53,8 +47,8 @@ StartLimitIntervalSec=0
 [Service]
 ExecStart={command}
 WorkingDirectory={home}
-{variables}
-# Passwords, keys and tokens of servers are not written here: NAME=value lines, mode 600
+Environment={variable}
+# Servers (PREFECT_API_URL, MLFLOW_TRACKING_URI), passwords and keys: NAME=value lines, mode 600
 EnvironmentFile=-%h/.config/ttrain/environment
 Restart=on-failure
 RestartSec=30
@@ -189,57 +183,21 @@ def local_timezone() -> str:
     return next(name for name in names if name in available_timezones())
 
 
-def settings_of(home: Path, schedule: Schedule) -> Settings:
-    """The settings of a schedule's file. Raises UsageError for those of another version."""
-    from pydantic import ValidationError
-
-    from ttrain.config import Settings
-
-    try:
-        return Settings.model_validate(schedule.settings)
-    except ValidationError as error:
-        setting = ".".join(map(str, error.errors()[0]["loc"]))
-        raise UsageError(
-            f"{path_of(home, schedule.full_name)} has settings of another version of ttrain, such "
-            f"as {setting}; make it again with `ttrain pipeline schedule {schedule.kind}`"
-        ) from None
-
-
-def parameters(settings: Mapping[str, Any]) -> JsonDict:
-    """Settings for a server, which shows them to all: no secrets, and none that name code."""
-    from ttrain.config import NAMES_CODE
-
-    shown = redact.masked(settings)
-    for section, _, name in (key.partition(".") for key in NAMES_CODE):
-        if name:
-            shown[section].pop(name)
-        else:
-            shown.pop(section)
-    return shown
-
-
 def unit(home: Path) -> str:
     """The text of a unit of the user's systemd; see systemd.service(5) for the quoting."""
-    variables = {"TTRAIN_HOME": str(home.resolve()), **_addresses()}
-    lines = [f"Environment={_quoted(f'{name}={value}')}" for name, value in variables.items()]
+    path = str(home.resolve())
     return UNIT.format(
-        home=str(home.resolve()).replace("%", "%%"),
+        home=path.replace("%", "%%"),
+        variable=_quoted(f"TTRAIN_HOME={path}"),
         command=" ".join(_quoted(word).replace("$", "$$") for word in command()),
-        variables="\n".join(lines),
     )
-
-
-def command() -> list[str]:
-    """The command that serves, in full."""
-    return [str(Path(sysconfig.get_path("scripts")) / "ttrain"), "pipeline", "serve"]
-
-
-def _addresses() -> dict[str, str]:
-    """The servers that the environment names; without those whose address holds a password."""
-    named = {name: os.environ[name] for name in INHERITED if os.environ.get(name)}
-    return {name: url for name, url in named.items() if "@" not in urlsplit(url).netloc}
 
 
 def _quoted(word: str) -> str:
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     return f'"{escaped}"'
+
+
+def command() -> list[str]:
+    """The command that serves, in full."""
+    return [str(Path(sysconfig.get_path("scripts")) / "ttrain"), "pipeline", "serve"]

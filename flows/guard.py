@@ -12,7 +12,7 @@ may be at any address.
 from __future__ import annotations
 
 import base64
-import binascii
+import contextlib
 import hashlib
 import hmac
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -115,15 +115,11 @@ class Guard:
         cookie = request.cookies.get(self._cookie_name, "")
         if hmac.compare_digest(cookie.encode(), self._cookie.encode()):
             return True
-        scheme, _, text = request.headers.get("authorization", "").strip().partition(" ")
-        if scheme.lower() == "bearer":
-            return self._is_token(text.strip())
-        try:
-            text = base64.b64decode(text.strip(), validate=True).decode("latin-1")
-        except (binascii.Error, ValueError):
-            return False
-        is_password = self._is_token(text) or self._is_token(text.partition(":")[2])
-        return scheme.lower() == "basic" and is_password
+        scheme, _, text = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "basic":
+            with contextlib.suppress(ValueError):
+                text = base64.b64decode(text).decode("latin-1")
+        return self._is_token(text.strip()) or self._is_token(text.partition(":")[2])
 
     def _landing(self) -> Response:
         """The first page of a browser, which keeps a cookie and leaves the token behind."""

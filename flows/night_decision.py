@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from ttrain.config import Promotion, Settings
 from ttrain.config.training import BITS_PER_BYTE, DOMAIN_LOSS, TRAINING_STAGES
@@ -12,64 +11,91 @@ from ttrain.engine.execution import REGISTERED, PipelineRun
 from ttrain.evaluate import promotion
 from ttrain.evaluate.promotion import Judged
 from ttrain.evaluate.scores import Evaluation
-from ttrain.nightly import heldout
+from ttrain.nightly import heldout, history
 from ttrain.nightly.inputs import NightInputs
 from ttrain.nightly.records import NightRecord, Nights
 from ttrain.reports import summary
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.registry import Registry
-from ttrain.tasks import EVALUATE, EVALUATE_CHAMPION, Stage
+from ttrain.tasks import EVALUATE, EVALUATE_CHAMPION, SHARDS, SHARDS_PRETRAIN, Stage
 
 
-def judge(
+def decide(
     night: NightRecord,
     inputs: NightInputs,
     execution: PipelineRun,
-    settings: Settings,
+    store: ArtifactStore,
+    say: Callable[[str], object],
+) -> promotion.Decision:
+    """Compare challenger and champion, record the decision, promote or keep.
+
+    The decision is recorded in the night, its run and the registry before the champion changes. Where
+    another version became champion during the night, it is a decision not to promote.
+    """
+    judged = _judge(night, inputs, execution, store, say)
+    registry, name, version = Registry(store.root), inputs.settings.name, execution.model_set
+    assert version is not None, "a run that came to its end has registered its models"
+    champion = registry.champion(name)
+    before = night.frozen.champion.version if night.frozen.champion else None
+    if champion is not None and champion.version not in (before, version):  # by hand, meanwhile
+        reason = (
+            f"version {champion.version} became champion during the night, so nothing is promoted; {judged.decision.reason}"
+        )
+        judged = replace(judged, decision=replace(judged.decision, promote=False, reason=reason))
+    decision, run = judged.decision, execution.record.run
+    made = execution.artifacts
+    night.note(
+        version=version,
+        keys={stage: artifact.key for stage, artifact in made.items() if stage in REGISTERED},
+        run=run,
+        decision=decision.to_json(),
+        texts=[figure.to_json() for figure in judged.texts],
+    )
+    execution.record.note(decision=decision.to_json())
+    # The champion keeps the decision that made it so
+    if decision.promote or champion is None or champion.version != version:
+        table, *figures = tables(judged)
+        text = "\n\n".join(figures)
+        registry.decide(name, version, decision.to_json(), run=run, table=table, figures=text)
+    if decision.promote:
+        registry.promote(name, version)
+    evaluation, shards = made[EVALUATE.name], made.get(SHARDS_PRETRAIN.name)
+    chats = None if "sft" in inputs.replacements else made.get(SHARDS["sft"].name)
+    night.note(
+        heldout=heldout_of(evaluation),
+        heldout_nights=list(heldout_nights(night, evaluation)),
+        documents=f"{shards.stage}/{shards.key}" if shards else None,
+        chats=f"{chats.stage}/{chats.key}" if chats else None,
+        learnt=history.learnt_of(made, chats),
+    )
+    return decision
+
+
+def _judge(
+    night: NightRecord,
+    inputs: NightInputs,
+    execution: PipelineRun,
     store: ArtifactStore,
     say: Callable[[str], object],
 ) -> Judged:
-    """Compare the evaluations of challenger and champion. `settings`: the present ones, whose rules count."""
+    """Compare the evaluations of challenger and champion."""
 
-    def complete(stage: Stage) -> Artifact | None:
+    def complete(stage: Stage) -> Artifact | None:  # the files of a cached one may be in MLflow
         evaluation = execution.artifacts.get(stage.name)
-        return store.complete(evaluation, report=say) if evaluation else None  # the files of a cached one may be in MLflow
+        return store.complete(evaluation, report=say) if evaluation else None
 
     evaluation, of_champion = complete(EVALUATE), complete(EVALUATE_CHAMPION)
     assert evaluation is not None, "a run that came to its end has evaluated"
     champion = Evaluation.of(of_champion) if of_champion else None
-    rules, nights = _rules(settings, inputs, execution), dict[str, list[str]]()
+    rules, by_night = _rules(inputs.settings, inputs, execution), dict[str, list[str]]()
     if reference := heldout_of(evaluation):
-        documents = store.complete(heldout.find_heldout(store, reference, night.name), ("heldout",), report=say)
-        nights = heldout.names_by_night(documents, heldout_nights(night, evaluation))
-    best = heldout.best_figures(Nights(store.root, settings.name).newest_first(), promotion.metric_of_texts(rules.metric))
-    return promotion.judge(Evaluation.of(evaluation), champion, rules, nights, night.name, best)
-
-
-def record(night: NightRecord, execution: PipelineRun, home: Path, name: str, judged: Judged) -> Judged:
-    """Record the decision in the night, its run and the registry; return it. Promotes nothing yet. `name`: of the pipeline.
-
-    Where another version became champion during the night, it is a decision not to promote.
-    """
-    decision, version = judged.decision, execution.model_set
-    assert version is not None, "a run that came to its end has registered its models"
-    registry = Registry(home)
-    now = registry.champion(name)
-    previous_version = night.frozen.champion.version if night.frozen.champion else None
-    if now is not None and now.version not in (previous_version, version):  # by hand, while the night went on
-        reason = f"version {now.version} became champion during the night, so nothing is promoted; {decision.reason}"
-        decision = replace(decision, promote=False, reason=reason)
-        judged = replace(judged, decision=decision)
-    texts = [figure.to_json() for figure in judged.texts]
-    run = execution.record.run
-    keys = {stage: artifact.key for stage, artifact in execution.artifacts.items() if stage in REGISTERED}
-    night.note(version=version, keys=keys, run=run, decision=decision.to_json(), texts=texts)
-    execution.record.note(decision=decision.to_json())
-    if decision.promote or now is None or now.version != version:  # the champion keeps the decision that made it so
-        table, *figures = tables(judged)
-        registry.decide(name, version, decision.to_json(), run=run, table=table, figures="\n\n".join(figures))
-    return judged
+        documents = heldout.find_heldout(store, reference, night.name)
+        documents = store.complete(documents, ("heldout",), report=say)
+        by_night = heldout.names_by_night(documents, heldout_nights(night, evaluation))
+    nights = Nights(store.root, inputs.settings.name).newest_first()
+    best = heldout.best_figures(nights, promotion.metric_of_texts(rules.metric))
+    return promotion.judge(Evaluation.of(evaluation), champion, rules, by_night, night.name, best)
 
 
 def tables(judged: Judged) -> list[str]:

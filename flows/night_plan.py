@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ttrain.config import Settings
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.engine.execution import REGISTERED
-from ttrain.engine.graph import Graph, Node, Planned, Source
+from ttrain.engine.graph import Graph, Planned, Source
 from ttrain.engine.plan import Plan
 from ttrain.engine.planner import plan
 from ttrain.errors import UsageError
@@ -17,7 +16,7 @@ from ttrain.evaluate import promotion
 from ttrain.flows.full import full
 from ttrain.nightly import heldout, records
 from ttrain.nightly import inputs as night_inputs
-from ttrain.nightly.inputs import UNFROZEN_OF_NIGHTLY, NightInputs
+from ttrain.nightly.inputs import NightInputs
 from ttrain.nightly.records import Champion, InputSnapshot, NightRecord, Nights
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, Artifacts
@@ -36,7 +35,6 @@ from ttrain.tasks import (
     REPLAY_SFT,
     SFT,
     SHARDS_PRETRAIN,
-    Stage,
 )
 from ttrain.tracking.registered import take_over_champions
 
@@ -76,60 +74,49 @@ def plan_of(inputs: NightInputs, store: ArtifactStore) -> Plan:
 
 
 def night_graph(inputs: NightInputs) -> Graph:
-    """The pipeline `full`, with stages replaced by the champion's artifacts, and the champion evaluated as well."""
-    graph = Graph()
-    for node in full(inputs.settings).replacing(_replaced(inputs)).values():
-        graph.add(node.stage, **{**node.sources, **_night_sources(inputs, node, graph)})
-    return graph
+    """The pipeline `full`, with stages replaced by the champion's artifacts.
 
-
-def _replaced(inputs: NightInputs) -> dict[str, Source | None]:
-    """What the stages that a night does not run are replaced by."""
-    replaced: dict[str, Source | None] = {**inputs.replacements}
-    if inputs.kept_base:
-        replaced |= {PRETRAIN.name: inputs.kept_base, EXISTING_MODEL.name: inputs.kept_base}
-    if inputs.keeps_base:
-        replaced[SHARDS_PRETRAIN.name] = None
-    return replaced
-
-
-def _night_sources(inputs: NightInputs, node: Node, graph: Graph) -> dict[str, Source | None]:
-    """The inputs that a stage has in a night, in addition to its own; adds the stages that make them to the graph."""
-    base = {"base": inputs.bases.get(node.stage.name, node.sources.get("base"))}
-    if node.stage is SHARDS_PRETRAIN:
-        near = inputs.learnt if inputs.settings.reading.near_duplicates else ()
-        return {EARLIER_HELDOUT: inputs.earlier_heldout, **_learnt_before(near)}
-    if node.stage is PRETRAIN:
-        earlier = {"tokenizer": node.sources["tokenizer"], EARLIER_HELDOUT: inputs.earlier_heldout}
-        replay = _replay(graph, REPLAY, node, inputs.replayed, **(earlier if inputs.earlier_heldout else {}))
-        return {"replay": replay, "plateau": inputs.plateau}
-    if node.stage is SFT:
-        return {"replay": _replay(graph, REPLAY_SFT, node, inputs.replayed_chats), **base}
-    if node.stage is EVALUATE:
-        return _evaluation_sources(inputs, node, graph)
-    return base
-
-
-def _replay(graph: Graph, stage: Stage, training: Node, learnt: Sequence[Artifact], **sources: Source | None) -> str | None:
-    """Add the stage that samples what was learnt before, if there is any, for a training."""
-    if not learnt:
-        return None
-    return graph.add(stage, documents=training.sources["shards"], **_learnt_before(learnt), **sources)
-
-
-def _evaluation_sources(inputs: NightInputs, node: Node, graph: Graph) -> dict[str, Source | None]:
-    """The held-out documents of all nights, and the bases of adapters.
-
-    Adds the evaluation of the champion on the same data.
+    The stages of new data read what earlier nights learnt and hold out, and the champion is evaluated
+    on the same data as its challenger.
     """
-    documents, earlier = node.sources.get("documents"), inputs.earlier_heldout
-    if earlier and inputs.measures_earlier:
-        documents = graph.add(HELDOUT, documents=documents, **{EARLIER_HELDOUT: earlier}) if documents else earlier
-    if inputs.champion:
-        sources = {**node.sources, "documents": documents}
-        data = {name: source for name, source in sources.items() if name in HELDOUT_PARTS}
-        graph.add(EVALUATE_CHAMPION, **data, **inputs.champion, **_adapter_bases(inputs.champion_bases))
-    return {"documents": documents, **_adapter_bases(inputs.bases)}
+    graph, earlier, kept = Graph(), inputs.earlier_heldout, inputs.kept_base
+    replaced: dict[str, Source | None] = {**inputs.replacements}
+    if kept:
+        replaced |= {PRETRAIN.name: kept, EXISTING_MODEL.name: kept, SHARDS_PRETRAIN.name: None}
+    for node in full(inputs.settings).replacing(replaced).values():
+        stage = node.stage
+        sources: dict[str, Source | None] = {**node.sources}
+        if stage.name in inputs.bases:
+            sources["base"] = inputs.bases[stage.name]
+        if stage is SHARDS_PRETRAIN:
+            near = inputs.learnt if inputs.settings.reading.near_duplicates else ()
+            sources |= {EARLIER_HELDOUT: earlier, **_learnt_before(near)}
+        elif stage is PRETRAIN:
+            sources |= {"plateau": inputs.plateau}
+            if inputs.replayed:
+                read: dict[str, Source | None] = {"documents": sources["shards"]}
+                read |= _learnt_before(inputs.replayed)
+                if earlier:
+                    read |= {"tokenizer": sources["tokenizer"], EARLIER_HELDOUT: earlier}
+                sources["replay"] = graph.add(REPLAY, **read)
+        elif stage is SFT and inputs.replayed_chats:
+            chats = _learnt_before(inputs.replayed_chats)
+            sources["replay"] = graph.add(REPLAY_SFT, documents=sources["shards"], **chats)
+        elif stage is EVALUATE:
+            if earlier and inputs.measures_earlier:
+                documents = sources.get("documents")
+                if documents:
+                    both = {"documents": documents, EARLIER_HELDOUT: earlier}
+                    sources["documents"] = graph.add(HELDOUT, **both)
+                else:
+                    sources["documents"] = earlier
+            if inputs.champion:
+                data = {name: of for name, of in sources.items() if name in HELDOUT_PARTS}
+                bases = _adapter_bases(inputs.champion_bases)
+                graph.add(EVALUATE_CHAMPION, **data, **inputs.champion, **bases)
+            sources |= _adapter_bases(inputs.bases)
+        graph.add(stage, **sources)
+    return graph
 
 
 def _learnt_before(artifacts: Sequence[Artifact]) -> dict[str, Artifact]:
@@ -151,38 +138,6 @@ def check(settings: Settings) -> None:
             f"runtime.nodes is {settings.runtime.nodes}, but a night runs on one machine, with runtime.devices ranks; set "
             f"runtime.nodes=1, or train with `ttrain pipeline run full` on each node and `ttrain models promote`"
         )
-    _check_orders(settings)
-
-
-def _check_orders(settings: Settings) -> None:
-    """Raise UsageError for an order of rows that the sample of learnt documents or chats rules out.
-
-    The first night, which has nothing to sample, would learn with it, and each later one be refused by its training.
-    """
-    nightly = settings.nightly
-    replays = {
-        "pretrain": (_continues_on_new(settings), "documents", "nightly.replay=0"),
-        "sft": (_learns_new_chats(settings), "chats", "nightly.replay=0, or nightly.chats=all"),
-    }
-    for section, (replay, what, cure) in replays.items():
-        order = getattr(settings, section).order
-        if nightly.replay > 0 and replay and section in settings.trainings and order != "shuffled":
-            raise UsageError(
-                f"{section}.order is {order}, but nightly.replay is {nightly.replay:g}: a night mixes new {what} with a "
-                f"sample of learnt ones, and mixed rows are read in the order shuffled; set {section}.order=shuffled, or "
-                f"{cure}"
-            )
-
-
-def _continues_on_new(settings: Settings) -> bool:
-    """Whether pretraining continues the champion on new documents alone; weighted sources are all read again."""
-    continues = settings.nightly.start_from == "champion" and settings.nightly.data == "new"
-    return continues and not settings.data.weights("pretrain")
-
-
-def _learns_new_chats(settings: Settings) -> bool:
-    """The same of the chats of SFT."""
-    return settings.nightly.chats == "new" and not settings.data.weights("sft")
 
 
 def choose_inputs(
@@ -213,23 +168,21 @@ def _new_inputs(settings: Settings, store: ArtifactStore, nights: Nights) -> tup
         return None, nothing
     earlier = heldout.earlier_heldout(champion, nights.newest_first(), store, settings)
     learnt_before = tuple(sorted(learnt - in_nights))  # the next champion's own artifacts will not record them
+    nightly, weights = settings.nightly, settings.data.weights
     documents: tuple[str, ...] = ()
-    replay = 0.0
-    if _continues_on_new(settings):
+    chats: tuple[str, ...] = ()
+    # Weighted sources are all read again, and have no new part
+    is_new = nightly.start_from == "champion" and nightly.data == "new"
+    if is_new and not weights("pretrain"):
         documents = night_inputs.learnt_shards("pretrain", champion, nights.newest_first(), store)
-        replay = settings.nightly.replay if documents and chosen.files.get("pretrain") else 0.0
-    replays_chats = chosen.has_new_chats_alone and _learns_new_chats(settings)
-    chats = night_inputs.learnt_shards("sft", champion, nights.newest_first(), store) if replays_chats else ()
+    if chosen.has_new_chats_alone and not weights("sft"):
+        chats = night_inputs.learnt_shards("sft", champion, nights.newest_first(), store)
+    replay = nightly.replay if documents and chosen.files.get("pretrain") else 0.0
     frozen = InputSnapshot(
         chosen.files, settings.model_dump(mode="json"), champion, earlier.reference, learnt_before, documents, chats, replay,
         heldout_nights=earlier.nights,
     )  # fmt: skip
-    base = f"the champion, version {champion.version}" if champion else "no champion yet"
-    if champion is None and (last := nights.last_champion()):
-        base = (
-            f"no champion any more, so that it begins from scratch; `ttrain models promote {last} --name {settings.name}` "
-            f"makes the last one champion again"
-        )
+    base = f"the champion, version {champion.version}" if champion else "no champion"
     reason = f"{len(chosen.new)} new: {records.shortened_names(chosen.new)}; {base}"
     return frozen, "; ".join(filter(None, (reason, left_out, earlier.note)))
 
@@ -246,31 +199,26 @@ def current_champion(settings: Settings, store: ArtifactStore) -> Champion | Non
 def _resumed_inputs(
     settings: Settings, store: ArtifactStore, nights: Nights, night: NightRecord
 ) -> tuple[InputSnapshot, str]:
-    """The inputs of an unfinished night, with its files as they are now; after a failure with the current settings, which
-    may choose other inputs."""
-    frozen = night.frozen
-    current = night.as_it_is_now()
-    ended = night.ended or {"outcome": current.outcome, "reason": current.data.get("reason") or "in another process"}
+    """The inputs of an unfinished night, with its files as they are now.
+
+    After a failure the current settings count: they choose again what the night reads.
+    """
+    frozen, current = night.frozen, night.as_it_is_now()
+    now = {"outcome": current.outcome, "reason": current.data.get("reason") or "in another process"}
+    ended = night.ended or now
     reason = f"{night.name} goes on ({ended['outcome']}: {ended['reason']})"
-    if ended["outcome"] in (records.FAILED, records.REFUSED):
-        if frozen.settings != (now := settings.model_dump(mode="json")):
-            reason = f"{reason}; with the current settings"
-            if _choosing(frozen.settings) != _choosing(now):
-                chosen, why = _new_inputs(settings, store, nights)
-                if chosen is not None:
-                    return chosen, f"{reason}, by which its inputs are chosen anew: {why}"
-            frozen = replace(frozen, settings=now)
-    elif night_inputs.settings_of(frozen, settings) != settings:
+    present = settings.model_dump(mode="json")
+    is_changed = night_inputs.frozen_part(frozen.settings) != night_inputs.frozen_part(present)
+    if is_changed and ended["outcome"] in (records.FAILED, records.REFUSED):
+        reason = f"{reason}; with the current settings"
+        chosen, why = _new_inputs(settings, store, nights)
+        if chosen is not None:
+            return chosen, f"{reason}, by which its inputs are chosen again: {why}"
+        frozen = replace(frozen, settings=present)
+    elif is_changed:
         reason = f"{reason}; with the settings that it began with, changed ones count from the next night on"
-    current_files = night_inputs.watched_files(night_inputs.settings_of(frozen, settings), store, may_be_gone=True)
-    changed, shards = night_inputs.changed_files(frozen, current_files), {}
-    if changed:
-        shards = night_inputs.built_shards(night, store) if frozen.settings == night.frozen.settings else {}
-        reason = f"{reason}; changed or gone since it began: {records.shortened_names(changed)}"
-    return night_inputs.refreshed_snapshot(frozen, current_files, shards), reason
-
-
-def _choosing(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the settings by which the inputs of a night are chosen."""
-    sections = {name: dict(settings.get(name, {})) for name in ("data", "reading", "nightly")}
-    return {**sections, "nightly": {k: v for k, v in sections["nightly"].items() if k not in UNFROZEN_OF_NIGHTLY}}
+    files = night_inputs.watched_files(night_inputs.settings_of(frozen, settings), store, may_be_gone=True)
+    if changed := night_inputs.changed_files(frozen, files):
+        names = records.shortened_names(changed)
+        reason = f"{reason}; changed or gone since it began: {names}"
+    return night_inputs.refreshed_snapshot(frozen, files), reason

@@ -1,54 +1,221 @@
-"""`ttrain pipeline serve`: makes deployments of the schedules of a home, and runs what is due.
+"""`ttrain pipeline serve`: deployments of a home's schedules, their flows, and what runs the due ones.
+
+A schedule's file has its settings (`deploy.py`). A deployment is made from it, and its one parameter
+is a list of changes, so that no server holds a secret or can name code.
 
 Prefect's `Runner` starts what is due, each flow run in a process of its own. That a night never
 overlaps itself and never wedges, it need not know: a night holds the lock of its name, and one that
 finds it taken ends as `Skipped` (flows/nightly.py); whatever is killed, the next slot continues its
-night. One thing the runner lacks for that: it gives up after half a minute without its server, so
-that server and runner are started again here.
+night. Two things are done here for that: server and runner are started again, since the runner gives
+up after half a minute without a server; and SIGTERM lets the runs save (the runner's own handler
+would end it before they did).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import DeploymentFilter
 from prefect.deployments.runner import DeploymentApplyError
+from prefect.logging import get_run_logger
 from prefect.runner import Runner
+from prefect.runtime import deployment, flow_run
 from prefect.schedules import Cron
+from prefect.states import Cancelled, Completed, Failed, State
+from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.types.entrypoint import EntrypointType
+from rich.console import Console
 
-from ttrain.config import Auth
-from ttrain.core.files import (
-    PRIVATE_FILE,
-    Taken,
-    exclusive,
-    private_directory,
-    refuse,
-    write_json,
-)
+from ttrain.config import NAMES_CODE, Auth, Settings
+from ttrain.config.loading import load
+from ttrain.core.files import PRIVATE_FILE, Taken, exclusive, private_directory, refuse, write_json
 from ttrain.core.machine import VERSION
 from ttrain.core.signals import handling_signals
-from ttrain.errors import Interrupted, UsageError
-from ttrain.flows import deploy, deployed, flow_runs, prefect_api, prefect_run, servers
+from ttrain.core.terminal import escaped, guard_streams, outlast_output, show_warnings
+from ttrain.core.text import timed_lines
+from ttrain.errors import Interrupted, TTrainError, UsageError
+from ttrain.flows import deploy, engine, servers
 from ttrain.flows.deploy import Schedule
-from ttrain.flows.flow_runs import TAG, best_effort, home_tag
+from ttrain.flows.engine import TAG, best_effort
+from ttrain.lineage.names import base_of
 from ttrain.store import server_records
+from ttrain.store.layout import usable_home
 from ttrain.store.runs import this_process
+from ttrain.tracking.artifact_source import store_of
 
 LOOK_SECONDS = 5.0  # between two looks for what is due, and for schedules that changed
 RUNS_AT_ONCE = 4  # one of them trains; a slot that comes meanwhile needs seconds to see that
 OWNER = "serve"  # of a server that is started to serve
 STOPPED = "stopped serving; schedules stay, `ttrain pipeline serve` goes on with them"
+# The names of the states in which nights end, by their outcome
+NIGHT_STATES = {
+    "promoted": "Promoted",
+    "kept": "Kept",
+    "nothing-new": engine.NOTHING_NEW,
+    "skipped": "Skipped",
+}
+UNFINISHED = "Unfinished"
+
+engine.silence_prefect()  # now, not in the flow: a signal before it is logged as a crash
+
+
+# --- the flows of deployments ---
+
+
+def slot_name() -> str:
+    """The name of a flow run until it is named after its night or run."""
+    return f"slot {flow_run.scheduled_start_time.astimezone():%Y-%m-%d %H:%M}"
+
+
+def run_full(changes: tuple[str, ...] = ()) -> State[Any] | None:
+    """Raw files to tokenizer, shards, base model, SFT model, LoRA adapter and evaluation.
+
+    Stages whose inputs, settings and code did not change come from the store: a retry continues.
+
+    Args:
+        changes: settings of this run alone as key=value, such as sft.epochs=3
+    """
+    return _final_state("full", _run_full, changes)
+
+
+def run_nightly(changes: tuple[str, ...] = ()) -> State[Any] | None:
+    """One night: new data, a challenger trained on it, and the decision which model is champion.
+
+    Args:
+        changes: settings of this night alone as key=value, such as pretrain.tokens=2000000
+    """
+    return _final_state("nightly", _run_night, changes)
+
+
+# Prefect retries no flow run: stages have retries of their own, and the next slot continues. Names
+# differ from those of the functions, which the runner's processes load by their names.
+OPTIONS: Any = {
+    "flow_run_name": slot_name,
+    "retries": 0,
+    "persist_result": False,
+    "task_runner": ThreadPoolTaskRunner(max_workers=engine.MAX_CONCURRENT_STAGES),
+}
+full = flow(run_full, name="full", **OPTIONS)
+nightly = flow(run_nightly, name="nightly", **OPTIONS)
+FLOWS = {"full": full, "nightly": nightly}
+
+
+def _run_full(home: Path, settings: Settings) -> State[Any]:
+    from ttrain.engine.plan import Plan
+    from ttrain.engine.planner import plan
+    from ttrain.flows.full import full as full_graph
+
+    store, graph = store_of(home, settings), full_graph(settings)
+    planned = Plan("full", settings, store, graph, plan(graph, settings, store))
+    engine.run_pipeline(planned, flow_run_console(), engine.RunOptions(in_flow=True))
+    return Completed()
+
+
+def _run_night(home: Path, settings: Settings) -> State[Any]:
+    from ttrain.flows.nightly import run_night
+
+    slot, store = flow_run.scheduled_start_time, store_of(home, settings)
+    result = run_night(settings, store, flow_run_console(), slot=slot, in_flow=True)
+    if result.night:
+        engine.rename(result.night)
+    if result.outcome in NIGHT_STATES:
+        return Completed(name=NIGHT_STATES[result.outcome], message=result.reason)
+    return Cancelled(name=UNFINISHED, message=result.reason)
+
+
+def _final_state(kind: str, run: Callable[[Path, Settings], State[Any]], changes: Sequence[str]) -> State[Any]:
+    """Run one slot, and return the state in which its flow run ends.
+
+    ttrain's own errors become states, without a traceback. A retry starts the flow again, which
+    takes what is finished from the store and continues the rest.
+    """
+    guard_streams()
+    outlast_output()
+    show_warnings()
+    schedule = f"{kind}/{deployment.name}"
+    try:
+        home = usable_home()
+        with best_effort():
+            engine.label_with_process(home)
+        engine.mark_crashed_runs(home)
+        state = run(home, settings_to_run(home, schedule, changes))
+    except Interrupted as error:
+        state = Cancelled(message=str(error))
+    except TTrainError as error:
+        get_run_logger().error("%s", error)
+        state = Failed(message=str(error))
+    with best_effort():
+        _note_end(home, schedule, state)
+    return state
+
+
+def _note_end(home: Path, schedule: str, state: State[Any]) -> None:
+    """Print how the flow run ended, and keep it as the schedule's last one."""
+    with engine.sync_client() as client:  # its name is that of its night by now
+        name = client.read_flow_run(UUID(flow_run.id)).name
+    message = f", {state.message}" if state.message else ""
+    print(timed_lines(escaped(f"{name}: {state.name}{message}")), flush=True)
+    last = {
+        "name": name,
+        "outcome": state.name,
+        "slot": flow_run.scheduled_start_time.isoformat(),
+        "message": state.message,
+    }
+    write_json(deploy.last_run_file(home, schedule), last, PRIVATE_FILE)
+
+
+def settings_to_run(home: Path, full_name: str, changes: Sequence[str]) -> Settings:
+    """The settings of a schedule with the changes of a flow run, validated as a whole.
+
+    Raises UsageError for a change of what names code: whoever reaches the server could send it.
+    """
+    schedule = deploy.find(home, full_name)
+    base = base_of({"run": f"the schedule {full_name}", "settings": schedule.settings})
+    settings = load((), environment={}, base=base).settings
+    changed = load(changes, environment={}, base=base).settings
+    for key in NAMES_CODE:
+        if attrgetter(key)(changed) != attrgetter(key)(settings):
+            raise UsageError(
+                f"{key} is in the changes of this flow run, but a setting that names code or a "
+                f"command comes from {deploy.path_of(home, full_name)} only; leave it out, or "
+                f"set it there with `ttrain pipeline schedule {schedule.kind} ... {key}=...`"
+            )
+    return changed
+
+
+def flow_run_console() -> Console:
+    """Make the console that prints to the terminal and to the flow run's log."""
+    return Console(file=_RunLog(), force_terminal=False, width=160)
+
+
+class _RunLog(io.StringIO):
+    """Passes the run's messages to the terminal, and line by line to the flow run's log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._logger = get_run_logger()
+
+    def write(self, text: str) -> int:
+        for line in filter(None, map(str.rstrip, text.split("\n"))):
+            print(timed_lines(line), flush=True)
+            self._logger.info("%s", line)
+        return len(text)
+
+
+# --- the process that serves ---
 
 
 def serve(home: Path, say: Callable[[str], None], auth: Auth = "token") -> None:
@@ -95,12 +262,16 @@ def _stop_server(home: Path) -> None:
             servers.stop(home, "prefect")
 
 
+def home_tag(home: Path) -> str:
+    """The tag of a home's deployments, where several homes share a server."""
+    return f"home:{home.resolve()}"
+
+
 class ScheduleServer:
     """Makes deployments of the schedules of a home, and has Prefect's runner start what is due."""
 
     def __init__(self, home: Path, say: Callable[[str], None], auth: Auth = "token") -> None:
         self._home, self._say, self._auth = home.resolve(), say, auth
-        self._port = 4200
         self._has_own_server = not os.environ.get("PREFECT_API_URL")
         self._environment = {"TTRAIN_HOME": str(self._home)}
         self._made: dict[str, tuple[Schedule, UUID | None]] = {}  # None: it was refused
@@ -108,13 +279,10 @@ class ScheduleServer:
 
     def start(self) -> None:
         """Choose the server that is named or runs, or start one."""
-        prefect_api.check_prefect_server(self._home)
         self._keep_server()
         os.environ.update(self._environment)
-        prefect_run.begin(self._home)()
-        flow_runs.mark_crashed_runs(self._home)
-        with best_effort():
-            flow_runs.create_automation()
+        engine.begin(self._home)()
+        engine.mark_crashed_runs(self._home)
         self._say(f"serving the schedules of {self._home}; times are of {deploy.local_timezone()}")
         url = os.environ["PREFECT_API_URL"].removesuffix("/api")
         self._say(f"Prefect  {url}  (`ttrain up` prints its token)\nstop with Ctrl-C or SIGTERM")
@@ -122,9 +290,9 @@ class ScheduleServer:
     def _keep_server(self) -> None:
         """Start our server unless one runs; again on its port, which runs in progress know."""
         if self._has_own_server:
-            servers.start(self._home, {"prefect": self._port}, self._auth, OWNER)
-            if server := server_records.live_server(self._home, "prefect"):
-                self._port = server.port
+            last = server_records.read(self._home, "prefect")
+            port = last.port if last else 4200
+            servers.start(self._home, {"prefect": port}, self._auth, OWNER)
 
     async def run(self) -> None:
         """Run what is due until a signal, and until all runs have ended."""
@@ -133,7 +301,6 @@ class ScheduleServer:
             runner = Runner(
                 query_seconds=LOOK_SECONDS,
                 prefetch_seconds=0,  # else slots start early
-                heartbeat_seconds=flow_runs.HEARTBEAT_SECONDS,
                 limit=RUNS_AT_ONCE,
                 pause_on_shutdown=False,
             )
@@ -164,59 +331,48 @@ class ScheduleServer:
         await runner.astop()
 
     async def make_deployments(self, runner: Runner, client: Any) -> None:
-        """Make the server's deployments those of the home.
+        """Make the home's deployments on the server those of its schedules.
 
         A pause on Prefect's page is written into the file of the schedule.
         """
-        listing = await client.read_deployments(deployment_filter=DeploymentFilter.model_validate({"tags": {"all_": [TAG]}}))
+        tags = {"tags": {"all_": [TAG, home_tag(self._home)]}}
+        mine = DeploymentFilter.model_validate(tags)
+        listing = await client.read_deployments(deployment_filter=mine)
         present = {one.id: one for one in listing}
         schedules = deploy.read_all(self._home)
         for name, schedule in schedules.items():
             made, number = self._made.get(name, (None, None))
             if made != schedule or (number is not None and number not in present):
                 try:
-                    number = await self._make(runner, schedule, listing)
+                    number = await self._make(runner, schedule)
                     self._say(f"scheduled: {name}")
-                except UsageError as error:  # until its file changes; other schedules are served
+                except DeploymentApplyError as error:  # until its file changes
                     number = None
-                    self._say(f"{name} is not served: {error}")
+                    self._say(f"{name}: {error}; make the pool, then schedule again")
             elif number is not None and present[number].paused != schedule.paused:
                 schedule = replace(schedule, paused=present[number].paused)
                 deploy.write(self._home, schedule)
             self._made[name] = (schedule, number)
         kept = {self._made[name][1] for name in schedules}
-        for one in listing:
-            if home_tag(self._home) in one.tags and one.id not in kept:
-                await client.delete_deployment(one.id)
+        for number in present.keys() - kept:
+            await client.delete_deployment(number)
 
-    async def _make(self, runner: Runner, schedule: Schedule, present: Iterable[Any]) -> UUID:
-        """Make or change a deployment. Raises UsageError where its file or the server forbids it."""
-        for other in present:
-            kind = other.entrypoint.rpartition(".")[2].removeprefix("run_")
-            is_same = (kind, other.name) == (schedule.kind, schedule.name)
-            if is_same and home_tag(self._home) not in other.tags:
-                raise UsageError("the server has one of another home by this name; set name=...")
-        settings = deploy.settings_of(self._home, schedule)
+    async def _make(self, runner: Runner, schedule: Schedule) -> Any:
+        """Make or change a deployment."""
         options: dict[str, Any] = {
             "name": schedule.name,
             "schedules": [],  # which removes an earlier one
             "paused": schedule.paused,
-            "parameters": {"settings": deploy.parameters(settings.model_dump(mode="json"))},
             "tags": [TAG, home_tag(self._home)],
             "version": VERSION,
             "entrypoint_type": EntrypointType.MODULE_PATH,
         }
         if schedule.cron:
             options["schedules"] = [Cron(schedule.cron, timezone=schedule.timezone, slug="cron")]
-        own_flow = deployed.FLOWS[schedule.kind]
+        own_flow = FLOWS[schedule.kind]
         if not schedule.pool:  # runs this flow itself, whatever entry point the server names
-            number: UUID = await runner.aadd_flow(own_flow, **options)
-            return number
+            return await runner.aadd_flow(own_flow, **options)
         options |= {"work_pool_name": schedule.pool, "job_variables": {"env": self._environment}}
         pooled = await own_flow.ato_deployment(**options)
-        pooled.entrypoint = f"{deployed.__name__}.{schedule.kind}"
-        try:
-            number = await pooled.aapply()
-        except DeploymentApplyError as error:
-            raise UsageError(f"{error}; make the pool, then schedule again") from None
-        return number
+        pooled.entrypoint = f"{__name__}.{schedule.kind}"
+        return await pooled.aapply()

@@ -1,8 +1,9 @@
 """`ttrain up`, `ttrain down`, and the Prefect server that a run uses; imports neither prefect nor mlflow.
 
-Prefect reads its settings while it is imported, so the choices made here go into the environment before that. A run
-uses the server that PREFECT_API_URL names, else the one that `up` left running, else one that lives and dies with the
-run (`flows/prefect_run.py`). All of them listen on 127.0.0.1 only, and nothing they do leaves the machine.
+Prefect reads its settings while it is imported, so the choices made here go into the environment
+before that. A run uses the server that PREFECT_API_URL names, else the one that `up` left running,
+else one that lives and dies with the run (`start_own_server`). All of them listen on 127.0.0.1 only,
+ask for a token, and contact no other machine.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ import contextlib
 import logging
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 from filelock import FileLock
@@ -37,8 +39,11 @@ from ttrain.tracking import mirror
 log = logging.getLogger("ttrain")
 PORT = "TTRAIN_SERVER_PORT"
 HOME = "TTRAIN_SERVER_HOME"
+OWNER = "TTRAIN_SERVER_OWNER"
 HEALTH = {"prefect": "/api/health", "mlflow": "/health"}
 START_SECONDS = 180.0  # both take 11 s on two idle cores, 24 s where Prefect makes its database
+WATCH_SECONDS = 0.2  # between two looks of a run's own server for its owner
+END_SECONDS = 6.0  # for its last events to be written; 2 s on an idle machine
 STOP_SECONDS = 10.0  # idle servers stop within 2 s
 # What Prefect's server says of a database that another version of Prefect wrote
 UNKNOWN_REVISION = "Can't locate revision identified by"
@@ -61,16 +66,29 @@ class ServerAddresses:
     mlflow_url: str
 
 
-def served_app() -> Any:
-    """Prefect's server application as `prefect server start` has it, in the process of the server that `up` starts."""
-    return prefect_app(final=True)
+def prefect_app() -> Any:
+    """Prefect's server application behind the guard, in the server's process.
 
-
-def prefect_app(*, final: bool) -> Any:
-    os.environ.pop("PREFECT_SERVER_API_AUTH_STRING", None)  # a password for servers of the user's; the token is in its place
+    That of a run ends when its owner is gone. SIGTERM and SIGHUP do not end it: who stops all
+    processes at once, as Slurm does, stops the owner too, which still has to report to it.
+    """
+    os.environ.pop("PREFECT_SERVER_API_AUTH_STRING", None)  # the token is in its place
     from prefect.server.api.server import create_app
 
-    return guarded_app(create_app(final=final), "prefect")
+    owner = os.environ.get(OWNER)
+    if owner:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        threading.Thread(target=_end_with, args=(int(owner),), daemon=True).start()
+    return guarded_app(create_app(final=True, ephemeral=bool(owner)), "prefect")
+
+
+def _end_with(owner: int) -> None:
+    while os.getppid() == owner:
+        time.sleep(WATCH_SECONDS)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(END_SECONDS)
+    os._exit(1)
 
 
 def tracker_app() -> Any:
@@ -113,59 +131,41 @@ def start(home: Path, ports: Mapping[str, int], auth: Auth = "token", owner: str
     owner: the command that ends the servers; empty for those of `up`
     """
     home = home.resolve()
-    processes: dict[str, subprocess.Popen[bytes]] = {}
+    started: dict[str, tuple[int, subprocess.Popen[bytes]]] = {}
     with start_lock(home):
         missing = [name for name in ports if not server_records.live_server(home, name)]
         token = token_of(auth, lambda: server_records.make_token(home)) if missing else ""
         try:
             for name in missing:
-                processes[name] = _start(home, name, ports[name], token, owner)
-            for name in missing:
-                try:
-                    _wait(home, name, processes[name])
-                except TTrainError as error:  # or another program took the port meanwhile
-                    if name == "prefect":
-                        set_database_aside(home, str(error))
-                    processes[name] = _start(home, name, ports[name], token, owner)
-                    _wait(home, name, processes[name])
+                stop(home, name)  # remains of one that does not answer
+                port, mark = free_port(ports[name]), secrets.token_hex(8)
+                if port != ports[name]:
+                    taken = "port %d is taken by another program; %s listens on %d instead"
+                    log.warning(taken, ports[name], name, port)
+                process = _start(home, name, port, token, {SERVER_MARK: mark})
+                started[name] = (port, process)
+                server = Server(name, process.pid, port, mark, asks_token=bool(token), owner=owner)
+                write_json(server_records.folder_of(home) / f"{name}.json", asdict(server))
+            for name, (port, process) in started.items():
+                _wait(home, name, port, process)
         except BaseException:
             for name in missing:
                 stop(home, name)
             raise
         finally:
-            for process in processes.values():
+            for _, process in started.values():
                 process.returncode = 0  # it outlives us: Popen would warn of a running child
 
 
-def _wait(home: Path, name: str, process: subprocess.Popen[bytes]) -> None:
-    server = server_records.read(home, name)
-    assert server is not None, "its record has just been written"
-    wait(name, server.port, process, server_records.folder_of(home) / f"{name}.log")
-
-
-def set_database_aside(home: Path, failure: str = "") -> bool:
-    """Rename Prefect's database where it is damaged, or where `failure` says that another version wrote it.
-
-    It holds only the history of runs: the next server makes a new one. Returns whether it was renamed.
-    """
-    database = database_of(home)
-    damage = damage_of(database)
-    if UNKNOWN_REVISION in failure:
-        damage = "it is of another version of Prefect"
-    if damage is None:
-        return False
-    aside = set_aside(database)
-    log.warning("%s cannot be used (%s); it is kept as %s, and a new one begins without the history of runs",
-                database, damage, aside.name)  # fmt: skip
-    return True
-
-
 def prepare_database(home: Path) -> None:
-    """Before a Prefect server starts: set a damaged database aside, and say that making a new one takes long."""
-    private_directory(database_of(home).parent)
-    set_database_aside(home)
-    if not database_of(home).exists():
-        log.warning("Prefect makes its database in %s, which takes some 15 s, once", database_of(home).parent)
+    """Before a Prefect server starts: rename a damaged database, which is history only, aside."""
+    database = database_of(home)
+    private_directory(database.parent)
+    if damage := damage_of(database):
+        aside = set_aside(database)
+        log.warning("%s is damaged (%s); it is kept as %s", database, damage, aside.name)
+    if not database.exists():
+        log.warning("Prefect makes its database in %s, which takes some 15 s, once", database.parent)
 
 
 def database_of(home: Path) -> Path:
@@ -188,23 +188,30 @@ def running(home: Path) -> ServerAddresses | None:
     return ServerAddresses(prefect.url, f"{prefect.url}/api", mlflow.url)
 
 
-def _start(home: Path, name: str, wanted_port: int, token: str, owner: str) -> subprocess.Popen[bytes]:
-    """Start a server, on the next free port where another program has its own, and record it."""
-    stop(home, name)  # remains of one that does not answer
-    port, mark = free_port(wanted_port), secrets.token_hex(8)
-    path = server_records.folder_of(home) / f"{name}.log"
-    if port != wanted_port:
-        taken = "port %d is taken by another program; %s listens on %d instead"
-        log.warning(taken, wanted_port, name, port)
+def _start(home: Path, name: str, port: int, token: str, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start the process of a server.
+
+    It is in its own session, where the terminal's Ctrl-C does not reach it, and runs in the log's
+    directory, since Python looks for modules where it is, and Prefect for `.env` and settings.
+    """
     if name == "prefect":
         prepare_database(home)
-    command, environment = (prefect_command if name == "prefect" else mlflow_command)(home, port)
-    path.unlink(missing_ok=True)
-    environment |= {PORT: str(port), server_records.ACCESS: token, AUTH_STRING: token}
-    process = spawn(command, {**unset(SILENT), **environment, SERVER_MARK: mark}, path)
-    server = Server(name, process.pid, port, mark, asks_token=bool(token), owner=owner)
-    write_json(path.with_suffix(".json"), asdict(server))
-    return process
+    module, own = (prefect_command if name == "prefect" else mlflow_command)(home, port)
+    token_variables = {PORT: str(port), server_records.ACCESS: token, AUTH_STRING: token}
+    with _log_of(home, name).open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", *module],
+            env={**os.environ, **unset(SILENT), **own, **token_variables, **variables},
+            cwd=server_records.folder_of(home),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _log_of(home: Path, name: str) -> Path:
+    return server_records.folder_of(home) / f"{name}.log"
 
 
 def prefect_command(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
@@ -216,14 +223,14 @@ def prefect_command(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
         "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(home / "prefect" / "ui"),  # else it is built inside site-packages
         "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"http://{HOST}:{port},http://localhost:{port}",  # else any web page
     }
-    return uvicorn_command(served_app, port, "warning"), environment
+    return uvicorn_command(prefect_app, port), environment
 
 
-def uvicorn_command(factory: Callable[[], Any], port: int, log_level: str) -> list[str]:
-    """The arguments of `python` that serve what a function makes, which is at the top of its module."""
+def uvicorn_command(factory: Callable[[], Any], port: int) -> list[str]:
+    """The arguments of `python` that serve what a function at the top of its module makes."""
     name, directory = f"{factory.__module__}:{factory.__name__}", Path(__file__).parents[2]
-    command = ["uvicorn", "--factory", name, "--app-dir", str(directory)]
-    return [*command, "--host", HOST, "--port", str(port), "--log-level", log_level]
+    command = ["uvicorn", "--factory", name, "--app-dir", str(directory), "--host", HOST]
+    return [*command, "--port", str(port), "--log-level", "warning", "--timeout-graceful-shutdown", "2"]
 
 
 def mlflow_command(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
@@ -237,51 +244,33 @@ def mlflow_command(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
         "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": ",".join(f"http://{host}" for host in hosts),
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # eight processes more, for LLMs that judge
     }
-    return uvicorn_command(tracker_app, port, "warning"), environment
+    return uvicorn_command(tracker_app, port), environment
 
 
-def spawn(module: list[str], environment: Mapping[str, str], path: Path) -> subprocess.Popen[bytes]:
-    """`python -m module` in its own session, where the terminal's Ctrl-C does not reach it; its output goes to `path`.
+def _wait(home: Path, name: str, port: int, process: subprocess.Popen[bytes]) -> None:
+    """Wait until the server listens. Raises TTrainError with the end of its log where it does not.
 
-    It runs in the log's directory, since Python looks for modules where it is, and Prefect for `.env` and settings.
-    """
-    with path.open("ab") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", *module],
-            env={**os.environ, **environment},
-            cwd=path.parent,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-
-def wait(name: str, port: int, process: subprocess.Popen[bytes], path: Path) -> None:
-    """Wait until the server answers.
-
-    Raises TTrainError with the end of its log when it dies or stays silent.
+    It is the process itself that must listen: clients send their token to that port.
     """
     deadline = time.monotonic() + START_SECONDS
-    while True:
-        answered = False
-        connection = HTTPConnection(HOST, port, timeout=5.0)
-        silent = contextlib.suppress(OSError, HTTPException, psutil.Error)
-        with silent, contextlib.closing(connection):
-            connection.request("GET", HEALTH[name])
-            connection.getresponse()
-            # Not another program there, which clients would send their token
-            answered = server_records.listens(psutil.Process(process.pid), port)
-        code = process.poll()
-        if answered and code is None:
-            return
-        if code is not None or time.monotonic() > deadline:
-            failure = f"did not answer within {START_SECONDS:.0f} s"
-            if code is not None:
-                failure = f"ended with exit code {code}"
-            tail = "\n".join(path.read_text(errors="replace").splitlines()[-20:])
-            raise TTrainError(f"the {name} server {failure} on port {port}; {path} ends:\n{tail}")
+    while process.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(psutil.Error):
+            if server_records.listens(psutil.Process(process.pid), port):
+                return
         time.sleep(0.05)
+    failure = f"did not answer within {START_SECONDS:.0f} s"
+    if process.returncode is not None:
+        failure = f"ended with exit code {process.returncode}"
+    path = _log_of(home, name)
+    tail = "\n".join(path.read_text(errors="replace").splitlines()[-20:])
+    message = f"the {name} server {failure} on port {port}; {path} ends:\n{tail}"
+    if UNKNOWN_REVISION in tail:
+        aside = set_aside(database_of(home))
+        message += (
+            f"\nits database is of another version of Prefect and is kept as {aside.name}; "
+            f"the same command begins a new one, without the history of runs"
+        )
+    raise TTrainError(message)
 
 
 def stop(home: Path, name: str) -> bool:
@@ -305,11 +294,64 @@ def start_lock(home: Path) -> FileLock:
     return FileLock(server_records.make_folder(home) / "start.lock", thread_local=False)
 
 
-def free_port(first_port: int) -> int:
-    """The first port from `first_port` on that nobody listens on."""
-    for port in range(first_port, min(first_port + 100, 1 << 16)):
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the servers do, for a port just left
-            probe.bind((HOST, port))
-            return port
-    raise TTrainError(f"no port from {first_port} to {first_port + 99} is free; choose another one")
+def free_port(wanted: int) -> int:
+    """The wanted port, else any that nobody listens on."""
+    with socket.socket() as probe:
+        # As the servers do, for a port just left
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, wanted))
+        except OSError:
+            probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class OwnServer(NamedTuple):
+    """The Prefect server that this process started for itself."""
+
+    home: Path
+    url: str
+    token: str
+    process: subprocess.Popen[bytes]
+
+
+_own: OwnServer | None = None
+
+
+def is_own() -> bool:
+    """Whether this process started the Prefect server that it uses."""
+    return _own is not None and os.environ.get("PREFECT_API_URL") == _own.url
+
+
+def start_own_server(home: Path, auth: Auth = "token") -> Callable[[], None]:
+    """Start a Prefect server for this process alone, unless one is named or runs.
+
+    Returns a function that waits for it. Call it with `prefect_environment` applied, then import
+    prefect, then wait: the import goes on meanwhile (0.9 s). Prefect's ephemeral server has no
+    token, dies of the Ctrl-C that its run still has to report, and outlives a run that is killed.
+    """
+    global _own
+    if os.environ.get("PREFECT_API_URL"):
+        return lambda: None
+    if _own and _own.home == home:  # a second run of this process
+        os.environ.update({"PREFECT_API_URL": _own.url, AUTH_STRING: _own.token})
+        return lambda: None
+    lock = start_lock(home)
+    lock.acquire()
+    # Below 32768, where ports of outgoing connections begin: a client of an unserved port there
+    # may connect to itself
+    port = free_port(10_000 + secrets.randbelow(10_000))
+    token = token_of(auth, server_records.new_token)  # known to this process and its children
+    variables = {OWNER: str(os.getpid()), "PREFECT_SERVER_UI_ENABLED": "false"}
+    process = _start(home, "prefect", port, token, variables)
+    _own = OwnServer(home, f"http://{HOST}:{port}/api", token, process)
+    os.environ.update({"PREFECT_API_URL": _own.url, AUTH_STRING: token})
+
+    def wait() -> None:
+        try:
+            _wait(home, "prefect", port, process)
+        finally:
+            lock.release()
+
+    return wait

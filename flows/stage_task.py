@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from prefect import Task, task
-from prefect.artifacts import create_link_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 from prefect.runtime import task_run
@@ -25,24 +23,18 @@ from ttrain.config import Runtime
 from ttrain.engine.execution import PipelineRun
 from ttrain.engine.graph import Planned
 from ttrain.errors import Interrupted, NothingNew, TTrainError, UsageError
-from ttrain.flows.flow_runs import best_effort
 from ttrain.tasks import Stage
 
-TRAINS = "trains"  # the tag by which Prefect can limit how many stages train at once
 
-
-def stage_task(planned: Planned, execution: PipelineRun, *, is_limited: bool = False) -> Task[..., Any]:
+def stage_task(planned: Planned, execution: PipelineRun) -> Task[..., Any]:
     """A Prefect task for one stage of a run's plan; its retries continue where the attempt before was killed or failed.
-
-    Where `is_limited`, the stages that train have a tag. Else none has: for every tag, Prefect asks its server for a slot
-    before the task begins, limit or not, and the task fails where the server is away.
 
     A mistake of settings or data fails at once. The delay before a retry is waited for here and not by Prefect, whose
     sleep cannot be interrupted by a signal.
     """
     stage = planned.stage
-    attempts = execution.settings.runtime.attempts_of(stage.name)
-    retries, first_delay = attempts.retries or 0, attempts.retry_delay_seconds or 0.0
+    runtime = execution.settings.runtime
+    retries, first_delay = runtime.retries, runtime.retry_delay_seconds
 
     def body() -> State[Any]:
         logger = get_run_logger()
@@ -62,10 +54,6 @@ def stage_task(planned: Planned, execution: PipelineRun, *, is_limited: bool = F
             # Returned, not raised: Prefect pickles what is raised, and prints its traceback, which tells a user nothing.
             logger.error("%s", error)
             return Failed(message=str(error), data=error)
-        finally:
-            with best_effort():
-                if page := execution.page_of(stage.name):
-                    create_link_artifact(page, key=f"mlflow-{stage.name}", link_text=f"{stage.name} in MLflow")
         if state == "cached":
             return Completed(name="Cached", message="same settings, inputs and code", data=artifact)
         return Completed(message=f"{state}: {artifact.path}", data=artifact)
@@ -75,22 +63,20 @@ def stage_task(planned: Planned, execution: PipelineRun, *, is_limited: bool = F
         name=stage.name,
         task_run_name=stage.name,
         description=f"stage {stage.name}, module {stage.module}",
-        tags={TRAINS} if is_limited and stage.uses_ranks else None,
         retries=retries,
-        retry_condition_fn=lambda task, run, state: (
-            not (
-                execution.signum or (isinstance(state.data, TTrainError) and state.data.is_mistake)  # which a retry repeats
-            )
-        ),
+        retry_condition_fn=lambda task, run, state: not execution.signum and not is_mistake(state.data),
         persist_result=False,
         cache_policy=NO_CACHE,
     )
 
 
-CLUSTER_AHEAD = 256  # blocks that a cluster of unknown size is given at a time
+def is_mistake(error: object) -> bool:
+    """Whether a retry would repeat the failure: a mistake of settings or data."""
+    return isinstance(error, TTrainError) and error.is_mistake
 
-LOOK_SECONDS = 1.0  # while a block is waited for, between two looks at the signals and at the workers
-WORKERLESS_SECONDS = 300.0  # a killed worker is replaced within seconds; a cluster that grows by itself takes minutes
+
+CLUSTER_AHEAD = 256  # blocks that a cluster of unknown size is given at a time
+LOOK_SECONDS = 1.0  # while a block is waited for, between two looks at the signals
 
 IMPORT_HINT = "runtime.sharding is dask, which needs prefect-dask; try: pip install 'ttrain[dask]'"
 
@@ -109,6 +95,7 @@ class DaskPool:
     _stop_signal: Callable[[], int]
 
     def map(self, function: Callable[..., Any], tasks: Iterator[tuple[Any, ...]]) -> Generator[Any]:
+        """The results of the function for each of the tasks."""
         waiting: deque[Any] = deque()
         try:
             for arguments in tasks:
@@ -119,32 +106,14 @@ class DaskPool:
                 yield self._result(waiting)
         finally:  # none may still write when the caller goes on
             for future in waiting:
-                while not future.wrapped_future.done() and _has_workers(future):
-                    future.wait(LOOK_SECONDS)
+                future.wait()
 
     def _result(self, waiting: deque[Any]) -> Any:
-        future, last_seen = waiting[0], time.monotonic()
-        while not future.wrapped_future.done():
-            self._check_signal()
-            future.wait(LOOK_SECONDS)
-            if _has_workers(future):
-                last_seen = time.monotonic()
-            elif time.monotonic() - last_seen > WORKERLESS_SECONDS:
-                raise TTrainError(
-                    f"the Dask cluster has had no worker for {WORKERLESS_SECONDS:.0f} s; start workers, or where they were "
-                    f"killed for want of memory, lower runtime.workers; the same command continues"
-                )
-        self._check_signal()
+        while not waiting[0].wrapped_future.done():
+            if signum := self._stop_signal():
+                raise Interrupted("stopped while Dask made its blocks; the next run continues there", signum)
+            waiting[0].wait(LOOK_SECONDS)
         return waiting.popleft().result()
-
-    def _check_signal(self) -> None:
-        if signum := self._stop_signal():
-            raise Interrupted("stopped while Dask made its blocks; the next run continues there", signum)
-
-
-def _has_workers(future: Any) -> bool:
-    """Whether the cluster that computes a future has workers."""
-    return bool(future.wrapped_future.client.scheduler_info()["workers"])
 
 
 def make_on_dask(stage: Stage, work: Path, runtime: Runtime, stop_signal: Callable[[], int] = lambda: 0) -> None:

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ttrain import config
+from ttrain.config import GateJob, Reading, Section, Settings, TaskJob, part_of
 from ttrain.config.training import PrimaryMetric
+from ttrain.core.files import JsonDict
 from ttrain.store.model_files import PLATEAU
 
 
@@ -14,6 +16,7 @@ from ttrain.store.model_files import PLATEAU
 class Stage:
     """One step of a pipeline.
 
+    `sees` names the settings that shape its result, by their prefixes: its key has these, and its process no others.
     `inputs` names the artifacts that it reads and which of their files (none named, or not in it: all that others may read).
     `dataset` names the entry of `data` whose files it reads itself. `uses_ranks` marks the stages that train,
     `uses_model` one that loads what they made, `reads_model` one whose files are those of the existing model,
@@ -24,7 +27,7 @@ class Stage:
 
     name: str
     module: str
-    config: type[config.Section]
+    sees: tuple[str, ...] = ()
     inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     dataset: str | None = None
     arguments: Mapping[str, str] = field(default_factory=dict)
@@ -37,6 +40,12 @@ class Stage:
     about: str = ""  # what it does, in a line for people
     reuses_parts: bool = False  # what unfinished work and earlier artifacts hold is taken where it fits
     primary_metric: PrimaryMetric | None = None
+    job: type[Section] = Settings  # what its process gets
+
+    def part_of(self, settings: Settings) -> JsonDict:
+        """The settings that it may see, as JSON for its key and its process."""
+        sections = {prefix.partition(".")[0] for prefix in self.sees}
+        return part_of(settings.model_dump(mode="json", include=sections), self.sees)
 
     @property
     def loads_torch(self) -> bool:
@@ -54,6 +63,8 @@ class Stage:
         return f"{smaller}end other programs"
 
 
+# Reading of stages that do not compare documents.
+EXACT_READING = tuple(f"reading.{name}" for name in Reading.model_fields if name != "near_duplicates")
 EARLIER_HELDOUT = "earlier"  # among the inputs of stages: the held-out documents of earlier nights
 
 
@@ -61,7 +72,7 @@ def _shards(dataset: str, kind: str) -> Stage:
     return Stage(
         name=f"shards-{dataset}",
         module="ttrain.tasks.shards",
-        config=config.ShardsConfig if kind == "documents" else config.ChatShardsConfig,
+        sees=("reading", "shards") if kind == "documents" else (*EXACT_READING, "shards", "sft.learn_reasoning"),
         inputs={
             "tokenizer": (),
             "source": (f"{dataset}.jsonl", f"{dataset}_heldout.jsonl"),
@@ -77,14 +88,14 @@ def _shards(dataset: str, kind: str) -> Stage:
 SOURCE = Stage(
     "source",
     "ttrain.tasks.source",
-    config.SourceConfig,
+    ("python_docs",),
     reads_python_docs=True,
     about="Write documents, chats and a domain from the text that ships with ttrain",
 )
 TOKENIZER = Stage(
     "tokenizer",
     "ttrain.tasks.tokenizer",
-    config.TokenizerConfig,
+    (*EXACT_READING, "tokenizer"),
     inputs={"source": ("pretrain.jsonl",)},
     dataset="tokenizer",
     about="Train a byte-level BPE with a chat template, or take an existing tokenizer",
@@ -95,8 +106,7 @@ SHARDS_PRETRAIN = SHARDS["pretrain"]
 EXISTING_MODEL = Stage(
     "base-model",
     "ttrain.tasks.base_model",
-    config.ExistingModelConfig,
-    {"tokenizer": ()},
+    inputs={"tokenizer": ()},
     uses_model=True,
     reads_model=True,
     about="Take the existing model that a training starts from",
@@ -104,7 +114,7 @@ EXISTING_MODEL = Stage(
 NEW_MODEL = Stage(
     "new-model",
     "ttrain.tasks.new_model",
-    config.NewModelConfig,
+    ("model", "pretrain.seed"),
     {"tokenizer": ()},
     uses_model=True,
     about="Make a model of random weights, where nothing is pretrained",
@@ -114,7 +124,7 @@ NEW_MODEL = Stage(
 REFERENCE = Stage(
     "reference",
     "ttrain.tasks.reference",
-    config.ReferenceConfig,
+    ("dpo.row_length", "dpo.packing", "dpo.stride", "dpo.mask_intervals", "dpo.precision"),
     {"base": (), "shards": ()},
     uses_model=True,
     spreads=True,
@@ -129,7 +139,7 @@ def _training(row: config.TrainingStage) -> Stage:
     return Stage(
         row.name,
         row.module or f"ttrain.tasks.{row.name}",
-        config.TRAINING_CONFIGS[row.name],
+        (row.name, "model") if row.name == "pretrain" else (row.name,),
         {**OF_ROLE.get(row.role, {}), **OF_ROWS.get(row.rows, {}), **dict.fromkeys(("replay", "base", "shards"), ())},
         uses_ranks=True,
         primary_metric=row.metric,
@@ -146,7 +156,7 @@ BASE_OF = (
 EVALUATE = Stage(
     "evaluate",
     "ttrain.tasks.evaluate",
-    config.EvaluateConfig,
+    ("evaluate",),
     inputs={
         **{row.model: () for row in ROWS},
         **{row.part: ("heldout",) for row in ROWS if row.part},
@@ -164,18 +174,24 @@ SHARE = "share"  # in the index of documents learnt before: of all tokens of the
 REPLAY = Stage(
     "replay",
     "ttrain.tasks.replay",
-    config.ReplayConfig,
+    (
+        *("nightly.replay", "pretrain.tokens", "pretrain.epochs", "pretrain.seed"),
+        *("pretrain.row_length", "pretrain.mask_intervals"),
+    ),
     # And those of each earlier night, by names that begin with LEARNT_BEFORE; the tokenizer beside what is held out.
     {"documents": (), "tokenizer": (), EARLIER_HELDOUT: ("heldout",)},
     about="Sample documents that the champion has learnt before",
 )
 REPLAY_SFT = replace(
-    REPLAY, name="replay-sft", config=config.ReplaySftConfig, about="Sample chats that the champion has learnt before"
+    REPLAY,
+    name="replay-sft",
+    sees=("nightly.replay", "sft.tokens", "sft.epochs", "sft.seed"),
+    about="Sample chats that the champion has learnt before",
 )
 HELDOUT = Stage(
     "heldout",
     "ttrain.tasks.heldout",
-    config.HeldoutConfig,
+    ("evaluate.max_bytes",),
     {EARLIER_HELDOUT: ("heldout",), "documents": ("heldout",)},
     about="Collect the held-out documents of all nights",
 )
@@ -191,6 +207,6 @@ STAGES: Mapping[str, Stage] = {
 }
 
 # What `ttrain train` and `ttrain gate train` run is not part of a pipeline, but runs like a stage.
-TASK = Stage("task", "ttrain.tasks.user_task", config.UserTaskConfig, uses_ranks=True)
-GATE = Stage("gate", "ttrain.tasks.gate", config.GateConfig, uses_ranks=True)
+TASK = Stage("task", "ttrain.tasks.user_task", job=TaskJob, uses_ranks=True)
+GATE = Stage("gate", "ttrain.tasks.gate", job=GateJob, uses_ranks=True)
 RUNNABLE: Mapping[str, Stage] = {**STAGES, TASK.name: TASK, GATE.name: GATE}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ttrain.config import ExistingModelConfig
+from ttrain.config import Settings
 from ttrain.core.files import temporary_directory
 from ttrain.data.encoder import Encoder, open_tokenizer
 from ttrain.errors import ArtifactError
@@ -28,7 +28,7 @@ WORDS = re.compile(r"[^\W_]+")
 log = logging.getLogger("ttrain")
 
 
-def run(config: ExistingModelConfig, job: StageContext) -> Figures:
+def run(settings: Settings, job: StageContext) -> Figures:
     """Write the model as `model/`, in the layout of the training stages; returns what was changed."""
     files = {role: [Path(path) for path in paths] for role, paths in job.files.items()}
     return prepare_base_model(files, job.inputs["tokenizer"], job.output / new_model.DIRECTORY)

@@ -8,8 +8,8 @@ from typing import cast
 
 from torch import nn
 
-from ttrain.config import Runtime, Section, Training
-from ttrain.config.training import Dpo, adapter_of, settings_of
+from ttrain.config import Dpo, Runtime, Settings, Training
+from ttrain.config.training import adapter_of
 from ttrain.data.encoder import Encoder
 from ttrain.data.loader import BatchSource
 from ttrain.data.packing import Rows
@@ -24,29 +24,29 @@ from ttrain.train.preference_tuning import PreferenceTuning
 ADAPTER = "lora"  # directory beside `model/` where dpo.adapter is set; `adapter/` would mean that there is no whole model
 
 
-def run(config: Section, job: StageContext) -> Figures:
+def run(settings: Settings, job: StageContext) -> Figures:
     """Tune the model on pairs; leaves `model/` (Hugging Face), with dpo.adapter also `lora/`, checkpoints and curves."""
-    ranks, settings = training.start(job.runtime), settings_of(config, Dpo)
+    ranks, config = training.start(job.runtime), settings.dpo
     encoder = Encoder(job.inputs["base"] / "model", fast=False)  # its ids are asked for, no text is encoded
-    trained = prepare(config, job.inputs, encoder)
+    trained = prepare(settings, job.inputs, encoder)
 
-    def task(config: Training) -> PreferenceTuning:
-        return task_of(cast("Dpo", config), trained.model, job.runtime)
+    def task(resolved: Training) -> PreferenceTuning:
+        return task_of(cast("Dpo", resolved), trained.model, job.runtime)
 
     def batches(part: str, rows: Rows) -> BatchSource:
-        return ReferencedRows(rows, job.inputs["reference"], part) if settings.has_reference else rows
+        return ReferencedRows(rows, job.inputs["reference"], part) if config.has_reference else rows
 
-    figures = training.fit(settings, trained, job, ranks, encoder, task=task, batches=batches)
-    if settings.adapter != "none" and ranks.first:
+    figures = training.fit(config, trained, job, ranks, encoder, training.Objective(task, batches))
+    if config.adapter != "none" and ranks.first:
         merge(job.inputs["base"] / "model", job.output)
     ranks.barrier()
-    return {**figures, "answers" if settings.loss == "kto" else "pairs": figures.pop("target_tokens")}
+    return {**figures, "answers" if config.loss == "kto" else "pairs": figures.pop("target_tokens")}
 
 
-def prepare(config: Section, inputs: Inputs, encoder: Encoder) -> training.TrainableModel:
+def prepare(settings: Settings, inputs: Inputs, encoder: Encoder) -> training.TrainableModel:
     """The model before its first step."""
     base = inputs["base"] / new_model.DIRECTORY
-    adapter = adapter_of("dpo", config)
+    adapter = adapter_of("dpo", settings)
     if adapter is None:
         return training.whole_model(new_model.load(base), base)
     return replace(lora.with_adapter(base, adapter), directory=ADAPTER)

@@ -15,7 +15,7 @@ import orjson
 import torch
 from torch import nn
 
-from ttrain.config import TRAINING_STAGES, Evaluate, EvaluateConfig, Runtime
+from ttrain.config import TRAINING_STAGES, Evaluate, Runtime, Settings
 from ttrain.config.evaluate import ChatsTask, PairsTask, RecordsTask, TextTask
 from ttrain.config.training import BITS_PER_BYTE
 from ttrain.core.files import finite, write_json
@@ -45,7 +45,7 @@ SPECS: dict[str, type[RecordsTask]] = {"documents": TextTask, "chats": ChatsTask
 log = logging.getLogger("ttrain")
 
 
-def run(config: EvaluateConfig, job: StageContext) -> Figures:
+def run(config: Settings, job: StageContext) -> Figures:
     """Score those of base, SFT and LoRA model that exist on the same held-out rows, with names that depend on none of them.
 
     Writes `evaluation.json`, `samples.json` and `scores.json`, which has the sums of each record; with suites also

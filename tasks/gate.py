@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from ttrain.config import Expert, Gate, GateConfig, Reading
+from ttrain.config import Expert, Gate, GateJob, Reading
 from ttrain.core.files import read_json, write_json
 from ttrain.core.hashing import digest_of, sha256_file
 from ttrain.data import chat, first_rows
@@ -43,7 +43,7 @@ Flags = npt.NDArray[np.bool_]
 log = logging.getLogger("ttrain")
 
 
-def run(config: GateConfig, job: StageContext) -> Figures:
+def run(config: GateJob, job: StageContext) -> Figures:
     """Train a gate: write its router and `gate.json`, and return its figures.
 
     No weight of an expert changes: they are loaded to be scored, and freed before the router is built.

@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from ttrain.config import HeldoutConfig
+from ttrain.config import Settings
 from ttrain.core.files import JsonDict, read_json, write_json
 from ttrain.data import contamination, shards
 from ttrain.errors import ArtifactError
@@ -23,7 +23,7 @@ UNSCORED = Path("heldout", "unscored.json")  # names of records beyond the share
 NIGHTS = Path("heldout", "nights.json")  # a list for each night, the oldest first: what identifies its records in scores
 
 
-def run(config: HeldoutConfig, job: StageContext) -> Figures:
+def run(settings: Settings, job: StageContext) -> Figures:
     """Write the held-out texts of both inputs that are scored, each once, ordered by their digests; returns the counts.
 
     A night reads new documents alone, but a model must not forget the old ones. Each night brings a tenth of
@@ -33,10 +33,10 @@ def run(config: HeldoutConfig, job: StageContext) -> Figures:
     earlier = job.inputs[EARLIER_HELDOUT]
     earlier_documents, documents = (_by_name(heldout_records(directory)) for directory in (earlier, job.inputs["documents"]))
     unscored = set(_read(earlier / UNSCORED))
-    of_nights = _scored(earlier_documents, read_nights(earlier), config.evaluate.max_bytes)
+    of_nights = _scored(earlier_documents, read_nights(earlier), settings.evaluate.max_bytes)
     passed = {*unscored, *earlier_documents}
     brought = [document for name, document in sorted(documents.items()) if name not in passed]
-    of_nights.append(scored_documents(brought, config.evaluate.max_bytes // NIGHT_SHARE))
+    of_nights.append(scored_documents(brought, settings.evaluate.max_bytes // NIGHT_SHARE))
     nights = [[record_name(document["text"]) for document in of_night] for of_night in of_nights]
     by_name = _by_name(document for of_night in of_nights for document in of_night)
     lines = [orjson.dumps(document, option=orjson.OPT_SORT_KEYS) for _, document in sorted(by_name.items())]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ttrain.config import Lora, LoraConfig
+from ttrain.config import Lora, Settings
 from ttrain.config.training import NONE, TRAININGS
 from ttrain.data.encoder import Encoder
 from ttrain.model import adapters
@@ -13,14 +13,14 @@ from ttrain.tasks.common import training
 from ttrain.tasks.common.job import Figures, Inputs, StageContext
 
 
-def run(config: LoraConfig, job: StageContext) -> Figures:
+def run(settings: Settings, job: StageContext) -> Figures:
     """Train an adapter; leaves `adapter/` (PEFT), `checkpoints/` and the curves."""
-    return training.run(config, config.lora, job, prepare)
+    return training.run(settings, settings.lora, job, prepare)
 
 
-def prepare(config: LoraConfig, inputs: Inputs, encoder: Encoder) -> training.TrainableModel:
+def prepare(settings: Settings, inputs: Inputs, encoder: Encoder) -> training.TrainableModel:
     """The model before its first step."""
-    return with_adapter(inputs["base"] / "model", config.lora)
+    return with_adapter(inputs["base"] / "model", settings.lora)
 
 
 def with_adapter(base: Path, config: Lora) -> training.TrainableModel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ttrain.config import Model, NewModelConfig
+from ttrain.config import Model, Settings
 from ttrain.data.encoder import Encoder
 from ttrain.model import factory, multi_token
 from ttrain.tasks.common.job import Figures, StageContext
@@ -52,9 +52,9 @@ def write(model: PreTrainedModel, tokenizer: Path, directory: Path) -> None:
     )
 
 
-def run(config: NewModelConfig, job: StageContext) -> Figures:
+def run(settings: Settings, job: StageContext) -> Figures:
     """Write the model that pretraining would begin with as `model/`; returns its size."""
     tokenizer = job.inputs["tokenizer"]
-    model = new(config.model, Encoder(tokenizer, fast=False), config.pretrain.seed)
+    model = new(settings.model, Encoder(tokenizer, fast=False), settings.pretrain.seed)
     write(model, tokenizer, job.output / DIRECTORY)
     return {"parameters": factory.count_parameters(model)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ttrain.config import PretrainConfig, flatten
+from ttrain.config import Settings, flatten
 from ttrain.data.encoder import Encoder
 from ttrain.model import multi_token
 from ttrain.tasks import new_model
@@ -10,18 +10,20 @@ from ttrain.tasks.common import training
 from ttrain.tasks.common.job import Figures, Inputs, StageContext
 
 
-def run(config: PretrainConfig, job: StageContext) -> Figures:
+def run(settings: Settings, job: StageContext) -> Figures:
     """Train a new model, or the base where there is one; leaves `model/` (Hugging Face), `checkpoints/` and the curves."""
-    return training.run(config, config.pretrain, job, prepare)
+    return training.run(settings, settings.pretrain, job, prepare)
 
 
-def prepare(config: PretrainConfig, inputs: Inputs, encoder: Encoder) -> training.TrainableModel:
+def prepare(settings: Settings, inputs: Inputs, encoder: Encoder) -> training.TrainableModel:
     """The model before its first step."""
     base = inputs.get("base")
-    model = (
-        new_model.load(base / new_model.DIRECTORY) if base else new_model.new(config.model, encoder, config.pretrain.seed)
-    )
-    if base and config.model.multi_token is not None:
-        multi_token.attach(model, config.model.multi_token, config.pretrain.seed)
-    identity = {} if base else dict(flatten(config.model.model_dump(mode="json"), "model."))
-    return training.whole_model(model, inputs["tokenizer"], identity)
+    seed = settings.pretrain.seed
+    if base is None:
+        identity = dict(flatten(settings.model.model_dump(mode="json"), "model."))
+        model = new_model.new(settings.model, encoder, seed)
+        return training.whole_model(model, inputs["tokenizer"], identity)
+    model = new_model.load(base / new_model.DIRECTORY)
+    if settings.model.multi_token is not None:
+        multi_token.attach(model, settings.model.multi_token, seed)
+    return training.whole_model(model, inputs["tokenizer"])

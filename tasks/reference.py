@@ -17,8 +17,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 from torch import nn
 
-from ttrain.config import ReferenceConfig
-from ttrain.config.training import Dpo
+from ttrain.config import Settings
 from ttrain.core.files import remove_tree, write_bytes
 from ttrain.data.encoder import Encoder
 from ttrain.data.packing import Rows
@@ -43,21 +42,21 @@ LOG_PROBABILITIES, TOKENS, ANSWERS = "log_probabilities", "tokens", "answers"
 Floats = npt.NDArray[np.float64]
 
 
-def run(config: ReferenceConfig, job: StageContext) -> Figures:
+def run(settings: Settings, job: StageContext) -> Figures:
     """Write `train.safetensors` and `heldout.safetensors`: log-probability and tokens of each answer, by its number.
 
     The ranks take turns in blocks of rows, each of which is a file until the end, so that a pass which is killed goes on
     there. The model is frozen, without dropout, and in the precision of the training.
     """
-    ranks, settings = start(job.runtime), Dpo().replaced(dict(config.dpo))
+    ranks, config = start(job.runtime), settings.dpo
     base = job.inputs["base"] / new_model.DIRECTORY
     encoder = Encoder(base, fast=False)  # its ids are asked for, no text is encoded
     options = job.runtime.loss_chunk_tokens, job.runtime.attention
     model = NextTokenLoss(new_model.load(base), token_loss_sum, *options)
-    leakage_check.check(model, settings, branches=True)
-    computed_in = precision.resolve_precision(settings.precision, ranks.device)
+    leakage_check.check(model, config, branches=True)
+    computed_in = precision.resolve_precision(config.precision, ranks.device)
     scorer = _Scorer(model.to(ranks.device).eval(), computed_in, job, ranks)
-    rows = {part: open_rows(job.inputs["shards"] / part, encoder, settings, heldout=part == "heldout") for part in PARTS}
+    rows = {part: open_rows(job.inputs["shards"] / part, encoder, config, heldout=part == "heldout") for part in PARTS}
     blocks = job.output / "blocks"
     for part in PARTS:
         scorer.score(rows[part], blocks / part)

@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ttrain.config import ReplayConfig, ReplaySftConfig, Sft, rules
+from ttrain.config import Pretrain, Settings, Sft, rules
 from ttrain.config.rules import AUTO
-from ttrain.config.settings import Budget
 from ttrain.core.hashing import digest_of
 from ttrain.data.blocks import encode_records, encoder_of
 from ttrain.data.loader import permute
@@ -31,7 +30,7 @@ GOLDEN = (5**0.5 - 1) / 2  # multiples of it modulo 1 are spread evenly: nights 
 TEMPLATE = "template"  # in the index of chats: the digest of the template that they were made with
 
 
-def run(config: ReplayConfig | ReplaySftConfig, job: StageContext) -> Figures:
+def run(settings: Settings, job: StageContext) -> Figures:
     """Write `train/`, a sample of what was learnt in all nights, in proportion to their tokens by night, by source where
     sources have weights, and by place, so that each file has its share, and each source that stands together in one.
 
@@ -40,12 +39,14 @@ def run(config: ReplayConfig | ReplaySftConfig, job: StageContext) -> Figures:
     held-out part of tonight or of one of these nights has is left out, and one of the earlier held-out set: a champion that
     somebody promoted may have learnt what nights hold out.
     """
-    training: Budget = config.sft if isinstance(config, ReplaySftConfig) else config.pretrain
-    row_length = None
-    if isinstance(config, ReplayConfig) and not config.pretrain.mask_intervals:
-        row_length = config.pretrain.row_length  # a masked region may begin in one window and end in another
     new = ShardSet(job.inputs["documents"] / "train")
-    tokenizer, share = new.index["tokenizer"], config.nightly.replay
+    training: Pretrain | Sft = settings.sft
+    row_length = None
+    if new.index["kind"] == "documents":
+        training = settings.pretrain
+        # A masked region may begin in one window and end in another.
+        row_length = None if training.mask_intervals else training.row_length
+    tokenizer, share = new.index["tokenizer"], settings.nightly.replay
     names = sorted(name for name in job.inputs if name.startswith(LEARNT_BEFORE))
     learnt = {name: list(_sources(ShardSet(job.inputs[name] / "train", tokenizer))) for name in names}
     passes = Sft.by_rows.epochs if training.epochs == AUTO else training.epochs  # more passes read the same sample again

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from ttrain.config import SftConfig
+from ttrain.config import Settings
 from ttrain.data.encoder import Encoder
 from ttrain.tasks import new_model
 from ttrain.tasks.common import training
 from ttrain.tasks.common.job import Figures, Inputs, StageContext
 
 
-def run(config: SftConfig, job: StageContext) -> Figures:
+def run(settings: Settings, job: StageContext) -> Figures:
     """Train all weights of the base model on chats; leaves `model/` (Hugging Face), `checkpoints/` and the curves."""
-    return training.run(config, config.sft, job, prepare)
+    return training.run(settings, settings.sft, job, prepare)
 
 
-def prepare(config: SftConfig, inputs: Inputs, encoder: Encoder) -> training.TrainableModel:
+def prepare(settings: Settings, inputs: Inputs, encoder: Encoder) -> training.TrainableModel:
     """The model before its first step."""
     base = inputs["base"] / new_model.DIRECTORY
     return training.whole_model(new_model.load(base), base)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import orjson
 
-from ttrain.config import ChatShardsConfig, Reading, ShardsConfig
+from ttrain.config import Reading, Settings, Shards
 from ttrain.core.files import JsonDict
 from ttrain.core.hashing import DigestCache, code_digests, digest_of
 from ttrain.data import blocks, contamination, locations, records, sharding, shards
@@ -30,32 +30,37 @@ from ttrain.tasks.common.job import Figures, StageContext
 AGAINST = "against"  # the role of files with items of evaluations
 
 
-def run(config: ShardsConfig, job: StageContext) -> Figures:
+def run(settings: Settings, job: StageContext) -> Figures:
     """Write `train/` and `heldout/` (with the records as text beside, for the evaluation); returns the counts."""
     with Processes(job.runtime.workers or os.cpu_count() or 1) as pool:
-        built = build(config, job, pool)
-    check(built, config.reading, f"data.{job.arguments['dataset']}", job.arguments["kind"])
+        built = build(settings, job, pool)
+    check(built, settings.reading, f"data.{job.arguments['dataset']}", job.arguments["kind"])
     return built.to_json()
 
 
-def make_blocks(config: ShardsConfig, job: StageContext, pool: Pool) -> None:
+def make_blocks(settings: Settings, job: StageContext, pool: Pool) -> None:
     """Make the blocks only; another process assembles them."""
     sharding.make_all(
-        job.output, files_of(job), _recipe(config, job), config.reading, block_bytes=config.shards.block_bytes, pool=pool
+        job.output,
+        files_of(job),
+        _recipe(settings, job),
+        settings.reading,
+        block_bytes=settings.shards.block_bytes,
+        pool=pool,
     )
 
 
-def build(config: ShardsConfig, job: StageContext, pool: Pool) -> ShardSetResult:
+def build(settings: Settings, job: StageContext, pool: Pool) -> ShardSetResult:
     """Make the shards, or finish those that an earlier run began."""
     return sharding.build(
         job.output,
         files_of(job),
-        _recipe(config, job),
-        config.reading,
-        block_bytes=config.shards.block_bytes,
+        _recipe(settings, job),
+        settings.reading,
+        block_bytes=settings.shards.block_bytes,
         pool=pool,
         weights=job.weights,
-        against=_against(config, job),
+        against=_against(settings.shards, job),
         earlier=[
             EarlierSet("/".join(job.inputs[name].parts[-2:]), job.inputs[name])
             for name in sorted(job.inputs)
@@ -66,28 +71,30 @@ def build(config: ShardsConfig, job: StageContext, pool: Pool) -> ShardSetResult
     )
 
 
-def _against(config: ShardsConfig, job: StageContext) -> OverlapCheck | None:
+def _against(settings: Shards, job: StageContext) -> OverlapCheck | None:
     """The items of the evaluations that `shards.decontaminate` names; a task has the name of its file."""
-    files, settings = job.files.get(AGAINST, ()), config.shards
+    files = job.files.get(AGAINST, ())
     remove = settings.overlapping == "remove"
     return contamination.overlap_check(files, settings.overlap_share, remove=remove) if files else None
 
 
-def _recipe(config: ShardsConfig, job: StageContext) -> BlockRecipe:
+def _recipe(settings: Settings, job: StageContext) -> BlockRecipe:
     recipe = recipe_of(
-        _decided_reading(config, job),
+        _decided_reading(settings.reading, job),
         job.inputs["tokenizer"],
         job.arguments["kind"],
         own_data=bool(job.files.keys() - {AGAINST}),
         reuse=job.reuse,
         home=job.home,
     )
-    return replace(recipe, learn_reasoning=config.sft.learn_reasoning) if isinstance(config, ChatShardsConfig) else recipe
+    if job.arguments["kind"] == "documents":
+        return recipe
+    return replace(recipe, learn_reasoning=settings.sft.learn_reasoning)
 
 
-def _decided_reading(config: ShardsConfig, job: StageContext) -> Reading:
+def _decided_reading(reading: Reading, job: StageContext) -> Reading:
     """How the rows are read, with a number in place of `auto`; held-out files that are named leave nothing to choose."""
-    files, reading = files_of(job), config.reading
+    files = files_of(job)
     if "heldout" in files:
         return reading.model_copy(update={"heldout_fraction": 0.0})
     parser = records.parser_of(job.arguments["kind"], reading.text_field)

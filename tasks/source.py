@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ttrain.config import SourceConfig
+from ttrain.config import Settings
 from ttrain.data import python_docs
 from ttrain.tasks.common.job import Figures, StageContext
 
 
-def run(config: SourceConfig, job: StageContext) -> Figures:
+def run(settings: Settings, job: StageContext) -> Figures:
     """Write pretrain, sft, dpo and lora JSONL with their held-out parts; returns the counts of rows and bytes."""
-    return python_docs.build(job.output, config.python_docs)
+    return python_docs.build(job.output, settings.python_docs)

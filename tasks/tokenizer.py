@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ttrain.config import Reading, Tokenizer, TokenizerConfig
+from ttrain.config import Reading, Settings, Tokenizer
 from ttrain.data import existing, locations, records
 from ttrain.data import tokenizer as tokenizers
 from ttrain.data.encoder import Encoder
@@ -22,16 +22,16 @@ MAX_READ_DOCUMENTS = 2000  # documents of each file that are read at all, where 
 SETTING = "data.pretrain (or data.tokenizer, where that is set)"
 
 
-def run(config: TokenizerConfig, job: StageContext) -> Figures:
+def run(settings: Settings, job: StageContext) -> Figures:
     """Write a Hugging Face tokenizer directory; returns vocabulary size, text read, and bytes per token."""
-    reading, paths = config.reading, job.files.get("train")
+    reading, paths = settings.reading, job.files.get("train")
     if paths is None and "source" in job.inputs:  # it has set its held-out part aside already
         reading = reading.model_copy(update={"text_field": "text", "heldout_fraction": 0.0})
         paths = [str(job.inputs["source"] / "pretrain.jsonl")]
     return train_directory(
         paths or [],
         job.output,
-        config.tokenizer,
+        settings.tokenizer,
         reading,
         existing_files=[Path(path) for path in job.files.get("existing", ())],
         progress=lambda done: job.progress.update(done, 0, "documents"),

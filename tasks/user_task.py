@@ -14,12 +14,12 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from ttrain.config import TaskConfig, UserTaskConfig, flatten
+from ttrain.config import TaskConfig, TaskJob, flatten
 from ttrain.config.loading import Override, merge, settable_keys, with_types, without_pipeline_settings
 from ttrain.data.loader import ShuffledOrder
 from ttrain.errors import DataError, TTrainError, UsageError
 from ttrain.tasks.common import trainable_model
-from ttrain.tasks.common.callbacks import training_callbacks
+from ttrain.tasks.common.callbacks import TrainingParts, training_callbacks
 from ttrain.tasks.common.job import Figures, StageContext
 from ttrain.tasks.common.rows import validation_batches
 from ttrain.train import precision, task
@@ -32,7 +32,7 @@ from ttrain.train.training_options import Origin, Validation
 SETTINGS = "settings.yaml"
 
 
-def run(config: UserTaskConfig, job: StageContext) -> Figures:
+def run(config: TaskJob, job: StageContext) -> Figures:
     """Train the task; leaves `model.safetensors`, `checkpoints/`, `settings.yaml` and the curves. Returns the figures."""
     kind = task_class(config.task)
     given = without_pipeline_settings([Override(*override) for override in config.given], kind.Config)
@@ -56,28 +56,24 @@ def train(
     computed_in = precision.resolve_precision(settings.precision, ranks.device)
     torch.manual_seed(settings.seed)
     model = task.build_model()
+    identity = {
+        **identity,
+        "rows": len(rows),
+        "heldout_rows": len(heldout),
+        **dict(flatten(settings.model_dump(mode="json"))),
+    }
+    origin = Origin(identity=identity, allow=allow)
+    parts = TrainingParts(loader, ranks, computed_in, Validation(validation), origin)
     figures = trainable_model.train(
         cast("TrainingTask", Adapted(task, model)),
-        loader,
         trainable_model.TrainableModel(model, lambda: state(model), {}, directory="."),
+        parts,
         job,
-        ranks,
-        precision=computed_in,
-        validation=Validation(validation),
-        callbacks=[
+        [
             *early_stopping(settings, validation),
-            *training_callbacks(settings, job, loader=loader, ranks=ranks, precision=computed_in),
+            *training_callbacks(settings, job, parts),
             *(callbacks_of(task) if ranks.first else ()),
         ],
-        origin=Origin(
-            identity={
-                **identity,
-                "rows": len(rows),
-                "heldout_rows": len(heldout),
-                **dict(flatten(settings.model_dump(mode="json"))),
-            },
-            allow=allow,
-        ),
     )
     if ranks.first:
         (job.output / SETTINGS).write_text(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))

@@ -200,7 +200,6 @@ def test_every_python_snippet_is_run_by_a_test() -> None:
     run_by = [
         ("README.md", api),
         ("docs/python.md", api),
-        ("docs/python.md", api),
         ("docs/adapters.md", "test_the_adapters_of_the_page_switch_and_merge"),
         ("docs/tasks.md", "train/test_task.py"),
         ("docs/tasks.md", "stages/test_own_callbacks.py"),

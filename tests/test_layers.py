@@ -56,7 +56,6 @@ LIGHT = (
 LOADS = {
     "ttrain.cli.chat_screen": "torch",
     "ttrain.cli.evaluation": "torch",
-    "ttrain.flows.deployed": "prefect",
     "ttrain.flows.serve": "prefect",
     "ttrain.flows.stage_task": "prefect",
 }

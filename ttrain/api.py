@@ -52,8 +52,8 @@ def _as_found() -> Iterator[None]:
         os.environ.update(environment)
         for logger, own_handlers, propagate in handlers:
             logger.handlers, logger.propagate = own_handlers, propagate
-        if "ttrain.flows.prefect_run" in sys.modules:
-            sys.modules["ttrain.flows.prefect_run"].reread_environment()
+        if "ttrain.flows.engine" in sys.modules:
+            sys.modules["ttrain.flows.engine"].reread_environment()
 
 
 def load_settings(
@@ -241,7 +241,7 @@ def run(
     if record := record_cached(planned, labels):
         return Run(record, planned.store)
     layout.usable_home(planned.store.root)
-    from ttrain.flows.run import RunOptions, run_pipeline
+    from ttrain.flows.engine import RunOptions, run_pipeline
 
     with without_signal_handlers():
         try:

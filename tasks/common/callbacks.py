@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points
 from itertools import pairwise
@@ -35,6 +36,7 @@ from ttrain.train.monitor import PerformanceMonitor, flops_per_token, peak_flops
 from ttrain.train.periodic_evaluation import PeriodicEvaluation, PeriodicSamples
 from ttrain.train.precision import Precision
 from ttrain.train.trainer import QUICK
+from ttrain.train.training_options import Origin, Validation
 
 if TYPE_CHECKING:
     from ttrain.evaluate.evaluated_model import EvaluatedModel
@@ -49,22 +51,32 @@ SAMPLE_TOKENS = 48
 LEAST_CHANGE = 0.001  # nats per target
 
 
+@dataclass(frozen=True)
+class TrainingParts:
+    """What a training reads, where and how it computes, and from where it begins."""
+
+    loader: Loader
+    ranks: Ranks
+    precision: Precision
+    validation: Validation
+    origin: Origin
+
+
 def training_callbacks(
-    config: Training | TaskConfig, job: StageContext, *, loader: Loader, ranks: Ranks, precision: Precision,
-    flops_per_token: float = 0.0,
-) -> list[Callback]:  # fmt: skip
+    config: Training | TaskConfig, job: StageContext, parts: TrainingParts, flops_per_token: float = 0.0
+) -> list[Callback]:
     """The callbacks that the runtime settings ask for and every training supports, in the order in which they are called.
 
     `flops_per_token`: 0 where it is unknown; then MFU is not logged.
     Raises UsageError where a logger is not installed.
     """
-    run, order = job.run_directory, loader.order
+    run, order, ranks = job.run_directory, parts.loader.order, parts.ranks
     callbacks: list[Callback] = [
         PerformanceMonitor(
             device=ranks.device,
             steps_per_epoch=order.rows / order.rows_per_step,
             flops_per_token=flops_per_token,
-            peak_flops=(lambda: peak_flops(precision) * ranks.world) if flops_per_token else None,
+            peak_flops=(lambda: peak_flops(parts.precision) * ranks.world) if flops_per_token else None,
         ),
         MetricsFile(run / METRICS),
         ProgressBar(
@@ -76,7 +88,7 @@ def training_callbacks(
     ]
     callbacks += make_loggers(job.runtime.loggers, run, description(config, job.labels))
     if job.runtime.guards == "warn":
-        callbacks += default_guards(run / GUARDS, loader.order)
+        callbacks += default_guards(run / GUARDS, order)
     if ranks.first:
         callbacks += installed_callbacks(may_stop=isinstance(config, TaskConfig))
     return callbacks
@@ -106,12 +118,10 @@ def description(config: Training | TaskConfig, labels: Mapping[str, str]) -> Fig
 
 
 def language_model_callbacks(
-    config: Training, job: StageContext, *, model: nn.Module, loader: Loader, ranks: Ranks, precision: Precision, rows: Rows,
-    encoder: Encoder,
-) -> list[Callback]:  # fmt: skip
+    config: Training, job: StageContext, parts: TrainingParts, model: nn.Module, rows: Rows, encoder: Encoder
+) -> list[Callback]:
     """The callbacks of a language model's training: also perplexity, and where set samples and evaluations."""
-    flops = flops_per_token(model, _positions(rows))
-    callbacks = training_callbacks(config, job, loader=loader, ranks=ranks, precision=precision, flops_per_token=flops)
+    callbacks, ranks = training_callbacks(config, job, parts, flops_per_token(model, _positions(rows))), parts.ranks
     if TRAINING_STAGES[config.section].rows != "pairs":  # whose loss is not a cross entropy
         callbacks.append(Perplexity())
     every = job.runtime.sample_every_steps

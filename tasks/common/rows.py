@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ttrain.config import TRAINING_STAGES, TRAININGS, Training
+from ttrain.config import TRAINING_STAGES, Training
 from ttrain.config.rules import AUTO
 from ttrain.core.hashing import digest_of
 from ttrain.data.encoder import Encoder
@@ -172,7 +172,7 @@ def _check(config: Training, rows: Rows) -> None:
         raise TooFewRows(_no_rows(config), _without_stage(config))
     if len(rows) < config.rows_per_step:
         name, most = f"{config.section}.tokens_per_step", len(rows) * config.row_length
-        fix = AUTO if config.accepts(tokens_per_step=AUTO) and config.section in TRAININGS else most
+        fix = AUTO if type(config).model_fields["tokens_per_step"].default == AUTO else most
         raise TooFewRows(
             f"{name} is {config.tokens_per_step}, {config.rows_per_step} rows of "
             f"{config.row_length} tokens, but the training data gives {len(rows)} rows; "

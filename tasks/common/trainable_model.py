@@ -16,18 +16,18 @@ from ttrain.data.loader import BatchSource, Loader, Order
 from ttrain.errors import ArtifactError, Interrupted, TTrainError
 from ttrain.model.factory import count_parameters, need_finite, overwrite
 from ttrain.tasks.common import plateau
-from ttrain.tasks.common.callbacks import GUARDS
+from ttrain.tasks.common.callbacks import GUARDS, TrainingParts
 from ttrain.tasks.common.job import Figures, StageContext
 from ttrain.train import checkpoint, checkpoint_format, guards, precision
 from ttrain.train.callbacks import Callback
 from ttrain.train.checkpoint import Checkpoints
 from ttrain.train.distributed import Ranks, share_cores
-from ttrain.train.precision import Precision, set_deterministic
+from ttrain.train.precision import set_deterministic
 from ttrain.train.resource_limits import NightThrottle, explain_out_of_memory, limit_bytes, limit_memory
 from ttrain.train.schedules import decay_start, plateau_end
 from ttrain.train.task import TrainingTask
 from ttrain.train.trainer import Trainer
-from ttrain.train.training_options import INTERRUPTED, Cadence, FitResult, Origin, TrainerOptions, Validation
+from ttrain.train.training_options import INTERRUPTED, Cadence, FitResult, Speed, TrainerOptions
 
 COMPILED_STEPS = 500  # compiling takes about a minute
 
@@ -80,20 +80,42 @@ def compiles(runtime: Runtime, device: torch.device, rows: BatchSource, steps: i
 
 
 def train(
-    task: TrainingTask,
-    loader: Loader,
-    trained: TrainableModel,
-    job: StageContext,
-    ranks: Ranks,
-    *,
-    precision: Precision,
-    validation: Validation,
-    callbacks: Sequence[Callback],
-    origin: Origin,
+    task: TrainingTask, trained: TrainableModel, parts: TrainingParts, job: StageContext, callbacks: Sequence[Callback]
 ) -> Figures:
     """Train, write the model under the output, return the figures. Raises Interrupted after saving."""
-    config, order, runtime = task.config, loader.order, job.runtime
-    checkpoints = Checkpoints(
+    order, runtime = parts.loader.order, job.runtime
+    checkpoints = _checkpoints(task.config, trained, job, order)
+    options = TrainerOptions(
+        trained,
+        parts.ranks,
+        parts.precision,
+        checkpoints,
+        parts.validation,
+        _cadence(task.config, runtime, order),
+        parts.origin,
+        Speed(compiles(runtime, parts.ranks.device, parts.loader.rows, order.steps), runtime.parallel),
+        _night(runtime, parts.ranks.device),
+        job.stop_requested,
+    )
+    trainer = Trainer(task, parts.loader, options, callbacks)
+    _log_optimizers(trainer)
+    try:
+        with explain_out_of_memory(limit_bytes(runtime), runtime.rows_per_device):
+            result = trainer.fit()
+    finally:
+        checkpoints.close()
+    if result.stop_reason == INTERRUPTED:
+        raise Interrupted(f"stopped after step {result.step} of {order.steps}; the state is saved")
+    _check_steps(task.config, result)
+    _write(trainer, trained, job)
+    warned = guards.counts(job.run_directory / GUARDS)
+    return {**_figures(trainer, result, runtime, trained.model), "guard_warnings": warned}
+
+
+def _checkpoints(config: Loop, trained: TrainableModel, job: StageContext, order: Order) -> Checkpoints:
+    """The checkpoints of the run. The one where the decay begins stays, since a longer run continues it."""
+    runtime = job.runtime
+    return Checkpoints(
         job.output / "checkpoints",
         files=lambda: trained.files,
         weights_file=trained.weights_file,
@@ -101,38 +123,32 @@ def train(
         keep_every=runtime.keep_every_steps,
         permanent=frozenset({decay_start(config.schedule, order.steps), *runtime.keep_steps}),
     )
-    night = None
-    if runtime.night:
-        limit = limit_bytes(runtime)
-        night = NightThrottle(
-            runtime.night,
-            ranks.device,
-            rows_per_device=runtime.rows_per_device,
-            memory_limit=limit,
-            ranks=runtime.devices,
-        )
-    trainer = Trainer(
-        task,
-        loader,
-        ranks=ranks,
-        precision=precision,
-        weights=trained,
-        checkpoints=checkpoints,
-        validation=validation,
-        callbacks=callbacks,
-        cadence=Cadence(
-            log=runtime.log_every_steps,
-            checkpoint=runtime.checkpoint_every_steps,
-            checkpoint_steps=frozenset(runtime.keep_steps) | order.epoch_ends(runtime.checkpoint_every_epochs),
-            validate=config.validate_every_steps,
-            validate_steps=order.epoch_ends(config.validate_every_epochs),
-            quick_validations=runtime.quick_validations,
-        ),
-        stop_requested=job.stop_requested,
-        options=TrainerOptions(compiles(runtime, ranks.device, loader.rows, order.steps), runtime.parallel),
-        night=night,
-        origin=origin,
+
+
+def _cadence(config: Loop, runtime: Runtime, order: Order) -> Cadence:
+    return Cadence(
+        log=runtime.log_every_steps,
+        checkpoint=runtime.checkpoint_every_steps,
+        checkpoint_steps=frozenset(runtime.keep_steps) | order.epoch_ends(runtime.checkpoint_every_epochs),
+        validate=config.validate_every_steps,
+        validate_steps=order.epoch_ends(config.validate_every_epochs),
+        quick_validations=runtime.quick_validations,
     )
+
+
+def _night(runtime: Runtime, device: torch.device) -> NightThrottle | None:
+    if runtime.night is None:
+        return None
+    return NightThrottle(
+        runtime.night,
+        device,
+        rows_per_device=runtime.rows_per_device,
+        memory_limit=limit_bytes(runtime),
+        ranks=runtime.devices,
+    )
+
+
+def _log_optimizers(trainer: Trainer) -> None:
     for group in trainer.optimizers.groups():
         log.info(
             "%s updates %s parameters in %d tensors (%s, ...): peak learning rate %g, weight decay %g",
@@ -143,24 +159,19 @@ def train(
             group["lr"],
             group["weight_decay"],
         )
-    try:
-        with explain_out_of_memory(limit_bytes(runtime), runtime.rows_per_device):
-            result = trainer.fit()
-    finally:
-        checkpoints.close()
-    if result.stop_reason == INTERRUPTED:
-        raise Interrupted(f"stopped after step {result.step} of {order.steps}; the state is saved")
-    _check_steps(config, result)
+
+
+def _write(trainer: Trainer, trained: TrainableModel, job: StageContext) -> None:
+    """Write the model, and with it the plateau that another training continues; the first rank does."""
+    config, steps = trainer.task.config, trainer.loader.order.steps
     weights = trainer.parallel.whole(trained.state())
-    if ranks.first:
+    if trainer.ranks.first:
         _check_weights(config, weights, trained.model)
         directory = job.output / trained.directory
         checkpoint_format.write_model(directory, trained.files, weights, trained.weights_file, trained.left_out)
-        if (step := plateau_end(config.schedule, order.steps)) is not None:
+        if (step := plateau_end(config.schedule, steps)) is not None:
             plateau.write(job.output, step)
-    ranks.barrier()
-    warned = guards.counts(job.run_directory / GUARDS)
-    return {**_figures(trainer, result, runtime, trained.model), "guard_warnings": warned}
+    trainer.ranks.barrier()
 
 
 def _check_steps(config: Loop, result: FitResult) -> None:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ttrain.config import TRAINING_STAGES, Runtime, Section, Training, flatten
+from ttrain.config import TRAINING_STAGES, Runtime, Settings, Training, flatten
 from ttrain.data.encoder import Encoder
 from ttrain.data.loader import BatchSource, Order, pad_fraction
 from ttrain.data.packing import Rows
 from ttrain.errors import UsageError
 from ttrain.model import factory, multi_token
 from ttrain.tasks.common import plateau
-from ttrain.tasks.common.callbacks import METRICS, is_without_effect, language_model_callbacks
+from ttrain.tasks.common.callbacks import METRICS, TrainingParts, is_without_effect, language_model_callbacks
 from ttrain.tasks.common.job import Figures, Inputs, StageContext
 from ttrain.tasks.common.rows import open_rows, order_of, resolved, validation_batches, with_replay
 from ttrain.tasks.common.trainable_model import TrainableModel, loader_of, start, train
@@ -65,13 +65,21 @@ def task_options(runtime: Runtime) -> dict[str, Any]:
 
 
 def run(
-    config: Section, settings: Training, job: StageContext, prepare: Callable[[Any, Inputs, Encoder], TrainableModel]
+    settings: Settings, config: Training, job: StageContext, prepare: Callable[[Settings, Inputs, Encoder], TrainableModel]
 ) -> Figures:
     """Train the model that `prepare` makes of the settings, the inputs and the tokenizer."""
     ranks = start(job.runtime)
     tokenizer = job.inputs["tokenizer"] if "tokenizer" in job.inputs else job.inputs["base"] / "model"
     encoder = Encoder(tokenizer, fast=False)  # its ids are asked for, no text is encoded
-    return fit(settings, prepare(config, job.inputs, encoder), job, ranks, encoder)
+    return fit(config, prepare(settings, job.inputs, encoder), job, ranks, encoder)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a stage trains for: the task of settings without `auto`, and the batches of a part, `train` or `heldout`."""
+
+    task: Callable[[Training], CausalTask]
+    batches: Callable[[str, Rows], BatchSource] = lambda part, rows: rows
 
 
 def fit(
@@ -80,22 +88,20 @@ def fit(
     job: StageContext,
     ranks: Ranks,
     encoder: Encoder,
-    *,
-    task: Callable[[Training], CausalTask] | None = None,
-    batches: Callable[[str, Rows], BatchSource] = lambda part, rows: rows,
+    objective: Objective | None = None,
 ) -> Figures:
     """Train, write the model under the output, return the figures of the manifest. Raises Interrupted after saving.
 
-    `task`: makes the task of settings without `auto`; next-token prediction unless given.
-    `batches`: the batches of the rows of a part, `train` or `heldout`.
+    The objective is next-token prediction unless another one is given.
     """
+    objective = objective or Objective(lambda resolved: task_of(resolved, trained.model, job.runtime))
     rows, heldout = _rows_of(config, job, encoder)
     automatic, config = config.automatic, resolved(config, rows)
     by_rule = {name: getattr(config, name) for name in automatic}
     if by_rule:
         log.info("by the %d rows: %s", rows.epoch, by_rule)
     order, computed_in = order_of(config, rows), precision.resolve_precision(config.precision, ranks.device)
-    learner = task(config) if task else task_of(config, trained.model, job.runtime)
+    learner = objective.task(config)
     leakage_check.check(learner.build_model(), config, branches=TRAINING_STAGES[config.section].rows == "pairs")
     learner.check_rows(rows)
     learner.check_rows(heldout)
@@ -104,29 +110,20 @@ def fit(
         runtime = tuned(learner, rows, order, job, ranks, computed_in)
     chosen = {} if runtime is job.runtime else {"tuned": {"rows_per_device": runtime.rows_per_device}}
     job = replace(job, runtime=runtime)
-    loader = loader_of(batches("train", rows), order, runtime, ranks)
-    validation = _validation(config, batches("heldout", heldout), order, runtime)
+    loader = loader_of(objective.batches("train", rows), order, runtime, ranks)
+    validation = _validation(config, objective.batches("heldout", heldout), order, runtime)
     extended = _extended(config, job, trained, order.steps)
     log.info("%s", rows_sentence(rows.counts()))
-    watching = language_model_callbacks(
-        config, job, model=trained.model, loader=loader, ranks=ranks, precision=computed_in, rows=rows, encoder=encoder
-    )
-    figures = train(
-        learner,
-        loader,
-        trained,
-        job,
-        ranks,
-        precision=computed_in,
-        validation=validation,
-        callbacks=[*early_stopping(config, validation.batches), *watching],
-        origin=Origin(
-            extended,
-            plateau.read(job.inputs["plateau"], trained.weights_file) if "plateau" in job.inputs else None,
-            {**trained.identity, **dict(flatten(config.model_dump(mode="json", exclude={"start_from"})))},
-            BUDGET | RATES,  # a shorter run is extended, --continue names work of another rate; all else has another key
-        ),
-    )
+    identity = {**trained.identity, **dict(flatten(config.model_dump(mode="json", exclude={"start_from"})))}
+    start = plateau.read(job.inputs["plateau"], trained.weights_file) if "plateau" in job.inputs else None
+    # A shorter run is extended, --continue names work of another rate; all else has another key.
+    origin = Origin(extended, start, identity, BUDGET | RATES)
+    parts = TrainingParts(loader, ranks, computed_in, validation, origin)
+    callbacks = [
+        *early_stopping(config, validation.batches),
+        *language_model_callbacks(config, job, parts, trained.model, rows, encoder),
+    ]
+    figures = train(learner, trained, parts, job, callbacks)
     return {
         **figures,
         **chosen,

@@ -1,9 +1,8 @@
-"""`ttrain data` and `ttrain tokenizer`: JSON that adds up, exit codes, only what is new tokenized, nothing raw shown."""
+"""`ttrain data check`: JSON that adds up, exit codes, nothing of the data raw on the terminal."""
 
 from __future__ import annotations
 
 import gzip
-import json
 import re
 import subprocess
 import sys
@@ -11,10 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.data_commands import Run, chat, documents, texts, train, write
-
-from ttrain.data.encoder import Encoder
-from ttrain.reports.summary import key_figures
+from support.data_commands import ESCAPES, Run, chat, documents, texts, write
 
 
 def assert_adds_up(value: dict[str, Any]) -> None:
@@ -39,8 +35,6 @@ def test_a_file_that_cannot_be_used_is_named_and_does_not_hide_the_others(run: R
     assert name in bad["error"] and reason in bad["error"]
     assert bad["error"] in done.err and len(done.err.splitlines()) == 1
     assert (good["file"], good["kept"], "error" in good) == ("good.jsonl", 3, False)
-    assert run("data", "shard", name, "--tokenizer", "nowhere", "--out", "out").code in (1, 2)
-    assert not (tmp_path / "out" / "train").exists()
     refused = run("data", "check", "good.jsonl", "--rejected", str(tmp_path / "good.jsonl"))
     assert refused.code == 2 and "--rejected" in refused.err
     assert (tmp_path / "good.jsonl").read_bytes() == before, "the quarantine never takes the place of an input"
@@ -48,13 +42,8 @@ def test_a_file_that_cannot_be_used_is_named_and_does_not_hide_the_others(run: R
 
 def test_a_missing_file_is_a_mistake_of_the_command(run: Run, tmp_path: Path) -> None:
     documents(tmp_path / "good.jsonl", 3)
-    done = run("data", "check", "good.jsonl", "gone.jsonl", "--json")
-    assert done.code == 2
-    assert [(value["file"], value["rows"], "error" in value) for value in done.json] == [
-        ("good.jsonl", 3, False), ("gone.jsonl", 0, True),
-    ]  # fmt: skip
-    assert run("data", "check", "gone.jsonl", "--json").json["error"].startswith("FILE is 'gone.jsonl'")
-    assert run("data", "shard", "gone.jsonl", "--tokenizer", "t", "--out", "out").code == 2
+    done = run("data", "check", "good.jsonl", "gone.jsonl")
+    assert done.code == 2 and "FILE is 'gone.jsonl'" in done.err
 
 
 def test_one_percent_of_bad_rows_pass_and_one_more_does_not(run: Run, tmp_path: Path) -> None:
@@ -78,12 +67,6 @@ def test_the_kind_is_said_and_can_be_set(run: Run, tmp_path: Path) -> None:
     assert run("data", "check", "b.jsonl", "--kind", "documents", "--json").json["kept"] == 5
     write(tmp_path / "d.jsonl", [{**chat(one, one), "poem": one} for one in texts(5)])
     assert run("data", "check", "d.jsonl", "reading.text_field=poem", "--json").json["kind"] == "documents"
-    done = run("data", "shard", "a.jsonl", "c.jsonl", "--tokenizer", "t", "--out", "out")
-    assert done.code == 2
-    assert "a.jsonl holds chats but c.jsonl documents; shard them apart, or set --kind" in done.err.replace("\n", " ")
-
-
-# --- what is measured
 
 
 def test_statistics_of_a_file_count_scripts_lengths_and_duplicates(run: Run, tmp_path: Path) -> None:
@@ -99,102 +82,39 @@ def test_statistics_of_a_file_count_scripts_lengths_and_duplicates(run: Run, tmp
     assert "Latin 52.9%, Cyrillic 35.3%, Han 11.8%" in " ".join(out.split())
 
 
-def test_a_trained_tokenizer_says_what_it_read(run: Run, tmp_path: Path) -> None:
-    documents(tmp_path / "a.jsonl", 300)
-    write(tmp_path / "b.jsonl", [*({"text": one} for one in texts(197, 4)), b"{", {"text": 1}, {"text": ""}])
-    done = train(run, "a.jsonl", "b.jsonl", "--out", "tok", "tokenizer.max_documents=200")
-    value, encoder = done.json, Encoder(tmp_path / "tok")
-    assert done.code == 0
-    assert (value["vocab_size"], value["documents"], value["documents_seen"]) == (330, 200, 497) and len(encoder) == 330
-    assert value["rows"]["first_rejected"][0].startswith("b.jsonl:198: ") and sum(value["rows"]["rejected"].values()) == 2
-    assert_adds_up(value["rows"])
-    assert [file["name"] for file in value["files"]] == ["a.jsonl", "b.jsonl"]
-    assert 10**7 < value["peak_memory_bytes"] < 10**10
-    assert json.loads((tmp_path / "tok" / "run" / "summary.json").read_bytes()) == value
-    assert value["tokenizer_digest"] == encoder.digest
-    taken = train(run, "a.jsonl", "--out", "taken", "tokenizer.existing=tok")
-    assert taken.code == 0 and taken.json["vocab_size"] == 330 and taken.json["bytes_per_token"] > 1
-
-
-def test_bad_documents_or_none_end_the_training_and_leave_nothing(run: Run, tmp_path: Path) -> None:
-    write(tmp_path / "a.jsonl", [*({"text": one} for one in texts(50)), b"{"])
-    write(tmp_path / "b.jsonl", [{"poem": one} for one in texts(5)])
-    for name, expected in (("a.jsonl", "a.jsonl:51"), ("b.jsonl", "'text'")):
-        done = train(run, name, "--out", "tok")
-        assert done.code == 1 and expected in done.err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl"]
-    assert train(run, "b.jsonl", "--out", "tok", "reading.text_field=poem").code == 0
-    done = train(run, "b.jsonl", "--out", "tok", "reading.text_field=poem")
-    assert done.code == 2 and "--out is tok, which is not empty" in done.err
-
-
-# --- as it is installed -------------------------------------------------------------------------------------------------
-
-COMMANDS = """
-import sys
-from ttrain.cli import data_reports
-from ttrain.cli.main import main
-from ttrain.config import Reading
-for words in {commands}:
-    try:
-        main(words)
-    except SystemExit as end:
-        assert not end.code, (words, end.code)
-print("heavy:", [name for name in ("torch", "transformers", "mlflow", "prefect") if name in sys.modules])
-"""
-
-
-def test_a_pipe_gets_no_colours_and_nothing_heavy_is_loaded(tmp_path: Path, tok: Path) -> None:
+def test_a_pipe_gets_no_colours_and_nothing_heavy_is_loaded(tmp_path: Path) -> None:
     documents(tmp_path / "a.jsonl", 30)
-    commands = [
-        ["tokenizer", "train", "a.jsonl", "--out", "tok", "tokenizer.vocab_size=300"],
-        ["data", "check", "a.jsonl"],
-        ["data", "shard", "a.jsonl", "--tokenizer", "tok", "--out", "out"],
-        ["data", "show", "out"],
-    ]
-    code = COMMANDS.format(commands=commands)
+    code = (
+        "import sys\nfrom ttrain.cli.main import main\n"
+        "try:\n    main(['data', 'check', 'a.jsonl'])\n"
+        "finally:\n    print('heavy:', {'torch', 'transformers', 'mlflow', 'prefect'} & {*sys.modules})"
+    )
     done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr.decode()
-    assert b"heavy: []" in done.stdout
+    assert b"heavy: set()" in done.stdout
     assert b"\x1b" not in done.stdout + done.stderr and done.stderr == b""
 
 
-def test_texts_of_answers_that_are_not_read_are_counted_and_printed(run: Run, tok: Path, tmp_path: Path) -> None:
+def test_texts_of_answers_that_are_not_read_are_counted_and_printed(run: Run, tmp_path: Path) -> None:
     turn = {"role": "assistant", "content": "4", "thinking": "2 and 2.", "reasoning_content": "2"}
     rows = [{"messages": [{"role": "user", "content": f"{n} + 2?"}, turn]} for n in range(3)]
     write(tmp_path / "chats.jsonl", rows)
     assert run("data", "check", "chats.jsonl", "--json").json["unread_keys"] == {"thinking": 3}
     assert re.search(r"not read: chats.jsonl +rows *\nthinking +3", run("data", "check", "chats.jsonl").out)
-    command = ("data", "shard", "chats.jsonl", "--tokenizer", tok, "--out", "chats")
-    for _ in range(2):  # the second reads the counts of the blocks
-        assert re.search("unread keys +3: thinking 3", run(*command).out)
-    made = run(*command, "--json").json
-    assert made["rows"]["unread_keys"] == {"thinking": 3}
-    assert made["rows"]["with_reasoning"] == 3
-    figures = key_figures("shards-sft", {**made, "rows": {"train": made["rows"]}})
-    assert "; not read: 'thinking' in 3 rows" in figures
 
 
-PAIR = {"prompt": "How far is 東京?", "chosen": "Far away.", "rejected": "\x1b[31mNear."}
-
-
-def test_pairs_are_validated_sharded_counted_and_shown_part_by_part(run: Run, tok: Path, tmp_path: Path) -> None:
-    bad = {"prompt": "Q", "chosen": "same", "rejected": "same"}
-    rated = {"prompt": "Q", "completion": "yes", "label": False}
-    rows = [PAIR, rated, bad, *({**PAIR, "prompt": f"Question {n}"} for n in range(300))]
-    write(tmp_path / "pairs.jsonl", rows)
-    validated = run("data", "check", "pairs.jsonl", "--json").json
-    assert (validated["kind"], validated["kept"]) == ("pairs", 302)
-    [reason] = validated["rejected"]
+def test_pairs_are_checked(run: Run, tmp_path: Path) -> None:
+    good = {"prompt": "Q", "chosen": "one", "rejected": "other"}
+    write(tmp_path / "pairs.jsonl", [*[{**good, "prompt": f"{n}"} for n in range(300)], {**good, "chosen": "other"}])
+    found = run("data", "check", "pairs.jsonl", "--json").json
+    assert (found["kind"], found["kept"]) == ("pairs", 300)
+    [reason] = found["rejected"]
     assert reason == "'chosen' and 'rejected' are equal; write two different answers, or leave the row out"
-    made = run(
-        "data", "shard", "pairs.jsonl", "--tokenizer", tok, "--out", "out", "reading.heldout_fraction=0.2", "--json"
-    ).json
-    assert_adds_up(made["rows"])
-    assert made["kind"] == "pairs" and made["heldout"]["rows"] + made["train"]["rows"] == 302
-    counts = run("data", "show", "out", "--tokenizer", tok, "--json").json["counts"]
-    assert counts["pairs"] + counts["rated_answers"] == made["train"]["rows"]
-    shown = run("data", "show", "out", "--tokenizer", tok, "--row-length", "64", "--rows", "300")
-    assert shown.code == 0
-    assert "-- prompt of pair 0 of the row" in shown.out and "-- rejected of pair 1 of the row" in shown.out
-    assert "\x1b[31mNear" not in shown.out
+
+
+def test_control_characters_of_bad_rows_do_not_reach_the_terminal(run: Run, tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", [{ESCAPES: 1}, {"messages": [{"role": ESCAPES, "content": "a"}]}, ESCAPES.encode()])
+    (tmp_path / ESCAPES).write_bytes((tmp_path / "a.jsonl").read_bytes())
+    for more in (("--kind", "chats"), (ESCAPES,), ("--json", ESCAPES)):
+        done = run("data", "check", "a.jsonl", *more)
+        assert done.code == 1 and not set(done.out + done.err) & set("\x1b\x07\x9b\u202e")

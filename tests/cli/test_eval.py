@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.recorded_homes import make_run
 from support.shard_sets import write_lines
 from support.tiny_models import write_model
 from support.tiny_stages import Home, run_here, stage_settings
-from support.tracked_stores import client_of
 
 from ttrain.cli.evaluation import default_suite, heldout_of
 from ttrain.cli.main import main
-from ttrain.config import Evaluate, EvaluateConfig, Promotion
+from ttrain.config import Promotion, Settings
 from ttrain.errors import UsageError
 from ttrain.evaluate import baselines
 from ttrain.evaluate.promotion import decide
@@ -125,7 +122,6 @@ def test_without_a_task_the_held_out_data_of_the_models_runs_is_scored(
         (("pretrain", "--last-word", "other"), "--last-word is other, which is not a file"),
         (("pretrain", "--suite", "heldot"), "did you mean heldout"),
         (("./other",), "there is no held-out data of ./other in this store"),
-        (("pretrain", "--choices", "words.jsonl", "--track"), "'pretrain' is not from a tracked run"),
         (("pretrain", "--choices", "words.jsonl", "--items", "."), "the file to write, ., is a directory"),
         (("pretrain", "--choices", "words.jsonl", "--items", "words.jsonl"), "--items is words.jsonl, which exists"),
     ],
@@ -174,34 +170,14 @@ def test_a_name_on_the_hub_is_taken_from_its_cache(here: Path, monkeypatch: pyte
         resolve("owner/name", here / "home")
 
 
-def test_results_are_kept_below_the_run_that_made_the_model(
-    here: Path, add_database: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    add_database(here / "home")
-    run_id = make_run(here / "home", "full-1", [], tracked=True)
-    try:
-        assert "in MLflow: eval pretrain" in said(capsys, "pretrain", "--choices", "words.jsonl", "--track")
-    finally:
-        (here / "home" / "runs" / "full-1.json").unlink()
-    client = client_of(here / "home")
-    experiment = client.get_experiment_by_name("ttrain").experiment_id
-    (found,) = client.search_runs([experiment], f"tags.mlflow.parentRunId = '{run_id}'")
-    assert 0 <= found.data.metrics["eval/words/accuracy/pretrain"] <= 1
-    (data,) = found.inputs.dataset_inputs
-    assert (data.dataset.name, json.loads(data.dataset.profile)) == ("words", {"items": len(CHOICES)})
-    names = {file.path for file in client.list_artifacts(found.info.run_id)}
-    assert {"evaluation_table.json", "evaluation.json", "items.jsonl"} <= names
-    tables = [table["path"] for table in json.loads(found.data.tags["mlflow.loggedArtifacts"])]
-    assert tables == ["evaluation_table.json"], "MLflow's pages show those that are named here as tables"
-
-
 # --- the stage -----------------------------------------------------------------------------------------------------------
 
 
 def evaluated(root: Path, output: Path, **changes: Any) -> dict[str, Any]:
     """What the stage says of the pretrained model."""
     settings = stage_settings()
-    config = EvaluateConfig(evaluate=Evaluate.model_validate({**settings.evaluate.model_dump(), "new_tokens": 2, **changes}))
+    tree = settings.model_dump()
+    config = Settings.model_validate({**tree, "evaluate": {**tree["evaluate"], "new_tokens": 2, **changes}})
     store = ArtifactStore(root / "home")
     output.mkdir(exist_ok=True)
     inputs = {"base": store.latest("pretrain").path, "documents": store.latest("shards-pretrain").path}

@@ -47,7 +47,6 @@ def test_the_files_of_the_directory_are_sorted_by_their_rows(folder: Path, run: 
     assert 12 <= len(text.splitlines()) <= 16
     assert "left out: other.jsonl: holds no documents, chats or pairs: line 1: no key 'text'" in done.out
     assert "left out: t.csv: is CSV" in done.out
-    assert "move those of one domain to data.lora" in done.out
     assert "next: ttrain pipeline plan full -c my.yaml, then ttrain pipeline run full -c my.yaml" in done.out
 
 

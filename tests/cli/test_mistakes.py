@@ -10,11 +10,11 @@ from support.data_commands import Run
 
 # (what is typed, the parts of the answer). Files are those of `folder`.
 MISTAKES: list[tuple[str, tuple[str, ...]]] = [
-    ("sft", ("'ttrain sft'", "`ttrain stage run sft`", "`ttrain pipeline run full -c my.yaml --until sft`")),
+    ("sft", ("'ttrain sft'", "`ttrain stage run sft -c my.yaml`", "`ttrain pipeline run full -c my.yaml --until sft`")),
     ("evaluate sft", ("'ttrain evaluate'", "`ttrain eval`")),
     ("sft.epochs=2", ("`ttrain pipeline run full -c my.yaml sft.epochs=2`",)),
     ("run my.yaml", ("'my.yaml'", "-c my.yaml")),
-    ("run sft", ("'sft'", "`ttrain stage run sft`")),
+    ("run sft", ("'sft'", "`ttrain stage run sft -c my.yaml`")),
     ("run --learning-rate 2e-4", ("--learning-rate", "pretrain.optim.lr=2e-4")),
     ("run sft.epochs 2", ("'sft.epochs'", "write key=value without spaces")),
     ("run learning_rate=2e-4", ("'learning_rate'", "'sft.optim.lr'", "pretrain.optim.lr=2e-4")),
@@ -36,7 +36,7 @@ MISTAKES: list[tuple[str, tuple[str, ...]]] = [
     ("sweep sft.epochs=choice(1,2) data.sft=docs.jsonl", ("docs.jsonl:1 is a document", "data.pretrain=docs.jsonl")),
     ("plan data.chats=chats.jsonl", ("'data.chats'", "data.sft=chats.jsonl")),
     ("docs.jsonl", ("`ttrain init docs.jsonl`",)),
-    ("plan -c my.yml", ("cannot read settings from my.yml", "did you mean my.yaml?")),
+    ("plan -c my.yml", ("cannot read settings from my.yml",)),
     ("plan -c tab.yaml", ("tab.yaml is not valid YAML: line 2", "indented with a tab", "with spaces")),
     ("train my.yaml", ("'my.yaml' is a file of settings", "`ttrain pipeline run full -c my.yaml`")),
     ("chat why?", ("'why?' names no model", "echo 'why?' | ttrain chat sft")),

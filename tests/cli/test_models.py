@@ -22,7 +22,6 @@ def models(capsys: pytest.CaptureFixture[str]) -> Run:
 
 
 def test_the_commands_list_promote_and_roll_back(sets_home: Path, models: Run) -> None:
-    assert "no champion; to choose one: ttrain models promote 3 --name mine" in models("list").out
     (sets_home / "runs").mkdir()
     record = {
         "run": "again",
@@ -37,7 +36,7 @@ def test_the_commands_list_promote_and_roll_back(sets_home: Path, models: Run) -
         said = models("promote", which).out
         assert said.startswith(f"mine/{version} of the run full-{version} is champion: mine-base/{version}")
     assert "is already champion" in models("promote", "1").out
-    assert models("rollback", "--json").json["version"] == "3"
+    assert models("promote", "--previous", "--json").json["version"] == "3"
     Registry(sets_home).decide("mine", "3", DECISION, run="full-3", table="")
     listed = models("list", "--json").json
     assert [(one["version"], one["aliases"]) for one in listed] == [("3", ["champion"]), ("2", []), ("1", [])]
@@ -57,8 +56,8 @@ def test_what_cannot_be_is_said_with_exit_code_2(sets_home: Path, models: Run) -
     for words, said in (
         (("promote", "7"), "mine has no version 7 that is a set of models; the versions are 3"),
         (("promote", "../x"), "there is no registered set of the run '../x'"),
-        (("rollback",), "mine has no earlier champion"),
-        (("rollback", "--name", "other"), "no sets of models named other are registered"),
+        (("promote", "--previous"), "mine has no earlier champion"),
+        (("promote", "--previous", "--name", "other"), "no sets of models named other are registered"),
     ):
         refused = models(*words)
         assert refused.code == 2 and said in refused.err, words
@@ -77,5 +76,5 @@ def test_sets_of_two_pipelines_need_a_name(sets_home: Path, models: Run) -> None
 def test_no_command_asks_a_tracker(sets_home: Path, models: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setitem(sys.modules, "mlflow", None)  # an import would fail
-    for words in (("list",), ("promote", "1"), ("promote", "2"), ("rollback",)):
+    for words in (("list",), ("promote", "1"), ("promote", "2"), ("promote", "--previous")):
         assert models(*words).code == 0

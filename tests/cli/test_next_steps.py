@@ -10,7 +10,7 @@ import typer.main
 from typer.testing import CliRunner
 
 from ttrain.cli.main import app
-from ttrain.cli.next_steps import RanCommand, next_steps
+from ttrain.cli.next_steps import next_steps, with_settings
 from ttrain.cli.options import PipelineOptions, SelectionOptions, SettingsOptions
 from ttrain.config.loading import load
 from ttrain.flows.nightly import NightResult
@@ -22,7 +22,7 @@ RUN = ("pipeline", "run", "full")
 def hints(*overrides: str, words: tuple[str, ...] = RUN, made: tuple[str, ...] = MADE) -> dict[str, str]:
     """The command of each line, by its reason."""
     settings = load(overrides, environment={}).settings
-    lines = next_steps(RanCommand(words, overrides), settings, made)
+    lines = next_steps([*words, *overrides], settings, made)
     assert lines[0] == "next:"
     return dict(line.strip().split(": ttrain ", 1) for line in lines[1:])
 
@@ -59,17 +59,14 @@ def test_the_changed_setting_is_one_that_the_run_does_not_have(
 def test_passes_that_a_rule_decided_are_doubled_or_halved_where_they_were_too_many() -> None:
     settings = load((), environment={}).settings
     for overfit, end in (([], "sft.epochs=6"), (["sft"], "sft.epochs=1.5")):
-        lines = next_steps(RanCommand(RUN), settings, MADE, {"sft": 3.0}, overfit)
+        lines = next_steps(RUN, settings, MADE, {"sft": 3.0}, overfit)
         assert any(line.endswith(end) for line in lines)
 
 
-def test_every_command_is_one_and_export_writes_where_nothing_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_every_command_is_one() -> None:
     shown = hints()
     assert shown["its files, for transformers"] == "export sft --to out/sft"
     assert "up latest --open" in shown.values() and "chat sft" in shown.values()
-    (tmp_path / "out" / "sft").mkdir(parents=True)
-    assert hints()["its files, for transformers"] == "export sft --to out/sft-2"
     for command in shown.values():
         words = shlex.split(command)
         root = typer.main.get_command(app)
@@ -92,5 +89,5 @@ def test_in_a_night_the_decision_stands_before_the_hint(tmp_path: Path, monkeypa
 
 def test_the_command_of_a_url_has_no_password() -> None:
     own = 'data.pretrain=["https://user:secret@host/docs.jsonl?sig=hidden"]'
-    command = RanCommand(RUN, [own]).with_setting("sft.epochs", "3")
+    command = with_settings([*RUN, own], "sft.epochs=3")
     assert "https://***@host/docs.jsonl?***" in command and "secret" not in command and "hidden" not in command

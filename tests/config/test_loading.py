@@ -14,11 +14,11 @@ from support.refusals import refused, settings_file
 from typer.testing import CliRunner
 
 from ttrain.cli.main import app, main
-from ttrain.config import TRAINING_CONFIGS, Settings, TaskConfig, flatten, loading, rules
+from ttrain.config import TRAININGS, Settings, flatten, loading, rules
 from ttrain.config.data import LEARNT
 from ttrain.config.loading import LoadedSettings, known_keys, load
 from ttrain.errors import UsageError
-from ttrain.lineage.names import settings_of
+from ttrain.tasks import STAGES
 
 KEY, VARIABLE = "sft.optim.lr", "TTRAIN__SFT__OPTIM__LR"
 LAYERS = {"profile": 1e-4, "file": 2e-4, "environment": 3e-4, "command line": 4e-4}  # the weakest first
@@ -282,7 +282,7 @@ def test_config_show_prints_every_value_with_its_source(tmp_path: Path, monkeypa
     assert [line.partition(":")[0] for line in lines] == known_keys()
     shown = json.loads(runner.invoke(app, ["config", "show", "--json", "--profile", "small"]).stdout)
     assert shown["name"] == {"value": "small", "source": "profile small"} and set(shown) == set(known_keys())
-    schema = json.loads(runner.invoke(app, ["config", "schema"]).stdout)
+    schema = json.loads(runner.invoke(app, ["config", "show", "--schema", "--json"]).stdout)
     assert set(schema["properties"]) == set(Settings.model_fields) and schema["additionalProperties"] is False
 
 
@@ -300,25 +300,6 @@ def test_a_section_that_is_absent_by_default_can_be_set_by_one_of_its_names() ->
     assert found.pretrain.early_stopping is None
     with pytest.raises(UsageError, match=r"did you mean 'sft\.early_stopping\.patience'"):
         load(["sft.early_stopping.patienc=2"], environment={})
-
-
-def test_settings_of_earlier_versions_do_not_spoil_their_records_but_can_no_longer_be_set() -> None:
-    settings = load(["runtime.night.start=23:05"], environment={}).settings
-    tree = settings.model_dump(mode="json")
-    tree["pretrain"]["optim"] |= {"muon_momentum": 0.9, "muon_adjust_lr": "original"}
-    tree["runtime"] |= {"prefetch_steps": 2, "fork_server": True}
-    tree["runtime"]["night"] |= {"rows_fraction": 0.5, "threads_fraction": 0.5}
-    assert Settings.model_validate(tree) == settings
-    assert settings_of({"run": "old", "settings": tree}) == settings_of(
-        {"run": "old", "settings": settings.model_dump(mode="json")}
-    )
-    with pytest.raises(UsageError, match=r"'runtime\.prefetch_steps' \(from command line\) is a constant now; leave it out"):
-        load(["runtime.prefetch_steps=2"])
-
-    class OwnTask(TaskConfig):
-        prefetch_steps: int = 2
-
-    assert OwnTask(prefetch_steps=5).prefetch_steps == 5, "a task's own setting may have such a name"
 
 
 # --- settings of pretraining that follow from others where they are `auto`
@@ -365,10 +346,9 @@ def test_a_number_overrides_and_auto_gives_it_back() -> None:
     assert followed("pretrain.optim.head_lr=0.1", "pretrain.optim.head_lr=auto") == followed()
 
 
-@pytest.mark.parametrize("stage", TRAINING_CONFIGS)
+@pytest.mark.parametrize("stage", TRAININGS)
 def test_the_settings_of_a_training_stage_reach_a_rank_that_is_started_anew(stage: str) -> None:
-    settings = {name: getattr(Settings(), name) for name in TRAINING_CONFIGS[stage].model_fields}
-    config = TRAINING_CONFIGS[stage](**settings)
+    config = Settings.rebuilt(STAGES[stage].part_of(Settings()))
     assert pickle.loads(pickle.dumps(config)) == config
 
 

@@ -17,7 +17,6 @@ from support.chat_templates import CHATML, make, take
 from support.shard_sets import build, write_lines
 from tokenizers import Tokenizer
 
-from ttrain.config import ChatShardsConfig, ShardsConfig
 from ttrain.data import existing
 from ttrain.data.blocks import BlockRecipe
 from ttrain.data.chat import encode_chat, encode_chats, prompt_ids
@@ -27,6 +26,7 @@ from ttrain.data.jinja_templates import ROLES
 from ttrain.data.records import Conversation, parse_conversation
 from ttrain.data.tokenizer import save, train
 from ttrain.errors import DataError, UsageError
+from ttrain.tasks import SHARDS
 
 NAMES = {"system": "System：", "user": "User：", "assistant": "Assistant：", "tool": "Tool："}
 
@@ -447,4 +447,4 @@ def test_whether_reasoning_is_trained_on_decides_the_masks_of_shards_and_their_k
         assert built.tallies["train"].to_json()["with_reasoning"] == 1
         live.append(built.parts["train"]["live_tokens"])
     assert live[0] > live[1] > 0
-    assert "sft" in ChatShardsConfig.model_fields and "sft" not in ShardsConfig.model_fields
+    assert "sft.learn_reasoning" in SHARDS["sft"].sees and "sft.learn_reasoning" not in SHARDS["pretrain"].sees

@@ -14,7 +14,7 @@ from support import shard_sets
 from support.shard_sets import ALL, write_lines
 from support.tiny_stages import Home, run_here, stage_settings
 
-from ttrain.config import Evaluate, EvaluateConfig, Settings
+from ttrain.config import Evaluate, Settings
 from ttrain.config.evaluate import Suite
 from ttrain.data import contamination
 from ttrain.data.contamination import GramIndex
@@ -231,7 +231,7 @@ def test_the_evaluation_tells_items_apart_that_its_shards_hold(tmp_path: Path) -
     suite.write_text("tasks:\n  texts: {kind: text, file: items.jsonl}\n")
     contamination.write_item_shares(home.documents.path, {contamination.digest_of_text(plain(QUESTION)): 1.0})
     told: Any = {"suites": str(suite), "row_length": 32, "stride": 16, "resamples": 100}
-    config = EvaluateConfig(evaluate=Evaluate(**told, new_tokens=0))
+    config = Settings(evaluate=Evaluate(**told, new_tokens=0))
     (tmp_path / "output").mkdir()
     given = {"base": tmp_path / "base", "documents": home.documents.path}
     found = run_here(evaluate, config, tmp_path / "output", given, settings.runtime)

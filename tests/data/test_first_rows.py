@@ -73,3 +73,22 @@ def test_what_the_stage_counts_is_left_to_it(tmp_path: Path) -> None:
     rated = written(tmp_path / "rated.jsonl", {"prompt": "q", "completion": "a", "label": 1})
     first_rows.check("data.dpo", "pairs", [rated], tolerant)
     first_rows.check("data.sft", "chats", [written(tmp_path / "bad.jsonl", {"messages": 1})], tolerant)
+
+
+@pytest.mark.parametrize(
+    ("rows", "place"),
+    [
+        ([CHAT, {"messages": 1}, {"messages": 2}, "{broken"], "a.jsonl:2: 'messages' is"),
+        ([CHAT, "{broken", "{broken", "{broken"], "a.jsonl:2: "),
+        ([CHAT, DOCUMENT, DOCUMENT, DOCUMENT], "a.jsonl:2: "),
+    ],
+)
+def test_most_rows_being_bad_is_told_with_the_first_place_unless_so_many_may_be(
+    tmp_path: Path, rows: list[Any], place: str
+) -> None:
+    path = written(tmp_path / "a.jsonl", *rows)
+    message = refused("data.sft", "chats", path)
+    assert message.startswith("data.sft: 3 of the first 4 rows are bad, the first one is ") and place in message
+    first_rows.check("data.sft", "chats", [path], Reading(rejected_fraction=0.8))
+    good = written(tmp_path / "b.jsonl", *[CHAT] * 3)
+    first_rows.check("data.sft", "chats", [path, good], Reading())

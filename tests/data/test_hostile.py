@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from support.hostile_rows import BOM, FIRST, LAST, MARK, READING, Outcome, bad, build, json_error, outcome, text
 
-from ttrain.config import Reading, Runtime, Shards, ShardsConfig
+from ttrain.config import Runtime, Settings
 from ttrain.core.files import ProgressWriter
 from ttrain.data.blocks import BlockRecipe
 from ttrain.data.check import check
@@ -180,7 +180,7 @@ def test_files_of_bad_rows_are_named_where_these_are_too_many_and_others_are_not
         Runtime(workers=1), ProgressWriter(None), lambda: False, versions={"train": ["", ""]}, groups={"train": [0, 0]},
     )  # fmt: skip
     with pytest.raises(DataError, match=r"500 of \d+ rows are bad") as raised:
-        shards.run(ShardsConfig(reading=Reading(), shards=Shards()), job)
+        shards.run(Settings(), job)
     assert raised.value.files == (str(bad),)
 
 

@@ -16,17 +16,17 @@ import torch
 from support.data_commands import in_process
 from support.shard_sets import write_lines
 from support.tiny_data import VOCAB, NumberedRows
-from support.tiny_trainers import CPU, Held, in_ranks, settings_of_training, tiny_model
+from support.tiny_trainers import CPU, Held, settings_of_training, tiny_model
 from torch import nn
 
 from ttrain.config import Optim, Runtime, Schedule, Training
 from ttrain.data.inspect import Span
 from ttrain.data.packing import IGNORE, Batch
-from ttrain.doctor import machine, model, run
+from ttrain.doctor import inputs, machine, model, run
 from ttrain.doctor.parts import Finding, InMemoryRows, Learner, select_rows, unevenly_masked
 from ttrain.errors import TTrainError, UsageError
+from ttrain.store.artifacts import ArtifactStore
 from ttrain.train.checkpoint import WEIGHTS
-from ttrain.train.distributed import Ranks
 from ttrain.train.language_modeling import LanguageModeling, segment_mask
 from ttrain.train.losses import token_loss_sum
 from ttrain.train.precision import Precision
@@ -109,15 +109,6 @@ def forget_the_optimizer(trainer: Trainer) -> None:
         optimizer.state.clear()
 
 
-def average_over_ranks(trainer: Trainer) -> None:
-    trainer.parallel.loss_factor /= trainer.ranks.world
-
-
-def never_synchronise(trainer: Trainer) -> None:
-    before_backward = trainer.parallel.before_backward
-    trainer.parallel.before_backward = lambda *, last: before_backward(last=False)  # type: ignore[method-assign]
-
-
 def changed(change: Callable[[Trainer], None]) -> Callable[..., Trainer]:
     """Makes trainers with a fault."""
 
@@ -176,43 +167,12 @@ def test_the_loss_at_the_start_is_near_the_logarithm_of_the_vocabulary_and_that_
     assert ok(model.first_loss(replace(SOUND, task=Half, is_trained=True)))
 
 
-def mixture(*, collapsed: bool = False) -> Subject:
-    subject = build(moe={"experts": 8, "top_k": 2}, init_std=0.2)
-    if collapsed:
-        gate = subject.model.model.layers[1].mlp.gate
-        gate.weight.data.zero_()
-        gate.register_forward_pre_hook(lambda module, given: (given[0] * 0,))
-    return subject
-
-
-def test_routers_are_checked_where_there_are_some() -> None:
-    assert model.routers(SOUND) is None
-    assert ok(model.routers(replace(SOUND, build=mixture)))
-    found = model.routers(replace(SOUND, build=partial(mixture, collapsed=True)))
-    assert found is not None and not ok(found) and "moe_load/1" in found.measured
-
-
 # --- gradients, ranks, resuming, learning -----------------------------------------------------------------------------
 
 
 def test_a_gradient_that_depends_on_how_rows_are_divided_is_found_also_where_the_data_masks_nothing() -> None:
     assert ok(model.accumulation(SOUND))
     assert not ok(model.accumulation(replace(SOUND, task=MeanOfMeans, rows=NumberedRows(12, live=[16] * 12))))
-
-
-def test_two_ranks_are_one_unless_gradients_are_averaged_or_not_synchronised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    learners = [SOUND, *(replace(SOUND, trainer=changed(fault)) for fault in (average_over_ranks, never_synchronise))]
-    sample = unevenly_masked(select_rows(ROWS, model.ROWS))
-
-    def steps(ranks: Ranks) -> list[model.Step]:
-        return [model.first_step(learner, sample, ranks, rows_per_device=1) for learner in learners]
-
-    of_ranks = in_ranks(2, tmp_path, steps)  # two forks of this process instead of two that import torch anew
-    for learner, sound, *both in zip(learners, (True, False, False), *of_ranks, strict=True):
-        monkeypatch.setattr(model, "spawned", lambda learner, rows, both=both: both)
-        assert ok(model.two_ranks(learner)) == sound
 
 
 def test_what_a_checkpoint_does_not_restore_is_found() -> None:
@@ -310,7 +270,7 @@ def test_a_disk_too_small_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     # 2 kept, the best, one being written, one where the decay begins: 5 of 0.3 GB, and the model.
     enough = found(learner, 1.8e9)
     assert ok(enough) and enough.measured.startswith("1.6 GB of 1.8 GB free: 5 checkpoints")
-    assert not ok(found(learner, 1.5e9)) and not ok(found(replace(learner, unmade_bytes=0.3e9), 1.8e9))
+    assert not ok(found(learner, 1.5e9))
     assert not ok(found(replace(learner, runtime=RUNTIME.model_copy(update={"keep_every_steps": 100})), 1.8e9))
 
 
@@ -355,13 +315,13 @@ def test_the_command_examines_a_training_from_end_to_end(surroundings: Path, cap
     checks = done.json["checks"]
     assert [check["name"] for check in checks] == [
         "data", "tokenizer round trip", "labels and mask", "no future leak", "records apart", "loss at the start",
-        "memory", "disk", "accumulation", "two ranks equal one", "save and resume", "one batch is learnt",
+        "memory", "disk", "accumulation", "save and resume", "one batch is learnt",
     ]  # fmt: skip
     assert [check for check in checks if not check["ok"]] == []
     assert all({*check} == {"name", "ok", "measured", "fix"} and check["fix"] is None for check in checks)
     assert done.code == 0
-    # As of the plan: digests of files are remembered.
-    assert [path.name for path in surroundings.rglob("*") if path.is_file()] == ["docs.jsonl", "digests.json"]
+    store = ArtifactStore(surroundings / "home")
+    assert [artifact.stage for artifact in store.artifacts()] == ["shards-pretrain", "tokenizer"], "as a run finds them"
 
 
 def test_the_command_prints_a_line_for_each_check_an_example_and_what_the_plan_estimates(
@@ -375,6 +335,7 @@ def test_the_command_prints_a_line_for_each_check_an_example_and_what_the_plan_e
         "disk": Finding(False, "too small", "buy one"),
     }
     monkeypatch.setattr(run, "examine", lambda stage, plan: iter(findings.items()))
+    monkeypatch.setattr(inputs, "missing_data", lambda stage, plan: [])
     write_lines(surroundings / "docs.jsonl", [{"text": "one"}])
     done = command("doctor", "data.pretrain=docs.jsonl", *TINY)
     assert done.code == 1 and "BAD disk                  too small; fix: buy one" in done.out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,27 +11,34 @@ import numpy as np
 import pytest
 from doctor.test_doctor import ok
 from support.chat_templates import CHATML, take
-from support.shard_sets import write_lines
+from support.shard_sets import ALL, build, write_lines
 from support.tiny_data import LINES, NumberedRows, chats, make_shards, make_tokenizer, write_shards
 from support.tiny_stages import Home, stage_settings
 from support.tiny_trainers import settings_of_training
 
 from ttrain.config import Optim, Settings
+from ttrain.core.files import ProgressWriter
 from ttrain.data.chat import encode_chat
 from ttrain.data.chat_templates import Message, Messages
 from ttrain.data.encoder import Encoder
 from ttrain.data.packing import IGNORE, Array, Batch, Counts, Rows
 from ttrain.data.record_rows import SeparateDocumentRows
 from ttrain.doctor import data as labels
-from ttrain.doctor import model, run, sample
+from ttrain.doctor import model, run
 from ttrain.doctor.data import Data
+from ttrain.doctor.inputs import missing_data, paths_of
 from ttrain.doctor.parts import with_references
-from ttrain.doctor.sample import gather
-from ttrain.engine.graph import Graph
+from ttrain.engine.graph import Graph, Planned
 from ttrain.engine.plan import Plan
+from ttrain.engine.planner import section_of
 from ttrain.errors import DataError
+from ttrain.flows.full import full
 from ttrain.store.artifacts import ArtifactStore
+from ttrain.tasks import NEW_MODEL
+from ttrain.tasks.common.job import StageContext
 from ttrain.tasks.common.rows import open_rows
+from ttrain.tasks.new_model import run as make_new_model
+from ttrain.tasks.shards import recipe_of
 
 
 @pytest.fixture(scope="module")
@@ -181,54 +187,38 @@ def test_a_tokenizer_that_loses_characters_or_reads_special_tokens_is_found(
 # --- what a stage reads ---
 
 
-def test_what_the_store_holds_is_taken_from_there(tmp_path: Path) -> None:
-    home = Home.make(tmp_path / "home")
-    made = {"tokenizer": home.tokenizer, "shards-pretrain": home.documents}
-    found = gather("pretrain", stage_settings(rows_per_device=2), made, tmp_path / "made")
-    assert found.paths == {"tokenizer": home.tokenizer.path, "shards": home.documents.path}
-    assert found.unmade_bytes == 0 and not found.made
-    assert not (tmp_path / "made").exists()
+def test_a_stage_reads_the_store_and_a_base_that_no_run_trained_has_random_weights(tmp_path: Path) -> None:
+    home, settings = Home.make(tmp_path / "home"), stage_settings(rows_per_device=2)
+    made = {"tokenizer": home.tokenizer, "shards-pretrain": home.documents, "shards-sft": home.chats}
+    graph = full(settings)
+    states = {name: "cached" if name in made else "run" for name in graph}
+    stages = [Planned(graph[name].stage, states[name], (), artifact=made.get(name)) for name in graph]
+    plan = Plan("full", settings, ArtifactStore(tmp_path / "home"), graph, stages)
+    assert not missing_data("pretrain", plan)
+    assert paths_of("pretrain", plan, tmp_path)[0] == {"tokenizer": home.tokenizer.path, "shards": home.documents.path}
+    paths, is_trained = paths_of("sft", plan, tmp_path)
+    assert not is_trained and (paths["base"] / "model" / "model.safetensors").exists()
+    missing = missing_data("lora", plan)
+    assert [each.stage.name for each in missing] == ["source", "shards-lora"]
 
 
-def with_data(directory: Path, texts: Sequence[Any], **more: Any) -> Settings:
-    """Settings of a home with these documents, with chats and, where `dpo` is set, pairs; a folder `made` beside them."""
-    talks = [{"messages": [vars(message) for message in messages]} for messages in chats(60)]
+def test_pairs_too_long_for_a_row_are_named_before_a_run_trains_what_dpo_starts_from(
+    tmp_path: Path, documents: Data, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a base that there is not yet."""
     pairs = [{"prompt": f"Is {n} even?", "chosen": "yes", "rejected": "no"} for n in range(60)]
-    (directory / "made").mkdir(parents=True)
-    rows = {"pretrain": texts, "sft": talks, **({"dpo": pairs} if "dpo" in more else {})}
-    data = {name: str(write_lines(directory / f"{name}.jsonl", lines)) for name, lines in rows.items()}
+    file, tokenizer = write_lines(tmp_path / "dpo.jsonl", pairs), documents.encoder.directory
     sizes = stage_settings(rows_per_device=2).model_dump(mode="json")
-    return Settings.model_validate({**sizes, "data": data, "tokenizer": {"vocab_size": 300}, **more})
-
-
-NUMBERS = [{"text": f"{number} is a number, and {number * 7} is another"} for number in range(300)]
-
-
-def test_before_any_run_a_sample_stands_in_for_shards_and_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts with other line separators are whole in it."""
-    monkeypatch.setattr(sample, "SAMPLE_RECORDS", 200)
-    texts = [{"text": f"{number} is\u2028a number\x85and {number * 7}\u2029another"} for number in range(300)]
-    settings = with_data(tmp_path / "home", texts)
-    found = gather("sft", settings, {}, tmp_path / "home" / "made")
-    assert {*found.paths} == {"tokenizer", "shards", "base"}
-    assert not found.is_trained and found.unmade_bytes > 0
-    assert (found.paths["base"] / "model" / "model.safetensors").exists()
-    assert len(open_rows(found.paths["shards"] / "train", Encoder(found.paths["tokenizer"]), settings.sft)) > 0
-    lines = (tmp_path / "home" / "made" / "tokenizer.jsonl").read_bytes().splitlines()
-    assert list(map(json.loads, lines)) == texts[:200]
-    settings = with_data(tmp_path / "bad", [{"text": 3}] * 9)
-    with pytest.raises(DataError, match=r"data\.pretrain"):
-        gather("pretrain", settings, {}, tmp_path / "bad" / "made")
-
-
-def test_pairs_too_long_for_a_row_are_named_before_a_run_trains_what_dpo_starts_from(tmp_path: Path) -> None:
-    """Of pairs that no run has sharded, and of a base that there is not yet."""
-    dpo = {"row_length": 64, "tokens_per_step": 64}
-    settings = with_data(tmp_path / "home", NUMBERS, dpo=dpo)
-    store = ArtifactStore(tmp_path / "home")
-    plan = Plan("full", settings, store, Graph(), [])
-    (tmp_path / "made").mkdir()
-    learner, data, _ = run.prepare("dpo", plan, tmp_path / "made")
+    settings = Settings.model_validate({**sizes, "dpo": {"row_length": 64, "tokens_per_step": 64}})
+    build(tmp_path / "shards", [file], recipe_of(ALL, tokenizer, "pairs"))
+    paths = {"tokenizer": tokenizer, "shards": tmp_path / "shards"}
+    new_model = StageContext(
+        {"tokenizer": tokenizer}, {}, {}, tmp_path / "new", settings.runtime, ProgressWriter(None), bool
+    )
+    make_new_model(section_of(NEW_MODEL, settings), new_model)
+    monkeypatch.setattr(run, "paths_of", lambda *_: ({**paths, "base": tmp_path / "new"}, False))
+    plan = Plan("full", settings, ArtifactStore(tmp_path), Graph(), [])
+    learner, data = run.prepare("dpo", plan, tmp_path)
     assert data.kind == "pairs" and data.rows.counts()["pairs"] > 40
     found = model.learns(with_references(learner).changed(optim=Optim(lr=1e-2)))
     assert ok(found) and "loss 0.6931 to 0." in found.measured, "ln 2 of two equal models"

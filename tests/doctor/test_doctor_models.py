@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from doctor.test_doctor import FP32, ROWS, language
-from support.tiny_trainers import in_ranks, settings_of_training, tiny_model
+from support.tiny_trainers import CPU, in_ranks, settings_of_training, tiny_model
 from torch import Tensor
 from transformers import dynamic_module_utils
 from transformers.models import auto
@@ -26,6 +26,7 @@ from ttrain.model import adapters, factory, multi_token
 from ttrain.train.checkpoint import WEIGHTS, Checkpoints
 from ttrain.train.checkpoint_format import list_checkpoints
 from ttrain.train.distributed import Ranks
+from ttrain.train.training_options import Cadence
 
 MOE = {"experts": 4, "top_k": 2, "z_loss": 0.001}
 SHARED = {**MOE, "shared_experts": 1, "bias_rate": 0.001}
@@ -131,11 +132,12 @@ def steps_of_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, 
 
 @pytest.mark.parametrize("case", TRAINED, ids=case_id)
 def test_how_rows_are_divided_does_not_matter(
-    case: tuple[str, str], steps_of_ranks: dict[tuple[str, str], list[model.Step]], monkeypatch: pytest.MonkeyPatch
+    case: tuple[str, str], steps_of_ranks: dict[tuple[str, str], list[model.Step]]
 ) -> None:
     ok(model.accumulation(learner_of(case)))
-    monkeypatch.setattr(model, "spawned", lambda learner, rows: steps_of_ranks[case])
-    ok(model.two_ranks(learner_of(case)))
+    sample = unevenly_masked(select_rows(ROWS, model.ROWS))
+    alone = model.first_step(learner_of(case), sample, Ranks(0, 1, CPU), rows_per_device=1)
+    ok(model._agreement(alone, steps_of_ranks[case], "one process and two"))
 
 
 @pytest.mark.parametrize("case", TRAINED, ids=case_id)
@@ -146,7 +148,7 @@ def test_it_resumes_to_the_bit_and_learns(case: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_experts_in_groups_do_not_look_like_a_leak_and_their_routers_are_examined(name: str) -> None:
+def test_experts_in_groups_do_not_look_like_a_leak(name: str) -> None:
     """So many experts that groups of one or two tokens are common, of which another token changes the last bits."""
     settings = {key: value for key, value in MODELS[name].items() if key != "multi_token"}
     many = {**settings, "moe": {**settings["moe"], "experts": 32}, "init_std": 0.3, "hidden_size": 64}
@@ -154,7 +156,6 @@ def test_experts_in_groups_do_not_look_like_a_leak_and_their_routers_are_examine
         settings_of_training(), Runtime(device="cpu"), lambda: Subject(tiny_model(**many)), language, ROWS, FP32
     )
     ok(model.future(learner))
-    ok(model.routers(learner_of((name, ""))))
 
 
 OPENED = [name for name in MODELS if name != "llama with experts"]  # which are opened with two heads
@@ -169,7 +170,7 @@ def test_a_checkpoint_of_every_architecture_opens_without_ttrain(tmp_path: Path)
         learner = Learner(config, Runtime(device="cpu"), partial(build, name, ""), language, ROWS, FP32)
         trainer_of(
             learner, subject, ROWS, rows_per_step=4, rows_per_device=4, steps=1,
-            checkpoints=checkpoints, save_every=1,
+            checkpoints=checkpoints, cadence=Cadence(checkpoint=1),
         ).fit()  # fmt: skip
         checkpoints.close()
         directories.append(list_checkpoints(place)[-1])

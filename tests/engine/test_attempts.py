@@ -11,9 +11,7 @@ from rich.console import Console
 from support.tiny_stages import planned, run_of
 from support.waiting import stopwatch
 
-from ttrain.config import Runtime
 from ttrain.config.loading import load
-from ttrain.config.runtime import StageRuntime
 from ttrain.engine.display import Display
 from ttrain.engine.execution import PipelineRun
 from ttrain.engine.graph import Graph
@@ -34,16 +32,6 @@ def execution(tmp_path: Path) -> PipelineRun:
 def said(execution: PipelineRun) -> str:
     assert isinstance(execution.display.console.file, io.StringIO)
     return execution.display.console.file.getvalue()
-
-
-def test_a_stage_s_own_attempts_stand_before_those_of_all_stages() -> None:
-    given = ["runtime.retries=1", "runtime.timeout_seconds=60", "runtime.stages.sft.retries=3"]
-    runtime = load([*given, "runtime.stages.shards-sft.timeout_seconds=5"], environment={}).settings.runtime
-    assert runtime.attempts_of("sft") == StageRuntime(retries=3, retry_delay_seconds=10, timeout_seconds=60)
-    assert runtime.attempts_of("shards-sft") == StageRuntime(retries=1, retry_delay_seconds=10, timeout_seconds=5)
-    assert runtime.attempts_of("lora") == StageRuntime(retries=1, retry_delay_seconds=10, timeout_seconds=60)
-    none = Runtime(retries=2, stages={"sft": StageRuntime(retries=0)})
-    assert none.attempts_of("sft").retries == 0, "which is not the same as none of its own"
 
 
 def test_the_first_reason_to_stop_is_the_one_that_is_told(execution: PipelineRun) -> None:

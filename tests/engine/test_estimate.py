@@ -159,7 +159,7 @@ def test_a_run_of_many_passes_is_asked_about_on_a_terminal_alone(
         started.append(plan.pipeline)
         raise UsageError("it was started")
 
-    monkeypatch.setattr("ttrain.flows.run.run_pipeline", run_pipeline)
+    monkeypatch.setattr("ttrain.flows.engine.run_pipeline", run_pipeline)
     asked: list[str] = []
     monkeypatch.setattr(cli_pipeline, "confirm", lambda text, **_: asked.append(text) or False)
     words = ("run", "full", "pretrain.tokens=1_000_000")

@@ -17,7 +17,7 @@ from ttrain.engine.graph import Graph
 from ttrain.engine.plan import Plan
 from ttrain.engine.planner import plan
 from ttrain.errors import NothingNew, StageFailed
-from ttrain.flows.run import RunOptions, run_pipeline
+from ttrain.flows.engine import RunOptions, run_pipeline
 from ttrain.reports import summary
 from ttrain.store import runs
 from ttrain.store.layout import Artifact

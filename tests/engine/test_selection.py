@@ -13,14 +13,13 @@ from support.planned_homes import House, running
 from support.tiny_stages import Home, stage_settings
 from typer.testing import CliRunner
 
-from ttrain.cli.options import stage_names
 from ttrain.config import Tracking
 from ttrain.engine.graph import Graph, Planned, Rerun, Selection
 from ttrain.engine.plan import Plan
 from ttrain.engine.planner import plan
 from ttrain.errors import TooFewRows, UsageError
+from ttrain.flows.engine import RunOptions, run_pipeline
 from ttrain.flows.full import full
-from ttrain.flows.run import RunOptions, run_pipeline
 from ttrain.store import runs
 from ttrain.tasks import EVALUATE, PRETRAIN, SFT, SHARDS_PRETRAIN, TOKENIZER
 
@@ -65,7 +64,7 @@ def test_what_is_left_out_and_not_there_is_named_with_the_command_that_makes_it(
         house.plan(selection=wanted)
     command = shlex.split(str(refused.value).split("`")[1])
     assert command[:4] == ["ttrain", "pipeline", "run", "full"] and command[4] == "--only"
-    planned = house.plan(selection=Selection(stage_names([command[5]])))
+    planned = house.plan(selection=Selection(frozenset(command[5].split(","))))
     made = house.build(house.settings(), stages={name for name, stage in planned.items() if not stage.reused})
     assert "lora" not in made
     stages = house.plan(selection=wanted)

@@ -100,7 +100,7 @@ def test_gsm8k_rows(tmp_path: Path, subject: EvaluatedModel) -> None:
     ]  # fmt: skip
     outcome = asked(tmp_path, rows, saying(subject, "It is 2.0", "10 times 100 is 1000", "one"), match="numeric")
     assert [row["right"] for row in outcome.rows] == [True, True, False]
-    assert [row["found"] for row in outcome.rows] == ["2", "1000", None]
+    assert [row["extracted"] for row in outcome.rows] == ["2", "1000", None]
     assert outcome.primary.value == pytest.approx(2 / 3)
     assert outcome.left_out == {
         "no number in the answer": 1, "no answer": 1, "answer is neither text nor a number": 1, "question is empty": 1,

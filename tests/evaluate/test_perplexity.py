@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from ttrain.config import Lora, Settings, SftConfig
+from ttrain.config import Lora, Settings
 from ttrain.data.chat import encode_chat
 from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
@@ -198,7 +198,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
     paths = {"pretrain": root / "base", "sft": root / "sft"}
     results = {"pretrain": home.pretrain(settings, paths["pretrain"])}
     inputs = {"base": paths["pretrain"], "shards": home.chats.path}
-    results["sft"] = run_here(sft, SftConfig(sft=settings.sft), paths["sft"], inputs, settings.runtime)
+    results["sft"] = run_here(sft, settings, paths["sft"], inputs, settings.runtime)
     shards = {"pretrain": home.documents.path, "sft": home.chats.path}
     return SimpleNamespace(paths=paths, results=results, settings=settings, shards=shards)
 

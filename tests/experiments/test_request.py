@@ -145,9 +145,9 @@ def test_a_sweep_is_named_by_a_part_of_its_name_and_one_process_has_it(tmp_path:
     with first.lock(), pytest.raises(UsageError, match=f"{first.name} is running in process"):
         with records.find_sweep(tmp_path, first.name).lock():
             raise AssertionError("two have it")
-    records.find_sweep(tmp_path, first.name).note(words=["a"])
+    records.find_sweep(tmp_path, first.name).note(arguments=["a"])
     with first.lock():
-        assert first["words"] == ["a"]  # what another process noted meanwhile
+        assert first["arguments"] == ["a"]  # what another process noted meanwhile
     assert records.find_sweep(tmp_path, first.name).measure == found.measure
     assert records.find_sweep(tmp_path, first.name).space == found.space
 

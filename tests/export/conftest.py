@@ -10,7 +10,7 @@ from support.loadable_models import TALKATIVE
 from support.tiny_stages import Home, run_here, stage_settings
 
 from ttrain.config import Settings
-from ttrain.engine.planner import plan_stage, section_of
+from ttrain.engine.planner import plan_stage
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.tasks import LORA, PRETRAIN, SFT, Stage, lora, pretrain, sft
@@ -29,7 +29,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> ArtifactStore:
         assert planned.key
         output = home.store.work(stage.name, planned.key)
         paths = {name: artifact.path for name, artifact in inputs.items()}
-        result = run_here(module, stage.config.model_validate(section_of(stage, settings)), output, paths, settings.runtime)
+        result = run_here(module, settings, output, paths, settings.runtime)
         used = {name: {"stage": one.stage, "key": one.key, "content": one.content} for name, one in inputs.items()}
         manifest = {"result": result, "ingredients": planned.ingredients, "inputs": used}
         return home.store.publish(stage.name, planned.key, output, manifest)

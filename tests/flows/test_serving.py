@@ -6,19 +6,17 @@ import asyncio
 import multiprocessing
 import os
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from prefect.deployments.runner import RunnerDeployment
+from prefect.deployments.runner import DeploymentApplyError, RunnerDeployment
 from prefect.flows import load_flow_from_entrypoint
 
-from ttrain.config import Settings
-from ttrain.core.files import exclusive, write_json
 from ttrain.errors import UsageError
-from ttrain.flows import deploy, deployed, serve, servers
+from ttrain.flows import deploy, serve, servers
 from ttrain.flows.deploy import Schedule
 
 
@@ -48,7 +46,8 @@ class Server:
         self.home, self.deployments, self.added = home, dict[str, Any](), list[str]()
 
     async def read_deployments(self, **filters: Any) -> list[Any]:
-        return list(self.deployments.values())
+        wanted = filters["deployment_filter"].tags.all_
+        return [one for one in self.deployments.values() if set(wanted) <= set(one.tags)]
 
     async def delete_deployment(self, number: str) -> None:
         del self.deployments[number]
@@ -61,7 +60,7 @@ class Server:
 
     def add(self, number: str, **fields: Any) -> None:
         kind, name = number.split("/")
-        own = {"id": number, "name": name, "entrypoint": f"ttrain.flows.deployed.{kind}"}
+        own = {"id": number, "name": name, "entrypoint": f"ttrain.flows.serve.{kind}"}
         tags = ["ttrain", f"home:{self.home}"]
         self.deployments[number] = SimpleNamespace(**{**own, "paused": False, "tags": tags, **fields})
 
@@ -69,6 +68,21 @@ class Server:
 @pytest.fixture
 def said() -> list[str]:
     return []
+
+
+def test_a_schedule_whose_pool_is_missing_is_said_once_and_the_others_are_made(
+    look: Any, server: Server, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(made: RunnerDeployment) -> str:
+        raise DeploymentApplyError("there is no such pool")
+
+    monkeypatch.setattr(RunnerDeployment, "aapply", refuse)
+    deploy.write(tmp_path, replace(MINE, name="bad", pool="none"))
+    deploy.write(tmp_path, replace(MINE, name="good"))
+    look()
+    look()
+    assert server.added == ["nightly/good"] and len(said) == 2
+    assert "no such pool; make the pool" in said[0]
 
 
 @pytest.fixture
@@ -111,19 +125,6 @@ def test_deployments_are_those_of_the_files_and_a_pause_in_the_ui_is_kept_in_the
     assert set(server.deployments) == {"nightly/mine", "nightly/of-another-home"}
 
 
-def test_a_schedule_that_cannot_be_made_is_said_once_and_the_others_are_made(
-    look: Any, server: Server, said: list[str], tmp_path: Path
-) -> None:
-    deploy.write(tmp_path, replace(MINE, name="bad", settings={"pretrain": {"bogus": 1}}))
-    deploy.write(tmp_path, replace(MINE, name="good"))
-    deploy.write(tmp_path, replace(MINE, name="taken"))
-    server.add("nightly/taken", tags=["ttrain", "home:/"])
-    look()
-    look()
-    assert server.added == ["nightly/good"] and len(said) == 3
-    assert "settings of another version" in said[0] and "taken is not served" in said[2]
-
-
 def test_a_pool_gets_the_flow_by_its_module_with_the_home(
     look: Any, server: Server, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,37 +140,10 @@ def test_a_pool_gets_the_flow_by_its_module_with_the_home(
     look()
     look()
     [made] = applied
-    assert (made.work_pool_name, made.entrypoint) == ("docker-pool", "ttrain.flows.deployed.nightly")
+    assert (made.work_pool_name, made.entrypoint) == ("docker-pool", "ttrain.flows.serve.nightly")
     assert made.job_variables == {"env": {"TTRAIN_HOME": str(tmp_path)}} and not server.added
     assert [(slot.schedule.cron, slot.schedule.timezone) for slot in made.schedules] == [("0 2 * * *", "UTC")]
-    assert load_flow_from_entrypoint(made.entrypoint).validate_parameters(made.parameters)
-
-
-@pytest.mark.parametrize(("slot", "tries", "covered"), [(5, 1, True), (7, 1, False), (5, 2, False)])
-def test_a_slot_of_full_before_the_start_of_the_newest_run_is_covered_by_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slot: int, tries: int, covered: bool
-) -> None:
-    """As two missed ones are after an outage; a retry runs."""
-    began = datetime(2026, 1, 1, 6, tzinfo=UTC)
-    path = deploy.last_run_file(tmp_path, "full/mine")
-    path.parent.mkdir()
-    write_json(path, {"name": "one", "began": began.isoformat()})
-    run = SimpleNamespace(run_count=tries, scheduled_start_time=began.replace(hour=slot))
-    monkeypatch.setattr(deployed, "flow_run", run)
-    reason = deployed.covered_by(tmp_path, "full/mine")
-    assert reason == ("one began after this slot" if covered else None)
-    assert deployed.covered_by(tmp_path, "full/another") is None
-
-
-def test_a_slot_of_full_that_finds_the_one_before_it_running_is_skipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(deployed, "current_flow_run", lambda: SimpleNamespace(auto_scheduled=True))
-    lock = deploy.path_of(tmp_path, "full/quickstart").with_suffix(".lock")
-    with exclusive(lock):
-        state = deployed._run_full(tmp_path, Settings())
-    assert state is not None
-    assert (state.name, state.message) == ("Skipped", "the slot before is still running")
+    assert load_flow_from_entrypoint(made.entrypoint).name == "nightly"
 
 
 def test_servers_make_flow_runs_of_two_slots_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-import signal
 import socket
 import ssl
 from pathlib import Path
-from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
 from support.pipeline_home import Cli
 
 from ttrain.config import Runtime
-from ttrain.errors import TTrainError
-from ttrain.flows import stage_task as stage
 from ttrain.store.artifacts import ArtifactStore
 
 SHARDS = ("pipeline", "run", "full", "--only", "tokenizer,shards-pretrain,shards-sft", "shards.block_bytes=1024")
@@ -36,20 +31,6 @@ def test_nobody_without_the_keys_of_the_cluster_reaches_its_scheduler() -> None:
         with socket.create_connection((address.hostname, address.port or 0), timeout=10) as connection:
             with pytest.raises(ssl.SSLError, match="certificate required"):
                 stranger.wrap_socket(connection).recv(1)
-
-
-@pytest.mark.parametrize(("seconds", "error"), [(0.0, "has had no worker for 0 s"), (600.0, "stopped while Dask made")])
-def test_blocks_of_a_cluster_without_workers_are_not_waited_for_without_end(
-    seconds: float, error: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither where nobody stops the run, nor where somebody does."""
-    client = SimpleNamespace(scheduler_info=lambda: {"workers": {}})
-    pending = SimpleNamespace(wait=lambda seconds: None, wrapped_future=SimpleNamespace(done=lambda: False, client=client))
-    monkeypatch.setattr(stage.block_task, "submit", lambda *arguments: pending)
-    monkeypatch.setattr(stage, "WORKERLESS_SECONDS", seconds)
-    signals = itertools.chain([0, 0], itertools.repeat(signal.SIGINT))
-    with pytest.raises(TTrainError, match=error):
-        list(stage.DaskPool(2, lambda: next(signals)).map(print, iter([(1,), (2,), (3,)])))
 
 
 @pytest.mark.soak

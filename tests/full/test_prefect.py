@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
-import time
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 from support.pipeline_home import Cli
-from support.waiting import wait_until
 
 from ttrain.engine.graph import Planned
+from ttrain.engine.labels import Labels
 from ttrain.errors import StageFailed
 from ttrain.tasks import EVALUATE
 
@@ -22,25 +20,6 @@ WITHOUT_PREFECT = (
     "import sys\nsys.modules['prefect'] = None  # importing it raises ImportError, as where it is not installed\n"
     "from ttrain.cli.main import main\nmain()"
 )
-LIMIT_ON_TAG = """
-import sys
-from pathlib import Path
-from ttrain.flows import flow_runs, prefect_run
-prefect_run.begin(Path(sys.argv[1]))()
-with flow_runs.sync_client() as client:
-    client.create_concurrency_limit(tag="trains", concurrency_limit=1)
-"""
-# A night as a schedule runs it, of settings that no night can have
-REFUSED_NIGHT = """
-import os, sys
-from pathlib import Path
-from ttrain.flows import prefect_api, prefect_run, servers
-home = Path(sys.argv[1])
-os.environ.update(prefect_api.prefect_environment(home))
-prefect_run.start_temporary_server(home)()
-from ttrain.flows import deployed
-print(deployed.nightly(changes=("model.kind=lama",), return_state=True).message)
-"""
 
 
 def newest_run(cli: Cli) -> tuple[Any, ...]:
@@ -74,16 +53,6 @@ def test_a_run_shows_its_process_its_plan_its_stages_with_logs_and_its_results(f
 
 
 @pytest.mark.soak
-def test_prefect_retries_no_refused_night_by_itself(fresh: Cli) -> None:
-    environment = {**fresh.environment, "PREFECT_FLOW_DEFAULT_RETRIES": "2"}
-    command = [sys.executable, "-c", REFUSED_NIGHT, str(fresh.home)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert "model.kind is 'lama'" in done.stdout, done.stdout + done.stderr
-    [(state, tries)] = fresh.rows("prefect", "select state_name, run_count from flow_run")
-    assert (state, tries) == ("Failed", 1)
-
-
-@pytest.mark.soak
 def test_without_prefect_the_same_recipe_runs(copy_of: Any) -> None:
     cli = copy_of()
     command = cli.command("pipeline", "run", "full", "--engine", "none", "evaluate.new_tokens=1")
@@ -107,11 +76,10 @@ def test_a_stage_s_task_has_its_attempts_with_longer_and_longer_waits_and_no_cac
     from ttrain.config.loading import load
     from ttrain.flows import stage_task as stage
 
-    settings = load([f"runtime.stages.{EVALUATE.name}.retries=3", "runtime.retry_delay_seconds=5"], environment={}).settings
+    settings = load(["runtime.retries=3", "runtime.retry_delay_seconds=5"], environment={}).settings
     waits: list[float] = []
     fails = Mock(side_effect=StageFailed("its process was killed"))
     run: Any = Mock(settings=settings, signum=0, wait=waits.append, run_stage=fails)
-    run.page_of.return_value = None
     task = stage.stage_task(Planned(EVALUATE, "run", ()), run)
     monkeypatch.setattr(stage, "get_run_logger", Mock())
     for count in (1, 2, 3):
@@ -132,7 +100,7 @@ def test_a_stage_that_ends_otherwise_than_by_its_own_word_fails_the_run() -> Non
     from prefect.states import Completed, Failed
 
     from ttrain.errors import TTrainError
-    from ttrain.flows.prefect_run import check_all_completed
+    from ttrain.flows.engine import check_all_completed
 
     futures = [SimpleNamespace(state=state) for state in (Completed(), Failed(message="AttributeError: x"))]
     run: Any = SimpleNamespace(signum=0, failures={})
@@ -143,25 +111,9 @@ def test_a_stage_that_ends_otherwise_than_by_its_own_word_fails_the_run() -> Non
     check_all_completed(run, futures)
 
 
-@pytest.mark.long
-@pytest.mark.soak
-def test_a_killed_run_holds_no_slot_of_a_limit_for_long(fresh: Cli) -> None:
-    """Who limits what trains at once, by Prefect's tag, is not locked out by a run that was killed."""
-    fresh("up", settings=False)
-    try:
-        subprocess.run([sys.executable, "-c", LIMIT_ON_TAG, str(fresh.home)], env=fresh.environment, check=True)
-        process = fresh.start("pipeline", "run", "full", "pretrain.tokens=245760", "evaluate.new_tokens=0")
-        wait_until(fresh.checkpoints, 120)
-        process.kill()
-        process.wait()
-        began = time.monotonic()
-        fresh("pipeline", "run", "full", "pretrain.tokens=245760", "evaluate.new_tokens=0")
-        assert time.monotonic() - began < 180
-        states = [state for (state,) in fresh.rows("prefect", "select state_name from flow_run order by created")]
-        assert states == ["Crashed", "Completed"]
-        assert fresh.rows("prefect", "select count(*) from task_run where state_name in ('Running', 'Pending')") == [(0,)]
-        tags = fresh.rows("prefect", "select name, tags from task_run")
-        # Prefect makes up the end of the name of one that has not begun
-        assert {task.partition("-")[0] for task, found in tags if json.loads(found)} == {"pretrain", "sft", "lora"}
-    finally:
-        fresh("down", settings=False)
+def test_a_flow_run_has_the_name_of_the_settings_and_the_users_tags() -> None:
+    from ttrain.flows.engine import tags_of
+
+    labels = Labels("", {"purpose": "baseline"})
+    execution: Any = SimpleNamespace(settings=SimpleNamespace(name="mine"), labels=labels)
+    assert tags_of(execution) == ["ttrain", "name=mine", "purpose=baseline"]

@@ -133,7 +133,7 @@ def code_of(path: Path) -> list[str]:
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         snippets: list[str] = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
-        return snippets[:1]  # the second one starts a flow
+        return snippets
     cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in cells] == [*range(1, len(cells) + 1)] and all(
         cell["outputs"] for cell in cells

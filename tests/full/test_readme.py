@@ -37,7 +37,7 @@ OTHERS = (  # run by inference/test_serve, test_gate; test_ui, test_compare, tes
 )  # fmt: skip
 # Commands of the other pages that a finished pipeline can run, but those that name what only a reader has.
 RUN_HERE = (
-    "pipeline plan ", "pipeline run full", "models size", "artifacts ", "export sft --to out/chat",
+    "pipeline plan ", "pipeline run full", "artifacts ", "export sft --to out/chat",
     "export lora --", "lineage sft", "report",
 )  # fmt: skip
 ONLY_THERE = ("start_from=", "llama.cpp", "runtime.node_rank", "nightly", "english", "adopt")

@@ -12,10 +12,9 @@ from datetime import datetime
 
 import pytest
 from support.pipeline_home import Cli
-from support.served import call, every_five_seconds, flow_runs, processes_of, serving, slot
+from support.served import FINAL_STATES, call, every_five_seconds, flow_runs, processes_of, serving, slot
 from support.waiting import wait_until
 
-from ttrain.flows.flow_runs import FINAL_STATES
 from ttrain.store import server_records
 
 MISSING = "data.pretrain=missing.jsonl"  # a run that fails as soon as it has begun

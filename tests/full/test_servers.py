@@ -26,7 +26,7 @@ from support.served import processes_of, write_double
 from support.waiting import wait_until
 
 from ttrain.errors import TTrainError
-from ttrain.flows import prefect_api, prefect_run, servers
+from ttrain.flows import prefect_api, servers
 from ttrain.store import server_records
 from ttrain.tracking.client import tracking_uri
 from ttrain.tracking.mirror import Mirror, TrackedRun
@@ -34,10 +34,10 @@ from ttrain.tracking.mirror import Mirror, TrackedRun
 STARTED_BY_THE_RUN = """
 import os, sys, time
 from pathlib import Path
-from ttrain.flows import prefect_api, prefect_run, servers
+from ttrain.flows import prefect_api, servers
 home = Path(sys.argv[1])
 os.environ.update(prefect_api.prefect_environment(home))
-ready = prefect_run.start_temporary_server(home)
+ready = servers.start_own_server(home)
 from prefect import flow, get_run_logger
 ready()
 @flow
@@ -223,28 +223,6 @@ def test_a_run_has_its_own_server_which_hears_its_logs_and_dies_with_it(real_hom
     wait_until(lambda: not answers(f"{url}/health") and not processes_of(real_home), 10)
 
 
-def flow_states(home: Path) -> list[str]:
-    with contextlib.closing(sqlite3.connect(f"file:{home / 'prefect' / 'prefect.db'}?mode=ro", uri=True)) as db:
-        return [state for (state,) in db.execute("SELECT state_name FROM flow_run")]
-
-
-@pytest.mark.long
-@pytest.mark.soak
-def test_two_first_runs_at_once_on_a_fresh_home_share_its_database(tmp_path: Path) -> None:
-    home = tmp_path / "home"
-
-    def run(_: int) -> str:
-        with run_with_its_own_server(home) as used:
-            return used
-
-    with ThreadPoolExecutor(2) as pool:
-        urls = list(pool.map(run, range(2)))
-    assert len(set(urls)) == 2 and all(url.startswith("http://127.0.0.1:") for url in urls)
-    assert flow_states(home) == ["Completed", "Completed"]
-    assert "locked" not in (home / "servers" / "own.log").read_text()
-    wait_until(lambda: not processes_of(home), 20)  # neither server outlives the run that started it
-
-
 def test_two_ups_at_once_start_one_of_each_and_one_that_was_killed_is_started_again(faked_home: Path) -> None:
     prefect_port, mlflow_port = ports()
     with ThreadPoolExecutor(2) as pool:
@@ -273,7 +251,7 @@ def test_a_recycled_pid_is_neither_taken_for_a_server_nor_killed(
     assert stranger.poll() is None and not (faked_home / "servers" / "prefect.json").exists()
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"pid": 1}', "not json", '{"pid": PID, "port": 1, "token": null}'])
+@pytest.mark.parametrize("text", ["not json", '{"pid": PID, "port": 1, "token": null}'])
 def test_a_damaged_file_owns_no_process(faked_home: Path, text: str, stranger: subprocess.Popen[bytes]) -> None:
     path = faked_home / "servers" / "prefect.json"
     path.write_text(text.replace("PID", str(stranger.pid)))  # null is also what asking for an absent token gives
@@ -283,24 +261,6 @@ def test_a_damaged_file_owns_no_process(faked_home: Path, text: str, stranger: s
         pytest.fail(f"owns {server.processes()}")
     assert servers.running(faked_home) is None and servers.down(faked_home) == []
     assert stranger.poll() is None and not path.exists()
-
-
-def test_a_server_whose_port_another_one_takes_meanwhile_is_started_on_the_next(
-    faked_home: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else it would take that one's answer for its own, and send it the token."""
-    theirs = tmp_path_factory.mktemp("theirs")
-    write_double(theirs)
-    free_port, port = servers.free_port, ports()[0]
-    servers.start(theirs, {"prefect": port})
-    chosen = iter([port])
-    monkeypatch.setattr(servers, "free_port", lambda first: next(chosen, None) or free_port(first))
-    try:
-        servers.start(faked_home, {"prefect": port})
-        server = server_records.live_server(faked_home, "prefect")
-        assert server is not None and server.port != port
-    finally:
-        servers.down(theirs)
 
 
 def test_a_server_that_dies_says_why_and_takes_the_other_along(faked_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +278,7 @@ def test_the_environment_prefers_what_the_user_has_set_and_the_token_is_for_the_
         patch.setenv("PREFECT_API_URL", "http://elsewhere:4200/api")
         patch.setenv("PREFECT_HOME", "/users/choice")
         assert not {"PREFECT_API_URL", "PREFECT_HOME"} & set(prefect_api.prefect_environment(faked_home))
-        prefect_run.start_temporary_server(faked_home)()
+        servers.start_own_server(faked_home)()
         assert os.environ["PREFECT_API_URL"] == "http://elsewhere:4200/api"
     token = server_records.read_token(faked_home)
     assert token and prefect_api.prefect_environment(faked_home)["PREFECT_API_AUTH_STRING"] == token
@@ -372,12 +332,3 @@ def test_servers_without_a_token_are_asked_for_and_warned_of(faked_home: Path, c
     server_records.make_token(faked_home)  # of servers that ask for one
     server = server_records.live_server(faked_home, "mlflow")
     assert server and server_records.page_with_token(faked_home, url := f"http://127.0.0.1:{server.port}") == url
-
-
-def test_without_a_server_the_environment_is_silent(tmp_path: Path) -> None:
-    chosen = prefect_api.prefect_environment(tmp_path / "home")
-    assert "PREFECT_API_URL" not in chosen
-    assert chosen["DO_NOT_TRACK"] == "true" and chosen["PREFECT_SERVER_ANALYTICS_ENABLED"] == "false"
-    assert chosen["PREFECT_HOME"] == str(tmp_path.resolve() / "home" / "prefect")
-    assert not (tmp_path / "home").exists(), "asking leaves no trace"
-    assert servers.down(tmp_path / "home") == [] and not (tmp_path / "home").exists()

@@ -65,7 +65,7 @@ def test_a_sweep_that_is_killed_goes_on_inside_its_trial_and_its_best_is_what_th
     """Trial 2 is killed in its middle; then the same command, which repeats nothing that was finished."""
     command = ("sweep", "full", "pretrain.optim.lr=log(1e-6,1e-2,3)", ADAMW, LONGER, "--sampler", "grid")
     kill_in_trial(fresh, fresh.start(*command), 2)
-    (stopped,) = sweeps(fresh, "list")
+    stopped = sweeps(fresh, "show")
     assert stopped["outcome"] == "crashed"
     assert [trial["outcome"] for trial in stopped["trials"]] == ["completed", "running"]
 
@@ -126,7 +126,7 @@ def test_trials_that_diverge_are_bad_and_that_are_stopped_go_on(fresh: Cli) -> N
     wait_until(lambda: process.poll() is not None or any(r["sweep"]["trial"] == 2 for r in trials_of(fresh)), 240)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=120) == 130
-    assert sweeps(fresh, "list")[0]["outcome"] == "interrupted"
+    assert sweeps(fresh, "show")["outcome"] == "interrupted"
     fresh(*command)
     shown = sweeps(fresh, "show")
     assert [trial["outcome"] for trial in shown["trials"]] == ["completed", "completed", "diverged"]

@@ -18,7 +18,6 @@ from support.tiny_stages import Home, run_here, stage_settings
 from support.tiny_trainers import Held, PlainSgd, in_ranks, make_trainer, tiny_model
 from torch import Tensor
 
-from ttrain.config import LoraConfig
 from ttrain.data.encoder import Encoder
 from ttrain.errors import UsageError
 from ttrain.model import adapters, factory
@@ -27,7 +26,7 @@ from ttrain.tasks import lora
 from ttrain.tasks.new_model import TOKENIZER_FILES
 from ttrain.train.distributed import Ranks
 from ttrain.train.language_modeling import LanguageModeling
-from ttrain.train.trainer import TrainerOptions
+from ttrain.train.training_options import Speed
 
 ATTENTION = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"}
 MLP = {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
@@ -159,7 +158,7 @@ def test_two_sharded_ranks_train_the_same_adapter_as_one(tmp_path: Path) -> None
 
     def fit(ranks: Ranks) -> dict[str, Tensor]:
         model = adapters.attach(tiny_model(), config)
-        how = TrainerOptions(parallel="fsdp")
+        how = Speed(parallel="fsdp")
         trainer = make_trainer(config, model, NumberedRows(12), ranks=ranks, rows_per_device=3, how=how)
         trainer.fit()
         return copies(trainer.parallel.whole(adapters.state(model)))
@@ -175,7 +174,7 @@ def test_two_sharded_ranks_train_the_same_adapter_as_one(tmp_path: Path) -> None
 def test_a_compiled_adapter_is_trained_to_the_same_weights(kind: str) -> None:
     """Up to rounding: a millionth of the way. By SGD, since AdamW divides by gradients near 0, which magnifies it."""
     config, found = settings(kind=kind), []
-    for how in (TrainerOptions(), TrainerOptions(compile=True)):
+    for how in (Speed(), Speed(compile=True)):
         model = adapters.attach(tiny_model(), config)
         before = copies(adapters.state(model))
         trainer = make_trainer(config, model, NumberedRows(24), how=how, task=PlainSgd(config, model))
@@ -197,7 +196,7 @@ def test_the_stage_leaves_an_adapter_and_continues_to_the_same_bytes(stage_home:
     before = weights_digest(base)
     settings = stage_settings()
     changes = {"kind": "prefix", "start_from": "pretrain", "virtual_tokens": 4, "epochs": None, "tokens": 6 * 256}
-    config = LoraConfig(lora=settings.lora.replaced(changes))
+    config = settings.replaced({"lora": changes})
     inputs = {"base": base.parent, "shards": stage_home.chats.path}
     found = run_here(lora, config, tmp_path / "whole", inputs, settings.runtime)
     first = sorted((tmp_path / "whole" / "checkpoints").glob("step-*"))[0]

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from support.refusals import settings_file
 
-from ttrain.config import Model, PretrainConfig, Settings
+from ttrain.config import Model, Settings
 from ttrain.config.loading import load
 from ttrain.config.model import names, sizes_of
 from ttrain.core.hashing import digest_of
 from ttrain.errors import UsageError
 from ttrain.model.architecture import build_config
+from ttrain.tasks import PRETRAIN
 
 SMALL, LARGE = sizes_of("1m"), sizes_of("124m")
 
@@ -66,7 +67,7 @@ def test_a_preset_that_does_not_exist_names_those_there_are() -> None:
 def test_a_preset_is_not_in_the_key_but_its_sizes_are() -> None:
     def key(*overrides: str) -> str:
         settings = load(overrides, environment={}).settings
-        return digest_of(PretrainConfig(model=settings.model, pretrain=settings.pretrain).model_dump(mode="json"))
+        return digest_of(PRETRAIN.part_of(settings))
 
     by_hand = [f"model.{name}={'null' if value is None else value}" for name, value in sizes_of("10m").items()]
     assert key("model.preset=10m") == key(*by_hand) != key()

@@ -23,7 +23,7 @@ from ttrain.train.distributed import Ranks
 from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.moe import Routers
 from ttrain.train.optim import MOMENTUM, Muon
-from ttrain.train.trainer import Cadence, TrainerOptions
+from ttrain.train.training_options import Cadence, Speed
 
 # --- training -----------------------------------------------------------------------------------------------------------
 
@@ -44,7 +44,7 @@ def test_the_logged_loss_is_the_sum_of_its_logged_parts() -> None:
 
 
 def trained(
-    kind: str, ranks: Ranks = ALONE, how: TrainerOptions = PLAIN, *, steps: int = 2, optim: Optim | None = None,
+    kind: str, ranks: Ranks = ALONE, how: Speed = PLAIN, *, steps: int = 2, optim: Optim | None = None,
     **options: Any,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Any]]:  # fmt: skip
     """Weights before and after, and curve."""
@@ -66,7 +66,7 @@ def of_rank(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What two ranks have: replicated, sharded, and sharded after a step of Muon, in this order."""
 
     def work(ranks: Ranks) -> Any:
-        sharded = TrainerOptions(parallel="fsdp")
+        sharded = Speed(parallel="fsdp")
         return (
             trained("glm4_moe", ranks, rows_per_device=1), trained("ernie4_5_moe", ranks, sharded),
             trained("glm4_moe", ranks, sharded, steps=1, optim=MUON),

@@ -16,7 +16,7 @@ from support.tiny_trainers import CPU, settings_of_training, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from ttrain.config import Lora, Optim, SftConfig
+from ttrain.config import Lora, Optim
 from ttrain.config.model import Moe, MultiToken
 from ttrain.data.packing import IGNORE, Batch
 from ttrain.errors import ArtifactError
@@ -137,7 +137,7 @@ def test_stages_keep_the_head_beside_the_model_or_drop_it(keep: bool, stage_home
     assert not any(report.values()) and not hasattr(loaded, "multi_token"), "whoever opens it sees one head"
 
     inputs = {"base": tmp_path / "base", "shards": stage_home.chats.path}
-    run_here(sft, SftConfig(sft=settings.sft.replaced(SHORT)), tmp_path / "tuned", inputs, settings.runtime)
+    run_here(sft, settings.replaced({"sft": SHORT}), tmp_path / "tuned", inputs, settings.runtime)
     lines = [line["metrics"] for line in curve(tmp_path / "tuned" / "run" / "metrics.jsonl")]
     assert any("loss_ce2" in line for line in lines) == keep, "fine-tuning goes on with it where it is there"
     if keep:

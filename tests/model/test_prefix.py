@@ -130,7 +130,7 @@ def test_an_architecture_that_cannot_take_a_prefix_is_refused(kind: str, fields:
 
 
 def test_positions_that_do_not_suffice_are_refused_with_the_length_that_would() -> None:
-    with pytest.raises(UsageError, match=r"together 132 positions, but the base model has 128; set lora\.row_length=64"):
+    with pytest.raises(UsageError, match=r"but the base model has 128; set lora\.row_length to at most 124"):
         adapters.attach(tiny_model(), settings(kind="prefix", row_length=128, tokens_per_step=128))
 
 

@@ -10,7 +10,7 @@ import pytest
 from support.night_files import artifact
 from support.tiny_stages import run_here
 
-from ttrain.config import HeldoutConfig, Runtime
+from ttrain.config import Runtime, Settings
 from ttrain.core.files import write_json
 from ttrain.errors import ArtifactError
 from ttrain.evaluate.task_result import record_name
@@ -34,7 +34,7 @@ def held_out(directory: Path, texts: list[str], **labels: str) -> Path:
 def held_out_set(output: Path, earlier: Path, documents: Path, max_bytes: int = 10**6) -> dict[str, Any]:
     """Run the stage `heldout`; returns its figures."""
 
-    config = HeldoutConfig.model_validate({"evaluate": {"max_bytes": max_bytes}})
+    config = Settings.model_validate({"evaluate": {"max_bytes": max_bytes}})
     figures: dict[str, Any] = run_here(stage, config, output, {"earlier": earlier, "documents": documents}, Runtime())
     return figures
 

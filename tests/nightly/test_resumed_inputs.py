@@ -10,139 +10,46 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.night_files import artifact, completed, inbox, list_of, sources_in
+from support.night_files import artifact, completed, inbox, list_of
 
-from ttrain.config import Nightly, Settings
-from ttrain.engine.planner import plan
+from ttrain.config import Nightly
 from ttrain.errors import ArtifactError
 from ttrain.flows import night_plan
 from ttrain.nightly import heldout
 from ttrain.nightly import inputs as night_inputs
 from ttrain.nightly.records import Champion, InputSnapshot, NightRecord, Nights
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.runs import RunRecord
 
 
-def unfinished(known: Nights, listed: InputSnapshot, store: ArtifactStore, outcome: str, **keys: str) -> NightRecord:
-    """A night with this list whose try ended so, after its run had made the stages with these keys."""
+def unfinished(known: Nights, listed: InputSnapshot, outcome: str) -> NightRecord:
+    """A night with this list whose try ended so."""
     night = known.begin(listed, None)
-    run = RunRecord(store.root, "nightly", [name.replace("_", "-") for name in keys], {})
-    for name, key in keys.items():
-        run.stage(name.replace("_", "-"), key=key)
-    night.note_try(run=run.run)
     night.end_try(outcome, "the deadline was reached", closed=False)
     return night
 
 
-def shards_of(store: ArtifactStore, listed: InputSnapshot, key: str) -> None:
-    """Shards of the list's documents."""
-    read = {"files": {"train": [{"name": "a", "sha256": file["sha256"]} for file in listed.files["pretrain"]]}}
-    of = {"tokenizer": {"stage": "tokenizer", "key": "t", "content": ""}}
-    files = {"heldout/index.json": "{}", "train/index.json": "{}"}
-    artifact(store, "shards-pretrain", key, files, ingredients=read, inputs=of)
-
-
-def night_with_shards(
-    root: Path, store: ArtifactStore, known: Nights, outcome: str, champion: Champion | None = None, **keys: str
-) -> tuple[Settings, InputSnapshot, NightRecord]:
-    """A night over two files whose try ended so after it had made their shards."""
-    settings = inbox(root, a="1", b="2")
-    listed = list_of(settings, store, champion)
-    shards_of(store, listed, "made")
-    return settings, listed, unfinished(known, listed, store, outcome, **keys, shards_pretrain="made")
-
-
 @pytest.mark.parametrize("change", ["grew", "gone"])
-def test_a_night_whose_shards_are_made_goes_on_with_them_whatever_becomes_of_a_file(
+def test_a_night_that_goes_on_reads_a_file_as_it_is_now(
     change: str, tmp_path: Path, store: ArtifactStore, champion: Champion, known: Nights
 ) -> None:
-    settings, listed, night = night_with_shards(tmp_path, store, known, "unfinished", champion)
-    becomes(tmp_path / "inbox/b.jsonl", change)
-    for _ in range(2):  # and in the slot after the next one
-        frozen, reason = night_plan.choose_inputs(settings, store, known, night)
-        assert frozen is not None and frozen.files == listed.files and "changed or gone since it began: b.jsonl" in reason
-        assert frozen.shards == {"pretrain": "shards-pretrain/made"}
-        night.freeze(frozen)
-    inputs = night_inputs.inputs_of(night.frozen, settings, store)
-    stages = sources_in(night_plan.night_graph(inputs))
-    assert "shards-pretrain" not in stages and stages["pretrain"]["shards"].key == "made"
-    assert stages["evaluate"]["documents"].key == "made"
-
-
-def becomes(file: Path, change: str) -> None:
+    settings = inbox(tmp_path, a="1", b="2")
+    night = unfinished(known, list_of(settings, store, champion), "unfinished")
+    file = tmp_path / "inbox/b.jsonl"
     file.unlink() if change == "gone" else file.write_text("2\n3", encoding="utf-8")
-
-
-@pytest.mark.parametrize("change", ["grew", "gone"])
-def test_a_first_night_goes_on_with_the_tokenizer_of_its_shards(
-    change: str, tmp_path: Path, store: ArtifactStore, known: Nights
-) -> None:
-    """Which is made of the same files."""
-    artifact(store, "tokenizer", "t", {"tokenizer.json": "{}"})
-    settings, _, night = night_with_shards(tmp_path, store, known, "unfinished", tokenizer="t")
-    becomes(tmp_path / "inbox/b.jsonl", change)
-    planned = night_plan.choose_inputs(settings, store, known, night)[0]
-    assert planned is not None
-    inputs = night_inputs.inputs_of(planned, settings, store)
-    stages = {row.stage.name: row for row in plan(night_plan.night_graph(inputs), inputs.settings, store)}
-    assert {"tokenizer", "shards-pretrain"}.isdisjoint(stages) and stages["pretrain"].state == "run"
-    assert inputs.replacements["tokenizer"].key == "t" and inputs.replacements["shards-pretrain"].key == "made"
-
-
-@pytest.mark.parametrize("correction", ["reading", "shards"])
-def test_shards_that_were_made_with_other_settings_are_not_gone_on_with(
-    correction: str, tmp_path: Path, store: ArtifactStore, champion: Champion, known: Nights
-) -> None:
-    settings, listed, night = night_with_shards(tmp_path, store, known, "failed")
-    change = {"reading": {"text_field": "body"}, "shards": {"overlap_share": 0.9}}[correction]
-    corrected = Settings.model_validate({**settings.model_dump(), correction: change})
-    (tmp_path / "inbox/b.jsonl").write_text("2\n3", encoding="utf-8")
-    frozen, _ = night_plan.choose_inputs(corrected, store, known, night)
-    assert frozen is not None and frozen.shards == {}
-    night.begin_try(None)
-    night.freeze(frozen)
-    assert len(night.tries_with_inputs) == 1
-    night.end_try("unfinished", "", closed=False)
-    (tmp_path / "inbox/b.jsonl").write_text("2", encoding="utf-8")  # as it was when the shards were made
-    night.freeze(replace(frozen, files=listed.files))
-    (tmp_path / "inbox/b.jsonl").unlink()
-    frozen, _ = night_plan.choose_inputs(corrected, store, known, night)
-    assert frozen is not None and frozen.shards == {} and len(frozen.files["pretrain"]) == 1
+    frozen, reason = night_plan.choose_inputs(settings, store, known, night)
+    assert frozen is not None and "changed or gone since it began: b.jsonl" in reason
+    assert frozen.files["pretrain"] == list_of(settings, store).files["pretrain"]
 
 
 def test_what_the_settings_name_no_more_after_a_failure_is_not_learnt(
     tmp_path: Path, store: ArtifactStore, known: Nights
 ) -> None:
-    settings, _, night = night_with_shards(tmp_path, store, known, "failed")
+    settings = inbox(tmp_path, a="1", b="2")
+    night = unfinished(known, list_of(settings, store), "failed")
     alone = {**settings.model_dump()["data"], "pretrain": str(tmp_path / "inbox/a.jsonl")}
     frozen, _ = night_plan.choose_inputs(settings.model_validate({"data": alone}), store, known, night)
-    assert frozen is not None and frozen.shards == {}
+    assert frozen is not None
     assert [Path(file["location"]).name for file in frozen.files["pretrain"]] == ["a.jsonl"]
-
-
-def test_a_damaged_file_of_one_data_set_leaves_the_shards_of_another(tmp_path: Path, store: ArtifactStore) -> None:
-    settings = inbox(tmp_path, a="1")
-    listed = list_of(settings, store, Champion("8", {}))
-    more = {"location": str(tmp_path / "bad.jsonl"), "sha256": "bad"}
-    chats = {**listed.files, "sft": [*listed.files["sft"], more]}
-    frozen = replace(listed, files=chats, shards={"pretrain": "shards-pretrain/made"})
-    smaller = night_inputs.smaller_snapshot(frozen, [more["location"]], set())
-    assert smaller is not None and smaller.files["sft"] == listed.files["sft"]
-    assert smaller.shards == {"pretrain": "shards-pretrain/made"}
-
-
-@pytest.mark.parametrize("key", ["never-made", "of-other-files"])
-def test_a_night_without_shards_of_its_files_reads_a_file_as_it_is_now(
-    key: str, tmp_path: Path, store: ArtifactStore, champion: Champion, known: Nights
-) -> None:
-    settings = inbox(tmp_path, a="1", b="2")
-    listed = list_of(settings, store, champion)
-    shards_of(store, replace(listed, files={"pretrain": listed.files["pretrain"][:1]}), "of-other-files")
-    night = unfinished(known, listed, store, "unfinished", shards_pretrain=key)
-    (tmp_path / "inbox/b.jsonl").write_text("2\n3", encoding="utf-8")
-    frozen, _ = night_plan.choose_inputs(settings, store, known, night)
-    assert frozen is not None and frozen.shards == {} and len(frozen.files["pretrain"]) == 2
-    assert frozen.files["pretrain"] == list_of(settings, store).files["pretrain"]
 
 
 @pytest.mark.parametrize(
@@ -165,11 +72,11 @@ def test_after_a_failure_the_current_settings_choose_what_a_night_reads(
     settings = inbox(tmp_path, new="2")
     first, _ = night_plan.choose_inputs(settings, store, known, None)
     assert first is not None and first.replay == 0.05
-    night = unfinished(known, first, store, "failed")
+    night = unfinished(known, first, "failed")
     corrected = settings.model_copy(update={"nightly": Nightly.model_validate(nightly)})
     frozen, reason = night_plan.choose_inputs(corrected, store, known, night)
     assert frozen is not None
-    assert "with the current settings, by which its inputs are chosen anew: 1 new: new.jsonl" in reason
+    assert "with the current settings, by which its inputs are chosen again: 1 new: new.jsonl" in reason
     assert sorted(Path(file["location"]).stem for file in frozen.files["pretrain"]) == files
     assert (frozen.replay, bool(frozen.documents)) == (replay, documents)
     night.begin_try(None)
@@ -177,7 +84,7 @@ def test_after_a_failure_the_current_settings_choose_what_a_night_reads(
     assert night_plan.choose_inputs(corrected, store, known, night)[0] == frozen, "killed while it chose"
     deadline = settings.model_copy(update={"nightly": Nightly(deadline="07:30")})
     same, reason = night_plan.choose_inputs(deadline, store, known, night)
-    assert same is not None and "chosen anew" not in reason and replace(same, settings=first.settings) == first
+    assert same is not None and "chosen again" not in reason and replace(same, settings=first.settings) == first
 
 
 def test_a_night_that_has_to_read_a_set_that_is_gone_stops(

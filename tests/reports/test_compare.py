@@ -318,7 +318,6 @@ def test_many_runs_are_lines_with_the_best_first(compared_home: Path) -> None:
     ("arguments", "told"),
     [
         (["compare", A], "needs two or more"),
-        (["compare", A, A], "name the same run twice"),
         (["compare", A, B, "--html", "none/such.html"], "does not exist"),
         (["report", A, "--out", "."], "is a directory"),
     ],

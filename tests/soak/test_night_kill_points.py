@@ -41,8 +41,6 @@ REACHED: dict[str, Callable[[Cli], bool]] = {
     "the branch": trained_to(DECAY_BEGINS + 5),
     "replay": began("replay"),
     "the plateau": trained_to(5),
-    "the plateau and its file grew": trained_to(5),
-    "the plateau and its file went": trained_to(5),
     "sft": began("sft"),
     "evaluation": began("evaluate"),
 }
@@ -113,12 +111,9 @@ def test_a_night_killed_anywhere_ends_like_one_that_never_was(
         assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
     step = cli.newest_step()
     assert not point.startswith("the ") or (0 < step < STEPS and (step > DECAY_BEGINS) == (point == "the branch")), step
-    file = cli.data / "docs-night-1.jsonl"
-    if point.endswith("grew"):
-        came = {"text": "what came while the night was unfinished " * 9}
-        file.write_text(f"{file.read_text(encoding='utf-8')}{json.dumps(came)}\n", encoding="utf-8")
-    elif point.endswith("went"):
-        file.unlink()
     cli(*NIGHT, *SETTINGS)
     assert outcome_of(cli) == never_killed
-    assert [one["outcome"] for one in next(Nights(cli.home, NAME).newest_first()).data["tries"]] == ["crashed", "promoted"]
+    assert [one["outcome"] for one in next(Nights(cli.home, NAME).newest_first()).data["attempts"]] == [
+        "crashed",
+        "promoted",
+    ]

@@ -20,11 +20,10 @@ import psutil
 import pytest
 from support.nights import NAME, add_documents, assert_registered_once
 from support.pipeline_home import Cli, write_corpus
-from support.served import Served, flow_runs, processes_of, slot
+from support.served import FINAL_STATES, Served, flow_runs, processes_of, slot
 from support.waiting import wait_until
 
 from ttrain.engine.stage_worker import PROCESS_NAME
-from ttrain.flows.flow_runs import FINAL_STATES
 from ttrain.nightly.records import COMPLETED, NOTHING_NEW, NightRecord, Nights
 from ttrain.store import server_records
 
@@ -153,7 +152,7 @@ def files(cli: Cli) -> set[str]:
 
 def documents_of(nights: list[NightRecord]) -> Counter[str]:
     """How many of these nights read each file of documents."""
-    return Counter(file["location"] for night in nights for file in night.data["frozen"]["files"].get("pretrain", ()))
+    return Counter(file["location"] for night in nights for file in night.data["inputs"]["files"].get("pretrain", ()))
 
 
 def assert_none_overlaps(home: Path) -> None:

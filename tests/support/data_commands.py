@@ -88,13 +88,3 @@ def documents(path: Path, count: int, seed: int = 0) -> Path:
 
 def chat(question: str, answer: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
-
-
-def shard(run: Run, tok: Path, *arguments: str | Path, code: int = 0) -> Any:
-    done = run("data", "shard", *arguments, "--tokenizer", tok, "--json", "shards.block_bytes=4096")
-    assert done.code == code, done.err
-    return done.json
-
-
-def train(run: Run, *arguments: str | Path) -> Result:
-    return run("tokenizer", "train", *arguments, "tokenizer.vocab_size=330", "--json")

@@ -24,6 +24,7 @@ from support.waiting import wait_until
 from ttrain.cli.main import main
 from ttrain.config import Settings
 from ttrain.engine import processes
+from ttrain.flows import servers
 
 ENGLISH = ("the", "a", "of", "to", "and", "in", "that", "it", "was", "for", "on", "with", "his", "they", "at", "from",
            "what")  # fmt: skip
@@ -107,30 +108,29 @@ class Cli:
 
     def through_prefect_here(self, *arguments: str) -> str:
         """The same through a Prefect server of its own, which gets the last logs and events and ends, as with a process."""
-        from ttrain.flows import prefect_run
+        from ttrain.flows import engine
 
         load_stages()
         at_exit: list[Any] = threading._threading_atexits  # type: ignore[attr-defined]
         earlier, loggers = list(at_exit), [logging.getLogger(), logging.getLogger("ttrain")]
         handlers = [(logger, logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
-        with mock.patch.object(prefect_run, "RESTARTS", 0):
-            try:
-                return self.here(*arguments)
-            finally:
-                from prefect.events.worker import EventsWorker
-                from prefect.logging.handlers import APILogWorker
+        try:
+            return self.here(*arguments)
+        finally:
+            from prefect.events.worker import EventsWorker
+            from prefect.logging.handlers import APILogWorker
 
-                for worker in (EventsWorker, APILogWorker):
-                    worker.drain_all()
-                at_exit[:] = earlier  # else each fork of this process would drain them too, and fail, as it ends
-                for logger, own, level, propagates in handlers:  # Prefect's send what is said outside a flow, too
-                    logger.handlers[:], logger.propagate = own, propagates
-                    logger.setLevel(level)
-                if prefect_run._own:
-                    prefect_run._own._process.send_signal(signal.SIGINT)
-                    prefect_run._own._process.wait()
-                prefect_run._own = None
-                prefect_run.reread_environment()
+            for worker in (EventsWorker, APILogWorker):
+                worker.drain_all()
+            at_exit[:] = earlier  # else each fork of this process would drain them too, and fail, as it ends
+            for logger, own, level, propagates in handlers:  # Prefect's send what is said outside a flow, too
+                logger.handlers[:], logger.propagate = own, propagates
+                logger.setLevel(level)
+            if servers._own:
+                servers._own.process.send_signal(signal.SIGINT)
+                servers._own.process.wait()
+            servers._own = None
+            engine.reread_environment()
 
     def in_process(self, *arguments: str, settings: bool = True) -> str:
         """Run a command in this process; returns its standard output."""
@@ -164,8 +164,9 @@ class Cli:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                is_own = any(word.endswith(":owned_app") for word in process.cmdline())
-                if is_own and process.environ().get("TTRAIN_HOME") == str(self.home):
+                variables = process.environ()
+                is_own = any(word.endswith(":prefect_app") for word in process.cmdline())
+                if is_own and servers.OWNER in variables and variables.get("TTRAIN_HOME") == str(self.home):
                     found.append(process)
         return found
 

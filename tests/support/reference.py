@@ -26,7 +26,7 @@ Generated from the code by `tests/test_reference.py` (`TTRAIN_WRITE_REFERENCE=1`
 ## Settings
 
 Write `SECTION.NAME=value`, YAML for `-c`, or `TTRAIN__SECTION__NAME=value` in the environment.
-`ttrain config show` prints values and their origin, `ttrain config schema` the JSON schema.
+`ttrain config show` prints values and their origin, with `--schema` the JSON schema.
 `runtime`, `tracking`, `notify` and `servers` count in no key; of `nightly` and `promotion` only
 what shapes the weights of a night does, such as `nightly.replay`.
 """

@@ -25,6 +25,11 @@ from ttrain.engine.stage_worker import PROCESS_NAME
 from ttrain.flows import deploy
 from ttrain.store import server_records
 
+# Names of the states in which flow runs end
+FINAL_STATES = (
+    *("Completed", "Failed", "TimedOut", "Cancelled", "Crashed"),
+    *("Unfinished", "Promoted", "Kept", "NothingNew", "Skipped"),
+)
 # A double of a server: answers everything with 200
 DOUBLE = """
 import contextlib, socket, sys

@@ -18,7 +18,7 @@ from rich.console import Console
 from support.planned_homes import remember_modules
 from support.tiny_data import make_shards, make_tokenizer
 
-from ttrain.config import PretrainConfig, Runtime, Section, Settings
+from ttrain.config import Runtime, Settings
 from ttrain.core.files import ProgressWriter
 from ttrain.engine import launch
 from ttrain.engine.display import Display
@@ -73,8 +73,7 @@ class Home:
 
     def pretrain(self, settings: Settings, output: Path, more: Mapping[str, Path] | None = None, **job: Any) -> Any:
         """Run the stage `pretrain` in this process, with `more` inputs; returns its figures."""
-        config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
-        return run_here(pretrain, config, output, {**self.paths, **(more or {})}, settings.runtime, **job)
+        return run_here(pretrain, settings, output, {**self.paths, **(more or {})}, settings.runtime, **job)
 
 
 def stage_settings(steps: int = 12, pretrain: Mapping[str, Any] | None = None, **runtime: Any) -> Settings:
@@ -91,14 +90,16 @@ def stage_settings(steps: int = 12, pretrain: Mapping[str, Any] | None = None, *
     })  # fmt: skip
 
 
-def run_here(module: Any, config: Section, output: Path, inputs: Mapping[str, Path], runtime: Runtime, **job: Any) -> Any:
+def run_here(module: Any, settings: Settings, output: Path, inputs: Mapping[str, Path], runtime: Runtime, **job: Any) -> Any:
     """Run a stage's module in this process; returns its figures.
 
     The state of the random numbers is another every time, and must not matter.
     """
     torch.seed()
     try:
-        return module.run(config, StageContext(inputs, {}, {}, output, runtime, ProgressWriter(None), lambda: False, **job))
+        return module.run(
+            settings, StageContext(inputs, {}, {}, output, runtime, ProgressWriter(None), lambda: False, **job)
+        )
     finally:
         torch.set_num_threads(1)
 

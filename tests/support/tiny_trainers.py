@@ -31,12 +31,12 @@ from ttrain.train.distributed import Ranks
 from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.optim import Optimizers
 from ttrain.train.task import LossSum, TrainingTask
-from ttrain.train.trainer import Cadence, Trainer, TrainerOptions
-from ttrain.train.training_options import Origin, Validation
+from ttrain.train.trainer import Trainer
+from ttrain.train.training_options import Cadence, Origin, Speed, TrainerOptions, Validation
 
 CPU = torch.device("cpu")
 ALONE = Ranks(0, 1, CPU)
-SPARSE, PLAIN = Cadence(log=3, checkpoint=10), TrainerOptions()
+SPARSE, PLAIN = Cadence(log=3, checkpoint=10), Speed()
 
 
 def tiny_model(*, seed: int = 1, vocab: int = VOCAB, **settings: Any) -> Any:
@@ -179,7 +179,7 @@ def make_trainer(
     config: Training, model: nn.Module, rows: Rows, *, rows_per_device: int = 4, directory: Path | None = None,
     callbacks: Sequence[Callback] = (), cadence: Cadence = SPARSE, total_rows: int | None = None,
     stop_after: int | None = None, validation: Sequence[Batch] = (), quick: Sequence[Batch] = (),
-    task: TrainingTask | None = None, ranks: Ranks = ALONE, keep: int = 2, how: TrainerOptions = PLAIN, weights: Any = None,
+    task: TrainingTask | None = None, ranks: Ranks = ALONE, keep: int = 2, how: Speed = PLAIN, weights: Any = None,
     night: Any = None, **origin: Any,
 ) -> Trainer:  # fmt: skip
     """A trainer of the model on the rows; checkpoints go under `directory` where there is one."""
@@ -190,14 +190,19 @@ def make_trainer(
     )
     checkpoints = Checkpoints(directory, files=dict, keep=keep) if directory else None
     loader = Loader(rows, order, rows_per_device=rows_per_device, rank=ranks.rank, world=ranks.world)
-    return Trainer(
-        task or LanguageModeling(config, model),
-        loader,
-        ranks=ranks, precision=precision.resolve_precision(config.precision, ranks.device), weights=weights or Held(model),
-        checkpoints=checkpoints, validation=Validation(validation, quick), callbacks=callbacks, cadence=cadence,
-        stop_requested=StopAfter(stop_after, loader) if stop_after else lambda: False, options=how, night=night,
-        origin=Origin(**origin),
-    )  # fmt: skip
+    options = TrainerOptions(
+        weights or Held(model),
+        ranks,
+        precision.resolve_precision(config.precision, ranks.device),
+        checkpoints,
+        Validation(validation, quick),
+        cadence,
+        Origin(**origin),
+        how,
+        night,
+        StopAfter(stop_after, loader) if stop_after else lambda: False,
+    )
+    return Trainer(task or LanguageModeling(config, model), loader, options, callbacks)
 
 
 @functools.cache

@@ -19,11 +19,10 @@ from support.kill_points import killed_at
 from support.tiny_data import make_tokenizer
 from support.tiny_stages import run_here
 
-from ttrain.config import TRAINING_CONFIGS, NewModelConfig, ReferenceConfig, Settings, ShardsConfig, flatten
+from ttrain.config import Settings, flatten
 from ttrain.core.files import ProgressWriter
 from ttrain.core.hashing import sha256_file
 from ttrain.data.sharding import Here
-from ttrain.engine.planner import section_of
 from ttrain.errors import UsageError
 from ttrain.model import adapters, factory
 from ttrain.store.model_files import weights_digest
@@ -67,7 +66,7 @@ def make_shards(root: Path, tokenizer: Path, rows: list[dict[str, Any]]) -> Path
     settings, inputs = settings_of(), {"tokenizer": tokenizer, "source": source}
     arguments, runtime = {"kind": "pairs", "dataset": "dpo"}, settings.runtime
     job = StageContext(inputs, {}, arguments, root / "shards", runtime, ProgressWriter(None), lambda: False)
-    shards.build(ShardsConfig(reading=settings.reading, shards=settings.shards), job, Here())
+    shards.build(settings, job, Here())
     return root / "shards"
 
 
@@ -76,22 +75,19 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A model of random weights, shards of pairs, and their reference."""
     root, settings = tmp_path_factory.mktemp("dpo"), settings_of()
     make_tokenizer(root / "tokenizer")
-    config = NewModelConfig(model=settings.model, pretrain={"seed": 1})  # type: ignore[arg-type]
-    run_here(new_model, config, root / "base", {"tokenizer": root / "tokenizer"}, settings.runtime)
+    run_here(new_model, settings, root / "base", {"tokenizer": root / "tokenizer"}, settings.runtime)
     found = {"base": root / "base", "shards": make_shards(root, root / "tokenizer", [pair(n) for n in range(ROWS)])}
     run_here(reference, of_reference(settings), root / "reference", found, settings.runtime)
     return {**found, "reference": root / "reference", "tokenizer": root / "tokenizer"}
 
 
-def of_reference(settings: Settings) -> ReferenceConfig:
-    found = section_of(REFERENCE, settings)
-    assert isinstance(found, ReferenceConfig)
-    return found
+def of_reference(settings: Settings) -> Settings:
+    return Settings.rebuilt(REFERENCE.part_of(settings))
 
 
 def tune(output: Path, inputs: Mapping[str, Path], **changes: Any) -> dict[str, Any]:
     settings = settings_of(**changes)
-    figures: dict[str, Any] = run_here(dpo, TRAINING_CONFIGS["dpo"](dpo=settings.dpo), output, inputs, settings.runtime)
+    figures: dict[str, Any] = run_here(dpo, settings, output, inputs, settings.runtime)
     return figures
 
 
@@ -126,12 +122,6 @@ def test_an_adapter_is_kept_beside_the_whole_model_that_it_is_merged_into(inputs
     assert float((found - expected).abs().max()) < 1e-4 < float((expected - factory.load(base)(ids).logits).abs().max())
 
 
-def test_simpo_and_orpo_need_no_reference(inputs: dict[str, Path], tmp_path: Path) -> None:
-    without = {name: path for name, path in inputs.items() if name != "reference"}
-    for loss in ("simpo", "orpo"):
-        assert tune(tmp_path / loss, without, loss=loss, epochs=0.2)["steps"] > 0
-
-
 def test_both_stages_compute_attention_with_a_mask_where_the_settings_say_so(
     inputs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,7 +129,7 @@ def test_both_stages_compute_attention_with_a_mask_where_the_settings_say_so(
     runtime = settings.runtime.replaced({"attention": "masked"})
     monkeypatch.setattr(attention, "record_arguments", lambda *batch: pytest.fail("record by record"))
     scored = run_here(reference, of_reference(settings), tmp_path / "reference", inputs, runtime)
-    trained = run_here(dpo, TRAINING_CONFIGS["dpo"](dpo=settings.dpo), tmp_path / "dpo", inputs, runtime)
+    trained = run_here(dpo, settings, tmp_path / "dpo", inputs, runtime)
     assert scored["answers"] > 0 and trained["steps"] > 0
 
 
@@ -155,7 +145,7 @@ def test_rated_answers_are_learnt_by_kto_and_refused_by_what_compares_two(inputs
 
 def test_only_the_rows_and_the_precision_enter_the_key_of_the_reference() -> None:
     def of(**changes: Any) -> dict[str, Any]:
-        return dict(flatten(section_of(REFERENCE, settings_of(**changes)).model_dump()))
+        return dict(flatten(REFERENCE.part_of(settings_of(**changes))))
 
     assert of() == of(beta=0.2) == of(optim={"lr": 1e-5}) == of(loss="ipo") == of(adapter="lora") == of(epochs=9)
     assert of() != of(row_length=64) and of() != of(precision="bf16")
@@ -175,7 +165,7 @@ def test_stages_that_were_killed_come_to_the_same_bytes(
     monkeypatch.setattr(reference, "BLOCK_ROWS", 4)
     dice, settings = random.Random(), settings_of()
     stages: dict[str, tuple[Any, Any]] = {
-        "reference": (reference, of_reference(settings)), "dpo": (dpo, TRAINING_CONFIGS["dpo"](dpo=settings.dpo)),
+        "reference": (reference, of_reference(settings)), "dpo": (dpo, settings),
     }  # fmt: skip
     for name, (stage, config) in stages.items():
         run = partial(run_here, stage, config, tmp_path / name, inputs, settings.runtime)

@@ -13,7 +13,7 @@ from support import shard_sets
 from support.tiny_stages import Home, run_here, stage_settings
 from support.tiny_trainers import in_ranks, score_of
 
-from ttrain.config import EvaluateConfig, LoraConfig, Reading, SftConfig
+from ttrain.config import Reading
 from ttrain.data.encoder import Encoder
 from ttrain.evaluate import baselines
 from ttrain.evaluate.task_result import FILE, Metric, scores_in
@@ -41,14 +41,14 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Any:
     paths = {"base": root / "base", "sft": root / "sft", "lora": root / "lora"}
     chats, runtime = home.chats.path, settings.runtime
     home.pretrain(settings, paths["base"])
-    run_here(sft, SftConfig(sft=settings.sft), paths["sft"], {"base": paths["base"], "shards": chats}, runtime)
-    run_here(lora, LoraConfig(lora=settings.lora), paths["lora"], {"base": paths["sft"], "shards": chats}, runtime)
+    run_here(sft, settings, paths["sft"], {"base": paths["base"], "shards": chats}, runtime)
+    run_here(lora, settings, paths["lora"], {"base": paths["sft"], "shards": chats}, runtime)
     rows = [{"prompt": f"Which {n}?", "chosen": f"This one, {n}.", "rejected": "None."} for n in range(30)]
     recipe = recipe_of(HALF, home.tokenizer.path, "pairs")
     shard_sets.build(root / "pairs", [shard_sets.write_lines(root / "pairs.jsonl", rows)], recipe, HALF)
     inputs = {**paths, "documents": home.documents.path, "chats": chats, "domain": chats, "pairs": root / "pairs"}
     (root / "output").mkdir()
-    result = run_here(evaluate, EvaluateConfig(evaluate=settings.evaluate), root / "output", inputs, runtime)
+    result = run_here(evaluate, settings, root / "output", inputs, runtime)
     return SimpleNamespace(root=root, inputs=inputs, settings=settings, result=result)
 
 
@@ -108,34 +108,12 @@ def test_the_records_behind_a_figure_give_it_and_bits_per_byte_are_those_of_the_
     assert metrics["bits_per_byte_order0"] == baselines.adaptive_bits("".join(texts).encode(), 0).mean()
 
 
-def test_samples_are_of_the_held_out_rows_with_what_follows_there_unless_prompts_are_set(
-    evaluated: Any, tmp_path: Path
-) -> None:
-    answers = evaluated.result["samples"]
-    prompts = [(sample["prompt"], sample["reference"]) for sample in answers["base"]]
-    for model in ("sft", "lora"):
-        assert [(sample["prompt"], sample["reference"]) for sample in answers[model]] == prompts
-    documents = [record["text"] for record in heldout_records(evaluated.inputs["documents"])]
-    chats = [record["messages"] for record in heldout_records(evaluated.inputs["chats"])]
-    assert len(prompts) == 4
-    for begun, rest in prompts[:2]:
-        assert any(text.startswith(begun + rest) for text in documents)
-    for question, answer in prompts[2:]:
-        asked = [turns for turns in chats if question in [turn["content"] for turn in turns]]
-        assert any(turn["content"].startswith(answer) for turns in asked for turn in turns)
-    settings = evaluated.settings.evaluate.replaced({"documents": ("The",), "chats": ()})
-    inputs = {name: evaluated.inputs[name] for name in ("base", "documents", "chats")}
-    own = run_here(evaluate, EvaluateConfig(evaluate=settings), tmp_path, inputs, evaluated.settings.runtime)
-    assert [sorted(sample) for sample in own["samples"]["base"]] == [["answer", "prompt"]]
-    assert own["metrics"]["bits_per_byte"] == evaluated.result["metrics"]["bits_per_byte"]
-
-
 def test_an_adapter_that_stayed_with_its_model_is_measured_on_it(evaluated: Any, tmp_path: Path) -> None:
     """The night has another SFT model, of which the adapter knows nothing. Records have the same names whoever is scored, so
     that two evaluations can be paired."""
     inputs = {**evaluated.inputs, "sft": evaluated.inputs["base"], "base_of_lora": evaluated.inputs["sft"]}
     del inputs["pairs"]
-    config = EvaluateConfig(evaluate=evaluated.settings.evaluate)
+    config = evaluated.settings
     metrics = run_here(evaluate, config, tmp_path, inputs, evaluated.settings.runtime)["metrics"]
     assert metrics["domain_loss_lora"] == evaluated.result["metrics"]["domain_loss_lora"]
     assert metrics["chat_loss_sft"] != evaluated.result["metrics"]["chat_loss_sft"]
@@ -150,7 +128,7 @@ def test_two_ranks_leave_the_bytes_of_one(evaluated: Any, tmp_path: Path, monkey
 
     def work(ranks: Ranks) -> Any:
         monkeypatch.setattr(evaluate, "join_ranks", lambda runtime: ranks)  # in a fork of this process
-        config = EvaluateConfig(evaluate=evaluated.settings.evaluate)
+        config = evaluated.settings
         return run_here(evaluate, config, output, evaluated.inputs, evaluated.settings.runtime)
 
     first, second = in_ranks(2, tmp_path / "ranks", work)

@@ -164,7 +164,6 @@ def test_a_gate_routes_to_the_planted_experts_and_touches_none_of_them(run: Run,
     ("words", "said"),
     [
         (["--experts", "{0}"], "a gate picks one of at least two"),
-        (["--experts", "{0},{0}"], "names the same weights twice"),
         (["--experts", "{0},nobody,{1}"], "there is no model 'nobody'"),
         (["--experts", "{0},{1}", "hiden=3"], "did you mean 'hidden'?"),
         (["--experts", "{0},{1}", "runtime.devices=2"], "a gate trains in one process; set runtime.devices=1"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.tiny_data import make_tokenizer
 
-from ttrain.config import Reading, Runtime, Shards, ShardsConfig, Tokenizer
+from ttrain.config import Reading, Runtime, Settings, Tokenizer
 from ttrain.core.files import ProgressWriter
 from ttrain.data.sharding import Here
 from ttrain.data.shards import ShardSet
@@ -41,7 +41,7 @@ def build(tokenizer_directory: Path, output: Path, files: dict[str, list[str]], 
         Runtime(device="cpu"), ProgressWriter(None), lambda: False, versions=nothing,
         groups={role: [0] for role in files},
     )  # fmt: skip
-    built = shards.build(ShardsConfig(reading=reading, shards=Shards()), job, Here())
+    built = shards.build(Settings(reading=reading), job, Here())
     return {name: part["rows"] for name, part in built.parts.items()}
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,8 @@ from safetensors.torch import load_file
 from support.comparing import same
 from support.tiny_stages import Home, stage_settings
 
-from ttrain.config import PretrainConfig
-from ttrain.core.files import ProgressWriter
-from ttrain.errors import Interrupted
 from ttrain.store.model_files import PLATEAU
-from ttrain.tasks import pretrain
 from ttrain.tasks.common import plateau
-from ttrain.tasks.common.job import StageContext
 from ttrain.train import checkpoint_format
 
 STEPS = 8
@@ -78,28 +71,6 @@ def test_a_night_continues_the_average_of_a_plateau_that_has_no_decay(first: Any
     home.pretrain(settings, tmp_path / "night", with_plateau(tmp_path / "first"))
     counts = plateau.read(tmp_path / "night", "model.safetensors").optimizer
     assert {int(value) for name, value in counts.items() if name.startswith("averaged|")} == {2 * 3}
-
-
-def test_a_night_whose_deadline_falls_into_the_branch_goes_on_there_to_the_same_weights(
-    first: Any, whole_night: Path, tmp_path: Path
-) -> None:
-    """A deadline is a request to stop, which the trainer reads at each step."""
-    champion, home = first
-    config = PretrainConfig(model=OF_NIGHT.model, pretrain=OF_NIGHT.pretrain)
-    asked = itertools.count(1)
-    night = StageContext(
-        {**home.paths, **with_plateau(champion)}, {}, {}, tmp_path, OF_NIGHT.runtime, ProgressWriter(None),
-        lambda: next(asked) > DECAY_BEGINS + 1,
-    )  # fmt: skip
-    with pytest.raises(Interrupted):
-        pretrain.run(config, night)
-    assert not (tmp_path / "model").exists() and not (tmp_path / PLATEAU).exists(), "neither is published before the end"
-    torch.seed()
-    resumed = pretrain.run(config, replace(night, stop_requested=lambda: False))["resumed_from_step"]
-    assert DECAY_BEGINS < resumed < STEPS
-    assert same(weights(whole_night), weights(tmp_path))
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        assert (whole_night / PLATEAU / name).read_bytes() == (tmp_path / PLATEAU / name).read_bytes()
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +12,11 @@ from support.shard_sets import build, write_lines
 from support.tiny_data import make_tokenizer
 from support.tiny_stages import Home, run_here, stage_settings
 
-from ttrain.config import HeldoutConfig, Pretrain, Reading, ReplayConfig, ReplaySftConfig, Settings, SftConfig
+from ttrain.config import Pretrain, Reading, Settings
 from ttrain.data.encoder import Encoder
 from ttrain.data.packing import MixedRows
 from ttrain.data.record_rows import SeparateDocumentRows
 from ttrain.data.shards import Column, ShardSet, write_index, write_shard
-from ttrain.errors import UsageError
 from ttrain.tasks import heldout, new_model, replay, sft
 from ttrain.tasks.common import rows
 from ttrain.tasks.shards import heldout_records, recipe_of
@@ -63,7 +61,7 @@ def nights(tmp_path: Path) -> dict[str, Path]:
 
 def run(nights: dict[str, Path], output: Path, share: float, **budget: Any) -> tuple[dict[str, Any], list[list[int]]]:
     pretrain = Pretrain(**{"tokens": None, "epochs": 1.0, **budget})
-    config = ReplayConfig(nightly={"replay": share}, pretrain=pretrain)
+    config = Settings.model_validate({"nightly": {"replay": share}, "pretrain": pretrain})
     result = replay.run(config, SimpleNamespace(inputs=nights, output=output))  # type: ignore[arg-type]
     return result, read(output / "train")
 
@@ -93,17 +91,6 @@ def test_a_sample_has_the_share_of_each_night_and_source_and_nothing_that_is_hel
     assert 500 <= budget["tokens"] <= 500 + 3 * 24, "a budget in tokens has its share, too"
 
 
-def test_each_part_of_a_night_has_its_share_where_sources_stand_one_after_the_other(tmp_path: Path) -> None:
-    """Ten sources of 100 documents; a draw over the whole night would give 5 of each give or take 2.2."""
-    sources = [[[200 + source, *number] for number in documents(1000 * source, 100)] for source in range(10)]
-    equal = [[document[:4] for document in documents] for documents in sources]
-    learnt = ShardSet(write(tmp_path / "a", [list(chain.from_iterable(equal))], documents(50_000, 1)) / "train")
-    samples = [replay.sample(learnt, 0.05, seed, night, (), 256) for seed in range(8) for night in range(20)]
-    counts = [[int((sample.tokens == 200 + source).sum()) for source in range(10)] for sample in samples]
-    assert {len(sample) for sample in samples} == {50}
-    assert np.std(counts) < 1.2 and np.mean(counts, axis=0) == pytest.approx([5] * 10, abs=0.8)
-
-
 def test_one_night_after_the_other_reads_other_parts_of_what_was_learnt(tmp_path: Path) -> None:
     """Of samples drawn anew each night, four with a fifth of the documents would have 0.59 of them, not 0.8."""
     learnt = ShardSet(write(tmp_path / "a", [documents(0, 1000)], documents(50_000, 1)) / "train")
@@ -111,14 +98,6 @@ def test_one_night_after_the_other_reads_other_parts_of_what_was_learnt(tmp_path
     for count, most in ((2, 0.4), (3, 0.6), (4, 0.8), (5, 0.95)):
         parts = {tuple(part) for tokens in samples[:count] for part in np.split(tokens, np.flatnonzero(tokens == 100)[1:])}
         assert len(parts) / 1000 > 0.9 * most
-
-
-def test_the_sample_follows_seed_and_what_was_learnt(nights: dict[str, Path], tmp_path: Path) -> None:
-    _, first = run(nights, tmp_path / "1", 0.2)
-    assert run(nights, tmp_path / "2", 0.2)[1] == first
-    assert run(nights, tmp_path / "3", 0.2, seed=2)[1] != first
-    later = {**nights, "learnt-0002": write(tmp_path / "d", [documents(4000, 20)], documents(7, 1))}
-    assert run(later, tmp_path / "4", 0.2)[1][:50] != first[:50], "a night later others have their turn"
 
 
 def test_long_documents_are_sampled_by_windows_as_long_as_rows(tmp_path: Path) -> None:
@@ -154,7 +133,7 @@ def test_what_earlier_nights_hold_out_is_not_learnt_from_a_champion_that_somebod
     for name, read_files in {"a": files[:1], "b": files[1:2], "all": files[:3], "tonight": files[3:]}.items():
         build(tmp_path / name, read_files, recipe, reading)
     of_both: Any = SimpleNamespace(inputs={"earlier": tmp_path / "a", "documents": tmp_path / "b"}, output=tmp_path / "ab")
-    heldout.run(HeldoutConfig.model_validate({"evaluate": {"max_bytes": 10**6}}), of_both)
+    heldout.run(Settings.model_validate({"evaluate": {"max_bytes": 10**6}}), of_both)
     held = {record["text"] for record in heldout_records(tmp_path / "ab")}
     inputs = {"documents": tmp_path / "tonight", "learnt-0000": tmp_path / "all"}
 
@@ -170,7 +149,7 @@ def test_what_earlier_nights_hold_out_is_not_learnt_from_a_champion_that_somebod
 def test_chats_are_sampled_with_their_masks_and_sft_learns_them(tmp_path: Path) -> None:
     home, settings = Home.make(tmp_path / "home"), stage_settings(4)
     chats = {"documents": home.chats.path, "learnt-0000": home.chats.path}
-    config = ReplaySftConfig(nightly={"replay": 0.25}, sft=settings.sft)
+    config = settings.replaced({"nightly": {"replay": 0.25}})
     result = replay.run(config, SimpleNamespace(inputs=chats, output=tmp_path / "replay"))  # type: ignore[arg-type]
     whole, sample = (ShardSet(path / "train") for path in (home.chats.path, tmp_path / "replay"))
     assert sample.index["kind"] == "chats" and 0 < result["records"] < len(whole)
@@ -180,7 +159,7 @@ def test_chats_are_sampled_with_their_masks_and_sft_learns_them(tmp_path: Path) 
     base = new_model.new(settings.model, Encoder(home.tokenizer.path), seed=1)
     new_model.write(base, home.tokenizer.path, tmp_path / "base" / "model")
     inputs = {"base": tmp_path / "base", "shards": home.chats.path, "replay": tmp_path / "replay"}
-    figures = run_here(sft, SftConfig(sft=settings.sft), tmp_path / "sft", inputs, settings.runtime)
+    figures = run_here(sft, settings, tmp_path / "sft", inputs, settings.runtime)
     assert figures["rows"]["epoch"] == round(figures["rows"]["rows_of_source_0"] / 0.75)
 
 
@@ -196,34 +175,3 @@ def test_a_night_reads_each_new_row_once_and_its_exact_share_of_old_ones(nights:
     assert sorted(row for row in read_rows if row < len(new)) == list(range(len(new)))
     old = [row for row in read_rows if row >= len(new)]
     assert len(old) == mixed.epoch - len(new) and len(set(old)) == min(len(old), len(mixed) - len(new))
-
-
-def test_rows_of_a_night_cannot_be_grouped_by_length_and_the_message_speaks_of_no_weights(
-    nights: dict[str, Path], tmp_path: Path
-) -> None:
-    run(nights, tmp_path / "out", 0.25)
-    config = Pretrain(tokens=9000, packing="none", order="length-grouped", tokens_per_step=256, row_length=32)
-    new = SeparateDocumentRows(ShardSet(nights["documents"] / "train"), 32, 0, packed=False)
-    mixed = rows.with_replay(new, tmp_path / "out" / "train", SimpleNamespace(digest="mine", pad_id=0), config)  # type: ignore[arg-type]
-    why = r"pretrain\.order is length-grouped, but the data is mixed with a sample of what was learnt before; "
-    with pytest.raises(UsageError, match=why + r"set pretrain\.order=shuffled, or nightly\.replay=0$"):
-        rows.order_of(config, mixed)
-
-
-def test_a_night_of_few_rows_has_an_order_all_the_same(nights: dict[str, Path], tmp_path: Path) -> None:
-    """One in twenty rows is an old one, of which an epoch of eight rows may have none."""
-    run(nights, tmp_path / "out", 0.05)
-    config = Pretrain(tokens=None, epochs=1.0, tokens_per_step=32, row_length=32)
-    new = SeparateDocumentRows(ShardSet(write(tmp_path / "few", [documents(0, 8)], documents(9, 1)) / "train"), 32, 0)
-    mixed = rows.with_replay(new, tmp_path / "out" / "train", SimpleNamespace(digest="mine", pad_id=0), config)  # type: ignore[arg-type]
-    order = rows.order_of(config, mixed)
-    assert sum(len(order.step_rows(step)) for step in range(order.steps)) == mixed.epoch == 8
-
-
-def test_replay_is_in_the_key_of_its_stage_and_no_other_setting_of_nights() -> None:
-    settings = Settings.model_validate({"nightly": {"replay": 0.1, "attempts": 5}})
-    config = ReplayConfig(nightly=settings.nightly, pretrain=settings.pretrain)
-    assert config.model_dump() == {
-        "nightly": {"replay": 0.1},
-        "pretrain": {"tokens": "auto", "epochs": None, "seed": 1, "row_length": 256, "mask_intervals": ()},
-    }

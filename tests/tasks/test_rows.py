@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,8 +15,8 @@ from support.comparing import curve, logged_steps
 from support.tiny_data import make_tokenizer, write_shards
 from support.tiny_stages import Home, stage_settings
 
-from ttrain.config import Lora, Pretrain, PretrainConfig, Sft, Training
-from ttrain.core.files import ProgressWriter, read_json, write_json
+from ttrain.config import Lora, Pretrain, Sft, Training
+from ttrain.core.files import read_json, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.data.encoder import Encoder
 from ttrain.data.loader import LengthGroupedOrder, ShuffledOrder, WeightedOrder
@@ -26,11 +25,8 @@ from ttrain.data.pair_rows import PairRows
 from ttrain.data.record_rows import ChatRows, DocumentRows, SeparateDocumentRows
 from ttrain.data.shards import Column, write_index, write_shard
 from ttrain.engine import row_counts
-from ttrain.errors import ArtifactError, DataError, Interrupted, UsageError
-from ttrain.tasks import pretrain
-from ttrain.tasks.common.job import StageContext
+from ttrain.errors import ArtifactError, DataError, UsageError
 from ttrain.tasks.common.rows import open_rows, order_of, validation_batches
-from ttrain.tasks.common.training import rows_sentence
 from ttrain.train.schedules import steps_of
 from ttrain.train.trainer import QUICK
 
@@ -143,32 +139,6 @@ def test_a_row_of_weight_nine_is_drawn_nine_times_as_often(
     assert np.array_equal(order.rows_at(places)[7001:], order_of(config, rows).rows_at(places[7001:])), "resumed anywhere"
     first = order.rows_at(places[: 20 * len(rows)]).tolist()
     assert {*range(len(rows))} == {*first}, "none is left out"
-
-
-def test_weights_of_rows_are_within_those_of_their_sources(tmp_path: Path, encoder: Encoder) -> None:
-    entries = [weighted(tmp_path, encoder, weights, group=group) for group, weights in enumerate(([9, 1], [1, 1]))]
-    more = {"weights": [0.25, 0.75]}
-    write_index(tmp_path, kind="documents", vocab_size=len(encoder), tokenizer=encoder.digest, shards=entries, **more)
-    config = settings(packing="none", row_length=20, tokens_per_step=20, epochs=2000)
-    rows = open_rows(tmp_path, encoder, config)
-    assert order_of(config, rows).quotas == [250, 2250, 7500]  # type: ignore[attr-defined]
-    config = settings(packing="none", order="length-grouped")
-    with pytest.raises(UsageError, match=r"order is length-grouped, but the data is mixed by weight; .*=shuffled"):
-        order_of(config, rows)
-    with pytest.raises(UsageError, match=r"packing is stream, but rows of data have a weight.*set .*packing=best-fit"):
-        open_rows(tmp_path, encoder, settings(packing="stream"))
-
-
-def test_too_many_weights_and_one_that_is_next_to_nothing_are_refused(tmp_path: Path, encoder: Encoder) -> None:
-    config = settings(packing="none", row_length=20, tokens_per_step=20)
-    for weights, message in (
-        ([1 + number / 7 for number in range(101)], "101 different weights, .* at most 100; round them"),
-        ([1, 1e-9], "one of 1e.09 draws, but may get one of 1,048,576; raise their weight"),
-    ):
-        entry = weighted(tmp_path, encoder, weights)
-        write_index(tmp_path, kind="documents", vocab_size=len(encoder), tokenizer=encoder.digest, shards=[entry])
-        with pytest.raises(DataError, match=message):
-            order_of(config, open_rows(tmp_path, encoder, config))
 
 
 def test_chats_of_another_tokenizer_or_template_are_refused(tmp_path: Path, encoder: Encoder) -> None:
@@ -359,34 +329,3 @@ def test_a_stage_validates_or_saves_at_the_ends_of_epochs(tmp_path: Path) -> Non
     assert saved == [f"step-{step:08d}" for step in (ends[1], last)]
     lines = curve(tmp_path / "saves" / "run" / "metrics.jsonl")
     assert logged_steps(lines, QUICK) == logged_steps(lines, "validation_accuracy_quick") != [last]
-
-
-def test_tokens_and_curves_of_rows_that_are_not_packed_are_those_that_were_read(tmp_path: Path) -> None:
-    """Also of a stage that was stopped and continues."""
-    home = Home.make(tmp_path / "home")
-    settings = stage_settings(pretrain={"packing": "none", "tokens": 1500})
-    result = home.pretrain(settings, tmp_path / "straight")
-    asked = itertools.count()
-    context = StageContext(
-        home.paths, {}, {}, tmp_path / "parts", settings.runtime, ProgressWriter(None), lambda: next(asked) > 3
-    )
-    with pytest.raises(Interrupted):
-        pretrain.run(PretrainConfig(model=settings.model, pretrain=settings.pretrain), context)
-    again = home.pretrain(settings, tmp_path / "parts")
-    assert 0 < again["resumed_from_step"] < again["steps"] and again["tokens"] == result["tokens"]
-    encoder = Encoder(home.tokenizer.path, fast=False)
-    rows = open_rows(home.documents.path / "train", encoder, settings.pretrain)
-    read = [order_of(settings.pretrain, rows).step_tokens(step) for step in range(result["steps"])]
-    assert result["tokens"] == sum(read) and sum(read[:-1]) < 1500 <= sum(read)
-    for directory in ("straight", "parts"):
-        lines = (tmp_path / directory / "run" / "metrics.jsonl").read_text().splitlines()
-        points = [(line["step"], line["tokens"]) for line in map(json.loads, lines)]
-        assert {step for step, _ in points} == {*range(result["steps"] + 1)}
-        assert all(tokens == sum(read[:step]) for step, tokens in points)
-
-
-def test_the_log_has_the_counts_of_rows_as_a_sentence() -> None:
-    counts = {"rows": 1200, "row_length": 64, "records": 3000, "target_tokens": 70000, "cut_records": 2, "fill": 0.975}
-    assert rows_sentence(counts) == (
-        "trains on 1,200 rows of 64 tokens, 97.5% full, from 3,000 records; target tokens 70,000, cut records 2"
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,12 @@ from support.tiny_stages import Home, run_here, stage_settings
 from support.tiny_trainers import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ttrain.config import EvaluateConfig, LoraConfig, Moe, MultiToken, PretrainConfig, Settings, SftConfig
+from ttrain.config import Moe, MultiToken, Settings
 from ttrain.data import existing
 from ttrain.data.encoder import Encoder
-from ttrain.errors import ArtifactError, UsageError
+from ttrain.errors import ArtifactError
 from ttrain.model import factory, multi_token
-from ttrain.tasks import evaluate, lora, new_model, pretrain, sft
+from ttrain.tasks import evaluate, lora, new_model, pretrain
 from ttrain.tasks.base_model import prepare_base_model
 
 # --- the weights
@@ -207,7 +206,7 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> tuple[Home, Settings, Pat
 
 def test_pretraining_from_a_base_begins_with_its_weights_and_leaves_its_shape(ready: Any, tmp_path: Path) -> None:
     home, settings, base = ready
-    config = PretrainConfig(model=settings.model, pretrain=settings.pretrain)
+    config = settings
     inputs = {"tokenizer": home.tokenizer.path, "shards": home.documents.path, "base": base}
     trained = pretrain.prepare(config, inputs, Encoder(home.tokenizer.path))
     assert same(trained.state(), load_file(base / "model" / "model.safetensors"))
@@ -220,69 +219,14 @@ def test_pretraining_from_a_base_begins_with_its_weights_and_leaves_its_shape(re
 def test_the_evaluation_scores_what_there_is_under_the_same_names(ready: Any, tmp_path: Path) -> None:
     home, settings, base = ready
     chats, runtime = home.chats.path, settings.runtime
-    run_here(lora, LoraConfig(lora=settings.lora), tmp_path / "lora", {"base": base, "shards": chats}, runtime)
+    run_here(lora, settings, tmp_path / "lora", {"base": base, "shards": chats}, runtime)
     paths = {"base": base, "lora": tmp_path / "lora", "domain": chats}
     (tmp_path / "out").mkdir()
-    result = run_here(evaluate, EvaluateConfig(evaluate=settings.evaluate), tmp_path / "out", paths, runtime)
+    result = run_here(evaluate, settings, tmp_path / "out", paths, runtime)
     assert set(result["metrics"]) == {"domain_loss_base", "domain_loss_lora"}
     assert result["metrics"]["domain_loss_lora"] < result["metrics"]["domain_loss_base"]
     assert set(result["samples"]) == {"base", "lora"}
     assert result["counts"]["chats"] == result["counts"]["documents"] == 0 < result["counts"]["domain"]
 
 
-def test_resuming_with_another_number_of_layers_is_refused_with_the_difference(ready: Any, tmp_path: Path) -> None:
-    home, settings, _ = ready
-
-    def run(layers: int, tokens: int) -> Any:
-        return home.pretrain(settings.replaced({"model": {"layers": layers}, "pretrain": {"tokens": tokens}}), tmp_path)
-
-    run(2, 256)
-    with pytest.raises(UsageError, match=r"made under other settings \(model.layers: 2 → 3\)"):
-        run(3, 2 * 256)
-    assert run(2, 2 * 256)["resumed_from_step"] == 1
-
-
-def test_a_base_that_lies_elsewhere_now_does_not_keep_a_run_from_resuming(ready: Any, tmp_path: Path) -> None:
-    home, settings, base = ready
-
-    def run(start: str) -> Any:
-        config = SftConfig(sft=settings.sft.model_copy(update={"start_from": start, "epochs": 0.1}))
-        inputs = {"base": base, "shards": home.chats.path}
-        return run_here(sft, config, tmp_path, inputs, settings.runtime)
-
-    steps = run("/here")["steps"]
-    assert run("/there")["resumed_from_step"] == steps > 0
-
-
 # --- the doctor
-
-
-def with_files(directory: Path, base: Path, texts: Sequence[Any] = ()) -> Settings:
-    """Settings of an SFT from the model `base`, on chats in a file."""
-    from support.tiny_data import chats
-
-    rows = [{"messages": [vars(message) for message in messages]} for messages in chats(60)]
-    path = directory / "chats.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tree = stage_settings(rows_per_device=2).model_dump(mode="json")
-    tree |= {"data": {"sft": str(path), "lora": str(path)}, "tokenizer": {"existing": str(base), "template": "auto"}}
-    tree["sft"]["start_from"] = str(base)
-    return Settings.model_validate(tree)
-
-
-def test_the_doctor_examines_the_model_that_is_started_from(tmp_path: Path) -> None:
-    from ttrain.doctor.sample import gather
-
-    source = save(llama(size_of(tmp_path / "x"), layers=1), tmp_path / "source")
-    settings = with_files(tmp_path, source)
-    (tmp_path / "made").mkdir()
-    found = gather("sft", settings, {}, tmp_path / "made")
-    assert found.is_trained and "base-model" in found.made
-    prepared = sft.prepare(SftConfig(sft=settings.sft), found.paths, Encoder(found.paths["tokenizer"]))
-    assert prepared.model.config.num_hidden_layers == 1
-    with pytest.raises(UsageError, match="stage pretrain is not needed here"):
-        gather("pretrain", settings, {}, tmp_path / "made")
-    (source / "model.safetensors").write_bytes(b"")
-    (tmp_path / "again").mkdir()
-    with pytest.raises(ArtifactError, match="cannot load a model"):
-        gather("sft", settings, {}, tmp_path / "again")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from safetensors.torch import load_file
 from support.comparing import copies, distance, same
 from support.tiny_data import NumberedRows
 from support.tiny_stages import Home, stage_settings
-from support.tiny_trainers import ALONE, in_ranks, settings_of_training, tiny_model
+from support.tiny_trainers import ALONE, settings_of_training, tiny_model
 from torch import nn
 
 from ttrain.data.loader import ShuffledOrder
@@ -22,7 +21,6 @@ from ttrain.tasks import user_task
 from ttrain.tasks.common import tuning
 from ttrain.tasks.common.trainable_model import compiles
 from ttrain.tasks.common.tuning import fastest, step_seconds
-from ttrain.train import resource_limits
 from ttrain.train.distributed import Ranks
 from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.precision import Precision
@@ -62,15 +60,6 @@ def test_the_search_doubles_the_rows_until_a_step_is_slower_or_does_not_fit(
     assert calls == SIZES[:tried]
 
 
-def test_all_ranks_choose_alike_though_each_measures_something_else(tmp_path: Path) -> None:
-    """Rank 1 has no memory for 16 rows."""
-
-    def work(ranks: Ranks) -> int:
-        return fastest(lacks_memory_from(32 if ranks.first else 16), SIZES, ranks)
-
-    assert in_ranks(2, tmp_path / "ranks", work) == [8, 8]
-
-
 # --- a run --------------------------------------------------------------------------------------------------------------
 
 
@@ -78,12 +67,6 @@ def seconds_of(module: nn.Module, rows_per_device: int, ranks: Ranks = ALONE) ->
     task, order = LanguageModeling(settings_of_training(), module), ShuffledOrder(40, 6, 120, seed=1)
     precision = Precision("fp32", torch.device("cpu"))
     return step_seconds(task, NumberedRows(40), order, precision, ranks, rows_per_device)
-
-
-def test_the_sizes_are_powers_of_two_up_to_the_rows_of_a_rank() -> None:
-    order = ShuffledOrder(40, 12, 120, seed=1)
-    assert tuning.sizes(order, ALONE) == [1, 2, 4, 8, 12]
-    assert tuning.sizes(order, Ranks(0, 2, torch.device("cpu"))) == [1, 2, 4, 6]
 
 
 def test_measuring_leaves_weights_gradients_and_random_numbers_as_they_are() -> None:
@@ -95,28 +78,6 @@ def test_measuring_leaves_weights_gradients_and_random_numbers_as_they_are() -> 
     assert same(before, module.state_dict())
     assert all(parameter.grad is None for parameter in module.parameters())
     assert torch.equal(state, torch.get_rng_state())
-
-
-def test_the_rank_with_most_micro_batches_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six rows: in threes one micro-batch each for two ranks, in fours two micro-batches, and in twos two and one."""
-    monkeypatch.setattr(tuning, "min", lambda values: 1.0, raising=False)
-    two = Ranks(0, 2, torch.device("cpu"))
-    passes = {rows: seconds_of(tiny_model(), rows, two) for rows in (2, 3, 6)}
-    assert passes == {2: 2.0, 3: 1.0, 6: 1.0}
-
-
-def test_while_it_measures_memory_that_is_not_there_is_an_error_and_not_the_end_of_the_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    device = torch.device("cpu")
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    monkeypatch.setattr(resource_limits, "available_bytes", lambda device: 1e8)
-    with resource_limits.cap_at_available_memory(device, ranks=2):
-        assert len(torch.empty(1_000_000)) == 1_000_000
-        with pytest.raises(RuntimeError) as error:
-            torch.empty(100_000_000)
-        assert resource_limits.is_out_of_memory(error.value)
-    assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
 # --- a stage ------------------------------------------------------------------------------------------------------------
@@ -165,12 +126,6 @@ def test_else_the_stage_runs_with_what_is_fastest_and_does_not_measure_again(
     monkeypatch.setattr(tuning, "step_seconds", lambda *given: pytest.fail("it is remembered"))
     again = run(home, tmp_path / "tuned", deterministic=False, tune="auto")
     assert again["tuned"] == {"rows_per_device": 2}
-
-
-def test_it_measures_a_real_stage(home: Home, tmp_path: Path) -> None:
-    found = run(home, tmp_path, deterministic=False, tune="auto")
-    assert found["tuned"]["rows_per_device"] in (1, 2, 4, 8)
-    assert found["steps"] == 2
 
 
 def test_a_model_is_compiled_as_the_setting_says_and_else_on_cuda_in_long_runs_over_rows_of_one_width() -> None:

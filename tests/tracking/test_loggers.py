@@ -27,7 +27,7 @@ from ttrain.tasks.common.callbacks import description, make_loggers
 from ttrain.tracking import loggers
 from ttrain.tracking.loggers import Logger
 from ttrain.train.callbacks import LogRecord, MetricsFile
-from ttrain.train.trainer import Cadence
+from ttrain.train.training_options import Cadence
 
 SETTINGS = {"pretrain.optim.lr": 0.01}
 ABOUT = {"project": "mine", "group": "full-1", "job_type": "pretrain", "name": "pretrain 1", "config": SETTINGS}

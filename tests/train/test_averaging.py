@@ -20,8 +20,8 @@ from ttrain.train.checkpoint import Snapshot
 from ttrain.train.distributed import Ranks
 from ttrain.train.optim import Optimizers
 from ttrain.train.step_figures import NonFinite
-from ttrain.train.trainer import Trainer, TrainerOptions
-from ttrain.train.training_options import Cadence
+from ttrain.train.trainer import Trainer
+from ttrain.train.training_options import Cadence, Speed
 
 SHARE = 0.4
 AVERAGED = Schedule(kind="constant", warmup_steps=1, average=SHARE)
@@ -114,7 +114,7 @@ def test_an_average_saved_before_a_step_that_is_not_finite_ends_in_the_same_bits
     def trainer(name: str, spoilt: int = 0) -> Trainer:
         model = tiny_model()
         task = WatchedTask(CONFIG, model, lambda passes: math.nan if passes == spoilt else 1.0)
-        options: dict[str, Any] = {"how": TrainerOptions(defer=defer), "cadence": Cadence(log=4, checkpoint=4)}
+        options: dict[str, Any] = {"how": Speed(defer=defer), "cadence": Cadence(log=4, checkpoint=4)}
         return make_trainer(CONFIG, model, ROWS, rows_per_device=6, directory=tmp_path / name, task=task, **options)
 
     whole = trainer("whole")
@@ -132,12 +132,10 @@ def plateau_of(trainer: Trainer) -> Snapshot:
     return Snapshot(0, found.weights, found.optimizer, {})
 
 
-def continued(
-    plateau: Snapshot, steps: int, ranks: Ranks = ALONE, options: TrainerOptions | None = None
-) -> dict[str, Tensor]:
+def continued(plateau: Snapshot, steps: int, ranks: Ranks = ALONE, options: Speed | None = None) -> dict[str, Tensor]:
     """Weights of a training that continues the average of another."""
     trainer = make_trainer(
-        SHORT, tiny_model(seed=3), ROWS, rows_per_device=2, ranks=ranks, how=options or TrainerOptions(), plateau=plateau
+        SHORT, tiny_model(seed=3), ROWS, rows_per_device=2, ranks=ranks, how=options or Speed(), plateau=plateau
     )
     assert trainer.average._count == steps
     trainer.fit()
@@ -147,7 +145,7 @@ def continued(
 def test_two_ranks_continue_an_average_as_one_does(averaged: Any, tmp_path: Path) -> None:
     importlib.import_module("torch.distributed.fsdp")  # once, not in each rank
     before = plateau_of(averaged[0]), averaged[0].steps
-    sharded = in_ranks(2, tmp_path, lambda ranks: continued(*before, ranks, TrainerOptions(parallel="fsdp")))[0]
+    sharded = in_ranks(2, tmp_path, lambda ranks: continued(*before, ranks, Speed(parallel="fsdp")))[0]
     assert distance(continued(*before), sharded) < 1e-4
 
 

@@ -26,7 +26,8 @@ from ttrain.train.early_stopping import EarlyStopping, early_stopping
 from ttrain.train.guards import GuardLog, LossSpike
 from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.task import LossSum
-from ttrain.train.trainer import STOPPED, Cadence, Trainer
+from ttrain.train.trainer import STOPPED, Trainer
+from ttrain.train.training_options import Cadence
 
 BATCH = NumberedRows(2).batch([0, 1])
 

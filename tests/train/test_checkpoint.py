@@ -26,7 +26,8 @@ from ttrain.errors import ArtifactError
 from ttrain.train import checkpoint
 from ttrain.train.checkpoint import Checkpoints, Snapshot, SnapshotBuffers
 from ttrain.train.checkpoint_format import with_digest
-from ttrain.train.trainer import COMPLETED, INTERRUPTED, Cadence, Trainer
+from ttrain.train.trainer import COMPLETED, INTERRUPTED, Trainer
+from ttrain.train.training_options import Cadence
 
 # --- damage -------------------------------------------------------------------------------------------------------------
 

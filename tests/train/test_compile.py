@@ -16,15 +16,14 @@ from support.tiny_data import NumberedRows
 from support.tiny_trainers import Recorder, make_trainer, settings_of_training, tiny_model
 
 from ttrain.train.precision import set_deterministic
-from ttrain.train.trainer import Trainer, TrainerOptions
+from ttrain.train.trainer import Trainer
+from ttrain.train.training_options import Speed
 
-COMPILED = TrainerOptions(compile=True)
+COMPILED = Speed(compile=True)
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 
 
-def fit(
-    directory: Path, how: TrainerOptions, recorder: Recorder | None = None, **options: Any
-) -> tuple[Trainer, list[float]]:
+def fit(directory: Path, how: Speed, recorder: Recorder | None = None, **options: Any) -> tuple[Trainer, list[float]]:
     recorder = recorder or Recorder()
     trainer = make_trainer(
         settings_of_training(tokens=6 * 96), tiny_model(), NumberedRows(52), rows_per_device=6, directory=directory, how=how,
@@ -42,7 +41,7 @@ def test_where_compiling_fails_training_goes_on_eagerly_and_says_so(
 
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda module, **options: real(module, backend=broken, **options))
-    eager, losses = fit(tmp_path / "eager", TrainerOptions())
+    eager, losses = fit(tmp_path / "eager", Speed())
     caplog.set_level("WARNING", "ttrain")
     recorder = Recorder()
     fallen, same_losses = fit(tmp_path / "fallen", COMPILED, recorder)
@@ -56,11 +55,11 @@ def test_where_compiling_fails_training_goes_on_eagerly_and_says_so(
 @pytest.mark.soak
 @needs_compiler
 def test_checkpoints_pass_between_compiled_and_eager_runs(tmp_path: Path) -> None:
-    straight, losses = fit(tmp_path / "straight", TrainerOptions())
+    straight, losses = fit(tmp_path / "straight", Speed())
     compiled, _ = fit(tmp_path / "mixed", COMPILED, stop_after=3)
     assert compiled.model.compiled
     assert {*compiled.weights.state()} == {*straight.weights.state()}, "no name says that it was compiled"
-    resumed, rest = fit(tmp_path / "mixed", TrainerOptions())
+    resumed, rest = fit(tmp_path / "mixed", Speed())
     assert resumed.first == 3
     assert rest == pytest.approx(losses[-len(rest) :], rel=1e-4)
     again, _ = fit(tmp_path / "mixed", COMPILED)

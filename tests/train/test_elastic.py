@@ -14,7 +14,7 @@ from support.tiny_trainers import ALONE, Recorder, WatchedTask, in_ranks, make_t
 from ttrain.config import Optim
 from ttrain.errors import UsageError
 from ttrain.train.distributed import Ranks
-from ttrain.train.trainer import Cadence
+from ttrain.train.training_options import Cadence
 
 LIVE = [16, 1, 7, 2, 16, 3, 11, 5, 1, 9, 4, 2, 13]
 

@@ -17,7 +17,8 @@ from ttrain.train import attention, varlen
 from ttrain.train.distributed import Ranks
 from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.precision import set_deterministic
-from ttrain.train.trainer import Cadence, Trainer, TrainerOptions
+from ttrain.train.trainer import Trainer
+from ttrain.train.training_options import Cadence, Speed
 
 pytestmark = pytest.mark.gpu
 
@@ -108,7 +109,7 @@ def test_a_run_that_is_continued_ends_with_the_same_bits(tmp_path: Path) -> None
 def test_a_compiled_model_has_the_losses_of_one_that_is_not() -> None:
     """In bf16, whose roundings twenty steps of Muon make larger: 0.4 % at a loss of 0.75, on an H200."""
     losses = []
-    for how in (TrainerOptions(), TrainerOptions(compile=True)):
+    for how in (Speed(), Speed(compile=True)):
         trainer, recorder = trainer_of(None, how=how)
         trainer.fit()
         assert trainer.model.compiled is how.compile

@@ -21,7 +21,7 @@ from ttrain.model import adapters
 from ttrain.train import monitor
 from ttrain.train.callbacks import StepRecord
 from ttrain.train.monitor import TERA, PerformanceMonitor, datasheet_flops, flops_per_token, peak_memory
-from ttrain.train.trainer import Cadence
+from ttrain.train.training_options import Cadence
 
 
 class Run:

@@ -19,7 +19,8 @@ from ttrain.model import factory
 from ttrain.train import checkpoint
 from ttrain.train.distributed import Ranks
 from ttrain.train.step_figures import SKIPS_IN_A_ROW, NonFinite
-from ttrain.train.trainer import Cadence, Trainer
+from ttrain.train.trainer import Trainer
+from ttrain.train.training_options import Cadence
 
 ALWAYS = Cadence(log=1, checkpoint=100)
 

@@ -16,7 +16,7 @@ from support.tiny_data import NumberedRows, chats, documents
 from support.tiny_stages import Home, run_here, stage_settings
 from support.tiny_trainers import ALONE, CPU, PLAIN, Recorder, in_ranks, make_trainer, settings_of_training, tiny_model
 
-from ttrain.config import LoraConfig, MultiToken, Runtime
+from ttrain.config import MultiToken, Runtime
 from ttrain.config.evaluate import ChatsTask, Suite, TextTask
 from ttrain.config.loading import load
 from ttrain.core.files import ProgressWriter
@@ -41,7 +41,8 @@ from ttrain.tasks.common.job import StageContext
 from ttrain.train.callbacks import Callback, LogRecord, MetricsFile, StepRecord
 from ttrain.train.distributed import Ranks
 from ttrain.train.periodic_evaluation import TIMED, PeriodicEvaluation, preserve_rng_and_modes
-from ttrain.train.trainer import QUICK, QUICK_ACCURACY, Cadence, TrainerOptions
+from ttrain.train.trainer import QUICK, QUICK_ACCURACY
+from ttrain.train.training_options import Cadence, Speed
 
 SUITE = "tasks:\n  sums: {kind: choices, file: sums.jsonl}\n  documents: {kind: text, row_length: 32, stride: 16}\n"
 PROMPTS = ("The quick", "Grüße an 東京", "🙂 [bold]")
@@ -132,7 +133,7 @@ def test_adapters_sample_and_ask_what_they_hold_out_and_move_nothing(
     more = {"virtual_tokens": 4} if kind == "prefix" else {"dropout": 0.2}
     for name, runtime in (("without", {}), ("with", watched)):
         settings = stage_settings(**runtime)
-        config = LoraConfig(lora=settings.lora.replaced({"epochs": None, "tokens": 4 * 256, "kind": kind, **more}))
+        config = settings.replaced({"lora": {"epochs": None, "tokens": 4 * 256, "kind": kind, **more}})
         run_here(lora, config, tmp_path / name, inputs, settings.runtime)
     assert weights_of(tmp_path / "without") == weights_of(tmp_path / "with") != []
     evaluated, others = lines_of(tmp_path / "with")
@@ -163,7 +164,7 @@ def _row(messages: Any) -> dict[str, Any]:
 
 
 def train(
-    encoder: Encoder, evaluated: bool, ranks: Ranks = ALONE, how: TrainerOptions = PLAIN, second_head: bool = False,
+    encoder: Encoder, evaluated: bool, ranks: Ranks = ALONE, how: Speed = PLAIN, second_head: bool = False,
     **model: Any,
 ) -> tuple[list[float], dict[str, torch.Tensor], list[LogRecord]]:  # fmt: skip
     """Three steps with dropout: losses, weights, what was told."""

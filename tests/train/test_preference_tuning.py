@@ -31,7 +31,7 @@ from ttrain.train.distributed import Ranks
 from ttrain.train.language_modeling import NextTokenLoss
 from ttrain.train.losses import token_loss_sum
 from ttrain.train.preference_tuning import PreferenceTuning, score_answers
-from ttrain.train.trainer import Cadence
+from ttrain.train.training_options import Cadence
 
 T = 48
 GOOD, BAD = 11, 12  # what chosen and rejected answers begin with: the preference that is planted

@@ -18,7 +18,7 @@ from ttrain.errors import RankLost
 from ttrain.model import factory
 from ttrain.train.distributed import Ranks
 from ttrain.train.snapshots import copy_tensors
-from ttrain.train.trainer import Cadence
+from ttrain.train.training_options import Cadence
 
 STEPS = 4
 UNEVEN = [60, 5, 30, 2, 1, 64, 8, 3, 17, 40, 2, 9, 11]

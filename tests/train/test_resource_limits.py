@@ -21,7 +21,8 @@ from ttrain.errors import TTrainError, UsageError
 from ttrain.train import resource_limits
 from ttrain.train.distributed import Ranks
 from ttrain.train.resource_limits import NightThrottle, explain_out_of_memory, is_in_window, limit_memory
-from ttrain.train.trainer import Cadence, Trainer
+from ttrain.train.trainer import Trainer
+from ttrain.train.training_options import Cadence
 
 # --- memory -------------------------------------------------------------------------------------------------------------
 

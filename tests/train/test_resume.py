@@ -19,7 +19,8 @@ from ttrain.errors import ArtifactError, TTrainError, UsageError
 from ttrain.train.distributed import Ranks
 from ttrain.train.precision import LossScale
 from ttrain.train.task import LossSum
-from ttrain.train.trainer import Cadence, Trainer
+from ttrain.train.trainer import Trainer
+from ttrain.train.training_options import Cadence
 
 
 def trainer(directory: Path, *, changes: Mapping[str, Any] = MappingProxyType({}), **options: Any) -> Trainer:

@@ -25,13 +25,13 @@ from torch import nn
 from ttrain.errors import UsageError
 from ttrain.train.compiling import CompiledLayers
 from ttrain.train.distributed import Ranks
-from ttrain.train.trainer import Cadence, TrainerOptions
+from ttrain.train.training_options import Cadence, Speed
 
-FSDP = TrainerOptions(parallel="fsdp")
+FSDP = Speed(parallel="fsdp")
 
 
 def fit(
-    ranks: Ranks, how: TrainerOptions, directory: Path, *, steps: int = 6, stop_after: int | None = None, layers: int = 2,
+    ranks: Ranks, how: Speed, directory: Path, *, steps: int = 6, stop_after: int | None = None, layers: int = 2,
     rows_per_device: int = 2,
 ) -> dict[str, Any]:  # fmt: skip
     torch.set_num_threads(1)
@@ -56,8 +56,8 @@ def fit(
 
 def test_sharded_ranks_train_as_one_whole_model_does_and_pass_checkpoints_to_and_fro(tmp_path: Path) -> None:
     """Sharded to step 3 and whole to the end, and the other way round: as one run of a whole model."""
-    straight = fit(ALONE, TrainerOptions(), tmp_path / "straight")
-    begun_whole = fit(ALONE, TrainerOptions(), tmp_path / "whole", stop_after=3)
+    straight = fit(ALONE, Speed(), tmp_path / "straight")
+    begun_whole = fit(ALONE, Speed(), tmp_path / "whole", stop_after=3)
 
     def work(ranks: Ranks) -> list[dict[str, Any]]:
         return [fit(ranks, FSDP, tmp_path / "sharded", stop_after=3), fit(ranks, FSDP, tmp_path / "whole")]
@@ -66,7 +66,7 @@ def test_sharded_ranks_train_as_one_whole_model_does_and_pass_checkpoints_to_and
     assert begun["held"] < 0.6 * straight["held"], "a rank holds about half of the parameters"
     assert ended["validation"] == other["validation"]
     assert begun["loaded"] and ended["loaded"], "whole weights into the parts of each rank"
-    for first, second in ((begun, fit(ALONE, TrainerOptions(), tmp_path / "sharded")), (begun_whole, ended)):
+    for first, second in ((begun, fit(ALONE, Speed(), tmp_path / "sharded")), (begun_whole, ended)):
         assert second["first"] == 3
         assert [*first["losses"], *second["losses"]] == pytest.approx(straight["losses"], rel=1e-5)
         assert [*first["norms"], *second["norms"]] == pytest.approx(straight["norms"], rel=1e-3)
@@ -88,11 +88,11 @@ def test_sharded_layers_train_as_one_whole_model_does_compiled_or_where_they_can
         found = []
         for backend in (fail, "aot_eager" if ranks.first else "eager"):
             monkeypatch.setattr(nn.Module, "compile", partialmethod(compile_module, backend=backend))
-            how = TrainerOptions(parallel="fsdp", compile=True)
+            how = Speed(parallel="fsdp", compile=True)
             found.append(fit(ranks, how, tmp_path / f"{len(found)}", **size))
         return found
 
-    whole = fit(ALONE, TrainerOptions(), tmp_path / "alone", **size)
+    whole = fit(ALONE, Speed(), tmp_path / "alone", **size)
     failed, compiled = in_ranks(2, tmp_path, both, seconds=240, compiles=True)[0]
     assert (whole["compiled"], failed["compiled"], compiled["compiled"]) == (False, False, True)
     for found in (failed, compiled):

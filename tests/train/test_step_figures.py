@@ -18,14 +18,15 @@ from ttrain.train import losses, optim
 from ttrain.train.checkpoint import Snapshot
 from ttrain.train.distributed import Ranks
 from ttrain.train.step_figures import NonFinite
-from ttrain.train.trainer import Cadence, Trainer, TrainerOptions
+from ttrain.train.trainer import Trainer
+from ttrain.train.training_options import Cadence, Speed
 
-DEFERRED = TrainerOptions(defer=True)
+DEFERRED = Speed(defer=True)
 EVERY_FIVE = Cadence(log=5, checkpoint=5)
 
 
 def trainer_of(
-    how: TrainerOptions, directory: Path | None = None, *, ranks: Ranks = ALONE, kind: Any = "muon", spoilt: Any = (),
+    how: Speed, directory: Path | None = None, *, ranks: Ranks = ALONE, kind: Any = "muon", spoilt: Any = (),
     cadence: Cadence = EVERY_FIVE, **changes: Any,
 ) -> tuple[Trainer, Recorder]:  # fmt: skip
     """Ten steps of two micro-batches on one rank; the loss of the passes in `spoilt` is infinite."""
@@ -42,7 +43,7 @@ def trainer_of(
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_deferred_figures_are_those_of_a_training_that_reads_every_step(kind: Any, tmp_path: Path) -> None:
     found = []
-    for name, how in (("read", TrainerOptions()), ("deferred", DEFERRED)):
+    for name, how in (("read", Speed()), ("deferred", DEFERRED)):
         trainer, recorder = trainer_of(how, tmp_path / name, kind=kind)
         result = trainer.fit()
         assert (trainer._deferred is None) is (name == "read")
@@ -74,7 +75,7 @@ def test_no_step_between_two_logging_steps_reads_a_value_of_the_device(monkeypat
     monkeypatch.setattr(losses, "live_rows", lambda labels: torch.arange(len(labels)))
     monkeypatch.setattr(Reads, "count", 0)
     counts = {}
-    for name, how in (("read", TrainerOptions()), ("deferred", DEFERRED)):
+    for name, how in (("read", Speed()), ("deferred", DEFERRED)):
         trainer, _ = trainer_of(how, kind="muon", cadence=Cadence(log=5, checkpoint=100))
         step, counts[name] = trainer._train_step, []
 
@@ -93,7 +94,7 @@ def test_no_step_between_two_logging_steps_reads_a_value_of_the_device(monkeypat
 
 def test_a_step_that_is_not_finite_is_skipped_though_it_is_seen_later() -> None:
     found = []
-    for how in (TrainerOptions(), DEFERRED):
+    for how in (Speed(), DEFERRED):
         trainer, recorder = trainer_of(how, kind="adamw", nonfinite="skip", spoilt=(5, 15))  # of steps 3 and 8
         result = trainer.fit()
         found.append((result.skipped_steps, recorder.figures("skipped_steps"), copies(trainer.bare.state_dict())))
@@ -105,7 +106,7 @@ def test_a_step_that_is_not_finite_is_skipped_though_it_is_seen_later() -> None:
 def test_the_run_ends_with_the_weights_before_the_step_and_names_its_rows(tmp_path: Path) -> None:
     """Step 8, which is read with step 10."""
     errors, snapshots = [], list[Snapshot]()
-    for name, how in (("read", TrainerOptions()), ("deferred", DEFERRED)):
+    for name, how in (("read", Speed()), ("deferred", DEFERRED)):
         trainer, _ = trainer_of(how, tmp_path / name, kind="adamw", nonfinite="stop", spoilt=(15,))
         with pytest.raises(NonFinite) as error:
             trainer.fit()
@@ -121,13 +122,13 @@ def test_the_run_ends_with_the_weights_before_the_step_and_names_its_rows(tmp_pa
 
 
 def test_two_ranks_that_defer_train_as_one_that_reads(tmp_path: Path) -> None:
-    def logged(how: TrainerOptions, ranks: Ranks = ALONE) -> list[float]:
+    def logged(how: Speed, ranks: Ranks = ALONE) -> list[float]:
         trainer, recorder = trainer_of(how, ranks=ranks, kind="adamw")
         trainer.fit()
         return recorder.figures("loss")
 
     found = in_ranks(2, tmp_path, lambda ranks: logged(DEFERRED, ranks))
-    assert found[0] == pytest.approx(logged(TrainerOptions()), rel=1e-5)
+    assert found[0] == pytest.approx(logged(Speed()), rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["adam", "adamw", "muon"])

@@ -18,7 +18,7 @@ from support.paths import ROOT
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from ttrain.config import TaskConfig, UserTaskConfig
+from ttrain.config import TaskConfig, TaskJob
 from ttrain.config.loading import layers, merge, settable_keys, with_types
 from ttrain.config.runtime import TaskRuntime
 from ttrain.core.files import ProgressWriter
@@ -108,7 +108,7 @@ def run(
 ) -> dict[str, Any]:  # fmt: skip
     """What the process of the task does, in this one."""
     torch.seed()  # random numbers from elsewhere must not matter
-    config = UserTaskConfig(task=task, given=tuple(layers(settings)), allow=allow)
+    config = TaskJob(task=task, given=tuple(layers(settings)), allow=allow)
     speed = {"device": "cpu", "threads": 1, "log_every_steps": 1, "checkpoint_every_steps": 4, **runtime}
     given = layers([f"runtime.{name}={value}" for name, value in speed.items()])
     job = StageContext({}, {}, {}, output, merge(TaskRuntime, given)[0].runtime, ProgressWriter(None), stop)

@@ -24,7 +24,8 @@ from ttrain.train import checkpoint
 from ttrain.train.callbacks import Callback, LogRecord, MetricsFile
 from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.losses import token_loss_sum
-from ttrain.train.trainer import Cadence, Trainer
+from ttrain.train.trainer import Trainer
+from ttrain.train.training_options import Cadence
 
 UNEVEN = [60, 5, 30, 2]
 

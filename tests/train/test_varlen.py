@@ -21,7 +21,7 @@ from ttrain.train import attention, varlen
 from ttrain.train.distributed import Ranks
 from ttrain.train.language_modeling import LanguageModeling, NextTokenLoss
 from ttrain.train.losses import token_loss_sum
-from ttrain.train.trainer import Cadence, TrainerOptions
+from ttrain.train.training_options import Cadence, Speed
 
 T = 24
 SEGMENTS = torch.tensor([[0] * T, [0] * 3 + [1] * 15 + [2] * 6, [4] * 9 + [-1] * 15, [*range(T)], [0, 1, 2] + [3] * 21])
@@ -180,7 +180,7 @@ def test_two_compiled_replicas_with_gradient_checkpointing_train_as_one_eager_mo
         model, recorder = tiny_model(layers=1), Recorder()
         kind = "records" if compiled else "masked"
         trainer = make_trainer(
-            config, model, NumberedRows(13, T), rows_per_device=2, ranks=ranks, how=TrainerOptions(compile=compiled),
+            config, model, NumberedRows(13, T), rows_per_device=2, ranks=ranks, how=Speed(compile=compiled),
             task=LanguageModeling(config, model, attention=kind, gradient_checkpointing=compiled),
             callbacks=[recorder], cadence=Cadence(log=1),
         )  # fmt: skip

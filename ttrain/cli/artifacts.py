@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import glob
+import itertools
 import json
 from dataclasses import replace
 from typing import Annotated
@@ -15,8 +15,6 @@ from ttrain.cli.options import (
     command,
     command_group,
     option,
-    run_words,
-    stage_words,
 )
 from ttrain.core.files import JsonDict
 from ttrain.core.terminal import bar
@@ -24,7 +22,7 @@ from ttrain.core.text import format_duration, format_size, format_time, short_di
 from ttrain.errors import UsageError
 from ttrain.store import references
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.layout import Artifact, home, usable_home
+from ttrain.store.layout import home, usable_home
 from ttrain.store.runs import ELSEWHERE_DAYS
 
 MEGABYTE = 1e6
@@ -38,7 +36,7 @@ artifacts_app = command_group(
     epilog="Examples:  ttrain artifacts list\n\nttrain artifacts clean --dry-run",
 )
 
-StageName = Annotated[str, argument("the stage, or the beginning of a key", metavar="STAGE|KEY", autocompletion=stage_words)]
+StageName = Annotated[str, argument("the stage", metavar="STAGE")]
 
 
 def _known_stage(stage: str) -> str:
@@ -50,9 +48,7 @@ def _known_stage(stage: str) -> str:
     return stage
 
 
-StageFilter = Annotated[
-    str, argument("of this stage alone", metavar="STAGE", autocompletion=stage_words, callback=_known_stage)
-]
+StageFilter = Annotated[str, argument("of this stage alone", metavar="STAGE", callback=_known_stage)]
 Key = Annotated[str, argument("the beginning of its key; without: the newest", metavar="KEY")]
 
 
@@ -72,15 +68,15 @@ def artifacts_list(stage: StageFilter = "") -> Output:
 
 @command(
     artifacts_app,
-    "Examples:  ttrain artifacts show sft\n\nttrain artifacts show 3f1c\n\nttrain artifacts show sft 3f1c --json",
+    "Examples:  ttrain artifacts show sft\n\nttrain artifacts show sft 3f1c --json",
 )
 def artifacts_show(stage: StageName, key: Key = "") -> Output:
     """Print an artifact's inputs, settings and code, and the figures that it resulted in."""
     from ttrain.config import flatten
-    from ttrain.engine.artifact_commands import size_of
+    from ttrain.engine.artifact_commands import find_artifact, size_of
 
     store = ArtifactStore(home())
-    artifact = _artifact(store, stage, key)
+    artifact = find_artifact(store, stage, key)
     damage, manifest = store.damage(artifact), artifact.manifest
     ingredients = manifest["ingredients"]
     rows = [
@@ -113,24 +109,9 @@ def _shown(value: object) -> str:
 @command(artifacts_app, "Examples:  ls $(ttrain artifacts path sft)/model\n\nttrain artifacts path sft 3f1c")
 def artifacts_path(stage: StageName, key: Key = "") -> None:
     """Print the path of an artifact: the newest of a stage, or the one whose key begins with KEY."""
-    print(_artifact(ArtifactStore(home()), stage, key).path)
-
-
-def _artifact(store: ArtifactStore, stage: str, key: str) -> Artifact:
-    """The artifact that the arguments name; a key alone is looked for in all stages. Raises UsageError."""
     from ttrain.engine.artifact_commands import find_artifact
-    from ttrain.tasks import STAGES
 
-    if stage not in STAGES and not key:
-        matches = [
-            (name, path.name) for name in STAGES for path in (store.root / "store" / name).glob(f"{glob.escape(stage)}*")
-        ]
-        if len(matches) > 1:
-            raise references.ambiguous(stage, "keys", [f"{name} {short_digest(full)}" for name, full in matches])
-        if not matches:
-            raise references.unknown("stage or key", stage, STAGES, shown=len(STAGES))
-        stage, key = matches[0]
-    return find_artifact(store, stage, key)
+    print(find_artifact(ArtifactStore(home()), stage, key).path)
 
 
 @command(
@@ -145,36 +126,32 @@ def artifacts_verify(
 ) -> Output:
     """Read every byte of every artifact and compare with its manifest. Exit code 1 if something is damaged."""
     from ttrain.engine import artifact_commands
-    from ttrain.store.damaged import DamagedArtifact
-    from ttrain.store.damaged import set_aside as move_aside
+    from ttrain.store import damaged as damage
 
     store = ArtifactStore(home())
-    artifacts = store.artifacts(stage or "*")
-    unreadable = store.unreadable(stage or "*")
-    done, damaged = 0, [DamagedArtifact(path, problem) for path, problem in unreadable.items()]
-    with bar("verifying", "MB", round(sum(map(artifact_commands.size_of, artifacts)) / MEGABYTE)) as show:
-        for artifact in artifacts:
+    artifacts, unreadable = store.artifacts(stage or "*"), store.unreadable(stage or "*")
+    damaged = [damage.DamagedArtifact(*entry) for entry in unreadable.items()]
+    sizes = [artifact_commands.size_of(artifact) for artifact in artifacts]
+    with bar("verifying", "MB", round(sum(sizes) / MEGABYTE)) as show:
+        for done, artifact in zip(itertools.accumulate(sizes), artifacts, strict=True):
             if problems := artifact_commands.verify(artifact):
-                damaged.append(DamagedArtifact(artifact.path, "; ".join(problems), artifact))
-            done += artifact_commands.size_of(artifact)
+                damaged.append(damage.DamagedArtifact(artifact.path, "; ".join(problems), artifact))
             show(round(done / MEGABYTE))
     if set_aside:
-        move_aside(store, damaged)
-    count = len(artifacts) + len(unreadable)
-    problems_by_artifact = [
+        damage.set_aside(store, damaged)
+    count = len(sizes) + len(unreadable)
+    entries = [
         {"stage": entry.stage, "key": entry.key, "path": entry.path, "problems": entry.why.split("; ")} for entry in damaged
     ]
-    value = {"artifacts": count, "bytes": done, "damaged": problems_by_artifact, "set_aside": set_aside}
-    counted = f"{count} artifacts, {format_size(done)}"
+    value = {"artifacts": count, "bytes": sum(sizes), "damaged": entries, "set_aside": set_aside}
+    total = f"{count} artifacts, {format_size(sum(sizes))}"
     if not damaged:
-        return Output(value, [f"{counted}: none damaged"])
-    next_step = (
-        "moved to replaced: the next run rebuilds them" if set_aside else "--set-aside lets the next run rebuild them"
-    )
+        return Output(value, [f"{total}: none damaged"])
+    moved = "moved to replaced: the next run rebuilds them"
+    advice = moved if set_aside else "--set-aside lets the next run rebuild them"
     rows = [(entry.stage, short_digest(entry.key), entry.why) for entry in damaged]
-    shown: list[str | Table] = [Table(("stage", "key", "damage"), rows)]
-    shown.append(f"{counted}: {len(damaged)} damaged; {next_step}")
-    return Output(value, shown, code=1)
+    table = Table(("stage", "key", "damage"), rows)
+    return Output(value, [table, f"{total}: {len(damaged)} damaged; {advice}"], code=1)
 
 
 @command(
@@ -184,7 +161,7 @@ def artifacts_verify(
 )
 def artifacts_adopt(
     *,
-    stage: Annotated[str, argument("the stage, see `ttrain stage list`", metavar="STAGE", autocompletion=stage_words)] = "",
+    stage: Annotated[str, argument("the stage, see `ttrain stage list`", metavar="STAGE")] = "",
     key: Annotated[str, argument("the beginning of the key of the artifact to keep", metavar="KEY")] = "",
     settings_options: SettingsOptions,
     everything: Annotated[bool, option("every stage that only changed code would build again", "--all")] = False,
@@ -246,7 +223,7 @@ def artifacts_clean(
     ] = OLDER_THAN_DAYS,
     run: Annotated[
         str,
-        option("instead: what only this run needs, also if it is young", metavar="RUN", autocompletion=run_words),
+        option("instead: what only this run needs, also if it is young", metavar="RUN"),
     ] = "",
     dry_run: Annotated[bool, option("only print what would be removed", "--dry-run")] = False,
 ) -> Output:
@@ -281,9 +258,8 @@ def artifacts_clean(
     shown.append(f"{len(removed)} {verb} {format_size(cleaned.bytes)}; kept: {kept_counts or 'no artifact'}")
     if cleaned.running:
         active_runs = ", ".join(f"{run} on {machine}" for run, machine in cleaned.running.items())
-        shown += [
-            f"no artifact is removed while runs are in progress: {active_runs}",
-            f"a run on another machine counts as in progress until its file in {store.root / 'runs'} has not changed for "
-            f"{ELSEWHERE_DAYS} days; if it has ended, remove that file",
-        ]
+        shown.append(
+            f"no artifact is removed while runs are in progress: {active_runs}; one on another machine counts until its "
+            f"file in {store.root / 'runs'} has not changed for {ELSEWHERE_DAYS} days"
+        )
     return Output({**value, "running": cleaned.running}, shown)

@@ -22,16 +22,14 @@ from ttrain.cli.options import (
     argument,
     check_output_file,
     command,
-    default_model,
-    model_words,
     option,
     resolved_models,
     server_settings,
 )
 from ttrain.core.hashing import sha256_file
 from ttrain.core.signals import handling_signals
-from ttrain.core.terminal import bar, encodable, escaped, outlast_output, print_escaped, print_json, print_json_text
-from ttrain.errors import Interrupted, TTrainError, UsageError
+from ttrain.core.terminal import bar, encodable, escaped, outlast_output, print_escaped, print_json_text
+from ttrain.errors import TTrainError, UsageError
 from ttrain.store import layout
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import usable_home
@@ -57,14 +55,6 @@ class LoadingOptions:
     base: AdapterBase = None
     device: Annotated[Literal["auto", "cpu", "cuda", "mps"], option("auto: cuda, then mps, then cpu")] = "auto"
     dtype: Annotated[Literal["fp32", "bf16", "fp16"], option("number format of the weights")] = "fp32"
-
-    def check_device(self) -> None:
-        """Raise UsageError, before the work, where this machine has no such device."""
-        if self.device not in ("auto", "cpu"):
-            before_torch()
-            from ttrain.train.precision import resolve_device
-
-            resolve_device(self.device, name="--device")
 
 
 @dataclass(frozen=True)
@@ -102,7 +92,7 @@ class GreedyOptions(SamplingOptions):
 def chat(
     model: Annotated[
         str | None,
-        argument(DEFAULT_MODEL, metavar="MODEL", autocompletion=model_words),
+        argument(DEFAULT_MODEL, metavar="MODEL"),
     ] = None,
     versus: Annotated[str | None, option("a second model, which answers after the first", metavar="MODEL")] = None,
     gate: Annotated[Path | None, option("a gate's directory: it picks the expert for each question")] = None,
@@ -114,13 +104,9 @@ def chat(
 ) -> None:
     """Chat with a model. In a terminal, answers stream; in a pipe, each line is a question and its answer is printed."""
     settings = sampling.settings()
-    loading_options.check_device()
     base, run = loading_options.base, loading_options.run
-    was_named = model is not None
     if model is not None and (" " in model.strip() or model.endswith("?")) and not Path(model).is_dir():
         raise UsageError(f"'{model}' names no model; to ask it: echo {shlex.quote(model)} | ttrain chat sft")
-    if model is None and gate is None:
-        model = default_model(run)
     if gate is not None and (model is not None or versus is not None or run is not None):
         raise UsageError("--gate picks the model by itself; give neither MODEL nor --versus nor --run with it")
     models = [] if gate else [model, *([versus] if versus else [])]
@@ -140,7 +126,7 @@ def chat(
         identities = {reference.text: _identity(reference) for reference in references}
         chat_screen.talk_in_pipe(chats, identities, as_json=as_json)
         return
-    questions = _sample_questions(references[0]) if references and not was_named else []
+    questions = _sample_questions(references[0]) if references and model is None else []
     examples = "".join(f"\n  {escaped(question)}" for question in questions)
     greeting = f"{settings}\n/help lists the commands{examples and f'; held-out questions to try:{examples}'}"
     chat_screen.talk_in_terminal(chats, [reference.text for reference in references] or [str(gate)], greeting)
@@ -180,12 +166,14 @@ def generate(
 ) -> Output | None:
     """Answer the prompts of a file, in batches; the same command continues where it was stopped."""
     settings = sampling.settings()
-    loading_options.check_device()
     if as_json and out is None:
         raise UsageError("--json prints the summary as JSON; give --out for the answers")
-    _check_answers_file(out, prompts, force=force)
+    if out is not None:
+        check_output_file(out)
+        if out.exists() and not force:
+            raise UsageError(f"{out} exists; name another file with --out, or replace it with --force")
     run = loading_options.run
-    [reference] = resolved_models([model or default_model(run)], [loading_options.base], run)
+    [reference] = resolved_models([model], [loading_options.base], run)
 
     before_torch()
     from ttrain.inference import batch
@@ -207,13 +195,7 @@ def generate(
         else:
             header = {"prompts": sha256_file(prompts), "model": batch.identity(reference), "raw": raw, "system": system,
                       "dtype": loading_options.dtype, **settings.model_dump()}  # fmt: skip
-            try:
-                done = batch.write_answers(out, header, make)
-            except (KeyboardInterrupt, SystemExit) as stop:  # the latter has the exit code of SIGTERM or SIGHUP
-                signum = int(stop.code or 0) - 128 if isinstance(stop, SystemExit) else signal.SIGINT
-                raise Interrupted(
-                    f"stopped; the answers so far are in {batch.partial_of(out)}; the same command continues", signum
-                ) from None
+            done = batch.write_answers(out, header, make)
     if out is None:
         return None
     summary = {"out": str(out), "prompts": len(rows), "answered before": done, **tally.summary()}
@@ -222,19 +204,9 @@ def generate(
     return Output({**_identity(reference), **summary}, [Table(("property", "value"), cells)])
 
 
-def _check_answers_file(out: Path | None, prompts: Path, *, force: bool) -> None:
-    if out is None:
-        return
-    check_output_file(out)
-    if out.exists() and not force:
-        raise UsageError(f"{out} exists; name another file with --out, or replace it with --force")
-    if out.exists() and prompts.exists() and out.samefile(prompts):
-        raise UsageError(f"--out {out} is the file of the prompts; name another file for the answers")
-
-
 @command(app, "Examples:  ttrain serve\n\nttrain serve dpo --port 0 --json", "Servers")
 def serve(
-    model: Annotated[str | None, argument(DEFAULT_MODEL, metavar="MODEL", autocompletion=model_words)] = None,
+    model: Annotated[str | None, argument(DEFAULT_MODEL, metavar="MODEL")] = None,
     port: Annotated[int, option("on 127.0.0.1; 0: a free one", min=0, max=65535)] = 8000,
     max_requests: Annotated[int, option("requests answered or waiting at once; further ones get 429", min=1)] = 32,
     as_json: Annotated[bool, option("print address and model as JSON when it answers", "--json")] = False,
@@ -246,9 +218,8 @@ def serve(
     MODEL is loaded at the start and is the default; others are loaded when a request names them.
     """
     outlast_output()
-    loading_options.check_device()
     run = loading_options.run
-    [reference] = resolved_models([model or default_model(run)], [loading_options.base], run)
+    [reference] = resolved_models([model], [loading_options.base], run)
     key = _api_key()
     root = usable_home()
     listener = _listener(port)
@@ -277,14 +248,14 @@ def serve(
     address = f"http://{host}:{port}"
     try:
         with handling_signals(_end):
-            if as_json:
-                served = {"url": f"{address}/v1", "model": reference.text, "api_key_file": key and str(key)}
-                print_json({**_identity(reference), **served})
-            else:
-                print(f"{reference.text} is served at {address}/v1; Ctrl-C ends it")
-                print(f"talk to it, or compare two models: {address}/{token and f'?token={token}'}")
-                if key:
-                    print(f"clients need a key: export OPENAI_API_KEY=$(cat {shlex.quote(str(key))})")
+            shown = [
+                f"{reference.text} is served at {address}/v1; Ctrl-C ends it",
+                f"talk to it, or compare two models: {address}/{token and f'?token={token}'}",
+            ]
+            if key:
+                shown.append(f"clients need a key: export OPENAI_API_KEY=$(cat {shlex.quote(str(key))})")
+            value = {"url": f"{address}/v1", "model": reference.text, "api_key_file": key and str(key)}
+            Output({**_identity(reference), **value}, shown).print(as_json=as_json)
             sys.stdout.flush()
             server.run(sockets=[listener])
     except KeyboardInterrupt:
@@ -297,14 +268,10 @@ def _listener(port: int) -> socket.socket:
     """Listen on the port. Raises UsageError where another program has it."""
     from ttrain.store.server_records import HOST
 
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((HOST, port))
+        return socket.create_server((HOST, port))
     except OSError as error:
         raise UsageError(f"--port is {port}, which is taken ({error.strerror}); --port 0 finds a free one") from None
-    listener.listen()
-    return listener
 
 
 def _api_key() -> Path | None:

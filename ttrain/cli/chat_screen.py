@@ -17,11 +17,9 @@ PROMPT = "> "
 HELP = {
     "/help": "list the commands",
     "/reset": "forget the conversation; the system prompt stays",
-    "/set [NAME=VALUE]": "change a setting, such as temperature=0.5; without one, show them all",
     "/save FILE": "append the conversation to a JSONL file that data.sft can read",
     "/exit": "end (Ctrl-D does too; Ctrl-C stops an answer)",
 }
-COMMANDS = frozenset(line.split()[0] for line in HELP)
 
 
 def talk_in_terminal(chats: Sequence[Chat], names: Sequence[str], greeting: str) -> None:
@@ -29,7 +27,7 @@ def talk_in_terminal(chats: Sequence[Chat], names: Sequence[str], greeting: str)
     say_dim(greeting)
     for line in typed_lines():
         try:
-            if is_command(line) or looks_like_command(line):  # a mistyped command is no question
+            if is_command(line):
                 say_dim(run_command(line, chats))
                 continue
             for chat, name in zip(chats, names, strict=True):
@@ -45,16 +43,13 @@ def talk_in_terminal(chats: Sequence[Chat], names: Sequence[str], greeting: str)
 
 
 def talk_in_pipe(chats: Sequence[Chat], identities: Mapping[str, JsonObject], *, as_json: bool) -> None:
-    """Print an answer for each line of standard input, as text or as a line of JSON; a line without one ends the chat.
+    """Print an answer for each line of standard input, as text or as a line of JSON; `/reset` forgets the conversation.
 
     `identities`: JSON fields about models by their names, added to their answers; a gate's experts are not known yet.
     """
     for line in _piped_lines():
-        if is_command(line):
-            try:
-                print(run_command(line, chats), file=sys.stderr)
-            except EOFError:
-                return
+        if line.rstrip() == "/reset":
+            print(run_command(line, chats), file=sys.stderr)
             continue
         replies = [chat.ask(line) for chat in chats]
         if any(reply.stop == "interrupted" for reply in replies):
@@ -73,9 +68,10 @@ def typed_lines() -> Iterator[str]:
     try:
         import readline  # gives input() editing and a history
 
-        readline.parse_and_bind("set enable-bracketed-paste on")  # lines that are pasted are one question
-        for setting in ("convert-meta off", "input-meta on", "output-meta on"):  # where no locale is set, as in a
-            readline.parse_and_bind(f"set {setting}")  # container, the bytes of 你好 are keys that list files
+        # Lines that are pasted are one question. Where no locale is set, as in a container, the bytes
+        # of 你好 would be keys that list files.
+        for setting in ("enable-bracketed-paste on", "convert-meta off", "input-meta on", "output-meta on"):
+            readline.parse_and_bind(f"set {setting}")
     except ImportError:
         pass  # as on Windows
     while True:
@@ -123,12 +119,7 @@ def _reply_summary(reply: Reply) -> str:
 
 
 def is_command(line: str) -> bool:
-    """Whether the line begins with a command; a line that begins with a space is a question."""
-    return line.partition(" ")[0] in COMMANDS
-
-
-def looks_like_command(line: str) -> bool:
-    """Whether the line may be a mistyped command: /word, but not a path."""
+    """Whether the line is a command, maybe a mistyped one: /word, but not a path."""
     return re.fullmatch(r"/[a-z]+", line.partition(" ")[0]) is not None
 
 
@@ -136,7 +127,7 @@ def run_command(line: str, chats: Sequence[Chat]) -> str:
     """Run the command in each of the chats; returns the message to show. Raises UsageError, and EOFError for /exit."""
     word, _, argument = line.rstrip().partition(" ")
     argument = argument.strip()
-    if word not in COMMANDS:
+    if not any(word == known.split()[0] for known in HELP):
         raise UsageError(f"there is no command {word}; /help lists them, and a space before it makes it a question")
     if word == "/exit":
         raise EOFError
@@ -147,20 +138,7 @@ def run_command(line: str, chats: Sequence[Chat]) -> str:
         for chat in chats:
             chat.reset()
         return "the conversation is forgotten"
-    if word == "/set":
-        return _set(argument, chats)
     if not argument:
         raise UsageError("/save needs the name of a file")
     written = save(user_path(argument), chats)
     return f"{counted(written, 'conversation')} appended to {argument}" if written else "there is nothing to save yet"
-
-
-def _set(assignment: str, chats: Sequence[Chat]) -> str:
-    name, equals, value = assignment.partition("=")
-    if assignment and not equals:
-        raise UsageError("/set takes NAME=VALUE, for example /set temperature=0.5")
-    if assignment:
-        changed = chats[0].sampling.changed(name.strip(), value.strip())
-        for chat in chats:
-            chat.sampling = changed
-    return str(chats[0].sampling)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from ttrain.cli.options import AsJson, app, argument, check_output_file, command, option, run_words
+from ttrain.cli.options import AsJson, Output, app, argument, check_output_file, command, option
 from ttrain.core.files import write_output
-from ttrain.core.terminal import escaped, print_escaped, print_json, table
+from ttrain.core.terminal import escaped, print_json, table
 from ttrain.core.text import ABSENT, truncated
 from ttrain.errors import UsageError
 from ttrain.store.layout import home
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ttrain.store.run_views import RunView
 
 RUN_HELP = "a run or the beginning of its name, `latest`, an MLflow run id, or a registered NAME@ALIAS or NAME/VERSION"
-SIDE_BY_SIDE = 4  # runs that are columns; more are rows
+SIDE_BY_SIDE = 4  # runs that are columns
 SHOWN_SAMPLES = 6
 FIGURES_OF_MANY = 3
 LONGEST_CELL = 160  # characters of a text
@@ -31,7 +31,7 @@ LONGEST_CELL = 160  # characters of a text
     "Look",
 )
 def compare(
-    runs: Annotated[list[str], argument(RUN_HELP, metavar="RUN", autocompletion=run_words)],
+    runs: Annotated[list[str], argument(RUN_HELP, metavar="RUN")],
     html: Annotated[Path | None, option("write a page with curves to this file")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -44,8 +44,6 @@ def compare(
     if html:
         check_output_file(html)
     views = read_runs(home(), runs)
-    if len({view.name for view in views}) < len(views):
-        raise UsageError(f"{', '.join(runs)} name the same run twice; compare needs different runs")
     comparison = compared(views)
     if html:
         from ttrain.reports.report import comparison_page
@@ -65,10 +63,9 @@ def compare(
     "Look",
 )
 def report(
-    run: Annotated[str, argument(RUN_HELP, metavar="RUN", autocompletion=run_words)] = "latest",
+    run: Annotated[str, argument(RUN_HELP, metavar="RUN")] = "latest",
     out: Annotated[Path | None, option("the file; default: RUN.html here", "--out", "-o")] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Output:
     """Write one page about a run: stages, curves, data, evaluation, samples, lineage, and what went wrong."""
     from ttrain.reports.report import report_of
     from ttrain.store.run_views import read_run
@@ -77,10 +74,7 @@ def report(
     path = out or Path(f"{view.name}.html")
     check_output_file(path)
     write_output(path, report_of(view))
-    if as_json:
-        print_json({"run": view.name, "page": str(path), "notes": list(view.notes)})
-    else:
-        print_escaped(str(path))
+    return Output({"run": view.name, "page": str(path), "notes": list(view.notes)}, [str(path)])
 
 
 def _print_comparison(comparison: RunComparison, views: Sequence[RunView]) -> None:

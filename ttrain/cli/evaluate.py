@@ -54,7 +54,6 @@ def evaluate(
     files: TaskFiles,
     limit: Annotated[int | None, option("items of each task, drawn by its seed", min=1)] = None,
     items: Annotated[Path | None, option("write every item here, as JSON Lines", metavar="FILE")] = None,
-    track: Annotated[bool, option("keep the results in MLflow, below the run of the model", "--track")] = False,
     as_json: AsJson = False,
     loading_options: LoadingOptions,
 ) -> None:
@@ -62,7 +61,6 @@ def evaluate(
 
     Without a task, they are evaluated on the data that their own runs held out.
     """
-    loading_options.check_device()
     if items is not None:
         check_output_file(items)
         if items.exists():
@@ -70,21 +68,19 @@ def evaluate(
     before_torch()
     from ttrain.cli import evaluation
 
-    suites = evaluation.load_suites(suite or (), asdict(files))
-    evaluated = evaluation.Evaluation.of(models, suites, loading_options, limit)
-    runs = [evaluated.tracked_run(reference) for reference in evaluated.references] if track else []
-    for line in evaluated.identified():
-        print_escaped(line, stderr=as_json)
-    results = evaluated.run()
+    results, identities, notes = evaluation.evaluate(
+        models,
+        evaluation.load_suites(suite or (), asdict(files)),
+        limit,
+        loading_options,
+        say=lambda line: print_escaped(line, stderr=as_json),
+    )
     comparison = Table(*results.comparison_table())
     tables = [Table(*results.table()), comparison][: 1 + bool(comparison.rows)]
-    notes = [*evaluated.notes, *results.notes()]
-    value = {**results.to_json(), "identities": evaluated.identities(), "notes": notes}
+    notes += results.notes()
+    value = {**results.to_json(), "identities": identities, "notes": notes}
     Output(value, [*tables, *notes]).print(as_json=as_json)
     if items is not None:  # after the results, which are valid even if what follows fails
         with output_file(items) as file:
             file.writelines(orjson.dumps(row) + b"\n" for row in results.rows())
         print_escaped(f"every item is in {items}", stderr=as_json)
-    if track:
-        run_names = evaluated.track(results, runs)
-        print_escaped(f"in MLflow: {', '.join(run_names)}; `ttrain up --open` shows it", stderr=as_json)

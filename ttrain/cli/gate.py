@@ -48,7 +48,7 @@ def gate_train(
     ] = None,
     data: Annotated[
         list[str] | None,
-        option("records, as for `ttrain data shard`; without it, those held out from the experts' own data"),
+        option("records, as for `ttrain data check`; without it, those held out from the experts' own data"),
     ] = None,
     config: Files = None,
     as_json: AsJson = False,
@@ -99,7 +99,7 @@ def train(
 
     Raises UsageError where an expert or a file is missing, before anything is read, scored or written.
     """
-    from ttrain.config import Gate, GateConfig
+    from ttrain.config import Gate, GateJob
     from ttrain.config.loading import merge, with_types, without_pipeline_settings
     from ttrain.data import existing, locations
     from ttrain.engine.alone import run_alone, split_runtime
@@ -119,8 +119,6 @@ def train(
     references = resolve_all(names)
     texts = locations.expand(data, "--data") if data else heldout_files(references)
     chosen = tuple(map(gate_files.expert_of, references))
-    if len(set(map(gate_files.digest, chosen))) < len(chosen):
-        raise UsageError(f"--experts names the same weights twice: {', '.join(names)}; name different models")
     for expert in chosen:
         longest = existing.max_length({"config": [Path(expert.model) / existing.CONFIG]})
         if longest is not None and settings.row_length > longest:
@@ -128,7 +126,7 @@ def train(
                 f"row_length is {settings.row_length} but the expert {expert.reference} takes {longest} positions; "
                 f"set row_length={longest} and stride={max(1, longest // 2)}"
             )
-    config = GateConfig(gate=settings, experts=chosen, data=tuple(texts))
+    config = GateJob(gate=settings, experts=chosen, data=tuple(texts))
     why = f"{counted(len(references), 'expert')}, {counted(len(texts), 'file')}, in {out}"
     figures = run_alone(GATE, config.model_dump(mode="json"), runtime, out, why, display)
     return {

@@ -25,7 +25,6 @@ def init(
     force: Annotated[bool, option("overwrite it", "--force")] = False,
 ) -> Output:
     """Write a file of settings for your own data: files of documents, chats and pairs are told by their rows."""
-    from ttrain.config.loading import load
     from ttrain.data import locations, starter
 
     found = locations.expand(files, "FILES") if files else starter.files_in(Path())
@@ -42,13 +41,10 @@ def init(
         )
     text = starter.render(datasets, starter.run_name(Path.cwd()), shlex.quote(str(out)))
     write_output(out, text)
-    load(files=[out])
     next_command = f"ttrain pipeline run full -c {shlex.quote(str(out))}"
     value = {"path": str(out), "data": datasets, "left_out": left_out, "next": next_command}
     rows = [(file, f"data.{dataset}") for dataset, names in datasets.items() for file in names]
     lines = [f"left out: {file}: {reason}" for file, reason in left_out.items()]
-    if len(datasets.get("sft", [])) > 1:
-        lines.append("all chats are in data.sft; move those of one domain to data.lora for an adapter")
     if "pretrain" not in datasets:
         lines.append("there are no documents; without data.pretrain, set sft.start_from to a model of yours")
     lines.append(f"wrote {out}; next: {next_command.replace(' run ', ' plan ')}, then {next_command}")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -21,21 +18,15 @@ OWN_DATA = "data.pretrain=docs.jsonl data.sft=chats.jsonl data.lora=domain.jsonl
 BETTER_EPOCHS, MOST_EPOCHS = 3, 10
 
 
-@dataclass(frozen=True)
-class RanCommand:
-    """The command that ran: its words without settings and without what is meant for one run, and its settings."""
-
-    words: Sequence[str]
-    overrides: Sequence[str] = ()
-
-    def with_setting(self, key: str, value: str) -> str:
-        """The same command with one setting changed."""
-        kept = [redact.text(item) for item in self.overrides if item.partition("=")[0].strip() != key]
-        return shlex.join(["ttrain", *self.words, *kept, f"{key}={value}"])
+def with_settings(words: Sequence[str], *settings: str) -> str:
+    """The command of these words, with settings, key=value, instead of its own of the same keys."""
+    keys = {setting.partition("=")[0] for setting in settings}
+    kept = [redact.text(word) for word in words if word.partition("=")[0].strip() not in keys]
+    return shlex.join(["ttrain", *kept, *settings])
 
 
 def next_steps(
-    command: RanCommand,
+    command: Sequence[str],
     settings: Settings,
     made: Collection[str],
     passes: Mapping[str, float] = MappingProxyType({}),
@@ -43,6 +34,7 @@ def next_steps(
 ) -> list[str]:
     """The lines after a run that made, or took from the store, the artifacts of these stages.
 
+    `command`: its words, without those that are meant for one run.
     `passes`: those over the rows that a rule decided, by stage; `overfit`: stages whose guard warned of too many.
     """
     from ttrain.config import TRAINING_STAGES
@@ -52,34 +44,28 @@ def next_steps(
     for row in models[-1:]:
         lines += [
             f"  talk to the {row.label} model: ttrain chat {row.name}",
-            f"  its files, for transformers: ttrain export {row.name} --to {_free_directory(row.name)}",
+            f"  its files, for transformers: ttrain export {row.name} --to out/{row.name}",
         ]
     if settings.tracking.enabled:
         lines.append("  curves, models and their metrics, in MLflow: ttrain up latest --open")
     else:
         lines.append("  curves, samples and metrics, as a page: ttrain report latest")
     for stage in [row.name for row in models[-1:]]:
-        changed = command.with_setting(*_one_thing(settings, stage, passes.get(stage), stage in overfit))
+        changed = with_settings(command, _one_thing(settings, stage, passes.get(stage), stage in overfit))
         lines.append(f"  change one thing, rerun what it touches: {changed}")
     if "source" in made:  # the text that ttrain brings
         lines.append(f"  your own text: ttrain pipeline run full {OWN_DATA}")
     return lines
 
 
-def _one_thing(settings: Settings, stage: str, passes: float | None, is_overfit: bool) -> tuple[str, str]:
+def _one_thing(settings: Settings, stage: str, passes: float | None, is_overfit: bool) -> str:
     """A setting of a stage, and a value that is worth a try: fewer passes where those that were made were too many."""
     from ttrain.config import rules
 
     section = getattr(settings, stage)
     epochs = (passes or section.by_rows.epochs) if section.epochs == rules.AUTO else section.epochs
     if is_overfit and epochs and stage != "pretrain":
-        return f"{stage}.epochs", f"{epochs / 2:g}"
+        return f"{stage}.epochs={epochs / 2:g}"
     if stage != "pretrain" and (epochs or MOST_EPOCHS) < MOST_EPOCHS:
-        return f"{stage}.epochs", f"{max(BETTER_EPOCHS, 2 * epochs):g}"
-    return f"{stage}.seed", str(section.seed + 1)
-
-
-def _free_directory(name: str) -> str:
-    """A directory that `ttrain export` may write."""
-    candidates = itertools.chain([f"out/{name}"], (f"out/{name}-{number}" for number in itertools.count(2)))
-    return next(path for path in candidates if not Path(path).exists())
+        return f"{stage}.epochs={max(BETTER_EPOCHS, 2 * epochs):g}"
+    return f"{stage}.seed={section.seed + 1}"

@@ -8,33 +8,37 @@ import itertools
 import os
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, get_type_hints
 
 from typer import Argument, Exit, Option, Typer
 from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 
 from ttrain.core.files import JsonDict, JsonObject
-from ttrain.core.terminal import print_escaped, print_json, table
+from ttrain.core.terminal import print_escaped, print_json, print_spans, table
 from ttrain.errors import UsageError
-from ttrain.store import layout, runs
-from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.layout import MANIFEST
+from ttrain.store import layout
 from ttrain.store.model_files import Reference
 
 if TYPE_CHECKING:
+    from ttrain.api import Plan
     from ttrain.config import Servers, Settings
     from ttrain.config.loading import LoadedSettings, Override
-    from ttrain.engine.graph import Planned
+    from ttrain.data.inspect import Span
     from ttrain.engine.labels import Labels
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 Panel = Literal["Train", "Look", "Use", "Data", "Models", "Servers"]  # of the help
-PANELS = get_args(Panel)
-FIRST = ("init", "run", "plan", "status", "logs", "pipeline", "chat", "models", "report")
+ORDER = (  # of the help; last in their panel are tasks of one's own, which a newcomer takes for the way
+    *("init", "run", "plan", "pipeline", "doctor", "sweep", "stage", "config", "train"),
+    *("status", "logs", "report", "compare", "lineage", "reproduce", "artifacts"),
+    *("chat", "generate", "eval", "export", "gate"),
+    *("data", "models", "serve", "up", "down", "track"),
+)
 OTHER_WORDS = {  # for commands, in other programs
     **dict.fromkeys(("start", "resume", "continue", "fit"), "pipeline run full"),
     **dict.fromkeys(("finetune", "fine-tune"), "stage run sft"),
@@ -47,14 +51,12 @@ OTHER_WORDS = {  # for commands, in other programs
     **dict.fromkeys(("settings", "options"), "config show"),
     **dict.fromkeys(("new", "setup", "create"), "init"),
     **dict.fromkeys(("diff",), "compare"),
-    **dict.fromkeys(("preprocess", "prepare"), "data shard"),
+    **dict.fromkeys(("preprocess", "prepare", "tokenize", "shard"), "pipeline run full --until shards-sft"),
     **dict.fromkeys(("check",), "doctor"),
 }
 SHOWN_COMMANDS = 4
-DATA_SECTIONS = ("reading", "shards", "tokenizer", "runtime")  # settings of the commands on data files
-LAST = ("train",)  # of tasks of one's own, which a newcomer takes for the way to train a model
 OWN_SETTINGS = Path("my.yaml")  # as `ttrain init` writes it
-ADVISED_RUN = re.compile(r"`ttrain (pipeline run|sweep) full(?! -c)")
+ADVISED_RUN = re.compile(r"`ttrain (pipeline run full|sweep full|stage run [a-z-]+)(?! -c)")
 MAY_BE_EMPTY = ("--note", "--system", "--text")  # options whose empty value means what it says
 
 
@@ -85,14 +87,19 @@ class CommandGroup(_Help, TyperGroup):
         word = args[0]
         if word.startswith("-") or self.get_command(ctx, word):
             return super().resolve_command(ctx, args)
-        if commands := _commands_named(word, ctx.find_root().command, args[1:]):
-            meant = " or ".join(f"`ttrain {name}`" for name in commands[:SHOWN_COMMANDS])
+        if meant := commands_named(word, args[1:]):
             raise UsageError(f"there is no command '{ctx.command_path} {word}'; did you mean {meant}?")
         return super().resolve_command(ctx, args)
 
 
+def commands_named(word: str, words_after: Sequence[str] = ()) -> str:
+    """The commands that a word means which is none, as "`ttrain a` or `ttrain b`"; "" if there is none."""
+    commands = _commands_named(word, get_command(app), words_after)
+    return " or ".join(f"`ttrain {name}`" for name in commands[:SHOWN_COMMANDS])
+
+
 def _commands_named(word: str, root: Any, words_after: Sequence[str]) -> list[str]:
-    """The commands that a word means which is none: of other groups, stages, pipelines, files."""
+    """The commands of other groups, stages, pipelines and files that a word means."""
     from ttrain.flows import NAMES
     from ttrain.tasks import STAGES
 
@@ -138,12 +145,7 @@ class _Root(CommandGroup):
         return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        def place(name: str) -> tuple[int, bool, int]:
-            panel = getattr(self.commands[name], "rich_help_panel", None)
-            number = PANELS.index(panel) if panel in PANELS else len(PANELS)
-            return number, name in LAST, FIRST.index(name) if name in FIRST else len(FIRST)
-
-        return sorted(self.commands, key=place)
+        return sorted(self.commands, key=ORDER.index)
 
 
 app = Typer(
@@ -179,41 +181,6 @@ def argument(help_text: str, *, metavar: str, **rules: Any) -> Any:
 SETTINGS_HELP = "settings as key=value, for example sft.epochs=3"
 
 
-def stage_words(incomplete: str) -> list[str]:
-    """The stages that begin so, for the shell's completion."""
-    from ttrain.tasks import STAGES
-
-    return [name for name in STAGES if name.startswith(incomplete)]
-
-
-def pipeline_words(incomplete: str) -> list[str]:
-    """The pipelines that begin so, else the settings, before which `full` may be left out."""
-    from ttrain.flows import NAMES
-
-    return [name for name in NAMES if name.startswith(incomplete)] or setting_words(incomplete)
-
-
-def run_words(incomplete: str) -> list[str]:
-    """The runs of the home that begin so."""
-    return [name for name in ("latest", *runs.names(layout.home())) if name.startswith(incomplete)]
-
-
-def model_words(incomplete: str) -> list[str]:
-    """The stages that make models, and RUN:STAGE."""
-    from ttrain.config.training import TRAININGS
-
-    run, colon, _ = incomplete.partition(":")
-    models = [f"{run}:{name}" for name in TRAININGS] if colon else [*TRAININGS]
-    return [name for name in (*models, *([] if colon else run_words(incomplete))) if name.startswith(incomplete)]
-
-
-def setting_words(incomplete: str) -> list[str]:
-    """The settings that begin so, each with the equals sign."""
-    from ttrain.config.loading import known_keys
-
-    return [f"{key}=" for key in known_keys() if key.startswith(incomplete)]
-
-
 MODEL_HELP = "a run, a stage such as sft, a registered model (NAME@ALIAS, NAME/VERSION), or a directory"
 Files = Annotated[list[Path] | None, option("YAML file with settings; several may be given", "--config", "-c")]
 Profiles = Annotated[
@@ -222,7 +189,7 @@ Profiles = Annotated[
 ]
 RunName = Annotated[
     str | None,
-    option("the run whose stages are used; default: the newest finished one", metavar="RUN", autocompletion=run_words),
+    option("the run whose stages are used; default: the newest finished one", metavar="RUN"),
 ]
 AsJson = Annotated[bool, option("print JSON for scripts", "--json")]
 AdapterBase = Annotated[str | None, option("the full model of an adapter from elsewhere", metavar="REF")]
@@ -237,23 +204,33 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[object]]
 
 
+class Spans(NamedTuple):
+    """Lines of text with the tokens marked that count in the loss."""
+
+    lines: Iterable[Sequence[Span]]
+
+
 @dataclass(frozen=True)
 class Output:
-    """What a command prints: `value` with --json, else the lines and tables; then it exits with the code."""
+    """What a command prints: `value` with --json, else the parts; then it exits with the code."""
 
     value: Any
-    parts: Sequence[str | Table] = ()
+    parts: Iterable[str | Table | Spans] = ()
     code: int = 0
 
-    def print(self, *, as_json: bool) -> None:
+    def print(self, *, as_json: bool = False) -> None:
         if as_json:
             print_json(self.value)
-        for number, part in enumerate(() if as_json else self.parts):
+        before: str | Table | Spans = ""
+        for part in () if as_json else self.parts:
             if isinstance(part, Table):
-                print("\n" * bool(number), end="")
+                print("\n" * isinstance(before, Table), end="")
                 table(*part)
+            elif isinstance(part, Spans):
+                print_spans(part.lines)
             else:
-                print_escaped(part)
+                print_escaped(with_settings_file(part))
+            before = part
         if self.code:
             raise Exit(self.code)
 
@@ -321,7 +298,7 @@ class SettingsOptions:
 
     overrides: Annotated[
         list[str] | None,
-        argument(SETTINGS_HELP, metavar="KEY=VALUE", autocompletion=setting_words),
+        argument(SETTINGS_HELP, metavar="KEY=VALUE"),
     ] = None
     config: Files = None
     profile: Profiles = None
@@ -355,7 +332,6 @@ class SelectionOptions:
         option(
             "rerun this stage even if it is finished, and those that depend on it; repeatable",
             metavar="STAGE",
-            autocompletion=stage_words,
         ),
     ] = None
     only: Annotated[
@@ -363,16 +339,15 @@ class SelectionOptions:
         option(
             "only these stages (A,B, or repeated); their inputs must be in the store",
             metavar="STAGES",
-            autocompletion=stage_words,
         ),
     ] = None
     since: Annotated[
         str,
-        option("this stage and what depends on it", "--from", metavar="STAGE", autocompletion=stage_words),
+        option("this stage and what depends on it", "--from", metavar="STAGE"),
     ] = ""
     until: Annotated[
         str,
-        option("this stage and what it depends on", metavar="STAGE", autocompletion=stage_words),
+        option("this stage and what it depends on", metavar="STAGE"),
     ] = ""
     resume_key: Annotated[
         str,
@@ -384,11 +359,11 @@ class SelectionOptions:
     ] = ""
 
     def to_plan(self) -> JsonDict:
-        """The arguments of `api.plan`. Raises UsageError where --only or --force names no stage."""
+        """The arguments of `api.plan`."""
         return {
             "extend": self.extend,
-            "force": stage_names(self.force),
-            "only": stage_names(self.only),
+            "force": ",".join(self.force or ()),
+            "only": ",".join(self.only or ()),
             "since": self.since.strip(),
             "until": self.until.strip(),
             "resume_key": self.resume_key.strip(),
@@ -399,12 +374,6 @@ class SelectionOptions:
         only = [word for names in self.only or () for word in ("--only", names)]
         given = [("--from", self.since), ("--until", self.until)]
         return [*only, *(word for flag, stage in given if stage for word in (flag, stage))]
-
-    def flags(self) -> list[str]:
-        """The flags that are given."""
-        flags = {"--extend": self.extend, "--force": self.force, "--only": self.only, "--from": self.since,
-                 "--until": self.until, "--continue": self.resume_key}  # fmt: skip
-        return [flag for flag, value in flags.items() if value]
 
 
 @dataclass(frozen=True)
@@ -424,16 +393,20 @@ class RestartOptions:
     def __bool__(self) -> bool:
         return self.fresh or self.from_step is not None
 
-    def flags(self) -> list[str]:
-        """The flags that are given."""
-        return [flag for flag, value in {"--fresh": self.fresh, "--from-step": self.from_step}.items() if value]
-
-    def apply(self, store: ArtifactStore, stages: Sequence[Planned]) -> None:
-        """Prepare the work of these stages, and print what was set aside."""
+    def plan(self, pipeline: str, settings: Settings, only_of: str = "", **to_plan: Any) -> Plan:
+        """Plan the pipeline, after preparing the work of its stages, or of one of them; print what was set aside."""
+        from ttrain import api
         from ttrain.engine.restart import restart
 
-        for line in restart(store, stages, self.from_step):
+        planned = api.plan(pipeline, settings, **to_plan)
+        if not self:
+            return planned
+        stages = [each for each in planned.stages if each.state == "run"]
+        if only_of:
+            stages = [each for each in stages if each.stage.name == only_of]
+        for line in restart(planned.store, stages, self.from_step):
             print_escaped(line, stderr=True)
+        return api.plan(pipeline, settings, **to_plan)
 
 
 @dataclass(frozen=True)
@@ -468,19 +441,16 @@ class PipelineOptions:
         return labels_of(self.note, self.tag, new_run_name(layout.home(), self.run_name))
 
 
-def default_model(run: str | None) -> str | None:
-    """What `names.default_model` takes where a command names no model."""
-    from ttrain.lineage import names
-
-    return names.default_model(run_name=run)
-
-
 def resolved_models(
     texts: Sequence[str | None], bases: Sequence[str | None], run: str | None, *, stderr: bool = True
 ) -> list[Reference]:
-    """Resolve the models on their bases, all stages from one run, and print a line about each."""
+    """Resolve the models on their bases, all stages from one run, and print a line about each.
+
+    None stands for the model that is taken where a command names none.
+    """
     from ttrain.lineage import names
 
+    texts = [text or names.default_model(run_name=run) for text in texts]
     common_run = names.run_of([*texts, *filter(None, bases)], run_name=run)
     models = [names.resolve(text, base=base, searched_run=common_run) for text, base in zip(texts, bases, strict=True)]
     for model in models:
@@ -494,14 +464,6 @@ def task_settings(overrides: list[str] | None, config: list[Path] | None) -> lis
     from ttrain.config.loading import layers
 
     return layers(overrides or (), config or (), environment=os.environ, root=None)
-
-
-def files_and_settings(words: Sequence[str], *defaults: str) -> tuple[list[str], Settings]:
-    """The files among the words of a command on data, and the settings among them, over these defaults."""
-    from ttrain.config.loading import load
-
-    own = [word for word in words if "=" in word and word.partition(".")[0] in DATA_SECTIONS]
-    return [word for word in words if word not in own], load([*defaults, *own]).settings
 
 
 def server_settings(overrides: list[str] | None) -> Servers:
@@ -520,24 +482,6 @@ def _environment_of(section: str) -> dict[str, str]:
 
     prefix = f"{ENVIRONMENT_PREFIX}{section.upper()}__"
     return {key: value for key, value in os.environ.items() if key.upper().startswith(prefix)}
-
-
-def stage_names(options: list[str] | None) -> frozenset[str]:
-    """Split a repeated, comma-separated option into stage names. Raises UsageError if there are none: commas alone must not
-    mean all stages."""
-    names = frozenset(name.strip() for option in options or () for name in option.split(",") if name.strip())
-    if options and not names:
-        raise UsageError(
-            f"--only and --force need the name of a stage, but got '{' '.join(options)}'; leave them out for all stages"
-        )
-    return names
-
-
-def check_no_artifact(out: Path) -> None:
-    """Raise UsageError where a directory to write lies in an artifact of a pipeline."""
-
-    if any((above / MANIFEST).exists() for above in (out, *out.absolute().parents)):
-        raise UsageError(f"--out is {out}, which holds an artifact of a pipeline; name another directory")
 
 
 def check_output_file(path: Path) -> None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Exit, confirm
 
 from ttrain.cli import nightly
-from ttrain.cli.next_steps import RanCommand, next_steps
+from ttrain.cli.next_steps import next_steps
 from ttrain.cli.options import (
     AsJson,
     Extend,
@@ -27,24 +26,20 @@ from ttrain.cli.options import (
     argument,
     command,
     command_group,
+    commands_named,
     option,
-    pipeline_words,
-    run_words,
-    stage_words,
 )
 from ttrain.core.terminal import (
     console,
     escape_control_characters,
     outlast_output,
     print_escaped,
-    print_json,
-    print_json_text,
-    print_plain,
-    table,
 )
 from ttrain.core.text import format_duration, format_time
+from ttrain.engine.run_progress import progress_of
 from ttrain.errors import UsageError
-from ttrain.store import layout, references, runs
+from ttrain.reports import summary
+from ttrain.store import references, runs
 from ttrain.store.layout import home, usable_home
 
 if TYPE_CHECKING:
@@ -62,9 +57,7 @@ pipeline_app = command_group(
     "pipeline", "Train", help="Plan, run, rerun and list whole pipelines.", epilog="Example:  ttrain pipeline run full"
 )
 
-pipeline_app.add_typer(nightly.schedule_app, name="schedule")
-
-Pipeline = Annotated[str, argument(PIPELINE_HELP, metavar="PIPELINE", autocompletion=pipeline_words)]
+Pipeline = Annotated[str, argument(PIPELINE_HELP, metavar="PIPELINE")]
 
 
 @command(
@@ -90,11 +83,11 @@ def pipeline_run(
     pipeline, settings_options = _pipeline_and_settings(pipeline, settings_options)
     labels, loaded = options.labels(), settings_options.load()
     if pipeline == nightly.NIGHTLY:
-        nightly.refuse([*stages.flags(), *restart.flags()])
+        nightly.refuse(stages != SelectionOptions() or bool(restart))
         nightly.run(loaded, engine=options.engine, labels=labels)
         return
-    words = ["pipeline", "run", pipeline, *settings_options.words(), *stages.words(), *options.words()]
-    command = RanCommand(words, settings_options.overrides or ())
+    given = (settings_options.words(), stages.words(), options.words(), settings_options.overrides or ())
+    command = ["pipeline", "run", pipeline, *itertools.chain(*given)]
     plan_and_run(pipeline, loaded, options=options, labels=labels, restart=restart, command=command, **stages.to_plan())
 
 
@@ -104,15 +97,13 @@ def pipeline_run(
     "ttrain pipeline rerun pretrain --from-step 600",
 )
 def pipeline_rerun(
-    stage: Annotated[
-        str, argument("the stage to run again; what depends on it follows", metavar="STAGE", autocompletion=stage_words)
-    ],
+    stage: Annotated[str, argument("the stage to run again; what depends on it follows", metavar="STAGE")],
     settings_options: SettingsOptions,
     options: PipelineOptions,
     restart: RestartOptions,
     run: Annotated[
         str,
-        option("use the settings of this run (its name, or a part of it)", metavar="RUN", autocompletion=run_words),
+        option("use the settings of this run (its name, or a part of it)", metavar="RUN"),
     ] = "",
     extend: Extend = False,
 ) -> None:
@@ -151,7 +142,7 @@ def pipeline_plan(
     pipeline, settings_options = _pipeline_and_settings(pipeline, settings_options)
     to_plan, loaded = options.to_plan(), settings_options.load()
     if pipeline == nightly.NIGHTLY:
-        nightly.refuse(options.flags())
+        nightly.refuse(options != SelectionOptions())
         return nightly.plan(loaded)
     planned = api.plan(pipeline, loaded.settings, **to_plan)
     if loaded.settings.runtime.device not in ("auto", "cpu"):
@@ -174,81 +165,67 @@ def pipeline_plan(
 def _rules(loaded: LoadedSettings, planned: Plan, *, packs: bool) -> dict[str, Rule]:
     """What settings follow from others, from the data that are there, or from the rows, each with its rule."""
     from ttrain.config import flatten, rules
-    from ttrain.config.loading import IS_NONE, IS_SET
     from ttrain.engine.row_counts import rules_of_rows
 
     settings = loaded.settings
     automatic = rules.followed(dict(flatten(settings.model_dump()))) if "pretrain" in settings.trainings else {}
-    for key, origin in loaded.sources.items():
-        section, _, name = key.rpartition(".")
-        if name == "start_from" and origin.endswith((IS_SET, IS_NONE)):
-            automatic[key] = rules.Rule(getattr(settings, section).start_from, origin)
     return {**automatic, **rules_of_rows(planned.settings, planned.stages, packs=packs)}
 
 
-@command(pipeline_app, "Examples:  ttrain pipeline status --json\n\nttrain pipeline status --limit 1 --watch", short="Look")
+@command(
+    pipeline_app,
+    "Examples:  ttrain pipeline status --json\n\nttrain pipeline status --limit 1 --watch",
+    short="Look",
+)
 def pipeline_status(
-    run: Annotated[str, argument("only this run: its name, or a part of it", metavar="RUN", autocompletion=run_words)] = "",
+    run: Annotated[str, argument("only this run: its name, or a part of it", metavar="RUN")] = "",
     limit: Annotated[int | None, option("how many runs, newest first; 10, with --json all", min=1)] = None,
     watch: Annotated[
-        bool, option("again every two seconds until no run is in progress; with --json a line each time", "--watch", "-w")
+        bool,
+        option("again every two seconds until no run is in progress", "--watch", "-w"),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """List runs and their stages: outcome, time, key figures, logs; of one in progress percent, rate and time left."""
     from ttrain import api
 
-    name = references.need_run(layout.home(), run)["run"] if run else ""
+    name = references.need_run(home(), run)["run"] if run else ""
     while True:
-        runs = [one for one in api.runs(limit=None if run else limit) if not name or one.name == name]
-        if as_json and watch:
-            print_json_text(json.dumps([_with_progress(run).to_json() for run in runs]), flush=True)
-        elif as_json:
-            print_json([_with_progress(run).to_json() for run in runs])
-        else:
-            if watch and sys.stdout.isatty():
-                console().clear()
-            _print_runs([_with_progress(run).record for run in runs[: limit or LISTED_RUNS]])
-        if not watch or not any(run.outcome == "running" for run in runs):
-            return
+        listed = [one for one in api.runs(limit=None if run else limit) if name in ("", one.name)]
+        shown = [_with_progress(one) for one in (listed if as_json else listed[: limit or LISTED_RUNS])]
+        if watch and sys.stdout.isatty() and not as_json:
+            console().clear()
+        Output([one.to_json() for one in shown], _status_parts(shown)).print(as_json=as_json)
+        if not watch or not any(one.outcome == "running" for one in listed):
+            break
         time.sleep(WATCH_SECONDS)
+    if not listed and not as_json:
+        raise UsageError(
+            f"there are no runs yet in {home().absolute()}; {references.BEGIN}, or set TTRAIN_HOME to the home that has some"
+        )
 
 
 def _with_progress(run: Run) -> Run:
     """The run with the progress of its running stages, also in place of their figures."""
-    from ttrain.engine.run_progress import progress_of
-
-    found = {each.stage: each for each in progress_of(run.record)}
-    if not found:
-        return run
-    stages = [
-        {**stage, "progress": asdict(found[stage["name"]]), "metric": str(found[stage["name"]])}
-        if stage["name"] in found
-        else stage
-        for stage in run.record["stages"]
-    ]
+    progress = {each.stage: each for each in progress_of(run.record)}
+    stages = [dict(stage) for stage in run.record["stages"]]
+    for stage in stages:
+        if each := progress.get(stage["name"]):
+            stage |= {"progress": asdict(each), "metric": str(each)}
     return replace(run, record={**run.record, "stages": stages})
 
 
-def _print_runs(records: Sequence[Mapping[str, Any]]) -> None:
-    from ttrain.reports import summary
+def _status_parts(runs: Sequence[Run]) -> Iterator[str | Table]:
 
-    if not records:
-        raise UsageError(
-            f"there are no runs yet in {layout.home().absolute()}; {references.BEGIN}, "
-            "or set TTRAIN_HOME to the home that has some"
-        )
-    screen = console()
-    for run in records:
+    for one in runs:
+        run = one.record
         same = f", the same as {run['equals']}" if run.get("equals") else ""
-        took = format_duration(run["seconds"])
-        began, night = format_time(run["started_unix"]), f"  {run['night']}" if run.get("night") else ""
-        print_plain(screen, f"{run['run']}{night}  {run['outcome']}{same}  {took}  {began}")
-        for line in summary.labels(run):
-            print_escaped(f"  {line}")
-        rows = [summary.status_row(stage) for stage in summary.shown_stages(run)]
-        if rows:
-            table(("stage", "outcome", "time", "figures", "log"), rows)
+        night = f"  {run['night']}" if run.get("night") else ""
+        times = f"{format_duration(run['seconds'])}  {format_time(run['started_unix'])}"
+        yield f"{run['run']}{night}  {run['outcome']}{same}  {times}"
+        yield from (f"  {line}" for line in summary.labels(run))
+        if rows := [summary.status_row(stage) for stage in summary.shown_stages(run)]:
+            yield Table(("stage", "outcome", "time", "figures", "log"), rows)
 
 
 @command(
@@ -258,21 +235,19 @@ def _print_runs(records: Sequence[Mapping[str, Any]]) -> None:
     short="Look",
 )
 def pipeline_logs(
-    run: Annotated[str, argument("the run, or a part of its name", metavar="RUN", autocompletion=run_words)] = "latest",
-    stage: Annotated[str, argument("of this stage alone", metavar="STAGE", autocompletion=stage_words)] = "",
+    run: Annotated[str, argument("the run, or a part of its name", metavar="RUN")] = "latest",
+    stage: Annotated[str, argument("of this stage alone", metavar="STAGE")] = "",
     follow: Annotated[bool, option("go on until the run ends", "--follow", "-f")] = False,
 ) -> None:
     """Print the log of a run, or of one of its stages."""
-
-    home = layout.home()
-    record = references.need_run(home, run)
+    record = references.need_run(home(), run)
     name = str(record["run"])
     if stage:
         references.need_stage(stage, [entry["name"] for entry in record["stages"]], f"the run {name}")
-    path = home / "runs" / f"{name}.log"
+    path = home() / "runs" / f"{name}.log"
     if not path.is_file() and record["outcome"] != "running":
-        raise UsageError(f"the run {name} has no log: {'nothing was built' if record['outcome'] == 'cached' else path}")
-    for line in runs.log_lines(home, name, follow=follow):
+        raise UsageError(f"the run {name} has no log")
+    for line in runs.log_lines(home(), name, follow=follow):
         if not stage or line.split(" ", 3)[2:3] == [f"{stage}:"]:
             print(escape_control_characters(line), flush=follow)
 
@@ -281,22 +256,14 @@ def _pipeline_and_settings(word: str, settings_options: SettingsOptions) -> tupl
     """The pipeline and the settings, where the first word may be a setting already: then it is `full`."""
     from ttrain.config.loading import known_keys
     from ttrain.flows import NAMES
-    from ttrain.tasks import STAGES
 
     if "=" in word or word in known_keys():
         overrides = [word, *(settings_options.overrides or ())]
         named = [name for name in overrides if name in NAMES][:1] or [FULL]
         settings = [override for override in overrides if override not in named]
         return named[0], replace(settings_options, overrides=settings)
-    if word in STAGES:
-        raise UsageError(
-            f"there is no pipeline '{word}', which is a stage; did you mean `ttrain stage run {word}`, "
-            f"or `ttrain pipeline run full --until {word}`?"
-        )
-    if word not in NAMES and Path(word).suffix in (".yaml", ".yml"):
-        raise UsageError(f"there is no pipeline '{word}'; for a file of settings write -c {shlex.quote(word)}")
-    if word not in NAMES and Path(word).suffix and Path(word).exists():
-        raise UsageError(f"there is no pipeline '{word}'; for a file of data write `ttrain init {shlex.quote(word)}`")
+    if word not in NAMES and (meant := commands_named(word)):
+        raise UsageError(f"there is no pipeline '{word}'; did you mean {meant}?")
     return word, settings_options
 
 
@@ -307,25 +274,21 @@ def plan_and_run(
     options: PipelineOptions,
     labels: Labels,
     restart: RestartOptions,
-    command: RanCommand | None = None,
+    command: Sequence[str] = (),
     **to_plan: Any,
 ) -> None:
     """Plan the pipeline, print the plan, and run it unless every stage is cached; then print what to do next.
 
     `command`: the one that asked for it, where its settings are its own; `to_plan`: as for `api.plan`.
     """
-    from ttrain import api
     from ttrain.engine.artifact_commands import remarks_on_code
     from ttrain.engine.cached import record_cached
 
-    planned = api.plan(pipeline, loaded.settings, **to_plan)
-    if restart:
-        restart.apply(planned.store, [stage for stage in planned.stages if stage.state == "run"])
-        planned = api.plan(pipeline, loaded.settings, **to_plan)
+    planned = restart.plan(pipeline, loaded.settings, **to_plan)
     if record := record_cached(planned, labels):
-        _print_cached(planned, record)
+        Output(None, _cached_parts(planned, record)).print()
         return
-    Output(None, _plan_parts(planned)).print(as_json=False)
+    Output(None, _plan_parts(planned)).print()
     usable_home()
     on_code = remarks_on_code(planned)
     for line in on_code:
@@ -334,20 +297,16 @@ def plan_and_run(
     if asks and not confirm("run it?", default=False):
         print("nothing was run; --yes runs it without asking")
         raise Exit(1)
-    from ttrain.flows.run import RunOptions, run_pipeline
+    from ttrain.flows.engine import RunOptions, run_pipeline
     from ttrain.reports.summary import OVERFIT
+    from ttrain.store.results import TrainingResult
 
     execution = run_pipeline(planned, console(), RunOptions(options.engine, labels=labels))
-    if command is None:
-        changed = sorted(planned.rerun.force)[:1] or [planned.stages[0].stage.name]
-        command = RanCommand(["pipeline", "rerun", *changed, "--run", execution.record.run])
-    by_rule = {name: artifact.result.get("by_rule", {}) for name, artifact in execution.artifacts.items()}
-    passes = {name: values["epochs"] for name, values in by_rule.items() if "epochs" in values}
-    overfit = [
-        name for name, artifact in execution.artifacts.items() if OVERFIT in artifact.result.get("guard_warnings", {})
-    ]
-    for line in next_steps(command, planned.settings, execution.artifacts, passes, overfit):
-        print_escaped(line)
+    command = command or ["pipeline", "rerun", *planned.rerun.force, "--run", execution.record.run]
+    trained = {name: TrainingResult.of(artifact.result) for name, artifact in execution.artifacts.items()}
+    passes = {name: one.by_rule["epochs"] for name, one in trained.items() if "epochs" in one.by_rule}
+    overfit = [name for name, one in trained.items() if OVERFIT in one.guard_warnings]
+    Output(None, next_steps(command, planned.settings, execution.artifacts, passes, overfit)).print()
 
 
 def is_on_terminal() -> bool:
@@ -361,7 +320,9 @@ def _plan_parts(planned: Plan) -> list[str | Table]:
 
     data = trained_on(planned.settings, planned.stages).items()
     lines = [f"training data of {name}: {sources}" for name, sources in data]
-    lines += [without_data(planned.settings), _left_out(planned)]
+    lines.append(without_data(planned.settings))
+    if planned.left_out:
+        lines.append(f"left out by {planned.selection}: {', '.join(planned.left_out)}")
     if planned.compared_with and not planned.is_cached:
         lines.append(f"compared with the run {planned.compared_with}")
     lines += [*planned.estimate.lines(), *planned.estimate.remarks()]
@@ -383,25 +344,21 @@ def _settings_of_earlier_run(stage: str, run: str, settings_options: SettingsOpt
     return loaded
 
 
-def _left_out(planned: Plan) -> str:
-    if not planned.left_out:
-        return ""
-    return f"left out by {planned.selection}: {', '.join(planned.left_out)}"
-
-
-def _print_cached(planned: Plan, record: Mapping[str, Any]) -> None:
-    """Print the figures of a run that found everything cached."""
+def _cached_parts(planned: Plan, record: Mapping[str, Any]) -> list[str | Table]:
+    """The metrics of a run that found everything cached."""
     from ttrain.engine.cached import cached_results
-    from ttrain.reports import summary
 
+    parts: list[str | Table] = []
     if rows := summary.rows(record["metrics"], cached_results(planned)):
-        table(("metric", "value", ""), rows)
+        parts.append(Table(("metric", "value", ""), rows))
     same = f" in the run {equals}" if (equals := record["equals"]) else ""
-    subject = f"all {len(planned)} stages of {planned.pipeline} are" if len(planned) > 1 else f"{planned[0].name} is"
-    print(f"everything is cached: {subject} unchanged{same}; nothing was run")
-    fetchable = [each.stage.name for each in planned.stages if each.artifact and not each.artifact.path.exists()]
-    if fetchable:
-        print(f"in MLflow, not here: {', '.join(fetchable)}; `ttrain stage run {fetchable[-1]}` fetches that one")
-
-
-command(pipeline_app, nightly.EPILOG)(nightly.serve)
+    subject = f"all {len(planned)} stages of {planned.pipeline} are"
+    if len(planned) == 1:
+        subject = f"{planned[0].name} is"
+    parts.append(f"everything is cached: {subject} unchanged{same}; nothing was run")
+    artifacts = {each.stage.name: each.artifact for each in planned.stages if each.artifact}
+    elsewhere = [name for name, artifact in artifacts.items() if not artifact.path.exists()]
+    if elsewhere:
+        fetch = f"`ttrain stage run {elsewhere[-1]}` fetches that one"
+        parts.append(f"in MLflow, not here: {', '.join(elsewhere)}; {fetch}")
+    return parts

@@ -17,11 +17,11 @@ from ttrain.cli.options import (
     command,
     command_group,
     option,
-    with_settings_file,
 )
 from ttrain.core.files import JsonObject
 from ttrain.core.terminal import console, outlast_output
 from ttrain.core.text import format_number, format_time, short_digest
+from ttrain.errors import UsageError
 from ttrain.store.layout import home
 
 if TYPE_CHECKING:
@@ -47,25 +47,16 @@ def models_list(
 ) -> Output:
     """List the sets, the newest first: aliases, metric, run, and the promotion decision."""
     from ttrain.config.training import BITS_PER_BYTE
-    from ttrain.store.registry import CHAMPION
     from ttrain.tracking.registered import take_over_champions
 
     metric = metric or BITS_PER_BYTE.name
     model_sets = take_over_champions(home(), name).sets(name)
     values = [model_set.to_json() for model_set in model_sets]
     if not model_sets:
-        qualifier = f" named {name}" if name else ""
-        hint = f"no sets of models{qualifier} are registered yet; `ttrain pipeline run full` registers one"
-        return Output(values, [with_settings_file(hint)])
+        hint = "no sets of models are registered yet; `ttrain pipeline run full` registers one"
+        return Output(values, [hint])
     header = ("set", "aliases", metric, "models", "run", "registered", "decision")
-    shown: list[str | Table] = [Table(header, [_row(model_set, metric) for model_set in model_sets])]
-    metric_names = sorted({name for model_set in model_sets for name in model_set.metrics})
-    if metric_names and metric not in metric_names:
-        shown.append(f"no evaluation has '{metric}'; --metric can be {', '.join(metric_names)}")
-    if not any(CHAMPION in model_set.aliases for model_set in model_sets):
-        newest = model_sets[0]
-        shown.append(f"there is no champion; to choose one: ttrain models promote {newest.version} --name {newest.name}")
-    return Output(values, shown)
+    return Output(values, [Table(header, [_row(model_set, metric) for model_set in model_sets])])
 
 
 def _row(model_set: ModelSet, metric: str) -> tuple[str, ...]:
@@ -96,39 +87,34 @@ def models_history(
     return Output(value, [Table(history.HEADER, rows), history.summary_line(listed)])
 
 
-@command(models_app, "Examples:  ttrain models promote 3\n\nttrain models promote full-20261121-160222-1a2b")
+@command(
+    models_app,
+    "Examples:  ttrain models promote 3\n\nttrain models promote full-20261121-160222-1a2b\n\n"
+    "ttrain models promote --previous",
+)
 def models_promote(
-    which: Annotated[str, argument("a set's version, or the run that made its models", metavar="VERSION|RUN")],
+    which: Annotated[str, argument("a set's version, or the run that made its models", metavar="VERSION|RUN")] = "",
     name: Name = None,
+    previous: Annotated[bool, option("the champion before; each further call goes one back", "--previous")] = False,
 ) -> Output:
     """Make a set the champion, regardless of its figures: nights continue from it and compare with it."""
     from ttrain.store.registry import CHAMPION
     from ttrain.tracking.registered import push_champion, take_over_champions
 
+    if previous == bool(which):
+        raise UsageError("name a version or a run, or the champion before with --previous")
     registry = take_over_champions(home(), name)
-    chosen = registry.find_set(which, name)
-    promoted = registry.promote(chosen.name, chosen.version)
-    push_champion(home(), chosen.name)
-    return _champion(promoted, "is already champion" if CHAMPION in chosen.aliases else "is champion")
+    if previous:
+        promoted, status = registry.rollback(registry.only_name(name)), "is champion again"
+    else:
+        chosen = registry.find_set(which, name)
+        status = "is already champion" if CHAMPION in chosen.aliases else "is champion"
+        promoted = registry.promote(chosen.name, chosen.version)
+    push_champion(home(), promoted.name)
+    models = ", ".join(map(str, promoted.models))
+    return Output(promoted.to_json(), [f"{promoted} of the run {promoted.run} {status}: {models}"])
 
 
-@command(models_app, "Example:  ttrain models rollback")
-def models_rollback(name: Name = None) -> Output:
-    """Make the previous champion the champion again; each further call goes one back."""
-    from ttrain.tracking.registered import push_champion, take_over_champions
-
-    registry = take_over_champions(home(), name)
-    champion = registry.rollback(registry.only_name(name))
-    push_champion(home(), champion.name)
-    return _champion(champion, "is champion again")
-
-
-def _champion(model_set: ModelSet, status: str) -> Output:
-    models = ", ".join(map(str, model_set.models))
-    return Output(model_set.to_json(), [f"{model_set} of the run {model_set.run} {status}: {models}"])
-
-
-INDENT = 18
 KINDS = {"set": "a set of models", "model": "a registered model", "key": "an artifact", "stage": "the newest artifact"}
 ORDER_OF_SUMS = ("rows_per_device", "compile")  # settings that the order of a training's sums depends on
 
@@ -156,7 +142,7 @@ def lineage(version: ModelVersion) -> Output:
     from ttrain.lineage.lineage import lineage_of
 
     model_lineage = lineage_of(home(), version)
-    return Output(model_lineage.to_json(), [*_lineage_lines(model_lineage)])
+    return Output(model_lineage.to_json(), _lineage_parts(model_lineage))
 
 
 @command(
@@ -210,54 +196,55 @@ def _result_lines(result: Reproduction, *, is_kept: bool) -> Iterator[str]:
         yield f"DIFFERENT: {result.stages[-1].stage} of {name} did not give the recorded bytes{location}"
 
 
-def _lineage_lines(model_lineage: Lineage) -> Iterator[str]:
+def _lineage_parts(model_lineage: Lineage) -> list[str | Table]:
+    """What the model is, and a table of what each stage behind it was made of."""
     target, links = model_lineage.target, model_lineage.links
-    yield f"{target.name}: {KINDS.get(target.kind, 'a run')}" + (f", of the run {target.run}" if target.run else "")
-    for note in model_lineage.notes:
-        yield f"note: {note}"
+    of_run = f", of the run {target.run}" if target.run else ""
+    rows = []
     for link in links:
-        yield ""
-        name = link.stage
-        for line in _link_lines(link):
-            yield f"{name:<{INDENT}}{line}"
-            name = ""
-    yield ""
-    versions = {f"{name} {version}": None for link in links for name, version in link.libraries.items()}
-    yield f"with {', '.join(versions)}"
+        cells = [(name, text) for name, text in _link_facts(link) if text]
+        rows += [(link.stage if number == 0 else "", *cell) for number, cell in enumerate(cells)]
+    versions = [f"{name} {version}" for link in links for name, version in link.libraries.items()]
+    return [
+        f"{target.name}: {KINDS.get(target.kind, 'a run')}{of_run}",
+        *(f"note: {note}" for note in model_lineage.notes),
+        Table(("stage", "", ""), rows),
+        f"with {', '.join(dict.fromkeys(versions))}",
+    ]
 
 
-def _link_lines(link: Link) -> Iterator[str]:
-    origin = f"made {format_time(link.made_unix)}" if link.made_unix else "made at an unrecorded time"
-    yield f"key {short_digest(link.key)}   {origin}" + (f" by {link.run}" if link.run else "")
-    commit, plus, changes = (link.commit or "").partition("+")  # and whether there were uncommitted changes
-    yield _facts({
-        "content": link.content and short_digest(link.content),
-        "code": link.code and short_digest(link.code),
-        "commit": commit and f"{short_digest(commit)}{plus}{changes}",
-        "seed": link.seed,
-    })  # fmt: skip
+def _link_facts(link: Link) -> Iterator[tuple[str, str]]:
+    """Name and text of what is known of a stage; "" where something is not."""
+    commit, plus, changes = (link.commit or "").partition("+")  # whether some were uncommitted
+    origin = format_time(link.made_unix) if link.made_unix else "at an unrecorded time"
+    yield "key", short_digest(link.key)
+    yield "made", f"{origin} by {link.run}" if link.run else origin
+    yield "content", short_digest(link.content or "")
+    yield "code", short_digest(link.code or "")
+    yield "commit", commit and f"{short_digest(commit)}{plus}{changes}"
+    yield "seed", _known({"": link.seed})
     for data in link.data:
-        yield f"read {_data_line(data)}"
-    if link.inputs:
-        yield f"from {_facts({name: short_digest(key) for name, (_, key) in sorted(link.inputs.items())})}"
-    if link.settings:
-        settings = (f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in link.settings.items())
-        yield f"settings {' '.join(settings)}"
+        yield "read", _data_line(data)
+    inputs = sorted(link.inputs.items())
+    yield "from", _known({name: short_digest(key) for name, (_, key) in inputs})
+    settings = link.settings.items()
+    yield "settings", " ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in settings)
     result, runtime = link.manifest.get("result", {}), link.provenance.get("runtime", {})
     if "ranks" in result:  # the order of its sums depends on these
-        of_result = {name: result.get(name) for name in ("precision", "device", "ranks", "threads")}
-        yield f"trained with {_facts({**of_result, **{name: runtime.get(name) for name in ORDER_OF_SUMS}})}"
+        order = {name: result.get(name) for name in ("precision", "device", "ranks", "threads")}
+        yield "trained", _known({**order, **{name: runtime.get(name) for name in ORDER_OF_SUMS}})
     for note in link.notes:
-        yield f"note: {note}"
+        yield "note", note
 
 
-def _facts(values: JsonObject) -> str:
+def _known(values: JsonObject) -> str:
     """What is known, as "seed 7, threads 2"."""
-    return ", ".join(f"{name} {value}" for name, value in values.items() if value not in (None, ""))
+    known = {name: value for name, value in values.items() if value not in (None, "")}
+    return ", ".join(f"{name} {value}".strip() for name, value in known.items())
 
 
 def _data_line(data: LineageData) -> str:
     counts = ((data.documents, "records"), (data.tokens, "tokens"), (data.bytes, "bytes of text"))
     amounts = ", ".join(f"{count:,} {unit}" for count, unit in counts if count is not None)
-    location = f" at {data.location}" if data.location else ""
-    return f"{data.part} {data.name} sha256 {short_digest(data.sha256)}" + (f" ({amounts})" if amounts else "") + location
+    words = [data.part, data.name, "sha256", short_digest(data.sha256), f"({amounts})" if amounts else ""]
+    return " ".join([*filter(None, words), *([f"at {data.location}"] if data.location else [])])

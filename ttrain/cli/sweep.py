@@ -16,7 +16,6 @@ from ttrain.cli.options import (
     command,
     command_group,
     option,
-    with_settings_file,
 )
 from ttrain.core.terminal import console, outlast_output
 from ttrain.store.layout import home, usable_home
@@ -118,30 +117,10 @@ def sweep_full(
         return _shown(sweep)
 
 
-@command(sweep_app, "Example:  ttrain sweep list --json")
-def sweep_list() -> Output:
-    """List the sweeps, the newest first."""
-    from ttrain.experiments import records, summary
-
-    sweeps = records.list_sweeps(home())
-    values = [*map(summary.sweep_json, sweeps)]
-    if not sweeps:
-        hint = "no sweeps yet; begin with `ttrain sweep full 'pretrain.optim.lr=log(1e-4,3e-3)' --trials 8`"
-        return Output(values, [with_settings_file(hint)])
-    rows = [
-        (
-            sweep.name,
-            sweep.outcome,
-            "  ".join(f"{key}={text}" for key, text in sweep.space.texts.items()),
-            len(sweep.trials),
-            summary.verdict(sweep.trials, sweep.measure),
-        )
-        for sweep in sweeps
-    ]
-    return Output(values, [Table(("sweep", "outcome", "varies", "trials", "best"), rows)])
-
-
-@command(sweep_app, "Examples:  ttrain sweep show\n\nttrain sweep show sweep-20261121-160222-1a2b --json")
+@command(
+    sweep_app,
+    "Examples:  ttrain sweep show\n\nttrain sweep show sweep-20261121-160222-1a2b --json",
+)
 def sweep_show(name: Name = "latest") -> Output:
     """Show the trials of a sweep, the best first, and the command that runs the pipeline with the best settings."""
     from ttrain.experiments import records

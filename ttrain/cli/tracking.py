@@ -15,7 +15,7 @@ from ttrain.core.files import PRIVATE_FILE, write_bytes
 from ttrain.core.terminal import console, print_plain
 from ttrain.core.text import counted
 from ttrain.errors import UsageError
-from ttrain.store import references, runs
+from ttrain.store import runs
 from ttrain.store.layout import usable_home
 
 track_app = command_group(
@@ -61,13 +61,15 @@ def track_push(
 def links_of(root: Path, address: str, names: Sequence[str]) -> dict[str, str]:
     """Pages of the MLflow server at this address, with its token: of these runs, if any, and the table and curves of all
     runs of the same `name`. Raises UsageError where MLflow has none of them."""
+    from ttrain.store import run_views
     from ttrain.store.server_records import page_with_token
     from ttrain.tracking import pusher
     from ttrain.tracking.views import addresses_of
 
-    chosen = [_run_and_stage(root, text) for text in names]
+    records = [run_views.find_record(root, text) for text in names]
+    chosen = [(str(record.get("equals") or record["run"]), None) for record in records]
     if not runs.names(root):
-        raise UsageError(f"nothing is tracked in {root} yet; begin with `ttrain pipeline run full`")
+        return {}
     failed = [one.why for one in pusher.push(root) if one.why]
     if failed:
         raise UsageError(failed[0])
@@ -88,19 +90,6 @@ def open_in_browser(root: Path, url: str) -> None:
         if has_screen and webbrowser.open(redirect_page(root, url)):  # else the browser would take over the terminal
             return
     print("no browser could be opened here; open the address yourself", file=sys.stderr)
-
-
-def _run_and_stage(root: Path, text: str) -> tuple[str, str | None]:
-    """The tracked run, and the stage, of the reference RUN, RUN:STAGE, or a registered model: for a run or stage that was
-    cached, the run that made it."""
-    from ttrain.store import run_views
-
-    name, stage = references.run_and_stage(text)
-    view = run_views.read_run(root, name)
-    if stage:
-        references.need_stage(stage, view.stages, f"the run {view.name}")
-        return view.stages[stage].made_by or view.name, stage
-    return str(view.record.get("equals") or view.name), None
 
 
 def redirect_page(root: Path, url: str) -> str:

@@ -9,9 +9,7 @@ import warnings
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-from typer import Exit
+from typing import Annotated
 
 from ttrain.cli.options import (
     Allow,
@@ -19,26 +17,23 @@ from ttrain.cli.options import (
     Files,
     Output,
     SettingsOptions,
+    Spans,
     Table,
     app,
     argument,
-    check_no_artifact,
     command,
     option,
     task_settings,
 )
-from ttrain.core.terminal import console, escaped, outlast_output, print_json, print_spans
+from ttrain.core.terminal import console, outlast_output, print_escaped
 from ttrain.core.text import format_duration, format_value
 from ttrain.errors import UsageError
-from ttrain.store import references
-from ttrain.store.layout import usable_home
-
-if TYPE_CHECKING:
-    from ttrain.doctor.parts import Finding
-
+from ttrain.store.layout import MANIFEST, usable_home
 
 TASK_HELP = "name of an installed task, such as regression, or module:Class"
 
+READ_BY_C = ("GLIBC_", "GOMP_")  # variables that are read when OpenMP is loaded, or a rank starts
+NAME_WIDTH = 22
 FIGURES = ("steps", "epochs", "loss", "validation_loss", "rows", "parameters", "precision", "device", "train_seconds")
 
 
@@ -96,15 +91,10 @@ def check_output(out: Path) -> None:
     """Raise UsageError if `out` must not be written: in an artifact, or over files that are not a training's."""
     from ttrain.engine.alone import WORK
 
-    check_no_artifact(out)
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"--out is {out}, which is a file; name a directory")
-    if out.exists() and not (out / WORK).is_dir() and any(out.iterdir()):
+    is_free = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+    is_of_artifact = any((above / MANIFEST).exists() for above in (out, *out.parents))
+    if is_of_artifact or not (is_free or (out / WORK).is_dir()):
         raise UsageError(f"--out is {out}, which holds other files; name an empty directory, or one of an earlier training")
-
-
-READ_BY_C = ("GLIBC_", "GOMP_")  # variables of a stage's process that are read when OpenMP is loaded, or a rank starts
-NAME_WIDTH = 22
 
 
 @command(
@@ -118,52 +108,43 @@ def doctor(
         str | None, option("the training stage to check, such as sft; default: the first", metavar="STAGE")
     ] = None,
     as_json: AsJson = False,
-) -> None:
-    """Check, before a long run, that training works and fits: with these settings and data, on this machine."""
-    from ttrain import api
-    from ttrain.config.training import TRAININGS
-    from ttrain.engine.processes import environment_of
+) -> Output:
+    """Check, before a long run, that training works and fits: with these settings and data, on this machine.
 
-    began = time.monotonic()
-    loaded = settings_options.load()
-    examined = stage or loaded.settings.trainings[0]
-    if examined not in TRAININGS:
-        raise references.unknown("training stage", examined, TRAININGS)
-    for name, value in environment_of(loaded.settings).items():
+    Tokenizer and shards that are not there are made first, as in a run, which then finds them; with
+    `reading.limit=2000` of a few rows only.
+    """
+    from ttrain import api
+    from ttrain.doctor.inputs import missing_data
+    from ttrain.engine.processes import environment_of
+    from ttrain.flows.engine import run_one_stage
+
+    began, settings = time.monotonic(), settings_options.load().settings
+    for name, value in environment_of(settings).items():
         if name.startswith(READ_BY_C):
             os.environ.setdefault(name, value)
-    plan = api.plan("full", loaded.settings)
+    plan, examined = api.plan("full", settings), stage or settings.trainings[0]
+    for each in missing_data(examined, plan):
+        run_one_stage(each.stage.name, plan, console(stderr=as_json))
+        plan = api.plan("full", settings)
     from ttrain.doctor.run import examine  # loads torch, which now finds the variables
 
-    findings: dict[str, Finding] = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        for name, finding in examine(examined, plan):
-            findings[name] = finding
-            if not as_json:
-                _print(name, finding)
+    warnings.simplefilter("ignore", FutureWarning)
+    findings = {}
+    for name, finding in examine(examined, plan):
+        findings[name] = finding
+        if not as_json:
+            fix = "" if finding.ok else f"; fix: {finding.fix}"
+            print_escaped(f"{'ok ' if finding.ok else 'BAD'} {name:{NAME_WIDTH}}{finding.measured}{fix}")
     failures = [name for name, finding in findings.items() if not finding.ok]
-    if as_json:
-        checks = [{"name": name, **finding.to_json()} for name, finding in findings.items()]
-        print_json({"checks": checks, "estimate": plan.estimate.to_json()})
-    else:
-        for example in filter(None, (finding.example for finding in findings.values())):
-            print(f"\na row of {examined}; the tokens that are trained on are marked:")
-            print_spans(example)
-            print()
-        for line in (*plan.estimate.lines(), *plan.estimate.remarks()):
-            print(line)
-        verdict = f"{len(failures)} of {len(findings)} checks are not ok: {', '.join(failures)}"
-        if not failures:
-            verdict = f"all {len(findings)} checks are ok"
-        print(f"{examined}: {verdict}, in {time.monotonic() - began:.0f} s")
+    parts: list[str | Spans] = []
+    for example in filter(None, (finding.example for finding in findings.values())):
+        parts += ["", f"a row of {examined}; the tokens that are trained on are marked:", Spans(example), ""]
+    verdict = f"all {len(findings)} checks are ok"
     if failures:
-        raise Exit(1)
-
-
-def _print(name: str, finding: Finding) -> None:
-    from rich.text import Text
-
-    mark = ("ok  ", "green") if finding.ok else ("BAD ", "bold red")
-    line = finding.measured if finding.ok else f"{finding.measured}; fix: {finding.fix}"
-    console().print(Text.assemble(mark, f"{name:{NAME_WIDTH}}{escaped(line)}"), soft_wrap=True)
+        verdict = f"{len(failures)} of {len(findings)} checks are not ok: {', '.join(failures)}"
+    parts += [*plan.estimate.lines(), *plan.estimate.remarks()]
+    parts.append(f"{examined}: {verdict}, in {time.monotonic() - began:.0f} s")
+    checks = [{"name": name, **finding.to_json()} for name, finding in findings.items()]
+    report = {"checks": checks, "estimate": plan.estimate.to_json()}
+    return Output(report, parts, code=int(bool(failures)))

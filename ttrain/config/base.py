@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import datetime
 from decimal import Decimal
-from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar, cast
+from typing import Annotated, Any, Self, TypeVar, cast, get_args
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from pydantic import (
@@ -18,32 +18,19 @@ from pydantic import (
     Field,
     PlainSerializer,
     Tag,
-    ValidationError,
     create_model,
     model_validator,
 )
 
 from ttrain.core import redact
-from ttrain.core.files import JsonObject
-
-# Settings of earlier versions that are constants now; records of runs, nights, schedules and checkpoints still hold them.
-RETIRED = frozenset({
-    "muon_momentum", "muon_adjust_lr", "prefetch_steps", "fork_server", "rows_fraction", "threads_fraction",
-    "overlap_bytes",
-})  # fmt: skip
-
-
-def is_retired(key: str) -> bool:
-    """Whether the setting of this dotted name is a constant now."""
-    return key.rpartition(".")[2] in RETIRED
-
+from ttrain.core.files import JsonDict, JsonObject
 
 T = TypeVar("T")
 S = TypeVar("S", bound="Section")
 
 
 class Section(BaseModel):
-    """A frozen group of settings; an unknown key is an error, but RETIRED ones of a record are ignored."""
+    """A frozen group of settings; an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, defer_build=True)
 
@@ -55,12 +42,17 @@ class Section(BaseModel):
             values[name] = section.replaced(value) if isinstance(section, Section) else value
         return self.model_copy(update=values)
 
-    @model_validator(mode="before")
     @classmethod
-    def _without_retired(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping):
-            return values
-        return {key: values[key] for key in values if key in cls.model_fields or not is_retired(key)}
+    def rebuilt(cls, tree: JsonObject) -> Self:
+        """The settings of a JSON tree that were validated before it was written; nothing is checked again.
+
+        A setting that the tree lacks is not there: reading it raises AttributeError.
+        """
+        section = cast("Self", cls.model_construct())
+        section.__dict__.clear()
+        for name, value in tree.items():
+            section.__dict__[name] = _rebuilt(cls.model_fields[name].annotation, value)
+        return section
 
     @model_validator(mode="after")
     def _checked(self) -> Self:
@@ -69,14 +61,6 @@ class Section(BaseModel):
 
     def _check(self) -> None:
         """Raise ValueError where values of several settings do not go together."""
-
-    def accepts(self, **changes: Any) -> bool:
-        """Whether the section's own rules allow these changes, so that what a message advises is valid."""
-        try:
-            type(self).model_validate({**self.model_dump(), **changes})
-        except ValidationError:
-            return False
-        return True
 
 
 def setting(default: T, description: str, **rules: Any) -> T:
@@ -100,11 +84,9 @@ def with_fields(fields: JsonObject) -> Callable[[type[S]], type[S]]:
 
 
 def as_tuple(value: object) -> object:
-    """Accept one path or a comma-separated list of them as a list; a file whose name has a comma is one path."""
+    """Accept one path or a comma-separated list of them as a list."""
     if value is None:
         return ()
-    if isinstance(value, str) and _exists(value):
-        return (value,)
     if isinstance(value, str):
         return tuple(entry.strip() for entry in value.split(",") if entry.strip())
     return value
@@ -118,20 +100,8 @@ def _as_list(value: object) -> object:
 Listed = BeforeValidator(_as_list)
 
 
-def off_as_a_word(value: object) -> object:
-    """Turn false back into `off`, which YAML reads as false."""
-    return "off" if value is False else value
-
-
 # Names a source of data. JSON, the form of all that is recorded, shown or sent to a server, hides the secrets of its URL.
 Location = Annotated[str, PlainSerializer(redact.url, return_type=str, when_used="json")]
-
-
-def _exists(path: str) -> bool:
-    try:
-        return Path(path).expanduser().exists()
-    except (OSError, RuntimeError):  # a name that is too long; ~ of a user that does not exist
-        return False
 
 
 class Weighted(BaseModel):  # not a Section: of a union with text, pydantic would name a section's check in its messages
@@ -214,6 +184,28 @@ def check_stride(section: Any, prefix: str = "") -> None:
             f"{prefix}stride is {section.stride} but must not exceed {prefix}row_length {section.row_length}; "
             f"try {section.row_length}"
         )
+
+
+def _rebuilt(kind: Any, value: Any) -> Any:
+    """A value of a JSON tree as a field of this type has it: sections, and tuples where JSON has lists."""
+    if isinstance(value, list):
+        return tuple(_rebuilt(kind, entry) for entry in value)
+    if not isinstance(value, dict):
+        return value
+    sections = [each for each in (kind, *get_args(kind)) if inspect.isclass(each) and issubclass(each, Section)]
+    return sections[0].rebuilt(value) if sections else value
+
+
+def part_of(tree: JsonObject, prefixes: Collection[str], section: str = "") -> JsonDict:
+    """The part of a tree of settings that dotted prefixes name: `sft` all below it, `sft.seed` one setting."""
+    kept: JsonDict = {}
+    for key, value in tree.items():
+        name = f"{section}{key}"
+        if name in prefixes:
+            kept[key] = value
+        elif any(prefix.startswith(f"{name}.") for prefix in prefixes):
+            kept[key] = part_of(value, prefixes, f"{name}.")
+    return kept
 
 
 def flatten(tree: JsonObject, prefix: str = "") -> Iterator[tuple[str, Any]]:

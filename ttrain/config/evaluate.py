@@ -53,10 +53,6 @@ class Evaluate(Section):
     confidence: float = setting(0.95, "of the intervals", gt=0.5, lt=1)
     resamples: int = setting(2000, "of the bootstrap; 0: no intervals but those of accuracies", ge=0)
 
-    def longest_row(self, limit: int) -> int | None:
-        """The longest `row_length` within the limit that the other settings allow; None where there is none."""
-        return limit if self.accepts(row_length=limit) else None
-
     def _check(self) -> None:
         check_stride(self, "evaluate.")
 
@@ -95,7 +91,7 @@ class Expert(Section):
     adapter_sha256: str | None = None
 
 
-class GateConfig(Section):
+class GateJob(Section):
     """What `ttrain gate train` hands to its process."""
 
     gate: Gate

@@ -13,12 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 
-from ttrain.config import Section, Settings, flatten, other_names, rules, text_values, tinyseek, yaml_text
-from ttrain.config.base import NONE, PLAIN, WEIGHTED, is_retired
+from ttrain.config import Section, Settings, flatten, other_names, rules, text_values, yaml_text
+from ttrain.config.base import NONE, PLAIN, WEIGHTED
 from ttrain.config.data import LEARNT, PYTHON_DOCS, Data
 from ttrain.config.model import sizes_of
 from ttrain.config.other_names import Meaning
@@ -34,7 +34,6 @@ COMMAND_LINE = "command line"  # the origin of its values
 PRESET = "model.preset"
 SHOWN_KEYS = 60  # more than these are not listed in a message
 SHOWN_NEIGHBOURS = 8
-SHOWN_ERRORS = 20
 S = TypeVar("S", bound=Section)
 IS_NONE = " is none"
 IS_SET = " is set"  # ends the origin of a value that follows from another setting
@@ -105,9 +104,11 @@ def layers(
     `root`: the tree whose types say what texts mean; None: they stay texts, for `with_types`. With `Settings` a file may be
     TinySeek's `model_config.json`, some of whose names are also settings of tasks.
     """
-    read = read_settings if root is Settings else read_yaml
+    trees = [(str(path), read_yaml(path)) for path in files]
+    if root is Settings:
+        trees = [(origin, other_names.from_tinyseek(tree, origin)) for origin, tree in trees]
     flat_overrides: list[Override] = []
-    for origin, values in _layers(overrides, [(str(path), read(path)) for path in files], profiles, environment):
+    for origin, values in _layers(overrides, trees, profiles, environment):
         if root is not None and _is_typed(origin):
             values = {key: _value_of(text, key, origin, root) for key, text in values.items()}
         flat_values = list(flatten(values))
@@ -135,12 +136,11 @@ def merge(root: type[S], overrides: Iterable[Override]) -> tuple[S, dict[str, st
     tree = defaults(root)  # so that one field of a section leaves the stage's own defaults of the others
     valid_keys, sources = settable_keys(root), dict[str, str]()
     for origin, key, value in overrides:
-        is_field = any(key.startswith(f"{name}.") for name in open_keys(root))  # whose name an architecture alone knows
-        if not is_field:
+        if not _is_open(key, root):
             _check_key(Override(origin, key, value), valid_keys)
-        if value in (None, {}) and key not in valid_keys and not is_field:
-            continue  # a section in which nothing is set
-        if isinstance(value, bool) and key in numeric_keys(root):  # which pydantic reads as 1 or 0
+            if value in (None, {}) and key not in valid_keys:
+                continue  # a section in which nothing is set
+        if isinstance(value, bool) and text_values.takes_numbers(root, key):  # pydantic reads it as 1 or 0
             raise UsageError(f"{key} is {str(value).lower()} (from {origin}) but must be a number")
         for stale, _ in flatten(_assign(tree, key, value), f"{key}."):
             sources.pop(stale, None)
@@ -155,14 +155,12 @@ def merge(root: type[S], overrides: Iterable[Override]) -> tuple[S, dict[str, st
 def without_pipeline_settings(overrides: Iterable[Override], root: type[Section]) -> list[Override]:
     """The overrides without those from the environment that a pipeline has and this tree of settings lacks: they were set
     for other commands."""
-    own, of_pipelines = settable_keys(root), settable_keys(Settings)
-
-    def is_for_pipelines(item: Override) -> bool:
-        if not item.origin.startswith(ENVIRONMENT_PREFIX) or item.key in own:
-            return False
-        return item.key in of_pipelines or any(item.key.startswith(f"{name}.") for name in open_keys(Settings))
-
-    return [item for item in overrides if not is_for_pipelines(item)]
+    own = settable_keys(root)
+    return [
+        item
+        for item in overrides
+        if not item.origin.startswith(ENVIRONMENT_PREFIX) or item.key in own or not _is_known(item.key, Settings)
+    ]
 
 
 def configs_directory() -> Path:
@@ -204,29 +202,20 @@ def _layers(
     for item in overrides:
         key, equals, value = item.partition("=")
         if not equals or not key.strip():
-            example = "key=value without spaces, for example sft.epochs=3; "
-            example += "quote a path with spaces, and write commas between files"
-            if Path(item).suffix in (".yaml", ".yml"):
-                example = f"-c {shlex.quote(item)} for a file of settings"
-            raise UsageError(f"'{one_line(item)}' is not a setting; write {example}")
+            raise UsageError(
+                f"'{one_line(item)}' is not a setting; write key=value without spaces, for example sft.epochs=3; quote a "
+                f"path with spaces, write commas between files, and -c FILE for a file of settings"
+            )
         yield COMMAND_LINE, {key.strip(): value}
-
-
-def read_settings(path: Path) -> JsonObject:
-    """The settings in a YAML file, or those that TinySeek's `model_config.json` stands for. Raises UsageError."""
-    return tinyseek.settings_of(read_yaml(path), str(path))
 
 
 def read_yaml(path: Path) -> JsonObject:
     """The mapping in a YAML file; {} for an empty one. Raises UsageError where it cannot be read or is something else."""
     try:
-        tree = yaml_text.read(path)
+        tree = yaml_text.parse(path.read_text(encoding="utf-8"))
     except OSError as error:
-        names = [found.name for found in path.parent.glob("*.y*ml")]
-        near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.8)
-        hint = f"; did you mean {path.with_name(near[0])}?" if near else ""
-        raise UsageError(f"cannot read settings from {path}: {error.strerror}{hint}") from None
-    except InvalidYaml as error:
+        raise UsageError(f"cannot read settings from {path}: {error.strerror}") from None
+    except (InvalidYaml, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not valid YAML: {error}") from None
     if tree is None:
         return {}
@@ -259,8 +248,17 @@ def _value_of(text: str, key: str, origin: str, root: type[Section]) -> Any:
 def _is_known(key: str, root: type[Section]) -> bool:
     """Whether a key is a setting, a section or a name within a setting that takes any."""
     names = settable_keys(root)
-    is_open = any(key.startswith(f"{name}.") for name in open_keys(root))
-    return key in names or is_open or any(name.startswith(f"{key}.") for name in names)
+    return key in names or _is_open(key, root) or any(name.startswith(f"{key}.") for name in names)
+
+
+def _is_open(key: str, root: type[Section]) -> bool:
+    """Whether a key is a name within a setting that takes any, which an architecture alone knows."""
+    return any(key.startswith(f"{name}.") for name in _open_keys(root))
+
+
+@functools.cache
+def _open_keys(root: type[Section]) -> list[str]:
+    return [name for name, kind in leaf_fields(root) if get_origin(kind) is dict]
 
 
 def _assign(tree: JsonDict, key: str, value: Any) -> JsonObject:
@@ -385,8 +383,6 @@ def _check_key(override: Override, valid_keys: Sequence[str]) -> None:
     is_section = any(name.startswith(f"{key}.") for name in valid_keys)
     if key in valid_keys or (is_section and not isinstance(value, str)):
         return
-    if is_retired(key):
-        raise UsageError(f"'{one_line(key)}' (from {origin}) is a constant now; leave it out")
     near, meaning = _suggested(key, valid_keys)
     problem = f"unknown setting '{one_line(key)}' (from {origin})"
     if is_section:
@@ -477,34 +473,9 @@ def settable_keys(root: type[Section]) -> list[str]:
     return list(dict.fromkeys([*known_keys(root), *(key for key, _ in leaf_fields(root))]))
 
 
-@functools.cache
-def open_keys(root: type[Section]) -> list[str]:
-    """Dotted names of the settings that are mappings from any name, checked by whoever knows the names."""
-    return [key for key, annotation in leaf_fields(root) if get_origin(annotation) is dict]
-
-
-@functools.cache
-def numeric_keys(root: type[Section]) -> frozenset[str]:
-    """Dotted names of the settings whose value is a number, or nothing."""
-
-    def kinds(annotation: Any) -> set[Any]:
-        if get_origin(annotation) in (tuple, list, dict, Literal):
-            return set()
-        return {kind for part in get_args(annotation) for kind in kinds(part)} or {annotation}
-
-    return frozenset(
-        key for key, annotation in leaf_fields(root) if kinds(annotation) & {int, float} and bool not in kinds(annotation)
-    )
-
-
 def leaf_fields(root: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted names of all fields of a tree that are not sections, with their types."""
     for name, field in root.model_fields.items():
-        key, *values = get_args(field.annotation) or (None,)
-        if get_origin(field.annotation) is dict and get_origin(key) is Literal:  # a section for each of these names
-            for section_name in get_args(key):
-                yield from leaf_fields(values[0], f"{prefix}{name}.{section_name}.")
-            continue
         kinds = (field.annotation, *get_args(field.annotation))
         sections = [kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, Section)]
         if not sections:
@@ -529,10 +500,6 @@ def _clear_other_budget(tree: JsonDict, sources: dict[str, str], key: str, origi
         sources[f"{stage}.{other_budget}"] = f"{key} is set"
 
 
-def _is_below(name: Sequence[object], section: Sequence[object]) -> bool:
-    return len(name) > len(section) and tuple(name[: len(section)]) == tuple(section)
-
-
 def _explain(error: ValidationError, sources: Mapping[str, str]) -> str:
     """One line per wrong setting: name, value, rule, origin."""
     lines: list[str] = []
@@ -542,11 +509,7 @@ def _explain(error: ValidationError, sources: Mapping[str, str]) -> str:
         item["loc"] = tuple(step for step in item["loc"] if step not in (PLAIN, WEIGHTED))
         if item["type"] == "missing":
             item["ctx"], item["loc"] = {"key": item["loc"][-1]}, item["loc"][:-1]
-    wrong = [item["loc"] for item in errors]
-    errors = [  # a list whose entries are wrong is empty for pydantic
-        item for item in errors if item["type"] != "too_short" or not any(_is_below(name, item["loc"]) for name in wrong)
-    ]
-    for item in errors[:SHOWN_ERRORS]:
+    for item in errors:
         name = ".".join(str(step) for step in item["loc"])
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "value_error" and not message.startswith("must "):
@@ -560,6 +523,4 @@ def _explain(error: ValidationError, sources: Mapping[str, str]) -> str:
             several[parent], name = len(lines), parent
         origin = sources.get(name) or next((sources[key] for key in sources if name.startswith(key)), "defaults")
         lines.append(one_line(f"{name} is {shown(item['input'])} (from {origin}) but {rule_of(item, SENTENCES)}"))
-    if len(errors) > SHOWN_ERRORS:
-        lines.append(f"and {len(errors) - SHOWN_ERRORS:,} more wrong settings")
     return "\n".join(lines)

@@ -54,7 +54,7 @@ class MultiToken(Section):
 class Model(Section):
     """A Hugging Face architecture, by its sizes."""
 
-    preset: str | None = setting(None, "sizes by name, see `ttrain models size`; settings beside win", exclude=True)
+    preset: str | None = setting(None, "sizes by name, see docs/models.md; settings beside win", exclude=True)
     kind: str = setting("qwen3", "qwen3, llama, moyun, tinyseek, or the model_type of any causal architecture")
     hidden_size: int = setting(128, "width of the hidden states", ge=8)
     layers: int = setting(4, "transformer blocks", ge=1)
@@ -98,51 +98,35 @@ class Model(Section):
                 f"model.rope_factor is {self.rope_factor} but model.rope_type is default, which stretches nothing; "
                 f"set model.rope_type, for example to yarn"
             )
-        self._heads_divide()
-
-    def _heads_divide(self) -> None:
-        """Report all that is wrong with the heads at once, with sizes that are valid together."""
-        problems, head = [], self.hidden_size // self.heads
-        advice: dict[str, int | None] = {}
-        if self.hidden_size % self.heads:
-            problems.append(f"model.hidden_size is {self.hidden_size} but must be a multiple of model.heads {self.heads}")
-        elif self.kind in TURNING_KINDS and "head_dim" not in self.fields and head % 2:
-            problems.append(
-                f"model.hidden_size is {self.hidden_size} and model.heads is {self.heads}, which makes heads of {head}, but "
-                f"{self.kind} turns their numbers in pairs, so that model.hidden_size must be a multiple of {2 * self.heads}"
+        pairs = self.kind in TURNING_KINDS and "head_dim" not in self.fields  # each head turns its numbers in pairs
+        multiple = 2 * self.heads if pairs else self.heads
+        if self.hidden_size % multiple:
+            size = -(-self.hidden_size // (2 * self.heads)) * 2 * self.heads
+            raise ValueError(
+                f"model.hidden_size is {self.hidden_size} but must be a multiple of {multiple}, as model.heads {self.heads} "
+                f"makes heads of {self.hidden_size / self.heads:.4g}; try model.hidden_size={size}"
             )
-        if problems or self.kind not in TURNING_KINDS:
-            advice["hidden_size"] = self.next_hidden_size()
         if self.heads % (self.kv_heads or self.heads):
-            problems.append(f"model.kv_heads is {self.kv_heads} but must divide model.heads {self.heads}")
-            advice["kv_heads"] = math.gcd(self.heads, self.kv_heads or 1) if self.kind in TURNING_KINDS else None
-        if problems:
-            raise ValueError(f"{'; '.join(problems)}; {self.with_other_sizes(advice)}")
-
-    def with_other_sizes(self, sizes: Mapping[str, int | None]) -> str:
-        """The advice to set the sizes that differ, as a command takes them; None is for as many `kv_heads` as `heads`."""
-        changes = [(name, size) for name, size in sizes.items() if size != getattr(self, name)]
-        return "try " + " ".join(f"model.{name}={'null' if size is None else size}" for name, size in changes)
-
-    def next_hidden_size(self) -> int:
-        """The next width whose heads have an even number of dimensions, which every kind takes."""
-        return -(-self.hidden_size // (2 * self.heads)) * 2 * self.heads
+            raise ValueError(
+                f"model.kv_heads is {self.kv_heads} but must divide model.heads {self.heads}; "
+                f"try model.kv_heads={math.gcd(self.heads, self.kv_heads or 1)}"
+            )
 
 
-# The name is the number of parameters of a qwen3 with tied embeddings and this vocabulary (GPT-2's from 124m on, whose
+# The name is the number of parameters of a qwen3 with tied embeddings and the vocabulary beside (GPT-2's from 124m on, whose
 # shapes 124m and 350m are). From 500m on a key is shared by several heads, which costs little and makes the cache smaller.
 COLUMNS = ("hidden_size", "layers", "heads", "kv_heads", "max_length")
 
-_TABLE: dict[str, tuple[int, tuple[int, int, int, int | None, int]]] = {
-    "1m": (2_048, (128, 4, 2, None, 1024)),
-    "5m": (4_096, (256, 5, 4, None, 1024)),
-    "10m": (8_192, (320, 6, 5, None, 1024)),
-    "25m": (8_192, (448, 9, 7, None, 2048)),
-    "50m": (16_384, (512, 13, 8, None, 2048)),
-    "124m": (50_257, (768, 12, 12, None, 2048)),
-    "350m": (50_257, (1024, 24, 16, None, 2048)),
-    "500m": (50_257, (1280, 25, 20, 5, 4096)),
-    "1b": (50_257, (2048, 20, 16, 4, 4096)),
+_TABLE: dict[str, tuple[int, int, int, int | None, int]] = {
+    "1m": (128, 4, 2, None, 1024),  # 2,048
+    "5m": (256, 5, 4, None, 1024),  # 4,096
+    "10m": (320, 6, 5, None, 1024),  # 8,192
+    "25m": (448, 9, 7, None, 2048),  # 8,192
+    "50m": (512, 13, 8, None, 2048),  # 16,384
+    "124m": (768, 12, 12, None, 2048),  # 50,257
+    "350m": (1024, 24, 16, None, 2048),  # 50,257
+    "500m": (1280, 25, 20, 5, 4096),  # 50,257
+    "1b": (2048, 20, 16, 4, 4096),  # 50,257
 }
 
 
@@ -151,20 +135,15 @@ def names() -> list[str]:
     return list(_TABLE)
 
 
-def vocab_size_of(name: object) -> int:
-    """The vocabulary that the preset's name was counted with. Raises UsageError for a name that does not exist."""
-    return _preset_of(name)[0]
-
-
 def sizes_of(name: object) -> dict[str, Any]:
     """Settings of `model` that a preset stands for, without `model.`. Raises UsageError for a name that does not exist.
 
     The widths that follow from others are set back to empty, so that a weaker layer's do not stay beside the new sizes.
     """
-    return {**dict(zip(COLUMNS, _preset_of(name)[1], strict=True)), "intermediate_size": None, "tie_embeddings": True}
+    return {**dict(zip(COLUMNS, _preset_of(name), strict=True)), "intermediate_size": None, "tie_embeddings": True}
 
 
-def _preset_of(name: object) -> tuple[int, tuple[int, int, int, int | None, int]]:
+def _preset_of(name: object) -> tuple[int, int, int, int | None, int]:
     if not isinstance(name, str) or name.lower() not in _TABLE:
         raise UsageError(f"model.preset is {shown(name)} but must be one of: {', '.join(_TABLE)}")
     return _TABLE[name.lower()]

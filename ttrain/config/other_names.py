@@ -1,10 +1,14 @@
-"""What settings are called in transformers, TRL, PEFT, Lightning, litgpt and nanochat, with the settings they mean here."""
+"""What settings are called in transformers, TRL, PEFT, Lightning, litgpt, nanochat and TinySeek, and what they mean here."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from ttrain.config.yaml_text import one_line
+from ttrain.core.files import JsonObject
+from ttrain.errors import UsageError
 
 STAGE = "*."  # before a setting that every training stage has
 ANY = "*"  # any value, where it has to be written in another unit
@@ -171,3 +175,40 @@ NAMES: Mapping[str, Meaning] = {
     **_named("resume", note="no setting is needed: the same command continues a stopped run"),
     **_named("resume_from_checkpoint", note="no setting is needed: the same command continues a stopped run"),
 }  # fmt: skip
+
+# The names of TinySeek's `model_config.json`. None: not needed here.
+
+TINYSEEK: Mapping[str, str | None] = {
+    "n_layer": "model.layers",
+    "n_head": "model.heads",
+    "d_model": "model.hidden_size",
+    "d_c": "model.fields.latent_size",
+    "d_r": "model.fields.rope_head_dim",
+    "hidden": "model.moe.expert_size",
+    "other_experts": "model.moe.experts",
+    "shared_experts": "model.moe.shared_experts",
+    "keep": "model.moe.top_k",
+    "alpha": "model.moe.balance",
+    "dropout": "model.dropout",
+    "ro_theta": "model.rope_theta",
+    "scale": "model.init_std",
+    "vocab_size": "tokenizer.vocab_size",
+    "device": None,
+    "pad_idx": None,
+}
+
+
+def from_tinyseek(tree: JsonObject, origin: str) -> JsonObject:
+    """The settings that TinySeek's `model_config.json` stands for; the tree itself where it has none of its names."""
+    if tree.keys().isdisjoint(TINYSEEK):
+        return tree
+    for name in tree:
+        if name not in TINYSEEK:
+            near = difflib.get_close_matches(name, TINYSEEK, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(TINYSEEK)}"
+            raise UsageError(
+                f"'{one_line(name)}' (from {origin}) is not a name of TinySeek's model_config.json, to which the other "
+                f"names belong; {hint} Settings of ttrain go into a file of their own: -c {origin} -c OTHER.yaml"
+            )
+    settings = {setting: tree[name] for name, setting in TINYSEEK.items() if setting and name in tree}
+    return {"model.kind": "tinyseek", **settings}

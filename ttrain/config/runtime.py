@@ -6,9 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ttrain.config.base import Listed, Location, Section, TimeOfDay, TimeZone, as_tuple, off_as_a_word, setting
-from ttrain.config.data import LEARNT
-from ttrain.config.training import TRAININGS
+from ttrain.config.base import Listed, Location, Section, TimeOfDay, TimeZone, as_tuple, setting
 
 
 class Night(Section):
@@ -21,25 +19,6 @@ class Night(Section):
     memory_share: float | None = setting(
         None, "of the GPU, or of the machine for all ranks on a CPU; a rank keeps what it has used before", gt=0, le=1
     )
-
-
-# As in the table of stages (`tasks`), which imports this package.
-STAGE_NAMES = (
-    *("source", "tokenizer"),
-    *(f"shards-{dataset}" for dataset in LEARNT),
-    *("base-model", "new-model"),
-    *TRAININGS,
-    *("reference", "evaluate", "evaluate-champion", "heldout", "replay", "replay-sft"),
-)
-StageName = Literal[STAGE_NAMES]  # type: ignore[valid-type]  # mypy wants them spelled out
-
-
-class StageRuntime(Section):
-    """The settings that may differ for one stage."""
-
-    retries: int | None = Field(None, ge=0, le=50)
-    retry_delay_seconds: float | None = Field(None, ge=0)
-    timeout_seconds: float | None = Field(None, gt=0)
 
 
 class Runtime(Section):
@@ -70,7 +49,7 @@ class Runtime(Section):
     attention: Literal["auto", "records", "masked"] = setting(
         "auto", "records: one by one, by native kernels or flash attention; masked: torch's, with a mask; auto: records"
     )
-    tune: Annotated[Literal["off", "auto"], BeforeValidator(off_as_a_word)] = setting(
+    tune: Literal["off", "auto"] = setting(
         "off",
         "auto: where deterministic is false, measure for the time of some six steps which rows_per_device is fastest, "
         "and remember it",
@@ -111,9 +90,7 @@ class Runtime(Section):
     keep_steps: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Listed] = setting(
         (), "checkpoints of these steps are made, and stay for good"
     )
-    guards: Annotated[Literal["warn", "off"], BeforeValidator(off_as_a_word)] = setting(
-        "warn", "look out for spikes of the loss and overfitting"
-    )
+    guards: Literal["warn", "off"] = setting("warn", "look out for spikes of the loss and overfitting")
     loggers: Annotated[tuple[Literal["tensorboard", "wandb", "swanlab"], ...], BeforeValidator(as_tuple)] = setting(
         (), "where the curves go beside MLflow; each needs its extra: tb, wandb, swanlab"
     )
@@ -125,12 +102,6 @@ class Runtime(Section):
     )
     retry_delay_seconds: float = setting(10.0, "before the first retry; each further one waits twice as long", ge=0)
     timeout_seconds: float | None = setting(None, "of one stage; empty: none", gt=0)
-    stages: dict[StageName, StageRuntime] = setting({}, "what differs for one stage: runtime.stages.sft.retries=2")
-
-    def attempts_of(self, stage: str) -> StageRuntime:
-        """Retries and times of a stage: its own where it has some, else those of all stages."""
-        own = self.stages.get(stage, StageRuntime()).model_dump(exclude_none=True)
-        return StageRuntime(**{**{name: getattr(self, name) for name in StageRuntime.model_fields}, **own})
 
     def _check(self) -> None:
         if self.node_rank >= self.nodes:
@@ -163,9 +134,7 @@ Auth = Literal["token", "off"]
 class Servers(Section):
     """Prefect's and MLflow's servers, where ttrain starts them."""
 
-    auth: Annotated[Auth, BeforeValidator(off_as_a_word)] = setting(
-        "token", "who may use them: who shows the token in servers/token of the home; off: every account"
-    )
+    auth: Auth = setting("token", "who may use them: who shows the token in servers/token of the home; off: every account")
 
 
 class ServersConfig(Section):

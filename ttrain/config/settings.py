@@ -1,20 +1,16 @@
-"""The whole tree of settings, and which part of it each stage may see."""
+"""The whole tree of settings."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, Literal
-
-from pydantic import model_validator
 
 from ttrain.config.base import Section, setting, with_fields
 from ttrain.config.data import LEARNT, Data, PythonDocs, Reading, Shards, Tokenizer
 from ttrain.config.evaluate import Evaluate
-from ttrain.config.loop import Precision
 from ttrain.config.model import Model
 from ttrain.config.nightly import Nightly, Notify, Promotion
 from ttrain.config.runtime import Runtime, Servers, Tracking
-from ttrain.config.training import NONE, TRAINING_STAGES, TRAININGS, Auto, Lora, Pretrain, Sft
+from ttrain.config.training import NONE, TRAINING_STAGES, TRAININGS, Dpo, Lora, Pretrain, Sft
 
 
 def root_of(name: str, starts: Mapping[str, str]) -> tuple[str, str]:
@@ -68,8 +64,8 @@ NAMES_CODE = (
 
 
 @with_fields({row.name: (row.settings, row.settings()) for row in TRAINING_STAGES.values()})
-class _UntilTrainings(Section):
-    """The sections up to those of the training stages, which the table of these adds: two are spelled out for their type."""
+class Settings(Section):
+    """The whole tree; the sections of training stages that other packages bring come last."""
 
     name: str = setting("quickstart", "prefix of registered models", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
     data: Data = Data()
@@ -80,11 +76,8 @@ class _UntilTrainings(Section):
     model: Model = Model()
     pretrain: Pretrain = Pretrain()
     sft: Sft = Sft()
-
-
-class Settings(_UntilTrainings):
-    """The whole tree."""
-
+    dpo: Dpo = Dpo()
+    lora: Lora = Lora()
     evaluate: Evaluate = Evaluate()
     runtime: Runtime = Runtime()
     tracking: Tracking = Tracking()
@@ -191,158 +184,3 @@ class Settings(_UntilTrainings):
                     f"{name}.row_length is {length}{prefix} but model.max_length is {self.model.max_length}; "
                     f"set model.max_length={length + virtual}"
                 )
-
-
-# Sections that each stage is allowed to see: what is not here cannot shape its result.
-class SourceConfig(Section):
-    python_docs: PythonDocs
-
-
-class ExactReading(Reading):
-    """How records are read by a stage that does not compare documents, whose key `near_duplicates` must not change."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_near_duplicates(cls, settings: Any) -> Any:
-        values = settings.model_dump() if isinstance(settings, Section) else settings
-        return {**values, "near_duplicates": None} if isinstance(values, dict) else values
-
-
-class TokenizerConfig(Section):
-    reading: ExactReading
-    tokenizer: Tokenizer
-
-
-class ShardsConfig(Section):
-    reading: Reading
-    shards: Shards
-
-
-class PartOfSection(Section):
-    """Some settings of a section, where a stage may see no others of it."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_the_section(cls, settings: Any) -> Any:
-        return {name: getattr(settings, name) for name in cls.model_fields} if isinstance(settings, Section) else settings
-
-
-class Reasoning(PartOfSection):
-    """What becomes of the reasoning of answers."""
-
-    learn_reasoning: bool
-
-
-class ChatShardsConfig(ShardsConfig):
-    reading: ExactReading
-    sft: Reasoning
-
-
-class ExistingModelConfig(Section):
-    """No settings: the model is defined by its files."""
-
-
-class FirstWeights(PartOfSection):
-    """The settings, beside the sizes, that the weights before the first step depend on."""
-
-    seed: int
-
-
-class Budget(PartOfSection):
-    """How much a training reads, and the seed of what is drawn."""
-
-    tokens: int | Auto | None
-    epochs: float | Auto | None
-    seed: int
-
-
-class RowBudget(Budget):
-    """The same, and what tells the windows of its documents."""
-
-    row_length: int
-    mask_intervals: tuple[tuple[int | str, int | str], ...]
-
-
-class ReplayShare(PartOfSection):
-    """The share of a night's tokens that were learnt before."""
-
-    replay: float
-
-
-class ScoredText(PartOfSection):
-    """How much held-out text is scored."""
-
-    max_bytes: int
-
-
-class NewModelConfig(Section):
-    model: Model
-    pretrain: FirstWeights
-
-
-class PretrainConfig(Section):
-    model: Model
-    pretrain: Pretrain
-
-
-class SftConfig(Section):
-    sft: Sft
-
-
-class LoraConfig(Section):
-    lora: Lora
-
-
-class ScoredRows(PartOfSection):
-    """The settings that the log-probabilities of the answers depend on."""
-
-    row_length: int
-    packing: Literal["best-fit", "stream", "none"]
-    mask_intervals: tuple[tuple[int | str, int | str], ...]
-    precision: Precision
-
-
-class ReferenceConfig(Section):
-    dpo: ScoredRows
-
-
-def _config_of(name: str, settings: type[Section]) -> type[Section]:
-    """A section with the settings of one training stage, which pickle finds in this module: doctor's ranks get it so."""
-    config = with_fields({name: (settings, ...)})(Section)
-    config.__module__, config.__qualname__ = __name__, f"Training-{name}"
-    globals()[config.__qualname__] = config
-    return config
-
-
-TRAINING_CONFIGS: dict[str, type[Section]] = {
-    **{name: _config_of(name, row.settings) for name, row in TRAINING_STAGES.items()},
-    "pretrain": PretrainConfig,
-    "sft": SftConfig,
-    "lora": LoraConfig,
-}
-
-
-class EvaluateConfig(Section):
-    evaluate: Evaluate
-
-
-class HeldoutConfig(Section):
-    evaluate: ScoredText
-
-
-class ReplayConfig(Section):
-    nightly: ReplayShare
-    pretrain: RowBudget
-
-
-class ReplaySftConfig(Section):
-    nightly: ReplayShare
-    sft: Budget
-
-
-class UserTaskConfig(Section):
-    """What `ttrain train` passes to its process, which alone knows the task's own settings."""
-
-    task: str
-    given: tuple[tuple[str, str, Any], ...]  # (origin, key, value) of the settings, the weakest first
-    allow: tuple[str, ...]

@@ -12,29 +12,41 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel
 
 from ttrain.config import yaml_text
-from ttrain.config.yaml_text import InvalidYaml
+from ttrain.config.yaml_text import InvalidYaml, Loader
 
 QUOTED = re.compile(r"""'(?:[^']|'')*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
+NUMBER = re.compile(r"[-+]?\.?(\d|inf$|nan$)")
 EMPTY = ("", "~", "null")
 TRUTHS = {
     **dict.fromkeys(("true", "yes", "on"), True),
     **dict.fromkeys(("false", "no", "off"), False),
 }
-LISTS = (list, tuple)
+
+
+class WordLoader(Loader):
+    """Reads lists and mappings whose scalars stay texts."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 
 
 def type_of(root: Any, key: str) -> Any:
     """The type of a setting by its dotted name in a tree of settings; Any where there is none of that name."""
     kind = root
     for name in key.split("."):
-        kind = _value_type(kind, name)
+        kind = _type_within(kind, name)
     return kind
+
+
+def takes_numbers(root: Any, key: str) -> bool:
+    """Whether the values of a setting are numbers, and none is true or false."""
+    forms = {*_forms(type_of(root, key))}
+    return not forms.isdisjoint({int, float}) and bool not in forms
 
 
 def read(text: str, kind: Any) -> Any:
@@ -44,58 +56,48 @@ def read(text: str, kind: Any) -> Any:
     `model.fields`, it is what YAML reads, if that is all of the text.
     """
     forms = [*_forms(kind)]
-    has_parts = any(get_origin(form) in (*LISTS, dict) or _is_section(form) for form in forms)
     if QUOTED.fullmatch(text):
         return yaml_text.parse(text)
     if Any in forms:
-        _composed(text)
-        return yaml_text.parse(text)
+        return _whole(text, Loader)
+    has_parts = any(get_origin(form) in (list, tuple, dict) or _is_section(form) for form in forms)
     if text.startswith(("[", "{")) and (has_parts or not _takes_text(forms)):
-        return _value(_composed(text), kind)
+        return _typed(_whole(text, WordLoader), kind)
     return _scalar(text, forms)
 
 
-def _composed(text: str) -> Any:
-    """The nodes of a text. Raises InvalidYaml where something follows them, such as a comment."""
-    node = yaml_text.compose(text)
-    end = 0 if node is None else node.end_mark.index
-    if rest := text[end:].strip():
+def _whole(text: str, loader: Any) -> Any:
+    """The value of a YAML text. Raises InvalidYaml where something follows it, such as a comment."""
+    value = yaml_text.parse(text, loader)
+    node = yaml.compose(text, yaml.SafeLoader)
+    if rest := text[node.end_mark.index :].strip() if node else "":
         raise InvalidYaml(f"nothing may follow its end, but {yaml_text.shown(rest)} does")
-    return node
+    return value
 
 
-def _value(node: Any, kind: Any) -> Any:
-    """The value of a part of a list or mapping."""
-    if isinstance(node, yaml.SequenceNode):
-        return [_value(child, _element_type(kind, place)) for place, child in enumerate(node.value)]
-    if isinstance(node, yaml.MappingNode):
-        return {key.value: _value(child, _value_type(kind, key.value)) for key, child in node.value}
-    return node.value if node.style else _scalar(node.value, [*_forms(kind)])
+def _typed(value: Any, kind: Any) -> Any:
+    """A list or mapping of texts with the values that these have."""
+    if isinstance(value, list):
+        return [_typed(entry, _type_within(kind, place)) for place, entry in enumerate(value)]
+    if isinstance(value, dict):
+        return {name: _typed(entry, _type_within(kind, name)) for name, entry in value.items()}
+    return _scalar(value, [*_forms(kind)])
 
 
 def _scalar(text: str, forms: list[Any]) -> Any:
-    word = text.strip().lower()
     if any(get_origin(form) is Literal and text in get_args(form) for form in forms):
         return text
+    word = text.strip().lower()
     if (word in EMPTY and not _takes_text(forms)) or (NoneType in forms and word in (*EMPTY, "none")):
         return None
     takes_number = not {Any, int, float}.isdisjoint(forms)
-    if takes_number and (number := _number(word)) is not None:
-        return number
+    if takes_number and NUMBER.match(word):
+        for number in (int, float):
+            with contextlib.suppress(ValueError):
+                return number(word.replace(".inf", "inf").replace(".nan", "nan"))
     if word in TRUTHS and (bool in forms or (takes_number and not _takes_text(forms))):
         return TRUTHS[word]
     return text
-
-
-def _number(word: str) -> int | float | None:
-    """The number that begins with a digit, a sign or a point; None for anything else."""
-    if not re.match(r"[-+]?\.?(\d|inf$|nan$)", word):
-        return None
-    with contextlib.suppress(ValueError):
-        return int(word)
-    with contextlib.suppress(ValueError):
-        return float(word.replace(".inf", "inf").replace(".nan", "nan"))
-    return None
 
 
 def _forms(kind: Any) -> Iterator[Any]:
@@ -117,19 +119,14 @@ def _is_section(form: Any) -> bool:
     return inspect.isclass(form) and issubclass(form, BaseModel)
 
 
-def _element_type(kind: Any, place: int) -> Any:
+def _type_within(kind: Any, place: Any) -> Any:
+    """The type of an entry of a list, by its number, or of what a section or mapping has under a name."""
     for form in _forms(kind):
-        if get_origin(form) in LISTS:
-            types = get_args(form)
-            return types[place] if place < len(types) and types[-1] is not Ellipsis else types[0]
-    return Any
-
-
-def _value_type(kind: Any, name: Any) -> Any:
-    """The type of what a section or mapping has under this name, with the rule that reads it."""
-    for form in _forms(kind):
-        if _is_section(form) and name in form.model_fields:
-            return form.model_fields[name].rebuild_annotation()
+        types = get_args(form)
+        if get_origin(form) in (list, tuple):
+            return types[place] if Ellipsis not in types and place < len(types) else types[0]
         if get_origin(form) is dict:
-            return get_args(form)[1]
+            return types[1]
+        if _is_section(form) and place in form.model_fields:
+            return form.model_fields[place].rebuild_annotation()
     return Any

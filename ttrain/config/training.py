@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator
 
@@ -57,15 +57,6 @@ class Training(Loop):
         """Positions that an adapter takes before every record."""
         return 0
 
-    def longest_row(self, limit: int) -> int | None:
-        """The longest `row_length` within the limit that the other settings allow; None where there is none."""
-        lengths = (length for length in range(limit, 0, -1) if self._divides(length))
-        return next((length for length in lengths if self.accepts(row_length=length)), None)
-
-    def _divides(self, row_length: int) -> bool:
-        """Whether a step has whole rows of this length."""
-        return isinstance(self.tokens_per_step, str) or self.tokens_per_step % row_length == 0
-
     def resolved(self, rows: int) -> Self:
         """The settings with numbers for what is `auto`, for a training whose pass has this many rows."""
         changes: dict[str, int | float] = {}
@@ -94,7 +85,7 @@ class Training(Loop):
                 f"tokens is {self.tokens} and epochs is {self.epochs}, but only one of them can be the budget; "
                 f"set the other to null"
             )
-        if not self._divides(self.row_length):
+        if self.tokens_per_step != rules.AUTO and self.step_tokens % self.row_length:
             good = max(1, round(self.step_tokens / self.row_length)) * self.row_length
             raise ValueError(
                 f"tokens_per_step is {self.tokens_per_step} but must be a multiple of row_length {self.row_length}; "
@@ -170,6 +161,14 @@ class TaskConfig(Loop):
     def step_tokens(self) -> int:
         """A row counts as one token, in the loop and in the curves."""
         return self.rows_per_step
+
+
+class TaskJob(Section):
+    """What `ttrain train` passes to its process, which alone knows the task's own settings."""
+
+    task: str
+    given: tuple[tuple[str, str, Any], ...]  # (origin, key, value) of the settings, the weakest first
+    allow: tuple[str, ...]
 
 
 NONE = "none"
@@ -282,16 +281,6 @@ class Lora(Training):
         super()._check()
         if self.quantize == "int8" and self.kind == "dora":
             raise ValueError("lora.quantize is int8, on which PEFT's dora does not train; set lora.quantize=nf4")
-
-
-T = TypeVar("T", bound=Training)
-
-
-def settings_of(config: Section, kind: type[T]) -> T:
-    """The settings of a training stage among those that its module may see."""
-    settings = getattr(config, kind.__name__.lower())
-    assert isinstance(settings, kind), f"{kind.__name__} has its own section"
-    return settings
 
 
 def adapter_of(stage: str, settings: Any) -> Lora | None:

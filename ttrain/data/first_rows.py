@@ -5,17 +5,18 @@ from __future__ import annotations
 import itertools
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ttrain.config.data import Reading
 from ttrain.core.files import JsonDict
 from ttrain.core.text import first_of
 from ttrain.data import locations, records, streams
-from ttrain.data.records import Kind, Rejected, Tally
+from ttrain.data.records import Kind, Rejected, Row, Tally
 from ttrain.errors import CannotRead, DataError, UsageError
 
 ROWS, FILES = 20, 20  # of a file, and of a data set
+MOST = 0.5  # share of bad rows among the first that no head of a good file has
 SHOWN_KEYS = 8
 NAMES = {"documents": "a document", "chats": "a chat", "pairs": "a pair of answers"}
 DATASETS = {"documents": "pretrain", "chats": "sft", "pairs": "dpo"}
@@ -37,8 +38,15 @@ def read(location: str, reading: Reading, *, with_parquet: bool = False) -> list
         return [FirstRow(1, {reading.text_field: "..."})]
     if streams.is_parquet(location) and not with_parquet:
         return []
-    found = records.records([location], Tally(), reading.max_line_bytes, reading.text_field)
-    return [FirstRow(line, values) for _, line, values in itertools.islice(found, ROWS)]
+    return [FirstRow(line, values) for _, line, values in _parsed(location, reading, Tally())]
+
+
+def _parsed(location: str, reading: Reading, tally: Tally) -> Iterator[Row]:
+    """Yield the JSON objects in the first lines; the tally counts the bad lines among them."""
+    limit = reading.max_line_bytes
+    with streams.noting_faults(location):
+        lines = itertools.islice(records.numbered_lines(location, limit, reading.text_field), ROWS)
+        yield from records.parsed(lines, location, tally, limit)
 
 
 def kind_of(rows: Sequence[FirstRow]) -> Kind | None:
@@ -52,21 +60,10 @@ def kind_of_file(location: str, reading: Reading) -> Kind | None:
     return kind_of(read(location, reading, with_parquet=True))
 
 
-def kind_of_files(files: Sequence[str], reading: Reading) -> Kind:
-    """The kind of all files. Raises UsageError if they differ."""
-    by_kind: dict[Kind, str] = {}
-    for location in files:
-        if kind := kind_of_file(location, reading):
-            by_kind.setdefault(kind, location)
-    if len(by_kind) > 1:
-        (first, first_file), (second, second_file) = sorted(by_kind.items())[:2]
-        raise UsageError(f"{first_file} holds {first} but {second_file} {second}; shard them apart, or set --kind")
-    return next(iter(by_kind), "documents")
-
-
 def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> None:
     """Raise UsageError for a file that cannot be what its setting needs: by its format, or since all its first rows have
-    keys of something else. Bad rows are counted where they are read."""
+    keys of something else; and where most of the first rows of all files are bad. Fewer are counted where they are read."""
+    tally = Tally()
     for location in [location for location in files if not locations.is_remote(location)][:FILES]:
         try:
             rows = read(location, reading)
@@ -76,6 +73,14 @@ def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> N
             raise UsageError(f"{setting}: {error}") from None
         if rows and not any(_may_be(row, kind, reading.text_field) for row in rows):
             raise UsageError(f"{setting} needs {kind}, but {location}:{_problem(setting, kind, location, rows, reading)}")
+        if not locations.is_text(location) and not streams.is_parquet(location):
+            list(records.accepted(_parsed(location, reading, tally), records.parser_of(kind, reading.text_field), tally))
+    bad = tally.rejected.total()
+    if bad > tally.rows * max(MOST, reading.rejected_fraction):
+        raise UsageError(
+            f"{setting}: {bad} of the first {tally.rows} rows are bad, the first one is {tally.first_rejected[0]}; correct "
+            f"them, or set reading.rejected_fraction, which is {reading.rejected_fraction:g}, to the share that may be bad"
+        )
 
 
 def _may_be(row: FirstRow, kind: Kind, text_field: str) -> bool:

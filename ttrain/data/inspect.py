@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from ttrain.core.files import JsonDict, read_object
+from ttrain.core.files import JsonDict
 from ttrain.core.terminal import escaped
-from ttrain.data.blocks import PARTS
 from ttrain.data.encoder import Encoder
 from ttrain.data.packing import IGNORE, Rows
 from ttrain.data.pair_rows import PairBatch, answer_rows
@@ -18,8 +17,6 @@ from ttrain.data.record_rows import DocumentRows
 from ttrain.data.shards import INDEX, ShardSet
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.store.artifacts import ArtifactStore
-
-SUMMARY = Path("run", "summary.json")
 
 
 @dataclass(frozen=True)
@@ -50,47 +47,23 @@ class Span(NamedTuple):
     special: bool
 
 
-def tokenizer_at(directory: Path) -> Path:
-    """Absolute path of a tokenizer directory given by the user. Raises UsageError if it has no tokenizer."""
-    if not (directory / "tokenizer.json").is_file():
-        raise UsageError(f"{directory} holds no tokenizer; name the directory with tokenizer.json in it")
-    return directory.absolute()
+def shards_at(path: Path) -> Path:
+    """The set of shards at a path: the directory itself, or `train` in it. Raises UsageError if there is none."""
+    for directory in (path, path / "train"):
+        if (directory / INDEX).is_file():
+            return directory
+    raise UsageError(f"{path} holds no shards; name a stage such as shards-sft, or a directory with {INDEX}")
 
 
-def parts_of(path: Path) -> dict[str, Path]:
-    """The sets of shards at a path, by name: the directory itself, or `train` and `heldout` in it.
-
-    Raises UsageError if there is none.
-    """
-    parts = {path.resolve().name: path} if (path / INDEX).is_file() else {part_name: path / part_name for part_name in PARTS}
-    parts = {part_name: directory for part_name, directory in parts.items() if (directory / INDEX).is_file()}
-    if not parts:
-        raise UsageError(f"{path} holds no shards; name a directory with {INDEX}, or the one with train/ and heldout/ in it")
-    return parts
-
-
-def encoder_of(folder: Path, tokenizer: Path | None, store: ArtifactStore) -> Encoder:
-    """The tokenizer of a set of shards: in the directory `tokenizer` if given, else the one with the digest in the index.
-
-    It is searched for at the path that `ttrain data shard` recorded, then among the artifacts. Raises UsageError if it is
-    not found, and ArtifactError if the given one has another digest.
-    """
-    if tokenizer is not None:
-        encoder = Encoder(tokenizer_at(tokenizer), fast=False)
-        ShardSet(folder, encoder.digest)
-        return encoder
-    digest = ShardSet(folder).index["tokenizer"]
-    recorded = read_object(folder.resolve().parent / SUMMARY).get("tokenizer")
-    paths = [Path(recorded)] if isinstance(recorded, str) else []
-    for path in [*paths, *(artifact.path for artifact in store.artifacts("tokenizer"))]:
+def encoder_of(shards: ShardSet, store: ArtifactStore) -> Encoder:
+    """The tokenizer of a set of shards: the artifact with the digest in the index. Raises UsageError if it is gone."""
+    digest = shards.index["tokenizer"]
+    for artifact in store.artifacts("tokenizer"):
         with contextlib.suppress(ArtifactError):  # not a tokenizer
-            encoder = Encoder(path, fast=False)
+            encoder = Encoder(artifact.path, fast=False)
             if encoder.digest == digest:
                 return encoder
-    raise UsageError(
-        f"the tokenizer {digest[:12]} of the shards in {folder} is not where they were made, nor in {store.root}; name its "
-        "directory with --tokenizer"
-    )
+    raise UsageError(f"the tokenizer {digest[:12]} of the shards in {shards.directory} is not in {store.root}")
 
 
 def rows_of(shards: ShardSet, encoder: Encoder, row_length: int) -> Rows:

@@ -443,16 +443,20 @@ def records(paths: Sequence[str], tally: Tally, max_line_bytes: int, text_field:
     Each element of a JSON array is a line; a `.txt` file is one line, with its text under `text_field`.
     Raises DataError for a file that is truncated, corrupt, unreadable, in another encoding or of another format.
     """
-    from ttrain.data import parquet, streams
+    from ttrain.data import streams
 
     for path in paths:
         with streams.noting_faults(path):
-            numbered = (
-                parquet.lines(path, 0, len(parquet.groups(path)))
-                if streams.is_parquet(path)
-                else lines(streams.json_lines(path, text_field), max_line_bytes)
-            )
-            yield from parsed(numbered, path, tally, max_line_bytes)
+            yield from parsed(numbered_lines(path, max_line_bytes, text_field), path, tally, max_line_bytes)
+
+
+def numbered_lines(path: str, max_line_bytes: int, text_field: str) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file with their numbers from 1."""
+    from ttrain.data import parquet, streams
+
+    if streams.is_parquet(path):
+        return parquet.lines(path, 0, len(parquet.groups(path)))
+    return lines(streams.json_lines(path, text_field), max_line_bytes)
 
 
 def parsed(numbered: Iterable[tuple[int, bytes]], path: str, tally: Tally, max_line_bytes: int) -> Iterator[Row]:

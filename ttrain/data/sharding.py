@@ -59,7 +59,7 @@ def build(
     built_blocks = maker.make_all(recipe)
     overlaps = (against, maker.scan(built_blocks, recipe, against)) if against else None
     near = None
-    if reading.near_duplicates and recipe.kind == "documents":
+    if recipe.kind == "documents" and reading.near_duplicates:
         rule = SimilarityRule(reading.near_duplicates)
         near = NearDuplicateSearch(output, built_blocks, recipe, rule, earlier, pool)
     return assemble(output, files, built_blocks, recipe, reading, weights, overlaps, near, earlier_heldout)

@@ -204,7 +204,7 @@ class ShardSet:
         if tokenizer is not None and index["tokenizer"] != tokenizer:
             raise ArtifactError(
                 f"the shards in {directory} were made with the tokenizer {index['tokenizer'][:12]}, "
-                f"not with {tokenizer[:12]}; make them again with `ttrain data shard --tokenizer`"
+                f"not with {tokenizer[:12]}; make them again"
             )
         self.directory, self.index = directory, index
         firsts = offsets_of([shard["rows"] for shard in index["shards"]]).tolist()

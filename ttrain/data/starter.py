@@ -25,7 +25,7 @@ HEAD = """\
 # All others have defaults: ttrain config show -c {}
 """
 NEXT = """\
-# model: {preset: 10m}                    a larger model; ttrain models size lists them
+# model: {preset: 10m}                    a larger model; 1m 5m 10m 25m 50m 124m 350m 500m 1b
 # tokenizer: {vocab_size: 4096}           more words, for more text
 # pretrain: {epochs: 4}                   passes over the documents
 # sft: {epochs: 2}                        passes over the chats

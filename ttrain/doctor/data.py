@@ -113,8 +113,7 @@ def template(data: Data) -> Finding | None:
         size = len(prompt)
         if ids[:size] != prompt or live[size - 1 : size + 1] != [False, True]:
             begins = "".join(map(data.encoder.spelling, prompt[-SHOWN_TOKENS:]))
-            measured = f"an answer is asked for by {begins!r}, but not trained behind that"
-            return Finding(False, measured)
+            return Finding(False, f"an answer is asked for by {begins!r}, but not trained behind it")
         compared += 1
     measured = f"{compared} conversations have their answers right behind the generation prompt"
     return Finding(True, measured) if compared else None
@@ -160,8 +159,8 @@ def _check_rows(data: Data, rows: Rows, fault: Fault) -> Finding:
                 return Finding(False, f"row {number}, record at {start}: {wrong}")
             positions += end - start
             targets += int((labels != IGNORE).sum())
-    measured = f"{targets} of {positions} tokens in {shown} rows are trained on, each the next one"
-    return Finding(targets > 0, measured)
+    in_rows = f"{targets} of {positions} tokens in {shown} rows"
+    return Finding(targets > 0, f"{in_rows} are trained on, each the next one")
 
 
 def _document_fault(encoder: Encoder, ids: Array, labels: Array) -> str:

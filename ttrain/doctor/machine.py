@@ -91,19 +91,19 @@ def memory(learner: Learner) -> Finding:
 
 
 def disk(learner: Learner) -> Finding:
-    """Whether checkpoints, the model and the shards that are to be made fit in what is free."""
+    """Whether checkpoints and the model fit in what is free."""
     footprint, runtime, steps = measure(learner), learner.runtime, learner.steps
     every = steps // runtime.keep_every_steps if runtime.keep_every_steps else 0
     # 3: the best one, the one being written, and the one where the decay begins.
     most = min(steps // runtime.checkpoint_every_steps, runtime.keep_checkpoints + every) + 3
     checkpoint = footprint["weights"] + footprint["optimizer"]
-    needed = most * checkpoint + footprint["weights"] + learner.unmade_bytes
+    needed = most * checkpoint + footprint["weights"]
     existing = next(path for path in (learner.home, *learner.home.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     measured = (
         f"{format_size(needed)} of {format_size(free)} free: "
         f"{most} checkpoints of {format_size(checkpoint)}, "
-        f"the model {format_size(footprint['weights'])}, shards {format_size(learner.unmade_bytes)}"
+        f"the model {format_size(footprint['weights'])}"
     )
     return Finding(needed <= free, measured)
 

@@ -5,31 +5,22 @@ Letters in names: B rows, T positions, V entries of the vocabulary.
 
 from __future__ import annotations
 
-import logging
 import math
-import multiprocessing
-import os
-import warnings
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ttrain.core.files import temporary_directory
-from ttrain.core.machine import SAFE_PATH
-from ttrain.core.signals import end_with_parent
 from ttrain.core.text import first_of
 from ttrain.data.packing import IGNORE, Array, Batch
 from ttrain.doctor.parts import (
     DROPOUT,
+    NEVER,
     Finding,
     InMemoryRows,
     Learner,
@@ -39,28 +30,23 @@ from ttrain.doctor.parts import (
     trainer_of,
     unevenly_masked,
 )
-from ttrain.train import moe
 from ttrain.train.checkpoint import Checkpoints, read
 from ttrain.train.checkpoint_format import list_checkpoints
 from ttrain.train.distributed import Ranks, full_tensor
 from ttrain.train.precision import Precision
 from ttrain.train.step_figures import NonFinite
 from ttrain.train.trainer import Trainer
-from ttrain.train.training_options import Origin
+from ttrain.train.training_options import Cadence, Origin
 
 Tensors = Mapping[str, Tensor]
-Arrays = dict[str, npt.NDArray[np.float32]]
 Step = tuple[float, Tensors]  # loss (of rank 0, NaN on others), and gradients by name
 
-CPU = torch.device("cpu")
 LOSS_ROWS = 8
 SLACK = 0.1  # of ln(V), and half a nat at least: logits of a deviation s cost about s^2/2 nats
-COLLAPSED = 0.7  # entropy of a router's choices, of the largest; all tokens to 2 of 8 experts: 0.33
 # Experts by token: in groups, the last bits of a token follow how many others are in its group.
 ALONE = "batched_mm"
 ROWS, ODD = 7, 3  # of a step, which 3 do not divide
 GRADIENTS, LOSSES = 1e-6, 1e-5  # largest relative distance in fp32
-RANKS, RANK_TIMEOUT = 2, timedelta(minutes=5)
 LEARNT_STEPS, LEARNT = 10, 0.02  # steps on one batch, and the share by which they lower its loss
 STEPS, ROWS_PER_STEP, ROWS_PER_DEVICE = 4, 3, 2
 
@@ -77,8 +63,7 @@ def future(learner: Learner) -> Finding:
             return Finding(False, f"another token at {t} changes logits before it")
         if not moved_T[t:].any():
             return Finding(False, f"the model does not see another token at {t}: nothing changes")
-    measured = f"{len(positions)} of {T} tokens altered, all logits before each are the same"
-    return Finding(True, measured)
+    return Finding(True, f"{len(positions)} of {T} tokens altered, all logits before are the same")
 
 
 def documents(learner: Learner) -> Finding:
@@ -109,25 +94,6 @@ def first_loss(learner: Learner) -> Finding:
         return Finding(loss < uniform, measured, fix)
     fix = "set model.init_std nearer to 0.02: a new model should find all tokens equally likely"
     return Finding(abs(loss - uniform) <= max(0.5, SLACK * uniform), measured, fix)
-
-
-def routers(learner: Learner) -> Finding | None:
-    """How evenly the routers of a mixture of experts spread the tokens; None without experts."""
-    task, model = learner.prepared()
-    batch = select_rows(learner.rows, LOSS_ROWS).whole
-    with torch.no_grad(), learner.precision.autocast():
-        sums = task.train_step(model, batch, learner.precision.device).sums
-    evenness = {}
-    for name in sums:
-        if name.startswith(f"{moe.LOAD}/"):
-            load_E = sums[name].double() / sums[name].sum()
-            # Entropy of the experts' loads, as a fraction of the largest possible.
-            evenness[name] = float(torch.special.entr(load_E).sum()) / math.log(len(load_E))
-    if not evenness:
-        return None
-    worst = min(evenness, key=lambda name: evenness[name])
-    measured = f"{len(evenness)} routers, the least even at {evenness[worst]:.2f} of 1 ({worst})"
-    return Finding(evenness[worst] >= COLLAPSED, measured)
 
 
 def _moved(learner: Learner, row_T: Array, altered_BT: Array, segments_T: Array) -> Any:
@@ -173,14 +139,6 @@ def accumulation(learner: Learner) -> Finding:
     return _agreement(step(rows_per_device=ROWS), others, how)
 
 
-def two_ranks(learner: Learner) -> Finding:
-    """Whether two processes take the same step as one, in fp32 on the CPU, with uneven masks."""
-    sample = unevenly_masked(select_rows(learner.rows, ROWS))
-    alone = first_step(learner, sample, Ranks(0, 1, CPU), rows_per_device=1)
-    how = f"one process and {RANKS} that share {ROWS} rows"
-    return _agreement(alone, spawned(learner, sample), how)
-
-
 def _agreement(expected: Step, steps: Iterable[Step], how: str) -> Finding:
     """Whether the steps have the expected loss and gradients."""
     gradient = loss = 0.0
@@ -211,7 +169,7 @@ def resume(learner: Learner) -> Finding:
             weights_file=subject.weights_file,
             keep=STEPS,
         )
-        first = make(subject, callbacks=[straight], checkpoints=checkpoints, save_every=half)
+        first = make(subject, callbacks=[straight], checkpoints=checkpoints, cadence=Cadence(log=NEVER, checkpoint=half))
         first.fit()
         checkpoints.close()
         snapshot = read(list_checkpoints(directory)[0], subject.weights_file)
@@ -278,9 +236,7 @@ def learns(learner: Learner) -> Finding:
 
 
 def distance(first: Tensors, second: Tensors) -> float:
-    """Norm of the difference of two sets, relative to the first; infinite where names differ."""
-    if {*first} != {*second}:
-        return math.inf
+    """Norm of the difference of two sets, relative to the first."""
     differences = (first[name].double() - second[name].double() for name in first)
     squared_distance = sum(float(tensor.square().sum()) for tensor in differences)
     size = sum(float(tensor.double().square().sum()) for tensor in first.values())
@@ -329,35 +285,3 @@ def _watch_gradients(trainer: Trainer, note: Callable[[str, Tensor], object]) ->
 
     trainer.optimizers.optimizers[0].register_step_pre_hook(note_all)
     return list(named)
-
-
-def spawned(learner: Learner, rows: InMemoryRows) -> list[Step]:
-    """A first step that RANKS processes share, as each of them computes it."""
-    os.environ |= SAFE_PATH  # the interpreters are started without -P
-    sent = replace(learner, rows=rows)  # the user's are in memory-mapped files
-    # Not forked: a fork of a process with threads hangs.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(RANKS, context, end_with_parent, (os.getpid(),))
-    with temporary_directory("doctor") as directory, pool:
-        rank_step = partial(_rank_step, f"file://{directory}/store", sent, rows)
-        steps = list(pool.map(rank_step, range(RANKS)))
-    return [(loss, {name: torch.from_numpy(of[name]) for name in of}) for loss, of in steps]
-
-
-def _rank_step(store: str, learner: Learner, rows: InMemoryRows, rank: int) -> tuple[float, Arrays]:
-    """The step of one process, as arrays: torch would send a file descriptor for each tensor."""
-    warnings.simplefilter("ignore")  # the doctor itself gave them
-    logging.getLogger("ttrain").setLevel(logging.ERROR)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
-    dist.init_process_group(
-        "gloo",
-        init_method=store,
-        rank=rank,
-        world_size=RANKS,
-        timeout=RANK_TIMEOUT,
-    )
-    ranks = Ranks(rank, RANKS, CPU)
-    loss, gradients = first_step(learner, rows, ranks, rows_per_device=1)
-    ranks.barrier()
-    ranks.leave()
-    return loss, {name: gradients[name].numpy() for name in gradients}

@@ -27,7 +27,7 @@ from ttrain.train.precision import Precision, resolve_precision
 from ttrain.train.preference_tuning import score_answers
 from ttrain.train.task import TrainingTask
 from ttrain.train.trainer import Trainer
-from ttrain.train.training_options import Cadence, TrainerOptions
+from ttrain.train.training_options import Cadence, Speed, TrainerOptions
 
 # Of a row, in the checks that need no more: several blocks of the attention on CPUs, of 32 and 64.
 POSITIONS = 192
@@ -57,7 +57,7 @@ class Learner:
     build         makes the model; the same weights every time
     is_trained    whether the base is a trained model, not one of random weights
     steps         of the long run
-    home          where the run will write, with `unmade_bytes` of shards
+    home          where the run will write
     trainer       makes a Trainer of the arguments of one
     """
 
@@ -70,7 +70,6 @@ class Learner:
     is_trained: bool = False
     steps: int = 1
     home: Path = Path()
-    unmade_bytes: float = 0.0
     trainer: Callable[..., Trainer] = Trainer
 
     def changed(self, **settings: Any) -> Learner:
@@ -178,11 +177,10 @@ def trainer_of(
     steps: int,
     rows_per_step: int,
     rows_per_device: int,
-    ranks: Ranks | None = None,
-    save_every: int = NEVER,
-    **parts: Any,
+    callbacks: Sequence[Callback] = (),
+    **options: Any,
 ) -> Trainer:
-    """The stage's trainer for `steps` steps of these rows. `parts`: its other arguments."""
+    """The stage's trainer for `steps` steps of these rows. `options`: others of a trainer than the stage's."""
     config = learner.config.model_copy(
         update={
             "tokens": steps * rows_per_step * rows.row_length,
@@ -193,16 +191,19 @@ def trainer_of(
             "nonfinite": "raise",
         }
     )
-    ranks = ranks or Ranks(0, 1, learner.precision.device)
+    ranks = options.get("ranks") or Ranks(0, 1, learner.precision.device)
     order = ShuffledOrder(len(rows), rows_per_step, steps * rows_per_step, config.seed)
+    usual = TrainerOptions(
+        subject,
+        ranks,
+        # Which also sets how fp32 matrices are multiplied.
+        resolve_precision(learner.precision.word, ranks.device),
+        cadence=Cadence(log=NEVER, checkpoint=NEVER),
+        speed=Speed(parallel=learner.runtime.parallel),
+    )
     return learner.trainer(
         learner.task(config, subject.model, learner.runtime),
         Loader(rows, order, rows_per_device=rows_per_device, rank=ranks.rank, world=ranks.world),
-        ranks=ranks,
-        # Which also sets how fp32 matrices are multiplied.
-        precision=resolve_precision(learner.precision.word, ranks.device),
-        weights=subject,
-        cadence=Cadence(log=NEVER, checkpoint=save_every),
-        options=TrainerOptions(False, learner.runtime.parallel),
-        **parts,
+        replace(usual, **options),
+        callbacks,
     )

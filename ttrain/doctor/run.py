@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -11,17 +11,16 @@ from typing import Any, TypeVar, cast
 
 import transformers
 
-from ttrain.config import Section, Training
+from ttrain.config import Settings, Training
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.core.files import temporary_directory
 from ttrain.core.text import first_line
 from ttrain.data.encoder import Encoder
 from ttrain.doctor import data, machine, model
 from ttrain.doctor.data import Data
+from ttrain.doctor.inputs import paths_of
 from ttrain.doctor.parts import Finding, Learner, with_references
-from ttrain.doctor.sample import StageInputs, gather
 from ttrain.engine.plan import Plan
-from ttrain.engine.planner import section_of
 from ttrain.errors import DataError, UsageError
 from ttrain.tasks import STAGES
 from ttrain.tasks.common import training
@@ -64,14 +63,9 @@ CHECKS: Checks[Learner] = {
         machine.disk,
         "free some space, set TTRAIN_HOME to a larger disk, or lower runtime.keep_checkpoints",
     ),
-    "routers balanced": (model.routers, "raise the weight of the load-balancing loss"),
     "accumulation": (
         model.accumulation,
         "fix the loss of the task: train_step must return a sum and a count, never a mean",
-    ),
-    "two ranks equal one": (
-        model.two_ranks,
-        "fix the loss of the task, a sum and a count, or how gradients are summed",
     ),
     "save and resume": (
         model.resume,
@@ -84,15 +78,15 @@ CHECKS: Checks[Learner] = {
 def examine(stage: str, plan: Plan) -> Iterator[tuple[str, Finding]]:
     """Yield the name of each check with what it found, as it is done.
 
-    Raises UsageError where the settings cannot be met, DataError where the data cannot be read.
+    The store has what `inputs.missing_data` names. Raises UsageError where the settings cannot be
+    met, DataError where the data cannot be read.
     """
     transformers.utils.logging.disable_progress_bar()  # of an existing model that is loaded
     with temporary_directory("doctor") as directory:
-        learner, read, made = prepare(stage, plan, directory)
+        learner, read = prepare(stage, plan, directory)
         counts = read.rows.counts()
         size = f"{counts['rows']} rows of {read.rows.row_length} tokens, {counts['fill']:.1%} full"
-        origin = f"; of a sample, since the store lacks them: {', '.join(made)}" if made else ""
-        yield "data", Finding(True, f"{size}{origin}")
+        yield "data", Finding(True, size)
         yield from run_checks(DATA_CHECKS, read)
         yield from run_checks(MODEL_CHECKS, replace(learner, task=training.task_of))
         if read.kind == "pairs":
@@ -100,18 +94,16 @@ def examine(stage: str, plan: Plan) -> Iterator[tuple[str, Finding]]:
         yield from run_checks(CHECKS, learner)
 
 
-def prepare(stage: str, plan: Plan, directory: Path) -> tuple[Learner, Data, Sequence[str]]:
-    """(how the stage trains, what it reads, which stages were run on a sample for it).
+def prepare(stage: str, plan: Plan, directory: Path) -> tuple[Learner, Data]:
+    """(how the stage trains, what it reads).
 
     Raises UsageError and DataError for what the stage itself would refuse before its first step.
     """
     settings, row = plan.settings, TRAINING_STAGES[stage]
     config: Training = getattr(settings, stage)
     device = training.start(settings.runtime).device
-    cached = [planned for planned in plan.stages if planned.state == "cached"]
-    artifacts = {one.stage.name: one.artifact for one in cached if one.artifact}
-    inputs = gather(stage, settings, artifacts, directory)
-    encoder, shards = Encoder(inputs.paths["tokenizer"]), inputs.paths["shards"]
+    paths, is_trained = paths_of(stage, plan, directory)
+    encoder, shards = Encoder(paths["tokenizer"]), paths["shards"]
     rows = open_rows(shards / "train", encoder, config)
     check_left_out(config, rows)
     if not len(rows):
@@ -123,27 +115,26 @@ def prepare(stage: str, plan: Plan, directory: Path) -> tuple[Learner, Data, Seq
     learner = Learner(
         config,
         settings.runtime,
-        build=partial(subject, stage, section_of(STAGES[stage], settings), inputs),
+        build=partial(subject, stage, Settings.rebuilt(STAGES[stage].part_of(settings)), paths),
         task=getattr(import_module(STAGES[stage].module), "task_of", training.task_of),
         rows=rows,
         precision=precision.resolve_precision(config.precision, device),
-        is_trained=inputs.is_trained,
+        is_trained=is_trained,
         steps=steps_of(config, int(rows.counts()["rows"]))[0],
         home=plan.store.root,
-        unmade_bytes=inputs.unmade_bytes,
     )
     task, objective = learner.prepared()
     task.check_rows(rows)
     leakage_check.check(objective, config, branches=row.rows == "pairs")
-    return learner, read, inputs.made
+    return learner, read
 
 
-def subject(stage: str, config: Section, inputs: StageInputs) -> training.TrainableModel:
+def subject(stage: str, settings: Settings, paths: Mapping[str, Path]) -> training.TrainableModel:
     """The stage's model before its first step; the same weights every time."""
     transformers.utils.logging.disable_progress_bar()
-    encoder = Encoder(inputs.paths["tokenizer"], fast=False)
+    encoder = Encoder(paths["tokenizer"], fast=False)
     module: Any = import_module(STAGES[stage].module)
-    return cast("training.TrainableModel", module.prepare(config, inputs.paths, encoder))
+    return cast("training.TrainableModel", module.prepare(settings, paths, encoder))
 
 
 def run_checks(checks: Checks[Subject], examined: Subject) -> Iterator[tuple[str, Finding]]:

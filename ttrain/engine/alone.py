@@ -29,7 +29,7 @@ def split_runtime(overrides: Sequence[Override]) -> tuple[Runtime, list[Override
     return runtime, [override for override in overrides if override not in own]
 
 
-def run_alone(stage: Stage, config: JsonObject, runtime: Runtime, out: Path, why: str, display: Display) -> JsonDict:
+def run_alone(stage: Stage, settings: JsonObject, runtime: Runtime, out: Path, why: str, display: Display) -> JsonDict:
     """Run the stage with `out` as its output; returns its figures. `why` is shown.
 
     An earlier attempt in `out` is continued; "was_finished" says whether nothing was left to do.
@@ -55,7 +55,7 @@ def run_alone(stage: Stage, config: JsonObject, runtime: Runtime, out: Path, why
         spec: JsonDict = {
             "stage": next(name for name, each in RUNNABLE.items() if each.module == stage.module),
             "uses_ranks": True,
-            "config": config,
+            "settings": settings,
             "runtime": runtime.model_dump(mode="json"),
             "output": str(out),
             "start_from": None,

@@ -23,6 +23,7 @@ from ttrain.engine.input_files import TRAIN, data_files
 from ttrain.engine.provenance import machine
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
+from ttrain.store.results import ShardsResult, TokenizerResult, TrainingResult
 from ttrain.tasks import SHARDS
 
 PLENTY_OF_ROWS = 1_000_000  # for a number that is not known
@@ -174,13 +175,14 @@ class _Estimator:
     def _tokens_per_second(self, stage: str, flops: float) -> float | None:
         for name in (stage, *TRAININGS):
             artifact = self._made_here(name)
-            if artifact is None or not artifact.result.get("tokens_per_second"):
+            rate = TrainingResult.of(artifact.result).tokens_per_second if artifact else 0.0
+            if artifact is None or not rate:
                 continue
             settings = artifact.provenance["settings"]
             before = _flops_per_token(settings, settings.get(name, {}).get("row_length", 0))
             if before:
                 self.rate = f"the rate of the run {artifact.provenance['run']}"
-                return float(artifact.result["tokens_per_second"]) * math.pow(before / flops, 1 - EFFICIENCY)
+                return rate * math.pow(before / flops, 1 - EFFICIENCY)
         return self._quickstart_rate(flops)
 
     def _quickstart_rate(self, flops: float) -> float | None:
@@ -208,15 +210,14 @@ class _Estimator:
         base = self.planned.get("base-model")
         if self.settings.existing_model is None:
             return _flops_per_token(self.settings.model_dump(mode="json", include={"model", "tokenizer"}), row_length)
-        parameters = base.artifact.result.get("parameters") if base and base.artifact else None
+        parameters = TrainingResult.of(base.artifact.result).parameters if base and base.artifact else 0
         return 6.0 * parameters if parameters else None
 
     def _tokens(self, dataset: str) -> int | None:
         """The tokens that a training is trained on: of its shards, else estimated from the bytes of its files."""
         shards = self.planned.get(SHARDS[dataset].name)
         if shards and shards.artifact:
-            tokens: int | None = shards.artifact.result.get("train", {}).get("tokens")
-            return tokens
+            return ShardsResult.of(shards.artifact.result).train.tokens or None
         size = self._bytes(dataset)
         if not size:
             return None
@@ -251,4 +252,4 @@ def _flops_per_token(settings: JsonObject, row_length: int) -> float | None:
 
 def _bytes_of(artifact: Artifact) -> int:
     """The bytes that a stage of data read."""
-    return int(artifact.result.get("bytes") or artifact.result.get("train", {}).get("bytes") or 0)
+    return TokenizerResult.of(artifact.result).bytes or ShardsResult.of(artifact.result).train.bytes

@@ -30,6 +30,7 @@ from ttrain.errors import Interrupted, NothingNew, TTrainError, with_fix
 from ttrain.reports import summary
 from ttrain.store.layout import TRACKED, Artifact
 from ttrain.store.registry import Registry, Version
+from ttrain.store.results import TrainingResult
 from ttrain.store.runs import BUILT, NOTHING_NEW, RunLog, RunRecord
 from ttrain.tasks import STAGES, Stage
 
@@ -237,7 +238,7 @@ class PipelineRun(StopRequest):
             path=str(artifact.path),
             log=str(artifact.path / "run" / "log.txt"),
             metric=figures,
-            resumed_from_step=artifact.result.get("resumed_from_step"),
+            resumed_from_step=TrainingResult.of(artifact.result).resumed_from_step,
         )
         if outcome.state in BUILT and self.registers and name in REGISTERED:
             self._register(artifact)
@@ -308,10 +309,6 @@ class PipelineRun(StopRequest):
         if self.tracker:
             self.tracker.finish()
         self.store.cache.save()
-
-    def page_of(self, stage: str | None = None) -> str | None:
-        """URL of the run where it is tracked, or of a stage's; None if no server displays it."""
-        return self.tracker.page(stage) if self.tracker else None
 
     def register_set(self) -> None:
         """Register the models of this run as one set, which can become champion; a run that left a stage out has none."""

@@ -164,12 +164,7 @@ def _model_files(settings: Settings) -> dict[str, list[Path]]:
         length = section.row_length
         if limit is not None and length + virtual > limit:
             prefix = f", after lora.virtual_tokens {virtual}," if virtual else ""
-            other = "stride" if name == "evaluate" else "tokens_per_step"
-            fix = f"{name}.row_length to at most that, and {name}.{other} to fit it"
-            if fitting := section.longest_row(limit - virtual):
-                fix = f"{name}.row_length={fitting}"
-            elif virtual:
-                fix = "fewer lora.virtual_tokens"
+            fix = f"{name}.row_length to at most {limit - virtual}" if limit > virtual else "fewer lora.virtual_tokens"
             raise UsageError(
                 f"{name}.row_length is {length}{prefix} but {setting} is {settings.existing_model}, a model of {limit} "
                 f"positions; set {fix}"

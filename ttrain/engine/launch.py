@@ -16,7 +16,6 @@ from ttrain.core.files import PRIVATE_FILE, JsonDict, read_object, remove_tree, 
 from ttrain.engine import processes, provenance, resume, stage_worker
 from ttrain.engine.graph import Planned
 from ttrain.engine.input_files import data_files, file_digests
-from ttrain.engine.planner import section_of
 from ttrain.engine.processes import Report
 from ttrain.engine.restart import RESTARTED
 from ttrain.engine.stage_worker import PROGRESS
@@ -152,7 +151,7 @@ def _prepare(planned: Planned, settings: Settings, store: ArtifactStore, work: P
     spec = {
         "stage": stage.name,
         "uses_ranks": stage.uses_ranks,
-        "config": section_of(stage, settings).model_dump(mode="json"),
+        "settings": stage.part_of(settings),
         "inputs": {name: str(artifact.path) for name, artifact in planned.inputs.items()},
         "files": {role: [file.location for file in input_files] for role, input_files in files.items()},
         "versions": {role: [file["sha256"] for file in input_files] for role, input_files in digests.items()},

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ttrain.config import Section, Settings, flatten, rules
+from ttrain.config import Settings, flatten, rules
 from ttrain.config.data import PYTHON_DOCS
 from ttrain.config.settings import OPTIONAL
 from ttrain.config.training import TRAINING_STAGES, adapter_of
@@ -24,6 +24,7 @@ from ttrain.store import references, runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.differences import SECOND_HEAD, Ingredients, differences, library_changes
 from ttrain.store.layout import Artifact, Artifacts
+from ttrain.store.results import ShardsResult, TrainingResult
 from ttrain.store.runs import RecordedRun
 from ttrain.tasks import OF_NIGHTS, SHARDS, STAGES, Stage
 
@@ -187,7 +188,7 @@ def _made_by_rule(stage: Stage, ingredients: Ingredients, store: ArtifactStore) 
         automatic = {f"{stage.name}.{name}": rules.AUTO for name in names}
         key = key_of({**ingredients, "settings": {**ingredients["settings"], **automatic}})
         artifact = store.find(stage.name, key)
-        by_rule = artifact.result.get("by_rule", {}) if artifact else {}
+        by_rule = TrainingResult.of(artifact.result).by_rule if artifact else {}
         if artifact and values == {name: by_rule.get(name) for name in names}:
             return artifact
     return None
@@ -204,11 +205,7 @@ def ingredients_of(stage: Stage, settings: Settings, store: ArtifactStore, input
     return {
         "stage": stage.name,
         "arguments": dict(stage.arguments),
-        "settings": {
-            name: value
-            for name, value in flatten(section_of(stage, settings).model_dump(mode="json"))
-            if _counts(name, stage, settings)
-        },
+        "settings": {name: value for name, value in flatten(stage.part_of(settings)) if _counts(name, stage, settings)},
         "inputs": {name: inputs[name].part(stage.inputs.get(name, ())) for name in sorted(inputs)},
         "files": file_digests(stage, settings, store),
         "code": code_digests(stage.module, store.cache),
@@ -224,7 +221,7 @@ def _counts(name: str, stage: Stage, settings: Settings) -> bool:
 
 def _describes_model(stage: Stage, settings: Settings) -> bool:
     """Whether the stage creates a new model of the configured sizes."""
-    return "model" in stage.config.model_fields and settings.existing_model is None
+    return "model" in stage.sees and settings.existing_model is None
 
 
 def key_of(ingredients: Ingredients) -> str:
@@ -234,11 +231,6 @@ def key_of(ingredients: Ingredients) -> str:
         for role, files in ingredients.get("files", {}).items()
     }
     return digest_of({**ingredients, "files": files})
-
-
-def section_of(stage: Stage, settings: Settings) -> Section:
-    """The part of the settings that the stage may see."""
-    return stage.config(**{name: getattr(settings, name) for name in stage.config.model_fields})
 
 
 def explain(
@@ -298,8 +290,8 @@ def trained_on(settings: Settings, stages: Iterable[Planned]) -> dict[str, str]:
         if settings.data.uses_python_docs(row.dataset):
             sources = f"{PYTHON_DOCS}, which ships with ttrain"
         shards = planned.get(SHARDS[row.dataset].name)
-        records = shards.artifact.result.get("train", {}).get("rows") if shards and shards.artifact else None
-        found[name] = sources if records is None else f"{sources}: {records:,} {row.rows}"
+        records = ShardsResult.of(shards.artifact.result).train.rows if shards and shards.artifact else 0
+        found[name] = f"{sources}: {records:,} {row.rows}" if records else sources
     return found
 
 

@@ -253,7 +253,7 @@ class Followed:
 
 def _wait(group: ProcessGroup, stage: Stage, settings: Settings, followed: Followed, stop: StopRequest) -> tuple[int, bool]:
     """Wait for all processes and pass a stop signal on. Returns (signal sent, whether the time limit was reached)."""
-    limit = settings.runtime.attempts_of(stage.name).timeout_seconds
+    limit = settings.runtime.timeout_seconds
     deadline = time.monotonic() + limit if limit else None
     sent_signal, kill_time, timed_out = 0, 0.0, False
     while True:
@@ -273,10 +273,8 @@ def _wait(group: ProcessGroup, stage: Stage, settings: Settings, followed: Follo
 
 
 def _timed_out(stage: Stage, settings: Settings) -> StageFailed:
-    runtime = settings.runtime
-    limit = runtime.attempts_of(stage.name).timeout_seconds
-    location = "runtime" if limit == runtime.timeout_seconds else f"runtime.stages.{stage.name}"
-    return StageFailed(f"stage {stage.name} took longer than {location}.timeout_seconds={limit}; the next run continues it")
+    limit = settings.runtime.timeout_seconds
+    return StageFailed(f"stage {stage.name} took longer than runtime.timeout_seconds={limit}; the next run continues it")
 
 
 def result_of(group: ProcessGroup, stage: Stage, log_path: Path, outcome: JsonDict | None, sent_signal: int = 0) -> JsonDict:

@@ -21,6 +21,7 @@ from ttrain.errors import UsageError
 from ttrain.store import references
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.differences import Ingredients, differences
+from ttrain.store.results import TrainingResult
 from ttrain.tasks import STAGES, Stage
 from ttrain.train.schedules import BUDGET, RATES, shared_steps, steps_of
 
@@ -214,13 +215,14 @@ def extension_of(
         same = all(old.get(name) == ingredients[name] for name in ("inputs", "code", "arguments", "files"))
         if not same or not changed <= budget or store.damage(artifact):
             continue
-        rows = artifact.result["rows"]
+        result = TrainingResult.of(artifact.result)
+        rows = result.rows
         fill = rows["fill"] if config.packing == "none" else 1.0
         epoch_rows = rows.get("epoch", rows["rows"])
         new_steps = steps_of(config.resolved(epoch_rows), epoch_rows, fill)[0]
         may_be_cut = old_settings[f"{stage.name}.epochs"] is not None  # the last step
-        whole_steps = artifact.result["steps"] - may_be_cut
-        limit = min(whole_steps, *(shared_steps(config.schedule, n) for n in (new_steps, artifact.result["steps"])))
+        whole_steps = result.steps - may_be_cut
+        limit = min(whole_steps, *(shared_steps(config.schedule, n) for n in (new_steps, result.steps)))
         for path in (artifact.path / "checkpoints").glob("step-*"):
             step = int(path.name.removeprefix("step-"))
             if step <= limit and (best is None or step > best[0]):

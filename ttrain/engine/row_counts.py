@@ -9,6 +9,7 @@ from typing import Any
 from ttrain.config import TRAINING_STAGES, Settings, Training, rules
 from ttrain.core.files import read_object
 from ttrain.engine.graph import Planned
+from ttrain.store.results import TrainingResult
 from ttrain.tasks import SHARDS, TOKENIZER
 
 MANY_ROWS = 1 << 40  # of which `auto` makes what it makes of all sets that are large enough
@@ -42,7 +43,7 @@ def rules_of_rows(settings: Settings, stages: Iterable[Planned], *, packs: bool 
     for name in settings.trainings:
         config: Training = getattr(settings, name)
         trained = artifacts.get(name)
-        values = config.replaced(trained.result.get("by_rule", {})) if trained else config
+        values = config.replaced(TrainingResult.of(trained.result).by_rule) if trained else config
         shards = artifacts.get(SHARDS[TRAINING_STAGES[name].dataset].name)
         tokenizer = artifacts.get(TOKENIZER.name)
         if packs and values.automatic and shards and tokenizer and not (shards.absent or tokenizer.absent):

@@ -136,7 +136,7 @@ def level_of(name: str, rank: int) -> int:
 
 
 def job_of(work: Path, stop: Callable[[], bool] = lambda: False, *, progress: bool = True) -> tuple[Any, StageContext]:
-    """Read the configuration and the job of a work directory."""
+    """The settings that the stage may see, validated by who wrote them, and its context."""
     from ttrain.config import Runtime
     from ttrain.tasks import RUNNABLE
 
@@ -147,7 +147,7 @@ def job_of(work: Path, stop: Callable[[], bool] = lambda: False, *, progress: bo
         files=spec["files"],
         arguments=stage.arguments,
         output=work / spec["output"],
-        runtime=Runtime.model_validate(spec["runtime"]),
+        runtime=Runtime.rebuilt(spec["runtime"]),
         progress=ProgressWriter(work / PROGRESS if progress else None),
         stop_requested=stop,
         start_from=Path(spec["start_from"]) if spec["start_from"] else None,
@@ -158,7 +158,7 @@ def job_of(work: Path, stop: Callable[[], bool] = lambda: False, *, progress: bo
         reuse=tuple(spec["reuse"]),
         home=work.absolute().parents[2],
     )
-    return stage.config.model_validate(spec["config"]), job
+    return stage.job.rebuilt(spec["settings"]), job
 
 
 def _run(work: Path, spec: JsonDict, stop: StopFlag, rank: int) -> JsonDict:

@@ -104,8 +104,8 @@ def run(items: Items[ProblemWithExamples], subject: EvaluatedModel, progress: Pr
     for (problem, _), (_, answer, ended) in zip(items.items, answered, strict=True):
         parsed, right = judge_answer(answer, problem.final, spec.match)
         rows.append({
-            "question": problem.question, "reference": problem.final, "answer": answer, "found": parsed, "match": spec.match,
-            "right": right, "ended": ended,
+            "question": problem.question, "reference": problem.final, "answer": answer, "extracted": parsed,
+            "match": spec.match, "right": right, "ended": ended,
         })  # fmt: skip
     metrics = [mean(f"accuracy_{spec.match}", (row["right"] for row in rows)), mean("ended", (row["ended"] for row in rows))]
     metrics += cut_figure([cut for _, cut in prompts])

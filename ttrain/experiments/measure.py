@@ -107,11 +107,7 @@ def _is_affected(stage: Stage, key: str) -> bool:
     if section == "data":
         dataset = subkey.partition(".")[0]
         return stage.dataset == dataset or (stage == TOKENIZER and dataset == "pretrain")
-    field = stage.config.model_fields.get(section)
-    if field is None:
-        return False
-    parts = getattr(field.annotation, "model_fields", {})  # of the section, some of which the stage may not see
-    return not subkey or not parts or subkey.partition(".")[0] in parts
+    return any(f"{key}.".startswith(f"{prefix}.") or prefix.startswith(f"{key}.") for prefix in stage.sees)
 
 
 def _default_metric(settings: Settings, keys: Collection[str], shaped: frozenset[str]) -> str:

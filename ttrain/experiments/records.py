@@ -123,7 +123,7 @@ def find_sweep(home: Path, name: str = references.LATEST) -> Sweep:
     sweeps = {sweep.name: sweep for sweep in list_sweeps(home)}
     match = references.matching(name, list(sweeps), "sweep")
     if match is None:
-        raise references.unknown("sweep", name, sweeps, begin=BEGIN, also="; `ttrain sweep list` has all" if sweeps else "")
+        raise references.unknown("sweep", name, sweeps, begin=BEGIN)
     return sweeps[match]
 
 

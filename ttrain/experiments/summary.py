@@ -54,7 +54,7 @@ def verdict(trials: Sequence[Trial], measure: Measure) -> str:
 
 def command(sweep: Sweep, trial: Trial) -> str:
     """The command that runs the whole pipeline with a trial's settings; what the trial made comes from the store."""
-    arguments = ["ttrain", "pipeline", "run", "full", *(sweep["words"] or [])]
+    arguments = ["ttrain", "pipeline", "run", "full", *(sweep["arguments"] or [])]
     arguments += [assignment(key, value) for key, value in trial.values.items()]
     return " ".join(map(shlex.quote, arguments))
 

@@ -46,7 +46,7 @@ def run(request: SweepRequest, sweep: Sweep, arguments: Sequence[str], store: Ar
 
     Raises Interrupted, or an error that every trial would have.
     """
-    sweep.note(words=list(arguments))
+    sweep.note(arguments=list(arguments))
     for line in _opening(request, sweep):
         print_plain(screen, line)
     if _done(sweep.trials) < request.trials:

@@ -73,7 +73,7 @@ def load(reference: Reference, *, device: str = "auto", dtype: str = "fp32") -> 
 
     Raises ArtifactError if files are damaged or do not belong together.
     """
-    target_device = precision.resolve_device(device)
+    target_device = precision.resolve_device(device, name="--device")
     reference.verify()
     model: Any = factory.load(reference.model)
     if reference.adapter is not None:

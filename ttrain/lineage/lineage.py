@@ -123,7 +123,7 @@ class Lineage:
     def to_json(self) -> dict[str, Any]:
         """What `lineage --json` prints."""
         return {
-            "asked": self.target.text,
+            "requested": self.target.text,
             "kind": self.target.kind,
             "name": self.target.name,
             "run": self.target.run,

@@ -74,7 +74,7 @@ class Reproduction:
     def to_json(self) -> JsonDict:
         """What `reproduce --json` prints."""
         return {
-            "asked": self.lineage.target.text,
+            "requested": self.lineage.target.text,
             "name": self.lineage.target.name,
             "equal": self.is_equal,
             "home": str(self.home),

@@ -180,8 +180,8 @@ def _check_positions(model: PreTrainedModel, config: Lora) -> None:
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     needed = config.row_length + config.virtual_tokens
     if limit is not None and needed > limit:
-        length = config.longest_row(limit - config.virtual_tokens)
-        fix = f"set lora.row_length={length}" if length else "lower lora.virtual_tokens"
+        length = limit - config.virtual_tokens
+        fix = f"set lora.row_length to at most {length}" if length > 0 else "lower lora.virtual_tokens"
         raise UsageError(
             f"lora.row_length is {config.row_length} and lora.virtual_tokens {config.virtual_tokens}, together {needed} "
             f"positions, but the base model has {limit}; {fix}"

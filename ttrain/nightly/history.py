@@ -16,6 +16,7 @@ from ttrain.errors import UsageError
 from ttrain.evaluate.few_records import not_judged
 from ttrain.nightly.records import NightRecord, Nights
 from ttrain.store.layout import Artifact, Artifacts
+from ttrain.store.results import ReplayResult, ShardsResult, TrainingResult
 from ttrain.tasks import REPLAY, SHARDS_PRETRAIN
 
 NIGHTS = 30  # that are shown
@@ -27,18 +28,18 @@ def learnt_of(artifacts: Artifacts, chats: Artifact | None) -> dict[str, int]:
     training read, those of them that were learnt before, and the conversations in `chats`, shards that SFT learnt.
     Without those of documents where the base model stays."""
     shards, pretrain, replay = (artifacts.get(name) for name in (SHARDS_PRETRAIN.name, "pretrain", REPLAY.name))
-    of_chats = {"chats": chats.result.get("train", {}).get("rows", 0)} if chats else {}
+    of_chats = {"chats": ShardsResult.of(chats.result).train.rows} if chats else {}
     if shards is None:
         return of_chats
-    train, tally = shards.result.get("train", {}), shards.result.get("rows", {}).get("train", {})
-    left_out = sum(sum(tally.get(kind, {}).values()) for kind in ("skipped", "rejected"))
-    read, sample = (one.result if one else {} for one in (pretrain, replay))
+    made = ShardsResult.of(shards.result)
+    tokens = TrainingResult.of(pretrain.result).tokens if pretrain else 0
+    sample = ReplayResult.of(replay.result) if replay else ReplayResult()
     return {
-        "documents": train.get("rows", 0),
-        "tokens": train.get("tokens", 0),
-        "left_out": left_out,
-        "read_tokens": read.get("tokens", 0),
-        "replayed_tokens": round(read.get("tokens", 0) * sample.get("share", 0.0)) if sample.get("records") else 0,
+        "documents": made.train.rows,
+        "tokens": made.train.tokens,
+        "left_out": made.rows["train"].left_out if "train" in made.rows else 0,
+        "read_tokens": tokens,
+        "replayed_tokens": round(tokens * sample.share) if sample.records else 0,
         **of_chats,
     }
 
@@ -59,7 +60,7 @@ def history(home: Path, name: str | None, most: int = NIGHTS) -> tuple[str, list
 def of_record(night: NightRecord) -> JsonDict:
     """A night as its record tells it, which `models history --json` prints."""
     data, decision = night.data, night.data.get("decision") or {}
-    frozen, tries = data["frozen"], data["tries"]
+    frozen, tries = data["inputs"], data["attempts"]
     files = (file["location"] for listed in frozen["files"].values() for file in listed)
     return {
         "night": night.name,

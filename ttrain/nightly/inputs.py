@@ -6,7 +6,6 @@ import glob
 import logging
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -31,7 +30,6 @@ from ttrain.nightly.records import (
     Nights,
     shortened_names,
 )
-from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, Artifacts
 from ttrain.store.model_files import PLATEAU
@@ -157,8 +155,7 @@ def smaller_snapshot(frozen: InputSnapshot, damaged: Collection[str], read: set[
         return None
     if read.issuperset(file["sha256"] for listed in files.values() for file in listed):
         return None
-    shards = {name: reference for name, reference in frozen.shards.items() if files[name] == frozen.files[name]}
-    return replace(frozen, files=files, replay=frozen.replay if files.get(DOCUMENTS) else 0.0, shards=shards)
+    return replace(frozen, files=files, replay=frozen.replay if files.get(DOCUMENTS) else 0.0)
 
 
 @dataclass(frozen=True)
@@ -204,39 +201,30 @@ def changed_files(frozen: InputSnapshot, now: FilesByDataset) -> list[str]:
     return changed
 
 
-def refreshed_snapshot(frozen: InputSnapshot, now: FilesByDataset, built: Artifacts = MappingProxyType({})) -> InputSnapshot:
-    """The snapshot with its files as they are now: renamed ones under their new names, changed ones with their new bytes,
-    missing ones removed. `built`: by data set, shards of the files as they were, which are read instead of changed files."""
+def refreshed_snapshot(frozen: InputSnapshot, now: FilesByDataset) -> InputSnapshot:
+    """The snapshot with its files as they are now.
+
+    Renamed ones have their new names, changed ones their new bytes, missing ones are left out.
+    """
     files: dict[str, list[FileEntry]] = {}
     for dataset, listed in frozen.files.items():
         present = now.get(dataset, [])
         by_digest = {file["sha256"]: file for file in reversed(present)}
         by_location = {file["location"]: file for file in present}
-        pairs = ((file, by_location.get(file["location"])) for file in listed)
-        entries = (here if here == file else by_digest.get(file["sha256"]) or here for file, here in pairs)
-        files[dataset] = [file for file in entries if file]
-    changed = {name for name in built if _digests(files.get(name, ())) != _digests(frozen.files[name])}
-    references = {name: f"{built[name].stage}/{built[name].key}" for name in changed}
-    return replace(frozen, files={**files, **{name: frozen.files[name] for name in changed}}, shards=references)
+        files[dataset] = []
+        for file in listed:
+            here = by_location.get(file["location"])
+            entry = here if here == file else by_digest.get(file["sha256"]) or here
+            if entry:
+                files[dataset].append(entry)
+    return replace(frozen, files=files)
 
 
-def built_shards(night: NightRecord, store: ArtifactStore) -> dict[str, Artifact]:
-    """By data set, the shards that a try of the night has made of the files in its snapshot."""
-    shards_by_dataset: dict[str, Artifact] = {}
-    for attempt in night.tries_with_inputs:
-        run = runs.read(store.root, attempt["run"]) if attempt.get("run") else None
-        keys = runs.keys_of(run) if run else {}
-        for dataset, files in night.frozen.files.items():
-            stage = SHARDS[dataset].name
-            artifact = store.find(stage, key) if files and (key := keys.get(stage)) else None
-            read = artifact.manifest["ingredients"].get("files", {}).get(TRAIN, ()) if artifact else ()
-            if artifact and _digests(read) == _digests(files):
-                shards_by_dataset.setdefault(dataset, artifact)
-    return shards_by_dataset
-
-
-def _digests(files: Iterable[FileEntry]) -> list[str]:
-    return sorted(file["sha256"] for file in files)
+def frozen_part(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, as JSON, that an unfinished night keeps."""
+    kept = {name: section for name, section in settings.items() if name not in UNFROZEN_SECTIONS}
+    nightly = settings.get("nightly", {})
+    return {**kept, "nightly": {k: v for k, v in nightly.items() if k not in UNFROZEN_OF_NIGHTLY}}
 
 
 def settings_of(frozen: InputSnapshot, current: Settings) -> Settings:
@@ -276,10 +264,6 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
                 assert frozen.champion is not None, "it has artifacts"
                 plateau, note = _continued_plateau(user, artifacts["pretrain"], frozen.champion.version)
                 tree["pretrain"] |= budget_and_schedule(user, has_plateau=plateau is not None)
-    for artifact in _recorded_artifacts(store, frozen.shards.values()):
-        replacements[artifact.stage] = artifact
-        if "tokenizer" not in replacements:  # without a champion one is made of the same files
-            replacements["tokenizer"] = _recorded_artifacts(store, [_reference(artifact.manifest["inputs"]["tokenizer"])])[0]
     bases = _chat_bases(user, artifacts, store)
     if "sft" in bases and not frozen.files.get("sft"):
         replacements["sft"] = bases.pop("sft")

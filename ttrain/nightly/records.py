@@ -13,7 +13,7 @@ import json
 import platform
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -67,8 +67,6 @@ class InputSnapshot:
     chats: tuple[str, ...] = ()  # the same of chats, where a night learns new ones alone
     replay: float = 0.0  # share of the night's tokens that are of these
     heldout_nights: tuple[str, ...] = ()  # names of the nights that brought `heldout`, the oldest first
-    # By data set "stage/key" of the shards of `files` that an earlier try made, where a file is not what it was any more.
-    shards: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The value as stored in a night's record."""
@@ -114,7 +112,7 @@ class NightRecord:
     @property
     def frozen(self) -> InputSnapshot:
         """The night's inputs."""
-        return _SNAPSHOT.validate_python(self.data["frozen"])
+        return _SNAPSHOT.validate_python(self.data["inputs"])
 
     @property
     def left_out(self) -> list[FileEntry]:
@@ -150,23 +148,23 @@ class NightRecord:
     @property
     def last_try(self) -> Mapping[str, Any]:
         """{"began": seconds since the epoch, "slot": the same or None, "outcome": ..., "run": ..., "process": ...}."""
-        return dict(self.data["tries"][-1])
+        return dict(self.data["attempts"][-1])
 
     @property
     def ended(self) -> Mapping[str, Any] | None:
         """The last try that came to an end, but for those killed before their run began; None where none did."""
-        tries = (one for one in reversed(self.data["tries"]) if one["outcome"] != "crashed" or one.get("run"))
+        tries = (one for one in reversed(self.data["attempts"]) if one["outcome"] != "crashed" or one.get("run"))
         return next((attempt for attempt in tries if attempt["outcome"] != "running"), None)
 
     @property
     def failures(self) -> int:
         """How often it failed by itself; being killed or stopped, or refused for a wrong setting, does not count."""
-        return sum(attempt["outcome"] == FAILED for attempt in self.data["tries"])
+        return sum(attempt["outcome"] == FAILED for attempt in self.data["attempts"])
 
     @property
     def crashes_in_a_row(self) -> int:
         """How often it was killed since its last other outcome; the try in progress does not count."""
-        outcomes = [attempt["outcome"] for attempt in self.data["tries"] if attempt["outcome"] != "running"]
+        outcomes = [attempt["outcome"] for attempt in self.data["attempts"] if attempt["outcome"] != "running"]
         return next((n for n, outcome in enumerate(reversed(outcomes)) if outcome != "crashed"), len(outcomes))
 
     def as_it_is_now(self) -> NightRecord:
@@ -180,7 +178,7 @@ class NightRecord:
 
     def digests(self) -> set[str]:
         """Digests of the files that the night reads."""
-        return {file["sha256"] for files in self.data["frozen"]["files"].values() for file in files}
+        return {file["sha256"] for files in self.data["inputs"]["files"].values() for file in files}
 
     def begin_try(self, slot: datetime | None) -> None:
         """Record that this process starts a try now."""
@@ -189,7 +187,7 @@ class NightRecord:
 
     def add_try(self, slot: datetime | None) -> None:
         """Add a try without writing the record."""
-        self.data["tries"].append({
+        self.data["attempts"].append({
             "began": time.time(),
             "slot": slot.timestamp() if slot else None,
             "outcome": "running",
@@ -197,19 +195,8 @@ class NightRecord:
         })  # fmt: skip
 
     def freeze(self, frozen: InputSnapshot) -> None:
-        """Replace the night's inputs, after some of them were changed or removed.
-
-        What earlier tries have made is of these inputs no more, unless files alone changed.
-        """
-        none: dict[str, Any] = {"files": {}, "shards": {}}
-        if replace(frozen, **none) != replace(self.frozen, **none):
-            self.data["first_try"] = len(self.data["tries"]) - 1
-        self.note(frozen=frozen.to_json())
-
-    @property
-    def tries_with_inputs(self) -> list[Mapping[str, Any]]:
-        """The tries with the present inputs, the newest first, which may have made some of their stages."""
-        return list(reversed(self.data["tries"][self.data.get("first_try", 0) :]))
+        """Replace the night's inputs, after some of them were changed or removed."""
+        self.note(inputs=frozen.to_json())
 
     def leave_out(self, files: Iterable[FileEntry], reason: str, settings: Settings) -> None:
         """Record files that the stages found damaged under these settings."""
@@ -217,10 +204,10 @@ class NightRecord:
         entries = [{**_without_secrets(file), "reading": reading, "reason": reason} for file in files]
         self.note(left_out=[*self.left_out, *entries])
 
-    def end_try(self, outcome: str, reason: str, *, closed: bool, event: str | None = None) -> None:
-        """Record the try's outcome; a night that is not closed continues at the next slot. `event`: what to notify of."""
-        self.data["tries"][-1] |= {"outcome": outcome, "reason": reason, "ended": time.time()}
-        self.note(outcome=outcome, reason=reason, state="closed" if closed else "open", untold=event)
+    def end_try(self, outcome: str, reason: str, *, closed: bool) -> None:
+        """Record the try's outcome; a night that is not closed continues at the next slot."""
+        self.data["attempts"][-1] |= {"outcome": outcome, "reason": reason, "ended": time.time()}
+        self.note(outcome=outcome, reason=reason, state="closed" if closed else "open")
 
     def note(self, **values: Any) -> None:
         """Set fields of the night and write the record."""
@@ -229,7 +216,7 @@ class NightRecord:
 
     def note_try(self, **values: Any) -> None:
         """Set fields of the try in progress, such as its run, and write the record."""
-        self.data["tries"][-1] |= values
+        self.data["attempts"][-1] |= values
         self.note()
 
 
@@ -267,34 +254,36 @@ class Nights:
         return next(self.newest_first(), None)
 
     def settle(self) -> NightRecord | None:
-        """Return the newest night; mark its unfinished try as crashed. Call it with the lock held: a process that still
-        runs that try, on this machine or another, would have it."""
-        newest = self.newest()
-        if newest and newest.outcome == "running":
-            outcome, reason, gives_up = "crashed", KILLED, newest.crashes_in_a_row + 1 >= MOST_CRASHES
-            if gives_up:
-                outcome = FAILED
-                reason += f", {MOST_CRASHES} times in a row; its list is given up, the next night makes a new one"
-            newest.end_try(outcome, reason, closed=gives_up, event="failed")  # else repeated kills would go unnoticed
-        return newest
+        """Mark the newest night as crashed where it is unfinished; returns it then.
 
-    def covered(self, slot: datetime | None, zone: str | None, now: float) -> str | None:
-        """Why a slot needs no night of its own; None if it needs one, and for an unscheduled night.
-
-        After a downtime all missed slots come at once: the first of them runs, and the others are before its start. If the
-        clock is set back, the same time of day comes twice. A retry of a slot whose night is undecided runs.
+        Call it with the lock held: a process that still runs it, on this machine or another, would
+        have the lock.
         """
         newest = self.newest()
-        if slot is None or newest is None or (last := newest.last_try)["began"] > now:  # the clock was wrong at that time
+        if newest is None or newest.outcome != "running":
             return None
-        if last["slot"] == slot.timestamp() and newest.outcome in UNDECIDED:
+        outcome, reason, gives_up = "crashed", KILLED, newest.crashes_in_a_row + 1 >= MOST_CRASHES
+        if gives_up:
+            outcome = FAILED
+            reason += f", {MOST_CRASHES} times in a row; its list is given up, the next night makes a new one"
+        newest.end_try(outcome, reason, closed=gives_up)
+        return newest
+
+    def covered(self, slot: datetime | None) -> str | None:
+        """Why a slot needs no night of its own; None if it needs one, and for an unscheduled night.
+
+        After a downtime the missed slots come at once: the first of them runs, and the others are
+        before its start. A retry of a slot whose night is undecided runs.
+        """
+        newest = self.newest()
+        if slot is None or newest is None:
             return None
-        if slot.timestamp() <= last["began"]:
-            began = format_time(last["began"])
-            return f"the slot of {format_time(slot.timestamp())} is covered by {newest.name}, which began at {began}"
-        if last["slot"] is not None and _local(last["slot"], zone) == _local(slot.timestamp(), zone):
-            return f"the clock was set back: {newest.name} had the slot of the same time of day"
-        return None
+        last = newest.last_try
+        is_retry = last["slot"] == slot.timestamp() and newest.outcome in UNDECIDED
+        if is_retry or slot.timestamp() > last["began"]:
+            return None
+        of, began = format_time(slot.timestamp()), format_time(last["began"])
+        return f"the slot of {of} is covered by {newest.name}, which began at {began}"
 
     def begin(self, frozen: InputSnapshot, slot: datetime | None) -> NightRecord:
         """Begin a new, open night with these inputs."""
@@ -306,17 +295,17 @@ class Nights:
         """The next night's record, not written yet; it replaces no file, also none that cannot be read."""
         used = [path.stem.removeprefix("night-") for path in self.directory.glob("night-*.json")]
         number = max((int(text) for text in used if text.isdecimal()), default=0) + 1
-        data = {"state": "open", "outcome": "running", "reason": "", "frozen": frozen.to_json(), "tries": []}
+        data = {"state": "open", "outcome": "running", "reason": "", "inputs": frozen.to_json(), "attempts": []}
         return NightRecord(self.directory / f"night-{number:06}.json", data)
 
-    def add_empty(self, outcome: str, slot: datetime | None, reason: str, event: str | None = None) -> NightRecord:
+    def add_empty(self, outcome: str, slot: datetime | None, reason: str) -> NightRecord:
         """Record a night without inputs: no file was new, or listing failed. Several in a row share one record."""
         newest = self.newest()
-        if newest is None or newest.outcome != outcome or newest.data["frozen"]["files"]:
+        if newest is None or newest.outcome != outcome or newest.data["inputs"]["files"]:
             newest = self._next(InputSnapshot({}, {}))
-        newest.data |= {"state": "closed", "tries": []}
+        newest.data |= {"state": "closed", "attempts": []}
         newest.add_try(slot)  # one write: if killed between two, it would continue as a night without list and settings
-        newest.end_try(outcome, reason, closed=True, event=event)
+        newest.end_try(outcome, reason, closed=True)
         return newest
 
     def skipped(self, slot: datetime | None, reason: str) -> None:
@@ -331,15 +320,6 @@ class Nights:
         learnt before the first night."""
         completed = (night for night in self.newest_first() if night.outcome in (*COMPLETED, NOTHING_NEW))
         return {digest for night in completed for digest in (*night.digests(), *night.frozen.learnt)}
-
-    def last_champion(self) -> str | None:
-        """Version of the newest champion that a night made or began with."""
-        for night in self.newest_first():
-            if night.outcome == "promoted":
-                return str(night.data.get("version"))
-            if night.frozen.champion:
-                return night.frozen.champion.version
-        return None
 
     def damaged(self, settings: Settings) -> set[str]:
         """Digests of the files that a night found damaged under the same settings of `reading`."""
@@ -369,33 +349,26 @@ def needed_keys(home: Path) -> set[str]:
             if night.is_open:
                 frozen = night.frozen
                 keys.update(frozen.champion.keys.values() if frozen.champion else ())
-                references.update([frozen.heldout or ""], frozen.shards.values())
+                references.add(frozen.heldout or "")
     return (keys | {reference.partition("/")[2] for reference in references}) - {""}
 
 
 def stop_at(settings: Nightly, began: float) -> float | None:
     """When a night that began then (seconds since the epoch) saves its state and stops; None: never.
 
-    A time of day means its next occurrence; if a change of the clock skips it, the hour after the change.
+    A time of day means its next occurrence.
     """
     if settings.deadline_hours is not None:
         return began + 3600 * settings.deadline_hours
     if settings.deadline is None:
         return None
-    hour, minute = map(int, settings.deadline.split(":"))
     zone = ZoneInfo(settings.timezone) if settings.timezone else None
-    local = datetime.fromtimestamp(began, zone).replace(tzinfo=None)
-    for days in range(3):  # a change of the clock may skip a day
-        wall = local.replace(hour=hour, minute=minute, second=0, microsecond=0) + timedelta(days=days)
-        when = wall.replace(tzinfo=zone).timestamp()
-        if when > began:
-            return when
-    raise AssertionError("one of three days must have this time of day ahead")
-
-
-def _local(seconds: float, zone: str | None) -> datetime:
-    """The local time without its UTC offset."""
-    return datetime.fromtimestamp(seconds, ZoneInfo(zone) if zone else None).replace(tzinfo=None)
+    hour, minute = map(int, settings.deadline.split(":"))
+    local = datetime.fromtimestamp(began, zone)
+    when = local.replace(hour=hour, minute=minute, second=0, microsecond=0)
+    if when <= local:
+        when += timedelta(days=1)  # the same time of day, whatever the clock does meanwhile
+    return when.timestamp()
 
 
 def shortened_names(files: Iterable[str], most: int = 5) -> str:

@@ -13,7 +13,6 @@ from pathlib import Path
 from ttrain.core.files import PRIVATE_FILE, JsonDict, exclusive, read_object, write_json
 from ttrain.core.redact import without_user
 from ttrain.store import events
-from ttrain.store.run_evaluations import folder_of
 from ttrain.tracking.client import database_of, own_uri
 
 
@@ -98,8 +97,7 @@ class Book:
 
 
 def noted_bytes(home: Path, run: str) -> int:
-    """Bytes of what the home has noted of a run, its record, events and evaluations: the last two only grow, so that the
-    same number is the same run."""
+    """Bytes of what the home has noted of a run, its record and events, which only grow: the same number is the same run."""
     record = home / "runs" / f"{run}.json"
-    paths = [record, events.path_of(record), *folder_of(home, run).glob("*.json")]
+    paths = [record, events.path_of(record)]
     return sum(path.stat().st_size for path in paths if path.exists())

@@ -65,7 +65,7 @@ TITLES: Mapping[str, str] = {
 SETS = (  # the description of the registered model that holds the sets of a pipeline
     "Models of the pipeline `{name}`: each version is a tokenizer, a base model, an SFT model and an adapter that one run "
     "made or took. `champion` is the set that was promoted, `challenger` the newest other one. `ttrain models list` shows "
-    "them, `ttrain models promote` and `ttrain models rollback` move the alias."
+    "them, `ttrain models promote` and `ttrain models promote --previous` move the alias."
 )
 
 

@@ -26,7 +26,7 @@ from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import JOB, TRACKED, Artifact
 from ttrain.store.registry import ModelSet, Registry, Version
-from ttrain.store.run_evaluations import RunEvaluation, evaluations_of
+from ttrain.store.results import TrainingResult
 from ttrain.store.run_views import decision_metrics
 from ttrain.tasks import STAGES
 from ttrain.tracking import datasets, registration, run_summary
@@ -117,7 +117,6 @@ class RunContent:
         for entry in record["stages"]:
             if entry["outcome"] in BEGUN and entry["name"] not in self.without:
                 run.stages.append(self._stage(entry))
-        run.stages += map(self._evaluation, evaluations_of(self.home, record["run"]))
         return run
 
     def model_files(self, stage: str) -> tuple[dict[str, str], dict[str, Path]]:
@@ -270,31 +269,6 @@ class RunContent:
                 run.texts = {"log.txt": (output / "run" / "log.txt").read_text(encoding="utf-8", errors="replace")}
         return run
 
-    def _evaluation(self, evaluation: RunEvaluation) -> TrackedRun:
-        """Results of a model of the run that its user asked for afterwards."""
-        tables = {name: json.dumps(table, ensure_ascii=False) for name, table in evaluation.tables.items()}
-        items = "".join(f"{json.dumps(item, ensure_ascii=False)}\n" for item in evaluation.items)
-        results = json.dumps(evaluation.results, indent=2, ensure_ascii=False)
-        return TrackedRun(
-            f"{self.record['run']}/{evaluation.id}",
-            self.record["run"],
-            evaluation.name,
-            str(self.record["settings"]["tracking"]["experiment"]),
-            evaluation.time,
-            FINISHED,
-            ended=evaluation.time,
-            tags={
-                RUN: self.record["run"],
-                "ttrain.stage": evaluation.name,
-                "ttrain.evaluated": evaluation.evaluated,
-                **registration.tag_of_tables(tables),
-            },
-            params={"model": evaluation.model},
-            summary=evaluation.metrics,
-            inputs=datasets.of_tasks(evaluation.results["tasks"]),
-            texts={**tables, "evaluation.json": results, "items.jsonl": items},
-        )
-
     def _inputs(self, artifact: Artifact | None, work: Path) -> dict[str, Artifact]:
         if artifact:
             inputs = {role: self.store.input_of(artifact, role) for role in artifact.manifest["inputs"]}
@@ -317,7 +291,7 @@ def _result_params(artifact: Artifact | None) -> dict[str, object]:
     each would be a chart of one point, and MLflow would show these charts before the curves."""
     if artifact is None:
         return {}
-    groups = enumerate(artifact.result.get("optimizer_groups", ()))
+    groups = enumerate(TrainingResult.of(artifact.result).optimizer_groups)
     params = {f"optim.groups.{number}.{name}": value for number, group in groups for name, value in group.items()}
     result = {name: value for name, value in artifact.result.items() if name != "samples"}
     figures = {f"result.{name}": value for name, value in flatten(result) if isinstance(value, int | float)}

@@ -100,7 +100,7 @@ class Overfit(Guard):
     """The training loss falls while the validation loss rises, three validations in a row and by more than a hundredth."""
 
     name = "overfit"
-    saved_attributes = ("loss", "live_tokens", "low", "before", "rises", "told", "quick")
+    saved_attributes = ("loss", "live_tokens", "low", "before", "rises", "warned", "quick")
     RISES = 3
     LEAST_RISE = 0.01
 
@@ -109,7 +109,7 @@ class Overfit(Guard):
         self._order = order
         self._loss, self._live_tokens = 0.0, 0  # since the last validation
         self._low: tuple[int, float, float] | None = None  # (step, training loss, validation loss) that rises follow
-        self._before, self._rises, self._told = math.inf, 0, False
+        self._before, self._rises, self._warned = math.inf, 0, False
         self._quick = False  # whether the validations so far are quick ones
         self._record: StepRecord | None = None
 
@@ -131,13 +131,13 @@ class Overfit(Guard):
         train = self._loss / self._live_tokens
         self._loss, self._live_tokens = 0.0, 0
         if self._low is None or not loss > self._before:
-            self._low, self._rises, self._told = (step, train, loss), 0, False
+            self._low, self._rises, self._warned = (step, train, loss), 0, False
         else:
             self._rises += 1
         self._before = loss
         since, train_then, low = self._low
-        if self._rises >= self.RISES and loss > (1 + self.LEAST_RISE) * low and train < train_then and not self._told:
-            self._told = True
+        if self._rises >= self.RISES and loss > (1 + self.LEAST_RISE) * low and train < train_then and not self._warned:
+            self._warned = True
             times = min(step * self._order.rows_per_step, self._order.total_rows) / self._order.rows
             self._warn(
                 step,

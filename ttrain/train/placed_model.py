@@ -20,7 +20,7 @@ from ttrain.train.parallel import place
 from ttrain.train.precision import Precision
 from ttrain.train.step_figures import MicroBatchSums, measure
 from ttrain.train.task import TrainingTask
-from ttrain.train.training_options import TrainerOptions
+from ttrain.train.training_options import Speed
 
 
 class PlacedModel:
@@ -33,13 +33,13 @@ class PlacedModel:
         loader: Loader,
         ranks: Ranks,
         precision: Precision,
-        options: TrainerOptions,
+        speed: Speed,
     ) -> None:
         self.task, self.loader, self.ranks, self.precision = task, loader, ranks, precision
-        is_whole = options.parallel != "fsdp" or ranks.world == 1
+        is_whole = speed.parallel != "fsdp" or ranks.world == 1
         self.bare = module.to(ranks.device) if is_whole else module  # else each rank moves only its shard
         self.parallel, self._compiled_layers = place(
-            self.bare, ranks, options.parallel, self._trial_pass if options.compile else None
+            self.bare, ranks, speed.parallel, self._trial_pass if speed.compile else None
         )
         self.optimizers = task.build_optimizer(self.bare)
         self.optimizers.prepare(precision.product_dtype, ranks)

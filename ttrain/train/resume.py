@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from ttrain.config.base import is_retired
 from ttrain.data.loader import Loader, Order
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.train.callbacks import CallbackList
@@ -65,7 +64,7 @@ def check_resumable(trainer: Resumable, snapshot: Snapshot, allow: frozenset[str
     differences = {
         name: (state["identity"].get(name), trainer.identity.get(name))
         for name in sorted({*state["identity"], *trainer.identity})
-        if not is_retired(name) and state["identity"].get(name) != trainer.identity.get(name)
+        if state["identity"].get(name) != trainer.identity.get(name)
     }
     refused = {name: pair for name, pair in differences.items() if name not in allow}
     if refused:

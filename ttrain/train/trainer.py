@@ -10,7 +10,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -20,11 +20,9 @@ from ttrain.data.loader import Loader, MicroBatch
 from ttrain.errors import TTrainError
 from ttrain.train import resume
 from ttrain.train.callbacks import Callback, CallbackList, LogRecord, StepRecord
-from ttrain.train.checkpoint import Checkpoints, Snapshot, SnapshotBuffers
-from ttrain.train.distributed import Ranks, full_tensor
+from ttrain.train.checkpoint import Snapshot, SnapshotBuffers
+from ttrain.train.distributed import full_tensor
 from ttrain.train.placed_model import PlacedModel
-from ttrain.train.precision import Precision
-from ttrain.train.resource_limits import NightThrottle
 from ttrain.train.resume import Counters
 from ttrain.train.schedules import decay_start, spread_steps
 from ttrain.train.step_figures import (
@@ -37,19 +35,8 @@ from ttrain.train.step_figures import (
     rows_to_blame,
 )
 from ttrain.train.task import TrainingTask
-from ttrain.train.training_options import (
-    COMPLETED,
-    INTERRUPTED,
-    STOPPED,
-    Cadence,
-    FitResult,
-    Origin,
-    TrainerOptions,
-    Validation,
-    Weights,
-)
+from ttrain.train.training_options import COMPLETED, INTERRUPTED, STOPPED, FitResult, TrainerOptions
 
-CADENCE, OPTIONS, VALIDATION, ORIGIN = Cadence(), TrainerOptions(), Validation(), Origin()  # unless others are given
 QUICK, QUICK_ACCURACY = "validation_loss_quick", "validation_accuracy_quick"
 log = logging.getLogger("ttrain")
 
@@ -69,41 +56,33 @@ class Trainer:
         self,
         task: TrainingTask,
         loader: Loader,
-        *,
-        ranks: Ranks,
-        precision: Precision,
-        weights: Weights,
-        checkpoints: Checkpoints | None = None,
-        validation: Validation = VALIDATION,
+        options: TrainerOptions,
         callbacks: Sequence[Callback] = (),
-        cadence: Cadence = CADENCE,
-        stop_requested: Callable[[], bool] = lambda: False,
-        options: TrainerOptions = OPTIONS,
-        night: NightThrottle | None = None,
-        origin: Origin = ORIGIN,
     ) -> None:
         """Build the model, and restore the newest checkpoint. Raises UsageError if that was made under other settings."""
-        self.task, self.loader, self.ranks, self.precision = task, loader, ranks, precision
-        self.weights, self.checkpoints, self.validation = weights, checkpoints, validation
-        self.callback_list, self.night = CallbackList(callbacks, ranks, loader.order), night
-        self.cadence, self.stop_requested, self.identity = cadence, stop_requested, dict(origin.identity)
+        self.task, self.loader = task, loader
+        self.ranks, self.precision, self.weights = options.ranks, options.precision, options.weights
+        self.checkpoints, self.validation, self.cadence = options.checkpoints, options.validation, options.cadence
+        self.night, self.stop_requested, self.identity = options.night, options.stop_requested, dict(options.origin.identity)
+        self.callback_list = CallbackList(callbacks, self.ranks, loader.order)
         self.steps = loader.order.steps
-        self._quick_steps = spread_steps(self.steps, cadence.quick_validations if validation.quick else 0)
-        newest = checkpoints.newest() if checkpoints else None
+        self._quick_steps = spread_steps(self.steps, self.cadence.quick_validations if self.validation.quick else 0)
+        newest = self.checkpoints.newest() if self.checkpoints else None
+        origin, speed = options.origin, options.speed
         snapshot = newest or origin.start
         bare = task.build_model()
         self.first = self.step = resume.check_resumable(self, snapshot, origin.allow) if snapshot else 0
         if tensors := snapshot or origin.plateau:
-            weights.load(dict(tensors.weights))
-        self._wants_compiled = options.compile
-        self.model = PlacedModel(bare, task, loader, ranks, precision, options)
+            self.weights.load(dict(tensors.weights))
+        self._wants_compiled = speed.compile
+        self.model = PlacedModel(bare, task, loader, self.ranks, self.precision, speed)
         self.bare, self.parallel, self.loss_scale = self.model.bare, self.model.parallel, self.model.loss_scale
         self.optimizers, self.average = self.model.optimizers, self.model.average
         self.factor = task.build_scheduler(self.steps)
         self.counters, self._buffers = Counters(), SnapshotBuffers()
-        self._totals, self._votes = ReducedSums(ranks), Votes()
-        defers = ranks.device.type == "cuda" if options.defer is None else options.defer
-        self._deferred = DeferredSteps(ranks.device, task.config) if defers and self.model.can_defer else None
+        self._totals, self._votes = ReducedSums(self.ranks), Votes()
+        defers = self.ranks.device.type == "cuda" if speed.defer is None else speed.defer
+        self._deferred = DeferredSteps(self.ranks.device, task.config) if defers and self.model.can_defer else None
         resume.check_same(self, snapshot)
         if snapshot:
             self._restore(snapshot)

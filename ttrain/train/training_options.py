@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from ttrain.train.checkpoint import Checkpoints
+from ttrain.train.distributed import Ranks
+from ttrain.train.precision import Precision
+from ttrain.train.resource_limits import NightThrottle
 from ttrain.train.snapshots import Snapshot
 
 COMPLETED, INTERRUPTED, STOPPED = "completed", "interrupted", "stopped by a callback"
@@ -53,12 +57,28 @@ class Cadence:
 
 
 @dataclass(frozen=True)
-class TrainerOptions:
-    """Options that change only speed and memory; results are equal up to the order of summation."""
+class Speed:
+    """What changes only speed and memory; results are equal up to the order of summation."""
 
     compile: bool = False
     parallel: str = "ddp"
     defer: bool | None = None  # figures are read at logging steps only; None: on CUDA
+
+
+@dataclass(frozen=True)
+class TrainerOptions:
+    """How a trainer trains: where, in which precision, what it saves and when, from where it begins."""
+
+    weights: Weights
+    ranks: Ranks
+    precision: Precision
+    checkpoints: Checkpoints | None = None
+    validation: Validation = Validation()
+    cadence: Cadence = Cadence()
+    origin: Origin = Origin()
+    speed: Speed = Speed()
+    night: NightThrottle | None = None
+    stop_requested: Callable[[], bool] = lambda: False
 
 
 @dataclass

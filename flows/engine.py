@@ -1,0 +1,413 @@
+"""Run a plan: as a Prefect flow with a task run for each stage, or without Prefect.
+
+The engine promises what DESIGN.md asks of every run: stages come from the store or are built once, a
+failure of one is the failure of the run, and a stop lets stages save. Prefect shows the run, runs
+independent stages side by side and retries a stage; it caches nothing and keeps no results.
+
+Prefect's page shows a run whose process was killed as running, until the next run of the home marks
+it as crashed (`mark_crashed_runs`, by the process in its labels). *Cancel* on that page stops the
+runs that `ttrain pipeline serve` started, to which Prefect's runner sends SIGTERM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+from rich.console import Console
+
+from ttrain.config import Auth
+from ttrain.core.terminal import print_plain, table
+from ttrain.core.text import format_duration
+from ttrain.engine import planner as plan_table
+from ttrain.engine.display import StageDisplay
+from ttrain.engine.execution import PipelineRun, screen
+from ttrain.engine.labels import NO_LABELS, Labels
+from ttrain.engine.plan import Plan
+from ttrain.errors import Interrupted, NothingNew, TTrainError, UsageError
+from ttrain.flows import prefect_api, servers
+from ttrain.nightly import notify
+from ttrain.reports import summary
+from ttrain.store import runs
+from ttrain.store.layout import Artifact
+from ttrain.store.runs import NIGHTLY, is_alive, process_started
+from ttrain.tracking import run_summary
+from ttrain.tracking.pusher import track
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+
+log = logging.getLogger("ttrain")
+
+MAX_CONCURRENT_STAGES = 4  # the most stages of a graph that are independent, and one to spare
+TAG = "ttrain"
+LABEL_HOME = "ttrain.home"
+LABEL_HOST = "ttrain.host"
+LABEL_PID = "ttrain.pid"
+LABEL_STARTED = "ttrain.process-started"
+LABEL_TRY = "ttrain.run-count"
+PROCESS_GONE = "its process is gone"
+NOTHING_NEW = "NothingNew"  # the name of a state in Prefect
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a plan is run.
+
+    in_flow  the stages join the Prefect flow run of the caller
+    night    the name of the night that the run is a part of
+    stop_at  when the stages are asked to save and stop, in seconds since the epoch
+    display  shows the stages, instead of the console
+    """
+
+    engine: str = "prefect"
+    in_flow: bool = False
+    night: str = ""
+    stop_at: float | None = None
+    labels: Labels = NO_LABELS
+    display: StageDisplay | None = None
+
+
+def run_pipeline(
+    plan: Plan,
+    console: Console,
+    options: RunOptions,
+    on_begin: Callable[[PipelineRun], object] = lambda execution: None,
+) -> PipelineRun:
+    """Run the plan, then print the evaluation; returns the execution.
+
+    `on_begin` gets the run before its first stage. Raises what the first failed stage raised, or
+    Interrupted.
+    """
+    settings, store, engine = plan.settings, plan.store, options.engine
+    if settings.runtime.sharding == "dask" and engine != "prefect":
+        raise UsageError(
+            f"runtime.sharding is dask, which goes through Prefect, but --engine is {engine}; try --engine prefect"
+        )
+    is_on_device = settings.runtime.device in ("cuda", "mps")
+    if is_on_device and any(p.state == "run" and p.stage.loads_torch for p in plan.stages):
+        from ttrain.train.precision import resolve_device  # torch, where a device is named
+
+        resolve_device(settings.runtime.device)  # not after minutes, at the first training
+    with screen(console, settings.runtime.log_level, options.display) as shown_on:
+        wait_for_server = None
+        if engine == "prefect" and not options.in_flow:
+            wait_for_server = begin(store.root, settings.servers.auth)
+        part_of = {"night": options.night} if options.night else {}
+        execution = PipelineRun(plan, shown_on, part_of=part_of, labels=options.labels)
+        track(execution)
+        try:
+            with execution.recorded():
+                for planned in plan.stages:
+                    if planned.reused:
+                        execution.note_reused(planned)
+                execution.check_reused()
+                on_begin(execution)
+                execution.raise_if_signalled()
+                with execution.stopping_at(options.stop_at):
+                    if engine == "prefect":
+                        if wait_for_server:
+                            wait_for_server()
+                        run_in_prefect(execution, in_flow=options.in_flow, night=options.night)
+                    else:
+                        with execution.catching_signals():
+                            execution.run_stages()
+        finally:
+            print_summary(execution, execution.outcome, console)
+            if plan.pipeline != NIGHTLY:  # a night sends its own
+                record = execution.record.snapshot()
+                notify.send_end_of_run(settings.notify, settings.name, record)
+    return execution
+
+
+def begin(home: Path, auth: Auth = "token") -> Callable[[], None]:
+    """Choose or start the server, before Prefect is imported; returns a function that waits for it.
+
+    What starts imports 0.9 s meanwhile.
+    """
+    if importlib.util.find_spec("prefect") is None:
+        raise UsageError("Prefect is not installed; try: pip install prefect, or run without it: --engine none")
+    named = os.environ.get("PREFECT_API_URL")
+    os.environ.update(prefect_api.prefect_environment(home))
+    silence_prefect()
+    wait_for_server = servers.start_own_server(home, auth)
+    reread_environment()
+    if named:
+        prefect_api.check_prefect_server()
+    return wait_for_server
+
+
+def silence_prefect() -> None:
+    """Send Prefect's logs of runs to its API and not to the terminal, which has ttrain's display."""
+    for name in ("prefect.flow_runs", "prefect.task_runs"):
+        logging.getLogger(name).propagate = False
+
+
+def reread_environment() -> None:
+    """Let Prefect, where a program has imported it already, see the variables as they are now."""
+    if "prefect" in sys.modules:
+        from prefect.context import refresh_global_settings_context
+
+        refresh_global_settings_context()
+
+
+def run_in_prefect(execution: PipelineRun, *, in_flow: bool = False, night: str = "") -> None:
+    """Run the plan as a flow, or `in_flow` as a part of the flow run of the caller.
+
+    Raises what the first failed stage raised, or Interrupted.
+    """
+    from prefect import flow, tags
+    from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+    from prefect.states import State
+    from prefect.task_runners import ThreadPoolTaskRunner
+
+    settings, home, run = execution.settings, execution.store.root, execution.record.run
+    if settings.runtime.sharding == "dask":
+        from ttrain.flows.stage_task import make_on_dask
+
+        execution.make_parts_elsewhere = lambda stage, work: make_on_dask(
+            stage, work, settings.runtime, lambda: execution.signum
+        )
+    mark_crashed_runs(home)
+    if in_flow:
+        with execution.catching_signals():
+            rename(night or run)
+            _run_stages(execution)
+        if error := failure_of(execution):
+            raise error
+        return
+
+    @flow(  # type: ignore[untyped-decorator]  # mypy does not follow Prefect
+        name=execution.plan.pipeline,
+        flow_run_name=night or f"{settings.name}: {run}",
+        persist_result=False,
+        validate_parameters=False,
+        task_runner=ThreadPoolTaskRunner(max_workers=MAX_CONCURRENT_STAGES),
+    )
+    def pipeline(settings: dict[str, Any]) -> State[Any] | None:
+        with execution.catching_signals():  # inside: Prefect sets a handler of its own
+            with best_effort():
+                label_with_process(home)
+            _run_stages(execution)
+        return _final_state(execution)
+
+    # The thread of the heartbeats would sleep a second at the end of the flow
+    no_heartbeats = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
+    with no_heartbeats, tags(*tags_of(execution)):
+        final = pipeline(settings.model_dump(mode="json"), return_state=True)
+    if error := failure_of(execution):
+        raise error
+    if not final.is_completed():
+        raise TTrainError(f"Prefect ended the run as {final.name}: {final.message}")
+
+
+def _final_state(execution: PipelineRun) -> Any:
+    """The state of the flow run, for Prefect's page; None: completed."""
+    from prefect.states import Cancelled, Completed, Failed
+
+    error = failure_of(execution)
+    if isinstance(error, NothingNew):
+        return Completed(name=NOTHING_NEW, message=str(error))
+    if isinstance(error, Interrupted):
+        return Cancelled(message=str(error))
+    return Failed(message=str(error)) if error else None
+
+
+def tags_of(execution: PipelineRun) -> list[str]:
+    """The tags of the flow run: ttrain's own, the setting `name`, and the user's."""
+    own = {"name": execution.settings.name, **execution.labels.tags}
+    return [TAG, *(f"{key}={value}" for key, value in own.items())]
+
+
+def _run_stages(execution: PipelineRun) -> None:
+    """Submit every stage of the plan to the current flow run, wait for them, report the results."""
+    from prefect.context import TagsContext
+    from prefect.futures import PrefectFuture
+    from prefect.runtime import flow_run
+    from prefect.utilities.urls import url_for
+
+    from ttrain.flows.stage_task import stage_task
+
+    futures: dict[str, PrefectFuture[Any]] = {}
+    graph = execution.plan.graph
+    stages = {row.stage.name: row for row in execution.plan.stages if not row.reused}
+    shards = {name for name, planned in stages.items() if planned.stage.reuses_parts}
+    url = None if servers.is_own() else url_for("flow-run", obj_id=flow_run.id)
+    execution.note_prefect(str(flow_run.id), url)
+    _show_plan(execution)
+    with contextlib.suppress(Interrupted):
+        with TagsContext(current_tags=set()):  # for each tag of a task Prefect asks for a slot
+            for name, planned in stages.items():
+                # All shards: a stage with too few rows ends the run before it trains
+                needed = graph[name].reads | (shards if planned.stage.uses_ranks else frozenset())
+                before = [future for of, future in futures.items() if of in needed]
+                futures[name] = stage_task(planned, execution).submit(wait_for=before)
+        for future in futures.values():
+            future.wait()
+        check_all_completed(execution, [*futures.values()])
+    _show_results(execution)
+
+
+def _show_plan(execution: PipelineRun) -> None:
+    from prefect.artifacts import create_table_artifact
+
+    run = execution.record.run
+    with best_effort():
+        names = ("stage", "state", "key", "why")
+        rows = plan_table.plan_rows(execution.plan.stages)
+        plan = [dict(zip(names, row, strict=True)) for row in rows]
+        create_table_artifact(plan, key="plan", description=f"plan of {run}")
+
+
+def _show_results(execution: PipelineRun) -> None:
+    from prefect.artifacts import create_markdown_artifact
+
+    run, rows = execution.record.run, execution.evaluation_table()
+    with best_effort():
+        text = run_summary.description_of(execution)
+        create_markdown_artifact(text, key="report", description=f"report of {run}")
+        if rows and not execution.signum and not execution.failures:
+            table = summary.markdown(rows, ("metric", "value", ""))
+            create_markdown_artifact(table, key="evaluation", description=f"evaluation of {run}")
+
+
+def check_all_completed(execution: PipelineRun, futures: Sequence[Any]) -> None:
+    """Raise TTrainError where a stage did not complete though none failed or was to stop."""
+    if execution.signum or execution.failures:
+        return
+    for future in futures:
+        state = future.state
+        if not state.is_completed():
+            raise TTrainError(f"Prefect ended a stage as {state.name}: {state.message}")
+
+
+def failure_of(execution: PipelineRun) -> BaseException | None:
+    """What ended the run: a stop, else what a stage raised; that nothing is new comes last."""
+    if execution.signum:
+        did = "were ended where they stood" if execution.at_once else "saved their state"
+        message = f"{execution.stop_reason}; the stages {did}, and the next run continues"
+        return Interrupted(message, execution.signum)
+    failures = execution.failures.values()
+    return min(failures, key=lambda error: isinstance(error, NothingNew), default=None)
+
+
+@contextlib.contextmanager
+def best_effort() -> Iterator[None]:
+    """Log and swallow any exception: labels, tables and links of Prefect cannot fail a run."""
+    try:
+        yield
+    except Exception as error:
+        log.warning("an optional call of Prefect failed: %s: %s", type(error).__name__, error)
+
+
+def sync_client() -> SyncPrefectClient:
+    """A client of the Prefect server that the environment names."""
+    from prefect.client.orchestration import get_client
+
+    return get_client(sync_client=True)
+
+
+def rename(name: str) -> None:
+    """Give the current flow run the name of its night or run."""
+    from prefect.runtime import flow_run
+
+    with best_effort(), sync_client() as client:
+        client.set_flow_run_name(UUID(flow_run.id), name)
+
+
+def label_with_process(home: Path) -> None:
+    """Label the current flow run with its process and machine."""
+    from prefect.runtime import flow_run
+
+    pid, tries = os.getpid(), flow_run.run_count
+    process = {LABEL_PID: pid, LABEL_STARTED: process_started(pid) or 0.0, LABEL_TRY: tries}
+    with sync_client() as client:
+        client.update_flow_run_labels(UUID(flow_run.id), {**machine_labels(home), **process})
+
+
+def machine_labels(home: Path) -> dict[str, str]:
+    """Labels of the home and the machine of a flow run."""
+    return {LABEL_HOME: str(home.resolve()), LABEL_HOST: platform.node()}
+
+
+def mark_crashed_runs(home: Path) -> None:
+    """Mark as Crashed the flow runs that Prefect takes for running though their process is gone."""
+    from prefect.client.schemas.filters import FlowRunFilter
+    from prefect.states import Crashed
+
+    unfinished = FlowRunFilter.model_validate(
+        {"tags": {"all_": [TAG]}, "state": {"type": {"any_": ["RUNNING", "CANCELLING"]}}}
+    )
+    with best_effort(), sync_client() as client:
+        for run in client.read_flow_runs(flow_run_filter=unfinished):
+            if is_process_gone(run.labels, run.run_count, home):
+                client.set_flow_run_state(run.id, Crashed(message=PROCESS_GONE), force=True)
+
+
+def is_process_gone(labels: Mapping[str, Any], run_count: int, home: Path) -> bool:
+    """Whether the process in a flow run's labels was on this machine and of this home, and is gone.
+
+    A retried run has not yet named its new process while the run counts differ.
+    """
+    expected = {**machine_labels(home), LABEL_TRY: run_count}
+    if any(labels.get(name) != value for name, value in expected.items()):
+        return False
+    return not is_alive({"pid": labels.get(LABEL_PID, 0), "started": labels.get(LABEL_STARTED)})
+
+
+def print_summary(execution: PipelineRun, outcome: str, console: Console) -> None:
+    """Print the evaluation, or how to continue."""
+    rows = execution.evaluation_table() if outcome == "completed" else []
+    if rows:
+        console.print()
+        table(("evaluation", "value", ""), rows, console)
+        console.print()
+    took, say = format_duration(execution.seconds), partial(print_plain, console)
+    if outcome == "completed":
+        say(f"done in {took}; run {execution.record.run}")
+        return
+    if outcome == runs.NOTHING_NEW:  # the night says why
+        return
+    next_step = ", and the same command continues there"
+    if any(getattr(error, "is_mistake", False) for error in execution.failures.values()):
+        next_step = ", and the command continues there once the mistake is fixed"
+    if execution.plan.pipeline == NIGHTLY:  # which says its own
+        next_step = ""
+    say(
+        f"{outcome} after {took}; finished stages are kept{next_step} "
+        f"(`ttrain pipeline status` shows the stages and their logs)"
+    )
+
+
+def run_one_stage(name: str, plan: Plan, console: Console) -> tuple[Artifact, str]:
+    """Build one stage of the plan alone, without Prefect; returns its artifact and state.
+
+    Raises UsageError where it is unknown or an input is missing.
+    """
+    planned = {each.stage.name: each for each in plan.stages}
+    if name not in planned:
+        raise plan_table.no_stage(name, planned, plan.settings)
+    needed = plan.graph.needed_by(name) - {name}
+    if missing := [each for each in planned if each in needed and not planned[each].artifact]:
+        commands = ", ".join(f"`ttrain stage run {each}`" for each in missing)
+        raise UsageError(
+            f"stage {name} waits for {', '.join(missing)}; run first, with the same settings: {commands}, "
+            f"or all at once: `ttrain pipeline run full --until {name}`"
+        )
+    chosen = replace(planned[name], sources=planned[name].inputs)  # the artifacts that are there
+    alone = replace(plan, pipeline=f"stage-{name}", stages=[chosen])
+    execution = run_pipeline(alone, console, RunOptions("none"))
+    artifact = plan.store.complete(execution.artifacts[name])
+    print_plain(console, f"artifact: {artifact.path}")
+    [entry] = execution.record.snapshot()["stages"]
+    return artifact, str(entry["outcome"])

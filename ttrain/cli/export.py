@@ -1,0 +1,88 @@
+"""`ttrain export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from ttrain.cli.chat import before_torch
+from ttrain.cli.options import (
+    MODEL_HELP,
+    AdapterBase,
+    AsJson,
+    Output,
+    RunName,
+    Table,
+    app,
+    argument,
+    command,
+    option,
+    resolved_models,
+)
+from ttrain.core.terminal import print_escaped
+
+
+@command(
+    app,
+    "Examples:  ttrain export sft --to out/chat\n\n"
+    "ttrain export lora --merge --to out/expert --dtype fp16\n\n"
+    "ttrain export sft --to out/chat --push me/my-chat-model\n\n"
+    "ttrain export mine-sft@champion --to out/champion --dtype fp32 --shard-size 2GB",
+    "Use",
+)
+def export(
+    reference: Annotated[str, argument(MODEL_HELP, metavar="REF")],
+    out: Annotated[Path, option("the directory to write", "--to")],
+    dtype: Annotated[Literal["bf16", "fp16", "fp32"], option("of the weights; fp32: as they were trained")] = "bf16",
+    merge: Annotated[bool, option("an adapter becomes part of its base: one full model", "--merge")] = False,
+    run: RunName = None,
+    base: AdapterBase = None,
+    shard_size: Annotated[str, option("largest weights file, for example 500MB")] = "5GB",
+    keep_head: Annotated[bool, option("write the second head beside the model", "--keep-head")] = False,
+    licence: Annotated[str | None, option("of the model, for its card, for example apache-2.0", "--license")] = None,
+    gguf: Annotated[
+        Path | None,
+        option("directory of llama.cpp, whose converter also writes a GGUF file", metavar="DIR"),
+    ] = None,
+    push: Annotated[
+        str | None,
+        option("also upload it to this repository of the Hugging Face Hub, with HF_TOKEN", metavar="OWNER/NAME"),
+    ] = None,
+    public: Annotated[bool, option("with --push: a new repository is public", "--public")] = False,
+    force: Annotated[bool, option("replace the model in a directory that is not empty", "--force")] = False,
+    as_json: AsJson = False,
+) -> Output:
+    """Write a model for other programs: safetensors, tokenizer, chat template, generation config, model card."""
+    from ttrain.export import export as work
+    from ttrain.lineage import names
+
+    before_torch()
+    if push is not None:
+        work.check_repository(push)
+    [model] = resolved_models([reference], [base], run, stderr=as_json)
+    request = work.Request(
+        dtype=dtype, merge=merge, shard_size=shard_size, keep_head=keep_head, licence=licence, gguf=gguf, force=force
+    )
+    exported = work.export(model, out, request, say=lambda text: print_escaped(text, stderr=True))
+    address = work.push(exported, push, public=public) if push is not None else None
+    value = {
+        **names.to_json(model),
+        "directory": str(exported.directory),
+        "kind": exported.kind,
+        "dtype": exported.dtype,
+        "parameters": exported.parameters,
+        "bytes": sum(exported.files.values()),
+        "files": exported.files,
+        "remarks": list(exported.remarks),
+        **({"pushed": address} if address else {}),
+    }
+    sizes = [(name, f"{size:,}") for name, size in exported.files.items()]
+    summary = f"the {exported.kind}, {exported.parameters:,} parameters in {exported.dtype}, is in {exported.directory}"
+    lines = [summary, *exported.remarks, *([f"uploaded to {address}"] if address else [])]
+    if exported.kind == "model":
+        trust = ", trust_remote_code=True" if any(name.startswith("modeling_") for name in exported.files) else ""
+        lines.append(f'open it: AutoModelForCausalLM.from_pretrained("{exported.directory}", dtype="auto"{trust})')
+        lines.append(f"try it:  ttrain chat {exported.directory}")
+    else:
+        lines.append(f'open it: PeftModel.from_pretrained(base, "{exported.directory}")')
+    return Output(value, [Table(("file", "bytes"), sizes), *lines])

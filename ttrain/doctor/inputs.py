@@ -1,0 +1,62 @@
+"""What a stage reads: artifacts of the store. A base that is not trained yet has random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+
+from ttrain.config import Settings
+from ttrain.config.training import NONE, TRAINING_STAGES, TRAININGS
+from ttrain.core.files import ProgressWriter
+from ttrain.engine.graph import Planned
+from ttrain.engine.plan import Plan
+from ttrain.engine.planner import no_stage
+from ttrain.store import references
+from ttrain.tasks import EXISTING_MODEL, NEW_MODEL, SHARDS, TOKENIZER
+from ttrain.tasks.common.job import StageContext
+
+
+def missing_data(stage: str, plan: Plan) -> list[Planned]:
+    """The stages before any training that a stage reads and the store lacks, in order.
+
+    Raises UsageError for a stage that is none, or that is not part of the pipeline.
+    """
+    if stage not in TRAININGS:
+        raise references.unknown("training stage", stage, TRAININGS)
+    if stage not in plan.settings.trainings:
+        raise no_stage(stage, plan.settings.trainings, plan.settings)
+    base = [EXISTING_MODEL.name] if plan.settings.existing_model else []
+    read = {TOKENIZER.name, SHARDS[TRAINING_STAGES[stage].dataset].name, *base}
+    waiting = [each for each in plan.stages if each.state == "run"]
+    missing = [each.stage.name for each in waiting if each.stage.name in read]
+    needed = frozenset().union(*map(plan.graph.needed_by, missing))
+    return [each for each in waiting if each.stage.name in needed]
+
+
+def paths_of(stage: str, plan: Plan, directory: Path) -> tuple[Mapping[str, Path], bool]:
+    """(directories that a stage reads, whether its base is a trained model).
+
+    A base that no run has trained is made under `directory`.
+    """
+    cached = [each for each in plan.stages if each.state == "cached"]
+    artifacts = {each.stage.name: each.artifact.path for each in cached if each.artifact}
+    settings, row = plan.settings, TRAINING_STAGES[stage]
+    start = settings.starts[stage]
+    paths = {"tokenizer": artifacts[TOKENIZER.name], "shards": artifacts[SHARDS[row.dataset].name]}
+    base = artifacts.get(start) or artifacts.get(EXISTING_MODEL.name)
+    if base:
+        return {**paths, "base": base}, True
+    if start == NONE and row.role == "base":
+        return paths, False
+    job = StageContext(
+        {"tokenizer": paths["tokenizer"]},
+        {},
+        NEW_MODEL.arguments,
+        directory / NEW_MODEL.name,
+        settings.runtime,
+        ProgressWriter(None),
+        lambda: False,
+    )
+    import_module(NEW_MODEL.module).run(Settings.rebuilt(NEW_MODEL.part_of(settings)), job)
+    return {**paths, "base": job.output}, False
