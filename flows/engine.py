@@ -18,7 +18,8 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
@@ -26,17 +27,19 @@ from uuid import UUID
 from rich.console import Console
 
 from ttrain.config import Auth
+from ttrain.core.terminal import print_plain, table
+from ttrain.core.text import format_duration
 from ttrain.engine import planner as plan_table
-from ttrain.engine.execution import PipelineRun
+from ttrain.engine.display import StageDisplay
+from ttrain.engine.execution import PipelineRun, screen
 from ttrain.engine.labels import NO_LABELS, Labels
-from ttrain.engine.plain import run_plain
 from ttrain.engine.plan import Plan
-from ttrain.engine.progress_display import StageDisplay
-from ttrain.engine.run import print_summary, screen
 from ttrain.errors import Interrupted, NothingNew, TTrainError, UsageError
 from ttrain.flows import prefect_api, servers
 from ttrain.nightly import notify
 from ttrain.reports import summary
+from ttrain.store import runs
+from ttrain.store.layout import Artifact
 from ttrain.store.runs import NIGHTLY, is_alive, process_started
 from ttrain.tracking import run_summary
 from ttrain.tracking.pusher import track
@@ -118,7 +121,7 @@ def run_pipeline(
                         run_in_prefect(execution, in_flow=options.in_flow, night=options.night)
                     else:
                         with execution.catching_signals():
-                            run_plain(execution)
+                            execution.run_stages()
         finally:
             print_summary(execution, execution.outcome, console)
             if plan.pipeline != NIGHTLY:  # a night sends its own
@@ -361,3 +364,51 @@ def is_process_gone(labels: Mapping[str, Any], run_count: int, home: Path) -> bo
     if any(labels.get(name) != value for name, value in expected.items()):
         return False
     return not is_alive({"pid": labels.get(LABEL_PID, 0), "started": labels.get(LABEL_STARTED)})
+
+
+def print_summary(execution: PipelineRun, outcome: str, console: Console) -> None:
+    """Print the evaluation, or how to continue."""
+    rows = execution.evaluation_table() if outcome == "completed" else []
+    if rows:
+        console.print()
+        table(("evaluation", "value", ""), rows, console)
+        console.print()
+    took, say = format_duration(execution.seconds), partial(print_plain, console)
+    if outcome == "completed":
+        say(f"done in {took}; run {execution.record.run}")
+        return
+    if outcome == runs.NOTHING_NEW:  # the night says why
+        return
+    next_step = ", and the same command continues there"
+    if any(getattr(error, "is_mistake", False) for error in execution.failures.values()):
+        next_step = ", and the command continues there once the mistake is fixed"
+    if execution.plan.pipeline == NIGHTLY:  # which says its own
+        next_step = ""
+    say(
+        f"{outcome} after {took}; finished stages are kept{next_step} "
+        f"(`ttrain pipeline status` shows the stages and their logs)"
+    )
+
+
+def run_one_stage(name: str, plan: Plan, console: Console) -> tuple[Artifact, str]:
+    """Build one stage of the plan alone, without Prefect; returns its artifact and state.
+
+    Raises UsageError where it is unknown or an input is missing.
+    """
+    planned = {each.stage.name: each for each in plan.stages}
+    if name not in planned:
+        raise plan_table.no_stage(name, planned, plan.settings)
+    needed = plan.graph.needed_by(name) - {name}
+    if missing := [each for each in planned if each in needed and not planned[each].artifact]:
+        commands = ", ".join(f"`ttrain stage run {each}`" for each in missing)
+        raise UsageError(
+            f"stage {name} waits for {', '.join(missing)}; run first, with the same settings: {commands}, "
+            f"or all at once: `ttrain pipeline run full --until {name}`"
+        )
+    chosen = replace(planned[name], sources=planned[name].inputs)  # the artifacts that are there
+    alone = replace(plan, pipeline=f"stage-{name}", stages=[chosen])
+    execution = run_pipeline(alone, console, RunOptions("none"))
+    artifact = plan.store.complete(execution.artifacts[name])
+    print_plain(console, f"artifact: {artifact.path}")
+    [entry] = execution.record.snapshot()["stages"]
+    return artifact, str(entry["outcome"])

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from ttrain.config import Promotion, Settings
 from ttrain.config.training import BITS_PER_BYTE, DOMAIN_LOSS, TRAINING_STAGES
-from ttrain.engine.execution import PipelineRun
-from ttrain.engine.run_models import REGISTERED
+from ttrain.engine.execution import REGISTERED, PipelineRun
 from ttrain.evaluate import promotion
 from ttrain.evaluate.promotion import Judged
 from ttrain.evaluate.scores import Evaluation

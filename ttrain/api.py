@@ -25,7 +25,7 @@ from typing import Any
 from ttrain.config import Settings
 from ttrain.core.html_table import html_table
 from ttrain.engine.cached import record_cached
-from ttrain.engine.displays import CallbackDisplay, Progress, notebook_display
+from ttrain.engine.display import StageDisplay
 from ttrain.engine.graph import Rerun, Selection
 from ttrain.engine.plan import Plan, PlannedStage
 from ttrain.errors import Interrupted, TTrainError, UsageError
@@ -89,7 +89,6 @@ def plan(
     """
     from ttrain.engine.input_files import check_first_rows, named_shards
     from ttrain.engine.planner import plan as plan_stages
-    from ttrain.engine.planner import settings_of_selection
     from ttrain.flows import pipeline as graph_of
     from ttrain.tracking.artifact_source import store_of
 
@@ -97,9 +96,7 @@ def plan(
     store = store_of(_home(home), settings)
     selection = Selection(_stage_names(only), since, until)
     rerun = Rerun(_stage_names(force), extend, resume_key)
-    make_graph = graph_of(pipeline)
-    settings = settings_of_selection(make_graph(settings), settings, store, rerun, selection)
-    graph = make_graph(settings)
+    graph = graph_of(pipeline)(settings)
     earlier = run_records.newest_finished(store.root, settings.name)
     try:
         stages = plan_stages(graph, settings, store, rerun, selection=selection, compared_with=earlier)
@@ -215,7 +212,7 @@ def run(
     settings: Settings | None = None,
     *,
     engine: str = "none",
-    progress: Progress | bool = False,
+    progress: StageDisplay | bool = False,
     note: str = "",
     tags: Mapping[str, str] | None = None,
     home: str | Path | None = None,
@@ -224,9 +221,9 @@ def run(
     """Run a pipeline to its end and return its record; what is cached is not run again.
 
     `engine`: "none" builds the stages one after the other, "prefect" as a flow run, on the server that PREFECT_API_URL names
-    or one of its own. `progress`: True prints what the command prints, in a notebook with a bar for each stage; a function
-    is called with (stage, event, data), the events being started, progressed, ended, failed and message. `selection`: as
-    for `plan`. Each stage that trains runs in a process of its own, which ends with this one. Raises TTrainError; a
+    or one of its own. `progress`: True prints what the command prints; a function is called with
+    (stage, event, data), the events being started, progressed, ended, failed and message. `selection`: as for `plan`.
+    Each stage that trains runs in a process of its own, which ends with this one. Raises TTrainError; a
     KeyboardInterrupt stops the stages first, and the same call continues at their last checkpoint.
     """
     from rich.console import Console
@@ -249,7 +246,7 @@ def run(
     with without_signal_handlers():
         try:
             screen = console() if progress is True else Console(quiet=True)
-            display = CallbackDisplay(progress) if callable(progress) else notebook_display() if progress else None
+            display = progress if callable(progress) else None
             execution = run_pipeline(planned, screen, RunOptions(engine, labels=labels, display=display))
         except Interrupted as error:
             raise KeyboardInterrupt(str(error)) from None

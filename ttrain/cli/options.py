@@ -426,7 +426,9 @@ class PipelineOptions:
         str | None,
         option("a short name of this run, for all commands that take a run", "--run-name", metavar="NAME"),
     ] = None
-    yes: Annotated[bool, option("also without asking what takes over a day or forty passes", "--yes", "-y")] = False
+    yes: Annotated[
+        bool, option("without asking: what takes over a day or forty passes, or long for code alone", "--yes", "-y")
+    ] = False
 
     def words(self) -> list[str]:
         """The engine as words of a command, if it is not the usual one."""

@@ -166,7 +166,7 @@ def reproduce(
     same, 1 where a stage differs, or where the raw data are gone or changed.
     """
 
-    from ttrain.engine.progress_display import Display
+    from ttrain.engine.display import Display
     from ttrain.lineage import reproduce as making
     from ttrain.lineage.lineage import lineage_of
     from ttrain.lineage.reproduce import recipes_of

@@ -19,9 +19,8 @@ from rich.console import Console
 
 from ttrain.core.terminal import print_plain
 from ttrain.core.text import format_duration
+from ttrain.engine.display import Display
 from ttrain.engine.execution import PipelineRun
-from ttrain.engine.plain import run_plain
-from ttrain.engine.progress_display import Display
 from ttrain.engine.stop_request import StopRequest
 from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
 from ttrain.experiments import summary
@@ -280,7 +279,7 @@ class RunningTrial:
         track(execution)
         with execution.recorded():
             execution.raise_if_signalled()
-            run_plain(execution)
+            execution.run_stages()
 
 
 @dataclass
@@ -291,22 +290,10 @@ class _TrialDisplay:
     _number: int
     _shared: list[str]  # stages of all trials
 
-    def say(self, text: str) -> None:
-        self._display.say(f"  trial {self._number}: {text.strip()}")
-
-    def started(self, name: str, why: str) -> None:
-        if name in self._shared:
-            self._display.started(name, why)
-
-    def progressed(self, name: str, progress: Mapping[str, Any]) -> None:
-        self._display.progressed(self._label(name), progress)
-
-    def ended(self, name: str, state: str, took: float, figures: str) -> None:
-        if state != "cached":
-            self._display.ended(self._label(name), state, took, figures)
-
-    def failed(self, name: str, message: str) -> None:
-        self._display.failed(self._label(name), message)
-
-    def _label(self, stage: str) -> str:
-        return stage if stage in self._shared else f"trial {self._number} {stage}"
+    def __call__(self, stage: str, event: str, data: Mapping[str, Any]) -> None:
+        if event == "message":
+            self._display.say(f"  trial {self._number}: {data['text'].strip()}")
+        elif stage in self._shared and data.get("state") != "cached":
+            self._display(stage, event, data)
+        elif event != "started" and data.get("state") != "cached":
+            self._display(f"trial {self._number} {stage}", event, data)

@@ -19,7 +19,7 @@ from ttrain.core.files import PRIVATE_FILE, read_object, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.core.redact import without_user
 from ttrain.core.text import short_digest
-from ttrain.engine.run_models import REGISTERED
+from ttrain.engine.execution import REGISTERED
 from ttrain.store.registry import CHALLENGER, CHAMPION, ModelSet, Registry, Version
 from ttrain.tracking.client import (
     cannot_be_asked,

@@ -21,7 +21,7 @@ from ttrain.core.files import JsonDict, JsonObject, read_json, read_object
 from ttrain.core.hashing import digest_of
 from ttrain.core.redact import HIDDEN, masked
 from ttrain.engine import resume, system_metrics
-from ttrain.engine.run_models import REGISTERED
+from ttrain.engine.execution import REGISTERED
 from ttrain.reports import facts
 from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
