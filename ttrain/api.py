@@ -89,6 +89,7 @@ def plan(
     """
     from ttrain.engine.input_files import check_first_rows, named_shards
     from ttrain.engine.planner import plan as plan_stages
+    from ttrain.engine.planner import settings_of_selection
     from ttrain.flows import pipeline as graph_of
     from ttrain.tracking.artifact_source import store_of
 
@@ -96,7 +97,9 @@ def plan(
     store = store_of(_home(home), settings)
     selection = Selection(_stage_names(only), since, until)
     rerun = Rerun(_stage_names(force), extend, resume_key)
-    graph = graph_of(pipeline)(settings)
+    make_graph = graph_of(pipeline)
+    settings = settings_of_selection(make_graph(settings), settings, store, rerun, selection)
+    graph = make_graph(settings)
     earlier = run_records.newest_finished(store.root, settings.name)
     try:
         stages = plan_stages(graph, settings, store, rerun, selection=selection, compared_with=earlier)
@@ -220,9 +223,10 @@ def run(
 ) -> Run:
     """Run a pipeline to its end and return its record; what is cached is not run again.
 
-    `engine`: "none" builds the stages one after the other, "prefect" as a flow run, on the server that PREFECT_API_URL names
-    or one of its own. `progress`: True prints what the command prints; a function is called with
-    (stage, event, data), the events being started, progressed, ended, failed and message. `selection`: as for `plan`.
+    `engine`: "none" builds the stages one after the other, "prefect" as a flow run, on the server
+    that PREFECT_API_URL names or one of its own. `progress`: True prints what the command prints,
+    in a notebook as bars in the cell; a function is called with (stage, event, data), the events
+    being started, progressed, ended, failed and message. `selection`: as for `plan`.
     Each stage that trains runs in a process of its own, which ends with this one. Raises TTrainError; a
     KeyboardInterrupt stops the stages first, and the same call continues at their last checkpoint.
     """
@@ -231,6 +235,7 @@ def run(
     from ttrain.core.signals import without_signal_handlers
     from ttrain.core.terminal import console
     from ttrain.engine.labels import labels_of
+    from ttrain.engine.notebook_display import notebook_display
 
     if engine not in ENGINES:
         raise UsageError(f"engine is {engine!r} but must be prefect or none")
@@ -246,7 +251,7 @@ def run(
     with without_signal_handlers():
         try:
             screen = console() if progress is True else Console(quiet=True)
-            display = progress if callable(progress) else None
+            display = progress if callable(progress) else notebook_display() if progress else None
             execution = run_pipeline(planned, screen, RunOptions(engine, labels=labels, display=display))
         except Interrupted as error:
             raise KeyboardInterrupt(str(error)) from None

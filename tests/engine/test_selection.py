@@ -13,6 +13,7 @@ from support.planned_homes import House, running
 from support.tiny_stages import Home, stage_settings
 from typer.testing import CliRunner
 
+from ttrain import api
 from ttrain.config import Tracking
 from ttrain.engine.graph import Graph, Planned, Rerun, Selection
 from ttrain.engine.plan import Plan
@@ -151,3 +152,21 @@ def test_plan_shows_the_part_and_what_it_leaves_out(built: House, monkeypatch: p
     rows = {line.split()[0]: line for line in done.output.splitlines() if line.startswith(("sft", "pretrain", "lora"))}
     assert "taken from the store" in rows["pretrain"] and "taken" not in rows["sft"] + rows["lora"]
     assert "left out by --only lora,sft,shards-sft: evaluate" in done.output
+
+
+@pytest.mark.parametrize(
+    ("names", "lacks", "evaluated"),
+    [
+        ("pretrain,sft,evaluate", "lora", {"pretrain", "sft", "shards-pretrain", "shards-sft"}),
+        ("pretrain,sft,evaluate", "", {"pretrain", "sft", "lora", "shards-pretrain", "shards-sft", "shards-lora"}),
+        ("pretrain,evaluate", "sft", {"pretrain", "shards-pretrain"}),
+    ],
+)
+def test_models_that_it_leaves_out_and_the_store_lacks_are_not_evaluated(
+    built: House, names: str, lacks: str, evaluated: set[str]
+) -> None:
+    if lacks:
+        shutil.rmtree(built.store.latest(lacks).path)
+    planned = api.plan("full", built.settings(), only=names, home=built.store.root)
+    assert planned.graph["evaluate"].reads == evaluated
+    assert {stage.name: stage.state for stage in planned}["evaluate"] == ("run" if lacks else "cached")

@@ -26,7 +26,7 @@ from ttrain.engine.plan import Plan
 from ttrain.engine.planner import plan_stage
 from ttrain.engine.provenance import commit, with_absolute_paths
 from ttrain.engine.stop_request import SIGNALLED, StopRequest
-from ttrain.errors import Interrupted, NothingNew, TTrainError, with_fix
+from ttrain.errors import Interrupted, NothingNew, TooFewRows, TTrainError, with_fix
 from ttrain.reports import summary
 from ttrain.store.layout import TRACKED, Artifact
 from ttrain.store.registry import Registry, Version
@@ -122,6 +122,8 @@ class PipelineRun(StopRequest):
         """
         stage = planned.stage
         inputs = {name: self.artifacts[of] if isinstance(of, str) else of for name, of in planned.sources.items()}
+        if stage.uses_ranks:
+            self._raise_too_few_rows()  # nothing is trained that the shards of another training have ended
         try:
             if not planned.has_inputs(inputs):
                 planned = plan_stage(stage, self.settings, self.store, inputs, self.plan.rerun, forced=planned.forced)
@@ -133,6 +135,7 @@ class PipelineRun(StopRequest):
         self._ended(stage, outcome)
         if stage.reuses_parts:
             self._check_rows(stage, outcome.artifact, inputs["tokenizer"])
+        self._raise_too_few_rows()
         return outcome.artifact, outcome.state
 
     def check_reused(self) -> None:
@@ -140,9 +143,13 @@ class PipelineRun(StopRequest):
         for planned in self.plan.stages:
             if planned.reused and planned.artifact and planned.stage.reuses_parts:
                 self._check_rows(planned.stage, planned.artifact, planned.inputs["tokenizer"])
+        self._raise_too_few_rows()
 
     def _check_rows(self, shards: Stage, artifact: Artifact, tokenizer: Artifact) -> None:
-        """Fail the training of this run whose data set these shards are, where it has too few rows or they are damaged."""
+        """Fail the training of this run whose data set these shards are, where it has too few rows or they are damaged.
+
+        Too few rows are raised once the shards of all trainings are checked, so that the user hears of all at once.
+        """
         for name in sorted(self._to_train):
             if TRAINING_STAGES[name].dataset != shards.dataset:
                 continue
@@ -156,7 +163,18 @@ class PipelineRun(StopRequest):
                     row_counts.check(getattr(self.settings, name), artifact.path, tokenizer.path)
             except TTrainError as error:
                 self._failed(STAGES[name], error)
-                raise
+                if not isinstance(error, TooFewRows):
+                    raise
+
+    def _raise_too_few_rows(self) -> None:
+        """Raise TooFewRows for all trainings that have too few, once the shards of all are checked."""
+        errors = [error for error in self.failures.values() if isinstance(error, TooFewRows)]
+        known = {*self.artifacts, *self.failures}
+        to_build = [each.stage for each in self.plan.stages if not each.reused and each.stage.name not in known]
+        waiting = {TRAINING_STAGES[name].dataset for name in self._to_train}
+        if errors and not any(stage.reuses_parts and stage.dataset in waiting for stage in to_build):
+            fixes = [fix for error in errors for fix in error.fixes]
+            raise errors[0] if len(errors) == 1 else TooFewRows("\n".join(map(str, errors)), fixes)
 
     # --- events ---------------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from ttrain.store.differences import SECOND_HEAD, Ingredients, differences, libr
 from ttrain.store.layout import Artifact, Artifacts
 from ttrain.store.results import ShardsResult, TrainingResult
 from ttrain.store.runs import RecordedRun
-from ttrain.tasks import OF_NIGHTS, SHARDS, STAGES, Stage
+from ttrain.tasks import EVALUATE, OF_NIGHTS, SHARDS, STAGES, Stage
 
 # Settings that name files or other stages: the key has the digests of those instead.
 COUNTED_BY_BYTES = (
@@ -134,6 +134,28 @@ def _check_models(stages: Iterable[Planned], settings: Settings, store: Artifact
         adapter = adapter_of(stage.name, settings)
         if adapter and not continues and settings.existing_model is None:
             registry.check_targets(stage.name, adapter, settings.model)
+
+
+def settings_of_selection(
+    graph: Graph, settings: Settings, store: ArtifactStore, rerun: Rerun, selection: Selection
+) -> Settings:
+    """The settings for stages that `--only` names: without the data of the trainings that it leaves out, where it names
+    evaluate, and others that train, and not all those models are in the store. What is not there is not evaluated.
+    """
+    kept = set[str]()
+    for chosen in selection.only.intersection(settings.trainings):
+        name = chosen
+        while name in TRAINING_STAGES and name not in kept:
+            kept.add(name)
+            name = settings.starts[name]
+    left_out = [name for name in settings.trainings if name not in kept]
+    if EVALUATE.name not in selection.only or not kept or not left_out:
+        return settings
+    planned = plan(graph, settings, store, rerun)
+    if all(one.state == "cached" for one in planned if one.stage.name in left_out):
+        return settings
+    none = {TRAINING_STAGES[name].dataset: () for name in left_out}
+    return settings.model_copy(update={"data": settings.data.model_copy(update=none)})
 
 
 def no_stage(name: str, stage_names: Iterable[str], settings: Settings) -> UsageError:
