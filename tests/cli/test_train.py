@@ -163,11 +163,11 @@ def corpus(tmp_path: Path) -> list[str]:
 
 def test_a_stage_alone_names_the_commands_that_make_its_inputs_in_their_order(run: Run, corpus: list[str]) -> None:
     done = run("stage", "run", "sft", *corpus)
-    commands = ["`ttrain stage run tokenizer -c", "`ttrain stage run shards-pretrain -c", "`ttrain stage run pretrain -c"]
+    commands = ["`ttrain stage run tokenizer`", "`ttrain stage run shards-pretrain`", "`ttrain stage run pretrain`"]
     assert done.code == 2
     places = [done.err.find(command) for command in commands]
     assert -1 not in places and sorted(places) == places
-    assert "`ttrain stage run shards-sft -c" in done.err and "`ttrain pipeline run full -c " in done.err
+    assert "`ttrain stage run shards-sft`" in done.err and "`ttrain pipeline run full -c " in done.err
     assert "lora" not in done.err, "it does not need the adapter's data"
 
 
