@@ -5,7 +5,7 @@ failure of one is the failure of the run, and a stop lets stages save. Prefect s
 independent stages side by side and retries a stage; it caches nothing and keeps no results.
 
 Prefect's page shows a run whose process was killed as running, until the next run of the home marks
-it as crashed (`mark_crashed_runs`, by the process in its labels). *Cancel* on that page stops the
+it as crashed (`mark_crashed_runs`, by the home's records). *Cancel* on that page stops the
 runs that `ttrain pipeline serve` started, to which Prefect's runner sends SIGTERM.
 """
 
@@ -15,9 +15,8 @@ import contextlib
 import importlib.util
 import logging
 import os
-import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +36,7 @@ from ttrain.errors import Interrupted, NothingNew, TTrainError, UsageError
 from ttrain.flows import prefect_api, servers
 from ttrain.nightly import notify
 from ttrain.reports import summary
-from ttrain.store.runs import NIGHTLY, is_alive, process_started
+from ttrain.store.runs import NIGHTLY, newest_first
 from ttrain.tracking import run_summary
 from ttrain.tracking.pusher import track
 
@@ -48,11 +47,6 @@ log = logging.getLogger("ttrain")
 
 MAX_CONCURRENT_STAGES = 4  # the most stages of a graph that are independent, and one to spare
 TAG = "ttrain"
-LABEL_HOME = "ttrain.home"
-LABEL_HOST = "ttrain.host"
-LABEL_PID = "ttrain.pid"
-LABEL_STARTED = "ttrain.process-started"
-LABEL_TRY = "ttrain.run-count"
 PROCESS_GONE = "its process is gone"
 NOTHING_NEW = "NothingNew"  # the name of a state in Prefect
 
@@ -165,7 +159,6 @@ def run_in_prefect(execution: PipelineRun, *, in_flow: bool = False, night: str 
     """
     from prefect import flow, tags
     from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
-    from prefect.states import State
     from prefect.task_runners import ThreadPoolTaskRunner
 
     settings, home, run = execution.settings, execution.store.root, execution.record.run
@@ -176,48 +169,45 @@ def run_in_prefect(execution: PipelineRun, *, in_flow: bool = False, night: str 
             stage, work, settings.runtime, lambda: execution.signum
         )
     mark_crashed_runs(home)
-    if in_flow:
-        with execution.catching_signals():
-            rename(night or run)
-            _run_stages(execution)
-        if error := failure_of(execution):
-            raise error
-        return
 
-    @flow(  # type: ignore[untyped-decorator]  # mypy does not follow Prefect
-        name=execution.plan.pipeline,
-        flow_run_name=night or f"{settings.name}: {run}",
-        persist_result=False,
-        validate_parameters=False,
-        task_runner=ThreadPoolTaskRunner(max_workers=MAX_CONCURRENT_STAGES),
-    )
-    def pipeline(settings: dict[str, Any]) -> State[Any] | None:
+    def pipeline(settings: dict[str, Any]) -> Any:
         with execution.catching_signals():  # inside: Prefect sets a handler of its own
-            with best_effort():
-                label_with_process(home)
+            if in_flow:
+                rename(night or run)
             _run_stages(execution)
-        return _final_state(execution)
+        error = failure_of(execution)
+        return state_of(error) if error else None
 
-    # The thread of the heartbeats would sleep a second at the end of the flow
-    no_heartbeats = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
-    with no_heartbeats, tags(*tags_of(execution)):
-        final = pipeline(settings.model_dump(mode="json"), return_state=True)
+    values, final = settings.model_dump(mode="json"), None
+    if in_flow:
+        pipeline(values)
+    else:
+        as_flow = flow(
+            pipeline,
+            name=execution.plan.pipeline,
+            flow_run_name=night or f"{settings.name}: {run}",
+            persist_result=False,
+            validate_parameters=False,
+            task_runner=ThreadPoolTaskRunner(max_workers=MAX_CONCURRENT_STAGES),
+        )
+        # The thread of the heartbeats would sleep a second at the end of the flow
+        no_heartbeats = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
+        with no_heartbeats, tags(*tags_of(execution)):
+            final = as_flow(values, return_state=True)
     if error := failure_of(execution):
         raise error
-    if not final.is_completed():
+    if final and not final.is_completed():
         raise TTrainError(f"Prefect ended the run as {final.name}: {final.message}")
 
 
-def _final_state(execution: PipelineRun) -> Any:
-    """The state of the flow run, for Prefect's page; None: completed."""
-    from prefect.states import Cancelled, Completed, Failed
+def state_of(error: BaseException) -> Any:
+    """The state in which a stage or a run ends that raised this, without a traceback."""
+    from prefect.states import Cancelled, Failed
 
-    error = failure_of(execution)
     if isinstance(error, NothingNew):
-        return Completed(name=NOTHING_NEW, message=str(error))
-    if isinstance(error, Interrupted):
-        return Cancelled(message=str(error))
-    return Failed(message=str(error)) if error else None
+        return Cancelled(name=NOTHING_NEW, message=str(error), data=error)
+    state = Cancelled if isinstance(error, Interrupted) else Failed
+    return state(message=str(error), data=error)
 
 
 def tags_of(execution: PipelineRun) -> list[str]:
@@ -322,24 +312,10 @@ def rename(name: str) -> None:
         client.set_flow_run_name(UUID(flow_run.id), name)
 
 
-def label_with_process(home: Path) -> None:
-    """Label the current flow run with its process and machine."""
-    from prefect.runtime import flow_run
-
-    pid, tries = os.getpid(), flow_run.run_count
-    process = {LABEL_PID: pid, LABEL_STARTED: process_started(pid) or 0.0, LABEL_TRY: tries}
-    with sync_client() as client:
-        client.update_flow_run_labels(UUID(flow_run.id), {**machine_labels(home), **process})
-
-
-def machine_labels(home: Path) -> dict[str, str]:
-    """Labels of the home and the machine of a flow run."""
-    return {LABEL_HOME: str(home.resolve()), LABEL_HOST: platform.node()}
-
-
 def mark_crashed_runs(home: Path) -> None:
-    """Mark as Crashed the flow runs that Prefect takes for running though their process is gone."""
+    """Mark as Crashed the flow runs that Prefect takes for running though the home's records say that they ended."""
     from prefect.client.schemas.filters import FlowRunFilter
+    from prefect.runtime import flow_run
     from prefect.states import Crashed
 
     unfinished = FlowRunFilter.model_validate(
@@ -347,16 +323,7 @@ def mark_crashed_runs(home: Path) -> None:
     )
     with best_effort(), sync_client() as client:
         for run in client.read_flow_runs(flow_run_filter=unfinished):
-            if is_process_gone(run.labels, run.run_count, home):
+            record = next(newest_first(home, [str(run.id)]), None)
+            has_ended = record is not None and record["outcome"] != "running"
+            if has_ended and str(run.id) != flow_run.id:  # our own may be the second try of one that ended
                 client.set_flow_run_state(run.id, Crashed(message=PROCESS_GONE), force=True)
-
-
-def is_process_gone(labels: Mapping[str, Any], run_count: int, home: Path) -> bool:
-    """Whether the process in a flow run's labels was on this machine and of this home, and is gone.
-
-    A retried run has not yet named its new process while the run counts differ.
-    """
-    expected = {**machine_labels(home), LABEL_TRY: run_count}
-    if any(labels.get(name) != value for name, value in expected.items()):
-        return False
-    return not is_alive({"pid": labels.get(LABEL_PID, 0), "started": labels.get(LABEL_STARTED)})

@@ -34,7 +34,7 @@ from prefect.logging import get_run_logger
 from prefect.runner import Runner
 from prefect.runtime import deployment, flow_run
 from prefect.schedules import Cron
-from prefect.states import Cancelled, Completed, Failed, State
+from prefect.states import Cancelled, Completed, State
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.types.entrypoint import EntrypointType
 from rich.console import Console
@@ -60,15 +60,6 @@ LOOK_SECONDS = 5.0  # between two looks for what is due, and for schedules that 
 RUNS_AT_ONCE = 4  # one of them trains; a slot that comes meanwhile needs seconds to see that
 OWNER = "serve"  # of a server that is started to serve
 STOPPED = "stopped serving; schedules stay, `ttrain pipeline serve` goes on with them"
-# The names of the states in which nights end, by their outcome
-NIGHT_STATES = {
-    "promoted": "Promoted",
-    "kept": "Kept",
-    "nothing-new": engine.NOTHING_NEW,
-    "skipped": "Skipped",
-}
-UNFINISHED = "Unfinished"
-
 engine.silence_prefect()  # now, not in the flow: a signal before it is logged as a crash
 
 
@@ -80,36 +71,41 @@ def slot_name() -> str:
     return f"slot {flow_run.scheduled_start_time.astimezone():%Y-%m-%d %H:%M}"
 
 
-def run_full(changes: tuple[str, ...] = ()) -> State[Any] | None:
-    """Raw files to tokenizer, shards, base model, SFT model, LoRA adapter and evaluation.
+def run_slot(changes: tuple[str, ...] = ()) -> State[Any] | None:
+    """Run one slot of a schedule.
 
     Stages whose inputs, settings and code did not change come from the store: a retry continues.
 
     Args:
         changes: settings of this run alone as key=value, such as sft.epochs=3
     """
-    return _final_state("full", _run_full, changes)
+    guard_streams()
+    outlast_output()
+    show_warnings()
+    home, schedule = usable_home(), f"{flow_run.flow_name}/{deployment.name}"
+    try:
+        engine.mark_crashed_runs(home)
+        settings = settings_to_run(home, schedule, changes)
+        state = (_run_night if flow_run.flow_name == "nightly" else _run_full)(home, settings)
+    except TTrainError as error:
+        if not isinstance(error, Interrupted):
+            get_run_logger().error("%s", error)
+        state = engine.state_of(error)
+    with best_effort():
+        _note_end(home, schedule, state)
+    return state
 
 
-def run_nightly(changes: tuple[str, ...] = ()) -> State[Any] | None:
-    """One night: new data, a challenger trained on it, and the decision which model is champion.
-
-    Args:
-        changes: settings of this night alone as key=value, such as pretrain.tokens=2000000
-    """
-    return _final_state("nightly", _run_night, changes)
-
-
-# Prefect retries no flow run: stages have retries of their own, and the next slot continues. Names
-# differ from those of the functions, which the runner's processes load by their names.
+# Prefect retries no flow run: stages have retries of their own, and the next slot continues. The
+# function has another name than the flows, as the runner's processes load it by its name.
 OPTIONS: Any = {
     "flow_run_name": slot_name,
     "retries": 0,
     "persist_result": False,
     "task_runner": ThreadPoolTaskRunner(max_workers=engine.MAX_CONCURRENT_STAGES),
 }
-full = flow(run_full, name="full", **OPTIONS)
-nightly = flow(run_nightly, name="nightly", **OPTIONS)
+full = flow(run_slot, name="full", **OPTIONS)
+nightly = flow(run_slot, name="nightly", **OPTIONS)
 FLOWS = {"full": full, "nightly": nightly}
 
 
@@ -125,41 +121,15 @@ def _run_full(home: Path, settings: Settings) -> State[Any]:
 
 
 def _run_night(home: Path, settings: Settings) -> State[Any]:
+    """Run a night; its outcome is the name of the state, such as Promoted, NothingNew or Skipped."""
     from ttrain.flows.nightly import run_night
 
     slot, store = flow_run.scheduled_start_time, store_of(home, settings)
     result = run_night(settings, store, flow_run_console(), slot=slot, in_flow=True)
     if result.night:
         engine.rename(result.night)
-    if result.outcome in NIGHT_STATES:
-        return Completed(name=NIGHT_STATES[result.outcome], message=result.reason)
-    return Cancelled(name=UNFINISHED, message=result.reason)
-
-
-def _final_state(kind: str, run: Callable[[Path, Settings], State[Any]], changes: Sequence[str]) -> State[Any]:
-    """Run one slot, and return the state in which its flow run ends.
-
-    ttrain's own errors become states, without a traceback. A retry starts the flow again, which
-    takes what is finished from the store and continues the rest.
-    """
-    guard_streams()
-    outlast_output()
-    show_warnings()
-    schedule = f"{kind}/{deployment.name}"
-    try:
-        home = usable_home()
-        with best_effort():
-            engine.label_with_process(home)
-        engine.mark_crashed_runs(home)
-        state = run(home, settings_to_run(home, schedule, changes))
-    except Interrupted as error:
-        state = Cancelled(message=str(error))
-    except TTrainError as error:
-        get_run_logger().error("%s", error)
-        state = Failed(message=str(error))
-    with best_effort():
-        _note_end(home, schedule, state)
-    return state
+    state = Cancelled if result.outcome == "unfinished" else Completed
+    return state(name=result.outcome.title().replace("-", ""), message=result.reason)
 
 
 def _note_end(home: Path, schedule: str, state: State[Any]) -> None:

@@ -6,6 +6,7 @@ One task run a stage, named after it. The store is the only cache: Prefect cache
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -17,12 +18,13 @@ from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 from prefect.runtime import task_run
-from prefect.states import Cancelled, Completed, Failed, State
+from prefect.states import Cancelled, Completed, State
 
 from ttrain.config import Runtime
 from ttrain.engine.execution import PipelineRun
 from ttrain.engine.graph import Planned
 from ttrain.errors import Interrupted, NothingNew, TTrainError, UsageError
+from ttrain.flows.engine import state_of
 from ttrain.tasks import Stage
 
 
@@ -46,14 +48,10 @@ def stage_task(planned: Planned, execution: PipelineRun) -> Task[..., Any]:
             return Cancelled(message=f"{execution.stop_reason} before this stage began")
         try:
             artifact, state = execution.run_stage(planned, logger.info)
-        except Interrupted as error:
-            return Cancelled(message=str(error))
-        except NothingNew as error:
-            return Cancelled(name="NothingNew", message=str(error), data=error)
         except TTrainError as error:
             # Returned, not raised: Prefect pickles what is raised, and prints its traceback, which tells a user nothing.
-            logger.error("%s", error)
-            return Failed(message=str(error), data=error)
+            logger.log(logging.INFO if isinstance(error, Interrupted | NothingNew) else logging.ERROR, "%s", error)
+            return state_of(error)
         if state == "cached":
             return Completed(name="Cached", message="same settings, inputs and code", data=artifact)
         return Completed(message=f"{state}: {artifact.path}", data=artifact)
