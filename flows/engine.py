@@ -33,7 +33,7 @@ from ttrain.engine.plan import Plan
 from ttrain.engine.progress_display import StageDisplay
 from ttrain.engine.run import print_summary, screen
 from ttrain.errors import Interrupted, NothingNew, TTrainError, UsageError
-from ttrain.flows import prefect_api, servers
+from ttrain.flows import servers
 from ttrain.nightly import notify
 from ttrain.reports import summary
 from ttrain.store.runs import NIGHTLY, newest_first
@@ -129,12 +129,12 @@ def begin(home: Path, auth: Auth = "token") -> Callable[[], None]:
     if importlib.util.find_spec("prefect") is None:
         raise UsageError("Prefect is not installed; try: pip install prefect, or run without it: --engine none")
     named = os.environ.get("PREFECT_API_URL")
-    os.environ.update(prefect_api.prefect_environment(home))
+    os.environ.update(servers.prefect_environment(home))
     silence_prefect()
     wait_for_server = servers.start_own_server(home, auth)
     reread_environment()
     if named:
-        prefect_api.check_prefect_server()
+        servers.check_prefect_server()
     return wait_for_server
 
 

@@ -18,7 +18,6 @@ import contextlib
 import io
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -56,7 +55,8 @@ from ttrain.store.layout import usable_home
 from ttrain.store.runs import this_process
 from ttrain.tracking.artifact_source import store_of
 
-LOOK_SECONDS = 5.0  # between two looks for what is due, and for schedules that changed
+QUERY_SECONDS = 5.0  # between two looks for what is due
+LOOK_SECONDS = 1.0  # between two looks for a signal, and for schedules that changed
 RUNS_AT_ONCE = 4  # one of them trains; a slot that comes meanwhile needs seconds to see that
 OWNER = "serve"  # of a server that is started to serve
 STOPPED = "stopped serving; schedules stay, `ttrain pipeline serve` goes on with them"
@@ -134,16 +134,10 @@ def _run_night(home: Path, settings: Settings) -> State[Any]:
 
 def _note_end(home: Path, schedule: str, state: State[Any]) -> None:
     """Print how the flow run ended, and keep it as the schedule's last one."""
-    with engine.sync_client() as client:  # its name is that of its night by now
-        name = client.read_flow_run(UUID(flow_run.id)).name
-    message = f", {state.message}" if state.message else ""
-    print(timed_lines(escaped(f"{name}: {state.name}{message}")), flush=True)
-    last = {
-        "name": name,
-        "outcome": state.name,
-        "slot": flow_run.scheduled_start_time.isoformat(),
-        "message": state.message,
-    }
+    ended = f"{state.name}, {state.message}" if state.message else str(state.name)
+    print(timed_lines(escaped(f"{schedule}: {ended}")), flush=True)
+    slot = flow_run.scheduled_start_time.isoformat()
+    last = {"outcome": state.name, "slot": slot, "message": state.message}
     write_json(deploy.last_run_file(home, schedule), last, PRIVATE_FILE)
 
 
@@ -269,7 +263,7 @@ class ScheduleServer:
         handler = signal.getsignal(signal.SIGTERM)
         while not self.signums:
             runner = Runner(
-                query_seconds=LOOK_SECONDS,
+                query_seconds=QUERY_SECONDS,
                 prefetch_seconds=0,  # else slots start early
                 limit=RUNS_AT_ONCE,
                 pause_on_shutdown=False,
@@ -286,17 +280,14 @@ class ScheduleServer:
 
     async def _watch(self, runner: Runner) -> None:
         """Keep the server and its deployments as they should be, until a signal."""
-        next_look = 0.0
         while not self.signums:
-            if time.monotonic() > next_look:
-                try:
-                    await asyncio.to_thread(self._keep_server)
-                    async with get_client() as client:
-                        await self.make_deployments(runner, client)
-                except Exception as error:
-                    self._say(f"Prefect: {type(error).__name__} {error}; trying again")
-                next_look = time.monotonic() + LOOK_SECONDS
-            await asyncio.sleep(0.2)
+            try:
+                await asyncio.to_thread(self._keep_server)
+                async with get_client() as client:
+                    await self.make_deployments(runner, client)
+            except Exception as error:
+                self._say(f"Prefect: {type(error).__name__} {error}; trying again")
+            await asyncio.sleep(LOOK_SECONDS)
         self._say("stopping: runs in progress save their state")
         await runner.astop()
 

@@ -9,6 +9,7 @@ ask for a token, and contact no other machine.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import secrets
@@ -21,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 from filelock import FileLock
@@ -29,14 +30,30 @@ from filelock import FileLock
 from ttrain.config import Auth
 from ttrain.core.files import private_directory, write_json
 from ttrain.core.sqlite_files import damage_of, set_aside
-from ttrain.errors import TTrainError
-from ttrain.flows.prefect_api import AUTH_STRING, SILENT, unset
+from ttrain.errors import TTrainError, UsageError
 from ttrain.store import server_records
 from ttrain.store.server_records import HOST, SERVER_MARK, Server
 from ttrain.tracking import client as mlflow_client
 from ttrain.tracking import mirror
 
 log = logging.getLogger("ttrain")
+AUTH_STRING = "PREFECT_API_AUTH_STRING"
+
+# Telemetry: of Prefect's SDK (Amplitude); of its server, and its UI in the browser (both obey "analytics"); of MLflow.
+# Prefect takes 1 or true for DO_NOT_TRACK, MLflow only true.
+SILENT = {
+    "DO_NOT_TRACK": "true",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+# The level of the console's handler, not of a logger: what flow and task runs say, and our own warnings, still reach the
+# API and so the UI.
+QUIET = {
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "ERROR",
+    "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
+    "PREFECT_LOGGING_EXTRA_LOGGERS": "ttrain",
+}
 PORT = "TTRAIN_SERVER_PORT"
 HOME = "TTRAIN_SERVER_HOME"
 OWNER = "TTRAIN_SERVER_OWNER"
@@ -307,21 +324,13 @@ def free_port(wanted: int) -> int:
         return port
 
 
-class OwnServer(NamedTuple):
-    """The Prefect server that this process started for itself."""
-
-    home: Path
-    url: str
-    token: str
-    process: subprocess.Popen[bytes]
-
-
-_own: OwnServer | None = None
+# The servers that this process started for itself, by home, with the variables that lead to them
+_own: dict[Path, tuple[dict[str, str], subprocess.Popen[bytes]]] = {}
 
 
 def is_own() -> bool:
     """Whether this process started the Prefect server that it uses."""
-    return _own is not None and os.environ.get("PREFECT_API_URL") == _own.url
+    return os.environ.get("PREFECT_API_URL") in [variables["PREFECT_API_URL"] for variables, _ in _own.values()]
 
 
 def start_own_server(home: Path, auth: Auth = "token") -> Callable[[], None]:
@@ -331,11 +340,10 @@ def start_own_server(home: Path, auth: Auth = "token") -> Callable[[], None]:
     prefect, then wait: the import goes on meanwhile (0.9 s). Prefect's ephemeral server has no
     token, dies of the Ctrl-C that its run still has to report, and outlives a run that is killed.
     """
-    global _own
     if os.environ.get("PREFECT_API_URL"):
         return lambda: None
-    if _own and _own.home == home:  # a second run of this process
-        os.environ.update({"PREFECT_API_URL": _own.url, AUTH_STRING: _own.token})
+    if home in _own:  # a second run of this process
+        os.environ.update(_own[home][0])
         return lambda: None
     lock = start_lock(home)
     lock.acquire()
@@ -343,10 +351,11 @@ def start_own_server(home: Path, auth: Auth = "token") -> Callable[[], None]:
     # may connect to itself
     port = free_port(10_000 + secrets.randbelow(10_000))
     token = token_of(auth, server_records.new_token)  # known to this process and its children
-    variables = {OWNER: str(os.getpid()), "PREFECT_SERVER_UI_ENABLED": "false"}
-    process = _start(home, "prefect", port, token, variables)
-    _own = OwnServer(home, f"http://{HOST}:{port}/api", token, process)
-    os.environ.update({"PREFECT_API_URL": _own.url, AUTH_STRING: token})
+    own = {OWNER: str(os.getpid()), "PREFECT_SERVER_UI_ENABLED": "false"}
+    process = _start(home, "prefect", port, token, own)
+    variables = {"PREFECT_API_URL": f"http://{HOST}:{port}/api", **access(token)}
+    _own[home] = variables, process
+    os.environ.update(variables)
 
     def wait() -> None:
         try:
@@ -355,3 +364,54 @@ def start_own_server(home: Path, auth: Auth = "token") -> Callable[[], None]:
             lock.release()
 
     return wait
+
+
+def prefect_environment(home: Path) -> dict[str, str]:
+    """The variables to set before prefect is imported; never one that the user has set."""
+    variables = {**SILENT, **QUIET, "PREFECT_HOME": str(home.resolve() / "prefect")}
+    if server := server_records.live_server(home, "prefect"):
+        variables["PREFECT_API_URL"] = f"{server.url}/api"
+    chosen = unset(variables) | _without_proxy()
+    url = chosen.get("PREFECT_API_URL") or os.environ.get("PREFECT_API_URL", "")
+    if token := server_records.token_for(home, "prefect", url):  # None for another server
+        chosen |= access(token)
+    return chosen
+
+
+def access(token: str) -> dict[str, str]:
+    """The variables with which Prefect shows the token: in requests, and where it opens a web socket."""
+    header = {"Authorization": f"Bearer {token}"}
+    return {AUTH_STRING: token, "PREFECT_CLIENT_CUSTOM_HEADERS": json.dumps(header)}
+
+
+def check_prefect_server() -> None:
+    """Raise UsageError where the server at PREFECT_API_URL does not answer or refuses us."""
+    import httpx
+    from prefect.client.orchestration import get_client
+
+    url = os.environ["PREFECT_API_URL"]
+    try:
+        with get_client(sync_client=True) as client:
+            client.request("GET", "/admin/version")
+    except httpx.HTTPStatusError as error:
+        raise UsageError(
+            f"PREFECT_API_URL is {url}, which refuses what {AUTH_STRING} says ({error.response.status_code}); set it to "
+            f"the server's password, which for a server of another ttrain home is the text of servers/token there"
+        ) from None
+    except httpx.TransportError:
+        raise UsageError(
+            f"PREFECT_API_URL is {url} but no Prefect server answers there; start it, or unset the variable"
+        ) from None
+
+
+def unset(variables: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if not os.environ.get(name)}
+
+
+def _without_proxy() -> dict[str, str]:
+    """Requests to our own address do not go to a proxy, which would see the token."""
+    name = "no_proxy" if "no_proxy" in os.environ else "NO_PROXY"
+    listed = os.environ.get(name, "")
+    if HOST in listed or listed.strip() == "*":
+        return {}
+    return {name: ",".join(filter(None, (listed, HOST, "localhost")))}

@@ -5,7 +5,6 @@ One task run a stage, named after it. The store is the only cache: Prefect cache
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections import deque
@@ -142,16 +141,15 @@ def task_runner(runtime: Runtime) -> tuple[Any, int]:
     workers = runtime.workers or os.cpu_count() or 1
     if runtime.dask_address:
         return DaskTaskRunner(address=runtime.dask_address), CLUSTER_AHEAD
-    with contextlib.suppress(ImportError):
-        import dask
+    import dask
 
-        dask.config.set({"distributed.nanny.pre-spawn-environ": {**ENVIRONMENT, "MALLOC_TRIM_THRESHOLD_": "65536"}})
+    dask.config.set({"distributed.nanny.pre-spawn-environ": {**ENVIRONMENT, "MALLOC_TRIM_THRESHOLD_": "65536"}})
     # With TLS and a key of its own: its scheduler runs the code of whoever connects, and all accounts reach 127.0.0.1
-    kwargs = {
+    cluster = {
         "n_workers": workers,
         "threads_per_worker": 1,
         "dashboard_address": None,
         "host": "127.0.0.1",
         "security": True,
     }
-    return DaskTaskRunner(cluster_kwargs=kwargs), workers * TASKS_AHEAD
+    return DaskTaskRunner(cluster_kwargs=cluster), workers * TASKS_AHEAD

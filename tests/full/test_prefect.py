@@ -23,20 +23,19 @@ WITHOUT_PREFECT = (
 
 
 def newest_run(cli: Cli) -> tuple[Any, ...]:
-    """(id, name, state, labels) of the newest flow run."""
-    query = "select id, name, state_name, labels from flow_run order by created desc limit 1"
+    """(id, name, state) of the newest flow run."""
+    query = "select id, name, state_name from flow_run order by created desc limit 1"
     [found] = cli.rows("prefect", query)
     return found
 
 
-def test_a_run_shows_its_process_its_plan_its_stages_with_logs_and_its_results(finished: Cli) -> None:
+def test_a_run_shows_its_plan_its_stages_with_logs_and_its_results(finished: Cli) -> None:
     run = finished.runs()[-1]
     stages = [stage["name"] for stage in run["stages"]]
-    id_, name, state, labels = newest_run(finished)
+    id_, name, state = newest_run(finished)
     assert name == f"tiny-test: {run['run']}"
     name = run["run"]
-    assert state == "Completed" and json.loads(labels)["ttrain.home"] == str(finished.data.parent / "home")
-    assert json.loads(labels)["ttrain.pid"] > 1
+    assert state == "Completed"
     [plan] = finished.rows("prefect", f"select data from artifact where key = 'plan' and flow_run_id = '{id_}'")
     planned = json.loads(json.loads(plan[0]))
     assert [stage["stage"] for stage in planned] == stages

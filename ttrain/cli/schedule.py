@@ -135,9 +135,9 @@ def serve(
     unit: Annotated[Literal["systemd"] | None, option("print a service unit that keeps it running")] = None,
 ) -> None:
     """Run what is scheduled, in the foreground, until SIGTERM or Ctrl-C; a running night then saves its state."""
-    from ttrain.flows import prefect_api
+    from ttrain.flows import servers
 
-    os.environ.update(prefect_api.prefect_environment(usable_home()))  # which Prefect reads when imported
+    os.environ.update(servers.prefect_environment(usable_home()))  # which Prefect reads when imported
     from ttrain.flows import deploy, serve
 
     if unit is not None:
