@@ -24,7 +24,6 @@ from uuid import UUID
 
 from rich.console import Console
 
-from ttrain.config import Auth
 from ttrain.engine import planner as plan_table
 from ttrain.engine.execution import PipelineRun
 from ttrain.engine.labels import NO_LABELS, Labels
@@ -91,9 +90,8 @@ def run_pipeline(
 
         resolve_device(settings.runtime.device)  # not after minutes, at the first training
     with screen(console, settings.runtime.log_level, options.display) as shown_on:
-        wait_for_server = None
         if engine == "prefect" and not options.in_flow:
-            wait_for_server = begin(store.root, settings.servers.auth)
+            begin(store.root)
         part_of = {"night": options.night} if options.night else {}
         execution = PipelineRun(plan, shown_on, part_of=part_of, labels=options.labels)
         track(execution)
@@ -107,8 +105,6 @@ def run_pipeline(
                 execution.raise_if_signalled()
                 with execution.stopping_at(options.stop_at):
                     if engine == "prefect":
-                        if wait_for_server:
-                            wait_for_server()
                         run_in_prefect(execution, in_flow=options.in_flow, night=options.night)
                     else:
                         with execution.catching_signals():
@@ -121,21 +117,17 @@ def run_pipeline(
     return execution
 
 
-def begin(home: Path, auth: Auth = "token") -> Callable[[], None]:
-    """Choose or start the server, before Prefect is imported; returns a function that waits for it.
-
-    What starts imports 0.9 s meanwhile.
-    """
+def begin(home: Path) -> None:
+    """Choose or start the server, before Prefect is imported."""
     if importlib.util.find_spec("prefect") is None:
         raise UsageError("Prefect is not installed; try: pip install prefect, or run without it: --engine none")
     named = os.environ.get("PREFECT_API_URL")
     os.environ.update(servers.prefect_environment(home))
     silence_prefect()
-    wait_for_server = servers.start_own_server(home, auth)
+    servers.start_own_server(home)
     reread_environment()
     if named:
         servers.check_prefect_server()
-    return wait_for_server
 
 
 def silence_prefect() -> None:

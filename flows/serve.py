@@ -38,7 +38,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.types.entrypoint import EntrypointType
 from rich.console import Console
 
-from ttrain.config import NAMES_CODE, Auth, Settings
+from ttrain.config import NAMES_CODE, Settings
 from ttrain.config.loading import load
 from ttrain.core.files import PRIVATE_FILE, Taken, exclusive, private_directory, refuse, write_json
 from ttrain.core.machine import VERSION
@@ -84,7 +84,6 @@ def run_slot(changes: tuple[str, ...] = ()) -> State[Any] | None:
     show_warnings()
     home, schedule = usable_home(), f"{flow_run.flow_name}/{deployment.name}"
     try:
-        engine.mark_crashed_runs(home)
         settings = settings_to_run(home, schedule, changes)
         state = (_run_night if flow_run.flow_name == "nightly" else _run_full)(home, settings)
     except TTrainError as error:
@@ -182,13 +181,13 @@ class _RunLog(io.StringIO):
 # --- the process that serves ---
 
 
-def serve(home: Path, say: Callable[[str], None], auth: Auth = "token") -> None:
+def serve(home: Path, say: Callable[[str], None]) -> None:
     """Run what is due until SIGTERM, SIGHUP or SIGINT; running ones then save their state.
 
     Raises Interrupted after SIGINT, and UsageError where this home is served already, or where
     the server that PREFECT_API_URL names does not answer.
     """
-    server = ScheduleServer(home, say, auth)
+    server = ScheduleServer(home, say)
     with serve_lock(home), handling_signals(server.signums.append):
         try:
             server.start()
@@ -234,8 +233,8 @@ def home_tag(home: Path) -> str:
 class ScheduleServer:
     """Makes deployments of the schedules of a home, and has Prefect's runner start what is due."""
 
-    def __init__(self, home: Path, say: Callable[[str], None], auth: Auth = "token") -> None:
-        self._home, self._say, self._auth = home.resolve(), say, auth
+    def __init__(self, home: Path, say: Callable[[str], None]) -> None:
+        self._home, self._say = home.resolve(), say
         self._has_own_server = not os.environ.get("PREFECT_API_URL")
         self._environment = {"TTRAIN_HOME": str(self._home)}
         self._made: dict[str, tuple[Schedule, UUID | None]] = {}  # None: it was refused
@@ -245,7 +244,7 @@ class ScheduleServer:
         """Choose the server that is named or runs, or start one."""
         self._keep_server()
         os.environ.update(self._environment)
-        engine.begin(self._home)()
+        engine.begin(self._home)
         engine.mark_crashed_runs(self._home)
         self._say(f"serving the schedules of {self._home}; times are of {deploy.local_timezone()}")
         url = os.environ["PREFECT_API_URL"].removesuffix("/api")
@@ -256,7 +255,7 @@ class ScheduleServer:
         if self._has_own_server:
             last = server_records.read(self._home, "prefect")
             port = last.port if last else 4200
-            servers.start(self._home, {"prefect": port}, self._auth, OWNER)
+            servers.start(self._home, {"prefect": port}, OWNER)
 
     async def run(self) -> None:
         """Run what is due until a signal, and until all runs have ended."""

@@ -9,6 +9,7 @@ ask for a token, and contact no other machine.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import logging
 import os
@@ -27,7 +28,6 @@ from typing import Any
 import psutil
 from filelock import FileLock
 
-from ttrain.config import Auth
 from ttrain.core.files import private_directory, write_json
 from ttrain.core.sqlite_files import damage_of, set_aside
 from ttrain.errors import TTrainError, UsageError
@@ -117,31 +117,23 @@ def guarded_app(app: Any, name: str) -> Any:
     """The application behind the guard; the health path tells nothing else, and needs no token."""
     from ttrain.flows.guard import Guard  # with starlette, which only the servers' processes need
 
-    token = os.environ.get(server_records.ACCESS, "")
+    token = os.environ[server_records.ACCESS]
     return Guard(app, int(os.environ[PORT]), token, open_path=HEALTH[name])
 
 
-def token_of(auth: Auth, make: Callable[[], str]) -> str:
-    """The token that a new server asks for; "", with a warning, where servers.auth is off."""
-    if auth == "off":
-        log.warning(server_records.NO_AUTH)
-        return ""
-    return make()
-
-
-def up(home: Path, *, prefect_port: int = 4200, mlflow_port: int = 5000, auth: Auth = "token") -> ServerAddresses:
+def up(home: Path, *, prefect_port: int = 4200, mlflow_port: int = 5000) -> ServerAddresses:
     """Start the servers that are not running yet, in the background; returns when both answer.
 
     A port that another program holds is passed over for the next free one. Raises TTrainError, with the end of the log,
     when a server does not start; then those that this call started are stopped.
     """
-    start(home, {"prefect": prefect_port, "mlflow": mlflow_port}, auth)
+    start(home, {"prefect": prefect_port, "mlflow": mlflow_port})
     addresses = running(home)
     assert addresses is not None, "both have just answered"
     return addresses
 
 
-def start(home: Path, ports: Mapping[str, int], auth: Auth = "token", owner: str = "") -> None:
+def start(home: Path, ports: Mapping[str, int], owner: str = "") -> None:
     """Start the named servers as `up` does, those that run not again.
 
     ports: those to try first
@@ -151,7 +143,7 @@ def start(home: Path, ports: Mapping[str, int], auth: Auth = "token", owner: str
     started: dict[str, tuple[int, subprocess.Popen[bytes]]] = {}
     with start_lock(home):
         missing = [name for name in ports if not server_records.live_server(home, name)]
-        token = token_of(auth, lambda: server_records.make_token(home)) if missing else ""
+        token = server_records.make_token(home)
         try:
             for name in missing:
                 stop(home, name)  # remains of one that does not answer
@@ -161,7 +153,7 @@ def start(home: Path, ports: Mapping[str, int], auth: Auth = "token", owner: str
                     log.warning(taken, ports[name], name, port)
                 process = _start(home, name, port, token, {SERVER_MARK: mark})
                 started[name] = (port, process)
-                server = Server(name, process.pid, port, mark, asks_token=bool(token), owner=owner)
+                server = Server(name, process.pid, port, mark, owner)
                 write_json(server_records.folder_of(home) / f"{name}.json", asdict(server))
             for name, (port, process) in started.items():
                 _wait(home, name, port, process)
@@ -275,9 +267,8 @@ def _wait(home: Path, name: str, port: int, process: subprocess.Popen[bytes]) ->
             if server_records.listens(psutil.Process(process.pid), port):
                 return
         time.sleep(0.05)
-    failure = f"did not answer within {START_SECONDS:.0f} s"
-    if process.returncode is not None:
-        failure = f"ended with exit code {process.returncode}"
+    ended = process.returncode is not None
+    failure = f"ended with exit code {process.returncode}" if ended else f"did not answer within {START_SECONDS:.0f} s"
     path = _log_of(home, name)
     tail = "\n".join(path.read_text(errors="replace").splitlines()[-20:])
     message = f"the {name} server {failure} on port {port}; {path} ends:\n{tail}"
@@ -313,15 +304,12 @@ def start_lock(home: Path) -> FileLock:
 
 def free_port(wanted: int) -> int:
     """The wanted port, else any that nobody listens on."""
-    with socket.socket() as probe:
-        # As the servers do, for a port just left
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, wanted))
-        except OSError:
-            probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    try:
+        probe = socket.create_server((HOST, wanted))
+    except OSError:
+        probe = socket.create_server((HOST, 0))
+    with probe:
+        return int(probe.getsockname()[1])
 
 
 # The servers that this process started for itself, by home, with the variables that lead to them
@@ -333,37 +321,30 @@ def is_own() -> bool:
     return os.environ.get("PREFECT_API_URL") in [variables["PREFECT_API_URL"] for variables, _ in _own.values()]
 
 
-def start_own_server(home: Path, auth: Auth = "token") -> Callable[[], None]:
+def start_own_server(home: Path) -> None:
     """Start a Prefect server for this process alone, unless one is named or runs.
 
-    Returns a function that waits for it. Call it with `prefect_environment` applied, then import
-    prefect, then wait: the import goes on meanwhile (0.9 s). Prefect's ephemeral server has no
-    token, dies of the Ctrl-C that its run still has to report, and outlives a run that is killed.
+    Call it with `prefect_environment` applied, and before prefect is imported: that is done here,
+    while the server starts. Prefect's ephemeral server has no token, dies of the Ctrl-C that its
+    run still has to report, and outlives a run that is killed.
     """
     if os.environ.get("PREFECT_API_URL"):
-        return lambda: None
+        return
     if home in _own:  # a second run of this process
         os.environ.update(_own[home][0])
-        return lambda: None
-    lock = start_lock(home)
-    lock.acquire()
-    # Below 32768, where ports of outgoing connections begin: a client of an unserved port there
-    # may connect to itself
-    port = free_port(10_000 + secrets.randbelow(10_000))
-    token = token_of(auth, server_records.new_token)  # known to this process and its children
-    own = {OWNER: str(os.getpid()), "PREFECT_SERVER_UI_ENABLED": "false"}
-    process = _start(home, "prefect", port, token, own)
-    variables = {"PREFECT_API_URL": f"http://{HOST}:{port}/api", **access(token)}
-    _own[home] = variables, process
-    os.environ.update(variables)
-
-    def wait() -> None:
-        try:
-            _wait(home, "prefect", port, process)
-        finally:
-            lock.release()
-
-    return wait
+        return
+    with start_lock(home):
+        # Below 32768, where ports of outgoing connections begin: a client of an unserved port there
+        # may connect to itself
+        port = free_port(10_000 + secrets.randbelow(10_000))
+        token = server_records.new_token()  # known to this process and its children
+        own = {OWNER: str(os.getpid()), "PREFECT_SERVER_UI_ENABLED": "false"}
+        process = _start(home, "prefect", port, token, own)
+        variables = {"PREFECT_API_URL": f"http://{HOST}:{port}/api", **access(token)}
+        os.environ.update(variables)
+        importlib.import_module("prefect")  # 0.9 s
+        _wait(home, "prefect", port, process)
+        _own[home] = variables, process
 
 
 def prefect_environment(home: Path) -> dict[str, str]:

@@ -161,7 +161,7 @@ def test_a_server_of_another_home_is_refused_with_what_to_set(application: Appli
             with pytest.raises(UsageError, match=r"PREFECT_API_AUTH_STRING says \(401\); set it .* servers/token there"):
                 engine.begin(tmp_path)
         os.environ["PREFECT_API_AUTH_STRING"] = TOKEN
-        engine.begin(tmp_path)()
+        engine.begin(tmp_path)
     engine.reread_environment()
 
 

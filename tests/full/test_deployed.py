@@ -84,7 +84,7 @@ CODE = [
     "notify.command=[touch, /tmp/theirs]", "notify.webhook=https://theirs.example/hook", "notify.webhook_file=/theirs",
     "notify.on=[kept]", "runtime.loggers=wandb", "runtime.dask_address=tcp://theirs:8786", "runtime.rendezvous=theirs:1",
     "runtime.eval_suite=/theirs.yaml", "evaluate.suites=/theirs.yaml",
-    "shards.decontaminate=/theirs.yaml", "servers.auth=off",
+    "shards.decontaminate=/theirs.yaml",
 ]  # fmt: skip
 
 

@@ -37,9 +37,8 @@ from pathlib import Path
 from ttrain.flows import servers
 home = Path(sys.argv[1])
 os.environ.update(servers.prefect_environment(home))
-ready = servers.start_own_server(home)
+servers.start_own_server(home)
 from prefect import flow, get_run_logger
-ready()
 @flow
 def greet():
     get_run_logger().info("said to the API")
@@ -278,7 +277,7 @@ def test_the_environment_prefers_what_the_user_has_set_and_the_token_is_for_the_
         patch.setenv("PREFECT_API_URL", "http://elsewhere:4200/api")
         patch.setenv("PREFECT_HOME", "/users/choice")
         assert not {"PREFECT_API_URL", "PREFECT_HOME"} & set(servers.prefect_environment(faked_home))
-        servers.start_own_server(faked_home)()
+        servers.start_own_server(faked_home)
         assert os.environ["PREFECT_API_URL"] == "http://elsewhere:4200/api"
     token = server_records.read_token(faked_home)
     assert token and servers.prefect_environment(faked_home)["PREFECT_API_AUTH_STRING"] == token
@@ -320,13 +319,3 @@ def test_the_token_is_in_a_file_of_its_owner_and_in_no_argument(faked_home: Path
     path.chmod(0o644)
     assert server_records.read_token(faked_home) is None
     assert server_records.make_token(faked_home) != token and stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
-def test_servers_without_a_token_are_asked_for_and_warned_of(faked_home: Path, caplog: pytest.LogCaptureFixture) -> None:
-    start_both(faked_home, auth="off")
-    assert caplog.text.count("servers.auth is off: every account of this machine") == 1
-    assert not (faked_home / "servers" / "token").exists()
-    assert {process.environ()[server_records.ACCESS] for process in processes_of(faked_home)} == {""}
-    server_records.make_token(faked_home)  # of servers that ask for one
-    server = server_records.live_server(faked_home, "mlflow")
-    assert server and server_records.page_with_token(faked_home, url := f"http://127.0.0.1:{server.port}") == url
