@@ -24,7 +24,6 @@ from uuid import UUID
 
 from rich.console import Console
 
-from ttrain.engine import planner as plan_table
 from ttrain.engine.execution import PipelineRun
 from ttrain.engine.labels import NO_LABELS, Labels
 from ttrain.engine.plain import run_plain
@@ -34,7 +33,6 @@ from ttrain.engine.run import print_summary, screen
 from ttrain.errors import Interrupted, NothingNew, TTrainError, UsageError
 from ttrain.flows import servers
 from ttrain.nightly import notify
-from ttrain.reports import summary
 from ttrain.store.runs import NIGHTLY, newest_first
 from ttrain.tracking import run_summary
 from ttrain.tracking.pusher import track
@@ -121,12 +119,11 @@ def begin(home: Path) -> None:
     """Choose or start the server, before Prefect is imported."""
     if importlib.util.find_spec("prefect") is None:
         raise UsageError("Prefect is not installed; try: pip install prefect, or run without it: --engine none")
-    named = os.environ.get("PREFECT_API_URL")
     os.environ.update(servers.prefect_environment(home))
     silence_prefect()
     servers.start_own_server(home)
     reread_environment()
-    if named:
+    if not servers.is_own():
         servers.check_prefect_server()
 
 
@@ -223,7 +220,6 @@ def _run_stages(execution: PipelineRun) -> None:
     shards = {name for name, planned in stages.items() if planned.stage.reuses_parts}
     url = None if servers.is_own() else url_for("flow-run", obj_id=flow_run.id)
     execution.note_prefect(str(flow_run.id), url)
-    _show_plan(execution)
     with contextlib.suppress(Interrupted):
         with TagsContext(current_tags=set()):  # for each tag of a task Prefect asks for a slot
             for name, planned in stages.items():
@@ -234,30 +230,16 @@ def _run_stages(execution: PipelineRun) -> None:
         for future in futures.values():
             future.wait()
         check_all_completed(execution, [*futures.values()])
-    _show_results(execution)
+    _show_report(execution)
 
 
-def _show_plan(execution: PipelineRun) -> None:
-    from prefect.artifacts import create_table_artifact
-
-    run = execution.record.run
-    with best_effort():
-        names = ("stage", "state", "key", "why")
-        rows = plan_table.plan_rows(execution.plan.stages)
-        plan = [dict(zip(names, row, strict=True)) for row in rows]
-        create_table_artifact(plan, key="plan", description=f"plan of {run}")
-
-
-def _show_results(execution: PipelineRun) -> None:
+def _show_report(execution: PipelineRun) -> None:
+    """Show what the run measured on its page in Prefect."""
     from prefect.artifacts import create_markdown_artifact
 
-    run, rows = execution.record.run, execution.evaluation_table()
     with best_effort():
         text = run_summary.description_of(execution)
-        create_markdown_artifact(text, key="report", description=f"report of {run}")
-        if rows and not execution.signum and not execution.failures:
-            table = summary.markdown(rows, ("metric", "value", ""))
-            create_markdown_artifact(table, key="evaluation", description=f"evaluation of {run}")
+        create_markdown_artifact(text, key="report", description=f"report of {execution.record.run}")
 
 
 def check_all_completed(execution: PipelineRun, futures: Sequence[Any]) -> None:
@@ -282,7 +264,7 @@ def failure_of(execution: PipelineRun) -> BaseException | None:
 
 @contextlib.contextmanager
 def best_effort() -> Iterator[None]:
-    """Log and swallow any exception: labels, tables and links of Prefect cannot fail a run."""
+    """Log and swallow any exception: names and texts of Prefect cannot fail a run."""
     try:
         yield
     except Exception as error:

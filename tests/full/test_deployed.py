@@ -167,7 +167,7 @@ def test_the_api_changes_one_setting_and_refuses_what_is_none(deployed: tuple[Cl
     states = tasks_of(cli, run["id"], 1)
     assert {name for name, state in states.items() if state == "Completed"} == {"lora", "evaluate"}
     artifacts = call(cli.home, "artifacts/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}})
-    assert {artifact["key"] for artifact in artifacts} == {"plan", "report", "evaluation"}
+    assert {artifact["key"] for artifact in artifacts} == {"report"}
     run = ended(cli, start(cli, "lora.optim.lrr=1"), served)
     assert run["state"]["name"] == "Failed" and "did you mean 'lora.optim.lr'?" in run["state"]["message"]
     run = ended(cli, start(cli, f"notify.command=[touch, {cli.home / 'theirs'}]", "notify.on=[failed]"), served)
