@@ -45,7 +45,6 @@ log = logging.getLogger("ttrain")
 MAX_CONCURRENT_STAGES = 4  # the most stages of a graph that are independent, and one to spare
 TAG = "ttrain"
 PROCESS_GONE = "its process is gone"
-NOTHING_NEW = "NothingNew"  # the name of a state in Prefect
 
 
 @dataclass(frozen=True)
@@ -150,11 +149,11 @@ def run_in_prefect(execution: PipelineRun, *, in_flow: bool = False, night: str 
     from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
     from prefect.task_runners import ThreadPoolTaskRunner
 
+    from ttrain.flows import stage_task
+
     settings, home, run = execution.settings, execution.store.root, execution.record.run
     if settings.runtime.sharding == "dask":
-        from ttrain.flows.stage_task import make_on_dask
-
-        execution.make_parts_elsewhere = lambda stage, work: make_on_dask(
+        execution.make_parts_elsewhere = lambda stage, work: stage_task.make_on_dask(
             stage, work, settings.runtime, lambda: execution.signum
         )
     mark_crashed_runs(home)
@@ -165,7 +164,7 @@ def run_in_prefect(execution: PipelineRun, *, in_flow: bool = False, night: str 
                 rename(night or run)
             _run_stages(execution)
         error = failure_of(execution)
-        return state_of(error) if error else None
+        return stage_task.state_of(error) if error else None
 
     values, final = settings.model_dump(mode="json"), None
     if in_flow:
@@ -187,16 +186,6 @@ def run_in_prefect(execution: PipelineRun, *, in_flow: bool = False, night: str 
         raise error
     if final and not final.is_completed():
         raise TTrainError(f"Prefect ended the run as {final.name}: {final.message}")
-
-
-def state_of(error: BaseException) -> Any:
-    """The state in which a stage or a run ends that raised this, without a traceback."""
-    from prefect.states import Cancelled, Failed
-
-    if isinstance(error, NothingNew):
-        return Cancelled(name=NOTHING_NEW, message=str(error), data=error)
-    state = Cancelled if isinstance(error, Interrupted) else Failed
-    return state(message=str(error), data=error)
 
 
 def tags_of(execution: PipelineRun) -> list[str]:

@@ -49,6 +49,7 @@ from ttrain.errors import Interrupted, TTrainError, UsageError
 from ttrain.flows import deploy, engine, servers
 from ttrain.flows.deploy import Schedule
 from ttrain.flows.engine import TAG, best_effort
+from ttrain.flows.stage_task import state_of
 from ttrain.lineage.names import base_of
 from ttrain.store import server_records
 from ttrain.store.layout import usable_home
@@ -89,7 +90,7 @@ def run_slot(changes: tuple[str, ...] = ()) -> State[Any] | None:
     except TTrainError as error:
         if not isinstance(error, Interrupted):
             get_run_logger().error("%s", error)
-        state = engine.state_of(error)
+        state = state_of(error)
     with best_effort():
         _note_end(home, schedule, state)
     return state

@@ -17,13 +17,12 @@ from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 from prefect.runtime import task_run
-from prefect.states import Cancelled, Completed, State
+from prefect.states import Cancelled, Completed, Failed, State
 
 from ttrain.config import Runtime
 from ttrain.engine.execution import PipelineRun
 from ttrain.engine.graph import Planned
 from ttrain.errors import Interrupted, NothingNew, TTrainError, UsageError
-from ttrain.flows.engine import state_of
 from ttrain.tasks import Stage
 
 
@@ -65,6 +64,14 @@ def stage_task(planned: Planned, execution: PipelineRun) -> Task[..., Any]:
         persist_result=False,
         cache_policy=NO_CACHE,
     )
+
+
+def state_of(error: BaseException) -> State[Any]:
+    """The state in which a stage or a run ends that raised this, without a traceback."""
+    if isinstance(error, NothingNew):
+        return Cancelled(name="NothingNew", message=str(error), data=error)
+    state = Cancelled if isinstance(error, Interrupted) else Failed
+    return state(message=str(error), data=error)
 
 
 def is_mistake(error: object) -> bool:
