@@ -17,22 +17,26 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from rich.console import Console
 
-from ttrain.engine.execution import PipelineRun
+from ttrain.core.terminal import print_plain, table
+from ttrain.core.text import format_duration
+from ttrain.engine import planner
+from ttrain.engine.display import StageDisplay
+from ttrain.engine.execution import PipelineRun, screen
 from ttrain.engine.labels import NO_LABELS, Labels
-from ttrain.engine.plain import run_plain
 from ttrain.engine.plan import Plan
-from ttrain.engine.progress_display import StageDisplay
-from ttrain.engine.run import print_summary, screen
 from ttrain.errors import Interrupted, NothingNew, TTrainError, UsageError
 from ttrain.flows import servers
 from ttrain.nightly import notify
+from ttrain.store import runs
+from ttrain.store.layout import Artifact
 from ttrain.store.runs import NIGHTLY, newest_first
 from ttrain.tracking import run_summary
 from ttrain.tracking.pusher import track
@@ -105,7 +109,7 @@ def run_pipeline(
                         run_in_prefect(execution, in_flow=options.in_flow, night=options.night)
                     else:
                         with execution.catching_signals():
-                            run_plain(execution)
+                            execution.run_stages()
         finally:
             print_summary(execution, execution.outcome, console)
             if plan.pipeline != NIGHTLY:  # a night sends its own
@@ -227,7 +231,8 @@ def _show_report(execution: PipelineRun) -> None:
     from prefect.artifacts import create_markdown_artifact
 
     with best_effort():
-        text = run_summary.description_of(execution)
+        rows, record = execution.evaluation_table(), execution.record.snapshot()
+        text = run_summary.description(execution.store.root, record, execution.metrics(), rows)
         create_markdown_artifact(text, key="report", description=f"report of {execution.record.run}")
 
 
@@ -290,3 +295,51 @@ def mark_crashed_runs(home: Path) -> None:
             has_ended = record is not None and record["outcome"] != "running"
             if has_ended and str(run.id) != flow_run.id:  # our own may be the second try of one that ended
                 client.set_flow_run_state(run.id, Crashed(message=PROCESS_GONE), force=True)
+
+
+def print_summary(execution: PipelineRun, outcome: str, console: Console) -> None:
+    """Print the evaluation, or how to continue."""
+    rows = execution.evaluation_table() if outcome == "completed" else []
+    if rows:
+        console.print()
+        table(("evaluation", "value", ""), rows, console)
+        console.print()
+    took, say = format_duration(execution.seconds), partial(print_plain, console)
+    if outcome == "completed":
+        say(f"done in {took}; run {execution.record.run}")
+        return
+    if outcome == runs.NOTHING_NEW:  # the night says why
+        return
+    next_step = ", and the same command continues there"
+    if any(getattr(error, "is_mistake", False) for error in execution.failures.values()):
+        next_step = ", and the command continues there once the mistake is fixed"
+    if execution.plan.pipeline == NIGHTLY:  # which says its own
+        next_step = ""
+    say(
+        f"{outcome} after {took}; finished stages are kept{next_step} "
+        f"(`ttrain pipeline status` shows the stages and their logs)"
+    )
+
+
+def run_one_stage(name: str, plan: Plan, console: Console) -> tuple[Artifact, str]:
+    """Build one stage of the plan alone, without Prefect; returns its artifact and state.
+
+    Raises UsageError where it is unknown or an input is missing.
+    """
+    planned = {each.stage.name: each for each in plan.stages}
+    if name not in planned:
+        raise planner.no_stage(name, planned, plan.settings)
+    needed = plan.graph.needed_by(name) - {name}
+    if missing := [each for each in planned if each in needed and not planned[each].artifact]:
+        commands = ", ".join(f"`ttrain stage run {each}`" for each in missing)
+        raise UsageError(
+            f"stage {name} waits for {', '.join(missing)}; run first, with the same settings: {commands}, "
+            f"or all at once: `ttrain pipeline run full --until {name}`"
+        )
+    chosen = replace(planned[name], sources=planned[name].inputs)  # the artifacts that are there
+    alone = replace(plan, pipeline=f"stage-{name}", stages=[chosen])
+    execution = run_pipeline(alone, console, RunOptions("none"))
+    artifact = plan.store.complete(execution.artifacts[name])
+    print_plain(console, f"artifact: {artifact.path}")
+    [entry] = execution.record.snapshot()["stages"]
+    return artifact, str(entry["outcome"])

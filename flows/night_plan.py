@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from ttrain.config import Settings
 from ttrain.config.training import TRAINING_STAGES
+from ttrain.engine.execution import REGISTERED
 from ttrain.engine.graph import Graph, Planned, Source
 from ttrain.engine.plan import Plan
 from ttrain.engine.planner import plan
-from ttrain.engine.run_models import REGISTERED
 from ttrain.errors import UsageError
 from ttrain.evaluate import promotion
 from ttrain.flows.full import full
@@ -189,7 +189,7 @@ def _new_inputs(settings: Settings, store: ArtifactStore, nights: Nights) -> tup
 
 def current_champion(settings: Settings, store: ArtifactStore) -> Champion | None:
     """The registered champion with the artifacts of its models; None if there is none."""
-    take_over_champions(store.root, settings.name)
+    take_over_champions(store.root)
     champion = Registry(store.root).champion(settings.name)
     if champion is None:
         return None

@@ -24,9 +24,8 @@ from rich.console import Console
 from ttrain.config import Event, Promotion, Settings
 from ttrain.config.training import BITS_PER_BYTE, DOMAIN_LOSS, TRAINING_STAGES
 from ttrain.core.terminal import print_plain
-from ttrain.engine.execution import PipelineRun
+from ttrain.engine.execution import REGISTERED, PipelineRun
 from ttrain.engine.labels import NO_LABELS, Labels
-from ttrain.engine.run_models import REGISTERED
 from ttrain.engine.stop_request import AT_DEADLINE, SIGNALLED
 from ttrain.errors import Interrupted, NothingNew, StageFailed, TooFewRows, TTrainError
 from ttrain.evaluate import promotion

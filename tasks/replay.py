@@ -40,10 +40,9 @@ def run(settings: Settings, job: StageContext) -> Figures:
     somebody promoted may have learnt what nights hold out.
     """
     new = ShardSet(job.inputs["documents"] / "train")
-    training: Pretrain | Sft = settings.sft
+    training: Pretrain | Sft = settings.pretrain if new.index["kind"] == "documents" else settings.sft
     row_length = None
-    if new.index["kind"] == "documents":
-        training = settings.pretrain
+    if isinstance(training, Pretrain):
         # A masked region may begin in one window and end in another.
         row_length = None if training.mask_intervals else training.row_length
     tokenizer, share = new.index["tokenizer"], settings.nightly.replay

@@ -25,7 +25,7 @@ from typing import Any
 from ttrain.config import Settings
 from ttrain.core.html_table import html_table
 from ttrain.engine.cached import record_cached
-from ttrain.engine.displays import CallbackDisplay, Progress, notebook_display
+from ttrain.engine.display import StageDisplay
 from ttrain.engine.graph import Rerun, Selection
 from ttrain.engine.plan import Plan, PlannedStage
 from ttrain.errors import Interrupted, TTrainError, UsageError
@@ -215,7 +215,7 @@ def run(
     settings: Settings | None = None,
     *,
     engine: str = "none",
-    progress: Progress | bool = False,
+    progress: StageDisplay | bool = False,
     note: str = "",
     tags: Mapping[str, str] | None = None,
     home: str | Path | None = None,
@@ -223,10 +223,11 @@ def run(
 ) -> Run:
     """Run a pipeline to its end and return its record; what is cached is not run again.
 
-    `engine`: "none" builds the stages one after the other, "prefect" as a flow run, on the server that PREFECT_API_URL names
-    or one of its own. `progress`: True prints what the command prints, in a notebook with a bar for each stage; a function
-    is called with (stage, event, data), the events being started, progressed, ended, failed and message. `selection`: as
-    for `plan`. Each stage that trains runs in a process of its own, which ends with this one. Raises TTrainError; a
+    `engine`: "none" builds the stages one after the other, "prefect" as a flow run, on the server
+    that PREFECT_API_URL names or one of its own. `progress`: True prints what the command prints,
+    in a notebook as bars in the cell; a function is called with (stage, event, data), the events
+    being started, progressed, ended, failed and message. `selection`: as for `plan`.
+    Each stage that trains runs in a process of its own, which ends with this one. Raises TTrainError; a
     KeyboardInterrupt stops the stages first, and the same call continues at their last checkpoint.
     """
     from rich.console import Console
@@ -234,6 +235,7 @@ def run(
     from ttrain.core.signals import without_signal_handlers
     from ttrain.core.terminal import console
     from ttrain.engine.labels import labels_of
+    from ttrain.engine.notebook_display import notebook_display
 
     if engine not in ENGINES:
         raise UsageError(f"engine is {engine!r} but must be prefect or none")
@@ -249,7 +251,7 @@ def run(
     with without_signal_handlers():
         try:
             screen = console() if progress is True else Console(quiet=True)
-            display = CallbackDisplay(progress) if callable(progress) else notebook_display() if progress else None
+            display = progress if callable(progress) else notebook_display() if progress else None
             execution = run_pipeline(planned, screen, RunOptions(engine, labels=labels, display=display))
         except Interrupted as error:
             raise KeyboardInterrupt(str(error)) from None

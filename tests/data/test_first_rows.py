@@ -88,7 +88,9 @@ def test_most_rows_being_bad_is_told_with_the_first_place_unless_so_many_may_be(
 ) -> None:
     path = written(tmp_path / "a.jsonl", *rows)
     message = refused("data.sft", "chats", path)
-    assert message.startswith("data.sft: 3 of the first 4 rows are bad, the first one is ") and place in message
+    assert message.startswith("data.sft: 3 of 4 rows are bad, the first one is ") and place in message
     first_rows.check("data.sft", "chats", [path], Reading(rejected_fraction=0.8))
     good = written(tmp_path / "b.jsonl", *[CHAT] * 3)
+    long = written(tmp_path / "long.jsonl", *["{broken"] * first_rows.ROWS, *[CHAT] * 50)
+    first_rows.check("data.sft", "chats", [long], Reading())
     first_rows.check("data.sft", "chats", [path, good], Reading())

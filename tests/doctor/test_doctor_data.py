@@ -30,7 +30,6 @@ from ttrain.doctor.inputs import missing_data, paths_of
 from ttrain.doctor.parts import with_references
 from ttrain.engine.graph import Graph, Planned
 from ttrain.engine.plan import Plan
-from ttrain.engine.planner import section_of
 from ttrain.errors import DataError
 from ttrain.flows.full import full
 from ttrain.store.artifacts import ArtifactStore
@@ -215,7 +214,7 @@ def test_pairs_too_long_for_a_row_are_named_before_a_run_trains_what_dpo_starts_
     new_model = StageContext(
         {"tokenizer": tokenizer}, {}, {}, tmp_path / "new", settings.runtime, ProgressWriter(None), bool
     )
-    make_new_model(section_of(NEW_MODEL, settings), new_model)
+    make_new_model(Settings.rebuilt(NEW_MODEL.part_of(settings)), new_model)
     monkeypatch.setattr(run, "paths_of", lambda *_: ({**paths, "base": tmp_path / "new"}, False))
     plan = Plan("full", settings, ArtifactStore(tmp_path), Graph(), [])
     learner, data = run.prepare("dpo", plan, tmp_path)

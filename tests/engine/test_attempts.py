@@ -12,11 +12,11 @@ from support.tiny_stages import planned, run_of
 from support.waiting import stopwatch
 
 from ttrain.config.loading import load
+from ttrain.engine.display import Display
 from ttrain.engine.execution import PipelineRun
 from ttrain.engine.graph import Graph
 from ttrain.engine.plan import Plan
-from ttrain.engine.progress_display import Display
-from ttrain.errors import ArtifactError, DataError, Interrupted, StageFailed, TooFewRows, UsageError
+from ttrain.errors import Interrupted
 from ttrain.lineage import names
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.references import need_run
@@ -32,15 +32,6 @@ def execution(tmp_path: Path) -> PipelineRun:
 def said(execution: PipelineRun) -> str:
     assert isinstance(execution.display.console.file, io.StringIO)
     return execution.display.console.file.getvalue()
-
-
-def test_a_mistake_is_told_from_what_a_second_try_may_mend() -> None:
-    usage = (UsageError("x"), TooFewRows("x"), StageFailed("x", "UsageError"), StageFailed("x", "TooFewRows"))
-    data = (DataError("x"), StageFailed("x", "DataError"))
-    assert all(error.is_mistake for error in (*usage, *data))
-    assert all(error.is_usage_error for error in usage) and not any(error.is_usage_error for error in data)
-    others = (ArtifactError("x"), Interrupted("x"), StageFailed("x"), StageFailed("x", "unexpected"))
-    assert not any(error.is_mistake for error in others)
 
 
 def test_the_first_reason_to_stop_is_the_one_that_is_told(execution: PipelineRun) -> None:
@@ -64,16 +55,6 @@ def test_the_deadline_stops_a_run_and_one_that_is_over_does_not(execution: Pipel
         execution.wait(10)  # which ends with the request to stop
         assert time.time() - began >= 0.3 and waited() < 5
     assert execution.stop_reason == "deadline reached"
-
-
-def test_a_deadline_that_the_clock_jumps_over_stops_at_once(execution: PipelineRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine slept, or its clock was set: what counts is what it shows, not how much time has passed."""
-    now = time.time
-    waited = stopwatch()
-    with execution.stopping_at(now() + 3600):
-        monkeypatch.setattr(time, "time", lambda: now() + 7200)
-        execution.wait(20)
-    assert execution.stop_reason == "deadline reached" and waited() < 10
 
 
 def test_a_run_s_record_means_the_same_files_wherever_its_stage_is_rerun(

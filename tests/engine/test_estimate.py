@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,7 @@ from ttrain.cli import pipeline as cli_pipeline
 from ttrain.cli.main import app
 from ttrain.engine import estimate as estimates
 from ttrain.engine import provenance
-from ttrain.engine.estimate import Estimate, StageEstimate, about, estimate
-from ttrain.engine.resume import PartialRun
+from ttrain.engine.estimate import Estimate, StageEstimate, estimate
 from ttrain.errors import UsageError
 from ttrain.store.runs import RunRecord
 from ttrain.tasks import PRETRAIN
@@ -58,13 +56,6 @@ def test_the_time_of_a_training_follows_the_rate_that_this_machine_has_shown(hou
     assert deeper.seconds is not None and deeper.seconds > 140, "a token of more parameters costs more"
 
 
-def test_the_rate_of_another_machine_or_device_is_not_taken(house: House) -> None:
-    with_pretraining(house, machine={"processor": "another", "cores": 64})
-    settings = house.settings("pretrain.seed=2")
-    found = estimate(list(house.plan("pretrain.seed=2").values()), settings, house.store)
-    assert found.rate == "the quickstart's rate on a similar CPU"
-
-
 def test_without_any_rate_the_time_is_left_out_and_the_rest_is_told(house: House) -> None:
     found = estimated(house, "runtime.device=cuda", "pretrain.tokens=100")
     assert found["pretrain"].seconds is None and found["pretrain"].tokens == 100
@@ -83,12 +74,6 @@ def test_passes_follow_from_the_bytes_of_the_files_and_exactly_from_the_shards(h
     assert built and estimated(house, "pretrain.tokens=50_000")["pretrain"].passes == 2
 
 
-@pytest.mark.parametrize("name", ["packed.jsonl.gz", "table.parquet"])
-def test_passes_over_data_of_unknown_size_are_left_out(house: House, name: str) -> None:
-    found = estimated(house, f"data.pretrain={house.write(name, 'x')}", "pretrain.tokens=1000")
-    assert found["pretrain"].passes is None
-
-
 def test_a_long_run_and_one_of_many_passes_are_remarked_on() -> None:
     def of(seconds: float, passes: float) -> list[str]:
         return Estimate((StageEstimate("pretrain", seconds, 10, passes),), "").remarks()
@@ -96,13 +81,6 @@ def test_a_long_run_and_one_of_many_passes_are_remarked_on() -> None:
     assert of(86_000, 40) == []
     assert ["day" in line for line in of(87_000, 1)] == [True]
     assert "passes about 41 times" in of(10, 41)[0]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.2, "1 s"), (42.4, "42 s"), (95, "1.6 min"), (3 * 3600 + 1500, "3.4 h"), (2e6, "23 days")]
-)
-def test_a_time_is_told_with_two_digits(seconds: float, text: str) -> None:
-    assert about(seconds) == text
 
 
 def test_unfinished_work_takes_the_rest_of_its_steps(house: House) -> None:
@@ -113,45 +91,6 @@ def test_unfinished_work_takes_the_rest_of_its_steps(house: House) -> None:
     checkpoint.mkdir(parents=True)
     rest = estimated(house, *overrides)["pretrain"]
     assert rest.seconds == pytest.approx((204_800 - 50 * 2048) / 1000 + estimates.START_SECONDS)
-
-
-def test_work_of_another_key_that_is_continued_takes_the_rest_of_its_steps(house: House) -> None:
-    with_pretraining(house)
-    overrides = ("pretrain.seed=2", "pretrain.tokens=204_800", "pretrain.tokens_per_step=2048")
-    planned = house.plan(*overrides)["pretrain"]
-    work = PartialRun("pretrain", "k", house.store.root, 50, {})
-    for continued in (replace(planned, partial_run=work), replace(planned, start_from=Path("checkpoints/step-00000050"))):
-        [found] = estimate([continued], house.settings(*overrides), house.store).stages
-        assert found.seconds == pytest.approx((204_800 - 50 * 2048) / 1000 + estimates.START_SECONDS)
-
-
-def test_the_rate_of_a_training_of_seconds_is_taken_only_where_no_other_is_known(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with_pretraining(house)
-    short = {**RATE, "tokens_per_second": 10.0, "train_seconds": 1.0}
-    with_pretraining(house, "pretrain.seed=3", result=short)
-    overrides = ("pretrain.seed=2", "pretrain.tokens=100_000")
-    assert estimated(house, *overrides)["pretrain"].seconds == pytest.approx(100 + estimates.START_SECONDS)
-    monkeypatch.setattr(estimates, "RATED_SECONDS", 60.0)
-    assert (estimated(house, *overrides)["pretrain"].seconds or 0) < 100, "the quickstart's is far quicker"
-    monkeypatch.setattr(estimates._Estimator, "_quickstart_rate", lambda self, flops: None)
-    assert estimated(house, *overrides)["pretrain"].seconds == pytest.approx(10_000 + estimates.START_SECONDS)
-
-
-def test_the_start_of_a_stage_is_not_scaled_with_its_data() -> None:
-    assert estimates._scaled(1.0, 100.0, 0.8) == pytest.approx(0.8 + 0.2 * 100)
-    assert estimates._scaled(0.5, 100.0, 0.8) == 0.5 and estimates._scaled(3.0, 0.1, 0.8) == 3.0
-
-
-def test_a_stage_of_much_more_data_than_before_is_estimated_by_the_quickstart(house: House) -> None:
-    size = estimates.QUICKSTART_BYTES["pretrain"]
-    house.write("documents.jsonl", '{"text": "' + "a" * size + '"}\n')
-    house.build(house.settings(), stages=("tokenizer",))
-    planned = house.plan()["shards-pretrain"]
-    house.publish(planned, result={"train": {"bytes": 1000}}, seconds=1.5, **made_here(house))
-    found = estimated(house, "reading.heldout_fraction=0.3")["shards-pretrain"]
-    assert found.seconds == pytest.approx(estimates.OTHER_SECONDS["shards-pretrain"], rel=0.01)
 
 
 # --- what the reasons compare with

@@ -5,19 +5,17 @@ from __future__ import annotations
 import io
 import logging
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from ttrain.core.terminal import showing_logs
-from ttrain.engine import progress_display, stage_worker
-from ttrain.engine.progress_display import Display, DisplayObserver
-from ttrain.engine.stop_request import StopRequest
+from ttrain.engine import display as displays
+from ttrain.engine import stage_worker
+from ttrain.engine.display import Display
 from ttrain.reports import summary
 from ttrain.store.runs import RunLog
-from ttrain.tasks import TOKENIZER
 
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (\S+): (.*)")
 
@@ -38,24 +36,6 @@ def test_what_a_line_holds_can_make_no_other_line_and_move_no_cursor(tmp_path: P
     assert line.endswith(r"sft: bar\rbaz\n2026-11-21 00:00:00 lora: forged \x1b[31m\u2028 東京" + "\tok")
 
 
-def test_lines_of_stages_side_by_side_stay_whole_and_runs_do_not_mix(tmp_path: Path) -> None:
-    logs = [RunLog(tmp_path / f"full-{number}.log") for number in range(2)]
-
-    def stage(number: int, name: str) -> None:
-        for line in range(200):
-            logs[number].add(name, f"{number} {line} " + "x" * 500)
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(stage, (0, 0, 1, 1), ("shards-sft", "shards-lora") * 2))
-    for number, log in enumerate(logs):
-        found = [LINE.fullmatch(line) for line in log.path.read_text().splitlines()]
-        told = [(match[1], match[2].split()) for match in found if match]
-        assert len(told) == len(found) == 400
-        for name in ("shards-sft", "shards-lora"):
-            lines = [words for stage_name, words in told if stage_name == name]
-            assert [words[:2] for words in lines] == [[str(number), str(line)] for line in range(200)]
-
-
 def test_a_disk_that_takes_nothing_costs_the_lines_and_is_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -66,14 +46,6 @@ def test_a_disk_that_takes_nothing_costs_the_lines_and_is_told_once(
     assert [record.message for record in caplog.records] == [
         f"the run's log {log.path} cannot be written, the pipeline goes on: No such file or directory"
     ]
-
-
-def test_who_waits_for_a_stage_and_what_a_stage_continued_is_said() -> None:
-    output = io.StringIO()
-    DisplayObserver(Display(Console(file=output, width=150)), StopRequest()).waits_for(TOKENIZER, "the run full-1")
-    assert output.getvalue() == "  tokenizer: the run full-1 is building it; waiting for it to finish\n"
-    result = {"tokens": 512, "resumed_from_step": 3, "steps": 9}
-    assert summary.key_figures("pretrain", result).endswith("continued at step 3 of 9")
 
 
 def test_warnings_of_the_guards_name_the_setting_to_change_and_their_file() -> None:
@@ -100,11 +72,11 @@ def test_the_speed_and_the_time_left_are_shown_from_the_second_report_on(
     is_terminal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [100.0]
-    monkeypatch.setattr(progress_display.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(displays.time, "monotonic", lambda: clock[0])
     output = io.StringIO()
     display = Display(Console(file=output, force_terminal=is_terminal, width=150))
     for done in (0, 1000, 2000):
-        display.progressed("pretrain", {"done": done, "total": 10_000, "unit": "tokens", "figures": {"loss": 7.25}})
+        display("pretrain", "progressed", {"done": done, "total": 10_000, "unit": "tokens", "figures": {"loss": 7.25}})
         if display._bars:
             display._bars.refresh()
         clock[0] += 20
@@ -119,7 +91,7 @@ def test_the_speed_and_the_time_left_are_shown_from_the_second_report_on(
 @pytest.mark.parametrize(
     ("level", "logged", "shown"),
     [
-        ("debug", {"a step", "a fact", "a doubt"}, {"started", "a line of its log", "took", "a failure", "a doubt"}),
+        ("debug", {"a step", "a fact", "a doubt"}, {"started", "took", "a failure", "a doubt"}),
         ("info", {"a fact", "a doubt"}, {"started", "took", "a failure", "a doubt"}),
         ("warning", {"a doubt"}, {"a failure", "a doubt"}),
         ("error", set(), {"a failure"}),
@@ -144,12 +116,11 @@ def test_the_log_level_chooses_what_the_log_of_a_stage_has_and_what_the_terminal
     try:
         with showing_logs(level):
             display = Display(Console(file=output, width=150), level)
-            display.started("sft", "started")
-            DisplayObserver(display, StopRequest(), level).logged(TOKENIZER, "a line of its log")
-            display.ended("sft", "completed", 1.0, "took")
-            display.failed("sft", "a failure")
+            display("sft", "started", {"why": "started"})
+            display("sft", "ended", {"state": "completed", "seconds": 1.0, "figures": "took"})
+            display("sft", "failed", {"error": "a failure"})
             logging.getLogger("ttrain").warning("a doubt")
     finally:
         logging.getLogger("ttrain").removeHandler(warnings)
-    everything = {"started", "a line of its log", "took", "a failure", "a doubt"}
+    everything = {"started", "took", "a failure", "a doubt"}
     assert {words for words in everything if words in output.getvalue()} == shown

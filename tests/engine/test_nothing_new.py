@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from support.tiny_stages import Home, planned, run_of
+from support.tiny_stages import Home
 
 from ttrain.config import Settings
 from ttrain.engine.execution import PipelineRun
@@ -17,7 +17,7 @@ from ttrain.engine.graph import Graph
 from ttrain.engine.plan import Plan
 from ttrain.engine.planner import plan
 from ttrain.errors import NothingNew, StageFailed
-from ttrain.flows.engine import RunOptions, failure_of, run_pipeline
+from ttrain.flows.engine import RunOptions, run_pipeline
 from ttrain.reports import summary
 from ttrain.store import runs
 from ttrain.store.layout import Artifact
@@ -84,20 +84,3 @@ def test_documents_that_earlier_nights_hold_out_are_nothing_new_and_a_set_of_the
     assert "earlier" not in alone.manifest["inputs"] and beside.manifest["inputs"]["earlier"]["key"] == earlier.key
     lowest = [record["text"] for record in heldout_records(beside.path)]
     assert beside.result["of_earlier_heldout"] == (held_out["text"] not in lowest)
-
-
-def test_a_status_leaves_out_the_stages_that_a_night_without_news_did_not_come_to() -> None:
-    stages = [{"name": "shards-pretrain", "outcome": "nothing-new"}, {"name": "pretrain", "outcome": "pending"}]
-    assert summary.shown_stages({"outcome": "nothing-new", "stages": stages}) == stages[:1]
-    assert summary.shown_stages({"outcome": "failed", "stages": stages}) == stages
-    assert summary.shown_stages({"outcome": "cached", "stages": stages}) == []
-
-
-def test_a_failure_of_another_stage_comes_before_that_nothing_is_new(tmp_path: Path) -> None:
-    """Under Prefect independent stages go on."""
-    settings = Settings.model_validate({"tracking": {"enabled": False}})
-    run = run_of(Home.make(tmp_path).store, settings, planned("shards-pretrain", "shards-sft"))
-    run.failures = {"shards-pretrain": NothingNew("x"), "shards-sft": StageFailed("bad rows")}
-    assert isinstance(failure_of(run), StageFailed)
-    del run.failures["shards-sft"]
-    assert isinstance(failure_of(run), NothingNew)

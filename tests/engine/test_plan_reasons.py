@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import platform
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
 from support.planned_homes import House, running
 
-from ttrain.config.loading import load
 from ttrain.core import machine
-from ttrain.data import python_docs
-from ttrain.engine.planner import plan, plan_json, plan_rows, plan_stage
-from ttrain.flows.full import full
-from ttrain.store.artifacts import ArtifactStore
-from ttrain.tasks import PRETRAIN, SOURCE
+from ttrain.engine.planner import plan_json, plan_rows, plan_stage
+from ttrain.tasks import PRETRAIN
 
 # --- what does not count, and is told: libraries and Python
 
@@ -77,21 +72,6 @@ def test_other_versions_rerun_nothing_and_are_told_where_nothing_else_runs(
     [row] = [row for row in plan_rows(stages.values()) if row[0] == "sft"]
     assert row[3] == f"same settings, inputs and code; {told}"
     assert not any(stage["notes"] for stage in plan_json("full", built.plan("sft.seed=2").values())["stages"])
-
-
-def test_the_text_that_ships_counts_for_the_stage_that_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings, own = load([], environment={}).settings, House(tmp_path)
-
-    def first() -> Any:
-        return plan(full(settings), settings, ArtifactStore(own.store.root))[0]
-
-    own.publish(first())
-    assert (first().stage, first().state) == (SOURCE, "cached")
-    monkeypatch.setattr(platform, "python_version", lambda: "3.10.1")
-    assert first().state == "cached"
-    monkeypatch.setattr(python_docs, "text_file", lambda: tmp_path / "python.jsonl.zst")
-    (tmp_path / "python.jsonl.zst").write_bytes(b"other text")
-    assert first().why == ("python file python.jsonl.zst changed",)
 
 
 # --- how it is shown

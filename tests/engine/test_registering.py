@@ -10,10 +10,8 @@ from support.tiny_stages import planned, run_of
 
 from ttrain.config import Settings
 from ttrain.core.files import read_json, write_json
-from ttrain.engine import baseline
 from ttrain.engine.execution import PipelineRun
 from ttrain.errors import UsageError
-from ttrain.evaluate.task_result import Metric, ScoreTable
 from ttrain.store import artifacts, layout
 from ttrain.store.references import Registered
 from ttrain.store.registry import Registry, Version
@@ -97,42 +95,3 @@ def test_a_name_of_another_pipelines_models_is_refused_before_the_run_begins(tmp
     with pytest.raises(UsageError, match=r"name is own-sft, but own-sft already names models of another pipeline"):
         ran(store, found, name="own-sft")
     assert list((tmp_path / "home" / "runs").glob("*.json")) == records
-
-
-def evaluated(store: artifacts.ArtifactStore, number: int, documents: list[str], nats: float) -> layout.Artifact:
-    """The evaluation of the set of this number, on these documents and on chats that are the same for all."""
-    output = store.work("evaluate", f"evaluate-{number}") / "output"
-    output.mkdir(parents=True)
-    scores = ScoreTable()
-    scores.part("documents", documents)
-    sizes = tuple(float(len(text)) for text in documents)
-    bits = Metric("bits_per_byte", (nats,) * len(documents), sizes, False, "")
-    scores.part("chats", ["a chat"])
-    figures = {
-        "bits_per_byte": scores.add("documents", bits),
-        "chat_loss_sft": scores.add("chats", Metric("chat_loss_sft", (nats,), (4.0,), False, "")),
-    }
-    scores.write(output)
-    result = {"metrics": figures, "intervals": {name: [value, value] for name, value in figures.items()}}
-    return store.publish("evaluate", f"evaluate-{number}", output, {"result": result, "inputs": {}, "ingredients": {}})
-
-
-def test_a_run_has_the_champion_as_a_baseline_where_it_scored_the_same_records(sets_home: Path) -> None:
-    store = artifacts.ArtifactStore(sets_home)
-    evaluated(store, 1, ["one", "two"], 4.0)
-    same, other = evaluated(store, 2, ["one", "two"], 2.0), evaluated(store, 3, ["one", "three"], 2.0)
-    assert baseline.champion_results(same, "mine", store) == {}, "nothing is champion"
-    Registry(sets_home).promote("mine", "1")
-    found = baseline.champion_results(same, "mine", store)["evaluate-champion"]
-    assert found["metrics"] == {"bits_per_byte": 8 / 6, "chat_loss_sft": 1.0}
-    assert set(found["intervals"]) == {*found["metrics"]}
-    assert set(baseline.champion_results(other, "mine", store)["evaluate-champion"]["metrics"]) == {"chat_loss_sft"}
-    assert baseline.champion_results(same, "another", store) == {}
-    scores = read_json(other.path / "scores.json") or {}
-    scores["metrics"]["chat_loss_sft"]["sizes"] = [5]
-    (other.path / "scores.json").unlink()  # a link into the store's own
-    write_json(other.path / "scores.json", scores)
-    found = baseline.champion_results(other, "mine", store)["evaluate-champion"]
-    assert found["metrics"] == {}, "a loss per token of another tokenizer tells nothing"
-    Registry(sets_home).promote("mine", "2")
-    assert baseline.champion_results(same, "mine", store) == {}, "it is itself the champion"

@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 from support.held_locks import held_elsewhere
 from support.planned_homes import House
-from support.tiny_stages import Home, Watcher, stage_settings
+from support.tiny_stages import Home, Watcher, build_stage, stage_settings
 
 from ttrain.cli.options import RestartOptions
 from ttrain.core.files import write_json
-from ttrain.engine import launch, resume
+from ttrain.engine import resume
 from ttrain.engine.graph import Planned, Rerun
 from ttrain.engine.planner import plan_stage
-from ttrain.engine.restart import restart, steps_in
+from ttrain.engine.restart import restart
+from ttrain.engine.resume import steps_in
 from ttrain.errors import UsageError
 from ttrain.tasks import PRETRAIN
 
@@ -95,12 +96,12 @@ def test_a_finished_training_that_runs_again_from_a_checkpoint_comes_to_the_same
     home = Home.make(tmp_path / "home")
     settings = stage_settings(8, {"validate_every_steps": 2}, checkpoint_every_steps=2, keep_checkpoints=9)
     inputs = home.pretrain_inputs()
-    first = launch.build(PRETRAIN, settings, home.store, inputs, Watcher()).artifact
+    first = build_stage(PRETRAIN, settings, home.store, inputs, Watcher()).artifact
     assert steps_in(first.path) == [2, 4, 6, 8]
     again = Rerun(frozenset({"pretrain"}))
     planned = plan_stage(PRETRAIN, settings, home.store, inputs, again, forced=True)
     restart(home.store, [planned], 4)
     observer = Watcher()
-    outcome = launch.build(PRETRAIN, settings, home.store, inputs, observer, again, forced=True)
+    outcome = build_stage(PRETRAIN, settings, home.store, inputs, observer, again, forced=True)
     assert outcome.state == "equal"
     assert any("continuing at step 4" in line for line in observer.lines)

@@ -31,14 +31,6 @@ def test_the_rate_counts_what_this_attempt_did_and_gives_the_time_left(training:
     assert sft.percent == pytest.approx(100 / 3) and str(sft) == "33 %, 200 tokens/s, 30.0 s left"
 
 
-def test_a_stage_that_has_noted_nothing_and_a_run_that_has_ended_have_no_progress(
-    training: RunRecord, tmp_path: Path
-) -> None:
-    assert [each.stage for each in progress_of(read(tmp_path, training.run) or {})] == ["sft"]
-    training.finish("failed", {})
-    assert progress_of(read(tmp_path, training.run) or {}) == []
-
-
 def test_status_shows_stage_percent_rate_and_time_left_and_watch_ends_with_the_run(
     training: RunRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,13 +52,3 @@ def test_status_shows_stage_percent_rate_and_time_left_and_watch_ends_with_the_r
     monkeypatch.setattr(cli_pipeline.time, "sleep", sleep)
     assert status("--watch").count("running") >= 2 and len(waits) == 2
     assert json.loads(status("--watch", "--json"))[0]["outcome"] == "completed"
-
-
-def test_status_of_a_run_that_is_named_lists_that_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TTRAIN_HOME", str(tmp_path))
-    first, second = (RunRecord(tmp_path, "full", ["sft"], {}) for _ in range(2))
-    for record in (first, second):
-        record.finish("failed", {})
-    for word, listed in ((first.run, first), ("latest", second)):
-        done = CliRunner().invoke(app, ["status", word, "--json"])
-        assert [run["run"] for run in json.loads(done.output)] == [listed.run]

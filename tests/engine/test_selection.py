@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import shutil
 from dataclasses import replace
@@ -11,11 +10,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from support.planned_homes import House, running
-from support.tiny_stages import Home, run_of, stage_settings
+from support.tiny_stages import Home, stage_settings
 from typer.testing import CliRunner
 
 from ttrain import api
-from ttrain.cli.next_steps import with_settings
 from ttrain.config import Tracking
 from ttrain.engine.graph import Graph, Planned, Rerun, Selection
 from ttrain.engine.plan import Plan
@@ -25,7 +23,6 @@ from ttrain.flows.engine import RunOptions, run_pipeline
 from ttrain.flows.full import full
 from ttrain.store import runs
 from ttrain.tasks import EVALUATE, PRETRAIN, SFT, SHARDS_PRETRAIN, TOKENIZER
-from ttrain.tasks import SHARDS as SHARDS_SETS
 
 SHARDS = {"shards-pretrain", "shards-sft", "shards-lora"}
 BASE = {"tokenizer", "shards-pretrain", "pretrain"}
@@ -139,45 +136,7 @@ def test_a_training_whose_shards_are_taken_and_too_few_is_refused_before_it_begi
     assert {stage["name"]: stage["outcome"] for stage in record["stages"]}["pretrain"] == "failed"
 
 
-def test_all_trainings_with_too_few_rows_are_told_at_once_with_the_settings_that_work(tmp_path: Path) -> None:
-    home = Home.make(tmp_path)
-    settings = stage_settings(pretrain={"tokens_per_step": 256_000, "tokens": 512_000})
-    sft_settings = settings.sft.replaced({"tokens_per_step": 256_000})
-    settings = settings.model_copy(update={"sft": sft_settings, "tracking": Tracking(enabled=False)})
-    inputs = {"tokenizer": home.tokenizer}
-    stages = [
-        Planned(stage, "cached", (), artifact.key, artifact, inputs=inputs, reused=True)
-        for stage, artifact in ((SHARDS_PRETRAIN, home.documents), (SHARDS_SETS["sft"], home.chats))
-    ]
-    stages += [Planned(PRETRAIN, "run", ()), Planned(SFT, "run", ())]
-    execution = run_of(home.store, settings, stages)
-    with pytest.raises(TooFewRows, match=r"(?s)pretrain.tokens_per_step is .*\n.*sft.tokens_per_step is ") as raised:
-        execution.check_reused()
-    pretrain, sft = raised.value.fixes
-    assert sft == "sft.tokens_per_step=auto" and re.fullmatch(r"pretrain.tokens_per_step=\d+", pretrain)
-    own = ["pipeline", "run", "full", "sft.tokens_per_step=256000", "data.sft=my chats.jsonl"]
-    assert with_settings(own, sft) == f"ttrain pipeline run full 'data.sft=my chats.jsonl' {sft}"
-
-
 # --- the evaluation of what `--only` names
-
-
-@pytest.mark.parametrize(
-    ("names", "lacks", "evaluated"),
-    [
-        ("pretrain,sft,evaluate", "lora", {"pretrain", "sft", "shards-pretrain", "shards-sft"}),
-        ("pretrain,sft,evaluate", "", {"pretrain", "sft", "lora", "shards-pretrain", "shards-sft", "shards-lora"}),
-        ("pretrain,evaluate", "sft", {"pretrain", "shards-pretrain"}),
-    ],
-)
-def test_models_that_it_leaves_out_and_the_store_lacks_are_not_evaluated(
-    built: House, names: str, lacks: str, evaluated: set[str]
-) -> None:
-    if lacks:
-        shutil.rmtree(built.store.latest(lacks).path)
-    planned = api.plan("full", built.settings(), only=names, home=built.store.root)
-    assert planned.graph["evaluate"].reads == evaluated
-    assert {stage.name: stage.state for stage in planned}["evaluate"] == ("run" if lacks else "cached")
 
 
 # --- the commands
@@ -196,14 +155,18 @@ def test_plan_shows_the_part_and_what_it_leaves_out(built: House, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("words", "problem"),
+    ("names", "lacks", "evaluated"),
     [
-        (["pipeline", "plan", "full", "--from", ""], "an empty word follows '--from'"),
-        (["eval", " "], "an empty word follows 'eval'"),
+        ("pretrain,sft,evaluate", "lora", {"pretrain", "sft", "shards-pretrain", "shards-sft"}),
+        ("pretrain,sft,evaluate", "", {"pretrain", "sft", "lora", "shards-pretrain", "shards-sft", "shards-lora"}),
+        ("pretrain,evaluate", "sft", {"pretrain", "shards-pretrain"}),
     ],
 )
-def test_an_empty_variable_of_a_shell_does_not_mean_that_the_option_was_left_out(words: list[str], problem: str) -> None:
-    from ttrain.cli.main import app
-
-    done = CliRunner().invoke(app, words)
-    assert isinstance(done.exception, UsageError) and problem in str(done.exception)
+def test_models_that_it_leaves_out_and_the_store_lacks_are_not_evaluated(
+    built: House, names: str, lacks: str, evaluated: set[str]
+) -> None:
+    if lacks:
+        shutil.rmtree(built.store.latest(lacks).path)
+    planned = api.plan("full", built.settings(), only=names, home=built.store.root)
+    assert planned.graph["evaluate"].reads == evaluated
+    assert {stage.name: stage.state for stage in planned}["evaluate"] == ("run" if lacks else "cached")

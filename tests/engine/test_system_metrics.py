@@ -6,23 +6,19 @@ import json
 import logging
 import shutil
 import sys
-import threading
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
-from support.tiny_stages import Home, Watcher, stage_settings
 from support.waiting import wait_until
 
 from ttrain.config.loading import load
-from ttrain.engine import launch, stage_worker
-from ttrain.engine.system_metrics import SystemMetrics, file_name, files, gpus, last_step, machine, read, visible
+from ttrain.engine import stage_worker
+from ttrain.engine.system_metrics import SystemMetrics, file_name, files, gpus, last_step, machine, read
 from ttrain.errors import UsageError
-from ttrain.tasks import PRETRAIN
 
 MACHINE = {
     "cpu_utilization_percentage", "system_memory_usage_megabytes", "system_memory_usage_percentage", "disk_usage_percentage",
@@ -62,8 +58,6 @@ def test_a_stage_that_continues_goes_on_counting_and_ends_the_line_that_a_kill_t
     SystemMetrics(path, 600).stop()
     assert path.read_text().startswith("".join(lines) + '{"step": 21, ')
     assert [row["step"] for row in rows(path)] == [10, 20, 21]
-    path.write_text("\0\0\n")
-    assert last_step(path) == -1
     assert last_step(tmp_path / "none") == -1
 
 
@@ -73,17 +67,6 @@ def test_several_nodes_have_files_and_names_of_their_own_and_a_short_stage_one_s
     (row,) = rows(tmp_path / "system-node1.jsonl")
     assert row["step"] == 0 and 0 <= row["metrics"]["system/node_1/cpu_utilization_percentage"] <= 100
     assert {name.rpartition("/")[0] for name in row["metrics"]} == {"system/node_1"}
-
-
-def test_a_disk_that_is_gone_ends_the_samples_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "ttrain")
-    directory = tmp_path / "run"
-    directory.mkdir()
-    metrics = SystemMetrics(directory / "system.jsonl", 600)
-    shutil.rmtree(directory)
-    metrics.stop()
-    assert "the system metrics end here" in caplog.text
-    assert not [thread for thread in threading.enumerate() if thread.name == "system-metrics"]
 
 
 def sampled(directory: Path, seconds: float) -> list[Path]:
@@ -123,20 +106,6 @@ def test_figures_of_the_machine_are_those_of_the_system(tmp_path: Path) -> None:
     assert 0 < figures["system_memory_usage_percentage"] < 100
 
 
-def test_network_and_disks_count_from_the_start_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counters = iter([5_000_000, 7_500_000, None])
-
-    def network() -> Any:
-        value = next(counters)
-        return value and psutil._ntp.snetio(value, 2 * value, *[0] * 6)
-
-    monkeypatch.setattr(psutil, "net_io_counters", network)
-    reader = machine(tmp_path)
-    figures = reader()
-    assert (figures["network_transmit_megabytes"], figures["network_receive_megabytes"]) == (2.5, 5.0)
-    assert "network_transmit_megabytes" not in reader(), "a machine may lose its network"
-
-
 class NvmlError(Exception):
     """As NVML's own."""
 
@@ -170,44 +139,4 @@ def test_gpus_tell_use_memory_temperature_and_power_as_far_as_they_can(monkeypat
     assert {name[:6] for name in read(gpus())} == {"gpu_1_"}, "what is hidden from the process is not told of"
 
 
-def test_which_gpus_the_environment_leaves() -> None:
-    """CUDA sees nothing after a number that there is not."""
-    everything = [0, 1, 2, 3]
-    cases = {None: everything, "2,0": [2, 0], "": [], "-1": [], "1,7,2": [1], "GPU-8f6a": everything}
-    assert {chosen: visible(4, chosen) for chosen in cases} == cases
-
-
-def test_without_a_gpu_or_its_library_there_is_silence(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(**{**NVML, "nvmlInit": fail}))  # as without a driver
-    assert gpus() == []
-    monkeypatch.setitem(sys.modules, "pynvml", None)  # an import of it fails
-    assert gpus() == []
-    assert caplog.records == []
-
-
 # --- stages -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.soak
-def test_of_two_ranks_on_a_machine_one_samples_and_the_log_tells_them_apart(stage_home: Home) -> None:
-    watcher = Watcher()
-    settings = stage_settings(6, devices=2, system_metrics_seconds=1)
-    run = launch.build(PRETRAIN, settings, stage_home.store, stage_home.pretrain_inputs(), watcher).artifact.path / "run"
-    found = rows(run / "system.jsonl")
-    assert [path.name for path in run.glob("system*")] == ["system.jsonl"]
-    steps = [row["step"] for row in found]
-    assert steps and steps == sorted({*steps})
-    assert all("system/cpu_utilization_percentage" in row["metrics"] for row in found)
-    told = [line for line in watcher.lines if "step 6/6" in line]
-    assert told and all(" rank 0: step 6/6 " in line for line in told)
-
-
-def test_the_names_are_those_of_mlflow() -> None:
-    """Of its own monitor; what that has not, temperature and bytes through disks, is named alike."""
-    mlflow = find_spec("mlflow")
-    assert mlflow is not None and mlflow.origin is not None
-    told = "".join(path.read_text() for path in Path(mlflow.origin).parent.glob("system_metrics/metrics/*_monitor.py"))
-    of_gpus = {"memory_usage_percentage", "memory_usage_megabytes", "utilization_percentage", "power_usage_watts"}
-    assert [name for name in MACHINE | of_gpus if name not in told] == []

@@ -12,6 +12,8 @@ import pytest
 from support.pipeline_home import Cli
 
 from ttrain.tasks import EVALUATE
+from ttrain.tracking.client import own_uri
+from ttrain.tracking.mirror import prepare
 
 SHARDS = {"documents": "shards-pretrain", "chats": "shards-sft", "domain": "shards-lora"}
 READ = {"base": "pretrain", "sft": "sft", "lora": "lora", **SHARDS}
@@ -48,6 +50,10 @@ def test_without_the_store_a_pipeline_is_cached_and_a_stage_alone_fetches_what_i
     files, before = here(cli.home), evaluated(cli.home)
     shutil.rmtree(cli.home / "store")
     shutil.rmtree(cli.home / "work")
+    (cli.home.parent / "shared").mkdir()
+    (cli.home / "mlflow").rename(cli.home.parent / "shared" / "mlflow")  # as one that homes share
+    prepare(cli.home.parent / "shared")
+    cli.environment["MLFLOW_TRACKING_URI"] = own_uri(cli.home.parent / "shared")
     plan = cli.plan()
     assert {stage["state"] for stage in plan.values()} == {"cached"}
     assert all("in MLflow, fetched when a stage reads it" in stage["why"] for stage in plan.values())

@@ -10,6 +10,9 @@ import pytest
 from support.loadable_models import said_without_ttrain
 from support.pipeline_home import Cli
 
+from ttrain.tracking.client import own_uri
+from ttrain.tracking.mirror import prepare
+
 DATA = {
     "tokenizer": "training", "pretrain": "training", "pretrain-heldout": "validation", "sft": "training",
     "sft-heldout": "validation", "lora": "training", "lora-heldout": "validation",
@@ -35,16 +38,13 @@ for path in sys.argv[1:]:  # the base model, a checkpoint and the SFT model in t
     assert tokenizer.decode(tokenizer("春江 x", add_special_tokens=False).input_ids) == "春江 x"
     _, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
     assert not any(report.values()), report
-model = mlflow.pyfunc.load_model("models:/tiny-test@challenger")
-assert isinstance(model.predict(["The man"])[0], str)
 info = get_model_info("models:/tiny-test@challenger")
-assert info.signature and info.saved_input_example_info and info.metadata["ttrain.stage"] == "lora"
+assert info.signature and info.metadata["ttrain.stage"] == "lora"
 for version in client.search_model_versions():
     place = mlflow.artifacts.download_artifacts(f"models:/{version.name}/{version.version}")
     AutoTokenizer.from_pretrained(place)
     if version.name in ("tiny-test-sft", "tiny-test-base"):
         AutoModelForCausalLM.from_pretrained(place)
-        assert open(f"{place}/README.md").read().count("bits per byte, base model") == 1, "the card has the evaluation"
 assert "ttrain" not in sys.modules
 print("SAID", json.dumps(said))
 """
@@ -88,7 +88,6 @@ def test_every_version_and_every_registered_model_says_what_it_is(finished: Cli)
     assert versions.keys() == models.keys() == {"tiny-test", *(f"tiny-test-{kind}" for kind in KINDS)}
     assert all("pipeline `tiny-test`" in text for text in models.values())
     assert all(f"ttrain lineage {name}/1" in text for name, text in versions.items())
-    assert ["mlflow.transformers.load_model" in versions[f"tiny-test-{kind}"] for kind in KINDS] == [False, True, True, True]
     judged = {"tiny-test-base": "bits per byte", "tiny-test-sft": "chats loss"}
     judged |= dict.fromkeys(("tiny-test-lora", "tiny-test"), "domain loss")
     for name, metric in judged.items():
@@ -102,8 +101,7 @@ def test_every_registered_model_opens_without_ttrain_and_the_set_is_its_adapter_
     """In a copy, since MLflow notes what was opened."""
     home = tmp_path / "home"
     shutil.copytree(finished.home / "mlflow", home / "mlflow")
-    moved = Cli(home, finished.data)
-    moved.here("models", "list", settings=False)  # which points a copied home's places at itself
+    prepare(home)  # which points a copied home's places at itself
     base, sft = (finished.home / "store" / name for name in ("pretrain", "sft"))
     paths = [*base.glob("*/model"), max(base.glob("*/checkpoints/step-*")), *sft.glob("*/model")]
     uri = f"sqlite:///{home}/mlflow/mlflow.db"
@@ -120,7 +118,17 @@ def test_the_evaluation_is_a_table_among_the_files_of_the_run(finished: Cli) -> 
         for table in json.loads(listed)
     }
     assert tables["evaluation_table.json"]["data"][0][0] == "bits per byte, base model"
-    assert tables["samples_table.json"]["columns"] == ["prompt", "base", "sft", "lora", "in the data"]
+
+
+def sharing(finished: Cli, tmp_path: Path) -> Cli:
+    """An empty home with the pipeline's registry, and a copy of its MLflow as one that homes share."""
+    shutil.copytree(finished.home / "mlflow", tmp_path / "shared" / "mlflow")
+    prepare(tmp_path / "shared")
+    (tmp_path / "home").mkdir()
+    shutil.copy(finished.home / "registry.json", tmp_path / "home")
+    cli = Cli(tmp_path / "home", finished.data)
+    cli.environment["MLFLOW_TRACKING_URI"] = own_uri(tmp_path / "shared")
+    return cli
 
 
 def test_the_lineage_of_a_registered_version_is_told_without_the_store(finished: Cli, tmp_path: Path) -> None:
@@ -128,22 +136,18 @@ def test_the_lineage_of_a_registered_version_is_told_without_the_store(finished:
     assert [stage["stage"] for stage in told["stages"]] == STAGES
     [run] = {stage["run"] for stage in told["stages"]}
     assert run == told["run"] == finished.runs()[-1]["run"]
-    shutil.copytree(finished.home / "mlflow", tmp_path / "home" / "mlflow")
-    shutil.copy(finished.home / "registry.json", tmp_path / "home")
-    alone = json.loads(Cli(tmp_path / "home", finished.data).in_process("lineage", "tiny-test/1", "--json", settings=False))
+    alone = json.loads(sharing(finished, tmp_path).in_process("lineage", "tiny-test/1", "--json", settings=False))
     assert {stage.pop("known_from") for stage in alone["stages"]} == {"mlflow"}
     assert {stage.pop("known_from") for stage in told["stages"]} == {"store"}
     assert alone["stages"] == told["stages"]
     for stage in told["stages"]:
-        assert stage["code"] and stage["made_unix"] and stage["run_id"] and stage["machine"]["cores"]
+        assert stage["code"] and stage["made_unix"] and stage["machine"]["cores"]
         assert (stage["seed"], bool(stage["data"])) == (1, stage["stage"].startswith(("tokenizer", "shards")))
 
 
 @pytest.mark.soak
 def test_a_registered_set_is_made_again_bit_for_bit_also_from_mlflow_alone(finished: Cli, tmp_path: Path) -> None:
-    shutil.copytree(finished.home / "mlflow", tmp_path / "home" / "mlflow")
-    shutil.copy(finished.home / "registry.json", tmp_path / "home")
-    cli = Cli(tmp_path / "home", finished.data)
+    cli = sharing(finished, tmp_path)
     said = cli.here("reproduce", "tiny-test@challenger", "--json", "--home", str(tmp_path / "new"), settings=False)
     told = json.loads(said[said.index("\n{") :])  # after what went to standard error
     assert told["equal"] is True and [stage["stage"] for stage in told["stages"]] == STAGES

@@ -13,11 +13,11 @@ from unittest.mock import Mock
 import pytest
 from support.data_commands import Result, in_process
 from support.planned_homes import remember_modules
-from support.tiny_stages import Watcher
+from support.tiny_stages import Watcher, build_stage
 
 from ttrain.config.loading import load
 from ttrain.core.files import read_json
-from ttrain.engine import launch, processes
+from ttrain.engine import processes
 from ttrain.errors import ArtifactError, Interrupted, UsageError
 from ttrain.lineage.lineage import lineage_of
 from ttrain.lineage.reproduce import RebuildRecipe, recipes_of, reproduce
@@ -42,8 +42,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     remember_modules(root / "home")
     processes.warm_up(settings, [TOKENIZER])  # so that most of the stages are forked
     store = ArtifactStore(root / "home")
-    tokenizer = launch.build(TOKENIZER, settings, store, {}, Watcher()).artifact
-    launch.build(SHARDS_PRETRAIN, settings, store, {"tokenizer": tokenizer}, Watcher())
+    tokenizer = build_stage(TOKENIZER, settings, store, {}, Watcher()).artifact
+    build_stage(SHARDS_PRETRAIN, settings, store, {"tokenizer": tokenizer}, Watcher())
     return root
 
 
@@ -72,7 +72,7 @@ def recipes(root: Path, text: str = "shards-pretrain") -> list[RebuildRecipe]:
     return recipes_of(lineage_of(root / "home", text), root / "home")
 
 
-def again(root: Path, to: Path, text: str = "shards-pretrain", screen: Mock | None = None) -> Any:
+def again(root: Path, to: Path, text: str = "shards-pretrain", screen: Any = None) -> Any:
     found = lineage_of(root / "home", text)
     return reproduce(found, recipes_of(found, root / "home"), to, screen or Mock())
 
@@ -133,7 +133,11 @@ def test_files_that_came_later_into_the_same_folder_do_not_count_where_the_manif
 
 def test_an_interrupted_reproduction_goes_on_in_its_home(root: Path, tmp_path: Path) -> None:
     place = tmp_path / "again"
-    impatient = Mock(ended=lambda *_: os.kill(os.getpid(), signal.SIGINT))
+
+    def impatient(stage: str, event: str, data: object) -> None:
+        if event == "ended":
+            os.kill(os.getpid(), signal.SIGINT)
+
     with pytest.raises(Interrupted, match="stopped before stage shards-pretrain"):
         again(root, place, screen=impatient)
     first = ArtifactStore(place).artifacts("tokenizer")[0].path.stat().st_ino

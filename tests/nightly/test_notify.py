@@ -166,11 +166,11 @@ def test_what_is_refused_does_not_show_the_address_either(words: list[str]) -> N
 def test_a_run_of_full_says_that_it_completed_or_why_it_failed(
     house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None, event: str, reason: str
 ) -> None:
-    def run_plain(*_: object) -> None:
+    def run_stages(*_: object) -> None:
         if error:
             raise error
 
-    monkeypatch.setattr(flows_engine, "run_plain", run_plain)
+    monkeypatch.setattr(flows_engine.PipelineRun, "run_stages", run_stages)
     kept = tmp_path / "kept.json"
     settings = house.settings("tracking.enabled=false", "name=mine")
     settings = settings.replaced({"notify": {"command": writer(kept)}})

@@ -21,7 +21,7 @@ from support.outage_proxy import free_port
 from support.paths import ROOT, TESTS
 from support.pipeline_home import Cli, write_corpus
 from support.served import processes_of
-from support.tiny_stages import Home, Watcher, stage_settings
+from support.tiny_stages import Home, Watcher, build_stage, stage_settings
 from support.waiting import wait_until
 
 from ttrain.engine import launch
@@ -33,14 +33,13 @@ pytestmark = pytest.mark.soak
 NODE = """
 import pickle, signal, sys
 from pathlib import Path
-from support.tiny_stages import Watcher
-from ttrain.engine import launch
+from support.tiny_stages import Watcher, build_stage
 from ttrain.tasks import PRETRAIN
 from ttrain.store.artifacts import ArtifactStore
 root, inputs, settings = pickle.loads(Path(sys.argv[1]).read_bytes())
 watcher = Watcher(lambda line: print(line, flush=True))
 signal.signal(signal.SIGTERM, lambda *_: watcher.stop())
-outcome = launch.build(PRETRAIN, settings, ArtifactStore(root), inputs, watcher)
+outcome = build_stage(PRETRAIN, settings, ArtifactStore(root), inputs, watcher)
 print("outcome", outcome.state, outcome.artifact.path, flush=True)
 """
 
@@ -152,7 +151,7 @@ def test_a_node_that_is_not_the_first_says_when_nobody_builds(tmp_path: Path, mo
     settings = stage_settings(4, nodes=2, node_rank=1, rendezvous="127.0.0.2:1")
     inputs = {"tokenizer": home.pretrain_inputs()["tokenizer"]}
     with pytest.raises(StageFailed, match="new-model: node 0 has not begun it"):
-        launch.build(NEW_MODEL, settings, home.store, inputs, Watcher())
+        build_stage(NEW_MODEL, settings, home.store, inputs, Watcher())
     assert not home.store.artifacts("new-model")
 
 

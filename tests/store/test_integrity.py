@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from core.test_hashing import LONG_AGO, read_bytes
 from support.comparing import flip_bit
-from support.tiny_stages import Home, Watcher, run_of, stage_settings
+from support.tiny_stages import Home, Watcher, build_stage, run_of, stage_settings
 
 from ttrain.config import Settings
 from ttrain.data.shards import ShardSet
-from ttrain.engine import artifact_commands, launch
+from ttrain.engine import artifact_commands
 from ttrain.engine.graph import Planned
 from ttrain.errors import ArtifactError, DamagedFile, StageFailed
 from ttrain.inference import loading
@@ -30,7 +30,7 @@ from ttrain.tasks import PRETRAIN, SFT, SHARDS, Stage
 
 
 def build(stage: Stage, settings: Settings, home: Home, inputs: Mapping[str, Artifact]) -> Artifact:
-    return launch.build(stage, settings, home.store, inputs, Watcher()).artifact
+    return build_stage(stage, settings, home.store, inputs, Watcher()).artifact
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from support.artifact_home import DAY, LONG_AGO, Home, keys, older, printed
 from support.comparing import flip_bit
 from support.planned_homes import House
 
+from ttrain import api
 from ttrain.core.files import read_json, write_json
 from ttrain.engine import artifact_commands
 from ttrain.engine.graph import Planned
@@ -107,10 +108,10 @@ def pipeline(house: House, monkeypatch: pytest.MonkeyPatch) -> House:
     return house
 
 
-def published(house: House, planned: Planned, **ingredients: Any) -> Artifact:
+def published(house: House, planned: Planned, *, seconds: float = 1.0, **ingredients: Any) -> Artifact:
     """What the plan would build, but made of these other ingredients."""
     made = {**planned.ingredients, **ingredients}
-    more = {"inputs": {}, "seconds": 1.0, "provenance": {"libraries": {"torch": "2.12"}}}
+    more = {"inputs": {}, "seconds": seconds, "provenance": {"libraries": {"torch": "2.12"}}}
     return house.publish(replace(planned, key=key_of(made), ingredients=made), "text", **more)
 
 
@@ -152,6 +153,37 @@ def test_what_differs_in_more_than_code_is_refused_with_the_difference_and_so_is
     flip_bit(old.path / "heldout" / "file")
     with pytest.raises(ArtifactError, match="heldout/file was altered"):
         artifact_commands.adopt(pipeline.store, planned, old.key)
+
+
+def test_adopt_all_keeps_what_code_alone_would_build_again_and_nothing_else(
+    pipeline: House, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tokenizer, and the shards that read it, whose key is known once it is adopted; not those of other settings."""
+    planned = pipeline.plan()
+    published(pipeline, planned["tokenizer"], code=older(planned["tokenizer"]))
+    text = printed(capsys, "artifacts", "adopt", "--all", *pipeline.files)
+    assert "tokenizer" in text and "shards" not in text and "this saves 1 s" in text
+    shards = pipeline.plan()["shards-sft"]
+    published(pipeline, shards, code=older(shards))
+    other = pipeline.plan("shards.block_bytes=4096")["shards-lora"]
+    published(pipeline, other, code=older(other))
+    pipeline.store.path("tokenizer", str(pipeline.plan()["tokenizer"].key)).rename(pipeline.data / "moved")
+    kept = json.loads(printed(capsys, "artifacts", "adopt", "--all", "--json", *pipeline.files))
+    assert [each["stage"] for each in kept] == ["tokenizer", "shards-sft"]
+    stages = pipeline.plan()
+    assert [stages[name].state for name in ("tokenizer", "shards-sft", "shards-lora")] == ["cached", "cached", "run"]
+    assert "nothing was adopted" in printed(capsys, "artifacts", "adopt", "--all", *pipeline.files)
+
+
+def test_a_run_remarks_on_what_it_would_build_again_for_code_alone_after_ten_minutes(pipeline: House) -> None:
+    planned = pipeline.plan()["tokenizer"]
+    old = published(pipeline, planned, code=older(planned))
+    plan = api.plan("full", pipeline.settings(), home=pipeline.store.root)
+    assert artifact_commands.remarks_on_code(plan) == []
+    shutil.rmtree(old.path)
+    published(pipeline, planned, code=older(planned), seconds=4000.0)
+    [line] = artifact_commands.remarks_on_code(plan)
+    assert line.startswith("tokenizer, which took ") and "`ttrain artifacts adopt --all`" in line
 
 
 # --- list, show, path -----------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def in_process(capsys: pytest.CaptureFixture[str]) -> Run:
 def trains_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the process of a task or a gate do its work in this one, without the seconds that its imports take."""
 
-    def run(stage: Stage, settings: Settings, work: Path, log_path: Path, observer: Any) -> Any:
+    def run(stage: Stage, settings: Settings, work: Path, log_path: Path, report: Any, stop: Any) -> Any:
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 return import_module(stage.module).run(*job_of(work))

@@ -19,7 +19,7 @@ from ttrain.data.encoder import Encoder
 from ttrain.model import adapters, factory
 from ttrain.store.model_files import weights_digest
 from ttrain.tasks import new_model
-from ttrain.tracking.loadable import ADAPTER, MODEL
+from ttrain.tracking.tracked_runs import ADAPTER, MODEL
 
 TALKATIVE = {"tie_embeddings": False, "init_std": 0.3}  # small weights repeat the last token for ever
 

@@ -20,11 +20,13 @@ from support.tiny_data import make_shards, make_tokenizer
 
 from ttrain.config import Runtime, Settings
 from ttrain.core.files import ProgressWriter
+from ttrain.engine import launch
+from ttrain.engine.display import Display
 from ttrain.engine.execution import PipelineRun
-from ttrain.engine.graph import Graph, Planned
+from ttrain.engine.graph import NOTHING_AGAIN, Graph, Planned, Rerun
 from ttrain.engine.plan import Plan
-from ttrain.engine.processes import StageObserver
-from ttrain.engine.progress_display import Display
+from ttrain.engine.planner import plan_stage
+from ttrain.engine.stop_request import StopRequest
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.tasks import STAGES, Stage, pretrain
@@ -115,30 +117,40 @@ def run_of(store: ArtifactStore, settings: Settings, stages: Sequence[Planned], 
 
 
 @dataclass
-class Watcher(StageObserver):
-    """An observer of a launched stage; `act(line)` sees every line of its log. Setting `signum` asks for a stop.
+class Watcher(StopRequest):
+    """What a launched stage reports; `act(line)` sees every line of its log. Setting `signum` asks for a stop.
 
-    `impatient`: the stop was asked for twice.
+    `at_once`: the stop was asked for twice.
     """
 
     act: Callable[[str], None] = lambda line: None
     signum: int = 0
-    impatient: bool = False
+    at_once: bool = False
     lines: list[str] = field(default_factory=list)
 
-    def logged(self, stage: Stage, line: str) -> None:
-        self.lines.append(line)
-        self.act(line)
-
-    def noted(self, stage: Stage, text: str) -> None:
-        self.lines.append(text)
-
-    def stop_signal(self) -> int:
-        return self.signum
-
-    def at_once(self) -> bool:
-        return self.impatient
+    def __call__(self, event: str, data: Mapping[str, Any]) -> None:
+        """Take an event of the stage."""
+        if event == "message":
+            self.lines.append(data["text"])
+        if event == "logged":
+            self.lines.append(data["line"])
+            self.act(data["line"])
 
     def stop(self) -> None:
         """As SIGTERM to the launching process does."""
         self.signum = signal.SIGTERM
+
+
+def build_stage(
+    stage: Stage,
+    settings: Settings,
+    store: ArtifactStore,
+    inputs: Mapping[str, Artifact],
+    watcher: Watcher,
+    rerun: Rerun = NOTHING_AGAIN,
+    *,
+    forced: bool = False,
+) -> launch.StageOutcome:
+    """Plan a stage whose inputs exist, and build it."""
+    planned = plan_stage(stage, settings, store, inputs, rerun, forced=forced)
+    return launch.build(planned, settings, store, watcher, watcher)

@@ -24,7 +24,7 @@ from ttrain.data.packing import IGNORE, MixedRows, Rows
 from ttrain.data.pair_rows import PairRows
 from ttrain.data.record_rows import ChatRows, DocumentRows, SeparateDocumentRows
 from ttrain.data.shards import Column, write_index, write_shard
-from ttrain.engine import launch
+from ttrain.engine import row_counts
 from ttrain.errors import ArtifactError, DataError, UsageError
 from ttrain.tasks.common.rows import open_rows, order_of, validation_batches
 from ttrain.train.schedules import steps_of
@@ -225,12 +225,11 @@ def test_pretraining_reads_little_text_five_times_unless_its_budget_is_set(rows:
     assert Pretrain(tokens=None, epochs=30).resolved(rows) == Pretrain(tokens=None, epochs=30)
 
 
-@pytest.mark.parametrize("chats_of_set", [1, 7, 25, 200])
-def test_the_plan_knows_what_the_rows_decide(tmp_path: Path, encoder: Encoder, chats_of_set: int) -> None:
-    config = Sft(row_length=64)
-    shards = chats(tmp_path / "train", encoder, chats_of_set)
-    found = launch.resolved(config, tmp_path, encoder.directory)
-    assert found == config.resolved(len(open_rows(shards, encoder, config)))
+def test_large_sets_are_not_packed_to_know_it(tmp_path: Path) -> None:
+    many = {"kind": "chats", "live_tokens": 60 * 4096, "tokens": 60 * 4096, "rows": 9}
+    (tmp_path / "train").mkdir()
+    write_json(tmp_path / "train" / "index.json", many)
+    row_counts.check(Sft(), tmp_path, tmp_path / "no tokenizer")
 
 
 @pytest.mark.parametrize("kind", ["documents", "chats"])
@@ -249,7 +248,13 @@ def test_too_few_rows_are_known_from_the_shards_as_the_stage_finds_them(tmp_path
     for tokens_per_step, more in itertools.product((40, 48, 1600), ({}, {"packing": "none"}, {"mask_intervals": [[1, 4]]})):
         config = settings(tokens_per_step=tokens_per_step, **more)
         own = message(partial(lambda config: order_of(config, open_rows(shards, encoder, config)), config))
-        assert message(partial(launch.check, config, tmp_path, tmp_path)) == own
+        assert message(partial(row_counts.check, config, tmp_path, tmp_path)) == own
+
+
+def test_shards_of_many_steps_are_not_packed_to_count_their_rows(tmp_path: Path, encoder: Encoder) -> None:
+    for file in documents(tmp_path / "train", encoder).glob("*.arrow"):
+        file.unlink()
+    row_counts.check(settings(tokens_per_step=8), tmp_path, tmp_path / "no tokenizer")
 
 
 def test_validation_takes_rows_from_all_over_the_held_out_part(tmp_path: Path, encoder: Encoder) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -12,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +23,13 @@ from support.waiting import stopwatch
 from ttrain.core.files import read_json
 from ttrain.engine.planner import explain
 from ttrain.errors import ArtifactError
-from ttrain.lineage.names import resolve
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.damaged import DamagedArtifact, set_aside
 from ttrain.store.layout import Artifact, write_manifest
-from ttrain.store.registry import Registry
 from ttrain.tasks import STAGES
 from ttrain.tracking.artifact_source import MlflowArtifacts
-from ttrain.tracking.mirror import Mirror, TrackedRun
+from ttrain.tracking.client import own_uri
+from ttrain.tracking.mirror import Mirror, TrackedRun, prepare
 
 STAGE, KEY, EXPERIMENT = "shards-sft", "k" * 64, "ttrain"
 HELDOUT = {"heldout/index.json": b"[1]", "heldout/00.arrow": b"heldout rows"}
@@ -51,10 +48,11 @@ def pristine(tmp_path_factory: pytest.TempPathFactory, add_database: Callable[[P
 
 
 @pytest.fixture
-def bare_home(tmp_path: Path, pristine: Path) -> Path:
-    """A copy of that home whose store is gone."""
-    shutil.copytree(pristine, tmp_path / "home")
-    shutil.rmtree(tmp_path / "home" / "store")
+def bare_home(tmp_path: Path, pristine: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty home whose MLflow, which is a file here, has that artifact."""
+    shutil.copytree(pristine / "mlflow", tmp_path / "shared" / "mlflow")
+    prepare(tmp_path / "shared")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", own_uri(tmp_path / "shared"))
     return tmp_path / "home"
 
 
@@ -120,31 +118,11 @@ def test_it_is_found_by_its_key_and_only_what_is_read_is_fetched(
     assert ArtifactStore(bare_home).find(STAGE, KEY) is None, "what was fetched can be damaged, as all that is here"
 
 
-@pytest.mark.long
-@pytest.mark.soak
-def test_a_registered_adapter_is_fetched_with_the_model_it_goes_onto(
-    tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch
+def test_the_homes_own_mlflow_is_not_asked_and_a_name_loads_no_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
-    first, second = tmp_path / "first", tmp_path / "second"
-    model = {"model/config.json": b"{}", "model/model.safetensors": b"weights", "model/tokenizer.json": b"{}"}
-    adapter = {
-        "adapter/adapter_config.json": b"{}",
-        "adapter/adapter_model.safetensors": b"adapter",
-        "adapter/base.json": json.dumps({"base_weights_sha256": hashlib.sha256(b"weights").hexdigest()}).encode(),
-    }
-    track(first, make(first, "sft", model))
-    made = make(first, "lora", adapter, inputs={"base": {"stage": "sft", "key": KEY, "content": ""}})
-    track(first, made)
-    Registry(second).register_model("mine-lora", made, "full")
-    reference = resolve("mine-lora/1", second)
-    assert reference.adapter == ArtifactStore(second).path("lora", KEY) / "adapter"
-    assert reference.model == ArtifactStore(second).path("sft", KEY) / "model"
-    assert files_in(reference.model.parent) == model and files_in(reference.adapter.parent) == adapter
-
-
-def test_a_hit_here_loads_no_tracker_a_miss_no_mlflow_and_a_name_no_torch(bare_home: Path) -> None:
-    make(bare_home)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    make(bare_home := tmp_path / "home")
     files = ("config.json", "model.safetensors", "tokenizer.json")
     model = make(bare_home, "sft", {f"model/{name}": b"{}" for name in files})
     script = f"""
@@ -165,7 +143,10 @@ assert not {{"mlflow", "sqlalchemy", "torch", "transformers"}} & {{*sys.modules}
 
 def held(home: Path) -> Path:
     """Where the newest tracked run of the home keeps the artifact's files."""
-    return max((home / "mlflow" / "artifacts").glob(f"*/artifacts/{STAGE}"), key=lambda path: path.stat().st_mtime_ns)
+    return max(
+        (home.parent / "shared" / "mlflow" / "artifacts").glob(f"*/artifacts/{STAGE}"),
+        key=lambda path: path.stat().st_mtime_ns,
+    )
 
 
 def test_other_bytes_are_refused_and_nothing_is_left(bare_home: Path) -> None:
@@ -184,7 +165,9 @@ def test_other_bytes_are_refused_and_nothing_is_left(bare_home: Path) -> None:
 def test_what_is_not_whole_there_is_not_there_and_an_older_one_is_taken(bare_home: Path, tmp_path: Path) -> None:
     older = held(bare_home)
     track(bare_home, make(tmp_path / "again"))
-    newer = next(path for path in (bare_home / "mlflow" / "artifacts").glob(f"*/artifacts/{STAGE}") if path != older)
+    newer = next(
+        path for path in (tmp_path / "shared" / "mlflow" / "artifacts").glob(f"*/artifacts/{STAGE}") if path != older
+    )
     shutil.copytree(newer, tmp_path / "whole")
     manifest = json.loads((newer / "manifest.json").read_bytes())
     outside = {**manifest, "files": {"../evil": {"bytes": 4, "sha256": "0" * 64, "mtime_ns": 1}}}
@@ -206,12 +189,10 @@ def test_what_is_not_whole_there_is_not_there_and_an_older_one_is_taken(bare_hom
         older.rename(tmp_path / "older")
         assert store_of(bare_home).find(STAGE, KEY) is None, name
         (tmp_path / "older").rename(older)
-    assert store_of(tmp_path / "none").find(STAGE, KEY) is None
 
 
-def test_only_finished_runs_of_the_experiment_count(tmp_path: Path, pristine: Path) -> None:
-    home = tmp_path / "home"
-    shutil.copytree(pristine / "mlflow", home / "mlflow")
+def test_only_finished_runs_of_the_experiment_count(bare_home: Path) -> None:
+    home = bare_home
     run_id = held(home).parents[1].name
     client = client_of(home)
     for status in ("RUNNING", "FAILED", "FINISHED"):
@@ -244,40 +225,6 @@ def complete_in_two_steps(home: Path) -> None:
     store.complete(found(store))
 
 
-def test_a_file_that_an_earlier_try_fetched_is_not_fetched_again(bare_home: Path) -> None:
-    asked = list[str]()
-
-    class Unsteady(MlflowArtifacts):
-        def fetch(self, stage: str, key: str, name: str, to: Path) -> None:
-            asked.append(name)
-            if len(asked) == 3:
-                to.write_bytes(b"ha")
-                raise ArtifactError("the server went away")
-            super().fetch(stage, key, name, to)
-
-    store = ArtifactStore(bare_home, Unsteady(bare_home, EXPERIMENT))
-    with pytest.raises(ArtifactError, match="went away"):
-        store.complete(found(store))
-    assert files_in(store.complete(found(store)).path) == PUBLIC
-    assert len(asked) == len(PUBLIC) + 1
-
-
-@pytest.mark.parametrize("manifest", [None, "another's"])
-def test_what_lies_in_its_place_and_is_not_it_is_set_aside(bare_home: Path, manifest: str | None) -> None:
-    store = store_of(bare_home)
-    artifact, place = found(store), store.path(STAGE, KEY)  # it came there after the plan
-    place.mkdir(parents=True)
-    (place / "mine.txt").write_text("mine")
-    if manifest:  # a directory that was copied to another key's place
-        entry = {"bytes": 4, "sha256": hashlib.sha256(b"mine").hexdigest(), "mtime_ns": 1}
-        told = {**MANIFEST, "format": 1, "stage": STAGE, "key": "l" * 64, "published": 1.0, "files": {"mine.txt": entry}}
-        write_manifest(place, told)
-    assert store.find(STAGE, KEY) is None, "a plan that is made now calls it damaged"
-    assert files_in(store.complete(artifact).path) == PUBLIC
-    (aside,) = (bare_home / "replaced" / STAGE).iterdir()
-    assert (aside / "mine.txt").read_text() == "mine"
-
-
 def test_an_artifact_whose_manifest_is_damaged_is_named_although_mlflow_has_it_whole(bare_home: Path) -> None:
     """MLflow's copy would stand in the plan as cached, while no command that reads the store alone could find it."""
     store, place = store_of(bare_home), ArtifactStore(bare_home).path(STAGE, KEY)
@@ -293,32 +240,6 @@ def test_an_artifact_whose_manifest_is_damaged_is_named_although_mlflow_has_it_w
         store.latest(STAGE)
     set_aside(store, [DamagedArtifact(path, problem) for path, problem in store.unreadable().items()])
     assert found(store).absent and len([*(bare_home / "replaced" / STAGE).iterdir()]) == 1
-
-
-def test_two_at_once_fetch_each_file_once(bare_home: Path) -> None:
-    asked = list[str]()
-
-    class Slow(MlflowArtifacts):
-        def fetch(self, stage: str, key: str, name: str, to: Path) -> None:
-            asked.append(name)
-            time.sleep(0.05)
-            super().fetch(stage, key, name, to)
-
-    def complete(_: int) -> str:
-        store = ArtifactStore(bare_home, Slow(bare_home, EXPERIMENT))
-        return store.complete(found(store)).content
-
-    with ThreadPoolExecutor(3) as pool:
-        assert len({*pool.map(complete, range(3))}) == 1
-    assert sorted(asked) == sorted(PUBLIC)
-
-
-def test_a_moved_home_fetches_from_itself(bare_home: Path, tmp_path: Path) -> None:
-    moved = tmp_path / "moved"
-    shutil.copytree(bare_home, moved)
-    shutil.rmtree(bare_home / "mlflow" / "artifacts")  # the database of the copy still names it
-    store = store_of(moved)
-    assert files_in(store.complete(found(store)).path) == PUBLIC
 
 
 def test_a_server_that_does_not_answer_is_a_miss_soon_and_said_once(

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from support.paths import ROOT
 from support.recorded_homes import BEGAN, Made, make_run
-from support.tracked_stores import client_of, files_of, pushed, tracked
+from support.tracked_stores import client_of, files_of, tracked
 
 from ttrain.tracking import client
-from ttrain.tracking.client import artifacts_of, database_of, tracking_uri
-from ttrain.tracking.mirror import LINK_FROM_BYTES, Mirror, TrackedRun, prepare
+from ttrain.tracking.client import artifacts_of, database_of
+from ttrain.tracking.mirror import Mirror, TrackedRun, prepare
 
 A, B = "full-20261121-100000-0001a", "full-20261121-110000-0002b"
 
@@ -36,13 +36,6 @@ def push_files(home: Path, **files: Path) -> dict[str, Path]:
     return files_of(client_of(home).get_run(bound.run_id))
 
 
-def test_the_users_tracking_uri_wins_unless_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://there:5000")
-    assert tracking_uri(tmp_path) == "http://there:5000"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
-    assert tracking_uri(tmp_path) == f"sqlite:///{tmp_path}/mlflow/mlflow.db"
-
-
 def test_a_fresh_home_is_made_quietly_and_keeps_everything_under_itself(tmp_path: Path) -> None:
     code = (
         "import pathlib; from ttrain.tracking.mirror import Mirror, TrackedRun\n"
@@ -59,25 +52,19 @@ def test_a_fresh_home_is_made_quietly_and_keeps_everything_under_itself(tmp_path
     assert (tmp_path / "home" / "mlflow").stat().st_mode & 0o777 == 0o700
 
 
-def test_a_big_file_is_linked_and_a_small_one_copied(odd_home: Path) -> None:
-    weights, state = odd_home / "weights", odd_home / "state.json"
-    weights.write_bytes(b"w" * LINK_FROM_BYTES)
-    state.write_text("{}")
+def test_a_file_is_linked_where_that_can_be_and_copied_elsewhere(odd_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = odd_home / "weights"
+    weights.write_bytes(b"w" * 1000)
     for _ in range(2):
-        there = push_files(odd_home, **{"model/weights": weights, "best/weights": weights, "model/state.json": state})
-    assert {there[name].stat().st_ino for name in ("model/weights", "best/weights")} == {weights.stat().st_ino}
-    assert (there["model/state.json"].read_text(), state.stat().st_nlink) == ("{}", 1)
-    assert len(there) == 3
+        there = push_files(odd_home, **{"model/weights": weights, "best/weights": weights})
+        assert {there[name].stat().st_ino for name in ("model/weights", "best/weights")} == {weights.stat().st_ino}
 
-
-def test_a_link_that_cannot_be_is_a_copy(odd_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def other_disk(*_: Any) -> None:
         raise OSError(18, "Invalid cross-device link")
 
     monkeypatch.setattr("os.link", other_disk)
-    (odd_home / "weights").write_bytes(b"w" * LINK_FROM_BYTES)
-    copy = push_files(odd_home, **{"model/weights": odd_home / "weights"})["model/weights"]
-    assert (copy.stat().st_size, copy.stat().st_nlink) == (LINK_FROM_BYTES, 1)
+    copy = push_files(odd_home, **{"other/weights": weights})["other/weights"]
+    assert (copy.stat().st_size, copy.stat().st_nlink) == (1000, 1)
 
 
 @pytest.mark.parametrize("place", ["a sister", "itself/inner"])
@@ -97,14 +84,6 @@ def test_a_home_that_was_moved_or_copied_keeps_its_files_in_itself(odd_home: Pat
     before = database_of(new).read_bytes()
     prepare(new)
     assert database_of(new).read_bytes() == before, "once"
-
-
-def test_the_homes_own_database_is_made_wherever_runs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://there:5000")
-    prepare(tmp_path)
-    assert database_of(tmp_path).stat().st_size
-    monkeypatch.delenv("MLFLOW_TRACKING_URI")
-    assert pushed(tmp_path) == []
 
 
 @pytest.mark.parametrize("error", ["database is locked", "unable to open database file", "write a readonly database"])

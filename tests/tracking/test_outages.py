@@ -38,7 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         patch.setattr(pusher, "SILENT_SECONDS", 3.0)
         with mlflow_server(tmp_path_factory.mktemp("server")) as url:
             patch.setenv("MLFLOW_TRACKING_URI", url)
-            Mirror(tmp_path_factory.mktemp("first")).experiment_id("first")  # its first answers take seconds
+            Mirror(tmp_path_factory.mktemp("first")).find("first", "none")  # its first answers take seconds
             yield url
 
 
@@ -78,10 +78,10 @@ def whole_run(home: Path, before: Callable[[int], object] = lambda part: None) -
     follower.start()
     before(2)
     curve.write_text("".join(lines[:30]))
-    follower.page()  # a push
+    follower.push()  # a push
     before(3)
     curve.write_text("".join(lines))
-    follower.page()
+    follower.push()
     before(4)
     (model / "weights").write_bytes(b"w" * WEIGHTS)
     (model / "config.json").write_text("{}")
@@ -214,7 +214,7 @@ def test_a_silent_server_holds_up_the_end_of_a_run_for_ten_seconds_at_most(
 )
 def test_a_server_that_is_no_mlflow_is_told_with_what_helps(proxy: Proxy, tmp_path: Path, mode: str, fix: str) -> None:
     proxy.mode = mode
-    make_run(tmp_path, name := "full-20261121-100000-0001a", [Made(STAGE)])
+    make_run(tmp_path, name := f"full-20261121-100000-{mode[3:]}", [Made(STAGE)])
     [failed] = pusher.push(tmp_path)
     assert (failed.run, failed.run_id) == (name, None)
     assert proxy.url in failed.why and fix in failed.why and {"no page": "404", "no entry": "401"}[mode] in failed.why

@@ -7,7 +7,6 @@ import math
 import multiprocessing
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,13 @@ from support.tracked_stores import client_of, files_of, pushed, rows_of_database
 from typer.testing import CliRunner
 
 from ttrain.cli.main import app
+from ttrain.config.loading import load
 from ttrain.core.files import write_json
 from ttrain.engine.labels import labels_of
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import TRACKED
 from ttrain.store.registry import Registry
-from ttrain.tracking import client, pusher, run_summary
+from ttrain.tracking import pusher, run_summary
 from ttrain.tracking.client import clean, database_of
 from ttrain.tracking.mirror import Mirror, TrackedRun
 
@@ -95,6 +95,14 @@ def test_a_run_is_in_mlflow_with_its_stages_and_all_that_they_left(tracked_home:
     failed = only(tracked_home, f"{A}/sft")
     assert (failed.info.status, failed.data.tags["ttrain.error"]) == ("FAILED", "out of memory")
     assert tracked(tracked_home, f"{A}/lora") == [], "it never began"
+
+
+def test_the_settings_file_of_a_run_gives_its_settings_without_secrets(tracked_home: Path) -> None:
+    settings = load(["sft.optim.lr=2e-4", "notify.webhook=https://h.example/hidden"], environment={}).settings
+    make_run(tracked_home, A, [TOKENIZER], settings=settings.model_dump(mode="json"))
+    pushed(tracked_home)
+    path = files_of(only(tracked_home, A))["settings.yaml"]
+    assert load(files=[path], environment={}).settings == settings.replaced({"notify": {"webhook": None}})
 
 
 def test_a_second_push_changes_nothing(tracked_home: Path) -> None:
@@ -179,25 +187,18 @@ PIECES = (
     "..", "/", "//", "\\", "%2e%2e", "\0", "\n", "\x1b[2J", "\u202e", "\uff0e\uff0e", "\ud800", "~root", "C:", "file:///etc",
     "a", " ", ".hidden", "*", "$HOME", "\u00e9", "e\u0301", "\u5929", "\U0001f600", "x" * 300, "y" * 3000, "'", '"', ":",
 )  # fmt: skip
-APART = ("source:r&d", "source:r#d", "source:r_d", "source:", "a/./b", "a/b", "", "_", "y" * 260, "y" * 261, "y" * 250)
 
 
-def test_names_that_mlflow_would_refuse_are_shown_apart_and_lead_nowhere(tracked_home: Path) -> None:
-    names = [*APART, *map(clean, APART), *PIECES, *(f"{one}/{other}" for one in PIECES for other in PIECES[:8])]
-    assert len({clean(name) for name in names}) == len(set(names)), "also what looks like the name of another one"
+def test_names_that_mlflow_would_refuse_are_shown_and_lead_nowhere(tracked_home: Path) -> None:
     for name in ("loss", "eval/bits_per_byte/lang:zh", "source:\u7ef4\u57fa/a b.c-d", "y" * 250):
         assert clean(name) == name, "a name that MLflow accepts stays as it is"
     outside = {path for path in tracked_home.parent.rglob("*") if tracked_home not in path.parents}
-    mirror = Mirror(tracked_home)
-    values = {name: float(number) for number, name in enumerate(names)}
-    run = TrackedRun("all", A, "\0\ud800" * 300, "odd", BEGAN, "FINISHED", tags=dict.fromkeys(names, "\0"), summary=values)
-    run.params = dict.fromkeys(names, "x" * 7000)
-    bound = mirror.push(run)
+    names = [*PIECES, *(f"{one}/{other}" for one in PIECES for other in PIECES[:8])]
+    run = TrackedRun("all", A, "\0\ud800" * 300, "odd", BEGAN, "FINISHED", tags=dict.fromkeys(names, "\0"))
+    run.summary, run.params = dict.fromkeys(names, 1.0), dict.fromkeys(names, "x" * 7000)
+    bound = Mirror(tracked_home).push(run)
     assert bound
-    data = client_of(tracked_home).get_run(bound.run_id).data
-    assert {data.metrics[clean(name)] for name in names} == {values[name] for name in names}
-    for number, name in enumerate(PIECES):
-        assert mirror.push(TrackedRun(str(number), A, name, "odd", BEGAN, "FINISHED")), name
+    assert client_of(tracked_home).get_run(bound.run_id).data.metrics.keys() == {clean(name) for name in names}
     assert {path for path in tracked_home.parent.rglob("*") if tracked_home not in path.parents} == outside
 
 
@@ -208,14 +209,6 @@ def test_a_run_that_was_deleted_in_mlflow_stays_deleted_and_holds_up_no_other(tr
     assert pushed(tracked_home) == [None, only(tracked_home, B).info.run_id] or pushed(tracked_home) == []
     assert pushed(tracked_home, [A]) == [None] and tracked(tracked_home, A) == []
     assert only(tracked_home, B).info.status == "FINISHED"
-
-
-def test_a_deleted_experiment_is_restored(tracked_home: Path) -> None:
-    make_run(tracked_home, A, [PRETRAIN], tracked=True)
-    mlflow = client_of(tracked_home)
-    mlflow.delete_experiment(mlflow.get_experiment_by_name("ttrain").experiment_id)
-    make_run(tracked_home, B, [TOKENIZER], number=1, tracked=True)
-    assert mlflow.get_experiment_by_name("ttrain").lifecycle_stage == "active" and only(tracked_home, B)
 
 
 def shown(home: Path) -> dict[str, Any]:
@@ -294,15 +287,6 @@ def test_a_database_that_is_gone_or_damaged_is_made_again_from_the_home(
     assert len(aside) == (1 if harm in (damage_all, damage_the_middle) else 0)
 
 
-def test_a_damaged_database_is_told_in_one_line(tracked_home: Path, caplog: pytest.LogCaptureFixture) -> None:
-    make_run(tracked_home, A, [TOKENIZER])
-    damage_all(database_of(tracked_home))
-    pushed(tracked_home)
-    [record] = caplog.records
-    [aside] = database_of(tracked_home).parent.glob("mlflow.db.damaged-*")
-    assert str(aside) in record.getMessage() and "\n" not in record.getMessage()
-
-
 def _push_often(home: str, times: int) -> None:
     run_summary.page_of = lambda home, run: None  # which takes 2 s of CPU each time
     for _ in range(times):
@@ -327,15 +311,6 @@ def test_two_processes_that_push_one_run_fifty_times_make_it_once(tmp_path: Path
         assert found == ([4, 8] if metric == "validation_loss" else list(range(1, 9))), metric
 
 
-def test_without_mlflow_a_run_is_not_tracked_and_told_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "find_spec", lambda name: None)
-    monkeypatch.setattr(pusher, "is_installed", client.is_installed)
-    make_run(tmp_path, A, [TOKENIZER])
-    follower = pusher.Pusher(tmp_path, A)
-    follower.start()
-    assert not follower.finish() and not (tmp_path / "mlflow").exists(), "it is pushed once MLflow is installed"
-
-
 def test_track_push_says_what_it_did(tracked_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TTRAIN_HOME", str(tracked_home))
     command = CliRunner().invoke
@@ -349,14 +324,20 @@ def test_track_push_says_what_it_did(tracked_home: Path, monkeypatch: pytest.Mon
     assert unknown.exit_code and "there is no run 'other'" in str(unknown.exception)
 
 
+SWEEP, TRIAL = "sweep-20260101-000000-00000", "full-20260101-000001-aaaaa"
+
+
+def keep(home: Path, status: str, process: Any) -> None:
+    """A sweep as its process left it."""
+    (home / "sweeps" / SWEEP).mkdir(parents=True)
+    write_json(home / "sweeps" / SWEEP / "sweep.json", {"process": process})
+    rows: Any = [{"step": 2, "metrics": {"loss": 1.5}}]
+    pusher.keep_sweep(home, TrackedRun(SWEEP, SWEEP, SWEEP, "ttrain", BEGAN, status, rows=rows))
+    make_run(home, TRIAL, [], sweep={"name": SWEEP, "trial": 0})
+
+
 def test_a_sweep_is_there_again_with_its_trials_below_it(tracked_home: Path) -> None:
-    sweep = "sweep-20260101-000000-00000"
-    kept = tracked_home / "sweeps" / sweep / pusher.SWEEP
-    kept.parent.mkdir(parents=True)
-    run = TrackedRun(sweep, sweep, sweep, "ttrain", BEGAN, "FINISHED", rows=[{"step": 2, "metrics": {"loss": 1.5}}])
-    write_json(kept, asdict(run))
-    trial = "full-20260101-000001-aaaaa"
-    make_run(tracked_home, trial, [], sweep={"name": sweep, "trial": 0})
+    keep(tracked_home, "FINISHED", alive())
     for _ in range(2):
         parent, child = pushed(tracked_home)
         client_now = Mirror(tracked_home).client  # of the file that is there now
@@ -364,3 +345,10 @@ def test_a_sweep_is_there_again_with_its_trials_below_it(tracked_home: Path) -> 
         assert [point.step for point in client_now.get_metric_history(parent, "loss")] == [2]
         assert pushed(tracked_home) == []
         database_of(tracked_home).unlink()
+
+
+def test_a_sweep_whose_process_is_gone_is_killed(tracked_home: Path) -> None:
+    keep(tracked_home, "RUNNING", {"pid": 1, "started": 0})
+    pushed(tracked_home)
+    assert only(tracked_home, SWEEP).info.status == "KILLED"
+    assert pushed(tracked_home) == []

@@ -16,6 +16,7 @@ from ttrain.engine.graph import Planned
 from ttrain.engine.labels import labels_of
 from ttrain.errors import StageFailed, UsageError
 from ttrain.tasks import PRETRAIN
+from ttrain.tracking.pusher import track
 
 
 def stages_of(home: Home) -> list[Planned]:
@@ -26,6 +27,7 @@ def stages_of(home: Home) -> list[Planned]:
 def run(home: Home, settings: Settings, **options: Any) -> tuple[Any, Any, Path]:
     """The tracked runs of a pipeline with one stage, and of that stage; and the log of the former in the home."""
     execution = run_of(home.store, settings, stages_of(home), **options)
+    track(execution)
     outcome = "failed"
     try:
         execution.run_stage(execution.plan.stages[0], lambda line: None)
@@ -42,7 +44,6 @@ def run(home: Home, settings: Settings, **options: Any) -> tuple[Any, Any, Path]
 def test_a_stage_has_the_machine_its_texts_and_the_run_one_log(stage_home: Home) -> None:
     settings = stage_settings(6, sample_every_steps=3, eval_every_steps=3, eval_limit=2, system_metrics_seconds=1)
     parent, child, log = run(stage_home, settings)
-    assert "night" not in {**parent.data.tags, **child.data.tags}
     assert {"loss", "system/cpu_utilization_percentage", "system/system_memory_usage_megabytes"} <= {*child.data.metrics}
     texts = sorted(name for name in files_of(child) if "/samples/" in name)
     assert texts == [f"pretrain/run/samples/step-{step:08d}.txt" for step in (3, 6)]
@@ -71,13 +72,12 @@ def test_a_stage_that_failed_leaves_its_texts_and_logs_too(stage_home: Home) -> 
     assert " pretrain: failed: " in told[-1] and "loss" in told[-1]
 
 
-def test_a_note_tags_and_the_night_mode_stand_in_mlflow_and_on_the_page_and_in_no_key(
+def test_a_note_and_tags_stand_in_mlflow_and_on_the_page_and_in_no_key(
     stage_home: Home,
 ) -> None:
     labels = labels_of("why: <b>\nsk-abcdefghijklmnopqrstu", ["purpose=a smaller rate", "hub.token=x1"])
     by_night = stage_settings(2, night={"start": "00:00", "end": "00:00"})
-    parent, child, log = run(stage_home, by_night, labels=labels)
-    assert parent.data.tags["night"] == child.data.tags["night"] == "1"
+    parent, _, log = run(stage_home, by_night, labels=labels)
     assert parent.data.tags["purpose"] == "a smaller rate" and parent.data.tags["hub.token"] == "***"
     assert parent.data.tags["mlflow.note.content"].startswith("why: &lt;b>  \n***\n\n`pretrain.tokens=512`")
     record = json.loads(log.with_suffix(".json").read_text())
@@ -92,19 +92,11 @@ def test_a_note_tags_and_the_night_mode_stand_in_mlflow_and_on_the_page_and_in_n
 @pytest.mark.parametrize(
     ("note", "tag", "message"),
     [
-        ("a\x1b[2J", [], "--note has control characters"),
         ("x" * 2001, [], "--note has 2001 characters, but at most 2000"),
-        (None, ["purpose"], "must be KEY=VALUE"),
         (None, ["purpose="], "must be KEY=VALUE"),
-        (None, ["mlflow.runName=x"], "neither begins with mlflow."),
-        (None, ["TTrain.key=x"], "neither begins with mlflow. or ttrain."),
-        (None, ["night=0"], "which ttrain sets"),
-        (None, ["1a=x"], "a key is a letter"),
-        (None, [f"{'k' * 65}=x"], "at most 63 letters"),
-        (None, ["a=" + "v" * 251], "at most 250"),
+        (None, ["TTrain.key=x"], "neither with mlflow. nor ttrain."),
+        (None, ["1a=x"], "begins with a letter"),
         (None, ["a=b\nc"], "one line"),
-        (None, ["a=1", "a=2"], "given twice, as '1' and as '2'"),
-        (None, [f"k{number}=x" for number in range(21)], "takes 20 tags"),
     ],
 )  # fmt: skip
 def test_labels_that_cannot_be_are_refused_before_anything_runs(note: str | None, tag: list[str], message: str) -> None:

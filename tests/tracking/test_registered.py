@@ -12,12 +12,10 @@ from support.recorded_homes import Made, make_run
 from support.tracked_stores import client_of, pushed, rows_of_database
 
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.layout import write_manifest
 from ttrain.store.registry import Registry
-from ttrain.tracking.book import Book
-from ttrain.tracking.client import own_uri
 from ttrain.tracking.mirror import prepare
-from ttrain.tracking.registered import CHARACTERS, is_ours, marked, push_champion, take_over_champions
+from ttrain.tracking.pusher import push_noted
+from ttrain.tracking.registered import take_over_champions
 
 NAME = "quickstart"
 
@@ -76,15 +74,9 @@ def test_versions_have_tags_descriptions_and_the_aliases_of_their_set(sets_home:
     assert stage_run.data.tags["ttrain.key"] == sft.tags["ttrain.key"].partition("/")[2]
     assert sft.source == f"{stage_run.info.artifact_uri}/sft/model"
     of_set = version(sets_home, NAME, 2)
-    assert run_name(2) in of_set.description and f"`{NAME}-sft`" in of_set.description and is_ours(of_set.description)
-    assert f"ttrain lineage {NAME}/2" in of_set.description
+    assert run_name(2) in of_set.description and f"`{NAME}-sft`" in of_set.description
+    assert f"ttrain lineage {NAME}/2" in of_set.description and of_set.source == f"models:/{NAME}-sft/2"
     assert client_of(sets_home).get_run(of_set.run_id).info.run_name == run_name(2)
-
-
-def test_a_set_opens_as_the_last_of_its_models(sets_home: Path) -> None:
-    assert version(sets_home, NAME, 1).source == f"models:/{NAME}-sft/1"
-    places = [client_of(sets_home).get_model_version_download_uri(name, "1") for name in (NAME, f"{NAME}-sft")]
-    assert places[0] == places[1] and places[0].endswith("/sft/model")
 
 
 def test_a_second_push_changes_nothing_and_a_text_of_a_user_stays(sets_home: Path) -> None:
@@ -97,34 +89,25 @@ def test_a_second_push_changes_nothing_and_a_text_of_a_user_stays(sets_home: Pat
     assert version(sets_home, NAME, 1).description == "mine"
 
 
-def test_a_text_of_ours_is_told_from_one_that_somebody_edited() -> None:
-    ours = marked("# A\n\ntext with \ud800 and \0")
-    assert is_ours(ours) and is_ours("") and is_ours(None)
-    assert not is_ours(ours.replace("text", "my text")) and not is_ours("mine") and not is_ours(f"{ours}, and mine")
-    long = marked("é" * 9000)
-    assert len(long) <= CHARACTERS and is_ours(long)
-
-
 def test_a_champion_that_somebody_chose_on_mlflows_page_is_taken_over(
     sets_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Registry(sets_home).promote(NAME, "2")
     pushed(sets_home, [run_name(2)])
-    take_over_champions(sets_home, NAME)
+    take_over_champions(sets_home)
     champion = Registry(sets_home).champion(NAME)
     assert champion and champion.version == "2", "nobody moved it"
     client_of(sets_home).set_registered_model_alias(NAME, "champion", "1")
-    take_over_champions(sets_home, NAME)
+    take_over_champions(sets_home)
     champion = Registry(sets_home).champion(NAME)
     assert champion and champion.version == "1"
     assert aliases(sets_home, f"{NAME}-sft")["champion"] == "1", "the models of the set follow"
     client_of(sets_home).delete_registered_model_alias(NAME, "champion")
-    take_over_champions(sets_home, NAME)
+    take_over_champions(sets_home)
     champion = Registry(sets_home).champion(NAME)
     assert champion and champion.version == "1", "one that was removed there stays here"
-    assert Book(sets_home, own_uri(sets_home)).is_seen()
     monkeypatch.setattr("ttrain.tracking.registered.Mirror", lambda *_: pytest.fail("MLflow has not changed"))
-    take_over_champions(sets_home, NAME)
+    take_over_champions(sets_home)
 
 
 def test_a_champion_here_that_was_not_pushed_yet_is_not_taken_back(sets_home: Path) -> None:
@@ -133,58 +116,14 @@ def test_a_champion_here_that_was_not_pushed_yet_is_not_taken_back(sets_home: Pa
     pushed(sets_home, [run_name(1)])
     Registry(sets_home).promote(NAME, "2")
     client_of(sets_home).set_registered_model_alias(NAME, "other", "1")  # MLflow changed
-    take_over_champions(sets_home, NAME)
+    take_over_champions(sets_home)
     champion = Registry(sets_home).champion(NAME)
     assert champion and champion.version == "2"
 
 
-def test_a_champion_of_another_home_on_a_shared_server_is_taken_over_with_its_set(
-    tmp_path: Path, two: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The server's database is a file here."""
-    shared = tmp_path / "shared"
-    shutil.copytree(two / "mlflow", shared / "mlflow")
-    first, second = tmp_path / "first", tmp_path / "second"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", own_uri(shared))
-    add_run(first, 5)
-    Registry(first).promote(NAME, "1")
-    pushed(first)
-    Registry(second).sets(NAME)
-    take_over_champions(second, NAME)
-    [adopted], [made] = Registry(second).sets(NAME), Registry(first).sets(NAME)
-    assert adopted.aliases == ("champion",) and adopted.run == run_name(5) and adopted.keys == made.keys
-    assert {stage: one.content for stage, one in adopted.members.items()} == {
-        stage: one.content for stage, one in made.members.items()
-    }
-    assert adopted.metrics == made.metrics
-    take_over_champions(second, NAME)
-    assert len(Registry(second).sets(NAME)) == 1
-    client_of(shared).delete_registered_model_alias(NAME, "champion")
-    take_over_champions(second, NAME)
-    assert Registry(second).champion(NAME)
-
-
-def test_a_model_is_registered_also_if_its_manifest_is_all_that_is_left(sets_home: Path) -> None:
-    add_run(sets_home, 3)
-    [directory] = [path for path in (sets_home / "store" / "sft").iterdir() if _losses(path) == 3.0]
-    manifest = ArtifactStore(sets_home).read(directory)
-    assert manifest
-    write_manifest(directory, {**manifest.manifest, "absent": ["model/weights"]})
-    pushed(sets_home)
-    assert version(sets_home, NAME, 3).source == f"models:/{NAME}-sft/3"
-
-
-def _losses(artifact: Path) -> float:
-    import json
-
-    return float(json.loads((artifact / "run" / "metrics.jsonl").read_text().splitlines()[0])["metrics"]["loss"])
-
-
 def test_a_champion_that_is_chosen_here_has_its_alias_in_mlflow_at_once(sets_home: Path, tmp_path: Path) -> None:
     for version in ("1", "2", "1"):
-        Registry(sets_home).promote(NAME, version)
-        push_champion(sets_home, NAME)
+        push_noted(sets_home, Registry(sets_home).promote(NAME, version).run)
         assert aliases(sets_home)["champion"] == aliases(sets_home, f"{NAME}-sft")["champion"] == version
-    assert Book(sets_home, own_uri(sets_home)).is_seen()
-    push_champion(tmp_path / "other", NAME)
+    push_noted(tmp_path / "other", run_name(1))
     assert not (tmp_path / "other").exists(), "where nothing was pushed no database is made"

@@ -15,10 +15,9 @@ from typing import Any
 import psutil
 import pytest
 from support.comparing import curve, logged_steps
-from support.tiny_stages import Home, Watcher, stage_settings
+from support.tiny_stages import Home, Watcher, build_stage, stage_settings
 
 from ttrain.core.hashing import sha256_file
-from ttrain.engine import launch
 from ttrain.engine.graph import Rerun
 from ttrain.engine.planner import plan_stage
 from ttrain.engine.stage_worker import PROCESS_NAME
@@ -48,7 +47,7 @@ class Tries:
 
     def build(self, observer: Watcher) -> Artifact:
         self.lines.append(observer.lines)
-        return launch.build(PRETRAIN, self.settings, self.home.store, self.inputs, observer).artifact
+        return build_stage(PRETRAIN, self.settings, self.home.store, self.inputs, observer).artifact
 
     def saved(self) -> list[int]:
         """Steps of the checkpoints that have their name."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from typing import Annotated
 
 from ttrain.cli.options import (
@@ -15,8 +16,9 @@ from ttrain.cli.options import (
     command_group,
     option,
 )
+from ttrain.core.files import JsonDict
 from ttrain.core.terminal import bar
-from ttrain.core.text import format_size, format_time, short_digest
+from ttrain.core.text import format_duration, format_size, format_time, short_digest
 from ttrain.errors import UsageError
 from ttrain.store import references
 from ttrain.store.artifacts import ArtifactStore
@@ -154,35 +156,59 @@ def artifacts_verify(
 
 @command(
     artifacts_app,
-    "Examples:  ttrain pipeline plan full\n\nttrain artifacts adopt pretrain 3f1c\n\n"
+    "Examples:  ttrain artifacts adopt --all\n\nttrain artifacts adopt pretrain 3f1c\n\n"
     "ttrain artifacts adopt sft 09ab sft.epochs=3",
 )
 def artifacts_adopt(
-    stage: StageName,
-    key: Annotated[str, argument("the beginning of the key of the artifact to keep", metavar="KEY")],
+    *,
+    stage: Annotated[str, argument("the stage, see `ttrain stage list`", metavar="STAGE")] = "",
+    key: Annotated[str, argument("the beginning of the key of the artifact to keep", metavar="KEY")] = "",
     settings_options: SettingsOptions,
+    everything: Annotated[bool, option("every stage that only changed code would build again", "--all")] = False,
 ) -> Output:
-    """Keep an artifact across a code change that you know to be harmless; its manifest says so.
+    """Keep artifacts across a code change that you know to be harmless, as after an upgrade; their manifests say so.
 
-    Its settings and its inputs must be those that it was made with: adopt the stages in pipeline order.
+    Settings and inputs must be those that they were made with. Name a stage and a key, or --all.
     """
     from ttrain import api
-    from ttrain.engine.artifact_commands import adopt
+    from ttrain.engine import artifact_commands
     from ttrain.engine.planner import no_stage
     from ttrain.tasks import STAGES
 
-    references.need_stage(stage, STAGES)
     usable_home()
-    loaded = settings_options.load()
-    plan = api.plan("full", loaded.settings)
-    planned = {planned_stage.stage.name: planned_stage for planned_stage in plan.stages}
-    if stage not in planned:
-        raise no_stage(stage, planned, loaded.settings)
-    artifact = adopt(plan.store, planned[stage], key)
-    adopted = artifact.manifest["adopted"]
-    old_key, differences = short_digest(adopted[-1]["key"]), "; ".join(adopted[-1]["differences"])
-    value = {"stage": stage, "key": artifact.key, "path": str(artifact.path), "adopted": adopted}
-    return Output(value, [f"{stage} {old_key} is kept as {short_digest(artifact.key)}, although {differences}"])
+    if everything:
+        given = [word for word in (stage, key, *(settings_options.overrides or ())) if word]
+        settings = replace(settings_options, overrides=given).load().settings
+        adopted = artifact_commands.adopt_all(api.plan("full", settings))
+    else:
+        if not key:
+            raise UsageError("`ttrain artifacts adopt` needs a stage and a key, or --all; try ttrain artifacts adopt --all")
+        references.need_stage(stage, STAGES)
+        settings = settings_options.load().settings
+        plan = api.plan("full", settings)
+        planned = {each.stage.name: each for each in plan.stages}
+        if stage not in planned:
+            raise no_stage(stage, planned, settings)
+        adopted = [artifact_commands.adopt(plan.store, planned[stage], key)]
+    rows, value, saved = [], list[JsonDict](), 0.0
+    for artifact in adopted:
+        seconds, history = artifact.manifest.get("seconds", 0.0), artifact.manifest["adopted"]
+        old, new = short_digest(history[-1]["key"]), short_digest(artifact.key)
+        rows.append((artifact.stage, old, new, format_duration(seconds), "; ".join(history[-1]["differences"])))
+        value.append(
+            {
+                "stage": artifact.stage,
+                "key": artifact.key,
+                "path": str(artifact.path),
+                "adopted": history,
+                "seconds": seconds,
+            }
+        )
+        saved += seconds
+    if not rows:
+        return Output(value, ["no stage would be built again for changed code alone; nothing was adopted"])
+    end = f"kept; this saves {format_duration(saved)}"
+    return Output(value, [Table(("stage", "was", "is", "took", "although"), rows), end])
 
 
 @command(

@@ -20,7 +20,7 @@ from ttrain.store.model_files import Reference
 
 if TYPE_CHECKING:
     from ttrain.config.loading import Override
-    from ttrain.engine.progress_display import Display
+    from ttrain.engine.display import Display
 
 
 gate_app = command_group(
@@ -58,7 +58,7 @@ def gate_train(
     The same command continues a stopped scoring.
     """
     from ttrain.config import as_tuple
-    from ttrain.engine.progress_display import Display
+    from ttrain.engine.display import Display
 
     outlast_output()
     files = [name for option in data or () for name in cast("tuple[str, ...]", as_tuple(option))]

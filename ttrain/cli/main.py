@@ -114,14 +114,14 @@ def stage_run(
     as_json: AsJson = False,
 ) -> Output:
     """Run one stage alone, without Prefect."""
-    from ttrain.engine.run import run_one_stage
-    from ttrain.tracking.pusher import track
+
+    from ttrain.flows.engine import run_one_stage
 
     outlast_output()
     layout.usable_home()
     settings, forced = settings_options.load().settings, [stage] if force else []
     planned = restart.plan("full", settings, only_of=stage, force=forced, extend=extend)
-    artifact, state = run_one_stage(stage, planned, console(stderr=as_json), track)
+    artifact, state = run_one_stage(stage, planned, console(stderr=as_json))
     return Output(
         {
             "stage": stage,

@@ -63,6 +63,6 @@ def refuse(chooses_stages: bool) -> None:
     """Raise UsageError if an option that selects stages is given: a night always runs as a whole."""
     if chooses_stages:
         raise UsageError(
-            "a night chooses its stages by itself; leave out the options that choose stages or begin "
-            "them again, or use `ttrain pipeline run full`"
+            "an option chooses stages or begins them again, but a night chooses its stages by itself; "
+            "leave it out, or use `ttrain pipeline run full`"
         )

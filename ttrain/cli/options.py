@@ -56,7 +56,9 @@ OTHER_WORDS = {  # for commands, in other programs
 }
 SHOWN_COMMANDS = 4
 OWN_SETTINGS = Path("my.yaml")  # as `ttrain init` writes it
-ADVISED_RUN = re.compile(r"`ttrain (pipeline run full|sweep full|stage run [a-z-]+)(?! -c)")
+ADVISED_RUN = re.compile(
+    r"`ttrain (pipeline run full|sweep full)(?! -c)|(?<!same settings: )`ttrain stage run [a-z-]+(?! -c)"
+)
 MAY_BE_EMPTY = ("--note", "--system", "--text")  # options whose empty value means what it says
 
 
@@ -429,7 +431,9 @@ class PipelineOptions:
         str | None,
         option("a short name of this run, for all commands that take a run", "--run-name", metavar="NAME"),
     ] = None
-    yes: Annotated[bool, option("also without asking what takes over a day or forty passes", "--yes", "-y")] = False
+    yes: Annotated[
+        bool, option("without asking: what takes over a day or forty passes, or long for code alone", "--yes", "-y")
+    ] = False
 
     def words(self) -> list[str]:
         """The engine as words of a command, if it is not the usual one."""

@@ -165,11 +165,11 @@ def pipeline_plan(
 def _rules(loaded: LoadedSettings, planned: Plan, *, packs: bool) -> dict[str, Rule]:
     """What settings follow from others, from the data that are there, or from the rows, each with its rule."""
     from ttrain.config import flatten, rules
-    from ttrain.engine import launch
+    from ttrain.engine.row_counts import rules_of_rows
 
     settings = loaded.settings
     automatic = rules.followed(dict(flatten(settings.model_dump()))) if "pretrain" in settings.trainings else {}
-    return {**automatic, **launch.rules_of_rows(planned.settings, planned.stages, packs=packs)}
+    return {**automatic, **rules_of_rows(planned.settings, planned.stages, packs=packs)}
 
 
 @command(
@@ -281,6 +281,7 @@ def plan_and_run(
 
     `command`: the one that asked for it, where its settings are its own; `to_plan`: as for `api.plan`.
     """
+    from ttrain.engine.artifact_commands import remarks_on_code
     from ttrain.engine.cached import record_cached
 
     planned = restart.plan(pipeline, loaded.settings, **to_plan)
@@ -289,7 +290,10 @@ def plan_and_run(
         return
     Output(None, _plan_parts(planned)).print()
     usable_home()
-    asks = planned.estimate.remarks() and not options.yes and is_on_terminal()
+    on_code = remarks_on_code(planned)
+    for line in on_code:
+        print_escaped(line)
+    asks = (on_code or planned.estimate.remarks()) and not options.yes and is_on_terminal()
     if asks and not confirm("run it?", default=False):
         print("nothing was run; --yes runs it without asking")
         raise Exit(1)

@@ -50,7 +50,7 @@ def models_list(
     from ttrain.tracking.registered import take_over_champions
 
     metric = metric or BITS_PER_BYTE.name
-    model_sets = take_over_champions(home(), name).sets(name)
+    model_sets = take_over_champions(home()).sets(name)
     values = [model_set.to_json() for model_set in model_sets]
     if not model_sets:
         hint = "no sets of models are registered yet; `ttrain pipeline run full` registers one"
@@ -99,18 +99,19 @@ def models_promote(
 ) -> Output:
     """Make a set the champion, regardless of its figures: nights continue from it and compare with it."""
     from ttrain.store.registry import CHAMPION
-    from ttrain.tracking.registered import push_champion, take_over_champions
+    from ttrain.tracking.pusher import push_noted
+    from ttrain.tracking.registered import take_over_champions
 
     if previous == bool(which):
         raise UsageError("name a version or a run, or the champion before with --previous")
-    registry = take_over_champions(home(), name)
+    registry = take_over_champions(home())
     if previous:
         promoted, status = registry.rollback(registry.only_name(name)), "is champion again"
     else:
         chosen = registry.find_set(which, name)
         status = "is already champion" if CHAMPION in chosen.aliases else "is champion"
         promoted = registry.promote(chosen.name, chosen.version)
-    push_champion(home(), promoted.name)
+    push_noted(home(), promoted.run)
     models = ", ".join(map(str, promoted.models))
     return Output(promoted.to_json(), [f"{promoted} of the run {promoted.run} {status}: {models}"])
 
@@ -165,7 +166,7 @@ def reproduce(
     same, 1 where a stage differs, or where the raw data are gone or changed.
     """
 
-    from ttrain.engine.progress_display import Display
+    from ttrain.engine.display import Display
     from ttrain.lineage import reproduce as making
     from ttrain.lineage.lineage import lineage_of
     from ttrain.lineage.reproduce import recipes_of

@@ -41,10 +41,8 @@ def track_push(
     """
     from ttrain.store import run_views
     from ttrain.tracking import pusher
-    from ttrain.tracking.client import need_mlflow
     from ttrain.tracking.tracked_runs import is_tracked
 
-    need_mlflow("runs are pushed to")
     root = usable_home()
     names = None if run is None else [run_views.find_record(root, run)["run"]]
     if everything:
@@ -73,12 +71,10 @@ def links_of(root: Path, address: str, names: Sequence[str]) -> dict[str, str]:
     failed = [one.why for one in pusher.push(root) if one.why]
     if failed:
         raise UsageError(failed[0])
-    pages = addresses_of(root, chosen)
-    links = {"table": pages.table, "curves": pages.curves}
-    if names:
-        links = {"url": pages.first, **links}
+    links = addresses_of(root, chosen)
+    experiment = links.pop("experiment")
     shown = {name: page_with_token(root, f"{address.rstrip('/')}/{page}") for name, page in links.items()}
-    return {**shown, "experiment": pages.experiment}
+    return {**shown, "experiment": experiment}
 
 
 def open_in_browser(root: Path, url: str) -> None:

@@ -57,7 +57,7 @@ def train(
 ) -> Output:
     """Train a task of your own (docs/tasks.md); the same command continues a stopped training."""
     from ttrain.engine.alone import run_alone, split_runtime
-    from ttrain.engine.progress_display import Display
+    from ttrain.engine.display import Display
     from ttrain.tasks import TASK
     from ttrain.train import task
 
@@ -117,8 +117,7 @@ def doctor(
     from ttrain import api
     from ttrain.doctor.inputs import missing_data
     from ttrain.engine.processes import environment_of
-    from ttrain.engine.run import run_one_stage
-    from ttrain.tracking.pusher import track
+    from ttrain.flows.engine import run_one_stage
 
     began, settings = time.monotonic(), settings_options.load().settings
     for name, value in environment_of(settings).items():
@@ -126,7 +125,7 @@ def doctor(
             os.environ.setdefault(name, value)
     plan, examined = api.plan("full", settings), stage or settings.trainings[0]
     for each in missing_data(examined, plan):
-        run_one_stage(each.stage.name, plan, console(stderr=as_json), track)
+        run_one_stage(each.stage.name, plan, console(stderr=as_json))
         plan = api.plan("full", settings)
     from ttrain.doctor.run import examine  # loads torch, which now finds the variables
 

@@ -16,7 +16,7 @@ from ttrain.data.records import Kind, Rejected, Row, Tally
 from ttrain.errors import CannotRead, DataError, UsageError
 
 ROWS, FILES = 20, 20  # of a file, and of a data set
-MOST = 0.5  # share of bad rows among the first that no head of a good file has
+MOST = 0.5  # share of bad rows that no good file has
 SHOWN_KEYS = 8
 NAMES = {"documents": "a document", "chats": "a chat", "pairs": "a pair of answers"}
 DATASETS = {"documents": "pretrain", "chats": "sft", "pairs": "dpo"}
@@ -62,8 +62,9 @@ def kind_of_file(location: str, reading: Reading) -> Kind | None:
 
 def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> None:
     """Raise UsageError for a file that cannot be what its setting needs: by its format, or since all its first rows have
-    keys of something else; and where most of the first rows of all files are bad. Fewer are counted where they are read."""
-    tally = Tally()
+    keys of something else; and where most rows of files so small that all are looked at are bad. Others are counted where
+    they are read."""
+    tally, is_whole = Tally(), True
     for location in [location for location in files if not locations.is_remote(location)][:FILES]:
         try:
             rows = read(location, reading)
@@ -74,11 +75,13 @@ def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> N
         if rows and not any(_may_be(row, kind, reading.text_field) for row in rows):
             raise UsageError(f"{setting} needs {kind}, but {location}:{_problem(setting, kind, location, rows, reading)}")
         if not locations.is_text(location) and not streams.is_parquet(location):
-            list(records.accepted(_parsed(location, reading, tally), records.parser_of(kind, reading.text_field), tally))
+            before, parse = tally.rows, records.parser_of(kind, reading.text_field)
+            list(records.accepted(_parsed(location, reading, tally), parse, tally))
+            is_whole = is_whole and tally.rows - before < ROWS
     bad = tally.rejected.total()
-    if bad > tally.rows * max(MOST, reading.rejected_fraction):
+    if is_whole and bad > tally.rows * max(MOST, reading.rejected_fraction):
         raise UsageError(
-            f"{setting}: {bad} of the first {tally.rows} rows are bad, the first one is {tally.first_rejected[0]}; correct "
+            f"{setting}: {bad} of {tally.rows} rows are bad, the first one is {tally.first_rejected[0]}; correct "
             f"them, or set reading.rejected_fraction, which is {reading.rejected_fraction:g}, to the share that may be bad"
         )
 

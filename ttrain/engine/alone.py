@@ -10,10 +10,10 @@ from ttrain.config import Runtime, Settings
 from ttrain.config.loading import Override, merge, with_types
 from ttrain.config.runtime import TaskRuntime
 from ttrain.core.files import PRIVATE_FILE, JsonDict, JsonObject, exclusive, write_json
-from ttrain.engine import launch, processes, stage_worker
-from ttrain.engine.progress_display import Display, DisplayObserver
+from ttrain.engine import launch, processes
+from ttrain.engine.display import Display
 from ttrain.engine.stop_request import StopRequest
-from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
+from ttrain.errors import Interrupted, TTrainError, UsageError
 from ttrain.store.layout import JOB
 from ttrain.tasks import RUNNABLE, Stage
 
@@ -36,17 +36,24 @@ def run_alone(stage: Stage, settings: JsonObject, runtime: Runtime, out: Path, w
     """
     work = out / WORK
     work.mkdir(parents=True, exist_ok=True)
-    stop_request = StopRequest(display.say, "the training saves its state")
+    stop = StopRequest(display.say, "the training saves its state")
+    display.log_level = runtime.log_level
+
+    def report(event: str, data: JsonObject) -> None:
+        if event == "progressed":
+            display(stage.name, event, data)
+        elif runtime.log_level == "debug":
+            display(stage.name, "message", {"text": data["line"]})
+
     with (
         exclusive(out / LOCK, lambda: display.say(f"  another process trains in {out}; waiting for that one")),
-        stop_request.catching_signals(),
+        stop.catching_signals(),
     ):
         with exclusive(work.with_name(f"{work.name}.process.lock")):
             pass  # a killed run's process may live for another 0.2 s
         launch.remove_earlier_results(work)
-        row = next(name for name, each in RUNNABLE.items() if each.module == stage.module)
         spec: JsonDict = {
-            "stage": row,
+            "stage": next(name for name, each in RUNNABLE.items() if each.module == stage.module),
             "uses_ranks": True,
             "settings": settings,
             "runtime": runtime.model_dump(mode="json"),
@@ -56,25 +63,13 @@ def run_alone(stage: Stage, settings: JsonObject, runtime: Runtime, out: Path, w
             **{name: [] for name in ("weights", "reuse")},
         }
         write_json(work / JOB, spec, PRIVATE_FILE)
-        display.log_level = runtime.log_level
-        display.started(stage.name, why)
+        display(stage.name, "started", {"why": why})
         os.environ.setdefault("HF_HUB_OFFLINE", "0")  # a task may need the Hub
-        observer = DisplayObserver(display, stop_request, runtime.log_level)
         try:
-            figures = _run(stage, runtime, work, out / LOG, observer)
+            figures = processes.run(stage, Settings(runtime=runtime), work, out / LOG, report, stop)
         except TTrainError as error:
             message = f"{error}; the same command continues it" if isinstance(error, Interrupted) else str(error)
-            display.failed(stage.name, message)
+            display(stage.name, "failed", {"error": message})
             error.shown = True
             raise
     return {"was_finished": figures.get("resumed_from_step") == figures.get("steps", 0), **figures}
-
-
-def _run(stage: Stage, runtime: Runtime, work: Path, log_path: Path, observer: DisplayObserver) -> JsonDict:
-    try:
-        return processes.run(stage, Settings(runtime=runtime), work, log_path, observer)
-    except StageFailed:
-        outcome = stage_worker.read(work)
-        if outcome and outcome.get("kind") == UsageError.__name__:
-            raise UsageError(outcome["error"]) from None
-        raise

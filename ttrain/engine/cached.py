@@ -15,14 +15,8 @@ if TYPE_CHECKING:
 
 
 def cached_results(planned: Plan) -> dict[str, Mapping[str, Any]]:
-    """The results of the cached stages, with the champion's figures as a baseline if no stage has them."""
-    from ttrain.engine import baseline
-
-    artifacts = {each.stage.name: each.artifact for each in planned.stages if each.artifact}
-    results = {name: artifact.result for name, artifact in artifacts.items()}
-    if "evaluate" in artifacts and baseline.STAGE not in artifacts:
-        results |= baseline.champion_results(artifacts["evaluate"], planned.settings.name, planned.store)
-    return results
+    """The results of the cached stages."""
+    return {each.stage.name: each.artifact.result for each in planned.stages if each.artifact}
 
 
 def record_cached(planned: Plan, labels: Labels) -> RecordedRun | None:

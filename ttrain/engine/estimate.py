@@ -1,16 +1,14 @@
 """About how long a plan takes on this machine, and how often it passes over its data. Imports nothing heavy.
 
-The rate of a training is that of the newest artifact of its stage that this processor made in ten seconds or more, else of
-another training, else the quickstart's. It is scaled by the FLOPs of a token, which grow with the parameters. What is not
-known is left out.
+The rate of a training is that of the newest artifact of its stage that this machine made, else of another training, else
+the quickstart's. It is scaled by the FLOPs of a token, which grow with the parameters. What is not known is left out.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -28,7 +26,7 @@ from ttrain.store.layout import Artifact
 from ttrain.store.results import ShardsResult, TokenizerResult, TrainingResult
 from ttrain.tasks import SHARDS
 
-PLENTY_OF_ROWS = 1_000_000  # stands for a number that is not known
+PLENTY_OF_ROWS = 1_000_000  # for a number that is not known
 LONG_SECONDS, MANY_PASSES = 86_400, 40  # repeated tokens are worth little after forty passes (arXiv:2305.16264)
 
 # The quickstart on two cores, as README says: what its trainings compute in a second with bf16 and without it, and the
@@ -39,11 +37,10 @@ QUICKSTART_FLOPS = 8e6  # of a token
 EFFICIENCY = 0.2  # so FLOP/s grow by this power of a token's FLOPs, at least
 MOST_CORES = 8  # to which the speed of so small models grows
 START_SECONDS = 5.0  # of a training: to load the libraries, and to validate
-RATED_SECONDS = 10.0  # a shorter training is slowed by its first steps: 4,800 tokens/s in 1 s, 13,500 in 130 s
-LOAD_SECONDS = 0.8  # of a stage of data: what it takes without data
 OTHER_SECONDS = {"source": 2.0, "tokenizer": 3.0, **dict.fromkeys((stage.name for stage in SHARDS.values()), 2.0)}
 EVALUATE, EVALUATED_TOKENS = "evaluate", 375_000  # of a training: what it takes the time of
 QUICKSTART_BYTES = {"pretrain": 2_132_016, "sft": 615_705, "lora": 136_234}
+SCALED_BYTES = 10  # times as many as an earlier artifact was made of: of less data, most of its time is the start
 
 # UTF-8 bytes of a token with 2048 tokens, and with more: 3.13 of English documents, and a fraction of it where the template
 # of chats and the keys of their rows come on top.
@@ -127,26 +124,25 @@ def estimate(stages: Iterable[Planned], settings: Settings, store: ArtifactStore
     return Estimate(found, estimator.rate)
 
 
+@dataclass
 class _Estimator:
-    def __init__(self, planned: Mapping[str, Planned], settings: Settings, store: ArtifactStore) -> None:
-        self.planned, self.settings, self.store = planned, settings, store
-        self.tree = settings.model_dump(mode="json")
-        self._made_here = functools.cache(self._newest_made_here)
-        self._bytes = functools.cache(self._bytes_of_data)
-        self.rate = "the quickstart's rate on a similar CPU"
+    planned: dict[str, Planned]
+    settings: Settings
+    store: ArtifactStore
+    rate: str = "the quickstart's rate on a similar CPU"
 
     def of(self, planned: Planned) -> StageEstimate:
-        name = planned.stage.name
+        name, dataset = planned.stage.name, planned.stage.dataset or ""
         if name in TRAINING_STAGES:
             return self._training(planned)
         earlier = self._made_here(name)
         if name == EVALUATE:
             return StageEstimate(name, self._evaluation(earlier))
-        data = self._bytes(planned.stage.dataset or "") or 0
-        seconds, size = OTHER_SECONDS.get(name), QUICKSTART_BYTES.get(planned.stage.dataset or "", 0)
-        if earlier is not None and (not seconds or _bytes_of(earlier) >= min(size, data)):  # of less, most is the start
+        data = self._bytes(dataset) or 0
+        seconds, size = OTHER_SECONDS.get(name), QUICKSTART_BYTES.get(dataset, 0)
+        if earlier and data <= SCALED_BYTES * _bytes_of(earlier):
             seconds, size = earlier.manifest.get("seconds"), _bytes_of(earlier)
-        return StageEstimate(name, seconds and _scaled(seconds, data / size if data and size else 1.0, LOAD_SECONDS))
+        return StageEstimate(name, seconds and seconds * max(1.0, data / size if size else 1.0))
 
     def _training(self, planned: Planned) -> StageEstimate:
         name = planned.stage.name
@@ -155,8 +151,7 @@ class _Estimator:
         section = section.resolved(max(1, data // section.row_length) if data else PLENTY_OF_ROWS)
         tokens = section.token_budget or (data and round(data * (section.passes or 0)))
         passes = section.passes or (data and tokens and tokens / data)
-        step = self._first_step(planned)
-        rest = tokens and max(0, tokens - step * section.step_tokens)
+        rest = tokens and max(0, tokens - self._first_step(planned) * section.step_tokens)
         flops = self._flops_per_token(section.row_length)
         rate = self._tokens_per_second(name, flops) if flops else None
         seconds = START_SECONDS + rest / rate if rest is not None and rate else None
@@ -171,25 +166,15 @@ class _Estimator:
         return resume.saved_step(self.store.work(planned.stage.name, planned.key)) if planned.key else 0
 
     def _evaluation(self, earlier: Artifact | None) -> float | None:
+        if earlier:
+            return float(earlier.manifest.get("seconds", 0)) or None
         flops = self._flops_per_token(self.settings.evaluate.row_length)
-        if earlier is not None:
-            before = _flops_per_token(earlier.provenance["settings"], self.settings.evaluate.row_length)
-            return _scaled(earlier.manifest.get("seconds", 0), flops / before if flops and before else 1.0, START_SECONDS)
         rate = self._quickstart_rate(flops) if flops else None
         return START_SECONDS + EVALUATED_TOKENS / rate if rate else None
 
     def _tokens_per_second(self, stage: str, flops: float) -> float | None:
-        """By the newest training of this stage that this machine ran, else of another stage, else the quickstart's; by a
-        short one where that says nothing."""
-        names = (stage, *TRAININGS)
-        return (
-            self._shown_rate(names, flops, RATED_SECONDS) or self._quickstart_rate(flops) or self._shown_rate(names, flops)
-        )
-
-    def _shown_rate(self, stages: Iterable[str], flops: float, least_seconds: float = 0.0) -> float | None:
-        """The rate of the first of these trainings that this machine ran, for so long at least."""
-        for name in stages:
-            artifact = self._made_here(name, least_seconds)
+        for name in (stage, *TRAININGS):
+            artifact = self._made_here(name)
             rate = TrainingResult.of(artifact.result).tokens_per_second if artifact else 0.0
             if artifact is None or not rate:
                 continue
@@ -198,7 +183,7 @@ class _Estimator:
             if before:
                 self.rate = f"the rate of the run {artifact.provenance['run']}"
                 return rate * math.pow(before / flops, 1 - EFFICIENCY)
-        return None
+        return self._quickstart_rate(flops)
 
     def _quickstart_rate(self, flops: float) -> float | None:
         """By the quickstart on a CPU of this kind; None where a GPU may be used, of which it says nothing."""
@@ -210,59 +195,49 @@ class _Estimator:
         tokens_per_second = CPU_FLOPS[has_bf16] / QUICKSTART_FLOPS * min(usable_cores(), MOST_CORES) / 2
         return tokens_per_second * math.pow(QUICKSTART_FLOPS / flops, 1 - EFFICIENCY)
 
-    def _newest_made_here(self, stage: str, least_seconds: float = 0.0) -> Artifact | None:
-        """Its newest artifact that this machine made with the same devices, and trained for so long at least."""
-        devices = {name: self.tree["runtime"][name] for name in ("device", "devices", "nodes")}
+    def _made_here(self, stage: str) -> Artifact | None:
+        """Its newest artifact that this machine made with the same devices."""
+        runtime = self.settings.runtime
+        devices = {"device": runtime.device, "devices": runtime.devices, "nodes": runtime.nodes}
         for artifact in self.store.artifacts(stage):
             made = artifact.provenance
             same = made.get("machine") == machine() and devices.items() <= made.get("runtime", {}).items()
-            is_long = TrainingResult.of(artifact.result).train_seconds >= least_seconds
-            if same and is_long and made.get("settings") and made.get("run"):
+            if same and made.get("settings") and made.get("run"):
                 return artifact
         return None
 
     def _flops_per_token(self, row_length: int) -> float | None:
         base = self.planned.get("base-model")
         if self.settings.existing_model is None:
-            return _flops_per_token(self.tree, row_length)
+            return _flops_per_token(self.settings.model_dump(mode="json", include={"model", "tokenizer"}), row_length)
         parameters = TrainingResult.of(base.artifact.result).parameters if base and base.artifact else 0
         return 6.0 * parameters if parameters else None
 
     def _tokens(self, dataset: str) -> int | None:
-        """The tokens that a training has to learn from: of its shards, else estimated from the bytes of its files."""
+        """The tokens that a training is trained on: of its shards, else estimated from the bytes of its files."""
         shards = self.planned.get(SHARDS[dataset].name)
         if shards and shards.artifact:
             return ShardsResult.of(shards.artifact.result).train.tokens or None
-        size, tokenizer = self._bytes(dataset), self.planned.get("tokenizer")
+        size = self._bytes(dataset)
         if not size:
             return None
         per_token = BYTES_PER_TOKEN * math.pow(self.settings.tokenizer.vocab_size / 2048, GROWTH)
-        if tokenizer and tokenizer.artifact:
-            per_token = TokenizerResult.of(tokenizer.artifact.result).bytes_per_token or per_token
         is_documents = any(row.dataset == dataset and row.rows == "documents" for row in TRAINING_STAGES.values())
         return round(size / per_token / (1.0 if is_documents else CHAT_FRACTION))
 
-    def _bytes_of_data(self, dataset: str) -> int | None:
-        """The bytes of a data set; None where they do not say how much is read."""
+    def _bytes(self, dataset: str) -> int | None:
+        """The bytes of a data set; None where they do not say how much is read, or a server would have to be asked."""
         settings = self.settings
         if dataset == "tokenizer" and not settings.data.tokenizer:
             dataset = "pretrain"
-        if dataset not in SHARDS or settings.reading.limit:
+        if dataset not in SHARDS or settings.reading.limit or any(map(locations.is_remote, settings.data.paths(dataset))):
             return None
         if settings.reads_python_docs(dataset):
             return QUICKSTART_BYTES.get(dataset) if settings.python_docs == PythonDocs() else None
-        if any(map(locations.is_remote, settings.data.paths(dataset))):
-            return None  # a server would have to be asked
         files = data_files(SHARDS[dataset], settings).get(TRAIN, [])
-        plain = all(file.location.endswith(PLAIN) for file in files)
-        if not plain or any(file.weight is not None for file in files):
+        if any(file.weight is not None or not file.location.endswith(PLAIN) for file in files):
             return None
         return sum(locations.local_path(file.location).stat().st_size for file in files)
-
-
-def _scaled(seconds: float, scale: float, fixed: float) -> float:
-    """The time of a stage on so many times the work, of which `fixed` seconds stay the same."""
-    return seconds + max(0.0, seconds - fixed) * max(0.0, scale - 1)
 
 
 def _flops_per_token(settings: JsonObject, row_length: int) -> float | None:
@@ -277,5 +252,4 @@ def _flops_per_token(settings: JsonObject, row_length: int) -> float | None:
 
 def _bytes_of(artifact: Artifact) -> int:
     """The bytes that a stage of data read."""
-    result = artifact.result
-    return TokenizerResult.of(result).bytes or ShardsResult.of(result).train.bytes
+    return TokenizerResult.of(artifact.result).bytes or ShardsResult.of(artifact.result).train.bytes

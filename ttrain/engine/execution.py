@@ -7,44 +7,59 @@ import getpass
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from ttrain.config.training import TRAINING_STAGES
-from ttrain.core.files import JsonDict, read_object, write_json
-from ttrain.engine import baseline, launch, processes
+from rich.console import Console
+
+from ttrain.config.training import MODEL_STAGES, TRAINING_STAGES
+from ttrain.core.files import JsonObject, read_object, write_json
+from ttrain.core.signals import handling_signals
+from ttrain.core.terminal import showing_logs
+from ttrain.engine import launch, processes, row_counts
+from ttrain.engine.display import Display, StageDisplay
 from ttrain.engine.graph import Planned
 from ttrain.engine.labels import NO_LABELS, Labels
 from ttrain.engine.plan import Plan
-from ttrain.engine.progress_display import DisplayObserver, StageDisplay
+from ttrain.engine.planner import plan_stage
 from ttrain.engine.provenance import commit, with_absolute_paths
-from ttrain.engine.run_models import RunModels, check_names
 from ttrain.engine.stop_request import SIGNALLED, StopRequest
 from ttrain.errors import Interrupted, NothingNew, TooFewRows, TTrainError, with_fix
 from ttrain.reports import summary
 from ttrain.store.layout import TRACKED, Artifact
+from ttrain.store.registry import Registry, Version
 from ttrain.store.results import TrainingResult
 from ttrain.store.runs import BUILT, NOTHING_NEW, RunLog, RunRecord
 from ttrain.tasks import STAGES, Stage
 
 log = logging.getLogger("ttrain")
 
-NOTE_SECONDS = 2.0  # between two notes of a stage's progress
+NOTE_SECONDS = 2.0  # between two events of a stage's progress
+PROGRESS_NOTED = ("done", "total", "unit", "first", "seconds")
+
+# Which artifacts become registered models: stage, suffix of the name, directory in the artifact.
+REGISTERED = {
+    "tokenizer": ("tokenizer", ""),
+    **{name: (row.model, row.directory) for name, row in TRAINING_STAGES.items()},
+}
+
+
+def registered_name(pipeline: str, stage: str) -> str:
+    """Name of the registered model of a stage. `pipeline`: the setting `name`."""
+    return f"{pipeline}-{REGISTERED[stage][0]}"
 
 
 class Tracker(Protocol):
     """Shows a run elsewhere while it goes on, from what the run writes into the home."""
-
-    def page(self, stage: str | None = None) -> str | None:
-        """URL of the run, or of one of its stages; None if no server displays it."""
 
     def finish(self) -> object:
         """Show the run's end."""
 
 
 class PipelineRun(StopRequest):
-    """A pipeline run in progress."""
+    """A pipeline run in progress: the one writer of its events, its record and its log."""
 
     def __init__(
         self,
@@ -57,12 +72,12 @@ class PipelineRun(StopRequest):
     ) -> None:
         """`part_of`: what is noted in its record of the night or the sweep that it is a part of, and as `continues` the
         interrupted run with which trackers show it as one."""
-        super().__init__(display.say)
+        super().__init__(lambda text: display("", "message", {"text": text}))
         settings, store = plan.settings, plan.store
         self.plan, self.settings, self.store, self.display = plan, settings, store, display
         self.registers = registers and settings.runtime.node_rank == 0  # whether its models become versions
         if self.registers:
-            check_names(store, settings.name)
+            Registry(store.root).check_names(settings.name, sorted(registered_name(settings.name, of) for of in REGISTERED))
         self.outcome = "running"  # then completed, failed, interrupted or nothing-new
         self.labels = labels
         self.record = RunRecord(
@@ -74,96 +89,99 @@ class PipelineRun(StopRequest):
         )
         self.log = RunLog(self.record.path.with_suffix(".log"))
         self.artifacts: dict[str, Artifact] = {}
+        self.versions: dict[str, str] = {}  # of the registry, by name
         self.model_set: str | None = None  # version of the registered set of models, once the run is complete
         self.failures: dict[str, BaseException] = {}  # by stage, of those without a result
-        self._champion: dict[str, JsonDict] | None = None  # as a baseline; looked for once there is an evaluation
         self.make_parts_elsewhere: Callable[[Stage, Path], None] | None = None  # before a stage that reuses parts starts
         self.to_start = {planned.stage.name: planned.stage for planned in plan.stages if planned.state == "run"}
+        self._to_train = self.to_start.keys() & TRAINING_STAGES.keys()
         self._began = time.monotonic()
+        self._noted: dict[str, float] = {}  # when the progress of a stage was noted last
         self.record.note(commit=commit(), user=user_name(), **part_of)
-        self.models = RunModels(settings.name, store, self.record.run)
         self.tracker: Tracker | None = None  # shows the run elsewhere while it goes on
 
     def __reduce__(self) -> tuple[type[object], tuple[()]]:
         """Pickle as a bare object: Prefect sends flow and task functions to Dask with everything they reference."""
         return object, ()
 
-    def run_stage(self, planned: Planned, logged: Callable[[str], None]) -> tuple[Artifact, str]:
+    # --- stages ---------------------------------------------------------------------------------------------------------
+
+    def run_stages(self) -> None:
+        """Build the stages of the plan one after the other, in this thread."""
+        for planned in self.plan.stages:
+            if planned.reused:
+                continue
+            self.run_stage(planned)
+            if self.signum:
+                raise Interrupted(f"stopped after stage {planned.stage.name}", self.signum)
+
+    def run_stage(self, planned: Planned, logged: Callable[[str], object] = lambda line: None) -> tuple[Artifact, str]:
         """Build a stage of the plan, once those that it reads have ended, or take it from the store.
 
-        Returns the artifact and its state: cached, completed, ...
+        Returns the artifact and its state: cached, completed, ... `logged` gets the lines of its log.
         """
         stage = planned.stage
         inputs = {name: self.artifacts[of] if isinstance(of, str) else of for name, of in planned.sources.items()}
         if stage.uses_ranks:
             self._raise_too_few_rows()  # nothing is trained that the shards of another training have ended
-        watcher = StageWatcher(self, stage, logged)
         try:
-            outcome = launch.build(
-                stage, self.settings, self.store, inputs, watcher, self.plan.rerun, forced=planned.forced, planned=planned
-            )
+            if not planned.has_inputs(inputs):
+                planned = plan_stage(stage, self.settings, self.store, inputs, self.plan.rerun, forced=planned.forced)
+            outcome = launch.build(planned, self.settings, self.store, partial(self._report, stage, logged), self)
         except BaseException as error:
-            if not isinstance(error, Interrupted):
-                self.failures[stage.name] = error
-            if isinstance(error, NothingNew):
-                watcher.found_nothing_new(error)
-            else:
-                watcher.failed(error)
+            self._failed(stage, error)
             raise
         self.failures.pop(stage.name, None)  # a retry succeeded
-        watcher.ended(outcome)
-        self._add_artifact(outcome.artifact)
-        for training in self._trained_on(stage):
-            self._check_rows(training, outcome.artifact, inputs["tokenizer"], watcher)
+        self._ended(stage, outcome)
+        if stage.reuses_parts:
+            self._check_rows(stage, outcome.artifact, inputs["tokenizer"])
         self._raise_too_few_rows()
         return outcome.artifact, outcome.state
 
-    def _trained_on(self, shards: Stage) -> list[str]:
-        """The training stages that this run must train on these shards; none for another stage."""
-        if not shards.reuses_parts:
-            return []
-        waiting = {planned.stage.name for planned in self.plan.stages if planned.state == "run"}
-        return [name for name, row in TRAINING_STAGES.items() if name in waiting and row.dataset == shards.dataset]
+    def check_reused(self) -> None:
+        """Fail a training whose reused shards have too few rows, before anything trains."""
+        for planned in self.plan.stages:
+            if planned.reused and planned.artifact and planned.stage.reuses_parts:
+                self._check_rows(planned.stage, planned.artifact, planned.inputs["tokenizer"])
+        self._raise_too_few_rows()
 
-    def _check_rows(self, training: str, shards: Artifact, tokenizer: Artifact, watcher: StageWatcher) -> None:
-        """Note a training with too few rows as failed as soon as its shards exist. Raises for other faults of the data."""
-        shards = self.store.complete(shards, ("train",), report=lambda line: watcher.noted(STAGES[shards.stage], line))
-        tokenizer = self.store.complete(tokenizer, (), report=lambda line: watcher.noted(STAGES[tokenizer.stage], line))
-        stage, inputs = STAGES[training], {"shards": shards, "tokenizer": tokenizer}
-        try:
-            launch.verify_inputs(stage, self.store, inputs)  # first: a damaged index is no fault of settings or data
-            with launch.setting_aside(stage, self.store, inputs):
-                launch.check(getattr(self.settings, training), shards.path, tokenizer.path)
-        except TTrainError as error:
-            self.failures[training] = error
-            StageWatcher(self, STAGES[training], lambda line: None).failed(error)
-            if not isinstance(error, TooFewRows):
-                raise
+    def _check_rows(self, shards: Stage, artifact: Artifact, tokenizer: Artifact) -> None:
+        """Fail the training of this run whose data set these shards are, where it has too few rows or they are damaged.
+
+        Too few rows are raised once the shards of all trainings are checked, so that the user hears of all at once.
+        """
+        for name in sorted(self._to_train):
+            if TRAINING_STAGES[name].dataset != shards.dataset:
+                continue
+            fetched = partial(self._message, shards)
+            artifact = self.store.complete(artifact, ("train",), report=fetched)
+            tokenizer = self.store.complete(tokenizer, (), report=fetched)
+            inputs = {"shards": artifact, "tokenizer": tokenizer}
+            try:
+                launch.verify_inputs(STAGES[name], self.store, inputs)  # first: damage is no fault of settings or data
+                with launch.setting_aside(STAGES[name], self.store, inputs):
+                    row_counts.check(getattr(self.settings, name), artifact.path, tokenizer.path)
+            except TTrainError as error:
+                self._failed(STAGES[name], error)
+                if not isinstance(error, TooFewRows):
+                    raise
 
     def _raise_too_few_rows(self) -> None:
         """Raise TooFewRows for all trainings that have too few, once the shards of all are checked."""
         errors = [error for error in self.failures.values() if isinstance(error, TooFewRows)]
         known = {*self.artifacts, *self.failures}
-        to_build = [planned.stage for planned in self.plan.stages if not planned.reused and planned.stage.name not in known]
-        waits = any(map(self._trained_on, to_build))
-        if errors and not waits:
+        to_build = [each.stage for each in self.plan.stages if not each.reused and each.stage.name not in known]
+        waiting = {TRAINING_STAGES[name].dataset for name in self._to_train}
+        if errors and not any(stage.reuses_parts and stage.dataset in waiting for stage in to_build):
             fixes = [fix for error in errors for fix in error.fixes]
             raise errors[0] if len(errors) == 1 else TooFewRows("\n".join(map(str, errors)), fixes)
 
-    def check_reused(self) -> None:
-        """Fail a training whose reused shards have too few rows, before anything trains."""
-        for planned in self.plan.stages:
-            tokenizer = planned.inputs.get("tokenizer")
-            if planned.reused and planned.artifact and tokenizer:
-                for training in self._trained_on(planned.stage):
-                    watcher = StageWatcher(self, planned.stage, lambda line: None)
-                    self._check_rows(training, planned.artifact, tokenizer, watcher)
-        self._raise_too_few_rows()
+    # --- events ---------------------------------------------------------------------------------------------------------
 
     def note_reused(self, planned: Planned) -> None:
         """Record a stage that is not run: the selection leaves it out and its artifact is in the store."""
         assert planned.artifact is not None, "a reused artifact is in the store"
-        self._add_artifact(planned.artifact)
+        self.artifacts[planned.stage.name] = planned.artifact
         self.record.stage(
             planned.stage.name,
             outcome="cached",
@@ -177,8 +195,90 @@ class PipelineRun(StopRequest):
         """Record the Prefect flow run."""
         self.record.note(prefect={"flow_run_id": flow_run_id, "url": url})
 
-    def _add_artifact(self, artifact: Artifact) -> None:
-        self.artifacts[artifact.stage] = artifact
+    def _report(self, stage: Stage, logged: Callable[[str], object], event: str, data: JsonObject) -> None:
+        """Record what a stage at work reports, and show it."""
+        if event == "started":
+            self._started(stage, data["planned"], data["work"])
+        elif event == "progressed":
+            self.display(stage.name, event, data)
+            if time.monotonic() - self._noted.get(stage.name, 0.0) > NOTE_SECONDS:
+                self._noted[stage.name] = time.monotonic()
+                self.record.progressed(stage.name, **{name: data[name] for name in PROGRESS_NOTED if name in data})
+        elif event == "message":
+            self._message(stage, data["text"])
+            logged(data["text"])
+        else:
+            self.log.add(stage.name, data["line"])
+            logged(data["line"])
+            if self.settings.runtime.log_level == "debug":
+                self.display(stage.name, "message", {"text": data["line"]})
+
+    def _message(self, stage: Stage, text: str) -> None:
+        self.display(stage.name, "message", {"text": text})
+        self.log.add(stage.name, text)
+
+    def _started(self, stage: Stage, planned: Planned, work: Path) -> None:
+        if not stage.loads_torch:  # then its own process is there before the libraries are
+            self.to_start.pop(stage.name, None)
+        processes.warm_up(self.settings, [*self.to_start.values()])
+        self.display(stage.name, "started", {"why": summary.shortened(planned.why)})
+        self.log.add(stage.name, f"started: {'; '.join(planned.why)}")
+        # the id by which trackers know it: that of the run which began its training, if it continues one
+        tracked = read_object(work / TRACKED).get("id") or f"{self.record.run}/{stage.name}"
+        ids = {"run": self.record.run, "id": tracked, "experiment": self.settings.tracking.experiment}
+        write_json(work / TRACKED, ids)
+        self.record.stage(
+            stage.name,
+            outcome="running",
+            started_unix=time.time(),
+            key=planned.key,
+            log=str(work / "output" / "run" / "log.txt"),
+            why=list(planned.why),
+            tracked=tracked,
+        )
+        if self.make_parts_elsewhere and stage.reuses_parts:
+            self.make_parts_elsewhere(stage, work)
+
+    def _ended(self, stage: Stage, outcome: launch.StageOutcome) -> None:
+        name, artifact, seconds = stage.name, outcome.artifact, outcome.seconds
+        self.artifacts[name] = artifact
+        figures = summary.key_figures(name, artifact.result, artifact.path)
+        self.display(name, "ended", {"state": outcome.state, "seconds": seconds, "figures": figures})
+        self.log.add(name, f"{outcome.state} after {seconds:.1f} s: {figures}")
+        self.record.stage(
+            name,
+            outcome=outcome.state,
+            seconds=round(seconds, 2),
+            key=artifact.key,
+            path=str(artifact.path),
+            log=str(artifact.path / "run" / "log.txt"),
+            metric=figures,
+            resumed_from_step=TrainingResult.of(artifact.result).resumed_from_step,
+        )
+        if outcome.state in BUILT and self.registers and name in REGISTERED:
+            self._register(artifact)
+
+    def _failed(self, stage: Stage, error: BaseException) -> None:
+        """Record that a stage has no result. That nothing is new is no failure; the night says why."""
+        name, is_stopped = stage.name, isinstance(error, Interrupted | KeyboardInterrupt)
+        if not is_stopped:
+            self.failures[name] = error
+        message = str(error) if isinstance(error, TTrainError) else f"{type(error).__name__}: {with_fix(error)}"
+        if isinstance(error, NothingNew):
+            self.log.add(name, f"{NOTHING_NEW}: {message}")
+            self.record.stage(name, outcome=NOTHING_NEW, metric=message)
+            self.display(name, "ended", {"state": NOTHING_NEW, "seconds": 0.0, "figures": ""})
+            return
+        outcome = "interrupted" if is_stopped else "failed"
+        if is_stopped and self.signum:  # the stage's process knows only of the signal
+            message = message.replace(SIGNALLED, self.stop_reason)
+        self.log.add(name, f"{outcome}: {message}")
+        self.record.stage(name, outcome=outcome, error=message)
+        self.display(name, "failed", {"error": message})
+        if isinstance(error, TTrainError | OSError):
+            error.shown = True  # type: ignore[union-attr]
+
+    # --- the end --------------------------------------------------------------------------------------------------------
 
     @property
     def seconds(self) -> float:
@@ -187,22 +287,11 @@ class PipelineRun(StopRequest):
 
     def metrics(self) -> dict[str, float]:
         """The run's metrics so far, under their stable names."""
-        return summary.metrics_of(self._results())
+        return summary.metrics_of({name: artifact.result for name, artifact in self.artifacts.items()})
 
     def evaluation_table(self) -> list[summary.EvaluationRow]:
         """The rows of the evaluation table; [] before the evaluation."""
-        results = self._results()
-        return summary.rows(summary.metrics_of(results), results)
-
-    def _results(self) -> dict[str, Mapping[str, Any]]:
-        """The results by stage, with the champion's as a baseline if no stage scores it."""
-        stage_results = {name: artifact.result for name, artifact in self.artifacts.items()}
-        evaluation = self.artifacts.get("evaluate")
-        if evaluation is None or any(stage.name == baseline.STAGE for stage in self.plan):
-            return stage_results
-        if self._champion is None:
-            self._champion = baseline.champion_results(evaluation, self.settings.name, self.store)
-        return {**stage_results, **self._champion}
+        return summary.rows(self.metrics(), {name: artifact.result for name, artifact in self.artifacts.items()})
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
@@ -214,10 +303,8 @@ class PipelineRun(StopRequest):
         except NothingNew:
             outcome = NOTHING_NEW
             raise
-        except (Interrupted, KeyboardInterrupt) as raised:
-            outcome, error = "interrupted", str(raised)
-            raise
         except BaseException as raised:
+            outcome = "interrupted" if isinstance(raised, Interrupted | KeyboardInterrupt) else "failed"
             error = str(raised)
             raise
         finally:
@@ -240,17 +327,20 @@ class PipelineRun(StopRequest):
 
     def register_set(self) -> None:
         """Register the models of this run as one set, which can become champion; a run that left a stage out has none."""
-        if self.registers and {"tokenizer", "evaluate", *self.settings.trainings} <= set(self.artifacts):
-            self.model_set = self.models.register_set(self.artifacts)
-            self.record.note(model_set=f"{self.settings.name}/{self.model_set}")
+        if not (self.registers and {"tokenizer", "evaluate", *self.settings.trainings} <= set(self.artifacts)):
+            return
+        members = [self._register(self.artifacts[of]) for of in ("tokenizer", *MODEL_STAGES) if of in self.artifacts]
+        keys = {name: artifact.key for name, artifact in self.artifacts.items()}
+        metrics = dict(self.artifacts["evaluate"].result["metrics"])
+        model_set = Registry(self.store.root).register_set(self.settings.name, self.record.run, members, keys, metrics)
+        self.versions[model_set.name] = self.model_set = model_set.version
+        self.record.note(model_set=f"{self.settings.name}/{self.model_set}")
 
-    def track_stage(self, stage: Stage, work: Path) -> str:
-        """The id by which trackers know the stage: that of the run which began its training, if it continues one."""
-        earlier = read_object(work / TRACKED).get("id")
-        tracked = str(earlier or f"{self.record.run}/{stage.name}")
-        experiment = self.settings.tracking.experiment
-        write_json(work / TRACKED, {"run": self.record.run, "id": tracked, "experiment": experiment})
-        return tracked
+    def _register(self, artifact: Artifact) -> Version:
+        name = registered_name(self.settings.name, artifact.stage)
+        version = Registry(self.store.root).register_model(name, artifact, self.record.run)
+        self.versions[name] = version.version
+        return version
 
 
 def user_name() -> str | None:
@@ -260,85 +350,23 @@ def user_name() -> str | None:
     return None
 
 
-class StageWatcher(DisplayObserver):
-    """Reports the events of one stage to the display, the record and the log."""
+@contextlib.contextmanager
+def screen(console: Console, log_level: str, display: StageDisplay | None = None) -> Iterator[StageDisplay]:
+    """A display that ends with the block, as the block does on a signal that no run handles."""
+    try:
+        drawn = contextlib.nullcontext(display) if display else contextlib.closing(Display(console, log_level))
+        with drawn as shown_on, handling_signals(_interrupt), showing_logs(log_level):
+            yield shown_on
+    except EarlySignal as early:
+        raise Interrupted(str(early), early.args[0]) from None
 
-    def __init__(self, execution: PipelineRun, stage: Stage, logged: Callable[[str], None]) -> None:
-        super().__init__(execution.display, execution, execution.settings.runtime.log_level)
-        self._execution, self._stage, self._logged = execution, stage, logged
-        self._noted = 0.0  # when its progress was noted last
 
-    def started(self, stage: Stage, planned: Planned, work: Path) -> None:
-        run = self._execution
-        if not stage.loads_torch:  # then its own process is there before the libraries are
-            run.to_start.pop(stage.name, None)
-        processes.warm_up(run.settings, [*run.to_start.values()])
-        log_path = work / "output" / "run" / "log.txt"
-        run.display.started(stage.name, summary.shortened(planned.why))
-        run.log.add(stage.name, f"started: {'; '.join(planned.why)}")
-        tracked = run.track_stage(stage, work)
-        run.record.stage(
-            stage.name,
-            outcome="running",
-            started_unix=time.time(),
-            key=planned.key,
-            log=str(log_path),
-            why=list(planned.why),
-            tracked=tracked,
-        )
-        if run.make_parts_elsewhere and stage.reuses_parts:
-            run.make_parts_elsewhere(stage, work)
+class EarlySignal(KeyboardInterrupt):
+    """Not an Exception, so that no library's or tracker's `except Exception` takes it for an error of its own."""
 
-    def progressed(self, stage: Stage, progress: Mapping[str, Any]) -> None:
-        super().progressed(stage, progress)
-        if time.monotonic() - self._noted > NOTE_SECONDS:
-            self._noted = time.monotonic()
-            names = ("done", "total", "unit", "first", "seconds")
-            self._execution.record.progressed(stage.name, **{name: progress[name] for name in names if name in progress})
+    def __str__(self) -> str:
+        return "interrupted while no stage was running"
 
-    def logged(self, stage: Stage, line: str) -> None:
-        super().logged(stage, line)
-        self._execution.log.add(stage.name, line)
-        self._logged(line)
 
-    def noted(self, stage: Stage, text: str) -> None:
-        super().noted(stage, text)
-        self._execution.log.add(stage.name, text)
-        self._logged(text)
-
-    def ended(self, outcome: launch.StageOutcome) -> None:
-        run, artifact, name = self._execution, outcome.artifact, self._stage.name
-        figures = summary.key_figures(name, artifact.result, artifact.path)
-        run.display.ended(name, outcome.state, outcome.seconds, figures)
-        run.log.add(name, f"{outcome.state} after {outcome.seconds:.1f} s: {figures}")
-        run.record.stage(
-            name,
-            outcome=outcome.state,
-            seconds=round(outcome.seconds, 2),
-            key=artifact.key,
-            path=str(artifact.path),
-            log=str(artifact.path / "run" / "log.txt"),
-            metric=figures,
-            resumed_from_step=TrainingResult.of(artifact.result).resumed_from_step,
-        )
-        if outcome.state in BUILT and run.registers:
-            run.models.register(artifact)
-
-    def found_nothing_new(self, error: NothingNew) -> None:
-        """End the stage without an artifact and without a failure; the night says why."""
-        run, name = self._execution, self._stage.name
-        run.log.add(name, f"{NOTHING_NEW}: {error}")
-        run.record.stage(name, outcome=NOTHING_NEW, metric=str(error))
-        run.display.ended(name, NOTHING_NEW, 0.0, "")
-
-    def failed(self, error: BaseException) -> None:
-        run, name = self._execution, self._stage.name
-        outcome = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
-        message = str(error) if isinstance(error, TTrainError) else f"{type(error).__name__}: {with_fix(error)}"
-        if outcome == "interrupted" and run.signum:  # the stage's process knows only of the signal
-            message = message.replace(SIGNALLED, run.stop_reason)
-        run.log.add(name, f"{outcome}: {message}")
-        run.record.stage(name, outcome=outcome, error=message)
-        run.display.failed(name, message)
-        if isinstance(error, TTrainError | OSError):
-            error.shown = True  # type: ignore[union-attr]
+def _interrupt(signum: int) -> None:
+    raise EarlySignal(signum)

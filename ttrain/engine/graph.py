@@ -103,6 +103,12 @@ class Planned:
     reused: bool = False  # left out by the selection: it must be in the store
     sources: Mapping[str, Source] = field(default_factory=dict)  # of its inputs, as in the graph
 
+    @property
+    def known_key(self) -> str:
+        """The key of a stage whose inputs exist."""
+        assert self.key is not None, "the inputs exist, so the key is known"
+        return self.key
+
     def has_inputs(self, inputs: Artifacts) -> bool:
         """Whether the plan is of these inputs, and knows its key."""
         mine, theirs = ({name: (a.key, a.content) for name, a in of.items()} for of in (self.inputs, inputs))

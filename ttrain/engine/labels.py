@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
 from collections.abc import Mapping, Sequence
@@ -13,21 +12,12 @@ from types import MappingProxyType
 from ttrain.core import redact
 from ttrain.errors import UsageError
 from ttrain.store import references, runs
-from ttrain.store.runs import read_rows
 from ttrain.tasks import STAGES
 
 TAG_KEY = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 RESERVED = ("mlflow.", "ttrain.")  # beginnings of the tags that MLflow and ttrain set themselves
-NIGHT = "night"  # the tag of a run that trained in night mode
 RUN_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,39}")
-MOST_TAGS, TAG_CHARACTERS, NOTE_CHARACTERS = 20, 250, 2000
-
-
-def trained_at_night(curve: Path) -> bool:
-    """Whether any line of a stage's curve was logged in night mode."""
-    with contextlib.suppress(OSError):  # a stage that does not train has no curve
-        return any(row["metrics"].get(NIGHT) for row in read_rows(curve))
-    return False
+NOTE_CHARACTERS = 2000
 
 
 @dataclass(frozen=True)
@@ -74,32 +64,16 @@ def labels_of(note: str | None, tags: Sequence[str] | None, run_name: str = "") 
     """Parse and check `--note` and `--tag`; `run_name` is checked. Raises UsageError for an invalid text or key."""
     pairs: dict[str, str] = {}
     for tag in tags or ():
-        key, value = _pair(tag)
-        if pairs.get(key, value) != value:
-            raise UsageError(f"--tag {key} is given twice, as {pairs[key]!r} and as {value!r}; leave one of them out")
+        key, _, value = (word.strip() for word in tag.partition("="))
+        is_reserved = key.lower().startswith(RESERVED)
+        if not value or not TAG_KEY.fullmatch(key) or is_reserved or not value.isprintable():
+            raise UsageError(
+                f"--tag is {tag[:80]!r} but must be KEY=VALUE: a key of letters, digits, _, . or -, which begins with a "
+                f"letter and neither with {' nor '.join(RESERVED)}, and a value of one line; "
+                f"try --tag purpose=baseline"
+            )
         pairs[key] = value
-    if len(pairs) > MOST_TAGS:
-        raise UsageError(f"--tag is given {len(pairs)} times, but a run takes {MOST_TAGS} tags; leave some out")
     text = (note or "").strip()
     if len(text) > NOTE_CHARACTERS:
         raise UsageError(f"--note has {len(text)} characters, but at most {NOTE_CHARACTERS} are kept; shorten it")
-    if not all(line.isprintable() for line in re.split(r"[\n\t]", text)):
-        raise UsageError("--note has control characters, which a page or a terminal might obey; leave them out")
     return Labels(redact.text(text), {key: str(value) for key, value in redact.masked(pairs).items()}, run_name)
-
-
-def _pair(text: str) -> tuple[str, str]:
-    key, equals, value = (word.strip() for word in text.partition("="))
-    if not equals or not value:
-        raise UsageError(f"--tag is {text[:80]!r} but must be KEY=VALUE with a value; try --tag purpose=baseline")
-    if not TAG_KEY.fullmatch(key) or key.lower().startswith(RESERVED) or key == NIGHT:
-        raise UsageError(
-            f"--tag has the key {key[:80]!r}, but a key is a letter and then at most 63 letters, digits, _, . or -, and "
-            f"neither begins with {' or '.join(RESERVED)} nor is {NIGHT}, which ttrain sets; try --tag purpose={value[:20]}"
-        )
-    if len(value) > TAG_CHARACTERS or not value.isprintable():
-        raise UsageError(
-            f"--tag {key} has a value of {len(value)} characters, but a value is one line of at most {TAG_CHARACTERS} "
-            f"printable characters; put longer text into --note"
-        )
-    return key, value

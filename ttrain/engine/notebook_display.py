@@ -13,9 +13,22 @@ from typing import Any
 
 from ttrain.core.html_table import PLAIN
 from ttrain.core.text import format_duration
+from ttrain.engine.display import StageDisplay
 
 SECONDS_BETWEEN_DRAWINGS = 0.5
 MESSAGES = 10  # the newest
+
+
+def notebook_display() -> StageDisplay | None:
+    """A display in the cell that runs; None outside of a notebook."""
+    from rich.console import Console
+
+    if not Console().is_jupyter:
+        return None
+    from IPython.display import HTML, display  # there in a notebook
+
+    cell = display(HTML(""), display_id=True)
+    return NotebookDisplay(lambda text: cell.update(HTML(text)))
 
 
 class NotebookDisplay:
@@ -28,36 +41,15 @@ class NotebookDisplay:
         self._messages: list[str] = []
         self._drawn_at = 0.0
 
-    def say(self, text: str) -> None:
-        """Show a message below the stages."""
+    def __call__(self, stage: str, event: str, data: Mapping[str, Any]) -> None:
+        """Show an event, as `engine.display` describes them."""
         with self._lock:
-            self._messages = [*self._messages, text][-MESSAGES:]
-            self._show()
-
-    def started(self, name: str, why: str) -> None:
-        """Show that a stage begins."""
-        self._set(name, 0.0, why)
-
-    def progressed(self, name: str, progress: Mapping[str, Any]) -> None:
-        """Show the progress of a stage; a total of 0 means unknown."""
-        done, total = progress["done"], progress["total"]
-        figures = [f"{label.replace('_', ' ')} {value:.3f}" for label, value in progress["figures"].items()]
-        text = ", ".join([f"{done:,.0f} {progress['unit']}", *figures])
-        is_due = time.monotonic() - self._drawn_at >= SECONDS_BETWEEN_DRAWINGS
-        self._set(name, done / total if total else None, text, draws=is_due)
-
-    def ended(self, name: str, state: str, took: float, figures: str) -> None:
-        """Show the result of a stage."""
-        self._set(name, 1.0, f"{state} {format_duration(took)}{f' - {figures}' if figures else ''}")
-
-    def failed(self, name: str, message: str) -> None:
-        """Show that a stage failed."""
-        self._set(name, None, f"failed: {message}")
-
-    def _set(self, name: str, part: float | None, text: str, *, draws: bool = True) -> None:
-        with self._lock:
-            self._stages[name] = (part, text)
-            if draws:
+            if event == "message":
+                self._messages = [*self._messages, data["text"]][-MESSAGES:]
+            else:
+                self._stages[stage] = _state(event, data)
+            is_due = time.monotonic() - self._drawn_at >= SECONDS_BETWEEN_DRAWINGS
+            if event != "progressed" or is_due:
                 self._show()
 
     def _show(self) -> None:
@@ -65,6 +57,20 @@ class NotebookDisplay:
         rows = [_row(name, *state) for name, state in self._stages.items()]
         messages = "".join(f"<div>{escape(text)}</div>" for text in self._messages)
         self._draw(f'<table style="color: inherit; background: none">{"".join(rows)}</table>{messages}')
+
+
+def _state(event: str, data: Mapping[str, Any]) -> tuple[float | None, str]:
+    """(finished part, text) of a stage after an event; a total of 0 means unknown."""
+    if event == "started":
+        return 0.0, data["why"]
+    if event == "failed":
+        return None, f"failed: {data['error']}"
+    if event == "ended":
+        figures = f" - {data['figures']}" if data["figures"] else ""
+        return 1.0, f"{data['state']} {format_duration(data['seconds'])}{figures}"
+    metrics = [f"{label.replace('_', ' ')} {value:.3f}" for label, value in data["figures"].items()]
+    text = ", ".join([f"{data['done']:,.0f} {data['unit']}", *metrics])
+    return (data["done"] / data["total"] if data["total"] else None), text
 
 
 def _row(name: str, part: float | None, text: str) -> str:

@@ -2,60 +2,43 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import select
-import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from ttrain.config import DATASETS, Settings
-from ttrain.core.files import JsonDict, read_json
+from ttrain.core.files import JsonDict, JsonObject, read_json
 from ttrain.core.signals import PARENT, RENDEZVOUS, STOP_SIGNALS
 from ttrain.engine import stage_worker
-from ttrain.engine.fork_server import BASIC, PRELOADED, ForkedProcess, ForkServer, ForkServerError, available
-from ttrain.engine.graph import Planned
+from ttrain.engine.fork_server import ForkedProcess, ForkServer, ForkServerError
 from ttrain.engine.stage_worker import PROGRESS
 from ttrain.engine.stop_request import StopRequest
-from ttrain.errors import FREE_SPACE, Interrupted, NothingNew, RankLost, StageFailed
+from ttrain.errors import Interrupted, NothingNew, RankLost, StageFailed
 from ttrain.tasks import GATE, TASK, Stage
 
-POLL_SECONDS = 0.05
-CRASHES = (signal.SIGBUS, signal.SIGSEGV, signal.SIGILL)  # of native code
-KERNELS = Path(__file__).parents[1] / "train"  # where they are compiled to
+Report = Callable[[str, JsonObject], object]  # gets the events of a stage: (event, data)
+
+POLL_SECONDS = 0.02
 # After the stop signal: seconds for a step and its checkpoint (True), or for other stages. Native code may ignore it.
 GRACE_SECONDS = {True: 60.0, False: 5.0}
 OTHERS_SECONDS = 5.0  # for the other ranks to report, once one has failed or rank 0 has ended
-SAME_SECONDS = 0.5  # a rank that fails this shortly before another is seen to be killed failed because of that
 # glibc keeps freed memory and uses huge pages: 1.35 x the training speed of the quickstart's size, measured on two cores.
 GLIBC_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=17179869184"
 # Variables that native code and the libraries read while they load: a fork server that was started with other values
 # cannot be used. The number of threads is not among them, the stages set it themselves.
 READ_WHILE_LOADING = (
-    "GLIBC_",
-    "MALLOC_",
-    "GOMP_",
-    "KMP_",
-    "LD_",
-    "PYTHON",
-    "HF_",
-    "TRANSFORMERS_",
-    "TORCH",
-    "ATEN_",
-    "MKL_",
+    *("GLIBC_", "MALLOC_", "GOMP_", "KMP_", "LD_", "PYTHON", "HF_", "TRANSFORMERS_", "TORCH", "ATEN_", "MKL_"),
 )
 OUT_OF_MEMORY = ("memoryerror", "memory allocation", "allocate memory")  # in what Python, torch, Rust and OpenBLAS say
-LEAST_FREE_BYTES = 1 << 16  # of a disk that is not full: a stage's result and log take less
 WORKER, AGENT = "ttrain.engine.stage_worker", "ttrain.engine.torchrun_agent"
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", RENDEZVOUS)
-
 
 StageProcess = subprocess.Popen[bytes] | ForkedProcess
 
@@ -65,43 +48,17 @@ class ProcessGroup:
     """The processes of a stage, by rank. One that fails ends the others, and so does the end of rank 0."""
 
     processes: list[StageProcess] = field(default_factory=list)
-    killed: tuple[int, int] | None = None  # (rank, exit code) of the first that a foreign signal ended
-    killed_at: float = 0.0  # by time.time()
-    _ended: set[int] = field(default_factory=set)
     _deadline: float | None = None
-    _killed_by_us: bool = False
+    _killed_by_us: frozenset[int] = frozenset()  # ranks
 
     def poll(self) -> bool:
         """Check the processes; return whether all have ended."""
-        for rank, process in enumerate(self.processes):
-            if rank in self._ended or process.poll() is None:
-                continue
-            self._ended.add(rank)
-            code = process.returncode or 0
-            if code < 0 and not self._killed_by_us and self.killed is None:
-                self.killed, self.killed_at = (rank, code), time.time()
-            if (code or rank == 0) and self._deadline is None:
-                self._deadline = time.monotonic() + OTHERS_SECONDS
-        done = len(self._ended) == len(self.processes)
-        if not done and self._deadline is not None and time.monotonic() > self._deadline:
+        codes = [process.poll() for process in self.processes]
+        if self._deadline is None and (any(codes) or codes[0] is not None):
+            self._deadline = time.monotonic() + OTHERS_SECONDS
+        if self._deadline is not None and time.monotonic() > self._deadline:
             self.kill()
-        return done
-
-    def wait(self, seconds: float) -> None:
-        """Wait so long, or until the next of the processes ends."""
-        with contextlib.ExitStack() as opened:
-            try:
-                poller = select.poll()
-                for rank, process in enumerate(self.processes):
-                    if rank not in self._ended:
-                        descriptor = os.pidfd_open(process.pid)
-                        opened.callback(os.close, descriptor)
-                        poller.register(descriptor, select.POLLIN)
-                poller.poll(seconds * 1000)
-            except ProcessLookupError:  # it has just ended, and its exit code is on the way
-                time.sleep(seconds / 10)
-            except (AttributeError, OSError):  # not on this system
-                time.sleep(seconds)
+        return None not in codes
 
     def send_signal(self, signum: int) -> None:
         """Send a signal to all that still run."""
@@ -110,43 +67,51 @@ class ProcessGroup:
 
     def kill(self) -> None:
         """Send SIGKILL to all that still run."""
-        self._killed_by_us = True
-        for process in self.processes:
-            process.kill()
+        running = {rank for rank, process in enumerate(self.processes) if process.poll() is None}
+        self._killed_by_us |= running
+        for rank in running:
+            self.processes[rank].kill()
 
     def end(self) -> None:
         """Kill the processes that still run, and wait for them."""
-        if not self.poll():
-            self.kill()
-            for process in self.processes:
-                process.wait()
+        self.kill()
+        for process in self.processes:
+            process.wait()
+
+    @property
+    def killed(self) -> bool:
+        """Whether a signal from elsewhere ended one of them."""
+        codes = {rank: process.returncode or 0 for rank, process in enumerate(self.processes)}
+        return any(code < 0 for rank, code in codes.items() if rank not in self._killed_by_us)
 
     def describe_end(self) -> str:
         """Describe the end of a stage that left no result."""
-        rank, code = self.killed or next(
-            ((rank, p.returncode) for rank, p in enumerate(self.processes) if p.returncode), (0, 0)
-        )
+        codes = {rank: process.returncode for rank, process in enumerate(self.processes) if process.returncode}
+        first = {rank: code for rank, code in codes.items() if rank not in self._killed_by_us} or codes
+        rank, code = min(first.items(), key=lambda item: item[1] > 0, default=(0, 0))  # a killed one before others
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        who, others = ("its process", "") if len(self.processes) == 1 else (f"rank {rank}", ", and the others were ended")
-        kernels = [*KERNELS.glob("_native.*")] if -code in CRASHES else []
-        advice = f"; if that repeats, remove {kernels[0]}, which may be damaged, or install ttrain again" if kernels else ""
-        return f"{who} {how} without a result{others}{advice}"
+        if len(self.processes) == 1:
+            return f"its process {how} without a result"
+        return f"rank {rank} {how} without a result, and the others were ended"
 
 
-def run(stage: Stage, settings: Settings, work: Path, log_path: Path, observer: StageObserver) -> JsonDict:
+def run(stage: Stage, settings: Settings, work: Path, log_path: Path, report: Report, stop: StopRequest) -> JsonDict:
     """Start the processes of a stage with a prepared work directory, wait for their end and return the stage's figures.
 
     Raises StageFailed with the stage's own message, or Interrupted once its state is saved.
     """
-    with log_path.open("ab", buffering=0) as log:
-        position = log.tell()
-        group = ProcessGroup()
+    group = ProcessGroup()
+    with log_path.open("ab", buffering=0) as log, log_path.open("rb") as lines:
+        lines.seek(0, os.SEEK_END)
         try:
-            start(group, stage, settings, work, log, observer)
-            stop_signal, timed_out = _wait(group, stage, settings, work, log_path, position, observer)
+            start(group, stage, settings, work, log, stop)
+            stop_signal, timed_out = _wait(group, stage, settings, Followed(work, lines, report), stop)
         finally:
             group.end()
-    return _result(group, stage, settings, work, log_path, stop_signal, timed_out)
+    outcome = stage_worker.read(work)
+    if timed_out and not (outcome and outcome["outcome"] == "completed"):
+        raise _timed_out(stage, settings)
+    return result_of(group, stage, log_path, outcome, stop_signal)
 
 
 # --- starting -----------------------------------------------------------------------------------------------------------
@@ -177,17 +142,13 @@ def environment_of(settings: Settings) -> dict[str, str]:
 
 def warm_up(settings: Settings, stages: Sequence[Stage]) -> None:
     """Load the libraries of these stages, which are still to run, in the background while another stage runs."""
-    if stages and available():
-        with contextlib.suppress(ForkServerError):  # reported when the server is needed
-            fork_server_for(environment_of(settings), PRELOADED if any(stage.loads_torch for stage in stages) else BASIC)
+    if sys.platform == "linux" and any(stage.loads_torch for stage in stages):
+        fork_server_for(environment_of(settings))
 
 
-def start(
-    group: ProcessGroup, stage: Stage, settings: Settings, work: Path, log: IO[bytes], observer: StageObserver
-) -> None:
-    """Start the processes of a stage, one per local rank, and add them to the group."""
+def start(group: ProcessGroup, stage: Stage, settings: Settings, work: Path, log: IO[bytes], stop: StopRequest) -> None:
+    """Start the processes of a stage, one per local rank, and add them to the group. Raises Interrupted."""
     environment, runtime = environment_of(settings), settings.runtime
-    is_of_pipeline = stage.module not in (TASK.module, GATE.module)
     module, arguments, environments = WORKER, [str(work)], [environment]
     if stage.uses_ranks and runtime.nodes > 1:
         host, _, port = str(runtime.rendezvous).rpartition(":")
@@ -200,12 +161,10 @@ def start(
         loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
         of_all = {**loopback, **environment, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, RENDEZVOUS: str(rendezvous)}
         environments = [{**of_all, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(runtime.devices)]
+    server = _server_of(stage, environment)
     for variables in environments:
-        process = None
-        # Not what trains a task or a gate: it would load the libraries of language models, and be used once.
-        if is_of_pipeline and available() and (stage.loads_torch or loaded_server_for(variables)):
-            process = _fork(module, arguments, variables, log, observer, needs_torch=stage.loads_torch)
-        group.processes.append(process or spawn(module, arguments, variables, log))
+        forked = _fork(server, module, arguments, variables, log, stop) if server else None
+        group.processes.append(forked or spawn(module, arguments, variables, log))
 
 
 def spawn(module: str, arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> StageProcess:
@@ -225,138 +184,120 @@ def spawn(module: str, arguments: Sequence[str], environment: Mapping[str, str],
 
 
 def _fork(
-    module: str, arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes], observer: StageObserver,
-    *, needs_torch: bool,
-) -> StageProcess | None:  # fmt: skip
+    server: ForkServer, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes],
+    stop: StopRequest,
+) -> ForkedProcess | None:  # fmt: skip
     """Start from the fork server; None if that fails, which the stage's log records. Raises Interrupted."""
     try:
-        server = (None if needs_torch else loaded_server_for(environment)) or fork_server_for(environment)
-        process = server.start(module, arguments, environment, log.fileno(), lambda: observer.stop_signal() != 0)
+        process = server.start(module, arguments, environment, log.fileno(), lambda: stop.signum != 0)
     except ForkServerError as error:
-        with contextlib.suppress(OSError):  # a full disk costs the line
-            log.write(f"{error}; a fresh process loads its libraries itself\n".encode())
+        log.write(f"{error}; a fresh process loads its libraries itself\n".encode())
         return None
     if process is None:
-        raise Interrupted("the stage was stopped before it began", observer.stop_signal())
+        raise Interrupted("the stage was stopped before it began", stop.signum)
     return process
 
 
-fork_servers: list[ForkServer] = []
+fork_servers: dict[tuple[tuple[str, str], ...], ForkServer] = {}  # by the variables that were read while they loaded
 _servers_lock = threading.Lock()
 
 
-def fork_server_for(environment: Mapping[str, str], libraries: tuple[str, ...] = PRELOADED) -> ForkServer:
-    """Return the fork server for this environment, started if there is none. Raises ForkServerError."""
+def fork_server_for(environment: Mapping[str, str]) -> ForkServer:
+    """Return the fork server for this environment, started if there is none."""
     with _servers_lock:
-        for server in _servers_for(environment):
-            if set(server.libraries) >= set(libraries):
-                return server
-        try:
-            fork_servers.append(ForkServer(environment, libraries))
-        except OSError as error:
-            raise ForkServerError(f"the fork server cannot be started: {error}") from None
-        return fork_servers[-1]
+        read = _read_while_loading(environment)
+        if read not in fork_servers or not fork_servers[read].alive:
+            fork_servers[read] = ForkServer(environment)
+        return fork_servers[read]
 
 
-def loaded_server_for(environment: Mapping[str, str]) -> ForkServer | None:
-    """A fork server for this environment that need not be waited for, whatever it has loaded."""
-    with _servers_lock:
-        return next((server for server in _servers_for(environment) if server.is_loaded), None)
+def _server_of(stage: Stage, environment: Mapping[str, str]) -> ForkServer | None:
+    """The fork server of a stage; one without torch does not wait until the libraries are loaded."""
+    if sys.platform != "linux" or stage.module in (TASK.module, GATE.module):  # these need no library of a language model
+        return None
+    if stage.loads_torch:
+        return fork_server_for(environment)
+    server = fork_servers.get(_read_while_loading(environment))
+    return server if server and server.is_loaded else None
 
 
-def _servers_for(environment: Mapping[str, str]) -> list[ForkServer]:
-    """The servers that live and were started with these values; those that have ended are forgotten."""
-    fork_servers[:] = [server for server in fork_servers if server.alive]
-    return [server for server in fork_servers if _relevant(server.environment) == _relevant(environment)]
-
-
-def _relevant(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(READ_WHILE_LOADING)}
+def _read_while_loading(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted(item for item in environment.items() if item[0].startswith(READ_WHILE_LOADING)))
 
 
 # --- waiting ------------------------------------------------------------------------------------------------------------
 
 
-def _wait(
-    group: ProcessGroup,
-    stage: Stage,
-    settings: Settings,
-    work: Path,
-    log_path: Path,
-    position: int,
-    observer: StageObserver,
-) -> tuple[int, bool]:
-    """Wait for all processes, report their progress and log lines, forward a stop signal. Returns (signal sent,
-    whether the time limit was reached)."""
+@dataclass
+class Followed:
+    """The log and the progress of a stage at work, whose news are reported."""
+
+    work: Path
+    log: IO[bytes]
+    report: Report
+    _line: bytes = b""
+    _progress: Any = None
+
+    def look(self, *, to_the_end: bool) -> None:
+        """Report the new lines and the progress."""
+        *lines, self._line = (self._line + self.log.read()).split(b"\n")
+        if to_the_end and self._line:
+            lines.append(self._line)
+        for line in lines:
+            self.report("logged", {"line": line.decode("utf-8", "replace")})
+        progress = read_json(self.work / PROGRESS)
+        if progress and progress != self._progress:
+            self._progress = progress
+            self.report("progressed", progress)
+
+
+def _wait(group: ProcessGroup, stage: Stage, settings: Settings, followed: Followed, stop: StopRequest) -> tuple[int, bool]:
+    """Wait for all processes and pass a stop signal on. Returns (signal sent, whether the time limit was reached)."""
     limit = settings.runtime.timeout_seconds
     deadline = time.monotonic() + limit if limit else None
-    sent_signal, kill_time, timed_out, last_progress = 0, 0.0, False, None
+    sent_signal, kill_time, timed_out = 0, 0.0, False
     while True:
         ended = group.poll()
-        position = _follow(log_path, position, stage, observer, to_the_end=ended)
-        progress = read_json(work / PROGRESS)
-        if progress and progress != last_progress:
-            last_progress = progress
-            observer.progressed(stage, progress)
+        followed.look(to_the_end=ended)
         if ended:
             return sent_signal, timed_out
-        signum = sent_signal or observer.stop_signal()
-        if deadline and time.monotonic() > deadline and not timed_out:
+        signum = stop.signum
+        if deadline and time.monotonic() > deadline and not sent_signal:
             timed_out, signum = True, signal.SIGTERM
         if signum and not sent_signal:
             sent_signal, kill_time = signum, time.monotonic() + GRACE_SECONDS[stage.uses_ranks]
             group.send_signal(signal.SIGTERM)
-        if sent_signal and (time.monotonic() > kill_time or observer.at_once()):
+        if sent_signal and (time.monotonic() > kill_time or stop.at_once):
             group.kill()
-        group.wait(POLL_SECONDS)
+        time.sleep(POLL_SECONDS)
 
 
-def _follow(path: Path, position: int, stage: Stage, observer: StageObserver, *, to_the_end: bool) -> int:
-    try:
-        with path.open("rb") as file:
-            file.seek(position)
-            data = file.read()
-    except FileNotFoundError:
-        raise StageFailed(
-            f"stage {stage.name}: its log {path} is gone, so its work directory was removed while it ran; run the same "
-            f"command again"
-        ) from None
-    whole = len(data) if to_the_end else data.rfind(b"\n") + 1
-    for line in data[:whole].decode("utf-8", "replace").splitlines():
-        observer.logged(stage, line)
-    return position + whole
+def _timed_out(stage: Stage, settings: Settings) -> StageFailed:
+    limit = settings.runtime.timeout_seconds
+    return StageFailed(f"stage {stage.name} took longer than runtime.timeout_seconds={limit}; the next run continues it")
 
 
-def _result(
-    group: ProcessGroup, stage: Stage, settings: Settings, work: Path, log_path: Path, sent_signal: int, timed_out: bool
-) -> JsonDict:
+def result_of(group: ProcessGroup, stage: Stage, log_path: Path, outcome: JsonDict | None, sent_signal: int = 0) -> JsonDict:
     """Return the figures of a completed stage, or raise the error that says why it did not complete."""
-    outcome = stage_worker.read(work)
     if outcome and outcome["outcome"] == "completed":
         return dict(outcome["result"])
-    if timed_out:
-        limit = settings.runtime.timeout_seconds
-        raise StageFailed(f"stage {stage.name} took longer than runtime.timeout_seconds={limit}; the next run continues it")
     if outcome and outcome["outcome"] == "interrupted":
         raise Interrupted(f"stage {stage.name}: {outcome['error']}", sent_signal or outcome["signal"])
     if sent_signal and outcome is None:
         saved = "its last checkpoint is kept" if stage.uses_ranks else "its next run begins it again"
         raise Interrupted(f"stage {stage.name} did not stop by itself and was ended; {saved}", sent_signal)
-    if outcome and (group.killed is None or outcome["at"] < group.killed_at - SAME_SECONDS):
-        location = ""
-        if outcome["kind"] == "unexpected":
-            location = f"{_advice_on_memory(stage, outcome['error'])}; the traceback is in {log_path}"
-        if outcome["kind"] == RankLost.__name__:
-            location += _advice_on_disk(work)  # the other rank could not write its result
-        who = f" on rank {outcome['rank']}" if len(group.processes) > 1 else ""
+    if outcome and not (group.killed and outcome["kind"] == RankLost.__name__):
         if outcome["kind"] == NothingNew.__name__:
             raise NothingNew(outcome["error"])
+        where = f" on rank {outcome['rank']}" if len(group.processes) > 1 else ""
+        message = f"stage {stage.name} failed{where}: {outcome['error']}"
+        if outcome["kind"] == "unexpected":
+            message += f"{_advice_on_memory(stage, outcome['error'])}; the traceback is in {log_path}"
         damaged = Path(outcome["damaged"]) if outcome.get("damaged") else None
-        message = f"stage {stage.name} failed{who}: {outcome['error']}{location}"
         raise StageFailed(message, outcome["kind"], damaged, outcome.get("files", ()))
     tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-5:])
     ended = group.describe_end()
-    advice = _advice_on_disk(work) + _advice_on_memory(stage, f"{ended}\n{tail}")
+    advice = _advice_on_memory(stage, f"{ended}\n{tail}")
     raise StageFailed(f"stage {stage.name}: {ended}{advice}; its log is {log_path}\n{tail}")
 
 
@@ -365,41 +306,3 @@ def _advice_on_memory(stage: Stage, text: str) -> str:
     if any(phrase in text.lower() for phrase in OUT_OF_MEMORY):
         return f"; memory ran out: {stage.memory_advice}"
     return f"; if memory ran out, {stage.memory_advice}" if signal.SIGKILL.name in text else ""
-
-
-def _advice_on_disk(work: Path) -> str:
-    """What to add to a stage's message where its disk is full; else empty."""
-    if shutil.disk_usage(work).free < LEAST_FREE_BYTES:
-        return f"; the disk of {work} is full: {FREE_SPACE}"
-    return ""
-
-
-class StageObserver:
-    """Receives the events of a stage, from its plan to the end of its processes; by itself it ignores them."""
-
-    def __init__(self, stop_request: StopRequest | None = None) -> None:
-        self.stop_request = stop_request or StopRequest()
-
-    def noted(self, stage: Stage, text: str) -> None:
-        """Another process builds it, or files of an input are fetched from MLflow."""
-
-    def waits_for(self, stage: Stage, who: str) -> None:
-        """Note that another process builds it."""
-        self.noted(stage, f"{who} is building it; waiting for it to finish")
-
-    def started(self, stage: Stage, planned: Planned, work: Path) -> None:
-        """Its work directory is prepared."""
-
-    def progressed(self, stage: Stage, progress: Mapping[str, Any]) -> None:
-        """It reports how far it is."""
-
-    def logged(self, stage: Stage, line: str) -> None:
-        """A line of its log."""
-
-    def stop_signal(self) -> int:
-        """The signal to stop it with; 0 for none."""
-        return self.stop_request.signum
-
-    def at_once(self) -> bool:
-        """Whether it must not even save its state."""
-        return self.stop_request.at_once

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import platform
+import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -45,6 +45,9 @@ def of(settings: Settings, work: Path) -> JsonDict:
             for role, locations_of_role in job.get("files", {}).items()
         },
     }
+
+
+DIRTY_SUFFIX = "+changes"  # of the commit if the checkout has uncommitted changes
 
 
 @functools.cache
@@ -100,42 +103,18 @@ def _file(name: str) -> str:
     return str(user_path(name).absolute()) if user_path(name).is_file() else name
 
 
-PACKAGE = Path(__file__).parents[1]
-
-GIT_TIMEOUT_SECONDS = 5.0
-
-DIRTY_SUFFIX = "+changes"  # suffix of the commit if the checkout has uncommitted changes
-
-
 @functools.cache  # two processes of git, 5 ms each, for all stages of a run
 def commit() -> str | None:
-    """Return the commit in hex, with `+changes` for uncommitted changes; None if ttrain was not installed from git."""
-    if _git("ls-files", "__init__.py"):  # otherwise it is another repository that contains this Python's packages
-        head = _git("rev-parse", "HEAD")
-        return head and head + (DIRTY_SUFFIX if _git("status", "--porcelain", "--untracked-files=no", "--", ".") else "")
-    from importlib import metadata
-
-    try:
-        origin = metadata.distribution("ttrain").read_text("direct_url.json")  # of `pip install git+https://...`
-        return str(json.loads(origin or "{}")["vcs_info"]["commit_id"])
-    except (metadata.PackageNotFoundError, KeyError, ValueError):
-        return None
-
-
-def _git(*arguments: str) -> str:
-    """Return git's output; "" if there is no git, no repository or no answer."""
+    """Return the commit in hex, with `+changes` for uncommitted changes; None if ttrain does not run from a checkout."""
+    package = Path(__file__).parents[1]
+    if not (package.parent / ".git").exists() or not shutil.which("git"):
+        return None  # it is another repository that contains this Python's packages, or none
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    try:
-        done = subprocess.run(
-            ["git", *arguments],
-            cwd=PACKAGE,
-            env={**environment, "GIT_OPTIONAL_LOCKS": "0"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=GIT_TIMEOUT_SECONDS,
-            check=False,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+
+    def git(*words: str) -> str:
+        run = subprocess.run(["git", *words], cwd=package, env=environment, capture_output=True, text=True, check=False)
+        return run.stdout.strip()
+
+    head = git("rev-parse", "HEAD")
+    changes = git("--no-optional-locks", "status", "--porcelain", "--untracked-files=no", "--", ".")
+    return f"{head}{DIRTY_SUFFIX if changes else ''}" or None

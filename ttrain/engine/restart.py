@@ -50,18 +50,12 @@ def restart(store: ArtifactStore, stages: Sequence[Planned], from_step: int | No
     return [*lines, f"{planned.stage.name} continues at the checkpoint of step {from_step}"]
 
 
-def steps_in(output: Path) -> list[int]:
-    """The steps of the checkpoints in an output of a training."""
-    names = (path.name.removeprefix("step-") for path in (output / "checkpoints").glob("step-*"))
-    return sorted(int(name) for name in names if name.isdecimal())
-
-
 def copy_until(source: Path, output: Path, step: int, subject: str) -> None:
     """Give an output the checkpoints of another up to this step, and its curves, which the training cuts off there.
 
     Raises UsageError where there is no checkpoint of the step.
     """
-    steps = steps_in(source)
+    steps = resume.steps_in(source)
     if step not in steps:
         there_are = f"those of the steps {first_of([*map(str, steps)], SHOWN_STEPS)}" if steps else "none"
         raise UsageError(

@@ -46,10 +46,15 @@ class PartialRun:
         return f"{self.stage} {self.key[:SHOWN_KEY]} at step {self.step}"
 
 
+def steps_in(output: Path) -> list[int]:
+    """The steps of the checkpoints in an output of a training."""
+    names = (path.name.removeprefix("step-") for path in (output / "checkpoints").glob("step-*"))
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
 def saved_step(work: Path) -> int:
     """Step of the newest checkpoint in a work directory; 0 if there is none."""
-    names = (path.name.removeprefix("step-") for path in (work / "output" / "checkpoints").glob("step-*"))
-    return max((int(name) for name in names if name.isdecimal()), default=0)
+    return max(steps_in(work / "output"), default=0)
 
 
 def partial_runs(store: ArtifactStore, stage: str) -> Iterator[PartialRun]:

@@ -12,7 +12,6 @@ from ttrain.core.signals import catching_signals, interrupted_twice
 from ttrain.errors import Interrupted
 
 SIGNALLED, AT_DEADLINE = "stopped by a signal", "deadline reached"
-CLOCK_SECONDS = 1.0  # how often the clock is looked at
 
 
 class StopRequest:
@@ -42,21 +41,16 @@ class StopRequest:
 
     @contextlib.contextmanager
     def stopping_at(self, when: float | None) -> Iterator[None]:
-        """Ask to stop when the clock reaches `when` (seconds since the epoch), also after a clock change or a suspend."""
-        done = threading.Event()
-
-        def watch(when: float) -> None:
-            while not done.wait(min(CLOCK_SECONDS, max(0.0, when - time.time()))):
-                if time.time() >= when:
-                    self.ask_to_stop(signal.SIGTERM, AT_DEADLINE)
-                    return
-
+        """Ask to stop at this time (seconds since the epoch)."""
+        seconds = max(0.0, (when or 0.0) - time.time())
+        timer = threading.Timer(seconds, self.ask_to_stop, (signal.SIGTERM, AT_DEADLINE))
+        timer.daemon = True
         if when is not None:
-            threading.Thread(target=watch, args=(when,), daemon=True).start()
+            timer.start()
         try:
             yield
         finally:
-            done.set()
+            timer.cancel()
 
     def raise_if_signalled(self) -> None:
         """Raise Interrupted if a signal came before any stage began."""

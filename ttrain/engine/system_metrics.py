@@ -9,6 +9,7 @@ on counting where it was stopped, so its rows are never cut, not even those of s
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -79,8 +80,7 @@ def last_step(path: Path) -> int:
     rows = data[: data.rfind(b"\n") + 1]
     if rows != data:
         os.truncate(path, len(rows))
-    objects = [line for line in rows.splitlines() if line.startswith(b"{")]  # a power cut leaves zeros
-    return int(json.loads(objects[-1])["step"]) if objects else -1
+    return int(json.loads(rows.splitlines()[-1])["step"]) if rows else -1
 
 
 def read(readers: Sequence[Callable[[], Figures]]) -> Figures:
@@ -99,39 +99,31 @@ def machine(directory: Path) -> Callable[[], Figures]:
     """
     psutil: Any = import_module("psutil")
     psutil.cpu_percent()  # the first call has no earlier reading to compare with
-    counters = {"network": _network(psutil), "disk": _disks(psutil)}
+    before = _transferred(psutil)
 
     def figures() -> Figures:
         memory, disk = psutil.virtual_memory(), psutil.disk_usage(str(directory))
-        values = {
+        return {
             "cpu_utilization_percentage": psutil.cpu_percent(),
             "system_memory_usage_megabytes": memory.used / MEGA,
             "system_memory_usage_percentage": 100 * memory.used / memory.total,
             "disk_usage_percentage": disk.percent,
             "disk_usage_megabytes": disk.used / MEGA,
             "disk_available_megabytes": disk.free / MEGA,
+            **{name: (value - before.get(name, value)) / MEGA for name, value in _transferred(psutil).items()},
         }
-        for now, since in ((_network(psutil), counters["network"]), (_disks(psutil), counters["disk"])):
-            values |= {name: (value - since.get(name, value)) / MEGA for name, value in now.items()}
-        return values
 
     return figures
 
 
-def _network(psutil: Any) -> Figures:
-    """Network bytes since the machine started; {} without a network."""
-    counters = psutil.net_io_counters()
-    if counters is None:
-        return {}
-    return {"network_receive_megabytes": counters.bytes_recv, "network_transmit_megabytes": counters.bytes_sent}
-
-
-def _disks(psutil: Any) -> Figures:
-    """Disk bytes since the machine started; {} if unavailable, as in some containers."""
-    with contextlib.suppress(Exception):
-        counters = psutil.disk_io_counters()
-        return {"disk_read_megabytes": counters.read_bytes, "disk_write_megabytes": counters.write_bytes}
-    return {}
+def _transferred(psutil: Any) -> Figures:
+    """Bytes through network and disks since the machine started, of those that the system tells of."""
+    figures: Figures = {}
+    if network := psutil.net_io_counters():
+        figures |= {"network_receive_megabytes": network.bytes_recv, "network_transmit_megabytes": network.bytes_sent}
+    if disks := psutil.disk_io_counters():
+        figures |= {"disk_read_megabytes": disks.read_bytes, "disk_write_megabytes": disks.write_bytes}
+    return figures
 
 
 def gpus() -> list[Callable[[], Figures]]:
@@ -139,30 +131,22 @@ def gpus() -> list[Callable[[], Figures]]:
     try:
         nvml: Any = import_module("pynvml")
         nvml.nvmlInit()
-        numbers = visible(int(nvml.nvmlDeviceGetCount()), os.environ.get("CUDA_VISIBLE_DEVICES"))
-        return [_gpu(nvml, number) for number in numbers]
+        count = int(nvml.nvmlDeviceGetCount())
     except Exception:  # NVML has errors of its own
         return []
+    return [_gpu(nvml, number) for number in visible(count, os.environ.get("CUDA_VISIBLE_DEVICES"))]
 
 
 def visible(count: int, chosen: str | None) -> list[int]:
     """Indices of the `count` GPUs that CUDA_VISIBLE_DEVICES selects; all if it does not use indices."""
-    if chosen is None:
+    entries = [entry.strip() for entry in (chosen or "").split(",") if entry.strip()]
+    if chosen is None or not all(entry.lstrip("-").isdigit() for entry in entries):
         return list(range(count))
-    entries = [entry.strip() for entry in chosen.split(",") if entry.strip()]
-    if not all(entry.lstrip("-").isdigit() for entry in entries):
-        return list(range(count))
-    numbers: list[int] = []
-    for number in map(int, entries):
-        if not 0 <= number < count:
-            break  # CUDA sees none of those after it
-        numbers.append(number)
-    return numbers
+    return list(itertools.takewhile(lambda number: 0 <= number < count, map(int, entries)))  # as CUDA ends there
 
 
 def _gpu(nvml: Any, number: int) -> Callable[[], Figures]:
     handle = nvml.nvmlDeviceGetHandleByIndex(number)
-    prefix = f"gpu_{number}_"
 
     def memory() -> Figures:
         usage = nvml.nvmlDeviceGetMemoryInfo(handle)
@@ -179,8 +163,4 @@ def _gpu(nvml: Any, number: int) -> Callable[[], Figures]:
         lambda: {"temperature_celsius": float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))},
         power,
     )
-
-    def figures() -> Figures:
-        return {f"{prefix}{name}": value for name, value in read(readers).items()}
-
-    return figures
+    return lambda: {f"gpu_{number}_{name}": value for name, value in read(readers).items()}

@@ -19,9 +19,8 @@ from rich.console import Console
 
 from ttrain.core.terminal import print_plain
 from ttrain.core.text import format_duration
+from ttrain.engine.display import Display
 from ttrain.engine.execution import PipelineRun
-from ttrain.engine.plain import run_plain
-from ttrain.engine.progress_display import Display
 from ttrain.engine.stop_request import StopRequest
 from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
 from ttrain.experiments import summary
@@ -35,7 +34,7 @@ from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.runs import MetricRow
 from ttrain.tracking.mirror import TrackedRun
-from ttrain.tracking.pusher import SWEEP, Pusher, track
+from ttrain.tracking.pusher import Pusher, keep_sweep, track
 from ttrain.tracking.tracked_runs import NOTE, id_of, status_of
 
 POLL_SECONDS = 0.1
@@ -69,13 +68,8 @@ class TrialRunner:
         sweep.note(outcome="running", process=runs.this_process())
         self._pusher: Pusher | None = None
         if request.settings(request.first).tracking.enabled:
-            self._pusher = Pusher(
-                store.root,
-                sweep.name,
-                lambda bound: sweep.note(tracking={"run_id": bound.run_id, "experiment_id": bound.experiment_id}),
-                self._tracked,
-                sweep.path / SWEEP,
-            )
+            self._pusher = Pusher(store.root, sweep.name, sweep.note)
+            keep_sweep(store.root, self._tracked())
             self._pusher.start()
 
     def run(self) -> None:
@@ -153,6 +147,7 @@ class TrialRunner:
             self._error = failure
             outcome = RUNNING
         trial = self.sweep.put(replace(running.trial, outcome=outcome, value=value, seconds=seconds, error=error))
+        self._keep()
         if outcome != RUNNING:
             result = summary.outcome(trial) if value is None else f"{value:.4f}"
             so_far = summary.verdict(self.sweep.trials, self.request.measure)
@@ -163,8 +158,14 @@ class TrialRunner:
             self._stop_trials(self._stop_signal() or signal.SIGTERM)
             time.sleep(POLL_SECONDS)
         self.sweep.note(outcome=outcome)
+        self._keep()
         if self._pusher:
             self._pusher.finish()
+
+    def _keep(self) -> None:
+        """Keep what trackers show of the sweep, for the next push."""
+        if self._pusher:
+            keep_sweep(self.store.root, self._tracked())
 
     def _tracked(self) -> TrackedRun:
         """The sweep as trackers show it: the table of its trials, and the metrics of the best, so that it stands beside
@@ -278,7 +279,7 @@ class RunningTrial:
         track(execution)
         with execution.recorded():
             execution.raise_if_signalled()
-            run_plain(execution)
+            execution.run_stages()
 
 
 @dataclass
@@ -289,22 +290,10 @@ class _TrialDisplay:
     _number: int
     _shared: list[str]  # stages of all trials
 
-    def say(self, text: str) -> None:
-        self._display.say(f"  trial {self._number}: {text.strip()}")
-
-    def started(self, name: str, why: str) -> None:
-        if name in self._shared:
-            self._display.started(name, why)
-
-    def progressed(self, name: str, progress: Mapping[str, Any]) -> None:
-        self._display.progressed(self._label(name), progress)
-
-    def ended(self, name: str, state: str, took: float, figures: str) -> None:
-        if state != "cached":
-            self._display.ended(self._label(name), state, took, figures)
-
-    def failed(self, name: str, message: str) -> None:
-        self._display.failed(self._label(name), message)
-
-    def _label(self, stage: str) -> str:
-        return stage if stage in self._shared else f"trial {self._number} {stage}"
+    def __call__(self, stage: str, event: str, data: Mapping[str, Any]) -> None:
+        if event == "message":
+            self._display.say(f"  trial {self._number}: {data['text'].strip()}")
+        elif stage in self._shared and data.get("state") != "cached":
+            self._display(stage, event, data)
+        elif event != "started" and data.get("state") != "cached":
+            self._display(f"trial {self._number} {stage}", event, data)

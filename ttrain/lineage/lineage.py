@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,6 @@ from ttrain.store.run_views import read_run
 from ttrain.tasks import STAGES
 from ttrain.tracking import datasets as inputs
 from ttrain.tracking.artifact_source import MlflowArtifacts
-from ttrain.tracking.book import Book
-from ttrain.tracking.client import tracking_uri
 from ttrain.tracking.registered import take_over_champions
 
 SHORTEST_KEY = 6
@@ -99,7 +97,7 @@ def _directory(store: ArtifactStore, text: str) -> LineageTarget | None:
 def _registered(home: Path, text: str, model: references.Registered) -> LineageTarget:
     """Find a registered set or model."""
     if model.alias == CHAMPION:
-        take_over_champions(home, model.name)
+        take_over_champions(home)
     found = Registry(home).resolve(model)
     if isinstance(found, Version):
         return LineageTarget(text, "model", str(found), ((found.stage, found.key),))
@@ -139,7 +137,6 @@ def lineage_of(home: Path, text: str) -> Lineage:
     """
     target = find_target(home, text)
     store, tracked, begun = ArtifactStore(home), MlflowArtifacts(home), set[str]()
-    pushed = Book(home, tracking_uri(home)).runs
 
     def begin(names: Iterable[tuple[str, str]]) -> Iterator[Link]:
         """The links of these that were not met yet."""
@@ -149,15 +146,13 @@ def lineage_of(home: Path, text: str) -> Lineage:
             begun.add(key)
             path = store.path(stage, key)
             artifact, known_from = store.at(path), STORE
-            if artifact is None and (recorded := tracked.recorded(stage, key)):
+            if artifact is None and (recorded := tracked.manifest(stage, key)):
                 artifact, known_from = Artifact(stage, key, path, recorded), TRACKER
             if artifact is None:
                 raise ArtifactError(
                     f"the manifest of {stage} {key[:SHOWN_KEY]} is neither in the store {home / 'store'} nor in MLflow"
                 )
-            link = link_of(artifact, known_from)
-            run_ids = pushed.get(link.run or "", {}).get("stages", {})
-            yield replace(link, run_id=link.run_id or run_ids.get(stage))
+            yield link_of(artifact, known_from)
 
     links = [link for root in begin(target.roots) for link in inputs_first(root, lambda of: begin(of.inputs.values()))]
     return Lineage(target, tuple(links), target.notes)

@@ -223,7 +223,7 @@ class _Resolver:
     def _registered(self, text: str, model: references.Registered) -> Reference:
         """The artifact in the store if it is there, else the files in MLflow. A set stands for its last model."""
         if model.alias == CHAMPION:
-            take_over_champions(self.store.root, model.name)
+            take_over_champions(self.store.root)
         resolved = Registry(self.store.root).resolve(model)
         version = resolved.last if isinstance(resolved, ModelSet) else resolved
         assert version is not None, "a set has a model"

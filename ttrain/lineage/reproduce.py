@@ -8,6 +8,7 @@ machine differ, the report says how.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,11 +19,11 @@ from ttrain.config.data import dataset_read
 from ttrain.config.loading import Override, merge
 from ttrain.core import machine as libraries
 from ttrain.core import redact
-from ttrain.core.files import JsonDict, temporary_directory, user_path
+from ttrain.core.files import JsonDict, JsonObject, temporary_directory, user_path
 from ttrain.engine import launch, provenance
-from ttrain.engine.graph import Planned
+from ttrain.engine.display import StageDisplay
 from ttrain.engine.input_files import HELDOUT, TRAIN, file_digests
-from ttrain.engine.progress_display import DisplayObserver, StageDisplay
+from ttrain.engine.planner import plan_stage
 from ttrain.engine.stop_request import StopRequest
 from ttrain.errors import ArtifactError, Interrupted, TTrainError, UsageError
 from ttrain.lineage.lineage import Lineage, Link
@@ -93,8 +94,8 @@ def reproduce(
     with contextlib.ExitStack() as stack:
         home = stack.enter_context(temporary_directory("reproduce")) if directory is None else _usable(directory)
         effect = "the stage saves its state" if directory else "what was made again is removed, for want of --home"
-        store, stop_request = ArtifactStore(home), StopRequest(screen.say, effect)
-        observer = _RebuildObserver(screen, stop_request)
+        store = ArtifactStore(home)
+        stop_request = StopRequest(lambda text: screen("", "message", {"text": text}), effect)
         artifacts: dict[str, Artifact] = {}
         done: list[Rebuilt] = []
         stack.enter_context(stop_request.catching_signals())
@@ -102,10 +103,13 @@ def reproduce(
             if stop_request.signum:
                 raise Interrupted(f"stopped before stage {recipe.link.stage}", stop_request.signum)
             inputs = {name: artifacts[key] for name, (_, key) in recipe.link.inputs.items()}
-            outcome = launch.build(recipe.stage, recipe.settings, store, inputs, observer)
+            planned = plan_stage(recipe.stage, recipe.settings, store, inputs)
+            report = functools.partial(_show, screen, recipe.link.stage)
+            outcome = launch.build(planned, recipe.settings, store, report, stop_request)
             artifacts[recipe.link.key] = outcome.artifact
             done.append(_compare(recipe, outcome.artifact, outcome.seconds))
-            screen.ended(recipe.link.stage, "equal" if done[-1].is_equal else "different", outcome.seconds, "")
+            state = "equal" if done[-1].is_equal else "different"
+            screen(recipe.link.stage, "ended", {"state": state, "seconds": outcome.seconds, "figures": ""})
             if not done[-1].is_equal:
                 break
         store.cache.save()
@@ -141,9 +145,9 @@ def _compare(recipe: RebuildRecipe, artifact: Artifact, seconds: float) -> Rebui
     )
 
 
-class _RebuildObserver(DisplayObserver):
-    def started(self, stage: Stage, planned: Planned, work: Path) -> None:
-        self.display.started(stage.name, "is made again")
+def _show(screen: StageDisplay, stage: str, event: str, data: JsonObject) -> None:
+    if event != "logged":
+        screen(stage, event, {"why": "is made again"} if event == "started" else data)
 
 
 ONE_MACHINE: Mapping[str, Any] = {"nodes": 1, "node_rank": 0, "rendezvous": None, "sharding": "processes"}

@@ -264,28 +264,6 @@ class Registry:
                 of_name["aliases"][CHALLENGER] = version
             return self._set(state, name, version)
 
-    def adopt(self, model_set: ModelSet, aliases: Iterable[str] = ()) -> ModelSet:
-        """Take over a set that another home registered, with these aliases.
-
-        It keeps its version numbers where they are free. Returns it as it is registered here.
-        """
-        name = model_set.name
-        facts: JsonDict = {
-            "keys": dict(model_set.keys),
-            "metrics": dict(model_set.metrics),
-            "run": model_set.run,
-            "created": model_set.created,
-            "run_id": model_set.run_id,
-        }
-        if model_set.decision is not None:
-            facts["decision"] = dict(model_set.decision)
-        with self._changing() as state:
-            members = [_add_model(state, model) for model in model_set.members.values()]
-            version = _add_set(state, name, members, facts, model_set.version)
-            for alias in aliases:
-                _set_alias(state["sets"][name], alias, version)
-            return self._set(state, name, version)
-
     def promote(self, name: str, version: str) -> ModelSet:
         """Make this set the champion; idempotent. Raises UsageError if there is no such set."""
         with self._changing() as state:

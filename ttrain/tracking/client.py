@@ -7,13 +7,11 @@ of another version, not a database) is renamed aside and made anew, and the push
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import re
 import sqlite3
 from importlib import import_module
-from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,6 @@ from ttrain.core import redact
 from ttrain.core.files import exclusive, private_directory
 from ttrain.core.redact import without_user
 from ttrain.core.sqlite_files import set_aside
-from ttrain.errors import TrackingError, is_disk_full
 from ttrain.store.server_records import with_token
 
 log = logging.getLogger("ttrain")
@@ -39,13 +36,12 @@ ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
 }
 KEY_CHARACTERS = 250  # of a name, by MLflow's rule
-DIGEST_CHARACTERS = 8  # 32 bits, among the few names that differ in refused characters alone
-MADE = re.compile(rf"--[0-9a-f]{{{DIGEST_CHARACTERS}}}$")  # the end of a name that `clean` made
 LOCK_SECONDS = 30
 _openings = count()
-SILENT = "does not answer"
 NO_ANSWER = re.compile("failed with (timeout )?exception|Max retries exceeded|Connection (refused|aborted)|Read timed out")
-NO_FAULT_OF_THE_FILE = re.compile("locked|unable to open|readonly|disk I/O|permission denied", re.IGNORECASE)
+NO_FAULT_OF_THE_FILE = re.compile(
+    "locked|unable to open|readonly|disk (I/O|is full)|no space|permission denied", re.IGNORECASE
+)
 # Columns of MLflow's database that hold locations on disk (3.17): a home that was moved or copied writes into itself
 LOCATIONS = (
     ("experiments", "artifact_location"),
@@ -72,27 +68,9 @@ def database_of(home: Path) -> Path:
     return home.resolve() / "mlflow" / "mlflow.db"
 
 
-def is_missing(home: Path) -> bool:
-    """Whether the home's own database is still to be made; an empty file is none."""
-    database = database_of(home)
-    return not database.exists() or not database.stat().st_size
-
-
 def artifacts_of(home: Path) -> str:
     """The artifact root as a URI: a plain path with a space, % or # would be misread."""
     return (home.resolve() / "mlflow" / "artifacts").as_uri()
-
-
-def is_installed() -> bool:
-    """Whether MLflow can be imported."""
-    spec = find_spec("mlflow")
-    return spec is not None and spec.origin is not None  # without an origin it is a plain directory, such as the home's own
-
-
-def need_mlflow(purpose: str) -> None:
-    """Raises TrackingError if MLflow is not installed; `purpose`: the beginning of the message."""
-    if not is_installed():
-        raise TrackingError(f"{purpose} MLflow, which is not installed; pip install mlflow")
 
 
 def silence() -> None:
@@ -102,28 +80,27 @@ def silence() -> None:
     for name in ("mlflow", "alembic", "sqlalchemy"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [logging.NullHandler()], False
-    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it warns at each retry
 
 
-def open_client(uri: str, home: Path) -> tuple[Any, bool]:
-    """(client, whether this call made the home's own database, so that MLflow knows no run). Raises MLflow's errors."""
+def open_client(uri: str, home: Path) -> Any:
+    """MLflow's client; makes the home's own database where there is none. Raises MLflow's errors."""
     silence()
-    client_of = import_module("mlflow").MlflowClient
     if uri != own_uri(home):
-        return client_of(uri, uri), False
+        return import_module("mlflow").MlflowClient(uri, uri)
     database = database_of(home)
     private_directory(database.parent)
-    with exclusive(database.with_name("mlflow.lock")):  # two that start at once would both make the tables
-        is_new = is_missing(home)
+    # two that start at once would both make the tables
+    with exclusive(database.with_name("mlflow.lock")):
+        is_new = not database.exists() or not database.stat().st_size  # an empty file is none
         try:
             client = _open_own(uri, is_new=is_new)
         except Exception as error:
-            if is_new or is_disk_full(error) or NO_FAULT_OF_THE_FILE.search(str(error)):
+            if is_new or NO_FAULT_OF_THE_FILE.search(str(error)):
                 raise
             rename_aside(home, error)
-            client, is_new = _open_own(uri, is_new=True), True
+            client = _open_own(uri, is_new=True)
         _move_into(home, client)
-    return client, is_new
+    return client
 
 
 def rename_aside(home: Path, error: Exception) -> None:
@@ -177,16 +154,14 @@ def server_app(home: Path) -> Any:
 
 def cannot_be_asked(uri: str, error: Exception) -> str:
     """One line: which MLflow, what it answered, what helps."""
-    cause, fix = first_line(error), ""
+    cause, fix = f": {first_line(error)}", ""
     if NO_ANSWER.search(str(error)):
-        cause = SILENT
+        cause = " does not answer"
     if uri.startswith("http"):
         fix = "; start it, or set MLFLOW_TRACKING_URI to another one"
     if "error code 401 " in cause or "error code 403 " in cause:
         fix = "; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
-    if is_disk_full(error):
-        fix = "; free some space on its disk"
-    return f"MLflow at {without_user(uri)}{'' if cause == SILENT else ':'} {cause}{fix}"
+    return f"MLflow at {without_user(uri)}{cause}{fix}"
 
 
 def first_line(error: Exception) -> str:
@@ -204,18 +179,10 @@ def local_path(uri: str) -> Path | None:
 
 
 def clean(key: str) -> str:
-    """A name that MLflow accepts, another one for each key: only its characters, no upward path, no empty segments.
-
-    A key that MLflow would refuse ends in a digest of what it was, so that "r&d" and "r#d" stay apart and each has
-    the same name in every run. So does a key that looks like such a name.
-    """
+    """A name that MLflow accepts: only its characters, no upward path, no empty segments."""
     parts = re.sub(r"[^/\w.\- :]", "_", key).split("/")
-    name = "/".join(segment for segment in parts if segment not in ("", ".", ".."))[:KEY_CHARACTERS].rstrip("/.")
-    name = f"_{name[1:]}" if name.startswith("..") else name
-    if key and name == key and not MADE.search(key):
-        return key
-    digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:DIGEST_CHARACTERS]
-    return f"{name[: KEY_CHARACTERS - DIGEST_CHARACTERS - 2] or '_'}--{digest}"
+    name = "/".join(segment for segment in parts if segment.strip(". "))[:KEY_CHARACTERS]
+    return name.rstrip("/ ") or "_"
 
 
 def plain(value: object) -> str:

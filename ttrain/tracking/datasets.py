@@ -8,7 +8,6 @@ the tokenizer too, and is a tag of the link between run and data set.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -18,15 +17,11 @@ from ttrain.core.files import JsonDict, JsonObject
 from ttrain.core.hashing import digest_of
 from ttrain.store.layout import Artifact, Artifacts
 
-TRAINING, VALIDATION, EVALUATION = "training", "validation", "evaluation"
+TRAINING, VALIDATION = "training", "validation"
 CONTEXT = "mlflow.data.context"  # the tag that MLflow's pages show beside a data set
-TOKENS = "tokens"
 DIGEST_CHARACTERS = 12  # MLflow takes 36; its pages show it in the table of runs
-SOURCE_BYTES = 60_000  # of MLflow's 65535
+LISTED_FILES = 100  # of a data set: MLflow takes 65,535 bytes
 SHARDS = "shards-"
-COUNTED_AS = {"rows": "documents", "bytes": "bytes"}
-HELD_OUT = "heldout"
-DUPLICATE_KEY = re.compile("unique constraint|duplicate (key|entry)", re.IGNORECASE)  # SQLite, PostgreSQL, MySQL
 
 
 @dataclass(frozen=True)
@@ -41,38 +36,27 @@ class DataInput:
     files: tuple[JsonObject, ...] = field(default=(), repr=False)
     made_by: str = ""  # the stage whose artifact the files are of, where they are not the user's own
 
+    @property
+    def identity(self) -> tuple[str, str]:
+        """By which MLflow tells data sets apart."""
+        return self.name, self.digest
+
     def source(self) -> str:
-        """The files it comes from, as JSON for MLflow; a list that is too long is cut, next to the total number."""
-        summary: JsonDict = {"files": len(self.files), **({"made_by": self.made_by} if self.made_by else {})}
-        listed, bytes_left = [], SOURCE_BYTES
-        for file in self.files:
-            text = json.dumps(dict(file), ensure_ascii=False)
-            bytes_left -= len(text.encode()) + 2
-            if bytes_left < 0:
-                break
-            listed.append(dict(file))
-        return json.dumps({**summary, "listed": listed}, ensure_ascii=False)
+        """The files it comes from, as JSON for MLflow: their number, and the first ones."""
+        made_by = {"made_by": self.made_by} if self.made_by else {}
+        listed = [dict(file) for file in self.files[:LISTED_FILES]]
+        return json.dumps({"files": len(self.files), **made_by, "listed": listed}, ensure_ascii=False)
 
 
 def data_of(artifact: Artifact) -> list[DataInput]:
-    """The data sets behind a set of shards (its training part, and what is held out), a tokenizer, or the suites of an
-    evaluation; else none."""
-    if "suites" in artifact.result:
-        return of_tasks(artifact.result["suites"]["tasks"])
+    """The data sets behind a set of shards (its training part, and what is held out), a tokenizer;
+    else none."""
     if artifact.stage.startswith(SHARDS):
         return list(_of_shards(artifact))
     if artifact.stage != "tokenizer" or not artifact.result.get("files"):
         return []
     counts = {name: artifact.result[name] for name in ("documents", "bytes") if name in artifact.result}
     return [_data(artifact, "tokenizer", TRAINING, counts, None, files_of(artifact, "train"))]
-
-
-def of_tasks(tasks: Iterable[JsonObject]) -> list[DataInput]:
-    """The data sets of an evaluation's tasks, from its results."""
-    return [
-        DataInput(task["task"], task["digest"][:DIGEST_CHARACTERS], EVALUATION, {"items": task["items"]}, None)
-        for task in tasks
-    ]
 
 
 def read_by(inputs: Artifacts, *, trains: bool) -> list[DataInput]:
@@ -87,52 +71,32 @@ def read_by(inputs: Artifacts, *, trains: bool) -> list[DataInput]:
     ]
 
 
-def log(client: Any, run_id: str, inputs: Iterable[DataInput]) -> None:
-    """Log a run's data sets in MLflow, without those that the run lists already.
-
-    MLflow looks whether it has a data set, then creates it: parallel runs that read the same ones, like the trials of a
-    sweep, can collide there, at most once for each data set.
-    """
-    entities = import_module("mlflow.entities")
-    run_inputs = client.get_run(run_id).inputs
-    logged = {
-        (dataset_input.dataset.name, dataset_input.dataset.digest)
-        for dataset_input in (run_inputs.dataset_inputs if run_inputs else ())
-    }
-    fresh = {(data.name, data.digest): data for data in inputs if (data.name, data.digest) not in logged}
-    datasets = [_entity(entities, data) for data in fresh.values()]
-    for retries_left in reversed(range(len(datasets) + 1) if datasets else ()):
-        try:
-            client.log_inputs(run_id, datasets=datasets)
-            return
-        except Exception as error:
-            if not retries_left or not DUPLICATE_KEY.search(str(error)):
-                raise
-
-
-def _entity(entities: Any, data: DataInput) -> Any:
-    tags = {CONTEXT: data.context, **({} if data.tokens is None else {TOKENS: str(data.tokens)})}
-    return entities.DatasetInput(
-        dataset=entities.Dataset(
+def entities(inputs: Iterable[DataInput]) -> list[Any]:
+    """Data sets as MLflow's client takes them."""
+    mlflow, listed = import_module("mlflow.entities"), []
+    for data in inputs:
+        tags = {CONTEXT: data.context, **({} if data.tokens is None else {"tokens": str(data.tokens)})}
+        dataset = mlflow.Dataset(
             name=data.name,
             digest=data.digest,
             source_type="ttrain",
             source=data.source(),
             profile=json.dumps(dict(data.counts)),
-        ),
-        tags=[entities.InputTag(key=key, value=value) for key, value in tags.items()],
-    )
+        )
+        marks = [mlflow.InputTag(key=key, value=value) for key, value in tags.items()]
+        listed.append(mlflow.DatasetInput(dataset=dataset, tags=marks))
+    return listed
 
 
 def _of_shards(artifact: Artifact) -> Iterator[DataInput]:
     dataset = artifact.stage.removeprefix(SHARDS)
-    for split, context in (("train", TRAINING), (HELD_OUT, VALIDATION)):
+    for split, context in (("train", TRAINING), ("heldout", VALIDATION)):
         totals = artifact.result.get(split, {})
         if totals.get("rows"):
             # Held-out rows are taken from the training files, unless there are held-out files.
             files = files_of(artifact, split) or files_of(artifact, "train")
-            counts = {name: totals[key] for key, name in COUNTED_AS.items() if key in totals}
-            name = dataset if split == "train" else f"{dataset}-{HELD_OUT}"
+            counts = {name: totals[key] for name, key in (("documents", "rows"), ("bytes", "bytes")) if key in totals}
+            name = dataset if split == "train" else f"{dataset}-heldout"
             yield _data(artifact, name, context, counts, totals.get("tokens"), files)
 
 

@@ -6,32 +6,24 @@ One that hangs holds up the training.
 
 from __future__ import annotations
 
-import html
 import logging
 import math
 import os
 import secrets
-import shutil
-from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
-from ttrain.store.runs import read_rows
 from ttrain.train.callbacks import Callback, LogRecord
-
-METRICS, SAMPLES = "metrics.jsonl", "samples"  # samples/step-00000100.txt and so on
 
 log = logging.getLogger("ttrain")
 
 
 class Logger(Callback):
-    """Logs the metrics and the samples of a training in `directory` to one service.
+    """Logs the metrics of a training in `directory` to one service.
 
-    Trainings find them by their entry points in the group `ttrain.loggers`.
-
-    It follows the callback that writes `metrics.jsonl` there. A training that continues logs the
-    rows up to its checkpoint again; each service keeps the values of a step once.
+    Trainings find them by their entry points in the group `ttrain.loggers`. A training that
+    continues logs the steps after its checkpoint; each service keeps the values of a step once.
     """
 
     keeps_metrics = True
@@ -42,105 +34,73 @@ class Logger(Callback):
         self._is_broken = False
         self._last_step = -1
 
-    @abstractmethod
-    def _open(self) -> None:
-        """Begin a run of the service, or continue the one of this directory."""
-
-    @abstractmethod
-    def _write(self, values: Mapping[str, float], step: int) -> None: ...
-
-    @abstractmethod
-    def _write_text(self, name: str, text: str, step: int) -> None: ...
-
-    @abstractmethod
-    def _close(self, *, failed: bool) -> None: ...
-
     def start(self, step: int, steps: int) -> None:
-        self._attempt(self._begin)
+        self._last_step = step
+        self._attempt(self.open, step)
 
     def log(self, record: LogRecord) -> None:
-        self._attempt(self._log, record.step, record.tokens, record.metrics)
+        self._attempt(self._log, record)
 
     def end(self, step: int) -> None:
-        self._end(failed=False)
+        self._attempt(self.close, failed=False)
 
     def failed(self, error: BaseException) -> None:
-        self._end(failed=True)
+        self._attempt(self.close, failed=True)
 
-    def _end(self, *, failed: bool) -> None:
-        self._attempt(self._close, failed=failed)
-        for path in (self._directory / self._name).rglob("*"):
-            if path.is_symlink():  # wandb's to a log in its cache; an artifact has plain files only
-                path.unlink()
+    def open(self, step: int) -> None:
+        """Begin a run of the service, or continue the one of this directory after this step."""
+
+    def write(self, values: Mapping[str, Any], step: int) -> None:
+        """Log metrics."""
+
+    def close(self, *, failed: bool) -> None:
+        """End the run of the service."""
 
     def _attempt(self, action: Callable[..., None], *arguments: Any, **options: Any) -> None:
-        if self._is_broken:
-            return
         try:
-            action(*arguments, **options)
+            if not self._is_broken:
+                action(*arguments, **options)
         except Exception as error:  # whatever the service raises
             self._is_broken = True
             log.warning(
-                "the logger %s raised %r and logs nothing more; training continues, "
-                "and %s has all metrics",
-                self._name, error, self._directory / METRICS,
-            )  # fmt: skip
+                "the logger %s raised %r and logs nothing more; training continues, and %s has all metrics",
+                self._name,
+                error,
+                self._directory / "metrics.jsonl",
+            )
 
-    def _begin(self) -> None:
-        self._open()
-        for row in read_rows(self._directory / METRICS):
-            self._log(row["step"], row["tokens"], row["metrics"])
-
-    def _log(self, step: int, tokens: int, metrics: Mapping[str, float | None]) -> None:
-        for path in sorted((self._directory / SAMPLES).glob("step-*.txt")):
-            sample = int(path.stem.removeprefix("step-"))
-            if self._last_step < sample <= step:  # services take no earlier step afterwards
-                self._write_text(SAMPLES, path.read_text(encoding="utf-8"), sample)
+    def _log(self, record: LogRecord) -> None:
         # A validation has a row of its own at the same step.
-        values = dict(metrics) if step == self._last_step else {"tokens": tokens, **metrics}
-        self._last_step = step
-        known = {name: value for name, value in values.items() if value is not None}
-        self._write({name: known[name] for name in known if math.isfinite(known[name])}, step)
+        tokens = {} if record.step == self._last_step else {"tokens": record.tokens}
+        self._last_step = record.step
+        values = {**tokens, **record.metrics}
+        self.write({name: values[name] for name in values if math.isfinite(values[name])}, record.step)
 
     def _run_options(self, project_variable: str) -> dict[str, Any]:
-        """Arguments that begin a service's run, with the id of earlier attempts in this directory.
-
-        Removes the files of earlier attempts: all rows are logged again.
-        """
-        files = self._directory / self._name
-        files.mkdir(parents=True, exist_ok=True)
-        id_file = files / "id.txt"
+        """Arguments that begin a service's run, with the id of earlier attempts in this directory."""
+        id_file = self._directory / self._name / "id.txt"
         if not id_file.exists():
+            id_file.parent.mkdir(parents=True, exist_ok=True)
             id_file.write_text(secrets.token_hex(10))  # 20 letters, which both services take
-        run_id = id_file.read_text()
-        for path in files.glob(f"*run-*-{run_id}"):
-            shutil.rmtree(path)
-        return {
-            **self._description,
-            "project": os.environ.get(project_variable, self._description["project"]),
-            "id": run_id,
-            "resume": "allow",
-        }
+        project = os.environ.get(project_variable, self._description["project"])
+        return {**self._description, "project": project, "id": id_file.read_text(), "resume": "allow"}
 
 
 @final
 class TensorBoard(Logger):
     """Event files in `tensorboard/`."""
 
-    def _open(self) -> None:
+    def open(self, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # TensorBoard drops what earlier attempts wrote: step 0 is the first row that comes again.
-        self._writer: Any = SummaryWriter(str(self._directory / "tensorboard"), purge_step=0)
+        # TensorBoard drops what an earlier attempt wrote after the checkpoint.
+        self._writer: Any = SummaryWriter(str(self._directory / "tensorboard"), purge_step=step + 1)
 
-    def _write(self, values: Mapping[str, float], step: int) -> None:
+    def write(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
-    def _write_text(self, name: str, text: str, step: int) -> None:
-        self._writer.add_text(name, f"```\n{text}\n```", step)
-
-    def _close(self, *, failed: bool) -> None:
+    def close(self, *, failed: bool) -> None:
         self._writer.close()
 
 
@@ -148,10 +108,9 @@ class TensorBoard(Logger):
 class Wandb(Logger):
     """A run of Weights & Biases, with its files in `wandb/`; WANDB_MODE and the like count."""
 
-    def _open(self) -> None:
+    def open(self, step: int) -> None:
         import wandb
 
-        self._wandb: Any = wandb
         self._run = wandb.init(
             dir=str(self._directory),
             # Without the remote's address, which may hold a password.
@@ -159,24 +118,25 @@ class Wandb(Logger):
             **self._run_options("WANDB_PROJECT"),
         )
 
-    def _write(self, values: Mapping[str, Any], step: int) -> None:
+    def write(self, values: Mapping[str, Any], step: int) -> None:
         if step >= self._run.starting_step:  # above 0 where the service has earlier steps
             self._run.log(dict(values), step=step)
 
-    def _write_text(self, name: str, text: str, step: int) -> None:
-        page = f"<pre>{html.escape(text)}</pre>"
-        self._write({name: self._wandb.Html(page, inject=False)}, step)
+    def close(self, *, failed: bool) -> None:
+        import wandb
 
-    def _close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
-        self._wandb.teardown()  # waits until its process has written the files
+        wandb.teardown()  # waits until its process has written the files
+        for path in (self._directory / self._name).rglob("*"):
+            if path.is_symlink():  # to a log in its cache; an artifact has plain files only
+                path.unlink()
 
 
 @final
 class SwanLab(Logger):
     """An experiment of SwanLab, with its files in `swanlab/`; SWANLAB_MODE and the like count."""
 
-    def _open(self) -> None:
+    def open(self, step: int) -> None:
         import swanlab
 
         # Without the remote's address, which may hold a password, and without the list of
@@ -188,12 +148,9 @@ class SwanLab(Logger):
             **self._run_options("SWANLAB_PROJECT_NAME"),
         )
 
-    def _write(self, values: Mapping[str, float], step: int) -> None:
+    def write(self, values: Mapping[str, float], step: int) -> None:
         self._run.log(dict(values), step=step)  # it ignores steps that the experiment has
 
-    def _write_text(self, name: str, text: str, step: int) -> None:
-        self._run.log_text(key=name, data=text, step=step)
-
-    def _close(self, *, failed: bool) -> None:
+    def close(self, *, failed: bool) -> None:
         state = {"state": "crashed", "error": "the training failed"} if failed else {}
         self._run.finish(**state)

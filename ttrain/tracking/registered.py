@@ -1,215 +1,202 @@
-"""MLflow's registered models as a view of the home's registry: versions, aliases, descriptions; what moved there comes back.
+"""MLflow's registered models as a view of the home's registry; a champion chosen there comes back.
 
-A version here and one in MLflow are the same if they have the same identity, the digest of the keys and contents of their
-models. Their numbers are equal where nobody registered or deleted others there.
+A version here and one in MLflow are the same if they have the same identity, the digest of the keys
+and contents of their models. Their numbers are equal where nobody registered or deleted others
+there. `mlflow/champions.json` in the home has the champions that were pushed last, by which one
+that somebody moved on MLflow's page is seen.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import re
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.files import parse_object
+from ttrain.config.training import PRIMARY_METRICS
+from ttrain.core.files import PRIVATE_FILE, read_object, write_json
 from ttrain.core.hashing import digest_of
-from ttrain.store.registry import CHAMPION, ModelSet, Registry, Version
-from ttrain.tracking.book import Book
-from ttrain.tracking.client import cannot_be_asked, database_of, is_installed, own_uri, plain, tracking_uri
-from ttrain.tracking.mirror import Mirror
+from ttrain.core.redact import without_user
+from ttrain.core.text import short_digest
+from ttrain.engine.execution import REGISTERED
+from ttrain.store.registry import CHALLENGER, CHAMPION, ModelSet, Registry, Version
+from ttrain.tracking.client import (
+    cannot_be_asked,
+    database_of,
+    own_uri,
+    plain,
+    tracking_uri,
+)
+from ttrain.tracking.mirror import ID, Bound, Mirror
+from ttrain.tracking.tracked_runs import RunContent, id_of
 
 log = logging.getLogger("ttrain")
 
-IDENTITY = "ttrain.id"  # tag of a version
-FACTS = "ttrain.set"  # tag of a set: what another home needs to take it over
-TAG_CHARACTERS = 4900  # of a version's tag, by MLflow's limit
-CHARACTERS = 5000  # of a description, by the limit of MLflow's database
-MARK = re.compile(r"\n\n<!-- ttrain ([0-9a-f]{12}) -->\Z")  # ends a description that ttrain wrote
-MARK_CHARACTERS = 30
-
-
-@dataclass(frozen=True)
-class Registration:
-    """A version as MLflow shall show it. `about`: of the registered model, set once."""
-
-    name: str
-    identity: str
-    source: str  # location of its files
-    run_id: str | None  # MLflow's, of the run that holds them
-    description: str = ""
-    about: str = ""
-    tags: Mapping[str, str] = field(default_factory=dict)
+CHARACTERS = 4900  # of the description of a version, by MLflow's limit
+MOST_VERSIONS = 10_000  # that MLflow gives in one answer
+ABOUT = (  # the description of every registered model
+    "Of the pipeline `{name}`, a version for each that a run made. `champion` is what was promoted, "
+    "`challenger` the newest other one. `ttrain models list` shows them, `ttrain models promote` and "
+    "`ttrain models rollback` move the alias."
+)
 
 
 def identity_of(version: Version | ModelSet) -> str:
     """Digest of the model, or models, that a version is."""
     if isinstance(version, Version):
         return digest_of([version.key, version.content])
-    return digest_of({stage: [member.key, member.content] for stage, member in version.members.items()})
+    members = version.members.items()
+    return digest_of({stage: [member.key, member.content] for stage, member in members})
 
 
-def facts_of(model_set: ModelSet) -> dict[str, str]:
-    """The tag of a set, without its metrics where they are too many for a tag."""
-    members = {stage: [one.name, one.version, one.key, one.content] for stage, one in model_set.members.items()}
-    facts = {"run": model_set.run, "keys": dict(model_set.keys), "members": members, "metrics": dict(model_set.metrics)}
-    text = json.dumps(facts)
-    return {FACTS: text if len(text) <= TAG_CHARACTERS else json.dumps({**facts, "metrics": {}})}
+def register(mirror: Mirror, content: RunContent, bound: Bound) -> None:
+    """Bring the versions that a run registered up to date, and the aliases of its sets."""
+    numbers: dict[str, str] = {}
+    for version in content.versions():
+        entity = _versions(mirror, version.name).get(identity_of(version))
+        if entity is None:
+            entity = _create(mirror, content, version, _place(mirror, content, version, bound, numbers))
+        numbers[version.name] = str(entity.version)
+    for name in Registry(content.home).read()["sets"]:
+        take_over_champion(mirror, name)  # before the home's own alias replaces it
+    for name in {model_set.name for model_set in content.sets}:
+        push_aliases(mirror, name)
 
 
-def register(mirror: Mirror, version: Registration) -> str:
-    """Bring one version up to date, creating it if there is none of its identity; returns MLflow's number of it."""
-    entity = _versions(mirror, version.name).get(version.identity)
-    if entity is None:
-        _create_model(mirror, version.name, version.about)
-        tags = {IDENTITY: version.identity, **version.tags}
-        entity = mirror.call(
-            "create_model_version", version.name, version.source, version.run_id, tags=tags, await_creation_for=0
-        )
-    number = str(entity.version)
-    for tag, value in version.tags.items():
-        if entity.tags.get(tag) != value:
-            mirror.call("set_model_version_tag", version.name, number, tag, value)
-    text = marked(version.description.replace("<NAME/VERSION>", f"{version.name}/{number}"))
-    if version.description and text != entity.description and is_ours(entity.description):
-        mirror.call("update_model_version", version.name, number, text)
-    return number
+def _place(
+    mirror: Mirror, content: RunContent, version: Version | ModelSet, bound: Bound, numbers: Mapping[str, str]
+) -> tuple[str, str]:
+    """(location of the files of a new version, the run in MLflow that has them).
 
-
-def number_of(mirror: Mirror, version: Version | ModelSet) -> str | None:
-    """MLflow's number of a version; None if it has none of this identity."""
-    entity = _versions(mirror, version.name).get(identity_of(version))
-    return str(entity.version) if entity else None
-
-
-def push_aliases(mirror: Mirror, registry: Registry, name: str) -> None:
-    """Bring the aliases of a pipeline's sets, and of their members, up to date."""
-    book = Book(mirror.home, mirror.uri)
-    sets = registry.sets(name)
-    identities_by_model: dict[str, dict[str, str]] = {name: {}}
-    for member in (member for model_set in sets for member in model_set.members.values()):
-        identities_by_model.setdefault(member.name, {})
-    for model_set in sets:
-        for alias in model_set.aliases:
-            identities_by_model[name][alias] = identity_of(model_set)
-            for member in model_set.members.values():
-                identities_by_model[member.name][alias] = identity_of(member)
-    for model, identities in identities_by_model.items():
-        numbers = {identity: str(one.version) for identity, one in _versions(mirror, model).items()}
-        aliases = {alias: numbers[identity] for alias, identity in identities.items() if identity in numbers}
-        theirs = _aliases(mirror, model)
-        for alias in theirs.keys() & {CHAMPION, "challenger"} - aliases.keys():
-            mirror.call("delete_registered_model_alias", model, alias)
-        for alias, number in aliases.items():
-            if theirs.get(alias) != number:
-                mirror.call("set_registered_model_alias", model, alias, number)
-        book.note_aliases(model, aliases)
-
-
-def push_champion(home: Path, name: str) -> None:
-    """Bring the aliases of a pipeline's sets up to date where MLflow has runs of this home; a failure is a warning."""
-    uri = tracking_uri(home)
-    if not is_installed() or not Book(home, uri).runs:
-        return
-    try:
-        push_aliases(Mirror(home, uri), Registry(home), name)
-        Book(home, uri).note_seen()
-    except Exception as error:  # MLflow may raise anything
-        log.warning("%s; the next run of %s brings its aliases there", cannot_be_asked(uri, error), name)
-
-
-def take_over_champions(home: Path, model: str | None = None) -> Registry:
-    """Make the sets champion here whose alias somebody moved on MLflow's page, or another home on a shared server: of this
-    pipeline, `model`, or of all that are registered here. Returns the registry, as it is then.
-
-    If MLflow does not answer, the home's own champions stay.
+    A set opens as the last of its models, and is referenced, not copied. The files of a model are
+    with the run of its stage, or else go to the pipeline's.
     """
-    uri, state = tracking_uri(home), Registry(home).read()
-    names = {*state["sets"], *([model] if model and model not in state["models"] else [])}
-    book, is_own = Book(home, uri), uri == own_uri(home)
-    if not names or not is_installed() or (is_own and (not database_of(home).exists() or book.is_seen())):
+    if isinstance(version, ModelSet):
+        last = version.last
+        of_last = f"models:/{last.name}/{numbers[last.name]}" if last and last.name in numbers else ""
+        return of_last or bound.artifact_uri, bound.run_id
+    stage, holder = version.stage, bound
+    if stage in content.made and (of_stage := mirror.bound.get(id_of(content.record, stage))):
+        holder = of_stage
+    else:
+        mirror.place_files(*content.model_files(stage), bound)
+    return "/".join(filter(None, (holder.artifact_uri, stage, REGISTERED[stage][1]))), holder.run_id
+
+
+def _create(mirror: Mirror, content: RunContent, version: Version | ModelSet, place: tuple[str, str]) -> Any:
+    name = version.name
+    if not mirror.client.search_registered_models(f"name = '{name}'"):
+        about = ABOUT.format(name=content.record["settings"]["name"])
+        mirror.client.create_registered_model(name, description=about)
+    tags = {ID: identity_of(version)}
+    if isinstance(version, Version):
+        tags["ttrain.key"] = f"{version.stage}/{version.key}"
+    text = plain(_description(content, version))[:CHARACTERS]
+    return mirror.client.create_model_version(name, *place, tags=tags, description=text, await_creation_for=0)
+
+
+def _description(content: RunContent, version: Version | ModelSet) -> str:
+    """The metric of its last model that is judged, and the run's note; then what it is."""
+    members = version.members if isinstance(version, ModelSet) else {version.stage: version}
+    evaluation, metric = content.artifacts.get("evaluate"), ""
+    result = evaluation.result if evaluation else {}
+    for stage, judged in PRIMARY_METRICS.items():
+        value = result.get("metrics", {}).get(judged.name)
+        if stage in members and value is not None:
+            metric = f"{judged.label} **{value:.3f}**"
+    note = " ".join(str(content.record.get("note") or "").split())
+    models = (f"- `{one.name}`: {one.stage}, key `{short_digest(one.key)}`" for one in members.values())
+    name = f"{version.name}/{version.version}"
+    parts = [
+        ". ".join(filter(None, (metric, note))),
+        "\n".join((f"Of the run `{version.run}`:", *models)),
+        f"What it was made of: `ttrain lineage {name}`; the same again: `ttrain reproduce {name}`.",
+    ]
+    return "\n\n".join(filter(None, parts))
+
+
+def push_aliases(mirror: Mirror, name: str) -> None:
+    """Bring the aliases of a pipeline's sets, and of their members, up to date."""
+    wanted: dict[str, dict[str, str]] = defaultdict(dict)  # identity by alias, of each model
+    for model_set in Registry(mirror.home).sets(name):
+        of_set: list[Version | ModelSet] = [model_set, *model_set.members.values()]
+        for version in of_set:
+            wanted[version.name] |= dict.fromkeys(model_set.aliases, identity_of(version))
+    for model, identities in wanted.items():
+        theirs, versions = _aliases(mirror, model), _versions(mirror, model)
+        ours = {alias: str(versions[one].version) for alias, one in identities.items() if one in versions}
+        if CHALLENGER in theirs.keys() - ours.keys():
+            mirror.client.delete_registered_model_alias(model, CHALLENGER)
+        for alias, number in ours.items() - theirs.items():
+            mirror.client.set_registered_model_alias(model, alias, number)
+    pushed = {_key(mirror, name): _aliases(mirror, name).get(CHAMPION)}
+    write_json(_book(mirror.home), read_object(_book(mirror.home)) | pushed, PRIVATE_FILE)
+
+
+def take_over_champions(home: Path) -> Registry:
+    """Make the sets champion here whose alias somebody moved on MLflow's page.
+
+    Returns the registry, as it is then. If MLflow does not answer, the home's own champions stay.
+    """
+    uri, names = tracking_uri(home), Registry(home).read()["sets"]
+    if not names or (uri == own_uri(home) and not _has_changed(home)):
         return Registry(home)
     try:
         mirror = Mirror(home, uri)
-        for name in sorted(names):
+        for name in names:
             take_over_champion(mirror, name)
-        book.note_seen()
+        note_seen(home)
     except Exception as error:  # MLflow may raise anything
-        log.warning("whether the champion was moved in MLflow is not known: %s", cannot_be_asked(uri, error))
+        log.warning("whether MLflow has another champion is not known: %s", cannot_be_asked(uri, error))
     return Registry(home)
 
 
 def take_over_champion(mirror: Mirror, name: str) -> None:
     """Take over the champion that MLflow has of a pipeline, if it is another than was pushed last.
 
-    An alias that was removed there does not count, nor one of the home's own database whose pushes are not known.
+    An alias that was removed there does not count, nor one of the home's own database whose pushes
+    are not known.
     """
-    number, noted = _aliases(mirror, name).get(CHAMPION), Book(mirror.home, mirror.uri).aliases(name)
-    if number is None or number == (noted or {}).get(CHAMPION) or (noted is None and mirror.is_own):
+    number, pushed = _aliases(mirror, name).get(CHAMPION), read_object(_book(mirror.home))
+    is_known = _key(mirror, name) in pushed or not mirror.is_own
+    if number is None or not is_known or number == pushed.get(_key(mirror, name)):
         return
-    _promote(Registry(mirror.home), name, mirror.call("get_model_version", name, number))
-    push_aliases(mirror, Registry(mirror.home), name)
-
-
-def _promote(registry: Registry, name: str, version: Any) -> None:
-    """Make the set of a version of MLflow champion, after taking it over if it is not of this home."""
-    identity = version.tags.get(IDENTITY)
-    model_set = next((one for one in registry.sets(name) if identity_of(one) == identity), None)
-    facts = parse_object(version.tags.get(FACTS, ""))
-    if model_set is None and facts:
-        members = {
-            stage: Version(model, number, stage, key, content, facts["run"])
-            for stage, (model, number, key, content) in facts["members"].items()
-        }
-        created = version.creation_timestamp / 1000
-        model_set = registry.adopt(
-            ModelSet(name, str(version.version), members, facts["keys"], facts["run"], created, facts["metrics"])
-        )
-    if model_set is not None:
-        log.warning("%s/%s is the champion, as its alias was moved in MLflow", name, model_set.version)
-        registry.promote(name, model_set.version)
+    version = mirror.client.get_model_version(name, number)
+    registry = Registry(mirror.home)
+    for one in registry.sets(name):
+        if identity_of(one) == version.tags.get(ID):
+            log.warning("%s/%s is the champion, as its alias was moved in MLflow", name, one.version)
+            registry.promote(name, one.version)
+    push_aliases(mirror, name)
 
 
 def _versions(mirror: Mirror, name: str) -> dict[str, Any]:
     """The versions of a registered model by identity, the first one of each."""
-    versions = all_pages(partial(mirror.call, "search_model_versions", f"name = '{name}'"))
-    versions.sort(key=lambda version: int(version.version), reverse=True)
-    return {version.tags[IDENTITY]: version for version in versions if IDENTITY in version.tags}
+    versions = mirror.client.search_model_versions(f"name = '{name}'", max_results=MOST_VERSIONS)
+    ordered = sorted(versions, key=lambda version: int(version.version), reverse=True)
+    return {version.tags[ID]: version for version in ordered if ID in version.tags}
 
 
 def _aliases(mirror: Mirror, name: str) -> dict[str, str]:
-    models = mirror.call("search_registered_models", f"name = '{name}'")
+    models = mirror.client.search_registered_models(f"name = '{name}'")
     return {alias: str(number) for model in models for alias, number in model.aliases.items()}
 
 
-def _create_model(mirror: Mirror, name: str, about: str) -> None:
-    try:
-        mirror.call("create_registered_model", name, description=marked(about) if about else None)
-    except Exception as error:
-        if getattr(error, "error_code", "") != "RESOURCE_ALREADY_EXISTS":
-            raise
+def _book(home: Path) -> Path:
+    return home / "mlflow" / "champions.json"
 
 
-def all_pages(search: Any) -> list[Any]:
-    """All results of an MLflow search, from all pages."""
-    page = search()
-    entities = list(page)
-    while page.token:
-        page = search(page_token=page.token)
-        entities += page
-    return entities
+def _key(mirror: Mirror, name: str) -> str:
+    return f"{'own' if mirror.is_own else without_user(mirror.uri)} {name}"
 
 
-def marked(text: str) -> str:
-    """A description by ttrain, cut to MLflow's limit, with its digest in a comment that the pages hide."""
-    text = plain(text)[: CHARACTERS - MARK_CHARACTERS]
-    return f"{text}\n\n<!-- ttrain {digest_of(text)[:12]} -->"
+def note_seen(home: Path) -> None:
+    """Note that the home knows all that its own database has now."""
+    _book(home).touch()
 
 
-def is_ours(description: str | None) -> bool:
-    """Whether the description is empty or as ttrain wrote it: a user's own text stays."""
-    match = MARK.search(description or "")
-    return not description or (match is not None and marked(description[: match.start()]) == description)
+def _has_changed(home: Path) -> bool:
+    """Whether the home's own database may have what the home does not know; loads no MLflow."""
+    database, book = (path.stat().st_mtime_ns if path.exists() else 0 for path in (database_of(home), _book(home)))
+    return database > book

@@ -11,93 +11,60 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
-from ttrain.config import Tracking, by_weight
+from ttrain.config import by_weight
 from ttrain.config.training import PRIMARY_METRICS, VALIDATION_LOSS
-from ttrain.core.redact import without_user
 from ttrain.errors import UsageError
 from ttrain.store import runs
-from ttrain.tracking.book import Book
-from ttrain.tracking.client import tracking_uri
-from ttrain.tracking.mirror import FAILED, KILLED, Mirror, page_of
+from ttrain.tracking.mirror import FAILED, KILLED, NAME, Bound, Mirror
+from ttrain.tracking.tracked_runs import id_of, is_tracked
 
-NAME = "ttrain.name"  # tag of the runs of pipelines; the runs of their stages have none
+TRAINING_PAGES = "workflowType=machine_learning"  # not those for agents and traces
 NEWEST_RUNS = 30  # the runs whose metrics and settings choose the columns
 MOST_SETTINGS = 12  # with them the tag has 3,000 of the 5,000 characters that MLflow takes
 LONGEST_SETTING = 24  # characters of a value in a column
 
 
-@dataclass(frozen=True)
-class Addresses:
-    """Addresses of MLflow's pages, to append to the address of a server.
-
-    `name`: the setting `name`, whose view the table is; `run_ids`: the runs to open, if any.
-    """
-
-    experiment: str
-    experiment_ids: tuple[str, ...]
-    name: str
-    run_ids: tuple[str, ...] = ()
-
-    @property
-    def first(self) -> str:
-        """The page of one run or stage; the comparison of several; the table if there is none."""
-        if not self.run_ids:
-            return self.table
-        if len(self.run_ids) == 1:
-            return f"{page_of(self.experiment_ids[0], self.run_ids[0])}?workflowType=machine_learning"
-        lists = {"runs": json.dumps(self.run_ids), "experiments": json.dumps(self.experiment_ids)}
-        query = urlencode({**lists, "workflowType": "machine_learning"}, quote_via=quote)
-        return f"#/compare-runs?{query}"
-
-    @property
-    def table(self) -> str:
-        """The table of the runs of this name: what they are, their metrics, what differs."""
-        query = f"viewStateShareKey=ttrain-{self.name}&workflowType=machine_learning"
-        return f"#/experiments/{self.experiment_ids[0]}/runs?{query}"
-
-    @property
-    def curves(self) -> str:
-        """The curves of the runs of the table."""
-        return f"{self.table}&compareRunsMode=CHART"
-
-
-def addresses_of(home: Path, chosen: Sequence[tuple[str, str | None]]) -> Addresses:
-    """The pages of these runs, or stages of runs; of the newest pushed run's experiment where there are none.
+def addresses_of(home: Path, chosen: Sequence[tuple[str, str | None]]) -> dict[str, str]:
+    """Addresses of MLflow's pages, to append to that of a server: the `table` of the runs of a name,
+    their `curves`, and the `url` of these runs, or stages of runs, compared if several.
 
     Raises UsageError for one that MLflow lacks.
     """
-    uri = tracking_uri(home)
-    notes, ids, experiments = Book(home, uri).runs, list[str](), list[str]()
-    for name, stage in chosen:
-        noted = notes.get(name, {})
-        run_id = noted.get("stages", {}).get(stage) if stage else noted.get("run_id")
-        if run_id is None:
+    mirror, found = Mirror(home), list[Bound]()
+    records = [runs.read(home, name) or {} for name, _ in chosen]
+    shown = next(filter(is_tracked, [*records, *runs.newest_first(home)]), None)
+    if shown is None:
+        raise UsageError(f"no run of {home} is tracked; begin with `ttrain pipeline run full`")
+    experiment = str(shown["settings"]["tracking"]["experiment"])
+    for record, (name, stage) in zip(records, chosen, strict=True):
+        theirs = str(record["settings"]["tracking"]["experiment"])
+        bound = mirror.find(theirs, id_of(record, stage))
+        if bound is None:
             label = f"{name}:{stage}" if stage else name
-            raise UsageError(f"MLflow has no run of {label}: it was not tracked; `ttrain report {name}` shows what there is")
-        ids.append(run_id)
-        experiments.append(noted["experiment_id"])
-    newest = next((name for name in runs.names(home) if notes.get(name, {}).get("run_id")), None)
-    if newest is None:
-        raise UsageError(f"MLflow at {without_user(uri)} has no run of {home}; `ttrain track push --all` brings them there")
-    record = runs.read(home, chosen[0][0] if chosen else newest) or {}
-    settings = record.get("settings", {})
-    return Addresses(
-        settings.get("tracking", {}).get("experiment") or Tracking().experiment,
-        tuple(dict.fromkeys(experiments or [notes[newest]["experiment_id"]])),
-        str(settings.get("name", "")),
-        tuple(ids),
-    )
+            hint = f"it was not tracked; `ttrain report {name}` shows what there is"
+            raise UsageError(f"MLflow has no run of {label}: {hint}")
+        found.append(bound)
+    query = f"viewStateShareKey=ttrain-{shown['settings'].get('name', '')}&{TRAINING_PAGES}"
+    table = f"#/experiments/{mirror.experiment_id(experiment)}/runs?{query}"
+    links = {"table": table, "curves": f"{table}&compareRunsMode=CHART", "experiment": experiment}
+    if len(found) == 1:
+        links["url"] = f"{found[0].page}?{TRAINING_PAGES}"
+    elif found:
+        run_ids = json.dumps([bound.run_id for bound in found])
+        experiments = json.dumps(sorted({bound.experiment_id for bound in found}))
+        query = urlencode({"runs": run_ids, "experiments": experiments}, quote_via=quote)
+        links["url"] = f"#/compare-runs?{query}&{TRAINING_PAGES}"
+    return links
 
 
 def refresh_view(mirror: Mirror, experiment: str, name: str) -> None:
     """Bring the view of the runs with this `name` up to date. Raises MLflow's errors."""
     experiment_id = mirror.experiment_id(experiment)
     chosen = f"tags.`{NAME}` = '{name}' and attributes.status != '{FAILED}' and attributes.status != '{KILLED}'"
-    runs = mirror.call("search_runs", [experiment_id], chosen, max_results=NEWEST_RUNS)
+    runs = mirror.client.search_runs([experiment_id], chosen, max_results=NEWEST_RUNS)
     columns = [
         "attributes.`Description`",
         *(f"metrics.`{key}`" for key in deciding([run.data.metrics for run in runs])),
@@ -111,11 +78,11 @@ def refresh_view(mirror: Mirror, experiment: str, name: str) -> None:
         }
     )
     tag = f"mlflow.sharedViewState.ttrain-{name}"
-    present = mirror.call("get_experiment", experiment_id).tags.get(tag, "{}")
+    present = mirror.client.get_experiment(experiment_id).tags.get(tag, "{}")
     if json.loads(present).get("state") != state:
         title = f"{name}: which is better, and why"
         view = {"name": title, "createdAt": int(1000 * time.time()), "state": state}
-        mirror.call("set_experiment_tag", experiment_id, tag, json.dumps(view))
+        mirror.client.set_experiment_tag(experiment_id, tag, json.dumps(view))
 
 
 def deciding(runs: Sequence[Mapping[str, float]]) -> list[str]:

@@ -1,0 +1,115 @@
+"""Show the progress of a pipeline: bars on a terminal, plain lines elsewhere.
+
+A display is a function that is called with (stage, event, data); the stage is "" where an event is the run's own:
+
+    started {"why"}, progressed {"done", "total", "unit", "figures"}, ended {"state", "seconds", "figures"},
+    failed {"error"}, message {"text"}
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.text import Text
+
+from ttrain.core.terminal import escaped_lines
+from ttrain.core.text import format_duration
+
+StageDisplay = Callable[[str, str, Mapping[str, Any]], object]
+
+SECONDS_BETWEEN_LINES = 10.0
+Mark = tuple[str, str]  # a sign and its colour
+OUTCOMES: Mapping[str, tuple[Mark, str]] = {  # by state: the mark, and a phrase in place of the time that the stage took
+    "cached": (("=", "cyan"), "cached"),
+    "completed": (("✓", "green"), ""),
+    "equal": (("✓", "green"), "rebuilt, equal to what was stored"),
+    "different": (("≠", "yellow"), "rebuilt, DIFFERENT from what was stored (set aside under replaced/)"),
+    "nothing-new": (("=", "cyan"), "nothing new"),
+}
+
+
+class Display:
+    """Draws several stages side by side; safe to call from their threads. At `log_level` warning or error it shows neither
+    progress nor results of stages, only failures and messages."""
+
+    def __init__(self, console: Console, log_level: str = "info") -> None:
+        self.console, self.log_level = console, log_level
+        self._lock = threading.RLock()  # reentrant: a signal handler may print while the same thread is printing
+        self._last_line: dict[str, float] = {}
+        self._tasks: dict[str, TaskID] = {}
+        self._rates: dict[str, tuple[float, float]] = {}
+        self._bars: Progress | None = None
+        if console.is_terminal:
+            columns = (
+                TextColumn("  {task.description:<16}"),
+                BarColumn(bar_width=28),
+                TextColumn("{task.percentage:>3.0f} %"),
+                TextColumn("{task.fields[figures]}", style="dim"),
+            )
+            self._bars = Progress(*columns, console=console, transient=True)
+            self._bars.start()
+
+    def __call__(self, stage: str, event: str, data: Mapping[str, Any]) -> None:
+        """Show an event."""
+        if event == "message":
+            self.say(f"  {stage}: {data['text']}" if stage else data["text"])
+        elif event == "failed":
+            self._remove_bar(stage)
+            self.say(f"{stage}: {data['error']}", ("x", "red"))
+        elif self.log_level not in ("debug", "info"):
+            self._remove_bar(stage)
+        elif event == "started":
+            self.say(f"{stage}: {data['why']}", (">", "bold"))
+        elif event == "progressed":
+            self._progressed(stage, data)
+        elif event == "ended":
+            self._remove_bar(stage)
+            mark, phrase = OUTCOMES[data["state"]]
+            figures = f" - {data['figures']}" if data["figures"] else ""
+            self.say(f"{stage}: {phrase or format_duration(data['seconds'])}{figures}", mark)
+
+    def close(self) -> None:
+        """Stop drawing and restore the terminal."""
+        if self._bars:
+            self._bars.stop()
+
+    def say(self, text: str, mark: Mark | None = None) -> None:
+        """Print a line above the bars, after a mark: as it is, since it may name files, keys and values of data."""
+        line = escaped_lines(text)
+        with self._lock:
+            self.console.print(Text.assemble(mark, f" {line}") if mark else Text(line), soft_wrap=True)
+            sys.stdout.flush()
+
+    def _progressed(self, stage: str, progress: Mapping[str, Any]) -> None:
+        """Show the progress of a stage, with the speed since it began or continued; a total of 0 means unknown."""
+        done, total, unit = progress["done"], progress["total"], progress["unit"]
+        now = time.monotonic()
+        start, began = self._rates.setdefault(stage, (done, now))
+        rate = (done - start) / (now - began) if now > began else 0.0
+        parts = [f"{label.replace('_', ' ')} {value:.3f}" for label, value in progress["figures"].items()]
+        if unit != "tokens":
+            parts.append(f"{done:,.0f} {unit}")
+        elif rate > 0:
+            parts.append(f"{rate:,.0f} tokens/s")
+        if total and rate > 0:
+            parts.append(f"{format_duration((total - done) / rate)} left")
+        figures = ", ".join(parts)
+        if self._bars:
+            with self._lock:
+                if stage not in self._tasks:
+                    self._tasks[stage] = self._bars.add_task(stage, total=total or None, figures="")
+                self._bars.update(self._tasks[stage], completed=done, total=total or None, figures=figures)
+        elif now - self._last_line.setdefault(stage, now) >= SECONDS_BETWEEN_LINES:
+            self._last_line[stage] = now
+            self.say(f"  {stage}: {f'{100 * done / total:.0f} %, ' if total else ''}{figures}")
+
+    def _remove_bar(self, stage: str) -> None:
+        with self._lock:
+            if self._bars and stage in self._tasks:
+                self._bars.remove_task(self._tasks.pop(stage))
