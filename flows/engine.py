@@ -5,7 +5,7 @@ failure of one is the failure of the run, and a stop lets stages save. Prefect s
 independent stages side by side and retries a stage; it caches nothing and keeps no results.
 
 Prefect's page shows a run whose process was killed as running, until the next run of the home marks
-it as crashed (`mark_crashed_runs`, by the process in its labels). *Cancel* on that page stops the
+it as crashed (`mark_crashed_runs`, by the home's records). *Cancel* on that page stops the
 runs that `ttrain pipeline serve` started, to which Prefect's runner sends SIGTERM.
 """
 
@@ -15,9 +15,8 @@ import contextlib
 import importlib.util
 import logging
 import os
-import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,21 +25,19 @@ from uuid import UUID
 
 from rich.console import Console
 
-from ttrain.config import Auth
 from ttrain.core.terminal import print_plain, table
 from ttrain.core.text import format_duration
-from ttrain.engine import planner as plan_table
+from ttrain.engine import planner
 from ttrain.engine.display import StageDisplay
 from ttrain.engine.execution import PipelineRun, screen
 from ttrain.engine.labels import NO_LABELS, Labels
 from ttrain.engine.plan import Plan
 from ttrain.errors import Interrupted, NothingNew, TTrainError, UsageError
-from ttrain.flows import prefect_api, servers
+from ttrain.flows import servers
 from ttrain.nightly import notify
-from ttrain.reports import summary
 from ttrain.store import runs
 from ttrain.store.layout import Artifact
-from ttrain.store.runs import NIGHTLY, is_alive, process_started
+from ttrain.store.runs import NIGHTLY, newest_first
 from ttrain.tracking import run_summary
 from ttrain.tracking.pusher import track
 
@@ -51,13 +48,7 @@ log = logging.getLogger("ttrain")
 
 MAX_CONCURRENT_STAGES = 4  # the most stages of a graph that are independent, and one to spare
 TAG = "ttrain"
-LABEL_HOME = "ttrain.home"
-LABEL_HOST = "ttrain.host"
-LABEL_PID = "ttrain.pid"
-LABEL_STARTED = "ttrain.process-started"
-LABEL_TRY = "ttrain.run-count"
 PROCESS_GONE = "its process is gone"
-NOTHING_NEW = "NothingNew"  # the name of a state in Prefect
 
 
 @dataclass(frozen=True)
@@ -100,9 +91,8 @@ def run_pipeline(
 
         resolve_device(settings.runtime.device)  # not after minutes, at the first training
     with screen(console, settings.runtime.log_level, options.display) as shown_on:
-        wait_for_server = None
         if engine == "prefect" and not options.in_flow:
-            wait_for_server = begin(store.root, settings.servers.auth)
+            begin(store.root)
         part_of = {"night": options.night} if options.night else {}
         execution = PipelineRun(plan, shown_on, part_of=part_of, labels=options.labels)
         track(execution)
@@ -116,8 +106,6 @@ def run_pipeline(
                 execution.raise_if_signalled()
                 with execution.stopping_at(options.stop_at):
                     if engine == "prefect":
-                        if wait_for_server:
-                            wait_for_server()
                         run_in_prefect(execution, in_flow=options.in_flow, night=options.night)
                     else:
                         with execution.catching_signals():
@@ -130,21 +118,16 @@ def run_pipeline(
     return execution
 
 
-def begin(home: Path, auth: Auth = "token") -> Callable[[], None]:
-    """Choose or start the server, before Prefect is imported; returns a function that waits for it.
-
-    What starts imports 0.9 s meanwhile.
-    """
+def begin(home: Path) -> None:
+    """Choose or start the server, before Prefect is imported."""
     if importlib.util.find_spec("prefect") is None:
         raise UsageError("Prefect is not installed; try: pip install prefect, or run without it: --engine none")
-    named = os.environ.get("PREFECT_API_URL")
-    os.environ.update(prefect_api.prefect_environment(home))
+    os.environ.update(servers.prefect_environment(home))
     silence_prefect()
-    wait_for_server = servers.start_own_server(home, auth)
+    servers.start_own_server(home)
     reread_environment()
-    if named:
-        prefect_api.check_prefect_server()
-    return wait_for_server
+    if not servers.is_own():
+        servers.check_prefect_server()
 
 
 def silence_prefect() -> None:
@@ -168,59 +151,45 @@ def run_in_prefect(execution: PipelineRun, *, in_flow: bool = False, night: str 
     """
     from prefect import flow, tags
     from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
-    from prefect.states import State
     from prefect.task_runners import ThreadPoolTaskRunner
+
+    from ttrain.flows import stage_task
 
     settings, home, run = execution.settings, execution.store.root, execution.record.run
     if settings.runtime.sharding == "dask":
-        from ttrain.flows.stage_task import make_on_dask
-
-        execution.make_parts_elsewhere = lambda stage, work: make_on_dask(
+        execution.make_parts_elsewhere = lambda stage, work: stage_task.make_on_dask(
             stage, work, settings.runtime, lambda: execution.signum
         )
     mark_crashed_runs(home)
-    if in_flow:
-        with execution.catching_signals():
-            rename(night or run)
-            _run_stages(execution)
-        if error := failure_of(execution):
-            raise error
-        return
 
-    @flow(  # type: ignore[untyped-decorator]  # mypy does not follow Prefect
-        name=execution.plan.pipeline,
-        flow_run_name=night or f"{settings.name}: {run}",
-        persist_result=False,
-        validate_parameters=False,
-        task_runner=ThreadPoolTaskRunner(max_workers=MAX_CONCURRENT_STAGES),
-    )
-    def pipeline(settings: dict[str, Any]) -> State[Any] | None:
+    def pipeline(settings: dict[str, Any]) -> Any:
         with execution.catching_signals():  # inside: Prefect sets a handler of its own
-            with best_effort():
-                label_with_process(home)
+            if in_flow:
+                rename(night or run)
             _run_stages(execution)
-        return _final_state(execution)
+        error = failure_of(execution)
+        return stage_task.state_of(error) if error else None
 
-    # The thread of the heartbeats would sleep a second at the end of the flow
-    no_heartbeats = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
-    with no_heartbeats, tags(*tags_of(execution)):
-        final = pipeline(settings.model_dump(mode="json"), return_state=True)
+    values, final = settings.model_dump(mode="json"), None
+    if in_flow:
+        pipeline(values)
+    else:
+        as_flow = flow(
+            pipeline,
+            name=execution.plan.pipeline,
+            flow_run_name=night or f"{settings.name}: {run}",
+            persist_result=False,
+            validate_parameters=False,
+            task_runner=ThreadPoolTaskRunner(max_workers=MAX_CONCURRENT_STAGES),
+        )
+        # The thread of the heartbeats would sleep a second at the end of the flow
+        no_heartbeats = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
+        with no_heartbeats, tags(*tags_of(execution)):
+            final = as_flow(values, return_state=True)
     if error := failure_of(execution):
         raise error
-    if not final.is_completed():
+    if final and not final.is_completed():
         raise TTrainError(f"Prefect ended the run as {final.name}: {final.message}")
-
-
-def _final_state(execution: PipelineRun) -> Any:
-    """The state of the flow run, for Prefect's page; None: completed."""
-    from prefect.states import Cancelled, Completed, Failed
-
-    error = failure_of(execution)
-    if isinstance(error, NothingNew):
-        return Completed(name=NOTHING_NEW, message=str(error))
-    if isinstance(error, Interrupted):
-        return Cancelled(message=str(error))
-    return Failed(message=str(error)) if error else None
 
 
 def tags_of(execution: PipelineRun) -> list[str]:
@@ -244,7 +213,6 @@ def _run_stages(execution: PipelineRun) -> None:
     shards = {name for name, planned in stages.items() if planned.stage.reuses_parts}
     url = None if servers.is_own() else url_for("flow-run", obj_id=flow_run.id)
     execution.note_prefect(str(flow_run.id), url)
-    _show_plan(execution)
     with contextlib.suppress(Interrupted):
         with TagsContext(current_tags=set()):  # for each tag of a task Prefect asks for a slot
             for name, planned in stages.items():
@@ -255,31 +223,17 @@ def _run_stages(execution: PipelineRun) -> None:
         for future in futures.values():
             future.wait()
         check_all_completed(execution, [*futures.values()])
-    _show_results(execution)
+    _show_report(execution)
 
 
-def _show_plan(execution: PipelineRun) -> None:
-    from prefect.artifacts import create_table_artifact
-
-    run = execution.record.run
-    with best_effort():
-        names = ("stage", "state", "key", "why")
-        rows = plan_table.plan_rows(execution.plan.stages)
-        plan = [dict(zip(names, row, strict=True)) for row in rows]
-        create_table_artifact(plan, key="plan", description=f"plan of {run}")
-
-
-def _show_results(execution: PipelineRun) -> None:
+def _show_report(execution: PipelineRun) -> None:
+    """Show what the run measured on its page in Prefect."""
     from prefect.artifacts import create_markdown_artifact
 
-    run, rows = execution.record.run, execution.evaluation_table()
     with best_effort():
-        record, metrics = execution.record.snapshot(), execution.metrics()
-        text = run_summary.description(execution.store.root, record, metrics, rows)
-        create_markdown_artifact(text, key="report", description=f"report of {run}")
-        if rows and not execution.signum and not execution.failures:
-            table = summary.markdown(rows, ("metric", "value", ""))
-            create_markdown_artifact(table, key="evaluation", description=f"evaluation of {run}")
+        rows, record = execution.evaluation_table(), execution.record.snapshot()
+        text = run_summary.description(execution.store.root, record, execution.metrics(), rows)
+        create_markdown_artifact(text, key="report", description=f"report of {execution.record.run}")
 
 
 def check_all_completed(execution: PipelineRun, futures: Sequence[Any]) -> None:
@@ -304,7 +258,7 @@ def failure_of(execution: PipelineRun) -> BaseException | None:
 
 @contextlib.contextmanager
 def best_effort() -> Iterator[None]:
-    """Log and swallow any exception: labels, tables and links of Prefect cannot fail a run."""
+    """Log and swallow any exception: names and texts of Prefect cannot fail a run."""
     try:
         yield
     except Exception as error:
@@ -326,24 +280,10 @@ def rename(name: str) -> None:
         client.set_flow_run_name(UUID(flow_run.id), name)
 
 
-def label_with_process(home: Path) -> None:
-    """Label the current flow run with its process and machine."""
-    from prefect.runtime import flow_run
-
-    pid, tries = os.getpid(), flow_run.run_count
-    process = {LABEL_PID: pid, LABEL_STARTED: process_started(pid) or 0.0, LABEL_TRY: tries}
-    with sync_client() as client:
-        client.update_flow_run_labels(UUID(flow_run.id), {**machine_labels(home), **process})
-
-
-def machine_labels(home: Path) -> dict[str, str]:
-    """Labels of the home and the machine of a flow run."""
-    return {LABEL_HOME: str(home.resolve()), LABEL_HOST: platform.node()}
-
-
 def mark_crashed_runs(home: Path) -> None:
-    """Mark as Crashed the flow runs that Prefect takes for running though their process is gone."""
+    """Mark as Crashed the flow runs that Prefect takes for running though the home's records say that they ended."""
     from prefect.client.schemas.filters import FlowRunFilter
+    from prefect.runtime import flow_run
     from prefect.states import Crashed
 
     unfinished = FlowRunFilter.model_validate(
@@ -351,19 +291,10 @@ def mark_crashed_runs(home: Path) -> None:
     )
     with best_effort(), sync_client() as client:
         for run in client.read_flow_runs(flow_run_filter=unfinished):
-            if is_process_gone(run.labels, run.run_count, home):
+            record = next(newest_first(home, [str(run.id)]), None)
+            has_ended = record is not None and record["outcome"] != "running"
+            if has_ended and str(run.id) != flow_run.id:  # our own may be the second try of one that ended
                 client.set_flow_run_state(run.id, Crashed(message=PROCESS_GONE), force=True)
-
-
-def is_process_gone(labels: Mapping[str, Any], run_count: int, home: Path) -> bool:
-    """Whether the process in a flow run's labels was on this machine and of this home, and is gone.
-
-    A retried run has not yet named its new process while the run counts differ.
-    """
-    expected = {**machine_labels(home), LABEL_TRY: run_count}
-    if any(labels.get(name) != value for name, value in expected.items()):
-        return False
-    return not is_alive({"pid": labels.get(LABEL_PID, 0), "started": labels.get(LABEL_STARTED)})
 
 
 def print_summary(execution: PipelineRun, outcome: str, console: Console) -> None:
@@ -397,7 +328,7 @@ def run_one_stage(name: str, plan: Plan, console: Console) -> tuple[Artifact, st
     """
     planned = {each.stage.name: each for each in plan.stages}
     if name not in planned:
-        raise plan_table.no_stage(name, planned, plan.settings)
+        raise planner.no_stage(name, planned, plan.settings)
     needed = plan.graph.needed_by(name) - {name}
     if missing := [each for each in planned if each in needed and not planned[each].artifact]:
         commands = ", ".join(f"`ttrain stage run {each}`" for each in missing)

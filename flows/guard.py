@@ -22,7 +22,6 @@ from starlette.requests import HTTPConnection
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.websockets import WebSocketClose
 
-from ttrain.core.files import parse_object
 from ttrain.store.server_records import HOST
 
 Scope = MutableMapping[str, Any]
@@ -31,6 +30,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 COOKIE_SECONDS = 30 * 24 * 3600
+# Scripts as Prefect and MLflow need them, from no other host
+POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; frame-ancestors 'self'"
 HOST_REFUSED = "this server answers requests to its own address, from its own pages, only"
 TOKEN_REFUSED = (
     "this server needs its token: open the address that `ttrain serve` or `ttrain up` prints, or "
@@ -45,25 +46,21 @@ there.searchParams.delete('token');
 location.replace(there.href);
 """
 LANDING = f"<!doctype html><title>ttrain</title><script>{LEAVE_THE_TOKEN}</script>"
-SCRIPT_DIGEST = base64.b64encode(hashlib.sha256(LEAVE_THE_TOKEN.encode()).digest()).decode()
-LANDING_HEADERS = {
-    "Content-Security-Policy": f"default-src 'none'; script-src 'sha256-{SCRIPT_DIGEST}'",
-    "Cache-Control": "no-store",
-    "Referrer-Policy": "no-referrer",
-}
+LANDING_HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
 
 
 class Guard:
     """An ASGI application that passes on what the server's own pages and the token's owner ask.
 
-    token: empty for a server that asks for none
     open_path: a path that anybody may GET
     """
 
     def __init__(self, app: Any, port: int, token: str, *, open_path: str = "") -> None:
         self._app, self._token, self._open_path = app, token.encode(), open_path
         self._hosts = (f"{HOST}:{port}", f"localhost:{port}")
-        self._policy = (b"content-security-policy", _policy_of(self._hosts).encode())
+        # Browsers differ in whether 'self' stands for a web socket, so that those are named
+        policy = f"{POLICY}; connect-src 'self' data: blob: {' '.join(f'ws://{host}' for host in self._hosts)}"
+        self._policy = (b"content-security-policy", policy.encode())
         # Cookies go to all ports of a host: so each server has its own, useless to another one
         self._cookie_name = f"ttrain-{port}"
         text = f"cookie {self._cookie_name}".encode()
@@ -81,8 +78,6 @@ class Guard:
             await self._app(scope, receive, send_with_policy)
         elif scope["type"] == "http":
             await refusal(scope, receive, send_with_policy)
-        elif refusal.status_code == 401 and "prefect" in scope.get("subprotocols", ()):
-            await self._open_socket(scope, receive, send)
         else:
             await receive()  # the connection request, which the protocol requires us to read
             await WebSocketClose(1008)(scope, receive, send)
@@ -92,7 +87,7 @@ class Guard:
         path, method = request.scope["path"], request.scope.get("method", "GET")
         if not self._is_own(request):
             return PlainTextResponse(HOST_REFUSED, 403)
-        if not self._token or (method == "GET" and path == self._open_path):
+        if method == "GET" and path == self._open_path:
             return None
         if method == "GET" and self._is_token(request.query_params.get("token", "")):
             return self._landing()
@@ -127,35 +122,3 @@ class Guard:
         name, value = self._cookie_name, self._cookie
         response.set_cookie(name, value, COOKIE_SECONDS, httponly=True, samesite="strict")
         return response
-
-    async def _open_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A web socket of Prefect's protocol, whose first message must bring the token."""
-        connection = await receive()
-        await send({"type": "websocket.accept", "subprotocol": "prefect"})
-        first = await receive()
-        message = parse_object(first.get("text") or "")
-        if message.get("type") != "auth" or not self._is_token(str(message.get("token"))):
-            await WebSocketClose(1008, "the token is missing or wrong")(scope, receive, send)
-            return
-        replayed = [connection, first]
-
-        async def receive_from_start() -> Message:
-            return replayed.pop(0) if replayed else await receive()
-
-        async def send_but_accept(message: Message) -> None:
-            if message["type"] != "websocket.accept":
-                await send(message)
-
-        await self._app(scope, receive_from_start, send_but_accept)
-
-
-def _policy_of(hosts: tuple[str, ...]) -> str:
-    """The Content-Security-Policy of pages: scripts as Prefect and MLflow need them, no other host.
-
-    Browsers differ in whether 'self' stands for a web socket, so that those are named.
-    """
-    sockets = " ".join(f"ws://{host}" for host in hosts)
-    return (
-        "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; "
-        f"connect-src 'self' data: blob: {sockets}; frame-ancestors 'self'"
-    )

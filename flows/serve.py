@@ -18,7 +18,6 @@ import contextlib
 import io
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -34,12 +33,12 @@ from prefect.logging import get_run_logger
 from prefect.runner import Runner
 from prefect.runtime import deployment, flow_run
 from prefect.schedules import Cron
-from prefect.states import Cancelled, Completed, Failed, State
+from prefect.states import Cancelled, Completed, State
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.types.entrypoint import EntrypointType
 from rich.console import Console
 
-from ttrain.config import NAMES_CODE, Auth, Settings
+from ttrain.config import NAMES_CODE, Settings
 from ttrain.config.loading import load
 from ttrain.core.files import PRIVATE_FILE, Taken, exclusive, private_directory, refuse, write_json
 from ttrain.core.machine import VERSION
@@ -50,25 +49,18 @@ from ttrain.errors import Interrupted, TTrainError, UsageError
 from ttrain.flows import deploy, engine, servers
 from ttrain.flows.deploy import Schedule
 from ttrain.flows.engine import TAG, best_effort
+from ttrain.flows.stage_task import state_of
 from ttrain.lineage.names import base_of
 from ttrain.store import server_records
 from ttrain.store.layout import usable_home
 from ttrain.store.runs import this_process
 from ttrain.tracking.artifact_source import store_of
 
-LOOK_SECONDS = 5.0  # between two looks for what is due, and for schedules that changed
+QUERY_SECONDS = 5.0  # between two looks for what is due
+LOOK_SECONDS = 1.0  # between two looks for a signal, and for schedules that changed
 RUNS_AT_ONCE = 4  # one of them trains; a slot that comes meanwhile needs seconds to see that
 OWNER = "serve"  # of a server that is started to serve
 STOPPED = "stopped serving; schedules stay, `ttrain pipeline serve` goes on with them"
-# The names of the states in which nights end, by their outcome
-NIGHT_STATES = {
-    "promoted": "Promoted",
-    "kept": "Kept",
-    "nothing-new": engine.NOTHING_NEW,
-    "skipped": "Skipped",
-}
-UNFINISHED = "Unfinished"
-
 engine.silence_prefect()  # now, not in the flow: a signal before it is logged as a crash
 
 
@@ -80,36 +72,40 @@ def slot_name() -> str:
     return f"slot {flow_run.scheduled_start_time.astimezone():%Y-%m-%d %H:%M}"
 
 
-def run_full(changes: tuple[str, ...] = ()) -> State[Any] | None:
-    """Raw files to tokenizer, shards, base model, SFT model, LoRA adapter and evaluation.
+def run_slot(changes: tuple[str, ...] = ()) -> State[Any] | None:
+    """Run one slot of a schedule.
 
     Stages whose inputs, settings and code did not change come from the store: a retry continues.
 
     Args:
         changes: settings of this run alone as key=value, such as sft.epochs=3
     """
-    return _final_state("full", _run_full, changes)
+    guard_streams()
+    outlast_output()
+    show_warnings()
+    home, schedule = usable_home(), f"{flow_run.flow_name}/{deployment.name}"
+    try:
+        settings = settings_to_run(home, schedule, changes)
+        state = (_run_night if flow_run.flow_name == "nightly" else _run_full)(home, settings)
+    except TTrainError as error:
+        if not isinstance(error, Interrupted):
+            get_run_logger().error("%s", error)
+        state = state_of(error)
+    with best_effort():
+        _note_end(home, schedule, state)
+    return state
 
 
-def run_nightly(changes: tuple[str, ...] = ()) -> State[Any] | None:
-    """One night: new data, a challenger trained on it, and the decision which model is champion.
-
-    Args:
-        changes: settings of this night alone as key=value, such as pretrain.tokens=2000000
-    """
-    return _final_state("nightly", _run_night, changes)
-
-
-# Prefect retries no flow run: stages have retries of their own, and the next slot continues. Names
-# differ from those of the functions, which the runner's processes load by their names.
+# Prefect retries no flow run: stages have retries of their own, and the next slot continues. The
+# function has another name than the flows, as the runner's processes load it by its name.
 OPTIONS: Any = {
     "flow_run_name": slot_name,
     "retries": 0,
     "persist_result": False,
     "task_runner": ThreadPoolTaskRunner(max_workers=engine.MAX_CONCURRENT_STAGES),
 }
-full = flow(run_full, name="full", **OPTIONS)
-nightly = flow(run_nightly, name="nightly", **OPTIONS)
+full = flow(run_slot, name="full", **OPTIONS)
+nightly = flow(run_slot, name="nightly", **OPTIONS)
 FLOWS = {"full": full, "nightly": nightly}
 
 
@@ -125,55 +121,23 @@ def _run_full(home: Path, settings: Settings) -> State[Any]:
 
 
 def _run_night(home: Path, settings: Settings) -> State[Any]:
+    """Run a night; its outcome is the name of the state, such as Promoted, NothingNew or Skipped."""
     from ttrain.flows.nightly import run_night
 
     slot, store = flow_run.scheduled_start_time, store_of(home, settings)
     result = run_night(settings, store, flow_run_console(), slot=slot, in_flow=True)
     if result.night:
         engine.rename(result.night)
-    if result.outcome in NIGHT_STATES:
-        return Completed(name=NIGHT_STATES[result.outcome], message=result.reason)
-    return Cancelled(name=UNFINISHED, message=result.reason)
-
-
-def _final_state(kind: str, run: Callable[[Path, Settings], State[Any]], changes: Sequence[str]) -> State[Any]:
-    """Run one slot, and return the state in which its flow run ends.
-
-    ttrain's own errors become states, without a traceback. A retry starts the flow again, which
-    takes what is finished from the store and continues the rest.
-    """
-    guard_streams()
-    outlast_output()
-    show_warnings()
-    schedule = f"{kind}/{deployment.name}"
-    try:
-        home = usable_home()
-        with best_effort():
-            engine.label_with_process(home)
-        engine.mark_crashed_runs(home)
-        state = run(home, settings_to_run(home, schedule, changes))
-    except Interrupted as error:
-        state = Cancelled(message=str(error))
-    except TTrainError as error:
-        get_run_logger().error("%s", error)
-        state = Failed(message=str(error))
-    with best_effort():
-        _note_end(home, schedule, state)
-    return state
+    state = Cancelled if result.outcome == "unfinished" else Completed
+    return state(name=result.outcome.title().replace("-", ""), message=result.reason)
 
 
 def _note_end(home: Path, schedule: str, state: State[Any]) -> None:
     """Print how the flow run ended, and keep it as the schedule's last one."""
-    with engine.sync_client() as client:  # its name is that of its night by now
-        name = client.read_flow_run(UUID(flow_run.id)).name
-    message = f", {state.message}" if state.message else ""
-    print(timed_lines(escaped(f"{name}: {state.name}{message}")), flush=True)
-    last = {
-        "name": name,
-        "outcome": state.name,
-        "slot": flow_run.scheduled_start_time.isoformat(),
-        "message": state.message,
-    }
+    ended = f"{state.name}, {state.message}" if state.message else str(state.name)
+    print(timed_lines(escaped(f"{schedule}: {ended}")), flush=True)
+    slot = flow_run.scheduled_start_time.isoformat()
+    last = {"outcome": state.name, "slot": slot, "message": state.message}
     write_json(deploy.last_run_file(home, schedule), last, PRIVATE_FILE)
 
 
@@ -218,13 +182,13 @@ class _RunLog(io.StringIO):
 # --- the process that serves ---
 
 
-def serve(home: Path, say: Callable[[str], None], auth: Auth = "token") -> None:
+def serve(home: Path, say: Callable[[str], None]) -> None:
     """Run what is due until SIGTERM, SIGHUP or SIGINT; running ones then save their state.
 
     Raises Interrupted after SIGINT, and UsageError where this home is served already, or where
     the server that PREFECT_API_URL names does not answer.
     """
-    server = ScheduleServer(home, say, auth)
+    server = ScheduleServer(home, say)
     with serve_lock(home), handling_signals(server.signums.append):
         try:
             server.start()
@@ -270,8 +234,8 @@ def home_tag(home: Path) -> str:
 class ScheduleServer:
     """Makes deployments of the schedules of a home, and has Prefect's runner start what is due."""
 
-    def __init__(self, home: Path, say: Callable[[str], None], auth: Auth = "token") -> None:
-        self._home, self._say, self._auth = home.resolve(), say, auth
+    def __init__(self, home: Path, say: Callable[[str], None]) -> None:
+        self._home, self._say = home.resolve(), say
         self._has_own_server = not os.environ.get("PREFECT_API_URL")
         self._environment = {"TTRAIN_HOME": str(self._home)}
         self._made: dict[str, tuple[Schedule, UUID | None]] = {}  # None: it was refused
@@ -281,7 +245,7 @@ class ScheduleServer:
         """Choose the server that is named or runs, or start one."""
         self._keep_server()
         os.environ.update(self._environment)
-        engine.begin(self._home)()
+        engine.begin(self._home)
         engine.mark_crashed_runs(self._home)
         self._say(f"serving the schedules of {self._home}; times are of {deploy.local_timezone()}")
         url = os.environ["PREFECT_API_URL"].removesuffix("/api")
@@ -292,14 +256,14 @@ class ScheduleServer:
         if self._has_own_server:
             last = server_records.read(self._home, "prefect")
             port = last.port if last else 4200
-            servers.start(self._home, {"prefect": port}, self._auth, OWNER)
+            servers.start(self._home, {"prefect": port}, OWNER)
 
     async def run(self) -> None:
         """Run what is due until a signal, and until all runs have ended."""
         handler = signal.getsignal(signal.SIGTERM)
         while not self.signums:
             runner = Runner(
-                query_seconds=LOOK_SECONDS,
+                query_seconds=QUERY_SECONDS,
                 prefetch_seconds=0,  # else slots start early
                 limit=RUNS_AT_ONCE,
                 pause_on_shutdown=False,
@@ -316,17 +280,14 @@ class ScheduleServer:
 
     async def _watch(self, runner: Runner) -> None:
         """Keep the server and its deployments as they should be, until a signal."""
-        next_look = 0.0
         while not self.signums:
-            if time.monotonic() > next_look:
-                try:
-                    await asyncio.to_thread(self._keep_server)
-                    async with get_client() as client:
-                        await self.make_deployments(runner, client)
-                except Exception as error:
-                    self._say(f"Prefect: {type(error).__name__} {error}; trying again")
-                next_look = time.monotonic() + LOOK_SECONDS
-            await asyncio.sleep(0.2)
+            try:
+                await asyncio.to_thread(self._keep_server)
+                async with get_client() as client:
+                    await self.make_deployments(runner, client)
+            except Exception as error:
+                self._say(f"Prefect: {type(error).__name__} {error}; trying again")
+            await asyncio.sleep(LOOK_SECONDS)
         self._say("stopping: runs in progress save their state")
         await runner.astop()
 

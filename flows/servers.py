@@ -9,6 +9,8 @@ ask for a token, and contact no other machine.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import json
 import logging
 import os
 import secrets
@@ -21,22 +23,37 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 from filelock import FileLock
 
-from ttrain.config import Auth
 from ttrain.core.files import private_directory, write_json
 from ttrain.core.sqlite_files import damage_of, set_aside
-from ttrain.errors import TTrainError
-from ttrain.flows.prefect_api import AUTH_STRING, SILENT, unset
+from ttrain.errors import TTrainError, UsageError
 from ttrain.store import server_records
 from ttrain.store.server_records import HOST, SERVER_MARK, Server
 from ttrain.tracking import client as mlflow_client
 from ttrain.tracking import mirror
 
 log = logging.getLogger("ttrain")
+AUTH_STRING = "PREFECT_API_AUTH_STRING"
+
+# Telemetry: of Prefect's SDK (Amplitude); of its server, and its UI in the browser (both obey "analytics"); of MLflow.
+# Prefect takes 1 or true for DO_NOT_TRACK, MLflow only true.
+SILENT = {
+    "DO_NOT_TRACK": "true",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+# The level of the console's handler, not of a logger: what flow and task runs say, and our own warnings, still reach the
+# API and so the UI.
+QUIET = {
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "ERROR",
+    "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
+    "PREFECT_LOGGING_EXTRA_LOGGERS": "ttrain",
+}
 PORT = "TTRAIN_SERVER_PORT"
 HOME = "TTRAIN_SERVER_HOME"
 OWNER = "TTRAIN_SERVER_OWNER"
@@ -100,31 +117,23 @@ def guarded_app(app: Any, name: str) -> Any:
     """The application behind the guard; the health path tells nothing else, and needs no token."""
     from ttrain.flows.guard import Guard  # with starlette, which only the servers' processes need
 
-    token = os.environ.get(server_records.ACCESS, "")
+    token = os.environ[server_records.ACCESS]
     return Guard(app, int(os.environ[PORT]), token, open_path=HEALTH[name])
 
 
-def token_of(auth: Auth, make: Callable[[], str]) -> str:
-    """The token that a new server asks for; "", with a warning, where servers.auth is off."""
-    if auth == "off":
-        log.warning(server_records.NO_AUTH)
-        return ""
-    return make()
-
-
-def up(home: Path, *, prefect_port: int = 4200, mlflow_port: int = 5000, auth: Auth = "token") -> ServerAddresses:
+def up(home: Path, *, prefect_port: int = 4200, mlflow_port: int = 5000) -> ServerAddresses:
     """Start the servers that are not running yet, in the background; returns when both answer.
 
     A port that another program holds is passed over for the next free one. Raises TTrainError, with the end of the log,
     when a server does not start; then those that this call started are stopped.
     """
-    start(home, {"prefect": prefect_port, "mlflow": mlflow_port}, auth)
+    start(home, {"prefect": prefect_port, "mlflow": mlflow_port})
     addresses = running(home)
     assert addresses is not None, "both have just answered"
     return addresses
 
 
-def start(home: Path, ports: Mapping[str, int], auth: Auth = "token", owner: str = "") -> None:
+def start(home: Path, ports: Mapping[str, int], owner: str = "") -> None:
     """Start the named servers as `up` does, those that run not again.
 
     ports: those to try first
@@ -134,7 +143,7 @@ def start(home: Path, ports: Mapping[str, int], auth: Auth = "token", owner: str
     started: dict[str, tuple[int, subprocess.Popen[bytes]]] = {}
     with start_lock(home):
         missing = [name for name in ports if not server_records.live_server(home, name)]
-        token = token_of(auth, lambda: server_records.make_token(home)) if missing else ""
+        token = server_records.make_token(home)
         try:
             for name in missing:
                 stop(home, name)  # remains of one that does not answer
@@ -144,7 +153,7 @@ def start(home: Path, ports: Mapping[str, int], auth: Auth = "token", owner: str
                     log.warning(taken, ports[name], name, port)
                 process = _start(home, name, port, token, {SERVER_MARK: mark})
                 started[name] = (port, process)
-                server = Server(name, process.pid, port, mark, asks_token=bool(token), owner=owner)
+                server = Server(name, process.pid, port, mark, owner)
                 write_json(server_records.folder_of(home) / f"{name}.json", asdict(server))
             for name, (port, process) in started.items():
                 _wait(home, name, port, process)
@@ -258,9 +267,8 @@ def _wait(home: Path, name: str, port: int, process: subprocess.Popen[bytes]) ->
             if server_records.listens(psutil.Process(process.pid), port):
                 return
         time.sleep(0.05)
-    failure = f"did not answer within {START_SECONDS:.0f} s"
-    if process.returncode is not None:
-        failure = f"ended with exit code {process.returncode}"
+    ended = process.returncode is not None
+    failure = f"ended with exit code {process.returncode}" if ended else f"did not answer within {START_SECONDS:.0f} s"
     path = _log_of(home, name)
     tail = "\n".join(path.read_text(errors="replace").splitlines()[-20:])
     message = f"the {name} server {failure} on port {port}; {path} ends:\n{tail}"
@@ -296,62 +304,95 @@ def start_lock(home: Path) -> FileLock:
 
 def free_port(wanted: int) -> int:
     """The wanted port, else any that nobody listens on."""
-    with socket.socket() as probe:
-        # As the servers do, for a port just left
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, wanted))
-        except OSError:
-            probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    try:
+        probe = socket.create_server((HOST, wanted))
+    except OSError:
+        probe = socket.create_server((HOST, 0))
+    with probe:
+        return int(probe.getsockname()[1])
 
 
-class OwnServer(NamedTuple):
-    """The Prefect server that this process started for itself."""
-
-    home: Path
-    url: str
-    token: str
-    process: subprocess.Popen[bytes]
-
-
-_own: OwnServer | None = None
+# The servers that this process started for itself, by home, with the variables that lead to them
+_own: dict[Path, tuple[dict[str, str], subprocess.Popen[bytes]]] = {}
 
 
 def is_own() -> bool:
     """Whether this process started the Prefect server that it uses."""
-    return _own is not None and os.environ.get("PREFECT_API_URL") == _own.url
+    return os.environ.get("PREFECT_API_URL") in [variables["PREFECT_API_URL"] for variables, _ in _own.values()]
 
 
-def start_own_server(home: Path, auth: Auth = "token") -> Callable[[], None]:
+def start_own_server(home: Path) -> None:
     """Start a Prefect server for this process alone, unless one is named or runs.
 
-    Returns a function that waits for it. Call it with `prefect_environment` applied, then import
-    prefect, then wait: the import goes on meanwhile (0.9 s). Prefect's ephemeral server has no
-    token, dies of the Ctrl-C that its run still has to report, and outlives a run that is killed.
+    Call it with `prefect_environment` applied, and before prefect is imported: that is done here,
+    while the server starts. Prefect's ephemeral server has no token, dies of the Ctrl-C that its
+    run still has to report, and outlives a run that is killed.
     """
-    global _own
     if os.environ.get("PREFECT_API_URL"):
-        return lambda: None
-    if _own and _own.home == home:  # a second run of this process
-        os.environ.update({"PREFECT_API_URL": _own.url, AUTH_STRING: _own.token})
-        return lambda: None
-    lock = start_lock(home)
-    lock.acquire()
-    # Below 32768, where ports of outgoing connections begin: a client of an unserved port there
-    # may connect to itself
-    port = free_port(10_000 + secrets.randbelow(10_000))
-    token = token_of(auth, server_records.new_token)  # known to this process and its children
-    variables = {OWNER: str(os.getpid()), "PREFECT_SERVER_UI_ENABLED": "false"}
-    process = _start(home, "prefect", port, token, variables)
-    _own = OwnServer(home, f"http://{HOST}:{port}/api", token, process)
-    os.environ.update({"PREFECT_API_URL": _own.url, AUTH_STRING: token})
+        return
+    if home in _own:  # a second run of this process
+        os.environ.update(_own[home][0])
+        return
+    with start_lock(home):
+        # Below 32768, where ports of outgoing connections begin: a client of an unserved port there
+        # may connect to itself
+        port = free_port(10_000 + secrets.randbelow(10_000))
+        token = server_records.new_token()  # known to this process and its children
+        own = {OWNER: str(os.getpid()), "PREFECT_SERVER_UI_ENABLED": "false"}
+        process = _start(home, "prefect", port, token, own)
+        variables = {"PREFECT_API_URL": f"http://{HOST}:{port}/api", **access(token)}
+        os.environ.update(variables)
+        importlib.import_module("prefect")  # 0.9 s
+        _wait(home, "prefect", port, process)
+        _own[home] = variables, process
 
-    def wait() -> None:
-        try:
-            _wait(home, "prefect", port, process)
-        finally:
-            lock.release()
 
-    return wait
+def prefect_environment(home: Path) -> dict[str, str]:
+    """The variables to set before prefect is imported; never one that the user has set."""
+    variables = {**SILENT, **QUIET, "PREFECT_HOME": str(home.resolve() / "prefect")}
+    if server := server_records.live_server(home, "prefect"):
+        variables["PREFECT_API_URL"] = f"{server.url}/api"
+    chosen = unset(variables) | _without_proxy()
+    url = chosen.get("PREFECT_API_URL") or os.environ.get("PREFECT_API_URL", "")
+    if token := server_records.token_for(home, "prefect", url):  # None for another server
+        chosen |= access(token)
+    return chosen
+
+
+def access(token: str) -> dict[str, str]:
+    """The variables with which Prefect shows the token: in requests, and where it opens a web socket."""
+    header = {"Authorization": f"Bearer {token}"}
+    return {AUTH_STRING: token, "PREFECT_CLIENT_CUSTOM_HEADERS": json.dumps(header)}
+
+
+def check_prefect_server() -> None:
+    """Raise UsageError where the server at PREFECT_API_URL does not answer or refuses us."""
+    import httpx
+    from prefect.client.orchestration import get_client
+
+    url = os.environ["PREFECT_API_URL"]
+    try:
+        with get_client(sync_client=True) as client:
+            client.request("GET", "/admin/version")
+    except httpx.HTTPStatusError as error:
+        raise UsageError(
+            f"PREFECT_API_URL is {url}, which refuses what {AUTH_STRING} says ({error.response.status_code}); set it to "
+            f"the server's password, which for a server of another ttrain home is the text of servers/token there"
+        ) from None
+    except httpx.TransportError:
+        raise UsageError(
+            f"PREFECT_API_URL is {url} but no Prefect server answers there; start it, or unset the variable"
+        ) from None
+
+
+def unset(variables: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if not os.environ.get(name)}
+
+
+def _without_proxy() -> dict[str, str]:
+    """Requests to our own address do not go to a proxy, which would see the token."""
+    name = "no_proxy" if "no_proxy" in os.environ else "NO_PROXY"
+    listed = os.environ.get(name, "")
+    if HOST in listed or listed.strip() == "*":
+        return {}
+    return {name: ",".join(filter(None, (listed, HOST, "localhost")))}

@@ -5,7 +5,7 @@ One task run a stage, named after it. The store is the only cache: Prefect cache
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -46,14 +46,10 @@ def stage_task(planned: Planned, execution: PipelineRun) -> Task[..., Any]:
             return Cancelled(message=f"{execution.stop_reason} before this stage began")
         try:
             artifact, state = execution.run_stage(planned, logger.info)
-        except Interrupted as error:
-            return Cancelled(message=str(error))
-        except NothingNew as error:
-            return Cancelled(name="NothingNew", message=str(error), data=error)
         except TTrainError as error:
             # Returned, not raised: Prefect pickles what is raised, and prints its traceback, which tells a user nothing.
-            logger.error("%s", error)
-            return Failed(message=str(error), data=error)
+            logger.log(logging.INFO if isinstance(error, Interrupted | NothingNew) else logging.ERROR, "%s", error)
+            return state_of(error)
         if state == "cached":
             return Completed(name="Cached", message="same settings, inputs and code", data=artifact)
         return Completed(message=f"{state}: {artifact.path}", data=artifact)
@@ -68,6 +64,14 @@ def stage_task(planned: Planned, execution: PipelineRun) -> Task[..., Any]:
         persist_result=False,
         cache_policy=NO_CACHE,
     )
+
+
+def state_of(error: BaseException) -> State[Any]:
+    """The state in which a stage or a run ends that raised this, without a traceback."""
+    if isinstance(error, NothingNew):
+        return Cancelled(name="NothingNew", message=str(error), data=error)
+    state = Cancelled if isinstance(error, Interrupted) else Failed
+    return state(message=str(error), data=error)
 
 
 def is_mistake(error: object) -> bool:
@@ -144,16 +148,15 @@ def task_runner(runtime: Runtime) -> tuple[Any, int]:
     workers = runtime.workers or os.cpu_count() or 1
     if runtime.dask_address:
         return DaskTaskRunner(address=runtime.dask_address), CLUSTER_AHEAD
-    with contextlib.suppress(ImportError):
-        import dask
+    import dask
 
-        dask.config.set({"distributed.nanny.pre-spawn-environ": {**ENVIRONMENT, "MALLOC_TRIM_THRESHOLD_": "65536"}})
+    dask.config.set({"distributed.nanny.pre-spawn-environ": {**ENVIRONMENT, "MALLOC_TRIM_THRESHOLD_": "65536"}})
     # With TLS and a key of its own: its scheduler runs the code of whoever connects, and all accounts reach 127.0.0.1
-    kwargs = {
+    cluster = {
         "n_workers": workers,
         "threads_per_worker": 1,
         "dashboard_address": None,
         "host": "127.0.0.1",
         "security": True,
     }
-    return DaskTaskRunner(cluster_kwargs=kwargs), workers * TASKS_AHEAD
+    return DaskTaskRunner(cluster_kwargs=cluster), workers * TASKS_AHEAD

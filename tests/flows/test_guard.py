@@ -18,12 +18,12 @@ from unittest import mock
 
 import pytest
 import uvicorn
-from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 from websockets.typing import Subprotocol
 
 from ttrain.errors import UsageError
-from ttrain.flows import engine, prefect_api, servers
+from ttrain.flows import engine, servers
 from ttrain.flows.guard import Guard
 from ttrain.store import server_records
 from ttrain.store.server_records import HOST
@@ -49,7 +49,8 @@ class Application:
         if subprotocol is None:
             await send({"type": "websocket.send", "text": "said before it was asked"})
         while (message := await receive())["type"] == "websocket.receive":
-            await send({"type": "websocket.send", "text": f"heard {message['text']}"})
+            kind = "auth_success" if "auth" in message["text"] else "heard"
+            await send({"type": "websocket.send", "text": json.dumps({"type": kind})})
 
 
 @contextlib.contextmanager
@@ -118,6 +119,22 @@ def test_a_program_shows_the_token_as_prefect_and_mlflow_do(application: Applica
         assert there.recv(timeout=10) == "said before it was asked"
 
 
+def test_prefects_own_subscriber_to_events_shows_it_when_it_connects(application: Application) -> None:
+    from prefect.events.clients import PrefectEventSubscriber
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_CLIENT_CUSTOM_HEADERS, temporary_settings
+
+    async def first_answer() -> str:
+        subscriber = PrefectEventSubscriber(api_url=f"http://{HOST}:{PORT[0]}/api", reconnection_attempts=0)
+        async with subscriber:
+            return "let in"
+
+    chosen = servers.access(TOKEN)
+    names = {PREFECT_API_AUTH_STRING, PREFECT_CLIENT_CUSTOM_HEADERS}
+    assert {name.name for name in names} == set(chosen)
+    with temporary_settings({name: chosen[name.name] for name in names}):
+        assert asyncio.run(first_answer()) == "let in"
+
+
 @pytest.mark.parametrize(
     "headers",
     [
@@ -132,7 +149,7 @@ def test_who_shows_it_not_is_told_how_and_reaches_nothing(application: Applicati
         status, _, text = ask(path, method, **headers)
         assert status == 401 and b"`ttrain up` prints" in text and TOKEN.encode() not in text
     named = {name: value for name, value in headers.items() if value.isascii()}
-    for subprotocols in (None, [Subprotocol("other")]):
+    for subprotocols in (None, [Subprotocol("prefect")]):
         with pytest.raises(InvalidStatus, match="403"):
             connect(f"ws://{HOST}:{PORT[0]}/api/events/out", additional_headers=named, subprotocols=subprotocols)
 
@@ -144,7 +161,7 @@ def test_a_server_of_another_home_is_refused_with_what_to_set(application: Appli
             with pytest.raises(UsageError, match=r"PREFECT_API_AUTH_STRING says \(401\); set it .* servers/token there"):
                 engine.begin(tmp_path)
         os.environ["PREFECT_API_AUTH_STRING"] = TOKEN
-        engine.begin(tmp_path)()
+        engine.begin(tmp_path)
     engine.reread_environment()
 
 
@@ -170,23 +187,6 @@ def test_a_browser_shows_it_once_in_the_address_and_then_in_a_cookie_of_this_ser
         value = cookie.partition("=")[2]
         others = f"ttrain-{port}={value}; {cookie}"
         assert ask("/runs", port=port, Cookie=others)[0] == 401, "of another server"
-
-
-def test_prefects_first_message_may_bring_it(application: Application) -> None:
-    url, prefect = f"ws://{HOST}:{PORT[0]}/api/events/out", [Subprotocol("prefect")]
-    with connect(url, subprotocols=prefect) as there:
-        there.send(first := json.dumps({"type": "auth", "token": TOKEN}))
-        assert there.recv(timeout=10) == f"heard {first}"
-        there.send("more")
-        assert there.recv(timeout=10) == "heard more"
-    wrong = [
-        json.dumps({"type": "auth", "token": "another"}), json.dumps({"token": TOKEN}), "no json", TOKEN,
-    ]  # fmt: skip
-    for message in [*wrong, b"bytes"]:
-        with connect(url, subprotocols=prefect) as there, pytest.raises(ConnectionClosed, match="1008"):
-            there.send(message)
-            there.send(json.dumps({"type": "auth", "token": TOKEN}))
-            there.recv(timeout=10)
 
 
 OWN = [
@@ -229,4 +229,4 @@ def test_a_proxy_does_not_stand_before_our_own_address(tmp_path: Path, monkeypat
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.setenv("HTTP_PROXY", "http://proxy.example:3128")
     monkeypatch.setenv("NO_PROXY", "intranet.example")
-    assert prefect_api.prefect_environment(tmp_path)["NO_PROXY"] == "intranet.example,127.0.0.1,localhost"
+    assert servers.prefect_environment(tmp_path)["NO_PROXY"] == "intranet.example,127.0.0.1,localhost"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import stat
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, get_origin
+from unittest.mock import MagicMock
+from uuid import uuid4
 
 import pytest
 from support.deployments import ended, run_of, start
@@ -21,6 +23,7 @@ from ttrain.config import DATASETS, NAMES_CODE, TRAININGS, Settings
 from ttrain.engine.stage_worker import PROCESS_NAME
 from ttrain.flows import engine
 from ttrain.flows.deploy import Schedule
+from ttrain.store.runs import RunRecord, this_process
 
 LONG = "pretrain.tokens=245760"
 
@@ -81,7 +84,7 @@ CODE = [
     "notify.command=[touch, /tmp/theirs]", "notify.webhook=https://theirs.example/hook", "notify.webhook_file=/theirs",
     "notify.on=[kept]", "runtime.loggers=wandb", "runtime.dask_address=tcp://theirs:8786", "runtime.rendezvous=theirs:1",
     "runtime.eval_suite=/theirs.yaml", "evaluate.suites=/theirs.yaml",
-    "shards.decontaminate=/theirs.yaml", "servers.auth=off",
+    "shards.decontaminate=/theirs.yaml",
 ]  # fmt: skip
 
 
@@ -109,18 +112,19 @@ def test_every_setting_that_holds_a_text_names_code_or_is_known_to_be_harmless()
     assert {name.split(".")[0] for name in NAMES_CODE} <= set(Settings.model_fields)
 
 
-def test_whose_process_is_gone_is_told_from_who_lives_who_is_elsewhere_and_who_begins_again(tmp_path: Path) -> None:
-    from ttrain.store.runs import process_started
-
-    me = {engine.LABEL_PID: os.getpid(), engine.LABEL_STARTED: process_started(os.getpid()), engine.LABEL_TRY: 1}
-    mine = {**engine.machine_labels(tmp_path), **me}
-    dead = {**mine, engine.LABEL_STARTED: 1.0}  # its number has been taken by another
-    assert not engine.is_process_gone(mine, 1, tmp_path)
-    assert engine.is_process_gone(dead, 1, tmp_path)
-    assert not engine.is_process_gone(dead, 2, tmp_path), "a second try has not yet said which process it is"
-    assert not engine.is_process_gone({**dead, engine.LABEL_HOST: "another"}, 1, tmp_path)
-    assert not engine.is_process_gone(dead, 1, tmp_path / "another")
-    assert not engine.is_process_gone({}, 1, tmp_path)
+def test_flow_runs_of_which_the_home_knows_the_end_are_marked_as_crashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, running, unknown = (SimpleNamespace(id=uuid4()) for _ in range(3))
+    for run, process in ((ended, {**this_process(), "started": 1.0}), (running, this_process())):
+        record = RunRecord(tmp_path, "full", (), {})
+        record.note(prefect={"flow_run_id": str(run.id)}, process=process)
+    client = MagicMock()
+    client.__enter__().read_flow_runs.return_value = [ended, running, unknown]
+    monkeypatch.setattr(engine, "sync_client", lambda: client)
+    engine.mark_crashed_runs(tmp_path)
+    [marked] = client.__enter__().set_flow_run_state.call_args_list
+    assert marked.args[0] == ended.id and marked.args[1].name == "Crashed"
 
 
 @pytest.mark.long
@@ -163,7 +167,7 @@ def test_the_api_changes_one_setting_and_refuses_what_is_none(deployed: tuple[Cl
     states = tasks_of(cli, run["id"], 1)
     assert {name for name, state in states.items() if state == "Completed"} == {"lora", "evaluate"}
     artifacts = call(cli.home, "artifacts/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}})
-    assert {artifact["key"] for artifact in artifacts} == {"plan", "report", "evaluation"}
+    assert {artifact["key"] for artifact in artifacts} == {"report"}
     run = ended(cli, start(cli, "lora.optim.lrr=1"), served)
     assert run["state"]["name"] == "Failed" and "did you mean 'lora.optim.lr'?" in run["state"]["message"]
     run = ended(cli, start(cli, f"notify.command=[touch, {cli.home / 'theirs'}]", "notify.on=[failed]"), served)

@@ -23,31 +23,25 @@ WITHOUT_PREFECT = (
 
 
 def newest_run(cli: Cli) -> tuple[Any, ...]:
-    """(id, name, state, labels) of the newest flow run."""
-    query = "select id, name, state_name, labels from flow_run order by created desc limit 1"
+    """(id, name, state) of the newest flow run."""
+    query = "select id, name, state_name from flow_run order by created desc limit 1"
     [found] = cli.rows("prefect", query)
     return found
 
 
-def test_a_run_shows_its_process_its_plan_its_stages_with_logs_and_its_results(finished: Cli) -> None:
+def test_a_run_shows_its_stages_with_logs_and_its_results(finished: Cli) -> None:
     run = finished.runs()[-1]
     stages = [stage["name"] for stage in run["stages"]]
-    id_, name, state, labels = newest_run(finished)
+    id_, name, state = newest_run(finished)
     assert name == f"tiny-test: {run['run']}"
     name = run["run"]
-    assert state == "Completed" and json.loads(labels)["ttrain.home"] == str(finished.data.parent / "home")
-    assert json.loads(labels)["ttrain.pid"] > 1
-    [plan] = finished.rows("prefect", f"select data from artifact where key = 'plan' and flow_run_id = '{id_}'")
-    planned = json.loads(json.loads(plan[0]))
-    assert [stage["stage"] for stage in planned] == stages
-    assert planned[0]["why"] == "never run before" and len(planned[0]["key"]) == 12
+    assert state == "Completed"
     tasks = finished.rows("prefect", f"select name, state_name, tags from task_run where flow_run_id = '{id_}'")
     assert {task: state for task, state, _ in tasks} == dict.fromkeys(stages, "Completed")
     assert not any(json.loads(tags) for *_, tags in tasks), "for each tag Prefect asks its server for a slot"
     assert finished.rows("prefect", "select count(*) from log where message like '%step 40/40%'")[0][0] > 0
-    texts = dict(finished.rows("prefect", "select key, data from artifact where key in ('evaluation', 'report')"))
-    assert sorted(key for key, text in texts.items() if "bits per byte" in text) == ["evaluation", "report"]
-    assert f"ttrain report {name}" in texts["report"]
+    [[report]] = finished.rows("prefect", "select data from artifact where key = 'report'")
+    assert "bits per byte" in report and f"ttrain report {name}" in report
     record = json.loads((finished.home / "runs" / f"{name}.json").read_bytes())
     assert record["prefect"]["flow_run_id"].replace("-", "") == id_.replace("-", "")
 

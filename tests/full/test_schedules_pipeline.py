@@ -82,7 +82,7 @@ def test_late_slots_run_once_and_a_schedule_is_listed_paused_changed_resumed_and
         fresh("pipeline", "schedule", "full", "--cron", "0 3 1 1 *", "--timezone", "UTC", MISSING)
         [listed] = json.loads(fresh("pipeline", "schedule", "list", "--json", settings=False))
         assert listed["paused"] and listed["next"].endswith("-01-01T03:00:00+00:00"), "what changes it leaves it paused"
-        fresh("pipeline", "schedule", "resume", "full", settings=False)
+        fresh("pipeline", "schedule", "pause", "full", "--resume", settings=False)
         wait_until(lambda: flow_runs(fresh.home, "Scheduled"), 30)
         fresh("pipeline", "schedule", "remove", settings=False)
         wait_until(lambda: not call(fresh.home, "deployments/filter", {}), 30)

@@ -26,7 +26,7 @@ from support.served import processes_of, write_double
 from support.waiting import wait_until
 
 from ttrain.errors import TTrainError
-from ttrain.flows import prefect_api, servers
+from ttrain.flows import servers
 from ttrain.store import server_records
 from ttrain.tracking.client import tracking_uri
 from ttrain.tracking.mirror import Mirror, TrackedRun
@@ -34,12 +34,11 @@ from ttrain.tracking.mirror import Mirror, TrackedRun
 STARTED_BY_THE_RUN = """
 import os, sys, time
 from pathlib import Path
-from ttrain.flows import prefect_api, servers
+from ttrain.flows import servers
 home = Path(sys.argv[1])
-os.environ.update(prefect_api.prefect_environment(home))
-ready = servers.start_own_server(home)
+os.environ.update(servers.prefect_environment(home))
+servers.start_own_server(home)
 from prefect import flow, get_run_logger
-ready()
 @flow
 def greet():
     get_run_logger().info("said to the API")
@@ -131,7 +130,7 @@ def test_the_real_servers_start_show_a_run_to_who_has_the_token_and_leave_nothin
     json_type = {"Content-Type": "application/json"}
     for url in (f"{found.prefect_api_url}/flows/", f"{found.mlflow_url}/ajax-api/2.0/mlflow/experiments/create"):
         assert refusal_of(asking(url, None, b'{"name": "of another account"}', **json_type)) == 401
-    chosen = prefect_api.prefect_environment(real_home)
+    chosen = servers.prefect_environment(real_home)
     assert chosen["PREFECT_API_URL"] == found.prefect_api_url and chosen["PREFECT_API_AUTH_STRING"] == token
     with urllib.request.urlopen(
         asking(f"{found.mlflow_url}/ajax-api/2.0/mlflow/artifacts/list?run_id={run.run_id}", token)
@@ -232,7 +231,7 @@ def test_two_ups_at_once_start_one_of_each_and_one_that_was_killed_is_started_ag
     pids = {name: json.loads((faked_home / "servers" / f"{name}.json").read_text())["pid"] for name in ("prefect", "mlflow")}
     psutil.Process(pids["prefect"]).kill()
     wait_until(lambda: servers.running(faked_home) is None, 5)
-    assert "PREFECT_API_URL" not in prefect_api.prefect_environment(faked_home)
+    assert "PREFECT_API_URL" not in servers.prefect_environment(faked_home)
     second = servers.up(faked_home, prefect_port=ports()[0])
     assert second.mlflow_url == first.mlflow_url and psutil.pid_exists(pids["mlflow"])
     assert servers.down(faked_home) == ["prefect", "mlflow"] and not processes_of(faked_home)
@@ -246,7 +245,7 @@ def test_a_recycled_pid_is_neither_taken_for_a_server_nor_killed(
         listening.listen()
         record = {"name": "prefect", "pid": stranger.pid, "port": listening.getsockname()[1], "token": "of old"}
         (faked_home / "servers" / "prefect.json").write_text(json.dumps(record))
-        assert "PREFECT_API_URL" not in prefect_api.prefect_environment(faked_home)
+        assert "PREFECT_API_URL" not in servers.prefect_environment(faked_home)
     assert servers.down(faked_home) == []
     assert stranger.poll() is None and not (faked_home / "servers" / "prefect.json").exists()
 
@@ -277,20 +276,18 @@ def test_the_environment_prefers_what_the_user_has_set_and_the_token_is_for_the_
     with monkeypatch.context() as patch:
         patch.setenv("PREFECT_API_URL", "http://elsewhere:4200/api")
         patch.setenv("PREFECT_HOME", "/users/choice")
-        assert not {"PREFECT_API_URL", "PREFECT_HOME"} & set(prefect_api.prefect_environment(faked_home))
-        servers.start_own_server(faked_home)()
+        assert not {"PREFECT_API_URL", "PREFECT_HOME"} & set(servers.prefect_environment(faked_home))
+        servers.start_own_server(faked_home)
         assert os.environ["PREFECT_API_URL"] == "http://elsewhere:4200/api"
     token = server_records.read_token(faked_home)
-    assert token and prefect_api.prefect_environment(faked_home)["PREFECT_API_AUTH_STRING"] == token
+    assert token and servers.prefect_environment(faked_home)["PREFECT_API_AUTH_STRING"] == token
     monkeypatch.setenv("PREFECT_API_AUTH_STRING", "of another server")
-    assert prefect_api.prefect_environment(faked_home)["PREFECT_API_AUTH_STRING"] == token, (
-        "the other's is not sent to this one"
-    )
+    assert servers.prefect_environment(faked_home)["PREFECT_API_AUTH_STRING"] == token, "the other's is not sent to this one"
     for url in ("http://elsewhere:4200/api", found.prefect_api_url.replace("127.0.0.1", "127.0.0.1.elsewhere"), "nonsense"):
         monkeypatch.setenv("PREFECT_API_URL", url)
-        assert "PREFECT_API_AUTH_STRING" not in prefect_api.prefect_environment(faked_home)
+        assert "PREFECT_API_AUTH_STRING" not in servers.prefect_environment(faked_home)
     monkeypatch.setenv("PREFECT_API_URL", found.prefect_api_url)  # as a child of a run has it
-    assert prefect_api.prefect_environment(faked_home)["PREFECT_API_AUTH_STRING"] == token
+    assert servers.prefect_environment(faked_home)["PREFECT_API_AUTH_STRING"] == token
 
     port = found.mlflow_url.rpartition(":")[2]
     for url in (found.mlflow_url, f"{found.mlflow_url}/"):
@@ -322,13 +319,3 @@ def test_the_token_is_in_a_file_of_its_owner_and_in_no_argument(faked_home: Path
     path.chmod(0o644)
     assert server_records.read_token(faked_home) is None
     assert server_records.make_token(faked_home) != token and stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
-def test_servers_without_a_token_are_asked_for_and_warned_of(faked_home: Path, caplog: pytest.LogCaptureFixture) -> None:
-    start_both(faked_home, auth="off")
-    assert caplog.text.count("servers.auth is off: every account of this machine") == 1
-    assert not (faked_home / "servers" / "token").exists()
-    assert {process.environ()[server_records.ACCESS] for process in processes_of(faked_home)} == {""}
-    server_records.make_token(faked_home)  # of servers that ask for one
-    server = server_records.live_server(faked_home, "mlflow")
-    assert server and server_records.page_with_token(faked_home, url := f"http://127.0.0.1:{server.port}") == url

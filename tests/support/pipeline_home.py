@@ -126,10 +126,10 @@ class Cli:
             for logger, own, level, propagates in handlers:  # Prefect's send what is said outside a flow, too
                 logger.handlers[:], logger.propagate = own, propagates
                 logger.setLevel(level)
-            if servers._own:
-                servers._own.process.send_signal(signal.SIGINT)
-                servers._own.process.wait()
-            servers._own = None
+            while servers._own:
+                _, (_, process) = servers._own.popitem()
+                process.send_signal(signal.SIGINT)
+                process.wait()
             engine.reread_environment()
 
     def in_process(self, *arguments: str, settings: bool = True) -> str:

@@ -24,7 +24,6 @@ from ttrain.cli.options import (
     command,
     option,
     resolved_models,
-    server_settings,
 )
 from ttrain.core.hashing import sha256_file
 from ttrain.core.signals import handling_signals
@@ -241,7 +240,7 @@ def serve(
 
     queue = AnswerQueue(load, max_requests)
     endpoint = Endpoint(queue, lambda: [*dict.fromkeys([reference.text, *names.with_models(root)])], root / PAIRS)
-    token = key.read_text(encoding="ascii").strip() if key else ""
+    token = key.read_text(encoding="ascii").strip()
     app = Guard(endpoint.application(), port, token)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
     queue.open(reference.text)
@@ -250,11 +249,10 @@ def serve(
         with handling_signals(_end):
             shown = [
                 f"{reference.text} is served at {address}/v1; Ctrl-C ends it",
-                f"talk to it, or compare two models: {address}/{token and f'?token={token}'}",
+                f"talk to it, or compare two models: {address}/?token={token}",
+                f"clients need a key: export OPENAI_API_KEY=$(cat {shlex.quote(str(key))})",
             ]
-            if key:
-                shown.append(f"clients need a key: export OPENAI_API_KEY=$(cat {shlex.quote(str(key))})")
-            value = {"url": f"{address}/v1", "model": reference.text, "api_key_file": key and str(key)}
+            value = {"url": f"{address}/v1", "model": reference.text, "api_key_file": str(key)}
             Output({**_identity(reference), **value}, shown).print(as_json=as_json)
             sys.stdout.flush()
             server.run(sockets=[listener])
@@ -274,13 +272,10 @@ def _listener(port: int) -> socket.socket:
         raise UsageError(f"--port is {port}, which is taken ({error.strerror}); --port 0 finds a free one") from None
 
 
-def _api_key() -> Path | None:
-    """The file with the API key of the endpoint; None, with a warning, if `servers.auth` is off."""
+def _api_key() -> Path:
+    """The file with the API key of the endpoint."""
     from ttrain.store import server_records
 
-    if server_settings(None).auth == "off":
-        print(f"warning: {server_records.NO_AUTH}", file=sys.stderr)
-        return None
     root = usable_home()
     server_records.make_token(root)
     return server_records.token_file(root)

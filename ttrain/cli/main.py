@@ -43,7 +43,6 @@ from ttrain.cli.options import (
     command,
     command_group,
     option,
-    server_settings,
     with_settings_file,
 )
 from ttrain.core.files import JsonDict
@@ -179,11 +178,11 @@ def config_show(
     "Servers",
 )
 def up(
-    arguments: Annotated[
+    runs: Annotated[
         list[str] | None,
         argument(
-            "runs to open in MLflow, compared if several; servers.auth=off",
-            metavar="RUN|KEY=VALUE",
+            "runs to open in MLflow, compared if several",
+            metavar="RUN",
         ),
     ] = None,
     prefect_port: Annotated[int, option("of the Prefect server", min=1, max=65535)] = 4200,
@@ -197,19 +196,16 @@ def up(
     from ttrain.flows import servers
     from ttrain.store import server_records
 
-    words = arguments or []
-    runs = [word for word in words if "=" not in word]
-    auth = server_settings([word for word in words if "=" in word]).auth
     home = layout.usable_home()
     if not all(server_records.live_server(home, name) for name in ("prefect", "mlflow")):
         print("starting the servers, which takes about ten seconds", file=sys.stderr, flush=True)
-    addresses = servers.up(home, prefect_port=prefect_port, mlflow_port=mlflow_port, auth=auth)
+    addresses = servers.up(home, prefect_port=prefect_port, mlflow_port=mlflow_port)
     pages = {
         "prefect": server_records.page_with_token(home, addresses.prefect_url),
         "mlflow": server_records.page_with_token(home, addresses.mlflow_url),
     }
     lines = [f"Prefect  {pages['prefect']}", f"MLflow   {pages['mlflow']}"]
-    links = tracking.links_of(home, addresses.mlflow_url, runs)
+    links = tracking.links_of(home, addresses.mlflow_url, runs or [])
     lines += [f"{name:<8} {link}" for name, link in links.items() if name != "experiment"]
     if opens and links:
         tracking.open_in_browser(home, links.get("url", links["table"]))

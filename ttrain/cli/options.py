@@ -25,7 +25,7 @@ from ttrain.store.model_files import Reference
 
 if TYPE_CHECKING:
     from ttrain.api import Plan
-    from ttrain.config import Servers, Settings
+    from ttrain.config import Settings
     from ttrain.config.loading import LoadedSettings, Override
     from ttrain.data.inspect import Span
     from ttrain.engine.labels import Labels
@@ -319,9 +319,12 @@ class SettingsOptions:
     def over_run(self, run: JsonObject) -> LoadedSettings:
         """The settings of an earlier run, overridden by the options. From the environment come only `runtime` settings and
         the secrets of sources, which are not recorded."""
+        from ttrain.config.loading import ENVIRONMENT_PREFIX
         from ttrain.lineage.names import base_of, with_secrets
 
-        return self.load(environment=_environment_of("runtime"), base=base_of(with_secrets(run)))
+        prefix = f"{ENVIRONMENT_PREFIX}RUNTIME__"
+        runtime = {key: value for key, value in os.environ.items() if key.upper().startswith(prefix)}
+        return self.load(environment=runtime, base=base_of(with_secrets(run)))
 
 
 @dataclass(frozen=True)
@@ -466,24 +469,6 @@ def task_settings(overrides: list[str] | None, config: list[Path] | None) -> lis
     from ttrain.config.loading import layers
 
     return layers(overrides or (), config or (), environment=os.environ, root=None)
-
-
-def server_settings(overrides: list[str] | None) -> Servers:
-    """Load the `servers` settings of a command, which accepts no others. Raises UsageError."""
-    from ttrain.config import ServersConfig
-    from ttrain.config.loading import layers, merge
-
-    return merge(ServersConfig, layers(overrides or (), environment=_environment_of("servers"), root=ServersConfig))[
-        0
-    ].servers
-
-
-def _environment_of(section: str) -> dict[str, str]:
-    """The environment variables of one section of the settings."""
-    from ttrain.config.loading import ENVIRONMENT_PREFIX
-
-    prefix = f"{ENVIRONMENT_PREFIX}{section.upper()}__"
-    return {key: value for key, value in os.environ.items() if key.upper().startswith(prefix)}
 
 
 def check_output_file(path: Path) -> None:

@@ -18,7 +18,6 @@ from ttrain.cli.options import (
     argument,
     command,
     option,
-    server_settings,
 )
 from ttrain.cli.pipeline import pipeline_app
 from ttrain.core.terminal import escaped_lines, outlast_output
@@ -128,24 +127,19 @@ def schedule_remove(which: ScheduleName = None) -> Output:
     name="serve",
 )
 def serve(
-    overrides: Annotated[
-        list[str] | None,
-        argument("servers.auth=token or servers.auth=off", metavar="KEY=VALUE"),
-    ] = None,
     unit: Annotated[Literal["systemd"] | None, option("print a service unit that keeps it running")] = None,
 ) -> None:
     """Run what is scheduled, in the foreground, until SIGTERM or Ctrl-C; a running night then saves its state."""
-    from ttrain.flows import prefect_api
+    from ttrain.flows import servers
 
-    os.environ.update(prefect_api.prefect_environment(usable_home()))  # which Prefect reads when imported
+    os.environ.update(servers.prefect_environment(usable_home()))  # which Prefect reads when imported
     from ttrain.flows import deploy, serve
 
     if unit is not None:
         print(deploy.unit(usable_home()), end="")
         return
     outlast_output()
-    auth = server_settings(overrides).auth
-    serve.serve(usable_home(), lambda text: print(timed_lines(escaped_lines(text)), flush=True), auth)
+    serve.serve(usable_home(), lambda text: print(timed_lines(escaped_lines(text)), flush=True))
 
 
 def _schedule(kind: str, settings_options: SettingsOptions, options: SlotOptions, cron: str | None) -> Output:

@@ -11,7 +11,7 @@ from ttrain.config.evaluate import Evaluate, Expert, Gate, GateJob
 from ttrain.config.loop import Loop, Optim, Schedule
 from ttrain.config.model import Model, Moe, MultiToken
 from ttrain.config.nightly import Event, Nightly, Notify, Promotion
-from ttrain.config.runtime import Auth, Night, Runtime, Servers, ServersConfig, Tracking
+from ttrain.config.runtime import Night, Runtime, Tracking
 from ttrain.config.settings import (
     NAMES_CODE,
     SHAPE_NO_RESULT,
@@ -39,7 +39,6 @@ __all__ = [
     "SHAPE_NO_RESULT",
     "TRAININGS",
     "TRAINING_STAGES",
-    "Auth",
     "Dpo",
     "Evaluate",
     "Event",
@@ -62,8 +61,6 @@ __all__ = [
     "Runtime",
     "Schedule",
     "Section",
-    "Servers",
-    "ServersConfig",
     "Settings",
     "Sft",
     "Shards",

@@ -126,18 +126,3 @@ class Tracking(Section):
 
     enabled: bool = setting(True, "false: nothing is sent to MLflow, nor looked up there")
     experiment: str = setting("ttrain", "MLflow's experiment", min_length=1)
-
-
-Auth = Literal["token", "off"]
-
-
-class Servers(Section):
-    """Prefect's and MLflow's servers, where ttrain starts them."""
-
-    auth: Auth = setting("token", "who may use them: who shows the token in servers/token of the home; off: every account")
-
-
-class ServersConfig(Section):
-    """The settings of commands that only start servers."""
-
-    servers: Servers = Servers()

@@ -9,7 +9,7 @@ from ttrain.config.data import LEARNT, Data, PythonDocs, Reading, Shards, Tokeni
 from ttrain.config.evaluate import Evaluate
 from ttrain.config.model import Model
 from ttrain.config.nightly import Nightly, Notify, Promotion
-from ttrain.config.runtime import Runtime, Servers, Tracking
+from ttrain.config.runtime import Runtime, Tracking
 from ttrain.config.training import NONE, TRAINING_STAGES, TRAININGS, Dpo, Lora, Pretrain, Sft
 
 
@@ -37,7 +37,7 @@ def existing_model_of(starts: Mapping[str, str], last: str) -> str | None:
 OPTIONAL = tuple(name for name, row in TRAINING_STAGES.items() if row.optional)
 
 # Sections that shape no result, and so are part of no key.
-SHAPE_NO_RESULT = ("runtime", "tracking", "nightly", "promotion", "notify", "servers")
+SHAPE_NO_RESULT = ("runtime", "tracking", "nightly", "promotion", "notify")
 
 # Sections that shape the models, in the order of the pipeline.
 SHAPING = ("reading", "tokenizer", "model", *TRAININGS, "evaluate", "source")
@@ -53,7 +53,6 @@ def by_weight(name: str) -> tuple[int, str]:
 # through Prefect's API or UI cannot set them, since all that they name runs as the account that serves.
 NAMES_CODE = (
     "notify",  # a command; addresses that are notified
-    "servers",
     "runtime.loggers",  # third-party programs, which send curves elsewhere
     "runtime.dask_address",  # sends pickles, which are code
     "runtime.rendezvous",  # as do the ranks of other nodes
@@ -84,7 +83,6 @@ class Settings(Section):
     nightly: Nightly = Nightly()
     promotion: Promotion = Promotion()
     notify: Notify = Notify()
-    servers: Servers = Servers()
 
     @property
     def starts(self) -> dict[str, str]:

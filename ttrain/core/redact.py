@@ -28,7 +28,6 @@ TOKENIZER_WORDS = frozenset(
      "unk"]
 )  # fmt: skip
 # What the services' own secrets look like, under whatever name: Hugging Face, GitHub, OpenAI, AWS, Slack, GitLab
-NO_SECRETS = frozenset(["servers.auth"])  # of ttrain's own settings; the tests read each of them back
 LOOKS_SECRET = re.compile(
     r"\b(hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[0-9A-Z]{16}"
     r"|xox[abprs]-[A-Za-z0-9-]{10,}|glpat-[\w-]{20,})|-----BEGIN [A-Z ]*PRIVATE KEY-----"
@@ -154,8 +153,6 @@ def _restored_list(recorded: Sequence[Any], current: Sequence[Any]) -> list[Any]
 
 def is_secret(key: str) -> bool:
     """Whether a setting of this name holds a secret."""
-    if key in NO_SECRETS:
-        return False
     *above, last = re.split(r"[./\[\]]", key.rstrip("]0123456789["))
     name_words = _words(last)
     if not name_words or name_words[-1] in ("file", "path"):  # the name of a place where the secret is

@@ -23,11 +23,7 @@ from ttrain.core.files import PRIVATE_FILE, private_directory, read_object, writ
 HOST = "127.0.0.1"
 # In the environment of a server's processes, to tell them from others: not a secret.
 SERVER_MARK = "TTRAIN_SERVER_TOKEN"
-ACCESS = "TTRAIN_SERVER_ACCESS"  # the token that a server asks for, in its environment; "": none
-NO_AUTH = (
-    "servers.auth is off: every account of this machine, and every program on it, can change what the servers hold and have "
-    "commands run in your name; leave it at 'token' where you are not alone"
-)
+ACCESS = "TTRAIN_SERVER_ACCESS"  # the token that a server asks for, in its environment
 TOKEN_BYTES = 32
 
 
@@ -43,7 +39,6 @@ class Server:
     pid: int
     port: int
     token: str
-    asks_token: bool = False  # as one with servers.auth=off
     owner: str = ""  # the command that ends it; "" for one of `up`, which stays
 
     @property
@@ -131,7 +126,7 @@ def read_token(home: Path) -> str | None:
 def token_for(home: Path, name: str, url: str) -> str | None:
     """The token, where the address is that of the home's running server of that name; None for every other address."""
     server = live_server(home, name) if url else None
-    return read_token(home) if server and server.asks_token and server.is_at(url) else None
+    return read_token(home) if server and server.is_at(url) else None
 
 
 def with_token(home: Path, url: str) -> str:
