@@ -17,26 +17,21 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from rich.console import Console
 
-from ttrain.core.terminal import print_plain, table
-from ttrain.core.text import format_duration
-from ttrain.engine import planner
 from ttrain.engine.display import StageDisplay
 from ttrain.engine.execution import PipelineRun, screen
 from ttrain.engine.labels import NO_LABELS, Labels
 from ttrain.engine.plan import Plan
+from ttrain.engine.run_end import print_summary
 from ttrain.errors import Interrupted, NothingNew, TTrainError, UsageError
 from ttrain.flows import servers
 from ttrain.nightly import notify
-from ttrain.store import runs
-from ttrain.store.layout import Artifact
 from ttrain.store.runs import NIGHTLY, newest_first
 from ttrain.tracking import run_summary
 from ttrain.tracking.pusher import track
@@ -295,51 +290,3 @@ def mark_crashed_runs(home: Path) -> None:
             has_ended = record is not None and record["outcome"] != "running"
             if has_ended and str(run.id) != flow_run.id:  # our own may be the second try of one that ended
                 client.set_flow_run_state(run.id, Crashed(message=PROCESS_GONE), force=True)
-
-
-def print_summary(execution: PipelineRun, outcome: str, console: Console) -> None:
-    """Print the evaluation, or how to continue."""
-    rows = execution.evaluation_table() if outcome == "completed" else []
-    if rows:
-        console.print()
-        table(("evaluation", "value", ""), rows, console)
-        console.print()
-    took, say = format_duration(execution.seconds), partial(print_plain, console)
-    if outcome == "completed":
-        say(f"done in {took}; run {execution.record.run}")
-        return
-    if outcome == runs.NOTHING_NEW:  # the night says why
-        return
-    next_step = ", and the same command continues there"
-    if any(getattr(error, "is_mistake", False) for error in execution.failures.values()):
-        next_step = ", and the command continues there once the mistake is fixed"
-    if execution.plan.pipeline == NIGHTLY:  # which says its own
-        next_step = ""
-    say(
-        f"{outcome} after {took}; finished stages are kept{next_step} "
-        f"(`ttrain pipeline status` shows the stages and their logs)"
-    )
-
-
-def run_one_stage(name: str, plan: Plan, console: Console) -> tuple[Artifact, str]:
-    """Build one stage of the plan alone, without Prefect; returns its artifact and state.
-
-    Raises UsageError where it is unknown or an input is missing.
-    """
-    planned = {each.stage.name: each for each in plan.stages}
-    if name not in planned:
-        raise planner.no_stage(name, planned, plan.settings)
-    needed = plan.graph.needed_by(name) - {name}
-    if missing := [each for each in planned if each in needed and not planned[each].artifact]:
-        commands = ", ".join(f"`ttrain stage run {each}`" for each in missing)
-        raise UsageError(
-            f"stage {name} waits for {', '.join(missing)}; run first, with the same settings: {commands}, "
-            f"or all at once: `ttrain pipeline run full --until {name}`"
-        )
-    chosen = replace(planned[name], sources=planned[name].inputs)  # the artifacts that are there
-    alone = replace(plan, pipeline=f"stage-{name}", stages=[chosen])
-    execution = run_pipeline(alone, console, RunOptions("none"))
-    artifact = plan.store.complete(execution.artifacts[name])
-    print_plain(console, f"artifact: {artifact.path}")
-    [entry] = execution.record.snapshot()["stages"]
-    return artifact, str(entry["outcome"])

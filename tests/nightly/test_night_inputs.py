@@ -17,9 +17,9 @@ from ttrain.config import Nightly, Settings
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.data import python_docs
 from ttrain.errors import ArtifactError, CannotRead, UsageError
-from ttrain.flows import night_plan, nightly
+from ttrain.flows import night_plan
 from ttrain.flows.nightly import run_night
-from ttrain.nightly import heldout, records
+from ttrain.nightly import decision, heldout, records
 from ttrain.nightly import inputs as night_inputs
 from ttrain.nightly.inputs import NightInputs
 from ttrain.nightly.records import Champion, InputSnapshot, Nights
@@ -129,11 +129,11 @@ def test_without_new_documents_the_first_model_that_differs_decides(store: Artif
         ({"sft": "s", "dpo": "d2", "lora": "l2"}, "preference_accuracy/dpo"),
         ({"sft": "s", "dpo": "d", "lora": "l2"}, "domain_loss_lora"),
     ):
-        rules = nightly._rules(Settings(), inputs, SimpleNamespace(artifacts=models(**tonight)))  # type: ignore[arg-type]
+        rules = decision._rules(Settings(), inputs, SimpleNamespace(artifacts=models(**tonight)))  # type: ignore[arg-type]
         assert rules.metric == metric and rules.higher_is_better == metric.startswith("preference")
     without = replace(inputs, champion={name: made for name, made in inputs.champion.items() if name != "dpo"})
     tonight = SimpleNamespace(artifacts=models(sft="s", dpo="d2", lora="l2"))
-    assert nightly._rules(Settings(), without, tonight).metric == "domain_loss_lora"  # type: ignore[arg-type]
+    assert decision._rules(Settings(), without, tonight).metric == "domain_loss_lora"  # type: ignore[arg-type]
 
 
 def test_a_night_that_goes_on_keeps_its_settings_but_for_what_changes_no_result(

@@ -110,7 +110,7 @@ def closed_port() -> int:
         ({"command": ("/no/such/program", SECRET)}, "/no/such/program cannot be started: No such file"),
         ({"command": (sys.executable, "-c", "import sys; sys.exit('no pager')")}, "ended with exit code 1: no pager"),
         ({"command": ("/bin/sleep", "60"), "timeout_seconds": 0.1}, "did not end within 0.1 s"),
-        ({"webhook": f"http://127.0.0.1:{closed_port()}/{SECRET}"}, "127.0.0.1: Connection refused"),
+        ({"webhook": f"http://127.0.0.1:{closed_port()}/{SECRET}"}, "127.0.0.1: [Errno 111] Connection refused"),
         ({"webhook_file": "/no/such/file"}, "notify.webhook_file is /no/such/file, which cannot be read"),
     ],
 )

@@ -115,22 +115,23 @@ def stage_run(
 ) -> Output:
     """Run one stage alone, without Prefect."""
 
-    from ttrain.flows.engine import run_one_stage
+    from ttrain.engine.plan import alone
+    from ttrain.flows.engine import RunOptions, run_pipeline
 
     outlast_output()
     layout.usable_home()
     settings, forced = settings_options.load().settings, [stage] if force else []
     planned = restart.plan("full", settings, only_of=stage, force=forced, extend=extend)
-    artifact, state = run_one_stage(stage, planned, console(stderr=as_json))
-    return Output(
-        {
-            "stage": stage,
-            "state": state,
-            "key": artifact.key,
-            "path": artifact.path,
-            "result": artifact.result,
-        }
-    )
+    execution = run_pipeline(alone(stage, planned), console(stderr=as_json), RunOptions("none"))
+    artifact = planned.store.complete(execution.artifacts[stage])
+    value = {
+        "stage": stage,
+        "state": execution.record.snapshot()["stages"][0]["outcome"],
+        "key": artifact.key,
+        "path": artifact.path,
+        "result": artifact.result,
+    }
+    return Output(value, [f"artifact: {artifact.path}"])
 
 
 @command(stage_app, "Example:  ttrain stage list")

@@ -56,9 +56,7 @@ OTHER_WORDS = {  # for commands, in other programs
 }
 SHOWN_COMMANDS = 4
 OWN_SETTINGS = Path("my.yaml")  # as `ttrain init` writes it
-ADVISED_RUN = re.compile(
-    r"`ttrain (pipeline run full|sweep full)(?! -c)|(?<=did you mean )`ttrain stage run [a-z-]+(?! -c)"
-)
+ADVISED_RUN = re.compile(r"`ttrain (pipeline run full|sweep full)(?! -c)|(?<=did you mean )`ttrain stage run [a-z-]+(?! -c)")
 MAY_BE_EMPTY = ("--note", "--system", "--text")  # options whose empty value means what it says
 
 

@@ -116,8 +116,9 @@ def doctor(
     """
     from ttrain import api
     from ttrain.doctor.inputs import missing_data
+    from ttrain.engine.plan import alone
     from ttrain.engine.processes import environment_of
-    from ttrain.flows.engine import run_one_stage
+    from ttrain.flows.engine import RunOptions, run_pipeline
 
     began, settings = time.monotonic(), settings_options.load().settings
     for name, value in environment_of(settings).items():
@@ -125,7 +126,7 @@ def doctor(
             os.environ.setdefault(name, value)
     plan, examined = api.plan("full", settings), stage or settings.trainings[0]
     for each in missing_data(examined, plan):
-        run_one_stage(each.stage.name, plan, console(stderr=as_json))
+        run_pipeline(alone(each.stage.name, plan), console(stderr=as_json), RunOptions("none"))
         plan = api.plan("full", settings)
     from ttrain.doctor.run import examine  # loads torch, which now finds the variables
 

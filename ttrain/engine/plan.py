@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ttrain.config import Settings
 from ttrain.core.html_table import html_table
 from ttrain.engine.graph import EVERYTHING, NOTHING_AGAIN, Graph, Planned, Rerun, Selection
+from ttrain.errors import UsageError
 from ttrain.store.artifacts import ArtifactStore
 
 if TYPE_CHECKING:
@@ -97,3 +98,24 @@ class Plan(Sequence[PlannedStage]):
         from ttrain.engine.estimate import estimate
 
         return estimate(self.stages, self.settings, self.store)
+
+
+def alone(name: str, plan: Plan) -> Plan:
+    """The plan of one stage, with the artifacts that are there.
+
+    Raises UsageError if it is unknown or an input is missing.
+    """
+    from ttrain.engine.planner import no_stage
+
+    planned = {each.stage.name: each for each in plan.stages}
+    if name not in planned:
+        raise no_stage(name, planned, plan.settings)
+    needed = plan.graph.needed_by(name) - {name}
+    if missing := [each for each in planned if each in needed and not planned[each].artifact]:
+        commands = ", ".join(f"`ttrain stage run {each}`" for each in missing)
+        raise UsageError(
+            f"stage {name} waits for {', '.join(missing)}; run first, with the same settings: {commands}, "
+            f"or all at once: `ttrain pipeline run full --until {name}`"
+        )
+    chosen = replace(planned[name], sources=planned[name].inputs)
+    return replace(plan, pipeline=f"stage-{name}", stages=[chosen])

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
-import signal
 import socket
 import subprocess
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -73,24 +68,17 @@ def _try_notify(recipient: str, action: Callable[[], None]) -> None:
 
 
 def _run(command: tuple[str, ...], body: bytes, seconds: float) -> None:
-    """Run the program with the message on its standard input. It and its children are killed at the time limit."""
+    """Run the program with the message on its standard input. It is killed at the time limit."""
+    streams: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     try:
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
-        )
-    except OSError as error:
-        raise _NotificationError(f"{command[0]} cannot be started: {error.strerror}") from None
-    try:
-        _, error_output = process.communicate(body, timeout=seconds)
+        done = subprocess.run(command, input=body, timeout=seconds, **streams)
     except subprocess.TimeoutExpired:
         raise _NotificationError(f"{command[0]} did not end within {seconds:g} s (notify.timeout_seconds)") from None
-    finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    if process.returncode:
-        last = error_output[-ERROR_OUTPUT_BYTES:].decode("utf-8", "replace").strip()
-        raise _NotificationError(f"{command[0]} ended with exit code {process.returncode}{last and f': {last}'}")
+    except OSError as error:
+        raise _NotificationError(f"{command[0]} cannot be started: {error.strerror}") from None
+    if done.returncode:
+        last = done.stderr[-ERROR_OUTPUT_BYTES:].decode("utf-8", "replace").strip()
+        raise _NotificationError(f"{command[0]} ended with exit code {done.returncode}{last and f': {last}'}")
 
 
 def _address(settings: Notify) -> str:
@@ -108,14 +96,15 @@ def _address(settings: Notify) -> str:
 
 def _post(address: str, body: bytes, seconds: float) -> None:
     """Send one POST; the address is a secret, so that an error shows its host alone."""
+    import httpx
+
     headers = {"Content-Type": "application/json; charset=utf-8", "User-Agent": "ttrain"}
     host = urlsplit(address).hostname
     try:
-        request = urllib.request.Request(address, data=body, headers=headers, method="POST")
-        urllib.request.urlopen(request, timeout=seconds).close()
-    except urllib.error.HTTPError as error:
-        raise _NotificationError(f"{host}: it answered with HTTP {error.code}") from None
-    except OSError as error:
-        number = getattr(getattr(error, "reason", error), "errno", None)
-        reason = os.strerror(number) if number else f"no answer within {seconds:g} s"
-        raise _NotificationError(f"{host}: {reason}") from None
+        answer = httpx.post(address, content=body, headers=headers, timeout=seconds)
+    except httpx.TimeoutException:
+        raise _NotificationError(f"{host}: no answer within {seconds:g} s") from None
+    except httpx.HTTPError as error:
+        raise _NotificationError(f"{host}: {error}") from None
+    if not answer.is_success:
+        raise _NotificationError(f"{host}: it answered with HTTP {answer.status_code}")

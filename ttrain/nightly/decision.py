@@ -1,0 +1,132 @@
+"""The decision of a night: challenger against champion, recorded, then promoted or kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ttrain.config import Promotion, Settings
+from ttrain.config.training import BITS_PER_BYTE, DOMAIN_LOSS, TRAINING_STAGES
+from ttrain.engine.execution import REGISTERED, PipelineRun
+from ttrain.evaluate import promotion
+from ttrain.evaluate.promotion import Judged
+from ttrain.evaluate.scores import Evaluation
+from ttrain.nightly import heldout, history
+from ttrain.nightly.inputs import NightInputs
+from ttrain.nightly.records import NightRecord, Nights
+from ttrain.reports import summary
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import Artifact
+from ttrain.store.registry import Registry
+from ttrain.tasks import EVALUATE, EVALUATE_CHAMPION, SHARDS, SHARDS_PRETRAIN, Stage
+
+
+def decide(
+    night: NightRecord,
+    inputs: NightInputs,
+    execution: PipelineRun,
+    store: ArtifactStore,
+    say: Callable[[str], object],
+) -> promotion.Decision:
+    """Compare challenger and champion, record the decision, promote or keep.
+
+    The decision is recorded in the night, its run and the registry before the champion changes. Where
+    another version became champion during the night, it is a decision not to promote.
+    """
+    judged = _judge(night, inputs, execution, store, say)
+    registry, name, version = Registry(store.root), inputs.settings.name, execution.model_set
+    assert version is not None, "a run that came to its end has registered its models"
+    champion = registry.champion(name)
+    before = night.frozen.champion.version if night.frozen.champion else None
+    if champion is not None and champion.version not in (before, version):  # by hand, meanwhile
+        reason = (
+            f"version {champion.version} became champion during the night, so nothing is promoted; {judged.decision.reason}"
+        )
+        judged = replace(judged, decision=replace(judged.decision, promote=False, reason=reason))
+    decision, run = judged.decision, execution.record.run
+    made = execution.artifacts
+    night.note(
+        version=version,
+        keys={stage: artifact.key for stage, artifact in made.items() if stage in REGISTERED},
+        run=run,
+        decision=decision.to_json(),
+        texts=[figure.to_json() for figure in judged.texts],
+    )
+    execution.record.note(decision=decision.to_json())
+    # The champion keeps the decision that made it so
+    if decision.promote or champion is None or champion.version != version:
+        table, *figures = tables(judged)
+        text = "\n\n".join(figures)
+        registry.decide(name, version, decision.to_json(), run=run, table=table, figures=text)
+    if decision.promote:
+        registry.promote(name, version)
+    evaluation, shards = made[EVALUATE.name], made.get(SHARDS_PRETRAIN.name)
+    chats = None if "sft" in inputs.replacements else made.get(SHARDS["sft"].name)
+    night.note(
+        heldout=heldout_of(evaluation),
+        heldout_nights=list(heldout_nights(night, evaluation)),
+        documents=f"{shards.stage}/{shards.key}" if shards else None,
+        chats=f"{chats.stage}/{chats.key}" if chats else None,
+        learnt=history.learnt_of(made, chats),
+    )
+    return decision
+
+
+def _judge(
+    night: NightRecord,
+    inputs: NightInputs,
+    execution: PipelineRun,
+    store: ArtifactStore,
+    say: Callable[[str], object],
+) -> Judged:
+    """Compare the evaluations of challenger and champion."""
+
+    def complete(stage: Stage) -> Artifact | None:  # the files of a cached one may be in MLflow
+        evaluation = execution.artifacts.get(stage.name)
+        return store.complete(evaluation, report=say) if evaluation else None
+
+    evaluation, of_champion = complete(EVALUATE), complete(EVALUATE_CHAMPION)
+    assert evaluation is not None, "a run that came to its end has evaluated"
+    champion = Evaluation.of(of_champion) if of_champion else None
+    rules, by_night = _rules(inputs.settings, inputs, execution), dict[str, list[str]]()
+    if reference := heldout_of(evaluation):
+        documents = heldout.find_heldout(store, reference, night.name)
+        documents = store.complete(documents, ("heldout",), report=say)
+        by_night = heldout.names_by_night(documents, heldout_nights(night, evaluation))
+    nights = Nights(store.root, inputs.settings.name).newest_first()
+    best = heldout.best_figures(nights, promotion.metric_of_texts(rules.metric))
+    return promotion.judge(Evaluation.of(evaluation), champion, rules, by_night, night.name, best)
+
+
+def tables(judged: Judged) -> list[str]:
+    """The decision in Markdown, and the figures by text where there are some."""
+    return [summary.markdown(rows, header) for rows, header in promotion.tables(judged)]
+
+
+def heldout_nights(night: NightRecord, evaluation: Artifact) -> tuple[str, ...]:
+    """Names of the nights that brought the held-out documents of this evaluation, the oldest first."""
+    reference, frozen = heldout_of(evaluation), night.frozen
+    if reference is None or reference == frozen.heldout:  # only chats are new
+        return frozen.heldout_nights
+    return (*frozen.heldout_nights, night.name)
+
+
+def _rules(settings: Settings, inputs: NightInputs, execution: PipelineRun) -> Promotion:
+    """The rules of the night's decision. Without new documents both have the same base model, whose metric says nothing:
+    then the first model counts that both have and that differs, on what is held out for it."""
+    rules = settings.promotion
+    if not inputs.keeps_base or rules.metric != BITS_PER_BYTE.name:
+        return rules
+    metric = DOMAIN_LOSS
+    for name, row in TRAINING_STAGES.items():
+        old, new = inputs.champion.get(row.model), execution.artifacts.get(name)
+        if row.role != "base" and row.metric and old and new and old.content != new.content:
+            metric = row.metric
+            break
+    return rules.model_copy(update={"metric": metric.name, "higher_is_better": metric.higher_is_better})
+
+
+def heldout_of(evaluation: Artifact) -> str | None:
+    """Reference ("stage/key") of the held-out documents of an evaluation."""
+    documents = evaluation.manifest["inputs"].get("documents")
+    return f"{documents['stage']}/{documents['key']}" if documents else None
