@@ -94,3 +94,9 @@ def test_most_rows_being_bad_is_told_with_the_first_place_unless_so_many_may_be(
     long = written(tmp_path / "long.jsonl", *["{broken"] * first_rows.ROWS, *[CHAT] * 50)
     first_rows.check("data.sft", "chats", [long], Reading())
     first_rows.check("data.sft", "chats", [path, good], Reading())
+
+
+def test_a_file_without_rows_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.jsonl")
+    assert "which has no rows" in refused("data.pretrain", "documents", path)
+    first_rows.check("data.pretrain", "documents", [path, written(tmp_path / "b.jsonl", DOCUMENT)], Reading())

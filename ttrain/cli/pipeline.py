@@ -54,7 +54,10 @@ FULL = "full"
 PIPELINE_HELP = "the pipeline: full, or nightly (one night: new data, a challenger, the decision)"
 
 pipeline_app = command_group(
-    "pipeline", "Train", help="Plan, run, rerun and list whole pipelines.", epilog="Example:  ttrain pipeline run full"
+    "pipeline",
+    "Train",
+    help="Plan, run, rerun and schedule whole pipelines, and see their status.",
+    epilog="Example:  ttrain pipeline run full",
 )
 
 Pipeline = Annotated[str, argument(PIPELINE_HELP, metavar="PIPELINE")]

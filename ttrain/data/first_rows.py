@@ -62,10 +62,11 @@ def kind_of_file(location: str, reading: Reading) -> Kind | None:
 
 def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> None:
     """Raise UsageError for a file that cannot be what its setting needs: by its format, or since all its first rows have
-    keys of something else; and where most rows of files so small that all are looked at are bad. Others are counted where
-    they are read."""
-    tally, is_whole = Tally(), True
-    for location in [location for location in files if not locations.is_remote(location)][:FILES]:
+    keys of something else; and where files so small that all rows are looked at have none, or mostly bad ones. Others are
+    counted where they are read."""
+    tally, local = Tally(), [location for location in files if not locations.is_remote(location)][:FILES]
+    is_whole = len(local) == len(files)
+    for location in local:
         try:
             rows = read(location, reading)
         except CannotRead:
@@ -74,10 +75,14 @@ def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> N
             raise UsageError(f"{setting}: {error}") from None
         if rows and not any(_may_be(row, kind, reading.text_field) for row in rows):
             raise UsageError(f"{setting} needs {kind}, but {location}:{_problem(setting, kind, location, rows, reading)}")
-        if not locations.is_text(location) and not streams.is_parquet(location):
+        if locations.is_text(location) or streams.is_parquet(location):
+            is_whole = False
+        else:
             before, parse = tally.rows, records.parser_of(kind, reading.text_field)
             list(records.accepted(_parsed(location, reading, tally), parse, tally))
             is_whole = is_whole and tally.rows - before < ROWS
+    if is_whole and local and not tally.rows:
+        raise UsageError(f"{setting} is {', '.join(local)}, which has no rows; name a file with rows")
     bad = tally.rejected.total()
     if is_whole and bad > tally.rows * max(MOST, reading.rejected_fraction):
         raise UsageError(
