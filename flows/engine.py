@@ -18,6 +18,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
@@ -187,6 +188,16 @@ def run_in_prefect(execution: PipelineRun, *, in_flow: bool = False, night: str 
         raise TTrainError(f"Prefect ended the run as {final.name}: {final.message}")
 
 
+def link_to_page(execution: PipelineRun, stage: str | None = None) -> None:
+    """Link the task run of a stage, or the flow run, to its page in MLflow, if a server shows it."""
+    from prefect.artifacts import create_link_artifact
+
+    with best_effort():
+        if page := execution.tracker and execution.tracker.page(stage):
+            key = f"mlflow-{stage}" if stage else "mlflow"
+            create_link_artifact(page, key=key, link_text=f"{stage or execution.record.run} in MLflow")
+
+
 def tags_of(execution: PipelineRun) -> list[str]:
     """The tags of the flow run: ttrain's own, the setting `name`, and the user's."""
     own = {"name": execution.settings.name, **execution.labels.tags}
@@ -208,13 +219,16 @@ def _run_stages(execution: PipelineRun) -> None:
     shards = {name for name, planned in stages.items() if planned.stage.reuses_parts}
     url = None if servers.is_own() else url_for("flow-run", obj_id=flow_run.id)
     execution.note_prefect(str(flow_run.id), url)
+    link_to_page(execution)
     with contextlib.suppress(Interrupted):
         with TagsContext(current_tags=set()):  # for each tag of a task Prefect asks for a slot
             for name, planned in stages.items():
                 # All shards: a stage with too few rows ends the run before it trains
                 needed = graph[name].reads | (shards if planned.stage.uses_ranks else frozenset())
                 before = [future for of, future in futures.items() if of in needed]
-                futures[name] = stage_task(planned, execution).submit(wait_for=before)
+                futures[name] = stage_task(planned, execution, partial(link_to_page, execution, name)).submit(
+                    wait_for=before
+                )
         for future in futures.values():
             future.wait()
         check_all_completed(execution, [*futures.values()])

@@ -61,6 +61,7 @@ HEALTH = {"prefect": "/api/health", "mlflow": "/health"}
 START_SECONDS = 180.0  # both take 11 s on two idle cores, 24 s where Prefect makes its database
 WATCH_SECONDS = 0.2  # between two looks of a run's own server for its owner
 END_SECONDS = 6.0  # for its last events to be written; 2 s on an idle machine
+RESTARTS = 10  # of a run's own server
 STOP_SECONDS = 10.0  # idle servers stop within 2 s
 # What Prefect's server says of a database that another version of Prefect wrote
 UNKNOWN_REVISION = "Can't locate revision identified by"
@@ -345,6 +346,19 @@ def start_own_server(home: Path) -> None:
         importlib.import_module("prefect")  # 0.9 s
         _wait(home, "prefect", port, process)
         _own[home] = variables, process
+    keep = (home, port, token, own, process)
+    threading.Thread(target=_keep, args=keep, name="own-server", daemon=True).start()
+
+
+def _keep(home: Path, port: int, token: str, own: Mapping[str, str], process: subprocess.Popen[bytes]) -> None:
+    """Start a run's own server again where it dies, as the kernel kills what takes memory.
+
+    Prefect's client would ask for minutes at each state: eight stages of 20 s had not ended after 5.
+    """
+    for _ in range(RESTARTS):
+        code = process.wait()
+        log.warning("the Prefect server of this run ended with code %d; it is started again", code)
+        process = _start(home, "prefect", port, token, own)
 
 
 def prefect_environment(home: Path) -> dict[str, str]:

@@ -26,11 +26,12 @@ from ttrain.errors import Interrupted, NothingNew, TTrainError, UsageError
 from ttrain.tasks import Stage
 
 
-def stage_task(planned: Planned, execution: PipelineRun) -> Task[..., Any]:
-    """A Prefect task for one stage of a run's plan; its retries continue where the attempt before was killed or failed.
+def stage_task(planned: Planned, execution: PipelineRun, on_end: Callable[[], object] = lambda: None) -> Task[..., Any]:
+    """A Prefect task for one stage of a run's plan; `on_end` is called in its task run.
 
-    A mistake of settings or data fails at once. The delay before a retry is waited for here and not by Prefect, whose
-    sleep cannot be interrupted by a signal.
+    Its retries continue where the attempt before was killed or failed; a mistake of settings or data
+    fails at once. The delay before a retry is waited for here and not by Prefect, whose sleep cannot
+    be interrupted by a signal.
     """
     stage = planned.stage
     runtime = execution.settings.runtime
@@ -50,6 +51,8 @@ def stage_task(planned: Planned, execution: PipelineRun) -> Task[..., Any]:
             # Returned, not raised: Prefect pickles what is raised, and prints its traceback, which tells a user nothing.
             logger.log(logging.INFO if isinstance(error, Interrupted | NothingNew) else logging.ERROR, "%s", error)
             return state_of(error)
+        finally:
+            on_end()
         if state == "cached":
             return Completed(name="Cached", message="same settings, inputs and code", data=artifact)
         return Completed(message=f"{state}: {artifact.path}", data=artifact)

@@ -146,9 +146,14 @@ def _is_metadata(key: str) -> bool:
 
 
 def _holds_text(value: object) -> bool:
-    if isinstance(value, dict | list):
-        return any(map(_holds_text, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, str) and not is_blank(value)
+    waiting = [value]  # not by recursion: a row may be nested deeper than the stack
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict | list):
+            waiting.extend(part.values() if isinstance(part, dict) else part)
+        elif isinstance(part, str) and not is_blank(part):
+            return True
+    return False
 
 
 def with_system_and_tools(messages: list[Message], row: Row) -> list[Message]:

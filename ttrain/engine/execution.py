@@ -54,6 +54,9 @@ def registered_name(pipeline: str, stage: str) -> str:
 class Tracker(Protocol):
     """Shows a run elsewhere while it goes on, from what the run writes into the home."""
 
+    def page(self, stage: str | None = None) -> str | None:
+        """URL of the run, or of one of its stages; None if no server displays it."""
+
     def finish(self) -> object:
         """Show the run's end."""
 

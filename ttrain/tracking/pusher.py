@@ -17,7 +17,7 @@ from ttrain.core.files import PRIVATE_FILE, JsonDict, exclusive, write_json
 from ttrain.core.redact import without_user
 from ttrain.core.sqlite_files import is_damage
 from ttrain.engine.execution import PipelineRun
-from ttrain.store import events, runs
+from ttrain.store import events, runs, server_records
 from ttrain.tracking.client import (
     cannot_be_asked,
     rename_aside,
@@ -200,6 +200,17 @@ class Pusher:
                 break
         return not self.error
 
+    def page(self, stage: str | None = None) -> str | None:
+        """URL of the run in MLflow, or of a stage's, after a push; None if no server displays it."""
+        uri, server = without_user(self._mirror.uri), server_records.live_server(self.home, "mlflow")
+        address = uri.rstrip("/") if uri.startswith("http") else server and server.url
+        record = runs.read(self.home, self.run)
+        if address is None or record is None:
+            return None
+        self.push()
+        bound = self._mirror.bound.get(id_of(record, stage))
+        return f"{address}/{bound.page}" if bound else None
+
     def _loop(self) -> None:
         has_pushed = is_over = False
         while not is_over:
@@ -207,7 +218,7 @@ class Pusher:
             self.push()
             if not has_pushed and not self.error:
                 has_pushed = True
-                push(self.home)
+                push(self.home, mirror=self._mirror)  # which knows the points that it has sent
             self._stop.wait(RETRY_SECONDS if self.error else INTERVAL_SECONDS)
 
     def push(self) -> None:

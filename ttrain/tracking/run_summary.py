@@ -118,7 +118,8 @@ def difference(home: Path, run: RecordedRun) -> str:
         values = Counter(str(record[setting]) for record in reversed(earlier) if setting in record)
         value = settings[setting]
         if values and str(value) not in (values.most_common(1)[0][0], HIDDEN):
-            text = str(value).translate({ord(mark): None for mark in "[] '`"})
+            shown = f"{value:g}" if isinstance(value, float) else str(value)
+            text = shown.translate({ord(mark): None for mark in "[] '`"})
             changes.append(f"`{setting}={truncated(text, 40)}`")
     if len(changes) > SHOWN_SETTINGS:
         changes[SHOWN_SETTINGS:] = [f"and {len(changes) - SHOWN_SETTINGS} more settings"]
