@@ -115,7 +115,8 @@ class Cli:
         earlier, loggers = list(at_exit), [logging.getLogger(), logging.getLogger("ttrain")]
         handlers = [(logger, logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
         try:
-            return self.here(*arguments)
+            with mock.patch.object(servers, "RESTARTS", 0):
+                return self.here(*arguments)
         finally:
             from prefect.events.worker import EventsWorker
             from prefect.logging.handlers import APILogWorker
