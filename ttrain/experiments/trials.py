@@ -177,7 +177,9 @@ class TrialRunner:
         if best and best.value is not None:
             record = (runs.read(self.store.root, best.run) if best.run else None) or {}
             metrics = {request.measure.metric: best.value, **record.get("metrics", {}), "sweep/best_trial": best.number}
-            rows = [{"step": _done(trials), "metrics": metrics}]
+            # of one time, by whichever process the row is pushed: then MLflow has it once
+            ended = float(record.get("started_unix") or 1.0) + float(record.get("seconds") or 0.0)
+            rows = [{"step": _done(trials), "time": ended, "metrics": metrics}]
         return TrackedRun(
             self.sweep.name,
             self.sweep.name,
