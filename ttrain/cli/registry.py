@@ -138,7 +138,7 @@ ModelVersion = Annotated[
 def lineage(version: ModelVersion) -> Output:
     """Print what a model was made of: data, tokenizer, shards, base, SFT and LoRA, with keys, code, seed and settings.
 
-    It is read from the store, or from MLflow if the store is gone.
+    It is read from the store, or from a shared MLflow where the store lacks it.
     """
     from ttrain.lineage.lineage import lineage_of
 

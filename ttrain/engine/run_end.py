@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -13,15 +11,6 @@ from ttrain.core.text import format_duration
 from ttrain.engine.execution import PipelineRun
 from ttrain.store import runs
 from ttrain.store.runs import NIGHTLY
-
-if TYPE_CHECKING:
-    pass
-
-log = logging.getLogger("ttrain")
-
-MAX_CONCURRENT_STAGES = 4  # the most stages of a graph that are independent, and one to spare
-TAG = "ttrain"
-PROCESS_GONE = "its process is gone"
 
 
 def print_summary(execution: PipelineRun, outcome: str, console: Console) -> None:

@@ -1,6 +1,6 @@
 """The lineage of a model: the artifacts behind it, its evaluation, and the public sources of its data.
 
-`lineage_of` resolves any name, from the store's manifests, or from MLflow's if the store is gone.
+`lineage_of` resolves any name, from the store's manifests, or a shared MLflow's where it lacks one.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ CHARACTERS = 4900  # of the description of a version, by MLflow's limit
 MOST_VERSIONS = 10_000  # that MLflow gives in one answer
 ABOUT = (  # the description of every registered model
     "Of the pipeline `{name}`, a version for each that a run made. `champion` is what was promoted, "
-    "`challenger` the newest other one. `ttrain models list` shows them, `ttrain models promote` and "
-    "`ttrain models rollback` move the alias."
+    "`challenger` the newest other one. `ttrain models list` shows them, `ttrain models promote` "
+    "moves the alias, with `--previous` back."
 )
 
 
