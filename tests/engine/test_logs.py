@@ -76,7 +76,8 @@ def test_the_speed_and_the_time_left_are_shown_from_the_second_report_on(
     output = io.StringIO()
     display = Display(Console(file=output, force_terminal=is_terminal, width=150))
     for done in (0, 1000, 2000):
-        display("pretrain", "progressed", {"done": done, "total": 10_000, "unit": "tokens", "figures": {"loss": 7.25}})
+        progress = {"done": done, "total": 10_000, "unit": "tokens", "first": 0, "seconds": done / 50}
+        display("pretrain", "progressed", {**progress, "figures": {"loss": 7.25}})
         if display._bars:
             display._bars.refresh()
         clock[0] += 20

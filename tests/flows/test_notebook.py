@@ -29,7 +29,7 @@ def test_a_bar_moves_in_place_and_what_is_shown_is_escaped() -> None:
     assert len(drawn) == 1, "at most two drawings a second"
     display._drawn_at -= 1.0
     display("sft", "progressed", progress)
-    assert '<progress max="1" value="0.250">' in drawn[-1] and "250 tokens, validation loss 3.250" in drawn[-1]
+    assert '<progress max="1" value="0.250">' in drawn[-1] and "validation loss 3.250, 250 tokens" in drawn[-1]
     display("", "message", {"text": HOSTILE})
     display("sft", "ended", {"state": "completed", "seconds": 2.0, "figures": "validation_loss 3.000"})
     assert 'value="1.000"' in drawn[-1] and "validation_loss 3.000" in drawn[-1] and HOSTILE not in drawn[-1]

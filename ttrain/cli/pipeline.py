@@ -36,7 +36,7 @@ from ttrain.core.terminal import (
     print_escaped,
 )
 from ttrain.core.text import format_duration, format_time
-from ttrain.engine.run_progress import progress_of
+from ttrain.engine.progress import progress_of
 from ttrain.errors import UsageError
 from ttrain.reports import summary
 from ttrain.store import references, runs
@@ -210,11 +210,10 @@ def pipeline_status(
 
 def _with_progress(run: Run) -> Run:
     """The run with the progress of its running stages, also in place of their figures."""
-    progress = {each.stage: each for each in progress_of(run.record)}
     stages = [dict(stage) for stage in run.record["stages"]]
     for stage in stages:
-        if each := progress.get(stage["name"]):
-            stage |= {"progress": asdict(each), "metric": str(each)}
+        if run.outcome == "running" and (progress := progress_of(stage)):
+            stage |= {"progress": progress.to_json(), "metric": str(progress)}
     return replace(run, record={**run.record, "stages": stages})
 
 
