@@ -72,12 +72,12 @@ def _make(
             pass  # a killed run's process may live for another 0.2 s: it must be gone before its work is touched
         if forced and stored and not (work / RESTARTED).exists():
             remove_tree(work)
+        if planned.partial_run:
+            resume.take_over(store, planned.partial_run, key, planned.ingredients)
         remove_earlier_results(work)  # at once: the ranks of other nodes begin when there is a job
         for name, artifact in inputs.items():
             store.complete(artifact, stage.inputs.get(name, ()), report=lambda line: report("message", {"text": line}))
         verify_inputs(stage, store, inputs)
-        if planned.partial_run:
-            resume.take_over(store, planned.partial_run, key, planned.ingredients)
         _prepare(planned, settings, store, work)
         report("started", {"planned": planned, "work": work})
         try:
