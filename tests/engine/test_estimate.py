@@ -61,7 +61,7 @@ def test_without_any_rate_the_time_is_left_out_and_the_rest_is_told(house: House
     assert found["pretrain"].seconds is None and found["pretrain"].tokens == 100
     settings = house.settings("runtime.device=cuda")
     whole = estimate(list(house.plan("runtime.device=cuda").values()), settings, house.store)
-    assert whole.seconds is None and whole.remarks() and "day" not in "".join(whole.remarks())
+    assert whole.without == ["pretrain", "sft", "lora"] and "day" not in "".join(whole.remarks())
 
 
 def test_passes_follow_from_the_bytes_of_the_files_and_exactly_from_the_shards(house: House) -> None:

@@ -10,7 +10,7 @@ import pytest
 from support.planned_homes import House, running
 
 from ttrain.core import machine
-from ttrain.engine.planner import plan_json, plan_rows, plan_stage
+from ttrain.engine.planner import plan_stage
 from ttrain.tasks import PRETRAIN
 
 # --- what does not count, and is told: libraries and Python
@@ -67,11 +67,9 @@ def test_other_versions_rerun_nothing_and_are_told_where_nothing_else_runs(
     remade(built, **provenance)
     stages = built.plan()
     assert running(stages) == set()
-    notes = {stage["name"]: stage["notes"] for stage in plan_json("full", stages.values())["stages"]}
-    assert notes == {name: [told] if name == "sft" else [] for name in stages}
-    [row] = [row for row in plan_rows(stages.values()) if row[0] == "sft"]
-    assert row[3] == f"same settings, inputs and code; {told}"
-    assert not any(stage["notes"] for stage in plan_json("full", built.plan("sft.seed=2").values())["stages"])
+    assert {name: stage.notes for name, stage in stages.items() if stage.notes} == {"sft": [told]}
+    assert stages["sft"].row[3] == f"same settings, inputs and code; {told}"
+    assert not any(stage.notes for stage in built.plan("sft.seed=2").values())
 
 
 # --- how it is shown
@@ -81,22 +79,5 @@ def test_a_long_explanation_is_short_on_the_terminal_and_whole_in_json(built: Ho
     given = [f"sft.{name}" for name in ("seed=7", "optim.lr=0.5", "epochs=3.0", "stride=8", "dropped_fraction=0.5")]
     stages = built.plan(*given)
     assert len(stages["sft"].why) == 5
-    (row,) = [row for row in plan_rows(stages.values()) if row[0] == "sft"]
-    assert row[3] == f"{'; '.join(stages['sft'].why[:3])}; and 2 more, which `plan --json` has"
-    (whole,) = [stage for stage in plan_json("full", stages.values())["stages"] if stage["name"] == "sft"]
-    assert whole["why"] == list(stages["sft"].why)
-
-
-# --- what a rule decided
-
-
-def test_the_numbers_that_a_rule_gave_are_no_change_when_they_are_set(house: House) -> None:
-    house.build(house.settings(), stages=("tokenizer", "shards-pretrain", "shards-sft", "shards-lora", "pretrain"))
-    by_rule = {"epochs": 3.0, "tokens_per_step": 256}
-    trained = house.publish(house.plan()["sft"], result={"by_rule": by_rule, "steps": 60})
-    for given in (["sft.epochs=3"], ["sft.tokens_per_step=256"], ["sft.epochs=3", "sft.tokens_per_step=256"]):
-        planned = house.plan(*given)["sft"]
-        assert (planned.state, planned.artifact, planned.key) == ("cached", trained, trained.key)
-    for given in (["sft.epochs=4"], ["sft.epochs=3", "sft.tokens_per_step=512"], ["sft.epochs=3", "sft.seed=9"]):
-        assert house.plan(*given)["sft"].state == "run"
-    assert house.plan("sft.epochs=3", force=frozenset({"sft"}))["sft"].state == "run"
+    assert stages["sft"].row[3] == f"{'; '.join(stages['sft'].why[:3])}; and 2 more, which `plan --json` has"
+    assert stages["sft"].to_json()["why"] == list(stages["sft"].why)

@@ -14,8 +14,7 @@ from ttrain.core.files import write_json
 from ttrain.engine import resume
 from ttrain.engine.graph import Planned, Rerun
 from ttrain.engine.planner import plan_stage
-from ttrain.engine.restart import restart
-from ttrain.engine.resume import steps_in
+from ttrain.engine.resume import restart, steps_in
 from ttrain.errors import UsageError
 from ttrain.tasks import PRETRAIN
 

@@ -284,7 +284,7 @@ def plan_and_run(
     `command`: the one that asked for it, where its settings are its own; `to_plan`: as for `api.plan`.
     """
     from ttrain.engine.artifact_commands import remarks_on_code
-    from ttrain.engine.cached import record_cached
+    from ttrain.engine.plan import record_cached
 
     planned = restart.plan(pipeline, loaded.settings, **to_plan)
     if record := record_cached(planned, labels):
@@ -348,10 +348,8 @@ def _settings_of_earlier_run(stage: str, run: str, settings_options: SettingsOpt
 
 def _cached_parts(planned: Plan, record: Mapping[str, Any]) -> list[str | Table]:
     """The metrics of a run that found everything cached."""
-    from ttrain.engine.cached import cached_results
-
     parts: list[str | Table] = []
-    if rows := summary.rows(record["metrics"], cached_results(planned)):
+    if rows := summary.rows(record["metrics"], planned.results):
         parts.append(Table(("metric", "value", ""), rows))
     same = f" in the run {equals}" if (equals := record["equals"]) else ""
     subject = f"all {len(planned)} stages of {planned.pipeline} are"

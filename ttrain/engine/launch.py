@@ -17,7 +17,7 @@ from ttrain.engine import processes, provenance, resume, stage_worker
 from ttrain.engine.graph import Planned
 from ttrain.engine.input_files import data_files, file_digests
 from ttrain.engine.processes import Report
-from ttrain.engine.restart import RESTARTED
+from ttrain.engine.resume import RESTARTED
 from ttrain.engine.stage_worker import PROGRESS
 from ttrain.engine.stop_request import StopRequest
 from ttrain.errors import ArtifactError, DamagedFile, Interrupted, StageFailed, TTrainError
