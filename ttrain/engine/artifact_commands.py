@@ -73,15 +73,12 @@ def find_artifact(store: ArtifactStore, stage: str, prefix: str = "") -> Artifac
     references.need_stage(stage, STAGES)
     if not prefix:
         return store.latest(stage)
-    artifacts = store.artifacts(stage)
-    matches = [artifact for artifact in artifacts if artifact.key.startswith(prefix)]
-    if len(matches) == 1:
-        return matches[0]
-    keys = [artifact.key[:SHOWN_KEY] for artifact in matches or artifacts]
-    if matches:
-        raise references.ambiguous(prefix, f"keys of {stage}", keys)
-    shows = f"; `ttrain artifacts list {stage}` shows them"
-    raise references.unknown("artifact with the key", prefix, keys, owner=stage, also=shows)
+    artifacts = {artifact.key: artifact for artifact in store.artifacts(stage)}
+    key = references.matching(prefix, [*artifacts], "key")
+    if key is None:
+        keys, shows = [key[:SHOWN_KEY] for key in artifacts], f"; `ttrain artifacts list {stage}` shows them"
+        raise references.unknown("artifact with the key", prefix, keys, owner=stage, also=shows)
+    return artifacts[key]
 
 
 def verify(artifact: Artifact) -> list[str]:

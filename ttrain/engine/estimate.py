@@ -18,6 +18,7 @@ from ttrain.config.data import dataset_read
 from ttrain.config.training import TRAINING_STAGES, TRAININGS
 from ttrain.core.files import JsonDict, JsonObject
 from ttrain.core.machine import cpu_flags, usable_cores
+from ttrain.core.text import format_duration
 from ttrain.data import locations
 from ttrain.engine.graph import Planned
 from ttrain.engine.input_files import TRAIN, data_files
@@ -59,8 +60,8 @@ class StageEstimate:
     passes: float | None = None
 
     def __str__(self) -> str:
-        passes = f" ({_two_digits(self.passes)} passes)" if self.passes and self.passes >= 1.05 else ""
-        return f"{self.stage} {'?' if self.seconds is None else about(self.seconds)}{passes}"
+        passes = f" ({self.passes:,.1f} passes)" if self.passes and self.passes >= 1.05 else ""
+        return f"{self.stage} {'?' if self.seconds is None else _about(self.seconds)}{passes}"
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Estimate:
         """For a person; [] where nothing is known."""
         shown = ", ".join(str(each) for each in self.stages if each.seconds or each.passes)
         without = f" without {', '.join(self.without)}" if self.without else ""
-        return [f"takes about {about(self.seconds)} here{without}, by {self.rate}: {shown}"] if shown else []
+        return [f"takes about {_about(self.seconds)} here{without}, by {self.rate}: {shown}"] if shown else []
 
     def remarks(self) -> list[str]:
         """What a person is asked about before it runs."""
@@ -104,16 +105,9 @@ class Estimate:
         return {"seconds": self.seconds, "without": self.without, "rate": self.rate, "stages": stages}
 
 
-def about(seconds: float) -> str:
-    """A duration with two digits: "40 s", "12 min", "3.4 h", "2.1 days"."""
-    for unit, size in (("days", 86_400), ("h", 3600), ("min", 60)):
-        if seconds >= 1.5 * size:
-            return f"{_two_digits(seconds / size)} {unit}"
-    return f"{_two_digits(max(seconds, 1))} s"
-
-
-def _two_digits(value: float) -> str:
-    return f"{float(f'{value:.2g}'):,g}"
+def _about(seconds: float) -> str:
+    """A duration with two digits."""
+    return format_duration(float(f"{max(seconds, 1):.2g}"))
 
 
 def estimate(stages: Iterable[Planned], settings: Settings, store: ArtifactStore) -> Estimate:

@@ -146,14 +146,10 @@ def _suite_files(settings: Settings) -> dict[str, list[Path]]:
     return files_by_role
 
 
-def _start_setting(settings: Settings) -> str:
-    return f"{settings.trainings[0]}.start_from"
-
-
 def _model_files(settings: Settings) -> dict[str, list[Path]]:
     """The files of the existing model. Raises UsageError if there is none, or if a stage's rows are too long for it."""
     assert settings.existing_model, "the stage is in the recipe only where there is such a model"
-    setting = _start_setting(settings)
+    setting = f"{settings.trainings[0]}.start_from"
     files = existing.model_files(settings.existing_model, setting)
     limit = existing.max_length(files)
     for name in (*settings.trainings, "evaluate"):
@@ -171,15 +167,9 @@ def _tokenizer_files(settings: Settings) -> list[Path]:
     """The files of the existing tokenizer. That of the existing model lies where its weights are."""
     tokenizer = settings.tokenizer.existing
     assert tokenizer is not None, "asked for where there is such a tokenizer"
-    if tokenizer != settings.existing_model:
-        return existing.tokenizer_files(tokenizer)
-    directory = _model_files(settings)["config"][0].parent
-    if not (directory / existing.JSON).is_file():
-        raise UsageError(
-            f"{_start_setting(settings)} is {tokenizer}, which has no {existing.JSON}; "
-            f"set tokenizer.existing to the folder or the name of its tokenizer, as a folder with {existing.JSON}"
-        )
-    return existing.files_in(directory)
+    if tokenizer == settings.existing_model:
+        tokenizer = str(_model_files(settings)["config"][0].parent)
+    return existing.tokenizer_files(tokenizer)
 
 
 def _expand(paths: tuple[str, ...], setting: str, weights: tuple[float, ...]) -> list[InputFile]:
