@@ -9,9 +9,9 @@ from typing import Any
 
 from ttrain.config import Settings
 from ttrain.core import machine
-from ttrain.engine import resume
 from ttrain.errors import UsageError
 from ttrain.reports.summary import shortened
+from ttrain.store.artifacts import SHOWN_KEY
 from ttrain.store.differences import Ingredients, library_changes
 from ttrain.store.layout import Artifact, Artifacts
 from ttrain.tasks import Stage
@@ -75,6 +75,20 @@ Pipeline = Callable[[Settings], Graph]
 
 
 @dataclass(frozen=True)
+class PartialRun:
+    """A work directory in which a training saved its state at `step`, under the key of these ingredients."""
+
+    stage: str
+    key: str
+    path: Path
+    step: int
+    ingredients: Ingredients
+
+    def __str__(self) -> str:
+        return f"{self.stage} {self.key[:SHOWN_KEY]} at step {self.step}"
+
+
+@dataclass(frozen=True)
 class Planned:
     """What a run would do with one stage.
 
@@ -98,7 +112,7 @@ class Planned:
     inputs: Artifacts = field(default_factory=dict)
     first_step: int = 0
     start_from: Path | None = None
-    partial_run: resume.PartialRun | None = None
+    partial_run: PartialRun | None = None
     reused: bool = False
     sources: Mapping[str, Source] = field(default_factory=dict)
 
@@ -126,7 +140,7 @@ class Planned:
     def row(self) -> tuple[str, str, str, str]:
         """(stage, state, key, why) for a table."""
         why = shortened([*self.why, *self.notes])
-        return (self.name, self.state, (self.key or "")[:12], why)
+        return (self.name, self.state, (self.key or "")[:SHOWN_KEY], why)
 
     def has_inputs(self, inputs: Artifacts) -> bool:
         """Whether the plan is of these inputs, and knows its key."""

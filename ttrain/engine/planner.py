@@ -106,18 +106,15 @@ def _selected(
     return built, reused
 
 
-def _check_models(stages: Iterable[Planned], settings: Settings) -> None:
+def _check_models(stages: list[Planned], settings: Settings) -> None:
     """Raise UsageError for a model that cannot be, or not with its adapter: now, not after the stages before it."""
-    is_new = settings.existing_model is None
-    for planned in stages:
-        if isinstance(planned.sources.get("base"), Artifact):  # of an earlier night, which has a shape of its own
-            is_new = False
-        if planned.state == "cached":
-            continue
+    # The base model of an earlier night has a shape of its own
+    is_kept = any(isinstance(planned.sources.get("base"), Artifact) for planned in stages)
+    for planned in (planned for planned in stages if planned.state == "run"):
         if _describes_model(planned.stage, settings):
             registry.check_kind(settings.model.kind)
         adapter = adapter_of(planned.name, settings)
-        if adapter and is_new:
+        if adapter and not is_kept and settings.existing_model is None:
             registry.check_targets(planned.name, adapter, settings.model)
 
 

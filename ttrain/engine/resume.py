@@ -15,13 +15,13 @@ import itertools
 import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ttrain.config import TRAINING_STAGES, Settings, Training, rules
 from ttrain.core.files import JsonDict, fsync, link_or_copy, read_json, remove_tree, write_json
 from ttrain.core.text import first_of
+from ttrain.engine.graph import PartialRun, Planned
 from ttrain.errors import UsageError
 from ttrain.store import references
 from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
@@ -30,28 +30,11 @@ from ttrain.store.results import TrainingResult
 from ttrain.tasks import STAGES, Stage
 from ttrain.train.schedules import BUDGET, RATES, shared_steps, steps_of
 
-if TYPE_CHECKING:
-    from ttrain.engine.graph import Planned
-
 INGREDIENTS, CONTINUED = "ingredients.json", "continued.json"
 RESTARTED = "restarted.json"  # in a work directory that begins with older checkpoints, also where the stage is forced
 
 SHOWN_CHANGES = 3  # in the one line that offers the work
 SHOWN_STEPS = 10
-
-
-@dataclass(frozen=True)
-class PartialRun:
-    """A work directory in which a training saved its state at `step`, under the key of these ingredients."""
-
-    stage: str
-    key: str
-    path: Path
-    step: int
-    ingredients: Ingredients
-
-    def __str__(self) -> str:
-        return f"{self.stage} {self.key[:SHOWN_KEY]} at step {self.step}"
 
 
 def steps_in(output: Path) -> list[int]:
