@@ -97,11 +97,15 @@ def plan(
     selection = Selection(_stage_names(only), since, until)
     rerun = Rerun(_stage_names(force), extend, resume_key)
     make_graph = graph_of(pipeline)
-    check_first_rows(settings)  # first: a file of another kind explains more than what is missing
     settings = settings_of_selection(make_graph(settings), settings, store, rerun, selection)
     graph = make_graph(settings)
     earlier = run_records.newest_finished(store.root, settings.name)
-    stages = plan_stages(graph, settings, store, rerun, selection=selection, compared_with=earlier)
+    try:
+        stages = plan_stages(graph, settings, store, rerun, selection=selection, compared_with=earlier)
+    except UsageError:
+        check_first_rows(settings)  # all mistakes; and a file of another kind explains more than what is missing
+        raise
+    check_first_rows(settings, [planned.stage for planned in stages if planned.state == "run"])
     name = str(earlier["run"]) if earlier else ""
     return Plan(pipeline, settings, store, graph, stages, selection, rerun, name)
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import platform
 import shutil
 
+import pytest
 from support.planned_homes import House, running
 
+from ttrain import api
 from ttrain.core import machine
 from ttrain.engine.planner import plan_stage
+from ttrain.errors import UsageError
 from ttrain.tasks import PRETRAIN
 
 
@@ -52,3 +55,15 @@ def test_a_long_explanation_is_short_on_the_terminal_and_whole_in_json(built: Ho
     sft = built.plan(*given)["sft"]
     assert sft.row[3] == f"{'; '.join(sft.why[:3])}; and 2 more, which `plan --json` has"
     assert sft.to_json()["why"] == list(sft.why) and len(sft.why) == 5
+
+
+def test_mistakes_in_several_data_sets_are_told_at_once_and_what_is_left_out_is_not_read(house: House) -> None:
+    settings = house.settings("data.lora=gone")
+    assert len(api.plan("full", settings, until="shards-sft", home=house.store.root)) == 2
+    house.write("documents.jsonl", '{"question": "q", "answer": "a"}\n')
+    with pytest.raises(
+        UsageError, match=r"^data.pretrain needs documents, .*\ndata.lora is 'gone' but there is no such file"
+    ):
+        api.plan("full", settings, home=house.store.root)
+    with pytest.raises(UsageError, match="^data.pretrain needs documents"):
+        api.plan("full", settings, only="tokenizer", home=house.store.root)

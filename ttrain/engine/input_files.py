@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -87,15 +88,16 @@ def _no_documents(settings: Settings) -> UsageError:
     )
 
 
-def check_first_rows(settings: Settings) -> None:
-    """Raise UsageError for all data sets where the first rows of a file are not what it needs."""
-    problems = []
-    for name, stage in SHARDS.items():
-        if not settings.data.paths(name):
+def check_first_rows(settings: Settings, stages: Iterable[Stage] = tuple(SHARDS.values())) -> None:
+    """Raise UsageError for all data sets of these stages where the first rows of a file are not what it needs."""
+    problems, data = [], settings.data
+    names = dict.fromkeys(dataset_read(stage.dataset, data.tokenizer) for stage in stages if stage.dataset)
+    for name in names:
+        if name not in SHARDS or not data.paths(name):
             continue
-        kind = cast("Kind", stage.arguments["kind"])
+        kind = cast("Kind", SHARDS[name].arguments["kind"])
         try:
-            roles = data_files(stage, settings)
+            roles = data_files(SHARDS[name], settings)
             for role, setting in ((TRAIN, f"data.{name}"), (HELDOUT, f"data.{name}_heldout")):
                 files = [file.location for file in roles.get(role, [])]
                 first_rows.check(setting, kind, files, settings.reading)
