@@ -65,5 +65,5 @@ def test_mistakes_in_several_data_sets_are_told_at_once_and_what_is_left_out_is_
         UsageError, match=r"^data.pretrain needs documents, .*\ndata.lora is 'gone' but there is no such file"
     ):
         api.plan("full", settings, home=house.store.root)
-    with pytest.raises(UsageError, match="^data.pretrain needs documents"):
+    with pytest.raises(UsageError, match=r"^data\.pretrain needs documents"):
         api.plan("full", settings, only="tokenizer", home=house.store.root)

@@ -212,7 +212,7 @@ def test_an_artifact_is_found_by_the_beginning_of_its_key(user_home: Home, capsy
     assert (shown["key"], shown["damage"], shown["result"]) == (made[0].key, None, {"loss": 1.5})
     assert made[0].key in printed(capsys, "artifacts", "show", "sft", made[0].key[:10])
     twice = next(letter for letter in "0123456789abcdef" if sum(one.key[0] == letter for one in made) > 1)
-    for prefix, said in (("xyz", "sft has no artifact with the key 'xyz'"), (twice, "is the beginning of")):
+    for prefix, said in (("xyz", "sft has no artifact with the key 'xyz'"), (twice, "is the beginning or end of")):
         with pytest.raises(UsageError, match=said):
             artifact_commands.find_artifact(user_home.store, "sft", prefix)
     with pytest.raises(UsageError, match="there is no stage 'stf'"):
