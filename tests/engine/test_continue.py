@@ -102,6 +102,14 @@ def test_a_budget_that_reaches_the_step_may_differ(built: House, work: resume.Pa
         assert any('sft.epochs: "auto" → ' in line for line in planned.why)
 
 
+def test_passes_that_the_rows_decided_may_not_become_fewer(built: House, work: resume.PartialRun) -> None:
+    write_json(resume.checkpoint_of(work.path / "output", 20) / "state.json", {"identity": {"epochs": 6.0}})
+    with pytest.raises(UsageError, match=r"its budget, 2\.0 epochs, may end before that step"):
+        built.plan(SEED, "sft.epochs=2", resume_key=work.key)
+    for budget in ("sft.epochs=6", "sft.epochs=auto"):
+        assert built.plan(SEED, budget, resume_key=work.key)["sft"].partial_run == work
+
+
 def test_a_budget_of_rows_that_are_not_packed_has_more_steps(built: House) -> None:
     """The work at step 150 of a budget that packed rows would reach in 100."""
     budget = (*TOKENS, "sft.packing=none")

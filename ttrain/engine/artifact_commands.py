@@ -46,9 +46,8 @@ def artifact_rows(store: ArtifactStore, stage: str | None = None) -> list[Artifa
     for artifact in store.artifacts(stage or "*"):
         damage = store.damage(artifact)
         state = f"damaged: {damage}" if damage else "finished"
-        published, run_name = artifact.manifest["published"], users.get(artifact.key)
-        row = (artifact.stage, artifact.key, state, artifact.path, size_of(artifact), published, run_name)
-        rows.append(ArtifactRow(*row))
+        place = (artifact.stage, artifact.key, state, artifact.path)
+        rows.append(ArtifactRow(*place, size_of(artifact), artifact.manifest["published"], users.get(artifact.key)))
     others = {path: f"damaged: {problem}" for path, problem in store.unreadable(stage or "*").items()}
     trainings = [name for name, row in STAGES.items() if row.uses_ranks and stage in (None, name)]
     for work in (work for name in trainings for work in partial_runs(store, name)):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config import TRAINING_STAGES, Settings, Training, rules
-from ttrain.core.files import JsonDict, fsync, link_or_copy, read_json, remove_tree, write_json
+from ttrain.core.files import JsonDict, fsync, link_or_copy, read_json, read_object, remove_tree, write_json
 from ttrain.core.text import first_of
 from ttrain.engine.graph import PartialRun, Planned
 from ttrain.errors import UsageError
@@ -41,6 +41,11 @@ def steps_in(output: Path) -> list[int]:
     """The steps of the checkpoints in an output of a training."""
     names = (path.name.removeprefix("step-") for path in (output / "checkpoints").glob("step-*"))
     return sorted(int(name) for name in names if name.isdecimal())
+
+
+def checkpoint_of(output: Path, step: int) -> Path:
+    """The directory of a checkpoint in an output of a training."""
+    return output / "checkpoints" / f"step-{step:08d}"
 
 
 def saved_step(work: Path) -> int:
@@ -82,16 +87,21 @@ def forbidden_changes(work: PartialRun, ingredients: Ingredients, *, free: froze
 
 
 def _too_short(work: PartialRun, settings: Mapping[str, Any]) -> list[str]:
-    """The problem of a budget that may end before the step of the work, which the trainer checks by the rows. Epochs may
-    not become fewer. `auto` counts as what many rows give."""
-    usual = TRAINING_STAGES[work.stage].settings.by_rows
-    numbers = {"tokens": rules.TOKENS, "epochs": usual.epochs, "tokens_per_step": usual.tokens_per_step}
+    """The problem of a budget that may end before the step of the work. Epochs may not become fewer.
+
+    An `auto` that the work had is the number of its checkpoint, a new one what many rows give.
+    """
+    usual, old = TRAINING_STAGES[work.stage].settings.by_rows, work.ingredients["settings"]
+    least = {"tokens": rules.TOKENS, "epochs": usual.epochs, "tokens_per_step": usual.tokens_per_step}
+    by_rows = read_object(checkpoint_of(work.path / "output", work.step) / "state.json").get("identity", {})
 
     def number(values: Mapping[str, Any], name: str) -> Any:
-        value = values[f"{work.stage}.{name}"]
-        return numbers[name] if value == rules.AUTO else value
+        key = f"{work.stage}.{name}"
+        if values[key] != rules.AUTO:
+            return values[key]
+        return by_rows.get(name, least[name]) if old[key] == rules.AUTO else least[name]
 
-    before = {name: number(work.ingredients["settings"], name) for name in numbers}
+    before = {name: number(old, name) for name in least}
     tokens, epochs = number(settings, "tokens"), number(settings, "epochs")
     least_tokens = min(work.step * before["tokens_per_step"], before["tokens"] or math.inf)
     if (tokens or 0) >= least_tokens or (before["epochs"] and (epochs or 0) >= before["epochs"]):
@@ -216,7 +226,7 @@ def extension_of(
         may_be_cut = old["settings"][f"{stage.name}.epochs"] is not None  # the last step
         for step in steps_in(artifact.path):
             if step <= min(result.steps - may_be_cut, *shared):
-                checkpoints.setdefault(step, artifact.path / "checkpoints" / f"step-{step:08d}")
+                checkpoints.setdefault(step, checkpoint_of(artifact.path, step))
     if not checkpoints:
         nothing = "--extend found no shorter run of this batch with a checkpoint before its decay"
         return None, 0, f"{nothing}; it starts from scratch"
@@ -272,10 +282,10 @@ def _copy_until(source: Path, output: Path, step: int, stage: str) -> None:
             f"(runtime.keep_every_steps and runtime.keep_steps keep more)"
         )
     for number in steps[: steps.index(step) + 1]:
-        directory = Path("checkpoints") / f"step-{number:08d}"
-        (output / directory).mkdir(parents=True)
-        for file in (source / directory).iterdir():
-            link_or_copy(file, output / directory / file.name)
+        directory = checkpoint_of(output, number)
+        directory.mkdir(parents=True)
+        for file in checkpoint_of(source, number).iterdir():
+            link_or_copy(file, directory / file.name)
     (output / "run").mkdir()
     for curve in (source / "run").glob("*.jsonl"):
         shutil.copyfile(curve, output / "run" / curve.name)
