@@ -19,8 +19,8 @@ from ttrain.config import Runtime, Settings
 from ttrain.core.files import ProgressWriter
 from ttrain.data.blocks import BlockRecipe
 from ttrain.data.check import check
+from ttrain.data.pool import Processes
 from ttrain.data.records import NOT_UTF8, NULS
-from ttrain.data.sharding import Here
 from ttrain.errors import CannotRead, DataError
 from ttrain.tasks import shards
 from ttrain.tasks.common.job import StageContext
@@ -133,7 +133,7 @@ GOOD_FILE = FIRST + b"\n" + LAST + b"\n"
 LARGE = b"".join(b'{"text": "%d"}\n' % (n * n) for n in range(10_000))
 
 
-class Changing(Here):
+class Changing(Processes):
     """Changes the file after its blocks are known and before they are read."""
 
     def __init__(self, change: Callable[[], object]) -> None:
@@ -166,7 +166,7 @@ def test_a_file_that_cannot_be_read_whole_is_one_error_with_its_name_and_leaves_
         assert raised.value.files == (() if isinstance(raised.value, CannotRead) else (str(path),))
         assert isinstance(raised.value, CannotRead) == (says == "cannot read")
         assert not list(tmp_path.glob("shards-*/*/index.json"))
-        (report,) = check([str(path)], READING, pool=Here(), kind=kind)
+        (report,) = check([str(path)], READING, pool=Processes(1), kind=kind)
         assert report.error == str(raised.value)
 
 

@@ -11,7 +11,7 @@ from support.located_files import CONVERTED, NEW, OLD, ROW, expand
 from support.streamed_files import read
 from support.web import FakeHub, served_hub
 
-from ttrain.data import locations, remote
+from ttrain.data import locations
 from ttrain.errors import DataError, UsageError
 
 
@@ -20,7 +20,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of the Hub, without a network."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    remote.listing.cache_clear()
+    locations.listing.cache_clear()
     return tmp_path / "hub"
 
 

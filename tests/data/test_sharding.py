@@ -26,11 +26,11 @@ from support.tiny_data import LINES
 
 from ttrain.config import Reading
 from ttrain.data import blocks
-from ttrain.data.assembly import ShardSetResult
 from ttrain.data.blocks import BlockRecipe
 from ttrain.data.encoder import Encoder
+from ttrain.data.pool import Processes
 from ttrain.data.records import TOO_LONG, TextDocument, content_hash
-from ttrain.data.sharding import Processes
+from ttrain.data.sharding import ShardSetResult
 from ttrain.data.shards import ShardSet
 from ttrain.errors import ArtifactError
 from ttrain.tasks.shards import heldout_hashes, heldout_records, recipe_of
@@ -136,7 +136,7 @@ def test_one_worker_and_two_and_no_compression_or_any_leave_the_same_files(sets:
 
 def test_ctrl_c_of_a_terminal_never_reaches_a_worker_which_would_show_a_traceback_while_it_loads() -> None:
     with Processes(2) as pool:
-        assert signal.SIGINT in pool.begin()[0].submit(signal.pthread_sigmask, signal.SIG_BLOCK, ()).result()
+        assert signal.SIGINT in pool.begin().submit(signal.pthread_sigmask, signal.SIG_BLOCK, ()).result()
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 

@@ -27,7 +27,7 @@ from support.waiting import wait_until
 
 from ttrain.config import Reading
 from ttrain.data.blocks import BlockRecipe
-from ttrain.data.sharding import Here, Processes
+from ttrain.data.pool import Processes
 from ttrain.data.shards import ShardSet
 from ttrain.errors import ArtifactError, StageFailed
 
@@ -120,7 +120,7 @@ def test_a_new_file_alone_is_encoded_and_the_shards_of_a_removed_one_go(tmp_path
     assert digests(tmp_path / "out") == before
 
 
-class Killed(Here):
+class Killed(Processes):
     """Is killed in its fifth block, right before a file of it gets its name."""
 
     def map(self, function: Any, tasks: Any) -> Any:
@@ -135,7 +135,7 @@ def test_a_killed_build_keeps_its_finished_blocks_and_shows_no_half_one(tmp_path
     build(tmp_path / "whole", [path], recipe)
     if not (child := os.fork()):
         try:
-            build(tmp_path / "out", [path], recipe, pool=Killed())
+            build(tmp_path / "out", [path], recipe, pool=Killed(1))
         finally:
             os._exit(1)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL

@@ -325,6 +325,7 @@ REASONS, OTHER_REASONS = 100, "other reasons"  # distinct reasons at most, since
 OTHER_KEYS = "other keys"  # beyond as many
 
 FIRST_REJECTED = 5
+COUNTS = ("rows", "kept", "skipped", "rejected", "keys_seen", "unread_keys", "lines", "with_reasoning")
 
 EXCERPT_CHARACTERS = 200
 
@@ -383,12 +384,10 @@ class Tally:
         """Add the counts of another tally."""
         for name in ("rows", "kept", "lines", "with_reasoning"):
             setattr(self, name, getattr(self, name) + getattr(tally, name))
-        for counts, others, more in (
-            (self.rejected, OTHER_REASONS, tally.rejected),
-            (self.unread_keys, OTHER_KEYS, tally.unread_keys),
-        ):
-            for name, rows in more.items():
-                _count(counts, name, rows, others)
+        for reason, rows in tally.rejected.items():
+            _count(self.rejected, reason, rows, OTHER_REASONS)
+        for key, rows in tally.unread_keys.items():
+            _count(self.unread_keys, key, rows, OTHER_KEYS)
         self.skipped.update(tally.skipped)
         self.keys_seen.update(tally.keys_seen)
         self.bad_rows.update(tally.bad_rows)
@@ -400,6 +399,15 @@ class Tally:
         self.add(replace(block, first_rejected=[], bad_rows=Counter({path: block.rejected.total()})))
         for row in bad_rows:
             self._list({**row, "file": redact.url(path), "line": row["line"] + lines_before})
+
+    def counts(self) -> JsonDict:
+        """What `of_counts` reads: all but the places of bad rows."""
+        return {name: getattr(self, name) for name in COUNTS}
+
+    @classmethod
+    def of_counts(cls, counts: JsonDict) -> Tally:
+        """The tally of a block that was counted before."""
+        return cls(**{name: Counter(count) if isinstance(count, dict) else count for name, count in counts.items()})
 
     def to_json(self) -> JsonDict:
         """Counts for the manifest and the summary."""
@@ -452,10 +460,10 @@ def records(paths: Sequence[str], tally: Tally, max_line_bytes: int, text_field:
 
 def numbered_lines(path: str, max_line_bytes: int, text_field: str) -> Iterator[tuple[int, bytes]]:
     """The lines of a file with their numbers from 1."""
-    from ttrain.data import parquet, streams
+    from ttrain.data import streams
 
     if streams.is_parquet(path):
-        return parquet.lines(path, 0, len(parquet.groups(path)))
+        return streams.parquet_lines(path, 0)
     return lines(streams.json_lines(path, text_field), max_line_bytes)
 
 
