@@ -18,9 +18,10 @@ from ttrain.config.rules import AUTO
 from ttrain.core.hashing import digest_of
 from ttrain.data.blocks import encode_records, encoder_of
 from ttrain.data.loader import permute
+from ttrain.data.packing import counted_up
 from ttrain.data.record_rows import document_windows
 from ttrain.data.records import hash_of
-from ttrain.data.shards import Column, Offsets, ShardSet, counted_up, offsets_of, write_index, write_shard
+from ttrain.data.shards import Column, Offsets, ShardSet, offsets_of, write_index, write_shard
 from ttrain.tasks import EARLIER_HELDOUT, LEARNT_BEFORE, SHARE
 from ttrain.tasks.common.job import Figures, StageContext
 from ttrain.tasks.shards import heldout_documents

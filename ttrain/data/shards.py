@@ -24,6 +24,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ttrain.core.files import JsonDict, read_json, write_json
+from ttrain.data.packing import counted_up
 from ttrain.errors import ArtifactError
 from ttrain.store.integrity import home_of, verify_files
 
@@ -90,12 +91,6 @@ class Ranges(NamedTuple):
 def offsets_of(lengths: npt.ArrayLike) -> Offsets:
     """Where pieces of these lengths begin, one after the other, and where the last one ends."""
     return np.append(np.int64(0), np.cumsum(lengths, dtype=np.int64))
-
-
-def counted_up(starts: Offsets, lengths: Offsets) -> Offsets:
-    """`starts[i]`, `starts[i] + 1`, ... of `lengths[i]` numbers each, one after the other."""
-    ends = lengths.cumsum()
-    return np.asarray(np.arange(ends[-1] if len(ends) else 0) + (starts - ends + lengths).repeat(lengths))
 
 
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
