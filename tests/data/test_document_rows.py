@@ -94,7 +94,7 @@ def test_document_rows_equal_a_naive_loop(
 @pytest.mark.parametrize("together", [4, 1 << 18])
 def test_packed_rows_hold_whole_windows_of_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: int) -> None:
     """The rows of one document each, several in a row, as full as best fit makes them, each with its own positions."""
-    monkeypatch.setattr("ttrain.data.record_rows.PACKED_TOGETHER", together)
+    monkeypatch.setattr("ttrain.data.packing.PACKED_TOGETHER", together)
     documents = some_documents(5, 30, 12)
     shards = shard_set(tmp_path, documents, 50)
     packed, alone = SeparateDocumentRows(shards, 8, PAD, packed=True), SeparateDocumentRows(shards, 8, PAD)

@@ -32,7 +32,6 @@ DOCUMENT_KEYS = (TEXT, "content", "body", "paragraphs")
 LABELS, LABEL_CHARACTERS = ("source", "lang"), 64
 
 WEIGHT = "weight"  # key of a row; that of a turn of a chat says whether it is learnt
-WEIGHT_FIX = "write how often the row is drawn, compared with one of weight 1, or leave the key out"
 
 TOO_DEEP = "the functions or the arguments of a call are nested too deeply"
 PLACE_BYTES = 8  # of a content hash: they decide whether a record is held out
@@ -121,10 +120,11 @@ def accepted(rows: Iterable[Row], parse: Parser, tally: Tally) -> Iterator[tuple
 
 def _weighted(record: Record, weight: object) -> Record | Skipped | Rejected:
     """The record with the weight of its row: how often it is drawn, compared with a row of weight 1."""
+    fix = "write how often the row is drawn, compared with one of weight 1, or leave the key out"
     if isinstance(weight, bool) or not isinstance(weight, int | float):
-        return Rejected(f"'{WEIGHT}' is {kind_of(weight)}, not a number; {WEIGHT_FIX}")
+        return Rejected(f"'{WEIGHT}' is {kind_of(weight)}, not a number; {fix}")
     if not 0 <= weight < math.inf:
-        return Rejected(f"'{WEIGHT}' is {'negative' if weight < 0 else 'not finite'}; {WEIGHT_FIX}")
+        return Rejected(f"'{WEIGHT}' is {'negative' if weight < 0 else 'not finite'}; {fix}")
     return replace(record, weight=float(weight)) if weight else Skipped("weight 0")
 
 
@@ -333,8 +333,6 @@ TOO_LONG = "line longer than reading.max_line_bytes={}; raise it, or split the t
 
 NULS = "not valid JSON: only NUL bytes, as a crash of the writing machine leaves; write the line again"
 
-WIDE = "not valid UTF-8: NUL bytes between the letters, as UTF-16 has; convert the file with iconv"
-
 NOT_UTF8 = "not valid UTF-8; write the row again as UTF-8, or convert the file with iconv"
 
 
@@ -527,8 +525,8 @@ def _reason(line: bytes, error: str) -> str:
         return NOT_UTF8
     if not line.strip(b"\0\r"):
         return NULS
-    if b"\0" in line[:4]:
-        return WIDE
+    if b"\0" in line[:4]:  # between the letters, as UTF-16 has them
+        return NOT_UTF8
     if line.startswith(BOM_UTF8):
         return "not valid JSON: a byte order mark, which may stand at the start of a file only"
     return f"not valid JSON: {error.split(': line')[0]}"
