@@ -22,7 +22,7 @@ from ttrain.data.packing import (
     Rows,
     counted_up,
 )  # fmt: skip
-from ttrain.data.shards import Column, ShardSet, offsets_of
+from ttrain.data.shards import Column, ShardSet
 
 ThreeArrays = tuple[Array, Array, Array]
 
@@ -144,17 +144,15 @@ class SeparateDocumentRows(PackedRows, WindowRows):
         masks: Intervals = NO_MASKS,
     ) -> None:
         super().__init__(shards, row_length, pad_id, stride=stride, masks=masks)
-        windows, document, tokens_before = document_windows(shards.lengths, row_length, self.stride)
-        self._firsts = offsets_of(windows)
+        _, document, tokens_before = document_windows(shards.lengths, row_length, self.stride)
+        self._starts: Array = shards.starts[document] + tokens_before
         self._inputs: Array = np.minimum(row_length, shards.lengths[document] - 1 - tokens_before)
         weights = None if shards.row_weights is None else shards.row_weights[document]
         self.pack(self._inputs, weights, packed=packed)
 
     def windows(self, rows: Array) -> ThreeArrays:
         numbers, windows = self.items_of(rows)
-        documents = np.searchsorted(self._firsts, numbers, side="right") - 1
-        starts = self.shards.starts[documents] + (numbers - self._firsts[documents]) * self.stride
-        return starts, self._inputs[numbers], windows
+        return self._starts[numbers], self._inputs[numbers], windows
 
 
 def window_count(targets: npt.ArrayLike, row_length: int, stride: int) -> Array:

@@ -405,7 +405,8 @@ class Tally:
     @classmethod
     def of_counts(cls, counts: JsonDict) -> Tally:
         """The tally of a block that was counted before."""
-        return cls(**{name: Counter(count) if isinstance(count, dict) else count for name, count in counts.items()})
+        named: JsonDict = {name: Counter(count) if isinstance(count, dict) else count for name, count in counts.items()}
+        return cls(**named)
 
     def to_json(self) -> JsonDict:
         """Counts for the manifest and the summary."""

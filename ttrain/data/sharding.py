@@ -130,8 +130,13 @@ def build(
     totals = {role: Tally() for role in files}
     for (role, _), tally in tallies.items():
         totals[role].add(tally)
+    described: JsonDict = {
+        "kind": recipe.kind, "vocab_size": recipe.vocab_size, "tokenizer": recipe.tokenizer_digest,
+        **({"weights": list(weights)} if weights else {}),
+        **({"template": recipe.template} if recipe.kind != "documents" else {}),
+    }  # fmt: skip
     return ShardSetResult(
-        {part_name: _write_index(output / part_name, entries[part_name], recipe, weights) for part_name in PARTS},
+        {part_name: shards.write_index(output / part_name, shards=entries[part_name], **described) for part_name in PARTS},
         totals,
         [
             {"name": files[role][n].name, "role": role, **tally.to_json(), "tokens": 0, "bytes": 0, **sizes[role, n]}
@@ -280,21 +285,6 @@ def _write_lowest_row(output: Path, block: BuiltBlock, row: int, recipe: BlockRe
     text = path.with_suffix(".jsonl")
     shards.write_files([(text, orjson.dumps(record.to_json()) + b"\n")])
     return {**entry, "records": text.name, "bytes": int(block.rows[row, 2]), "group": 0}
-
-
-def _write_index(directory: Path, entries: list[Entry], recipe: BlockRecipe, weights: Sequence[float]) -> JsonDict:
-    """Write the index of a part, which makes it a set of shards."""
-    extra_fields: JsonDict = {"weights": list(weights)} if weights else {}
-    if recipe.kind != "documents":
-        extra_fields["template"] = recipe.template
-    return shards.write_index(
-        directory,
-        kind=recipe.kind,
-        vocab_size=recipe.vocab_size,
-        tokenizer=recipe.tokenizer_digest,
-        shards=entries,
-        **extra_fields,
-    )
 
 
 def _write_overlap_report(output: Path, overlaps: JsonDict | None) -> None:

@@ -104,8 +104,7 @@ def shard_of(name: str, column: Column, vocab_size: int) -> tuple[JsonDict, pa.B
     for field, mask in (("live", column.live), ("branches", column.branches)):
         if mask is not None:
             arrays[field] = _large_list(column.offsets, mask.astype(np.uint8))
-    is_weighted = column.weights is not None and bool((column.weights != 1).any())
-    if is_weighted:
+    if column.weights is not None and (column.weights != 1).any():
         arrays["weight"] = arrow_array(column.weights.astype(np.float64, copy=False))
     batch = pa.record_batch([*arrays.values()], names=[*arrays])
     sink = pa.BufferOutputStream()
@@ -118,7 +117,7 @@ def shard_of(name: str, column: Column, vocab_size: int) -> tuple[JsonDict, pa.B
         "rows": rows,
         "tokens": tokens,
         "live_tokens": tokens - rows if column.live is None else int(column.live.sum()),
-        **({"weighted": True} if is_weighted else {}),
+        **({"weighted": True} if "weight" in arrays else {}),
         "sha256": hashlib.sha256(data).hexdigest(),
     }, data
 
