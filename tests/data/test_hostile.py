@@ -39,11 +39,9 @@ END, CONTROL = json_error("unexpected end of data"), json_error("unexpected cont
 DOCUMENTS: dict[str, tuple[Sequence[bytes], Outcome, list[int]]] = {
     "broken JSON": ([FIRST, b'{"text": "cut off in the mid', LAST], bad(END), [2]),
     "invalid UTF-8": (
-        [FIRST, b'{"text": "\xff"}', b'{"text": "\xed\xa0\x80"}', b'{"text": "\xc0\xaf"}', LAST],
-        bad(*[NOT_UTF8] * 3), [2, 3, 4],
+        [FIRST, b'{"text": "\xff"}', b'{"text": "\xed\xa0\x80"}', LAST], bad(*[NOT_UTF8] * 2), [2, 3],
     ),
     "a BOM at the start": ([BOM + FIRST, LAST], {"kept": 2}, []),
-    "a BOM twice": ([BOM + BOM + FIRST, LAST], bad(MARK, kept=1), [1]),
     "a BOM in the middle, as of joined files": ([FIRST, BOM + FIRST, LAST], bad(MARK), [2]),
     "CRLF and blank lines": ([b"\r", FIRST + b"\r", b"\r", b" \t\r", LAST + b"\r", b"\r"], {"kept": 2}, []),
     "no object": (
@@ -55,33 +53,28 @@ DOCUMENTS: dict[str, tuple[Sequence[bytes], Outcome, list[int]]] = {
         [FIRST, b'{"text": "\\ud83d high"}', b'{"text": "\\ude00 low"}', b'{"text": "\\ude00\\ud83d"}', LAST],
         bad(LONE_HIGH, LONE_LOW, LONE_LOW), [2, 3, 4],
     ),
-    "raw NUL and control": ([FIRST, b'{"text": "\0"}', b'{"text": "a\x1bb"}', LAST], bad(CONTROL, CONTROL), [2, 3]),
+    "raw NUL": ([FIRST, b'{"text": "\0"}', LAST], bad(CONTROL), [2]),
     "a first line of NUL": ([bytes(3), FIRST, LAST], bad(NULS), [1]),
     "nothing": ([], {}, []),
     "duplicates": (
         [FIRST, FIRST, b'{"id": 1, "text": "A first line."}', text("a first line."), text("A first line. "), LAST],
         {"kept": 4, "skipped": {"duplicate": 2}}, [],
     ),
-    "U+2028, U+2029, U+0085": ([text("a\u2028b"), text("a\u2029b"), text("a\x85b")], {"kept": 3}, []),
+    "U+2028 and U+0085": ([text("a\u2028b"), text("a\x85b")], {"kept": 2}, []),
     "a key twice: the last one counts": (
         [b'{"text": "x", "text": "A first line."}', FIRST, b'{"text": "x", "text": null}', LAST],
         bad("'text' is null, not text", skipped={"duplicate": 1}), [3],
     ),
-    "NaN and Infinity": (
-        [FIRST, b'{"text": "a", "x": NaN}', b'{"text": "a", "x": -Infinity}', b'{"text": NaN}', LAST],
-        bad(VALUE, json_error("no digit after sign"), VALUE), [2, 3, 4],
-    ),
+    "NaN": ([FIRST, b'{"text": "a", "x": NaN}', LAST], bad(VALUE), [2]),
     "numbers beyond every type": (
         [FIRST, b'{"text": "a", "x": 1e400}', b'{"text": "b", "x": 1e-400}', b'{"text": "c", "x": ' + b"9" * 30 + b"}",
          b'{"text": "d", "x": ' + b"9" * 5000 + b"}", LAST],
         bad(INFINITE, INFINITE, kept=4), [2, 5],
     ),
-    "nested as deep as JSON is read": ([b'{"text": "a", "x": ' + b"[" * 1000 + b"]" * 1000 + b"}", FIRST], {"kept": 2}, []),
     "nested too deep": (
         [FIRST, b'{"text": "a", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", b'{"x":' * 5000, LAST],
         bad(DEEP, DEEP), [2, 3],
     ),
-    "3 MB of [": ([FIRST, b"[" * 3_000_000, LAST], bad(DEEP), [2]),
     "a whole file in a JSON array": ([b"[", FIRST + b",", b"4,", LAST, b"]"], bad("not a JSON object but a number"), [2]),
     "a JSON array in one line": ([b"[" + FIRST + b", " + LAST + b"]"], {"kept": 2}, []),
     "lists in lines": ([b"[" + FIRST + b"]", b"[" + LAST + b"]", FIRST], bad(*["not a JSON object but a list"] * 2, kept=1),

@@ -17,21 +17,14 @@ from ttrain.data import python_docs, tokenizer
 from ttrain.tasks.common.rows import open_rows
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("pretrain", "pretrain_heldout", "sft", "sft_heldout", "lora", "lora_heldout")
-SETTINGS = PythonDocs()
 Rows = dict[str, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
     output = tmp_path_factory.mktemp("python_docs")
-    return output, python_docs.build(output, SETTINGS)
-
-
-@pytest.fixture(scope="module")
-def rows(built: tuple[Path, Any]) -> Rows:
-    names = (*NAMES, "dpo", "dpo_heldout")
-    return {name: [json.loads(line) for line in (built[0] / f"{name}.jsonl").open(encoding="utf-8")] for name in names}
+    names = python_docs.build(output, PythonDocs())
+    return {name: [json.loads(line) for line in (output / f"{name}.jsonl").open(encoding="utf-8")] for name in names}
 
 
 def texts(row: dict[str, Any], role: str = "") -> list[str]:
@@ -88,6 +81,13 @@ def test_most_tokens_lie_in_a_row_with_the_beginning_of_their_document(rows: Row
         tokens = sum(lengths) - len(lengths)  # the last one of each is a target only
         assert 0 < without / tokens <= most, f"rows of {row_length}"
         assert packed.counts()["fill"] > 0.99
+
+
+def test_the_settings_say_how_much_is_taken(rows: Rows, tmp_path: Path) -> None:
+    taken = python_docs.build(tmp_path, PythonDocs(chat_rows=200, domain_rows=50, document_bytes=300_000))
+    assert {name: taken[name]["rows"] for name in ("sft", "dpo", "lora")} == {"sft": 200, "dpo": 75, "lora": 50}
+    assert 290_000 < taken["pretrain"]["bytes"] + taken["pretrain_heldout"]["bytes"] <= 300_000
+    assert (tmp_path / "sft.jsonl").read_text("utf-8").startswith(json.dumps(rows["sft"][0], ensure_ascii=False))
 
 
 def test_the_wheel_has_the_text_and_its_licence() -> None:

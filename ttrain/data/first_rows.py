@@ -77,7 +77,7 @@ def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> N
     bad = tally.rejected.total()
     if bad > tally.rows * max(MOST, reading.rejected_fraction):
         raise UsageError(
-            f"{setting}: {bad} of the first {tally.rows} rows are bad, the first one is {tally.first_rejected[0]}; correct "
+            f"{setting}: {bad} of the first {tally.rows} rows are bad, such as {tally.first_rejected[0]}; correct "
             f"them, or set reading.rejected_fraction, which is {reading.rejected_fraction:g}, to the share that may be bad"
         )
 
