@@ -97,7 +97,8 @@ def sample(
     that of the source and tonight. Seed and source determine one order of the parts, in which each night begins elsewhere.
     """
     records, begins, lengths = _parts(source, row_length)
-    own_seed = int(digest_of([seed, source.sha256s])[:8], 16)
+    sha256s = [entry["sha256"] for entry in source.entries]
+    own_seed = int(digest_of([seed, sha256s])[:8], 16)
     order = _spread(permute(np.arange(len(records)), len(records), own_seed, 0)) if len(records) else records
     order = np.roll(order, -int(nights_since * GOLDEN % 1 * len(order)))
     earlier_tokens = lengths[order].cumsum() - lengths[order]

@@ -12,9 +12,10 @@ A row has a set, such as "sft" or "sft_heldout", and is else as the data set has
                 SFT has nothing like it, the form of an answer is learnable in a few hundred rows, and the letters
                 asked for in the held-out rows are others than those of the training rows (and so are their capitals).
 
-Groups are held out as a whole, so that the held-out part asks about unseen code: a module with its twins, such as `heapq`
-and `_heapq`, a topic of the reference, a letter with its capital. What is left of repetition between groups is removed: items by word 8-grams, documents
-by the search of `shards.decontaminate`. With neither, 21 % of the held-out docstrings stood in the training part word
+Groups are held out as a whole, so that the held-out part asks about unseen code: a module with its
+twins, such as `heapq` and `_heapq`, a topic of the reference, a letter with its capital. What is left
+of repetition between groups is removed: items by word 8-grams, documents by the search of
+`shards.decontaminate`. With neither, 21 % of the held-out docstrings stood in the training part word
 for word; with the twins together 6 % still did, with the 8-grams alone 11 of 626.
 
 Every choice depends on the sha256 of a name, never on a random state, on set order or on which modules are imported: the

@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -241,33 +242,52 @@ def _rendered(parse: sources.Parser, encoder: Encoder) -> sources.Parser:
 
 def _make(data: bytes, block: Block, recipe: BlockRecipe, directory: Path, name: str) -> None:
     encoder = encoder_of(recipe.tokenizer)
-    bad_rows, rows, heldout_lines = list[JsonDict](), list[bytes](), list[bytes]()
+    bad_rows, rows, heldout_lines, weights = list[JsonDict](), list[bytes](), list[bytes](), list[float]()
     tally = Tally(quarantine=bad_rows.append)
     threshold = round(recipe.heldout_fraction * 2**64)
-    train, heldout = _ShardBuilder(encoder, recipe.kind), _ShardBuilder(encoder, recipe.kind)
+    pending: dict[str, list[sources.Record]] = {part_name: [] for part_name in PARTS}
+    encoded: dict[str, list[Column]] = {part_name: [] for part_name in PARTS}
+    sizes, pending_bytes = Counter[str](), 0
+
+    def encode_pending() -> None:
+        for part_name, group in pending.items():
+            if group:
+                encoded[part_name].append(encode_records(encoder, recipe.kind, group))
+                group.clear()
+
     for line, record in records(data, block, recipe, tally):
         content_hash = sources.content_hash(record)
         if recipe.keep_below is not None and draw(content_hash, recipe.seed) >= recipe.keep_below:
             tally.leave_out(BEYOND_LIMIT, 1)
             continue
         size = len(text_of(record).encode("utf-8"))
-        if int.from_bytes(content_hash[: sources.PLACE_BYTES], "big") < threshold:
-            heldout.add(replace(record, weight=1.0), size)  # what is held out is not drawn
-            heldout_lines.append(orjson.dumps(record.to_json()))
-        else:
-            train.add(record, size)
         rows.append(content_hash + size.to_bytes(8, "big") + line.to_bytes(8, "big"))
+        part_name = "train"
+        if int.from_bytes(content_hash[: sources.PLACE_BYTES], "big") < threshold:
+            part_name = "heldout"
+            heldout_lines.append(orjson.dumps(record.to_json()) + b"\n")
+        else:  # what is held out is not drawn
+            weights.append(record.weight)
+        pending[part_name].append(record)
+        sizes[part_name] += size
+        pending_bytes += size
+        if pending_bytes >= ENCODED_BYTES or len(pending[part_name]) >= ENCODED_RECORDS:
+            encode_pending()
+            pending_bytes = 0
+    encode_pending()
     files = {
         ROWS: b"".join(rows),
         BAD_ROWS: b"".join(orjson.dumps(row) + b"\n" for row in bad_rows),
-        HELDOUT_RECORDS: b"".join(line + b"\n" for line in heldout_lines),
+        HELDOUT_RECORDS: b"".join(heldout_lines),
     }
-    manifest: JsonDict = {"tally": tally.counts(), "threshold": threshold}
-    for part_name, builder in zip(PARTS, (train, heldout), strict=True):
-        manifest[part_name] = None
-        if column := builder.column():
+    manifest: JsonDict = {"tally": tally.counts(), "threshold": threshold, **dict.fromkeys(PARTS)}
+    for part_name, columns in encoded.items():
+        if columns:
+            column = shards.concatenate(columns)
+            if part_name == "train":
+                column = replace(column, weights=np.array(weights))
             entry, files[f"{part_name}.arrow"] = shards.shard_of(f"{name}.arrow", column, len(encoder))
-            manifest[part_name] = {**entry, "bytes": builder.bytes}
+            manifest[part_name] = {**entry, "bytes": sizes[part_name]}
     manifest["files"] = {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
     files[MANIFEST] = json.dumps(manifest).encode()  # the last one makes the block exist
     shards.write_files([(directory / file, data) for file, data in files.items()])
@@ -308,38 +328,6 @@ def _column(encoded: Sequence[tuple[npt.NDArray[Any], ...]]) -> Column:
 def text_of(record: sources.Record) -> str:
     """The whole text of a record."""
     return record.text if isinstance(record, sources.TextDocument) else "".join(turn.content for turn in record.messages)
-
-
-class _ShardBuilder:
-    """Collects the records of one shard and encodes them in groups."""
-
-    def __init__(self, encoder: Encoder, kind: str) -> None:
-        self._encoder, self._kind = encoder, kind
-        self._pending: list[sources.Record] = []
-        self._encoded: list[Column] = []
-        self._weights: list[float] = []
-        self._pending_bytes = self.bytes = 0
-
-    def add(self, record: sources.Record, size: int) -> None:
-        """Add a record whose text has `size` bytes."""
-        self._pending.append(record)
-        self._weights.append(record.weight)
-        self.bytes += size
-        self._pending_bytes += size
-        if self._pending_bytes >= ENCODED_BYTES or len(self._pending) >= ENCODED_RECORDS:
-            self._encode()
-
-    def column(self) -> Column | None:
-        """All records; None if there are none."""
-        if self._pending:
-            self._encode()
-        if not self._encoded:
-            return None
-        return replace(shards.concatenate(self._encoded), weights=np.array(self._weights))
-
-    def _encode(self) -> None:
-        self._encoded.append(encode_records(self._encoder, self._kind, self._pending))
-        self._pending, self._pending_bytes = [], 0
 
 
 @dataclass

@@ -30,7 +30,6 @@ class MicroBatch:
 
     number: int
     batch: Any
-    filler: bool = False  # without targets, so that a rank takes part in the collectives of a step that has no rows for it
 
 
 @dataclass(eq=False)
@@ -54,7 +53,7 @@ class Loader:
         parts = self.parts(step)
         mine = [MicroBatch(number, self.rows.batch(parts[number])) for number in range(self.rank, len(parts), self.world)]
         if len(mine) < -(-len(parts) // self.world):
-            mine.append(MicroBatch(len(parts) + self.rank, self.rows.batch(parts[0]).without_targets(), True))
+            mine.append(MicroBatch(len(parts) + self.rank, self.rows.batch(parts[0]).without_targets()))
         return mine
 
     def steps(self, first: int, last: int) -> Generator[list[MicroBatch], None, None]:

@@ -121,12 +121,12 @@ def build(
         found = [(file, match) for row, file, match in matches if selection.selected[row]]
         overlaps = contamination.report(against, found)
         selection.leave_out(contamination.OVERLAPS, removed)
-    _write_overlap_report(output, overlaps)
     sizes: defaultdict[tuple[str, int], Counter[str]] = defaultdict(Counter)
     entries = {part_name: _place_shards(output, part_name, built_blocks, recipe, sizes) for part_name in PARTS}
     if lowest is not None:
         entries["heldout"].append(_write_lowest_row(output, *lowest, recipe))
     _keep_blocks(output, built_blocks)
+    _write_overlap_report(output, overlaps)
     totals = {role: Tally() for role in files}
     for (role, _), tally in tallies.items():
         totals[role].add(tally)

@@ -211,11 +211,11 @@ class ShardSet:
         firsts = offsets_of([shard["rows"] for shard in index["shards"]]).tolist()
         numbered = zip(firsts, index["shards"], strict=False)
         chosen = [(first, shard) for first, shard in numbered if group is None or shard["group"] == group]
-        self._first_of_all, self._shards = [first for first, _ in chosen], [shard for _, shard in chosen]
+        self._first_of_all, self.entries = [first for first, _ in chosen], [shard for _, shard in chosen]
         self._verified: set[str] = set()
-        self._columns: list[Column | None] = [None] * len(self._shards)
-        self._first_row = offsets_of([shard["rows"] for shard in self._shards])
-        self._first_token = offsets_of([shard["tokens"] for shard in self._shards])
+        self._columns: dict[int, Column] = {}
+        self._first_row = offsets_of([shard["rows"] for shard in self.entries])
+        self._first_token = offsets_of([shard["tokens"] for shard in self.entries])
         self.tokens = int(self._first_token[-1])
 
     def __len__(self) -> int:
@@ -233,15 +233,10 @@ class ShardSet:
     @cached_property
     def row_weights(self) -> Ids | None:
         """Weight of each record, where any differs from 1; else no shard is read."""
-        if not any(shard.get("weighted") for shard in self._shards):
+        if not any(shard.get("weighted") for shard in self.entries):
             return None
         columns = self.columns()
         return np.concatenate([np.ones(len(c)) if c.weights is None else c.weights for c in columns])
-
-    @property
-    def sha256s(self) -> list[str]:
-        """The digests of the files, in order."""
-        return [shard["sha256"] for shard in self._shards]
 
     @cached_property
     def lengths(self) -> Offsets:
@@ -274,8 +269,8 @@ class ShardSet:
 
     def columns(self) -> list[Column]:
         """Every shard's records, in order."""
-        self._verify(self._shards)
-        return [self._column(number) for number in range(len(self._shards))]
+        self._verify(self.entries)
+        return [self._column(number) for number in range(len(self.entries))]
 
     def stream(self, start: int, end: int) -> Offsets:
         """Tokens `start` to `end` of all records, one after the other."""
@@ -318,10 +313,8 @@ class ShardSet:
             self._verified.update(files)
 
     def _column(self, number: int) -> Column:
-        column = self._columns[number]
-        if column is None:
-            shard = self._shards[number]
+        if number not in self._columns:
+            shard = self.entries[number]
             self._verify([shard])
-            column = read_shard(self.directory / shard["file"])
-            self._columns[number] = column
-        return column
+            self._columns[number] = read_shard(self.directory / shard["file"])
+        return self._columns[number]
