@@ -6,13 +6,12 @@ import itertools
 import shlex
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from ttrain.config.data import Reading
 from ttrain.core.files import JsonDict
 from ttrain.core.text import first_of
 from ttrain.data import locations, records, streams
-from ttrain.data.records import Kind, Rejected, Tally
+from ttrain.data.records import Kind, Rejected, Row, Tally
 from ttrain.errors import CannotRead, DataError, UsageError
 
 ROWS, FILES = 20, 20  # of a file, and of a data set
@@ -22,30 +21,23 @@ NAMES = {"documents": "a document", "chats": "a chat", "pairs": "a pair of answe
 DATASETS = {"documents": "pretrain", "chats": "sft", "pairs": "dpo"}
 
 
-class FirstRow(NamedTuple):
-    """One of the first rows of a file, with the number of its line."""
-
-    line: int
-    values: JsonDict
-
-
-def read(location: str, reading: Reading, tally: Tally) -> list[FirstRow]:
+def read(location: str, reading: Reading, tally: Tally) -> list[Row]:
     """The JSON objects among the first rows of a file; the tally counts the others.
 
     A `.txt` file is one row, without its text. Raises DataError for a file of another format.
     """
     if locations.is_text(location):
         tally.rows += 1
-        return [FirstRow(1, {reading.text_field: "..."})]
+        return [(location, 1, {reading.text_field: "..."})]
     limit = reading.max_line_bytes
     with streams.noting_faults(location):
         lines = itertools.islice(records.numbered_lines(location, limit, reading.text_field), ROWS)
-        return [FirstRow(line, values) for _, line, values in records.parsed(lines, location, tally, limit)]
+        return list(records.parsed(lines, location, tally, limit))
 
 
-def kind_of(rows: Sequence[FirstRow]) -> Kind | None:
+def kind_of(rows: Sequence[Row]) -> Kind | None:
     """What most of the rows are, by their keys."""
-    kinds = Counter(records.kind_of_row(row.values) for row in rows)
+    kinds = Counter(records.kind_of_row(values) for _, _, values in rows)
     return kinds.most_common(1)[0][0] if kinds else None
 
 
@@ -69,9 +61,9 @@ def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> N
             raise
         except DataError as error:
             raise UsageError(f"{setting}: {error}") from None
-        if rows and not any(_may_be(row, kind, reading.text_field) for row in rows):
-            raise UsageError(f"{setting} needs {kind}, but {location}:{_problem(setting, kind, location, rows, reading)}")
-        list(records.accepted(((location, *row) for row in rows), parse, tally))
+        if rows and not any(_may_be(values, kind, reading.text_field) for _, _, values in rows):
+            raise UsageError(f"{setting} needs {kind}, but {_problem(setting, kind, rows, reading.text_field)}")
+        list(records.accepted(rows, parse, tally))
     if local and len(local) == len(files) and not tally.rows:
         raise UsageError(f"{setting} is {', '.join(local)}, which has no rows; name a file with rows")
     bad = tally.rejected.total()
@@ -82,29 +74,30 @@ def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> N
         )
 
 
-def _may_be(row: FirstRow, kind: Kind, text_field: str) -> bool:
+def _may_be(row: JsonDict, kind: Kind, text_field: str) -> bool:
     """Whether a row is of this kind, or a bad row with its keys, which is counted where it is read."""
     if kind == "documents":
-        return any(key in row.values for key in records.document_keys(text_field))
-    is_bad_pair = kind == "pairs" and not row.values.keys().isdisjoint(("chosen", "rejected", "label"))
-    return is_bad_pair or records.kind_of_row(row.values) == kind or not why_bad(row, kind, text_field)
+        return any(key in row for key in records.document_keys(text_field))
+    is_bad_pair = kind == "pairs" and not row.keys().isdisjoint(("chosen", "rejected", "label"))
+    return is_bad_pair or records.kind_of_row(row) == kind or not why_bad(row, kind, text_field)
 
 
-def _problem(setting: str, kind: Kind, location: str, rows: Sequence[FirstRow], reading: Reading) -> str:
-    first, text_field, found = rows[0], reading.text_field, kind_of(rows)
-    keys = first_of(first.values, SHOWN_KEYS) or "no keys"
-    if found and found != kind and not all(why_bad(row, found, text_field) for row in rows):
+def _problem(setting: str, kind: Kind, rows: Sequence[Row], text_field: str) -> str:
+    location, line, first = rows[0]
+    keys = first_of(first, SHOWN_KEYS) or "no keys"
+    found = kind_of(rows)
+    if found and found != kind and not all(why_bad(values, found, text_field) for _, _, values in rows):
         part = "_heldout" if setting.endswith("_heldout") else ""
         fix = shlex.quote(f"data.{DATASETS[found]}{part}={location}")
-        return f"{first.line} is {NAMES[found]} (keys: {keys}); write {fix}"
+        return f"{location}:{line} is {NAMES[found]} (keys: {keys}); write {fix}"
     fix = f"write rows with {records.expected_fields(kind, text_field)}"
-    texts = {key: len(value) for key, value in first.values.items() if isinstance(value, str)}
+    texts = {key: len(value) for key, value in first.items() if isinstance(value, str)}
     if kind == "documents" and texts:
         fix = f"set reading.text_field={shlex.quote(max(texts, key=lambda key: texts[key]))}, or {fix}"
-    return f"{first.line} is none: {why_bad(first, kind, text_field)} (keys: {keys}); {fix}"
+    return f"{location}:{line} is none: {why_bad(first, kind, text_field)} (keys: {keys}); {fix}"
 
 
-def why_bad(row: FirstRow, kind: Kind, text_field: str) -> str:
+def why_bad(row: JsonDict, kind: Kind, text_field: str) -> str:
     """Why a row is not good; "" for a good one."""
-    parsed = records.parser_of(kind, text_field)(row.values)
+    parsed = records.parser_of(kind, text_field)(row)
     return parsed.reason if isinstance(parsed, Rejected) else ""

@@ -19,7 +19,7 @@ from ttrain.core import redact
 from ttrain.core.files import JsonDict, user_path
 from ttrain.core.hashing import digest_of
 from ttrain.core.text import first_line, first_of
-from ttrain.errors import CannotRead, UsageError
+from ttrain.errors import UsageError
 
 LINES = (".jsonl", ".ndjson")
 PACKED = (".gz", ".zst", ".bz2", ".xz")
@@ -283,9 +283,4 @@ def fetch(location: str) -> Path:
     from huggingface_hub import hf_hub_download
 
     repo, revision, path = _hub_parts(location)
-    try:
-        return Path(hf_hub_download(repo, path, repo_type="dataset", revision=revision))
-    except Exception as error:  # of the network, of the Hub
-        raise CannotRead(
-            f"cannot read {location}, which is not in the cache of the Hub: {reason(error)}; connect to the Hub"
-        ) from None
+    return Path(hf_hub_download(repo, path, repo_type="dataset", revision=revision))

@@ -7,9 +7,10 @@ order of a hash, so the first ones are a random sample.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ def build(output: Path, settings: PythonDocs) -> dict[str, dict[str, int]]:
     for _, _, row in records([str(text_file())], Tally(), MAX_LINE_BYTES):
         rows[row.pop("set")].append(row)
     room = settings.document_bytes - count_bytes(rows["pretrain_heldout"])
-    rows["pretrain"] = list(_first_bytes(rows["pretrain"], room))
+    sizes = itertools.accumulate(count_bytes([row]) for row in rows["pretrain"])
+    rows["pretrain"] = [row for row, size in zip(rows["pretrain"], sizes, strict=True) if size <= room]
     rows["sft"] = rows["sft"][: settings.chat_rows]
     rows["dpo"] = rows["dpo"][: round(PAIRS_SHARE * settings.chat_rows)]
     rows["lora"] = rows["lora"][: settings.domain_rows]
@@ -52,15 +54,6 @@ def count_bytes(rows: Iterable[Row]) -> int:
 def _texts(row: Row) -> list[str]:
     turns = row.get("messages") or row.get("prompt") or ()
     return [row[key] for key in ("text", "chosen", "rejected") if key in row] + [turn["content"] for turn in turns]
-
-
-def _first_bytes(rows: Iterable[Row], most_bytes: int) -> Iterator[Row]:
-    """The first rows, up to `most_bytes`."""
-    for row in rows:
-        most_bytes -= count_bytes([row])
-        if most_bytes < 0:
-            break
-        yield row
 
 
 def _write(path: Path, rows: list[Row]) -> dict[str, int]:

@@ -69,9 +69,9 @@ def _dataset_of(location: str, reading: Reading) -> str:
     kind = first_rows.kind_of(rows)
     if kind is None:
         raise DataError("has no rows")
-    problems = [first_rows.why_bad(row, kind, reading.text_field) for row in rows]
+    problems = [first_rows.why_bad(values, kind, reading.text_field) for _, _, values in rows]
     if all(problems):
-        raise DataError(f"holds no documents, chats or pairs: line {rows[0].line}: {problems[0]}")
+        raise DataError(f"holds no documents, chats or pairs: line {rows[0][1]}: {problems[0]}")
     return first_rows.DATASETS[kind]
 
 

@@ -76,12 +76,7 @@ def unpacked(location: str) -> Iterator[BinaryIO]:
         if not _is_packed(location):
             yield packed
             return
-        from fsspec.compression import compr
-        from fsspec.utils import infer_compression
-
-        compression = infer_compression(locations.name(location)) or "zstd"
-        unpack = _unpack_zstd if compression == "zstd" else compr[compression]
-        with unpack(packed, mode="rb") as stream:
+        with _unpacking(packed, locations.name(location)) as stream:
             yield stream
 
 
@@ -89,11 +84,15 @@ def _is_packed(location: str) -> bool:
     return locations.name(location).endswith(locations.PACKED)
 
 
-def _unpack_zstd(stream: BinaryIO, mode: str) -> Any:
-    """Unpack with pyarrow: fsspec has no zstd before Python 3.14."""
-    import pyarrow as pa
+def _unpacking(packed: BinaryIO, name: str) -> Any:
+    if name.endswith(".zst"):  # fsspec has no zstd before Python 3.14
+        import pyarrow as pa
 
-    return pa.CompressedInputStream(pa.PythonFile(stream, mode), "zstd")
+        return pa.CompressedInputStream(packed, "zstd")
+    from fsspec.compression import compr
+    from fsspec.utils import infer_compression
+
+    return compr[infer_compression(name)](packed, mode="rb")
 
 
 def is_parquet(location: str) -> bool:
