@@ -6,7 +6,6 @@ Files that are cut or unreadable are refused by name.
 from __future__ import annotations
 
 import gzip
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,10 +23,6 @@ from ttrain.data.records import NOT_UTF8, NULS
 from ttrain.errors import CannotRead, DataError
 from ttrain.tasks import shards
 from ttrain.tasks.common.job import StageContext
-
-OF_QUESTION = "'choices' beside 'question' may be a part of the question; write it there, or leave it out"
-NO_SHAPE = "none of the keys 'messages', 'conversations', 'instruction', 'prompt', 'question', 'input' holds a conversation"
-
 
 VALUE, CONTENT = json_error("unexpected character, expected a JSON value"), json_error("unexpected content after document")
 INFINITE, DEEP = json_error("number is infinity when parsed as double"), json_error("depth limit exceeded")
@@ -84,39 +79,14 @@ DOCUMENTS: dict[str, tuple[Sequence[bytes], Outcome, list[int]]] = {
 }  # fmt: skip
 
 
-def chat(*turns: tuple[str, Any], key: str = "messages", **more: Any) -> dict[str, Any]:
-    return {key: [{"role": role, "content": content} for role, content in turns], **more}
-
-
-GOOD = chat(("user", "good"), ("assistant", "good"))
-# What is wrong with each form of a chat: tests/data/test_records.py
-CHATS: dict[str, tuple[Sequence[Any], Outcome, list[int]]] = {
-    "shapes mixed in a file; messages come before conversations before instruction": (
-        [chat(("user", "good"), ("assistant", "good"), key="conversations"), GOOD, {"instruction": "good", "output": "good"},
-         {**GOOD, "conversations": [1], "instruction": 2}, {"messages": None, "instruction": "good", "output": "good"}],
-        {"kept": 1, "skipped": {"duplicate": 4}}, [],
-    ),
-    "rows of another kind": (
-        [{"text": "a"}, {"question": "q", "choices": ["a", "b"], "answer": 0}, GOOD],
-        bad(NO_SHAPE, OF_QUESTION, kept=1), [1, 2],
-    ),
-}  # fmt: skip
-CASES = [
-    *(("documents", name, *case) for name, case in DOCUMENTS.items()),
-    *(("chats", name, [json.dumps(row).encode() for row in rows], *more) for name, (rows, *more) in CHATS.items()),
-]
-
-
-@pytest.mark.parametrize("case", CASES, ids=[f"{kind}: {name}" for kind, name, *_ in CASES])
-def test_every_row_is_kept_skipped_or_rejected_by_its_rule(
-    tmp_path: Path, recipes: dict[str, BlockRecipe], case: tuple[str, str, Sequence[bytes], Outcome, list[int]]
-) -> None:
-    kind, _, lines, expected, where = case
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_row_is_kept_skipped_or_rejected_by_its_rule(tmp_path: Path, recipe: BlockRecipe, name: str) -> None:
+    lines, expected, where = DOCUMENTS[name]
     plain, packed = tmp_path / "a.jsonl", tmp_path / "a.jsonl.gz"
     plain.write_bytes(b"\n".join(lines))
     packed.write_bytes(gzip.compress(plain.read_bytes() + b"\n" * bool(lines), 1))
     for path, block_bytes in ((plain, 1 << 20), (packed, 1024)):
-        assert outcome(path, recipes[kind], block_bytes) == (expected, where)
+        assert outcome(path, recipe, block_bytes) == (expected, where)
 
 
 # --- whole files
