@@ -13,7 +13,6 @@ import fsspec
 import orjson
 import pyarrow as pa
 import pytest
-from support.packed_files import zstd
 from support.streamed_files import SMALL, TABLE, TEXT, read, table_bytes, written
 from support.web import Site
 
@@ -31,7 +30,7 @@ PACKED = {
     ".gz": gzip.compress(TEXT[:999], 1) + gzip.compress(b"") + gzip.compress(TEXT[999:], 1),
     ".bz2": bz2.compress(TEXT[:999]) + bz2.compress(TEXT[999:], 1),
     ".xz": lzma.compress(TEXT[:999]) + lzma.compress(TEXT[999:], preset=0),
-    ".zst": zstd(TEXT[:999]) + zstd(b"") + zstd(TEXT[999:]),
+    ".zst": b"".join(pa.compress(part, "zstd", asbytes=True) for part in (TEXT[:999], b"", TEXT[999:])),
 }
 
 
