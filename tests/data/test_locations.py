@@ -52,10 +52,13 @@ def test_what_is_not_there_is_said_with_setting_value_and_fix(folder: Path, monk
     (folder / "none").mkdir()
     (folder / "none" / "table.csv").touch()
     monkeypatch.chdir(folder / "deep")
-    for pattern in (f"{folder}/nowhere.jsonl", f"{folder}/a\0b", f"{folder}/nowhere/*.jsonl", "b.jsonl", f"{folder}/none"):
+    for pattern, reason in (
+        (f"{folder}/nowhere.jsonl", "there is no such file; name a"), (f"{folder}/a\0b", "there is no such file; name a"),
+        ("b.jsonl", f"there is no such file in {folder}/deep, where the command runs; "),
+        (f"{folder}/none", "no file in that folder ends in"),
+    ):  # fmt: skip
         with pytest.raises(UsageError) as raised:
             expand(str(folder / "b.jsonl"), pattern)
-        reason = f"there is no such file in {folder}/deep, where the command runs; name a"
         assert f"data.pretrain is '{pattern}' but {reason}" in str(raised.value)
 
 

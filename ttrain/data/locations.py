@@ -128,13 +128,22 @@ def expand(patterns: Sequence[str], setting: str) -> list[str]:
         except UsageError as error:
             raise UsageError(f"{setting} is '{shown}' but {error}") from None
         if not matches:
-            place = "" if is_remote(pattern) else f" in {Path.cwd()}, where the command runs"
             raise UsageError(
-                f"{setting} is '{shown}' but there is no such file{place}; name a .jsonl, .parquet or .txt file, "
-                "a glob, or a folder of such files (commas separate several)"
+                f"{setting} is '{shown}' but {_missing(pattern)}; name a .jsonl, .parquet or .txt file, a glob or a "
+                "folder (commas separate several)"
             )
         paths.update(dict.fromkeys(matches))
     return list(paths)
+
+
+def _missing(pattern: str) -> str:
+    """Why a pattern matches nothing."""
+    if is_remote(pattern):
+        return "there is no such file"
+    path = local_path(pattern)
+    if path.is_dir():
+        return "no file in that folder ends in .jsonl, .ndjson, .parquet or .txt"
+    return "there is no such file" + ("" if path.is_absolute() else f" in {Path.cwd()}, where the command runs")
 
 
 def local_matches(path: Path) -> list[str]:

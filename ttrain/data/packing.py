@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from heapq import heappop, heappush
 from itertools import chain, pairwise
 from typing import Any, ClassVar, Self
@@ -140,6 +139,7 @@ class MixedRows(Rows):
         self.row_length, self.pad_id, self.batch_type = groups[0].row_length, groups[0].pad_id, groups[0].batch_type
         self.trimmed = any(group.trimmed for group in groups)
         self._firsts = np.cumsum([0, *(len(group) for group in groups)])
+        self._lengths = np.concatenate([group.lengths() for group in groups])
 
     def __len__(self) -> int:
         return int(self._firsts[-1])
@@ -163,10 +163,6 @@ class MixedRows(Rows):
 
     def lengths(self) -> Array:
         return self._lengths
-
-    @cached_property
-    def _lengths(self) -> Array:
-        return np.concatenate([group.lengths() for group in self.groups])
 
     def fill(self, rows: Array, batch: Batch, lines: Array) -> None:
         numbers = np.searchsorted(self._firsts, rows, side="right") - 1
