@@ -25,9 +25,9 @@ from typer.main import get_command
 from ttrain.config import Reading, Settings
 from ttrain.config.loading import load
 from ttrain.data import contamination, sharding
-from ttrain.data.built_blocks import DataFile
+from ttrain.data.blocks import DataFile
+from ttrain.data.pool import Processes
 from ttrain.data.preferences import is_preference, preference_of
-from ttrain.data.sharding import Here
 from ttrain.errors import TTrainError
 from ttrain.evaluate import suites
 from ttrain.tasks.shards import recipe_of
@@ -254,7 +254,7 @@ def test_shards_open_as_the_page_of_artifacts_says(tmp_path: Path) -> None:
     reading = Reading(heldout_fraction=0.0)
     recipe = recipe_of(reading, tmp_path / "tokenizer", "documents")
     files = {"train": [DataFile(str(tmp_path / "rows.jsonl"), "rows.jsonl")]}
-    sharding.build(tmp_path / "shards", files, recipe, reading, block_bytes=1 << 20, pool=Here())
+    sharding.build(sharding.Work(tmp_path / "shards", files, recipe, reading, 1 << 20, Processes(1)))
     (opener,) = re.findall(r"^\| `shards-\*` \| `(.*?)`", ARTIFACTS, flags=re.MULTILINE)
     (entry,) = json.loads((tmp_path / "shards/train/index.json").read_bytes())["shards"]
     place = str(tmp_path / "shards" / "train" / entry["file"])

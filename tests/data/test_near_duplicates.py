@@ -14,11 +14,11 @@ from support.shard_sets import digests, opened, texts_in, write_lines
 
 from ttrain.config import Reading
 from ttrain.data import near_duplicates
-from ttrain.data.assembly import ShardSetResult
 from ttrain.data.blocks import BlockRecipe
 from ttrain.data.near_duplicates import FOLDER, NEAR_DUPLICATE, REPORT, EarlierSet, SimilarityRule
 from ttrain.data.plain_text import plain
-from ttrain.data.sharding import Processes
+from ttrain.data.pool import Processes
+from ttrain.data.sharding import ShardSetResult
 from ttrain.data.shards import read_shard
 
 RULE = SimilarityRule(0.8)

@@ -25,15 +25,14 @@ from support.tiny_data import LINES, make_tokenizer
 
 from ttrain.config import Reading
 from ttrain.data import sharding, tools
-from ttrain.data.assembly import ShardSetResult
-from ttrain.data.blocks import BlockRecipe
-from ttrain.data.built_blocks import DataFile
+from ttrain.data.blocks import BlockRecipe, DataFile
 from ttrain.data.chat import prompt_ids
 from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
 from ttrain.data.jinja_templates import ROLES, SPECIAL_TOKENS
+from ttrain.data.pool import Processes
 from ttrain.data.records import Conversation, Record, TextDocument, document_parser, parse_conversation
-from ttrain.data.sharding import Here
+from ttrain.data.sharding import ShardSetResult, Work
 from ttrain.data.shards import ShardSet
 from ttrain.errors import TTrainError
 from ttrain.tasks.shards import recipe_of
@@ -172,9 +171,8 @@ def mutated_file(chance: random.Random, lines: int) -> tuple[bytes, str]:
 
 
 def build(path: Path, output: Path, recipe: BlockRecipe, block_bytes: int = 1 << 14) -> ShardSetResult:
-    return sharding.build(
-        output, {"train": [DataFile(str(path), path.name)]}, recipe, READING, block_bytes=block_bytes, pool=Here()
-    )
+    files = {"train": [DataFile(str(path), path.name)]}
+    return sharding.build(Work(output, files, recipe, READING, block_bytes, Processes(1)))
 
 
 def whole_number(digits: str) -> float:

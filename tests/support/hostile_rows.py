@@ -9,11 +9,10 @@ from typing import Any
 
 from ttrain.config import Reading
 from ttrain.data import sharding
-from ttrain.data.assembly import ShardSetResult
-from ttrain.data.blocks import BlockRecipe
-from ttrain.data.built_blocks import DataFile
+from ttrain.data.blocks import BlockRecipe, DataFile
 from ttrain.data.check import check
-from ttrain.data.sharding import Here
+from ttrain.data.pool import Processes
+from ttrain.data.sharding import ShardSetResult, Work
 from ttrain.data.shards import ShardSet
 
 READING = Reading(heldout_fraction=0.0, rejected_fraction=1.0)
@@ -26,7 +25,7 @@ def build(path: Path, recipe: BlockRecipe, block_bytes: int = 1 << 20, pool: Any
     """The shards of one file, and where they are."""
     output = path.parent / f"shards-{path.name}-{block_bytes}"
     files = {"train": [DataFile(str(path), path.name)]}
-    return sharding.build(output, files, recipe, READING, block_bytes=block_bytes, pool=pool or Here()), output
+    return sharding.build(Work(output, files, recipe, READING, block_bytes, pool or Processes(1))), output
 
 
 def outcome(path: Path, recipe: BlockRecipe, block_bytes: int = 1 << 20) -> tuple[Outcome, list[int]]:
@@ -36,7 +35,10 @@ def outcome(path: Path, recipe: BlockRecipe, block_bytes: int = 1 << 20) -> tupl
     """
     built, output = build(path, recipe, block_bytes)
     (report,) = check(
-        [str(path)], READING.model_copy(update={"max_line_bytes": recipe.max_line_bytes}), pool=Here(), kind=recipe.kind
+        [str(path)],
+        READING.model_copy(update={"max_line_bytes": recipe.max_line_bytes}),
+        pool=Processes(1),
+        kind=recipe.kind,
     )
     for tally in (built.tallies["train"], report.tally):
         assert tally.rows == tally.kept + tally.skipped.total() + tally.rejected.total()

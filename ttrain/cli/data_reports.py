@@ -17,10 +17,9 @@ from ttrain.core.files import JsonObject, output_file
 from ttrain.core.terminal import bar, escaped
 from ttrain.core.text import format_value
 from ttrain.data import inspect, locations
-from ttrain.data.built_blocks import Pool
 from ttrain.data.check import check
 from ttrain.data.inspect import TokenView
-from ttrain.data.sharding import Here, Processes
+from ttrain.data.pool import Pool, Processes
 from ttrain.data.shards import ShardSet
 from ttrain.engine.artifact_commands import find_artifact
 from ttrain.errors import UsageError
@@ -63,7 +62,7 @@ def _pool(sources: Iterable[str], workers: int | None) -> Iterator[Pool]:
     """This process if there is little to do, else worker processes."""
     are_local = not any(map(locations.is_remote, sources))
     if are_local and sum(Path(source).stat().st_size for source in sources) < SMALL_BYTES:
-        yield Here()
+        yield Processes(1)
     else:
         with Processes(workers or os.cpu_count() or 1) as pool:
             yield pool

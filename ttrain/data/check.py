@@ -20,10 +20,10 @@ from ttrain.config import Reading
 from ttrain.core import redact
 from ttrain.core.files import JsonDict
 from ttrain.data import blocks, first_rows, records
-from ttrain.data.assembly import DUPLICATE, is_first
-from ttrain.data.blocks import Block, BlockRecipe
-from ttrain.data.built_blocks import Pool, Table
+from ttrain.data.blocks import Block, BlockRecipe, Table
+from ttrain.data.pool import Pool
 from ttrain.data.records import Tally
+from ttrain.data.selection import DUPLICATE, is_first
 from ttrain.errors import DataError
 
 BLOCK_BYTES = 8 << 20  # what one worker takes at a time
@@ -128,7 +128,7 @@ def examine(block: Block, recipe: BlockRecipe) -> Report:
         for _, record in blocks.records(data, block, recipe, report.tally):
             hashes.append(records.content_hash(record))
             texts.append(blocks.text_of(record))
-    report.keys = np.frombuffer(b"".join(hashes), ">u8").astype(np.uint64).reshape(-1, 2)
+    report.keys = blocks.table_of(b"".join(hashes), 2)
     report.sizes = np.array([len(text.encode("utf-8")) for text in texts], np.int64)
     # numpy counts 100 MB of text a second, `Counter` 30
     counts = np.bincount(np.frombuffer("".join(texts).encode("utf-32-le"), "<u4"))

@@ -29,9 +29,9 @@ import orjson
 from ttrain.core.files import JsonDict
 from ttrain.core.hashing import digest_of
 from ttrain.data import shards
-from ttrain.data.blocks import PARTS, BlockRecipe, encoder_of
-from ttrain.data.built_blocks import BuiltBlock, Flags, Pool
+from ttrain.data.blocks import PARTS, BlockRecipe, BuiltBlock, Flags, encoder_of
 from ttrain.data.plain_text import plain
+from ttrain.data.pool import Pool
 
 NEAR_DUPLICATE = "near-duplicate"  # the rule's name in the counts
 FOLDER, REPORT = Path("run", "near"), Path("run", "near_duplicates.jsonl")

@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from ttrain.data.chat import header_length
 from ttrain.data.encoder import Encoder
-from ttrain.data.packing import IGNORE, NO_MASKS, Array, Batch, Counts, Intervals
+from ttrain.data.packing import IGNORE, NO_MASKS, NONE, Array, Batch, Counts, Intervals
 from ttrain.data.preferences import CHOSEN, PROMPT, REJECTED
-from ttrain.data.record_rows import NONE, ChatRows, PieceRows, ThreeArrays, sums_by_record
+from ttrain.data.record_rows import ChatRows, PieceRows, ThreeArrays, sums_by_record
 from ttrain.data.shards import Column, ShardSet
 
 PARTS, BRANCHES = (PROMPT, CHOSEN, REJECTED), (CHOSEN, REJECTED)
