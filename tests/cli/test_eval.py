@@ -215,7 +215,7 @@ def test_suites_add_figures_to_the_stage_and_change_none_and_decide_by_their_own
     perplexity = evaluation.metric("prose/perplexity/base")
     assert (perplexity.shown, len(perplexity.records)) == ("exp", found["counts"]["prose/items"])
     rules = Promotion(metric="prose/perplexity/base", min_samples=2)
-    worse = replace(perplexity, sums=tuple(1.1 * nats for nats in perplexity.sums), recorded=perplexity.value**1.1)
+    worse = replace(perplexity, sums=tuple(1.1 * nats for nats in perplexity.sums))
     decision = decide(perplexity, worse, rules)
     assert decision.promote and decision.interval is not None
     assert decision.interval[0] < worse.value - perplexity.value < decision.interval[1]

@@ -13,7 +13,7 @@ from ttrain.config import Promotion
 from ttrain.evaluate import forgetting
 from ttrain.evaluate.forgetting import BestFigure, HeldoutText, TextFigure, heldout_texts
 from ttrain.evaluate.promotion import Decision, decide, first_champion
-from ttrain.evaluate.task_result import Metric, recorded_metric
+from ttrain.evaluate.task_result import Metric
 
 COUNT = 40  # records of each night
 
@@ -24,8 +24,7 @@ def model(costs: Mapping[str, float], *, count: int = COUNT, spread: float = 0.0
     level = np.repeat([*costs.values()], count)
     sums = sizes * (level + spread * random.standard_normal(len(sizes)))
     names = tuple(f"{name}/{number}" for name in costs for number in range(count))
-    value = float(sums.sum() / sizes.sum())
-    return recorded_metric("bits_per_byte", value, sums=tuple(sums), sizes=tuple(sizes), records=names)
+    return Metric("bits_per_byte", tuple(sums), tuple(sizes), None, records=names)
 
 
 def nights_of(scores: Metric) -> dict[str, list[str]]:
@@ -107,8 +106,7 @@ def test_small_nights_are_judged_together_and_not_at_all_where_even_these_are_to
 def test_an_accuracy_that_falls_is_a_loss() -> None:
     def right(share: float) -> Metric:
         sums = tuple(float(number < share * 100) for number in range(100))
-        items = {"sums": sums, "sizes": (1.0,) * 100, "records": tuple(map(str, range(100)))}
-        return recorded_metric("poems/accuracy/base", share, higher_is_better=True, **items)
+        return Metric("poems/accuracy/base", sums, (1.0,) * 100, True, records=tuple(map(str, range(100))))
 
     texts = [HeldoutText("source", name, tuple(range(start, start + 50))) for name, start in (("a", 0), ("b", 50))]
     low, high = right(0.2), right(0.5)
@@ -170,7 +168,7 @@ def test_a_challenger_that_gains_on_the_champion_passes_however_good_an_earlier_
     ],
 )
 def test_a_first_champion_must_beat_the_baseline(setting: str | float | None, value: float, promote: bool, why: str) -> None:
-    rules, challenger = Promotion(baseline=setting), recorded_metric("bits_per_byte", value)  # type: ignore[arg-type]
+    rules, challenger = Promotion(baseline=setting), Metric("bits_per_byte", (value,), (1.0,), None)  # type: ignore[arg-type]
     metrics = {"bits_per_byte": value, "bits_per_byte_xz": 2.0, "bits_per_byte_zlib": 2.5}
     decision = decide(challenger, None, rules, first=first_champion(metrics, challenger, rules))
     assert (decision.promote, decision.word) == (promote, "promoted" if promote else "kept")

@@ -153,9 +153,9 @@ def test_a_limit_draws_items_by_the_seed_and_two_models_are_asked_the_same(
     place: Path, subject: EvaluatedModel, tmp_path: Path
 ) -> None:
     some = read(place, "words", limit=4)
-    numbers = [item.number for item in some.items]
+    numbers = [number for _, number in some.items]
     assert len(numbers) == 4 and numbers == sorted(numbers)
-    assert [item.number for item in read(place, "words", limit=4, seed=2).items] != numbers
+    assert [number for _, number in read(place, "words", limit=4, seed=2).items] != numbers
     assert asked(place, "choices", subject, shots=1, limit=2).items != asked(place, "choices", subject, limit=2).items
     other = as_evaluated_model(speaker(write_model(tmp_path / "other", seed=2)))
     random_state = torch.get_rng_state()
@@ -166,13 +166,17 @@ def test_a_limit_draws_items_by_the_seed_and_two_models_are_asked_the_same(
     assert not math.isnan(second.primary.value)
 
 
-def test_what_the_harness_does_not_have_is_refused(place: Path) -> None:
-    with pytest.raises(UsageError, match=r"tasks.theirs.task is .*absent.yaml, which is not a file"):
-        read(place, "absent")
+def test_data_and_names_that_the_harness_does_not_have_are_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = {**COMMON, **TASKS["words"], "dataset_kwargs": {"data_files": {"test": "absent.jsonl"}}}
     (place / "broken.yaml").write_text(json.dumps({"task": "broken", **broken}))
-    with pytest.raises(DataError, match=r"tasks.theirs.task is broken.yaml, whose data or task file cannot be read"):
+    with pytest.raises(DataError, match=r"tasks.theirs.task is broken.yaml, which cannot be loaded"):
         read(place, "broken")
+    monkeypatch.setattr("lm_eval.tasks.manager.__file__", str(place / "manager.py"))  # its 14,000 files take 8 s to read
+    monkeypatch.chdir(place)
+    found = lm_eval_tasks.read("theirs", HarnessTask(task="words"), SuiteFiles(place / "elsewhere"))
+    assert len(found.items) == ITEMS
+    with pytest.raises(DataError, match=r"theirs\.task is wordz, which cannot be loaded: .*`lm-eval ls tasks` lists"):
+        lm_eval_tasks.read("theirs", HarnessTask(task="wordz"), SuiteFiles(place))
 
 
 @pytest.mark.parametrize(
@@ -200,15 +204,6 @@ def test_a_suite_that_allows_code_runs_the_python_of_its_task_files(place: Path,
     suite.write_text("tasks: {theirs: {kind: harness, task: mine.yaml}}\n")
     with pytest.raises(UsageError, match="may run Python"):
         run.read([suites.load(str(suite))], {})
-
-
-def test_tasks_are_known_by_name(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lm_eval.tasks.manager.__file__", str(place / "manager.py"))  # its 14,000 files take 8 s to read
-    monkeypatch.chdir(place)
-    found = lm_eval_tasks.read("theirs", HarnessTask(task="words"), SuiteFiles(place / "elsewhere"))
-    assert len(found.items) == ITEMS
-    with pytest.raises(UsageError, match=r"'wordz', which lm-evaluation-harness does not know; `lm-eval ls tasks` lists"):
-        lm_eval_tasks.read("theirs", HarnessTask(task="wordz"), SuiteFiles(place))
 
 
 def test_a_group_counts_every_item_and_shows_each_task(place: Path, subject: EvaluatedModel) -> None:

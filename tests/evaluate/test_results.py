@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ttrain.config.evaluate import ChoicesTask, TextTask
-from ttrain.evaluate.items import Items, LeftOut, groups
+from ttrain.evaluate.items import Items, LeftOut, groups, lines
 from ttrain.evaluate.results import OTHER_COUNTS, OTHER_ITEMS, Results
 from ttrain.evaluate.statistics import Rule
 from ttrain.evaluate.task_result import LN2, Metric, TaskResult
@@ -73,16 +73,16 @@ def test_notes_say_which_rows_are_left_out_and_which_keys_group_nothing() -> Non
     read = Items(
         "poems", ChoicesTask(file="x", by=by), tuple(rows), tuple(map(str, range(30))), tuple(left_out), found, unused
     )
-    results = Results([choices("a", 50)], Rule(), [read])
-    assert results.notes()[:2] == [
+    notes = lines([read])
+    assert notes[:2] == [
         "poems: 2 rows left out: no text (/data/a.jsonl:3, /data/a.jsonl:7)",
         "poems: 1,200 rows left out: empty (/data/b.jsonl:11, /data/b.jsonl:12, /data/b.jsonl:13 and 1,197 more)",
     ]
-    assert [note.partition(",")[0] for note in results.notes()[2:]] == [f"poems: by names '{key}'" for key in unused]
-    (task,) = results.to_json()["tasks"]
+    assert [note.partition(",")[0] for note in notes[2:]] == [f"poems: by names '{key}'" for key in unused]
+    (task,) = Results([choices("a", 50)], Rule(), [read]).to_json()["tasks"]
     assert task["left_out_rows"][1] == {"file": "/data/a.jsonl", "line": 7, "reason": "no text"}
     own = Items("prose", TextTask(), ("x",), ("d",), (), *groups([{}], ("source", "lang")))
-    assert Results([], Rule(), [own]).notes() == [], "nobody named them"
+    assert lines([own]) == [], "nobody named them"
 
 
 def test_the_table_has_a_column_for_each_model_and_groups_below_the_figure() -> None:

@@ -51,14 +51,12 @@ def scored(scores: dict[str, list[float]], first: str = "r0", size: int = 8) -> 
     """An evaluation with the sums of each held-out record, by metric; `size`: what a record counts."""
     count = len(next(iter(scores.values())))
     records = [first, *(f"r{number}" for number in range(1, count))]
-    metrics = {
-        name: {
-            "part": "documents", "sums": sums, "sizes": [1 if "bits" in name else size] * len(sums), "shown": None,
-            "higher_is_better": "accuracy" in name,
-        }
+    metrics = [
+        {"name": name, "sums": sums, "sizes": [1 if "bits" in name else size] * len(sums), "records": records,
+         "higher_is_better": "accuracy" in name}
         for name, sums in scores.items()
-    }  # fmt: skip
-    texts = {"scores.json": json.dumps({"parts": {"documents": {"records": records}}, "metrics": metrics})}
+    ]  # fmt: skip
+    texts = {"scores.json": json.dumps(metrics)}
     return Made("evaluate", result={"samples": {}, "metrics": {}}, texts=texts, key=digest_of([scores, first, size]))
 
 
@@ -108,7 +106,6 @@ BITS, LOSS, VALIDATION = "eval/bits_per_byte", "eval/chat_loss_sft", "pretrain/v
          "the models of B and C are better on these records by eval/bits_per_byte: 1.5000 against 2 of A (-25 %)"),
         ([{BITS: 2.0}, {BITS: math.nan}], "the runs share no metric that decides which is better"),
         ([{BITS: 1.5, LOSS: 4.5}, {BITS: 1.5, LOSS: 4.0}],
-         "equal by eval/bits_per_byte: 1.5000; "
          "the model of B is better on these records by eval/chat_loss_sft: 4 against 4.5000 of A (-11 %)"),
         ([{VALIDATION: 3.5}, {VALIDATION: 3.5 / 2}],
          "the model of B is better on these records by pretrain/validation_loss: 1.7500 against 3.5000 of A (-50 %)"),

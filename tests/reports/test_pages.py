@@ -262,12 +262,11 @@ def test_what_preference_tuning_is_judged_by_is_shown_at_once_and_its_loss_is_no
     assert [len(chart.lines) for chart in others if chart.title == "log-probability of answers"] == [2]
 
 
-def test_the_validations_of_a_training_are_one_curve_that_ends_at_the_full_one() -> None:
+def test_quick_validations_are_a_curve_and_the_one_on_all_rows_a_point_of_its_own() -> None:
     curves = {"validation_loss_quick": points([4.0, 3.0, 2.75]), "validation_loss": points([1.0, 1.0, 2.75])[2:]}
     view: Any = SimpleNamespace(curves=lambda stage: [*curves], curve=lambda stage, name: curves[name])
-    (main,), others = charts.charts_of(view, "sft")
-    label = "validation_loss_quick (few rows; the dot: all)"
-    (line,) = main.lines
-    assert (line.label, line.last, line.path.count("M")) == (label, "2.75", 2) and not others, "apart: of other rows"
-    (both,), _ = charts.comparison_charts([view, view], "sft")
-    assert (both.title, [line.label for line in both.lines]) == (label, ["A", "B"])
+    (main,), _ = charts.charts_of(view, "sft")
+    assert [(line.label, line.last, len(line.points)) for line in main.lines] == [
+        ("validation_loss_quick", "3", 2),
+        ("validation_loss", "2.75", 1),
+    ]

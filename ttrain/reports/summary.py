@@ -6,10 +6,11 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from ttrain.core.terminal import escaped
 from ttrain.core.text import counted, format_duration, short_digest
+from ttrain.store.results import EvaluationResult
 from ttrain.store.runs import NOTHING_NEW, RecordedRun
 
 SHOWN_REASONS = 3
@@ -26,7 +27,6 @@ KEY_METRICS: Mapping[str, tuple[str, ...]] = {
 }
 
 OVERFIT = "overfit"  # the guard of a held-out loss that rises while that of the training falls
-KEEP_THE_BEST = "or keep the best step: pretrain.early_stopping.patience=3 pretrain.validate_every_steps=50"
 GUARD_FIXES = {
     OVERFIT: "try fewer passes by a smaller {budget}, or more data",
     "no_effect": "try a larger {stage}.optim.lr, or more passes",
@@ -134,8 +134,6 @@ def _advice_of_guards(stage: str, warned: Iterable[str]) -> str:
     """Which guards warned, and which settings to change."""
     budget = f"{stage}.{'tokens' if stage == 'pretrain' else 'epochs'}"
     fixes = [GUARD_FIXES[name].format(stage=stage, budget=budget) for name in warned if name in GUARD_FIXES]
-    if stage == "pretrain" and OVERFIT in warned:
-        fixes.append(KEEP_THE_BEST)
     names = ", ".join(name.replace("_", " ") for name in warned)
     return f"the guards warned of {'; '.join([names, *fixes])}"
 
@@ -193,16 +191,7 @@ def status_row(stage: Result) -> tuple[str, str, str, str, str]:
 
 BASELINES = {"xz": "xz -9e", "zlib": "zlib -9", "order0": "order-0 bytes", "order3": "order-3 bytes"}
 SCORED = {"chats": ("chat", "chat_tokens"), "domain": ("chat", "domain_tokens")}  # of held-out records, what is counted
-NO_SUITES: Result = {"models": (), "tasks": (), "comparisons": ()}
-
-
-class _Shown(NamedTuple):
-    """A metric of an evaluation that is shown: the number of its records, and a remark."""
-
-    name: str
-    label: str
-    records: int
-    remark: str
+Shown = tuple[str, str, int, str]  # a metric of an evaluation that is shown: its name, label, number of records, remark
 
 
 def rows(metrics: Mapping[str, float], results: Mapping[str, Result] = MappingProxyType({})) -> list[EvaluationRow]:
@@ -210,77 +199,76 @@ def rows(metrics: Mapping[str, float], results: Mapping[str, Result] = MappingPr
     stages, also the metrics' intervals and the tasks of its suites."""
     from ttrain.evaluate.few_records import not_judged
 
-    evaluation, champion = (results.get(stage, {}) for stage in ("evaluate", "evaluate-champion"))
-    paired = evaluation.get("paired", {})
-    shown = [*_bits_per_byte(metrics), *_by_model(metrics, paired), *_suites(evaluation)]
+    evaluation = EvaluationResult.of(results.get("evaluate", {}))
+    champion = EvaluationResult.of(results.get("evaluate-champion", {}))
+    shown = [*_bits_per_byte(metrics), *_by_model(metrics, evaluation), *_suites(evaluation)]
     table: list[EvaluationRow] = []
     for name, label, _, remark in shown:
         if (value := metrics.get(f"eval/{name}")) is not None:
-            table.append((label, _with_interval(value, evaluation, name), remark))
+            table.append((label, _with_interval(value, evaluation.intervals.get(name)), remark))
     for name, label, records, _ in shown:
         if (value := metrics.get(f"champion/{name}")) is not None:
             new = metrics.get(f"eval/{name}", value)
             remark = not_judged(records) or f"the challenger: {new - value:+.3f}"
-            table.append((f"{label}, champion", _with_interval(value, champion, name), remark))
+            table.append((f"{label}, champion", _with_interval(value, champion.intervals.get(name)), remark))
     return table
 
 
-def _bits_per_byte(metrics: Mapping[str, float]) -> Iterator[_Shown]:
+def _bits_per_byte(metrics: Mapping[str, float]) -> Iterator[Shown]:
     """The base model's bits per byte, over all documents and those of each group, and what compressors need."""
     from ttrain.config.training import BITS_PER_BYTE as BITS  # here: `status` needs none of the settings, 0.1 s
     from ttrain.evaluate.few_records import not_judged
 
-    value, xz = metrics.get(BITS.of_run), metrics.get(f"eval/{BITS.of('xz')}")
     documents, size = (int(metrics.get(f"eval/{name}", 0)) for name in ("documents", "document_bytes"))
     remark = f"{counted(documents, 'document')}, {counted(size, 'byte')}"
-    if value is not None and xz is not None:
-        remark += f"; {not_judged(documents) or ('beats xz' if value < xz else 'does not beat xz')}"
-    yield _Shown(BITS.name, f"{BITS.label}, base model", documents, remark)
+    if {BITS.of_run, f"eval/{BITS.of('xz')}"} <= metrics.keys():
+        is_better = metrics[BITS.of_run] < metrics[f"eval/{BITS.of('xz')}"]
+        remark += f"; {not_judged(documents) or ('beats xz' if is_better else 'does not beat xz')}"
+    yield BITS.name, f"{BITS.label}, base model", documents, remark
     for name in metrics:
-        if name.startswith(f"{BITS.of_run}/"):  # eval/bits_per_byte/lang:zh is lang=zh
-            group = name.removeprefix(f"{BITS.of_run}/").replace(":", "=", 1)
-            yield _Shown(name.removeprefix("eval/"), f"{BITS.label}, base model, {group}", documents, "")
+        _, is_group, group = name.partition(f"{BITS.of_run}/")  # eval/bits_per_byte/lang:zh is lang=zh
+        if is_group:
+            label = f"{BITS.label}, base model, {group.replace(':', '=', 1)}"
+            yield f"{BITS.name}/{group}", label, documents, ""
     for model, label in BASELINES.items():
-        yield _Shown(BITS.of(model), f"{BITS.label}, {label}", documents, "")
+        yield BITS.of(model), f"{BITS.label}, {label}", documents, ""
 
 
-def _by_model(metrics: Mapping[str, float], paired: Mapping[str, Result]) -> Iterator[_Shown]:
+def _by_model(metrics: Mapping[str, float], evaluation: EvaluationResult) -> Iterator[Shown]:
     """The metrics of fine-tuned models, each compared with that of the model before."""
     from ttrain.config.training import BITS_PER_BYTE, MODELS, PRIMARY_METRICS
     from ttrain.evaluate.few_records import not_judged
 
-    for metric in PRIMARY_METRICS.values():
-        names = [metric.of(model) for model in MODELS if metric is not BITS_PER_BYTE]
-        names = [name for name in names if f"eval/{name}" in metrics]
+    for metric in (metric for metric in PRIMARY_METRICS.values() if metric is not BITS_PER_BYTE):
         records = int(metrics.get(f"eval/{metric.records}", 0))
         noun, tokens = SCORED.get(metric.records, ("pair", ""))
         remark = counted(records, noun)
         if tokens:
             remark += f", {counted(int(metrics.get(f'eval/{tokens}', 0)), 'scored token')}"
-        for number, name in enumerate(names):
-            if number:
-                change = metrics[f"eval/{name}"] - metrics[f"eval/{names[number - 1]}"]
-                p = paired.get(name, {}).get("p")
-                remark = not_judged(records) or f"{change:+.3f}" + ("" if p is None else f", p = {p:.2g}")
-            model = name.removeprefix(metric.family)[1:]
-            yield _Shown(name, f"{metric.label}, {model}", records, remark)
+        before = None
+        for model in (model for model in MODELS if f"eval/{metric.of(model)}" in metrics):
+            name = metric.of(model)
+            value = metrics[f"eval/{name}"]
+            if before is not None:
+                p = evaluation.paired.get(name, {}).get("p")
+                remark = not_judged(records) or f"{value - before:+.3f}" + ("" if p is None else f", p = {p:.2g}")
+            yield name, f"{metric.label}, {model}", records, remark
+            before = value
 
 
-def _suites(evaluation: Result) -> Iterator[_Shown]:
+def _suites(evaluation: EvaluationResult) -> Iterator[Shown]:
     """The main metric of each task for each model, and its comparison with the first model."""
-    suites = evaluation.get("suites", NO_SUITES)
-    verdicts = {(comparison["task"], comparison["second"]): comparison for comparison in suites["comparisons"]}
-    for task in suites["tasks"]:
-        for model in (name for name in suites["models"] if name in task["models"]):
+    comparisons = evaluation.suites["comparisons"]
+    verdicts = {(comparison["task"], comparison["second"]): comparison for comparison in comparisons}
+    for task in evaluation.suites["tasks"]:
+        for model in task["models"]:
             remark = f"{task['items']:,} items"
             if versus := verdicts.get((task["task"], model)):
-                difference, verdict = versus.get("difference"), versus["verdict"]
-                is_judged = difference is not None and not verdict.startswith("not judged")
-                remark = (f"{0 - difference:+.3f}: " if is_judged else "") + verdict
+                is_judged = versus["difference"] is not None and not versus["verdict"].startswith("not judged")
+                remark = (f"{0 - versus['difference']:+.3f}: " if is_judged else "") + versus["verdict"]
             label = f"{task['task']} {task['figure'].replace('_', ' ')}, {model}"
-            yield _Shown(f"{task['task']}/{task['figure']}/{model}", label, task["items"], remark)
+            yield f"{task['task']}/{task['figure']}/{model}", label, task["items"], remark
 
 
-def _with_interval(value: float, evaluation: Result, name: str) -> str:
-    interval = evaluation.get("intervals", {}).get(name)
+def _with_interval(value: float, interval: Sequence[float] | None) -> str:
     return f"{value:.3f} ({interval[0]:.3f} to {interval[1]:.3f})" if interval else f"{value:.3f}"
