@@ -22,7 +22,6 @@ from support.tiny_models import reference, speaker, write_model
 
 from ttrain.cli import chat_screen
 from ttrain.config import Gate
-from ttrain.core.hashing import sha256_file
 from ttrain.data.chat import prompt_ids
 from ttrain.data.chat_templates import Message
 from ttrain.data.records import Conversation, parse_conversation
@@ -126,9 +125,8 @@ def test_commands_save_and_end_the_conversation(one: LoadedModel, tmp_path: Path
     assert json.loads(lines[1])["messages"] == [message.to_json() for message in chat.messages]
     if chat.messages[-1].content.strip():
         assert parse_conversation(json.loads(lines[0])) == Conversation(tuple(chat.messages))
-    for nowhere in (tmp_path, "~nobody-of-this-name/chat.jsonl", "a\0b"):
-        with pytest.raises(UsageError, match="cannot write"):
-            chat_screen.run_command(f"/save {nowhere}", [chat])
+    with pytest.raises(UsageError, match="cannot write"):
+        chat_screen.run_command(f"/save {tmp_path}", [chat])
     with pytest.raises(EOFError):
         chat_screen.run_command("/exit", [chat])
     with pytest.raises(UsageError, match="no command /rest"):
@@ -152,9 +150,7 @@ def test_a_gate_picks_who_answers_and_an_expert_that_changed_is_refused(director
         router.layers[-1].bias -= router(padded([run_ids(text, settings) for text in QUESTIONS])).mean(0)
     (tmp_path / "gate").mkdir()
     save_file(router.state_dict(), tmp_path / "gate" / gate_files.WEIGHTS)
-    digest = sha256_file(tmp_path / "gate" / gate_files.WEIGHTS)
-    contents = gate_files.GateFile(experts=experts, settings=settings, figures={}, router_sha256=digest)
-    gate_files.write(tmp_path / "gate", contents)
+    gate_files.write(tmp_path / "gate", gate_files.GateFile(experts=experts, settings=settings, figures={}))
     chat = Chat(gate_router.GateSelector(tmp_path / "gate", device="cpu", dtype="fp32"), SHORT)
     picked = set()
     for question in QUESTIONS:

@@ -174,7 +174,9 @@ class HarnessModel(LM):  # type: ignore[misc]  # the harness has no types
         start_ids = [beginning(subject)[-1], *subject.begin_ids]
         encoded = subject.encoder.encode([request.args[0] for request in requests])
         sequences = [([*start_ids, *ids], [True] * (len(start_ids) + len(ids))) for ids in encoded]
-        scores = perplexity.score_items(TextTask(limit=None, row_length=length, stride=length), subject, sequences, self._progress)
+        scores = perplexity.score_items(
+            TextTask(limit=None, row_length=length, stride=length), subject, sequences, self._progress
+        )
         return [-score.nats for score in scores]
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:

@@ -261,7 +261,7 @@ def _suites(evaluation: EvaluationResult) -> Iterator[Shown]:
     comparisons = evaluation.suites["comparisons"]
     verdicts = {(comparison["task"], comparison["second"]): comparison for comparison in comparisons}
     for task in evaluation.suites["tasks"]:
-        for model in task["models"]:
+        for model in (name for name in evaluation.suites["models"] if name in task["models"]):
             remark = f"{task['items']:,} items"
             if versus := verdicts.get((task["task"], model)):
                 is_judged = versus["difference"] is not None and not versus["verdict"].startswith("not judged")

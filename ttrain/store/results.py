@@ -104,5 +104,5 @@ class EvaluationResult(Result):
     counts: Mapping[str, int] = field(default_factory=dict)
     intervals: Mapping[str, Sequence[float]] = field(default_factory=dict)
     paired: Mapping[str, JsonObject] = field(default_factory=dict)  # with the model before, on the same records
-    suites: JsonObject = field(default_factory=lambda: {"tasks": (), "comparisons": ()})
+    suites: JsonObject = field(default_factory=lambda: {"models": (), "tasks": (), "comparisons": ()})
     samples: Mapping[str, Sequence[JsonObject]] = field(default_factory=dict)  # by model
