@@ -174,8 +174,7 @@ BAD = {
     "two choices are the same": question(0, choices=["yes", "yes "]),
     "no answer": question(0, answer=None),
     "answer is neither a whole number, a letter nor a choice": question(0, answer=True),
-    "answer is out of range": question(0, answer=3),
-    "answer is not one of the choices": question(0, answer="Z"),
+    "answer is no choice": question(0, answer=3),
     "answer is the letter of one choice and the text of another": question(0, choices=["B", "A"], answer="A"),
     "not a JSON object but a list": [1],
 }  # fmt: skip

@@ -42,21 +42,14 @@ def settings(*overrides: str) -> Settings:
 CHOICES = {"kind": "choices", "file": "x"}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({}, "tasks is missing"),
-    ({"task": {}}, "task is not a key of a suite; put it under tasks:"),
-    ({"tasks": {}}, "tasks is {} but must be a list of 1 or more"),
-    ({"tasks": None}, "tasks is None but must be a group of names with values"),
+    ({"task": {}}, "task is not a setting there"),
     ({"tasks": {"a b": {"kind": "text"}}}, "a task is called 'a b'; take letters"),
-    ({"tasks": {"a": 3}}, "a is 3 but must be a group of names"),
-    ({"tasks": {"a": {"file": "x"}}}, "a.kind must be one of text, chats, pairs, choices"),
-    ({"tasks": {"a": {"kind": "chooses"}}}, "a.kind must be one of text, chats"),
-    ({"tasks": {"a": {"kind": "choices"}}}, "a.file is missing"),
-    ({"tasks": {"a": {**CHOICES, "shot": 1}}}, "a.shot is not a setting of kind choices; it has "),
-    ({"tasks": {"a": {**CHOICES, "shots": -1}}}, "is -1 but must be at least 0"),
-    ({"tasks": {"a": {**CHOICES, "shots": 1.5}}}, "a.shots is 1.5 but must be a whole number"),
-    ({"tasks": {"a": {**CHOICES, "shots_file": "y"}}}, "shots_file is y, but shots is 0"),
-    ({"tasks": {"a": {**CHOICES, "normalise": "chars"}}}, "'chars' but must be 'none', 'char"),
-    ({"tasks": {"a": {"kind": "text", "stride": 300}}}, "a: stride is 300 but must not exceed row_length 256"),
-    ({"tasks": {"a": {"kind": "text", "by": 3}}}, "a.by.0 is 3 but must be text"),
+    ({"tasks": {"a": {"file": "x"}}}, "tasks.a is without a kind, which must be one of text, chats, pairs, choices"),
+    ({"tasks": {"a": {"kind": "chooses"}}}, "tasks.a is of kind chooses, but must be of one of 'text', 'chats'"),
+    ({"tasks": {"a": {"kind": "choices"}}}, "tasks.a.choices.file is missing"),
+    ({"tasks": {"a": {**CHOICES, "shot": 1}}}, "tasks.a.choices.shot is not a setting there"),
+    ({"tasks": {"a": {**CHOICES, "shots": -1}}}, "tasks.a.choices.shots is -1 but must be at least 0"),
+    ({"tasks": {"a": {"kind": "text", "stride": 300}}}, "stride is 300 but must not exceed row_length 256"),
 ]
 
 
