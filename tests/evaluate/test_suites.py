@@ -12,7 +12,6 @@ from ttrain.config import Settings
 from ttrain.config.loading import load
 from ttrain.engine import planner as plan
 from ttrain.engine.input_files import data_files
-from ttrain.engine.provenance import with_absolute_paths
 from ttrain.errors import UsageError
 from ttrain.evaluate import suites
 from ttrain.store.artifacts import ArtifactStore
@@ -75,19 +74,6 @@ def test_the_files_of_a_suite_lie_beside_it_and_one_that_is_missing_is_named(wri
     (written.parent / "sums.jsonl").unlink()
     with pytest.raises(UsageError, match=r"sums\.file is sums\.jsonl, but there is no file .*mine/sums\.jsonl"):
         suites.files_of(suites.load(str(written)))
-
-
-# --- suites of a pipeline ----------------------------------------------------------------------------------------------
-
-
-def test_suites_are_given_for_all_models_or_for_one(monkeypatch: pytest.MonkeyPatch, written: Path) -> None:
-    every = settings("evaluate.suites=a.yaml,english").evaluate.suites
-    assert every.base == every.sft == every.lora == ("a.yaml", "english")
-    one = settings("evaluate.suites.lora=english").evaluate.suites
-    assert (one.base, one.sft, one.lora) == ((), (), ("english",))
-    monkeypatch.chdir(written.parent)
-    elsewhere = with_absolute_paths(settings("evaluate.suites.sft=mine.yaml,english")).evaluate.suites
-    assert (elsewhere.base, elsewhere.sft) == ((), (str(written), "english")), "what runs elsewhere has them in full"
 
 
 def key(store: ArtifactStore, *overrides: str) -> str:

@@ -52,12 +52,9 @@ def parse_choice(record: JsonDict) -> ChoiceQuestion:
     question, choices = prompts.text(record, "question"), record.get("choices")
     if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
         raise BadRow("choices is not a list of strings")
-    if len(choices) < 2:
-        raise BadRow("fewer than two choices")
-    if not all(choice.strip() for choice in choices):
-        raise BadRow("an empty choice")
-    if len({choice.strip() for choice in choices}) < len(choices):
-        raise BadRow("two choices are the same")
+    texts = {choice.strip() for choice in choices} - {""}
+    if len(texts) < max(2, len(choices)):
+        raise BadRow("choices are not two or more different texts")
     return ChoiceQuestion(question, tuple(choices), _answer(record.get("answer"), choices))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +23,7 @@ KEY_METRICS: Mapping[str, tuple[str, ...]] = {
     "tokenizer": ("vocab_size", "bytes_per_token"),
     "base-model": ("parameters", "vocab_size"),
     "new-model": ("parameters",),
+    "heldout": ("records", "new", "unscored"),
     "reference": ("answers", "log_probability"),
 }
 
@@ -43,10 +44,10 @@ def metrics_of(results: Mapping[str, Result]) -> dict[str, float]:
     metrics = {f"{name}/{figure}": result.get(figure) for name, result in trainings.items() for figure in figures}
     metrics |= _total(trainings.values())
     metrics |= {f"tok/{name}": results.get("tokenizer", {}).get(name) for name in ("bytes_per_token", "unk_rate")}
-    for stage, group, prefix in (
-        ("evaluate", "metrics", "eval"), ("evaluate", "counts", "eval"), ("evaluate-champion", "metrics", "champion"),
-    ):  # fmt: skip
-        metrics |= {f"{prefix}/{name}": value for name, value in results.get(stage, {}).get(group, {}).items()}
+    evaluation = EvaluationResult.of(results.get("evaluate", {}))
+    champion = EvaluationResult.of(results.get("evaluate-champion", {}))
+    metrics |= {f"eval/{name}": value for name, value in {**evaluation.metrics, **evaluation.counts}.items()}
+    metrics |= {f"champion/{name}": value for name, value in champion.metrics.items()}
     return {name: rounded(value) for name, value in sorted(metrics.items()) if value is not None}
 
 
@@ -93,9 +94,6 @@ def key_figures(stage: str, result: Result, directory: Path = Path()) -> str:
         return ", ".join(f"{name} {result[name]['rows']:,} rows" for name in LEARNT if name in result)
     if stage.startswith("shards-"):
         return "; ".join(_about_shards(result))
-    if stage == "heldout":
-        unscored = f"; {result['unscored']:,} of this night are beyond its share" if result.get("unscored") else ""
-        return f"{result['records']:,} held-out documents of all nights, {result['new']:,} of them new{unscored}"
     if stage in ("replay", "replay-sft"):
         kind, sets = "windows of documents" if stage == "replay" else "chats", len(result["nights"])
         return f"{result['records']:,} {kind}, {result['tokens']:,} tokens, of {counted(sets, 'earlier set')}"
@@ -180,17 +178,21 @@ def shown_stages(run: RecordedRun) -> list[Result]:
 
 def status_row(stage: Result) -> tuple[str, str, str, str, str]:
     """(stage, outcome, time, figures or error, log) of a recorded stage; the log relative to the working directory."""
-    log = stage.get("log") or ""
+    log = os.path.relpath(stage["log"]) if stage.get("log") else ""
     if stage.get("key"):  # a shell's glob finds the rest of the key
         log = log.replace(stage["key"], f"{short_digest(stage['key'])}*")
-    with contextlib.suppress(ValueError):
-        log = str(Path(log).relative_to(Path.cwd())) if log else ""
     figures = stage.get("error") or stage.get("metric") or ""
     return stage["name"], stage["outcome"], format_duration(stage.get("seconds")), figures, log
 
 
 BASELINES = {"xz": "xz -9e", "zlib": "zlib -9", "order0": "order-0 bytes", "order3": "order-3 bytes"}
-SCORED = {"chats": ("chat", "chat_tokens"), "domain": ("chat", "domain_tokens")}  # of held-out records, what is counted
+# Of held-out records: one of them, and what is counted in them
+SCORED = {
+    "documents": ("document", "document_bytes", "byte"),
+    "chats": ("chat", "chat_tokens", "scored token"),
+    "domain": ("chat", "domain_tokens", "scored token"),
+    "pairs": ("pair", "", ""),
+}
 Shown = tuple[str, str, int, str]  # a metric of an evaluation that is shown: its name, label, number of records, remark
 
 
@@ -201,7 +203,7 @@ def rows(metrics: Mapping[str, float], results: Mapping[str, Result] = MappingPr
 
     evaluation = EvaluationResult.of(results.get("evaluate", {}))
     champion = EvaluationResult.of(results.get("evaluate-champion", {}))
-    shown = [*_bits_per_byte(metrics), *_by_model(metrics, evaluation), *_suites(evaluation)]
+    shown = [*_heldout(metrics, evaluation), *_suites(evaluation)]
     table: list[EvaluationRow] = []
     for name, label, _, remark in shown:
         if (value := metrics.get(f"eval/{name}")) is not None:
@@ -214,37 +216,17 @@ def rows(metrics: Mapping[str, float], results: Mapping[str, Result] = MappingPr
     return table
 
 
-def _bits_per_byte(metrics: Mapping[str, float]) -> Iterator[Shown]:
-    """The base model's bits per byte, over all documents and those of each group, and what compressors need."""
-    from ttrain.config.training import BITS_PER_BYTE as BITS  # here: `status` needs none of the settings, 0.1 s
+def _heldout(metrics: Mapping[str, float], evaluation: EvaluationResult) -> Iterator[Shown]:
+    """The metrics on held-out records: each model compared with the one before, and of documents also the base model on
+    each group, and what compressors need."""
+    from ttrain.config.training import BITS_PER_BYTE, MODELS, PRIMARY_METRICS  # here: `status` needs no settings, 0.1 s
     from ttrain.evaluate.few_records import not_judged
 
-    documents, size = (int(metrics.get(f"eval/{name}", 0)) for name in ("documents", "document_bytes"))
-    remark = f"{counted(documents, 'document')}, {counted(size, 'byte')}"
-    if {BITS.of_run, f"eval/{BITS.of('xz')}"} <= metrics.keys():
-        is_better = metrics[BITS.of_run] < metrics[f"eval/{BITS.of('xz')}"]
-        remark += f"; {not_judged(documents) or ('beats xz' if is_better else 'does not beat xz')}"
-    yield BITS.name, f"{BITS.label}, base model", documents, remark
-    for name in metrics:
-        _, is_group, group = name.partition(f"{BITS.of_run}/")  # eval/bits_per_byte/lang:zh is lang=zh
-        if is_group:
-            label = f"{BITS.label}, base model, {group.replace(':', '=', 1)}"
-            yield f"{BITS.name}/{group}", label, documents, ""
-    for model, label in BASELINES.items():
-        yield BITS.of(model), f"{BITS.label}, {label}", documents, ""
-
-
-def _by_model(metrics: Mapping[str, float], evaluation: EvaluationResult) -> Iterator[Shown]:
-    """The metrics of fine-tuned models, each compared with that of the model before."""
-    from ttrain.config.training import BITS_PER_BYTE, MODELS, PRIMARY_METRICS
-    from ttrain.evaluate.few_records import not_judged
-
-    for metric in (metric for metric in PRIMARY_METRICS.values() if metric is not BITS_PER_BYTE):
+    for metric in PRIMARY_METRICS.values():
         records = int(metrics.get(f"eval/{metric.records}", 0))
-        noun, tokens = SCORED.get(metric.records, ("pair", ""))
-        remark = counted(records, noun)
-        if tokens:
-            remark += f", {counted(int(metrics.get(f'eval/{tokens}', 0)), 'scored token')}"
+        noun, count, of_count = SCORED[metric.records]
+        amount = metrics.get(f"eval/{count}")
+        remark = counted(records, noun) + (f", {counted(int(amount), of_count)}" if amount else "")
         before = None
         for model in (model for model in MODELS if f"eval/{metric.of(model)}" in metrics):
             name = metric.of(model)
@@ -254,6 +236,12 @@ def _by_model(metrics: Mapping[str, float], evaluation: EvaluationResult) -> Ite
                 remark = not_judged(records) or f"{value - before:+.3f}" + ("" if p is None else f", p = {p:.2g}")
             yield name, f"{metric.label}, {model}", records, remark
             before = value
+        if metric is BITS_PER_BYTE:
+            groups = [name.removeprefix("eval/") for name in metrics if name.startswith(f"{metric.of_run}/")]
+            for name in groups:  # bits_per_byte/lang:zh is lang=zh
+                yield name, f"{metric.label}, base, {name.partition('/')[2].replace(':', '=', 1)}", records, ""
+            for compressor, label in BASELINES.items():
+                yield metric.of(compressor), f"{metric.label}, {label}", records, ""
 
 
 def _suites(evaluation: EvaluationResult) -> Iterator[Shown]:
