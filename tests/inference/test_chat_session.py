@@ -53,12 +53,8 @@ def test_the_model_is_given_system_prompt_history_and_question(one: LoadedModel,
     chat = chat_with(one, system="Be brief.")
     first = chat.ask("Who?")
     chat.ask("Why?")
-    turns = (
-        Message("system", "Be brief."),
-        Message("user", "Who?"),
-        Message("assistant", first.text),
-        Message("user", "Why?"),
-    )
+    texts = ("Be brief.", "Who?", first.text, "Why?")
+    turns = tuple(map(Message, ("system", "user", "assistant", "user"), texts))
     assert given == [prompt_ids(one.encoder, turns[:2]), prompt_ids(one.encoder, turns)]
     chat.reset()
     assert chat.ask("Who?").text == first.text

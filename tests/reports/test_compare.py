@@ -23,11 +23,6 @@ A, B, C = "full-20261121-100000-0001a", "full-20261121-110000-0002b", "full-2026
 METRICS = {"eval/bits_per_byte": 2.5, "eval/documents": 50.0, "eval/document_bytes": 740.0, "tok/unk_rate": 0.0}
 
 
-def tokenizer(content: str = "t1") -> Made:
-    result = {"vocab_size": 400, "bytes_per_token": 3.5}
-    return Made("tokenizer", files={"docs.jsonl": "a" * 64}, result=result, key=content * 32)
-
-
 def shards(rows: int = 295, digest: str = "a", rejected: int = 0) -> Made:
     left_out = {"not JSON": rejected} if rejected else {}
     result = {
@@ -39,10 +34,9 @@ def shards(rows: int = 295, digest: str = "a", rejected: int = 0) -> Made:
     return Made("shards-pretrain", result=result, files={"docs.jsonl": digest * 64}, inputs=inputs)
 
 
-def evaluation(answers: dict[str, str], heldout: str = "h1", tokenizer_content: str = "t1") -> Made:
+def evaluation(answers: dict[str, str]) -> Made:
     samples = {"base": [{"prompt": prompt, "answer": answer} for prompt, answer in answers.items()]}
-    inputs = {"documents": ("shards-pretrain", "d" * 64, heldout), "tokenizer": ("tokenizer", "t1" * 32, tokenizer_content)}
-    return Made("evaluate", result={"samples": samples, "metrics": {}}, inputs=inputs)
+    return Made("evaluate", result={"samples": samples, "metrics": {}})
 
 
 def scored(scores: dict[str, list[float]], first: str = "r0", size: int = 8) -> Made:
@@ -119,8 +113,9 @@ def test_the_verdict_names_who_is_better_by_what(tmp_path: Path, metrics: list[d
 
 
 def test_data_that_differs_is_told_by_digests_and_counts(tmp_path: Path) -> None:
-    make_run(tmp_path, A, [tokenizer(), shards()])
-    make_run(tmp_path, B, [tokenizer(), shards(rows=200, digest="b", rejected=7)])
+    tokenizer = Made("tokenizer", files={"docs.jsonl": "a" * 64}, result={"vocab_size": 400})
+    make_run(tmp_path, A, [tokenizer, shards()])
+    make_run(tmp_path, B, [tokenizer, shards(rows=200, digest="b", rejected=7)])
     found = lines(compared(tmp_path, A, B).data)
     assert found["shards-pretrain: docs.jsonl (train)"] == ("a" * 12, "b" * 12)
     assert found["shards-pretrain: train rows"] == ("295", "200")

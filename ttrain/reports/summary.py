@@ -29,7 +29,8 @@ KEY_METRICS: Mapping[str, tuple[str, ...]] = {
 
 OVERFIT = "overfit"  # the guard of a held-out loss that rises while that of the training falls
 GUARD_FIXES = {
-    OVERFIT: "try fewer passes by a smaller {budget}, or more data",
+    OVERFIT: "try fewer passes by a smaller {budget}, more data, or keep the best step: "
+    "{stage}.early_stopping.patience=3 {stage}.validate_every_steps=50",
     "no_effect": "try a larger {stage}.optim.lr, or more passes",
     "loss-spike": "try a smaller {stage}.optim.lr",
 }
