@@ -126,31 +126,32 @@ def read_rows(
     return rows, left_out
 
 
-def read_texts(
-    task: str,
-    spec: RecordsTask,
-    files: SuiteFiles,
-    parse: Callable[[JsonDict], T],
-    row_format: str,
-    identity: Callable[[T], object],
-) -> Items[T]:
+class Parsers(NamedTuple, Generic[T]):
+    """How the records of a task become items: those of a file, those that a run held out, and what identifies an item."""
+
+    of_file: Callable[[JsonDict], T]
+    of_heldout: Callable[[JsonDict], T]
+    identity: Callable[[T], object]
+    row_format: str
+
+
+def read_texts(task: str, spec: RecordsTask, files: SuiteFiles, parsers: Parsers[T]) -> Items[T]:
     """Read the records of a held-out part, or of the task's file, as `read_rows` does, and draw those that the limits allow.
 
-    `max_bytes` of texts applies after `limit`; the first one is used whatever its length. `identity`: what identifies a
-    record.
+    `max_bytes` of texts applies after `limit`; the first one is used whatever its length.
     """
     left_out, part = list[LeftOut](), heldout_part(spec)
     if part:
-        rows: Rows[T] = [(parse(dict(record)), record) for record in files.heldout[part]]
+        rows: Rows[T] = [(parsers.of_heldout(dict(record)), record) for record in files.heldout[part]]
     else:
-        rows, left_out = read_rows(f"tasks.{task}.file", spec.file, files, parse, row_format)
+        rows, left_out = read_rows(f"tasks.{task}.file", spec.file, files, parsers.of_file, parsers.row_format)
     rows = sampled(rows, spec.limit, spec.seed)
     if isinstance(spec, TextTask) and spec.max_bytes is not None:
         sizes = accumulate(len(str(text).encode("utf-8")) for text, _ in rows)
         rows = rows[: max(1, sum(size <= spec.max_bytes for size in sizes))]
     values = tuple(value for value, _ in rows)
     by_label = groups([row for _, row in rows], spec.by)
-    return Items(task, spec, values, digests(map(identity, values)), tuple(left_out), by_label)
+    return Items(task, spec, values, digests(map(parsers.identity, values)), tuple(left_out), by_label)
 
 
 def accepted(record: Any, kind: type[T]) -> T:
