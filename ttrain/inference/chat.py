@@ -112,11 +112,11 @@ class Chat:
 
     def _prompt(self, loaded_model: LoadedModel, user_message: Message) -> tuple[list[int], int]:
         """(ids of the prompt, number of oldest turns left out of it)."""
-        system = self.messages[: bool(self.system)]
         longest = loaded_model.max_length
         reserved = min(self.sampling.max_tokens, longest // ANSWER_SHARE) if longest else 0
         for start in range(0, len(self._turns) + 1, 2):  # in pairs: a template may require alternating questions and answers
-            ids = prompt_ids(loaded_model.encoder, (*system, *self._turns[start:], user_message))
+            turns = (*self.messages[: bool(self.system)], *self._turns[start:], user_message)
+            ids = prompt_ids(loaded_model.encoder, turns)
             if longest is None or len(ids) + reserved <= longest:
                 return ids, start
         if longest and len(ids) < longest:

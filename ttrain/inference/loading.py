@@ -86,8 +86,7 @@ def load(reference: Reference, *, device: str = "auto", dtype: str = "fp32") -> 
     # Only the weights: the frequencies of rotary positions in bf16 would be off by a radian after some hundred positions
     for parameter in model.parameters():
         parameter.data = parameter.data.to(DTYPES[dtype])
-    model = model.to(target_device)
-    return with_tokenizer(reference.text, model, reference.tokenizer)
+    return with_tokenizer(reference.text, model.to(target_device), reference.tokenizer)
 
 
 def with_tokenizer(name: str, model: Any, tokenizer: Path) -> LoadedModel:
