@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -210,15 +211,11 @@ class Encoder:
         """The text of a token."""
         return str(self._reference.id_to_token(number))
 
-    def specials_behind(self, content: str, text: str) -> list[tuple[int, int]]:
-        """(id, where it ends in the text) of each special token of a template's text behind a content.
-
-        Some tokenizers find a special token at the beginning of a text alone.
-        """
-        encoding, special = self._with_exact_specials(content + text)
-        ends = (encoding.ends[special] - len(content)).tolist()
-        pairs = zip(encoding.ids[special].tolist(), ends, strict=True)
-        return [(number, end) for number, end in pairs if end > 0]
+    @property
+    def special_pattern(self) -> re.Pattern[str]:
+        """Finds the special tokens that a text spells, the longest where several begin alike."""
+        tokens = sorted(map(self.spelling, self._special_ids), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, tokens)))
 
     def special_ids(self) -> frozenset[int]:
         """Ids of all special tokens."""
