@@ -1,4 +1,4 @@
-"""The chat template of an existing tokenizer; contents of turns cannot inject special tokens.
+"""Chat templates as Jinja, of existing tokenizers too; contents of turns cannot inject special tokens.
 
 The template is rendered with marks in place of the contents, once for each sequence of roles. A
 conversation has to be what stands around the marks with its contents in it: a template that changes
@@ -26,7 +26,6 @@ from ttrain.data.chat_templates import (
     Messages,
     Rendering,
     Span,
-    Template,
     TemplateRefused,
     is_live,
 )
@@ -67,8 +66,10 @@ class Frame(NamedTuple):
     texts: list[str]
 
 
-class JinjaTemplate(Template):
-    """`own`. Frames are cached by the roles of a conversation and by which contents are empty.
+class JinjaTemplate:
+    """Renders conversations by the template of a tokenizer.
+
+    Frames are cached by the roles of a conversation and by which contents are empty.
 
     end_id      the special token that ends an answer
     lead        what the template writes between a generation prompt and an answer
@@ -84,7 +85,7 @@ class JinjaTemplate(Template):
         self._mark, self._marks = f"x{secret}:{{}}y", re.compile(rf"x{secret}:(\d+)y")
         self._special = encoder.special_pattern
         self._frame = lru_cache(FRAMES)(self._new_frame)
-        self._prompt_end = ""
+        self._prompt_end = self.lead = ""
         question, answer = Message("user", "Q"), Message("assistant", "A")
         self.render((question, answer))
         self._prompt_end = self.render((question,), prompt=True).text.rpartition("Q")[2]
@@ -98,6 +99,10 @@ class JinjaTemplate(Template):
         self.lead = rendering.text[start:answer_start]
 
     def render(self, messages: Messages, *, prompt: bool = False) -> Rendering:
+        """Render a conversation; `prompt`: up to the beginning of the assistant's next answer.
+
+        Raises DataError if the template refuses it.
+        """
         turns = [self._turn(message) for message in messages]
         text, blocks = self._render(turns, prompt=prompt)
         shape = tuple((turn["role"], KEYS[0] in turn, turn["content"] != "") for turn in turns)
