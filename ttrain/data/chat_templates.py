@@ -62,6 +62,8 @@ Messages = tuple[Message, ...]
 
 def with_reasoning(reasoning: str, content: str) -> tuple[str, int]:
     """(an assistant's text after its reasoning, the characters of the reasoning with its tags)."""
+    if not reasoning.strip():
+        return content, 0
     thought = f"{THINK}{reasoning.strip()}{END_OF_THINK}"
     return thought + content, len(thought)
 
