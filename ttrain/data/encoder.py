@@ -10,9 +10,9 @@ import itertools
 import logging
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 Ids = npt.NDArray[np.uint32]
 Offsets = npt.NDArray[np.int64]
-T = TypeVar("T")
 log = logging.getLogger("ttrain")
 
 END_OF_TURN = "end_of_turn_token"  # in tokenizer_config.json, beside Hugging Face's own names
@@ -82,9 +81,13 @@ class Encoder:
         self._reference.no_truncation()
         self._reference.no_padding()
         self.directory = directory
-        self.jinja = _read(directory / "chat_template.jinja", path, bytes.decode)  # a template's line ends are part of it
+        try:
+            # As bytes: a template's line ends are part of it.
+            self.jinja = (directory / "chat_template.jinja").read_bytes().decode()
+            config = need_object((directory / "tokenizer_config.json").read_bytes())
+        except (OSError, ValueError) as error:
+            raise ArtifactError(f"cannot read what belongs to the tokenizer {path}: {error}") from None
         self.template = jinja_templates.name_of(self.jinja)
-        config = _read(directory / "tokenizer_config.json", path, need_object)
         self.tokens: dict[str, str] = {}
         for name in (*REQUIRED[:-1], "unk_token", END_OF_TURN):
             value = config.get(name)
@@ -255,13 +258,6 @@ def open_tokenizer(path: Path) -> Tokenizer:
         raise
     except BaseException as error:  # a bare Exception, or a panic in Rust, which is not an Exception
         raise ArtifactError(f"cannot read the tokenizer {path}: {error}") from None
-
-
-def _read(path: Path, tokenizer: Path, parse: Callable[[bytes], T]) -> T:
-    try:
-        return parse(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ArtifactError(f"cannot read {path}, which belongs to {tokenizer}: {error}") from None
 
 
 def _fast_flat(fast: Any, texts: Sequence[str]) -> tuple[Ids, Offsets]:
