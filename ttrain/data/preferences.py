@@ -59,21 +59,15 @@ class Preference:
         return orjson.dumps(_identity(self.prompt))
 
     def to_json(self) -> JsonDict:
-        parts = {"prompt": self.prompt, "chosen": self.chosen, "rejected": self.rejected}
-        label: dict[str, bool] = {}
-        if not (self.chosen and self.rejected):
-            parts = {"prompt": self.prompt, "completion": self.chosen or self.rejected}
-            label = {"label": bool(self.chosen)}
-        return {name: [message.to_json() for message in turns] for name, turns in parts.items()} | label | dict(self.labels)
+        sides = {"prompt": self.prompt, "chosen": self.chosen, "rejected": self.rejected}
+        turns = {name: [turn.to_json() for turn in side] for name, side in sides.items()}
+        return turns | dict(self.labels)
 
     @classmethod
     def from_json(cls, row: Row) -> Preference:
         """The record that `to_json` wrote, without its labels."""
-        if "completion" in row:
-            row = {"prompt": row["prompt"], "chosen" if row["label"] else "rejected": row["completion"]}
-        prompt, chosen, rejected = (
-            tuple(map(Message.from_json, row.get(key, ()))) for key in ("prompt", "chosen", "rejected")
-        )
+        sides = (row[key] for key in ("prompt", *ANSWER_KEYS))
+        prompt, chosen, rejected = (tuple(map(Message.from_json, side)) for side in sides)
         return cls(prompt, chosen, rejected)
 
 

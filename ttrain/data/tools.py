@@ -27,7 +27,6 @@ JSON_TYPES = {
 }  # fmt: skip
 # The only key of what replaces a value that JSON lacks, such as a date.
 PARQUET_TYPE = "type of parquet"
-LARGE = 2.0**63  # doubles from here on may be whole numbers
 
 
 class Malformed(ValueError):
@@ -137,38 +136,23 @@ def _parsed(value: object, name: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return without_null_keys(value, orjson.loads(value))
+        orjson.loads(value)
     except orjson.JSONDecodeError:
         raise Malformed(f"{name}: not valid JSON; write JSON, or a text that holds JSON") from None
+    return without_null_keys(value)
 
 
-def without_null_keys(data: str | bytes, value: Any) -> Any:
-    """A row without keys that are null, whole numbers exact; `value` is what orjson read of `data`.
+def without_null_keys(data: str | bytes) -> Any:
+    """A row without keys that are null, at any depth: structs of parquet have the keys of all rows.
 
-    orjson reads whole numbers beyond 64 bits as doubles: an order number was trained on as 9.876543210987654e+19.
+    Whole numbers are exact: orjson reads those beyond 64 bits as doubles, so that an order number
+    was trained on as 9.876543210987654e+19.
     """
-    if drop_null_keys(value):
-        value = json.loads(data)
-        drop_null_keys(value)
-    return value
+    return json.loads(data, object_hook=_without_nulls)
 
 
-def drop_null_keys(value: Any) -> bool:
-    """Remove keys that are null, at any depth: structs of parquet have the keys of all rows.
-
-    Returns whether a double may be a whole number beyond 64 bits.
-    """
-    has_large = False
-    items = list(value.items()) if type(value) is dict else enumerate(value) if type(value) is list else ()
-    for key, element in items:
-        kind = type(element)
-        if kind is dict or kind is list:
-            has_large |= drop_null_keys(element)
-        elif element is None and type(value) is dict:
-            del value[key]
-        elif kind is float:
-            has_large |= abs(element) >= LARGE
-    return has_large
+def _without_nulls(values: JsonDict) -> JsonDict:
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def dumps(value: object) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import shutil
 from codecs import BOM_UTF8
@@ -226,8 +225,7 @@ def _prompt(number: int, value: Any, *, raw: bool, system: str) -> Prompt:
     if all(value.get(key) is None for key in ("prompt", *CHAT_KEYS)):
         raise Malformed(f"none of the keys {', '.join(('prompt', 'text', *CHAT_KEYS))} holds a prompt")
     answers = {key: value.get(key) or NO_ANSWER for key in ("output", "completion")}  # an answer is optional here
-    row = copy.deepcopy({**value, **answers})  # the record is written as it is
-    tools.drop_null_keys(row)
+    row = tools.without_null_keys(json.dumps({**value, **answers}))  # the record is written as it is
     messages = messages_of(row)
     reference = messages.pop().content if messages[-1].role == "assistant" else None
     if not messages:
