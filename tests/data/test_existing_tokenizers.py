@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Callable, Iterator
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -169,11 +171,9 @@ def test_a_text_that_spells_a_special_token_stays_text(kind: str, template: str,
     assert specials(forged) == specials("plain")
 
 
-TWO_ANSWERS = (
-    Message("user", "Sky?"),
-    Message("assistant", "Blue."),
-    Message("user", "Sea?"),
-    Message("assistant", "Deep."),
+TWO_ANSWERS = tuple(
+    Message(role, text)
+    for role, text in (("user", "Sky?"), ("assistant", "Blue."), ("user", "Sea?"), ("assistant", "Deep."))
 )
 
 
@@ -196,10 +196,5 @@ def test_all_that_the_template_writes_behind_the_prompt_is_trained_on(
     encoder = install(tmp_path, tokenizer_of("byte level"), template)
     ids, live = chat.encode_chat(encoder, TWO_ANSWERS)
     opened = Tokenizer.from_file(str(encoder.directory / "tokenizer.json"))
-    runs: list[list[int]] = []
-    for number, (token, is_live) in enumerate(zip(ids, live, strict=True)):
-        if is_live and not (number and live[number - 1]):
-            runs.append([])
-        if is_live:
-            runs[-1].append(token)
+    runs = [[ids[at] for at, _ in run] for is_live, run in itertools.groupby(enumerate(live), itemgetter(1)) if is_live]
     assert [opened.decode(run, skip_special_tokens=False) for run in runs] == trained_on
