@@ -110,26 +110,21 @@ def encode_preferences(
     The prompt comes once, up to the first token that is live in an answer or in which the two
     differ; then each answer.
     """
-    answers = [(prompt, answer) for prompt, *sides in pairs for answer in sides if answer]
-    encoded = iter(encode_chats(encoder, [(*prompt, *answer) for prompt, answer in answers]))
+    answers = [(*prompt, *answer) for prompt, *sides in pairs for answer in sides if answer]
+    encoded = iter(encode_chats(encoder, answers))
     joined = []
     for _, *sides in pairs:
-        branches = [branch for branch, turns in enumerate(sides, preferences.CHOSEN) if turns]
-        arrays = [next(encoded) for _ in branches]
-        size = _common(arrays)
-        columns = [(arrays[0][0][:size], np.zeros(size, np.bool_), preferences.PROMPT)]
-        columns += [(ids[size:], live[size:], branch) for branch, (ids, live) in zip(branches, arrays, strict=True)]
-        ids, live, parts = zip(*columns, strict=True)
-        lengths = [len(column) for column in ids]
-        joined.append((np.concatenate(ids), np.concatenate(live), np.repeat(np.array(parts, np.uint8), lengths)))
+        parts = [part for part, turns in enumerate(sides, preferences.CHOSEN) if turns]
+        arrays = [next(encoded) for _ in parts]
+        first, last = arrays[0], arrays[-1]
+        size = min(int(live.argmax()) if live.any() else len(live) for _, live in arrays)
+        differing = np.flatnonzero(first[0][:size] != last[0][:size])
+        size = int(differing[0]) if len(differing) else size
+        ids = [first[0][:size], *(ids[size:] for ids, _ in arrays)]
+        live = [np.zeros(size, np.bool_), *(live[size:] for _, live in arrays)]
+        branches = np.repeat(np.array([preferences.PROMPT, *parts], np.uint8), [len(piece) for piece in ids])
+        joined.append((np.concatenate(ids), np.concatenate(live), branches))
     return joined
-
-
-def _common(sequences: Sequence[Encoded]) -> int:
-    """How many tokens the sequences begin with that are equal in all and live in none."""
-    size = min(int(live.argmax()) if live.any() else len(live) for _, live in sequences)
-    differing = np.flatnonzero(sequences[0][0][:size] != sequences[-1][0][:size])
-    return int(differing[0]) if len(differing) else size
 
 
 def header_length(encoder: Encoder) -> int:

@@ -46,14 +46,20 @@ class Report:
 
     def to_json(self) -> JsonDict:
         """file, rows, kept, skipped, rejected, with rows = kept + skipped + rejected; and more."""
-        figures = {"file": redact.url(self.file), **self.tally.to_json(), "duplicates": self.duplicates}
-        figures["kind"] = self.kind
-        figures["keys_seen"] = dict(self.tally.keys_seen.most_common(KEYS_SHOWN))
+        scripts = scripts_of(self.letters)
+        figures: JsonDict = {
+            "file": redact.url(self.file),
+            **self.tally.to_json(),
+            "duplicates": self.duplicates,
+            "kind": self.kind,
+            "keys_seen": dict(self.tally.keys_seen.most_common(KEYS_SHOWN)),
+            "documents": len(self.sizes),
+            "bytes": sum(self.sizes),
+            "letters": scripts.total(),
+            "scripts": {name: count / scripts.total() for name, count in scripts.most_common()},
+        }
         if self.error:
             figures["error"] = self.error
-        scripts = scripts_of(self.letters)
-        figures |= {"documents": len(self.sizes), "bytes": sum(self.sizes), "letters": scripts.total()}
-        figures["scripts"] = {name: count / scripts.total() for name, count in scripts.most_common()}
         if self.sizes:
             shares = (0, *PERCENTILES, 100)
             lengths = np.percentile(self.sizes, shares, method="inverted_cdf").astype(int).tolist()
@@ -113,9 +119,8 @@ def _measured(report: Report, reading: Reading) -> Iterator[None]:
 def scripts_of(letters: Counter[str]) -> Counter[str]:
     """Number of letters per script; digits, punctuation and white space do not count."""
     scripts: Counter[str] = Counter()
-    for letter, count in letters.items():
-        if letter.isalpha():
-            scripts[script_of(letter)] += count
+    for letter in filter(str.isalpha, letters):
+        scripts[script_of(letter)] += letters[letter]
     return scripts
 
 

@@ -18,7 +18,6 @@ import secrets
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 from ttrain.core.files import JsonDict
 from ttrain.data.chat_templates import (
@@ -55,15 +54,9 @@ FIX = "set tokenizer.template=ttrain for the template of ttrain"
 Shape = tuple[tuple[str, bool, bool], ...]
 
 
-class Frame(NamedTuple):
-    """What a template writes around the contents, for a sequence of roles.
-
-    pieces      2 * turn for the reasoning of a turn, 2 * turn + 1 for its content
-    texts       before, between and behind these pieces
-    """
-
-    pieces: list[int]
-    texts: list[str]
+# What a template writes around the contents, for a shape: the pieces, each 2 * turn for the reasoning
+# of a turn or 2 * turn + 1 for its content; and the texts before, between and behind these pieces.
+Frame = tuple[list[int], list[str]]
 
 
 class JinjaTemplate:
@@ -106,17 +99,17 @@ class JinjaTemplate:
         turns = [self._turn(message) for message in messages]
         text, blocks = self._render(turns, prompt=prompt)
         shape = tuple((turn["role"], KEYS[0] in turn, turn["content"] != "") for turn in turns)
-        frame = self._frame(shape, prompt=prompt)
+        pieces, texts = frame = self._frame(shape, prompt=prompt)
         spans = self._spans(turns, text, frame)
-        places = {piece: place for place, piece in enumerate(frame.pieces)}
+        places = {piece: place for place, piece in enumerate(pieces)}
         live: list[Span] = []
         for number, message in enumerate(messages):
             place = places.get(2 * number + 1)
             if prompt or place is None or not is_live(message):
                 continue
-            end = self._end(spans[place], frame.texts[place + 1], blocks)
+            end = self._end(spans[place], texts[place + 1], blocks)
             first = places.get(2 * number, place)
-            start = spans[first][0] - self._lead_length(frame.texts[first])
+            start = spans[first][0] - self._lead_length(texts[first])
             if message.masked:
                 start = spans[place][0] + (0 if self._reads_reasoning else message.masked)
             if end is not None:
@@ -132,9 +125,10 @@ class JinjaTemplate:
 
     def _spans(self, turns: Sequence[JsonDict], rendered: str, frame: Frame) -> list[Span]:
         """Where the template writes each piece: as it is, or without white space around it."""
+        pieces, texts = frame
         spans: list[Span] = []
         at = 0
-        for piece, before, behind in zip(frame.pieces, frame.texts, frame.texts[1:], strict=False):
+        for piece, before, behind in zip(pieces, texts, texts[1:], strict=False):
             if not rendered.startswith(before, at):
                 raise self._refused(DEPENDS_ON_CONTENTS)
             at += len(before)
@@ -148,7 +142,7 @@ class JinjaTemplate:
                 raise self._refused(f"it changes the content {whose}", shown)
             spans.append((at, at + len(content)))
             at += len(content)
-        if rendered[at:] != frame.texts[-1]:
+        if rendered[at:] != texts[-1]:
             raise self._refused(DEPENDS_ON_CONTENTS)
         return spans
 
@@ -166,7 +160,7 @@ class JinjaTemplate:
                 raise self._refused(f"it writes the content of a turn of role '{role}' {count} times")
         if pieces != sorted(times):
             raise self._refused("it does not write each content behind that of the previous turn")
-        return Frame(pieces, parts[::2])
+        return pieces, parts[::2]
 
     def _end(self, content: Span, behind: str, blocks: Sequence[Span]) -> int | None:
         """Where the live part of an answer ends; None where `{% generation %}` leaves it out."""
