@@ -452,6 +452,7 @@ UNREAD = [
     ({"messages": [{**ANSWER, "content": [{"type": "text", "text": "4", "reasoning": "2 + 2"}]}]}, {"reasoning"}),
     ({"conversations": [{"from": "gpt", "value": "4", "rationale": "2 + 2", "weight": 0}]}, {"rationale"}),
     ({"instruction": "2 + 2?", "output": "4", "reasoning": "2 + 2", "source": "me"}, {"reasoning"}),
+    ({"instruction": "?", "output": "4", "more": [{**ANSWER, "content": ["5"], "note": "6"}]}, {"more", "note"}),
     ({"prompt": "2 + 2?", "completion": [{**ANSWER, "reasoning": "2 + 2"}], "think": "2"}, {"reasoning", "think"}),
     ({"prompt": "2 + 2?", "chosen": {**ANSWER, "reasoning": "2 + 2"}, "rejected": "5", "chosen_note": "2"},
      {"reasoning", "chosen_note"}),

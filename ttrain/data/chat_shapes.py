@@ -72,12 +72,9 @@ def is_blank(text: str) -> bool:
 def is_chat(row: Row) -> bool:
     """Whether a row has the keys of a chat. A prompt alone does not count: data sets of documents
     have that key too, and some with a text have keys of a question and its answer."""
-    if any(row.get(key) is not None for key in CHAT_KEYS):
-        return True
     keys = exchange_keys(row)
-    if keys is None or keys == PROMPT_KEYS:
-        return keys is not None
-    return row.get("text") is None and _beside_question(row, keys) is None
+    is_exchange = keys is not None and row.get("text") is None and _beside_question(row, keys) is None
+    return keys == PROMPT_KEYS or is_exchange or any(row.get(key) is not None for key in CHAT_KEYS)
 
 
 def exchange_keys(row: Row) -> tuple[str, str] | None:
@@ -124,18 +121,14 @@ def unread_keys(row: Row, *, is_pair: bool) -> set[str]:
     found = set() if is_of_turns else {*_unread(row, READ_OF_ROW.union(exchange_keys(row) or ()))}
     for turns in [row[shape]] if is_of_turns else row.values():
         for turn in turns if isinstance(turns, list) else [turns]:
-            if isinstance(turn, dict):
-                found.update(_unread_of_turn(turn))
-    return found
-
-
-def _unread_of_turn(turn: Row) -> list[str]:
-    if (turn.get("role") or turn.get("from")) not in ASSISTANT_NAMES:
-        return []
-    found = _unread(turn, READ_OF_TURN if turn.get("role") else READ_OF_SHAREGPT)
-    content = turn.get("content" if turn.get("role") else "value")
-    for part in content if isinstance(content, list) else ():
-        found += _unread(part, READ_OF_PART)
+            if not isinstance(turn, dict) or (turn.get("role") or turn.get("from")) not in ASSISTANT_NAMES:
+                continue
+            key, read = ("content", READ_OF_TURN) if turn.get("role") else ("value", READ_OF_SHAREGPT)
+            content = turn.get(key)
+            found.update(_unread(turn, read))
+            parts = content if isinstance(content, list) else []
+            for part in parts:
+                found.update(_unread(part, READ_OF_PART) if isinstance(part, dict) else ())
     return found
 
 
