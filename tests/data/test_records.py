@@ -484,6 +484,14 @@ def test_texts_of_an_answer_under_keys_that_are_not_read_are_counted_by_their_ke
     assert len(total.unread_keys) == 101 and total.unread_keys.total() == 203
 
 
+def test_reasoning_is_read_of_turns_of_either_form() -> None:
+    by_role = {"role": "assistant", "content": "4", "reasoning_content": " 2 + 2 "}
+    by_name = {"from": "gpt", "value": "4", "reasoning_content": " 2 + 2 "}
+    expected = Conversation((Message("assistant", "<think>\n2 + 2\n</think>\n\n4", thought=24),))
+    for row in ({"messages": [by_role]}, {"conversations": [by_name]}):
+        assert parse_conversation(row) == expected and not unread_keys(row, is_pair=False)
+
+
 def test_a_key_that_is_null_in_functions_or_arguments_counts_as_absent() -> None:
     schema = {"properties": {"city": {"type": "string"}, "time": None}, "enum": ["a", None], "items": {}}
     arguments = {"city": "Rome", "time": None, "list": [{"x": 1, "y": None}, None], "place": {"z": None}}
