@@ -23,8 +23,13 @@ SHAREGPT_ROLES = {
     "function_call": "assistant", "observation": "tool", "tool": "tool",
 }  # fmt: skip
 OWN_ROLES = {role: role for role in ROLES}
-CHAT_KEYS = ("messages", "conversations", "instruction")  # the first key that is present decides the format of a row
+CHAT_KEYS = (
+    "messages",
+    "conversations",
+    "instruction",
+)  # the first key that is present decides the format of a row
 PROMPT_KEYS = ("prompt", "completion")
+QUESTION_KEYS = ("question", "answer")
 # After those: a row has one exchange under the first of these pairs that it has.
 EXCHANGE_KEYS = (
     PROMPT_KEYS,
@@ -73,20 +78,23 @@ def is_chat(row: Row) -> bool:
     """Whether a row has the keys of a chat. A prompt alone does not count: data sets of documents
     have that key too, and some with a text have keys of a question and its answer."""
     keys = exchange_keys(row)
-    is_exchange = keys is not None and row.get("text") is None and _beside_question(row, keys) is None
-    return keys == PROMPT_KEYS or is_exchange or any(row.get(key) is not None for key in CHAT_KEYS)
+    if keys == PROMPT_KEYS or any(row.get(key) is not None for key in CHAT_KEYS):
+        return True
+    return keys is not None and row.get("text") is None and not _beside_question(row, keys)
 
 
 def exchange_keys(row: Row) -> tuple[str, str] | None:
     """The keys of a question and its answer in a row; None for none."""
-    return next((keys for keys in EXCHANGE_KEYS if all(row.get(key) is not None for key in keys)), None)
+    present = {key for key, value in row.items() if value is not None}
+    return next((keys for keys in EXCHANGE_KEYS if present.issuperset(keys)), None)
 
 
 def _beside_question(row: Row, keys: tuple[str, str]) -> str | None:
     """The first key beside a question and its answer that belongs to the question."""
-    others = _unread(row, READ_OF_EXCHANGE.union(keys))
-    is_needed = (isinstance(row[key], list | dict) or OF_QUESTION.fullmatch(key.lower()) for key in others)
-    return next(itertools.compress(others, is_needed), None)
+    for key in _unread(row, READ_OF_EXCHANGE.union(keys)):
+        if isinstance(row[key], list | dict) or OF_QUESTION.fullmatch(key.lower()):
+            return key
+    return None
 
 
 def messages_of(row: Row) -> list[Message]:
@@ -134,11 +142,12 @@ def unread_keys(row: Row, *, is_pair: bool) -> set[str]:
 
 def _unread(values: Row, read: frozenset[str]) -> list[str]:
     """The keys with text that are neither read nor metadata, in their order."""
-    return [
-        key
-        for key, value in values.items()
-        if key not in read and METADATA.isdisjoint((key.lower(), key.lower().rpartition("_")[2])) and _holds_text(value)
-    ]
+    others = [key for key in values if key not in read and not _is_metadata(key.lower())]
+    return [key for key in others if _holds_text(values[key])]
+
+
+def _is_metadata(key: str) -> bool:
+    return key in METADATA or key.rpartition("_")[2] in METADATA
 
 
 def _holds_text(value: object) -> bool:
@@ -207,8 +216,9 @@ def visible_text(row: Row, key: str, other_key: str) -> str:
 def _exchange(row: Row) -> list[Message]:
     """A question and its answer, as TRL's prompt and completion: each is a text or a list of turns,
     and only the second is learnt."""
-    begun = (keys for keys in (PROMPT_KEYS, ("question", "answer")) if any(row.get(key) is not None for key in keys))
-    keys = exchange_keys(row) or next(begun, None)
+    present = {key for key, value in row.items() if value is not None}
+    halves = [keys for keys in (PROMPT_KEYS, QUESTION_KEYS) if not present.isdisjoint(keys)]
+    keys = exchange_keys(row) or (halves[0] if halves else None)
     if keys is None:
         names = ", ".join(map(repr, (*CHAT_KEYS, "prompt", "question", "input")))
         raise Malformed(f"none of the keys {names} holds a conversation")
@@ -236,7 +246,10 @@ def turns_under(row: Row, key: str, other_key: str, role: str) -> RawTurns:
 
 def list_of_turns(value: Any, key: str, others: str = "") -> RawTurns:
     """The value under a key, a list of turns. `others`: what else may stand there."""
-    require(isinstance(value, list), f"'{key}' is {kind_of(value)}, not {others}a list of turns such as {A_TURN}")
+    require(
+        isinstance(value, list),
+        f"'{key}' is {kind_of(value)}, not {others}a list of turns such as {A_TURN}",
+    )
     require(value, f"'{key}' has no turns; write turns such as {A_TURN}")
     return list(value)
 
@@ -286,7 +299,10 @@ def turns_of(turns: object, shape: str, *, has_tools: bool) -> list[Message]:
         require(isinstance(turn, dict), f"a turn is {kind_of(turn)}, not an object such as {A_TURN}")
         message, calls = _turn(turn, has_tools)
         if message.role == "tool":
-            require(has_calls, "a tool turn without a call before it; put the assistant's 'tool_calls' before it")
+            require(
+                has_calls,
+                "a tool turn without a call before it; put the assistant's 'tool_calls' before it",
+            )
             number = turn.get("tool_call_id")
             require(
                 number is None or (isinstance(number, str) and number in call_ids),

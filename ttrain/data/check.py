@@ -64,7 +64,10 @@ class Report:
             shares = (0, *PERCENTILES, 100)
             lengths = np.percentile(self.sizes, shares, method="inverted_cdf").astype(int).tolist()
             names = ("min", *(f"{share} %" for share in PERCENTILES), "max")
-            figures["lengths"] = {"mean": float(np.mean(self.sizes)), **dict(zip(names, lengths, strict=True))}
+            figures["lengths"] = {
+                "mean": float(np.mean(self.sizes)),
+                **dict(zip(names, lengths, strict=True)),
+            }
         return figures
 
 
@@ -105,7 +108,13 @@ def check(
 def _measured(report: Report, reading: Reading) -> Iterator[None]:
     """Read the rows of a file into its report, some at a time."""
     parse = records.parser_of(report.kind, reading.text_field)
-    rows = records.read([report.file], parse, report.tally, reading.max_line_bytes, reading.text_field)
+    rows = records.read(
+        [report.file],
+        parse,
+        report.tally,
+        reading.max_line_bytes,
+        reading.text_field,
+    )
     while batch := list(itertools.islice(rows, BATCH_ROWS)):
         texts = [blocks.text_of(record) for record in batch]
         report.hashes += b"".join(map(records.content_hash, batch))

@@ -1,4 +1,4 @@
-"""Chat templates as Jinja, of existing tokenizers too; contents of turns cannot inject special tokens.
+"""Chat templates as Jinja, of existing tokenizers too; no content can inject a special token.
 
 The template is rendered with marks in place of the contents, once for each sequence of roles. A
 conversation has to be what stands around the marks with its contents in it: a template that changes

@@ -143,7 +143,8 @@ def _prompt_turns(row: Row, answers: Sequence[RawTurns]) -> RawTurns:
     has_tools = bool(row.get("tools"))
     for turns in answers:
         last = chat_shapes.wordings(turns, has_tools)[-2:]
-        if len(prompt) > 1 and last and chat_shapes.wordings(prompt, has_tools)[-len(last) :] == last:
+        words = chat_shapes.wordings(prompt, has_tools)
+        if len(prompt) > 1 and last and words[-len(last) :] == last:
             prompt = prompt[:-1]
     return prompt
 
