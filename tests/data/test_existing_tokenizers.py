@@ -48,10 +48,10 @@ SYSTEM_LAST = "{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' +
 TEMPLATES = {"chatml": CHATML, "inst": INST, "thought": THOUGHT, "marked": MARKED, "ttrain": None, "tinyseek": None}
 
 
-def metaspace(scheme: str) -> Tokenizer:
+def metaspace() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
-    tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
     return with_byte_fallback(tokenizer)
 
 
@@ -98,8 +98,7 @@ def word_pieces() -> Tokenizer:
 KINDS: dict[str, Callable[[], Tokenizer]] = {
     "byte level": byte_level,
     "rstrip": lambda: byte_level(rstrip=True),
-    "metaspace, first": lambda: metaspace("first"),
-    "metaspace, always": lambda: metaspace("always"),
+    "metaspace, first": metaspace,
     "legacy llama": legacy_llama,
     "word pieces": word_pieces,
 }

@@ -129,7 +129,7 @@ def test_a_file_that_cannot_be_read_whole_is_one_error_with_its_name_and_leaves_
         assert raised.value.files == (() if isinstance(raised.value, CannotRead) else (str(path),))
         assert isinstance(raised.value, CannotRead) == (says == "cannot read")
         assert not list(tmp_path.glob("shards-*/*/index.json"))
-        (report,) = check([str(path)], READING, pool=Processes(1), kind=kind)
+        (report,) = check([str(path)], READING, kind=kind)
         assert report.error == str(raised.value)
 
 

@@ -395,6 +395,7 @@ UNREAD = [
     ({"messages": [{**ANSWER, "content": [{"type": "text", "text": "4", "reasoning": "2 + 2"}]}]}, {"reasoning"}),
     ({"conversations": [{"from": "gpt", "value": "4", "rationale": "2 + 2", "weight": 0}]}, {"rationale"}),
     ({"instruction": "2 + 2?", "output": "4", "reasoning": "2 + 2", "source": "me"}, {"reasoning"}),
+    ({"instruction": "?", "output": "4", "more": [{**ANSWER, "content": ["5"], "note": "6"}]}, {"more", "note"}),
     ({"prompt": "2 + 2?", "completion": [{**ANSWER, "reasoning": "2 + 2"}], "think": "2"}, {"reasoning", "think"}),
     ({"prompt": "2 + 2?", "chosen": {**ANSWER, "reasoning": "2 + 2"}, "rejected": "5", "chosen_note": "2"},
      {"reasoning", "chosen_note"}),
@@ -419,6 +420,14 @@ def test_texts_of_an_answer_under_keys_that_are_not_read_are_counted_by_their_ke
     many = [("b.jsonl", 1, {"instruction": "a", "output": "b", f"k{n}": "c"}) for n in range(200)]
     list(accepted(many, parse_conversation, total))
     assert len(total.unread_keys) == 101 and total.unread_keys.total() == 203
+
+
+def test_reasoning_is_read_of_turns_of_either_form() -> None:
+    by_role = {"role": "assistant", "content": "4", "reasoning_content": " 2 + 2 "}
+    by_name = {"from": "gpt", "value": "4", "reasoning_content": " 2 + 2 "}
+    expected = Conversation((Message("assistant", "<think>\n2 + 2\n</think>\n\n4", thought=24),))
+    for row in ({"messages": [by_role]}, {"conversations": [by_name]}):
+        assert parse_conversation(row) == expected and not unread_keys(row, is_pair=False)
 
 
 def test_a_key_that_is_null_in_functions_or_arguments_counts_as_absent() -> None:

@@ -189,7 +189,7 @@ def understood(line: bytes, kind: str) -> Record | None:
     try:
         value = json.loads(line.decode("utf-8"), parse_int=whole_number)
         if kind == "chats":  # null is absent there, and whole numbers of functions are exact
-            value = tools.without_null_keys(line, value)
+            value = tools.without_null_keys(line)
     except ValueError:
         return None
     finally:

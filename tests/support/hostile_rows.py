@@ -34,12 +34,7 @@ def outcome(path: Path, recipe: BlockRecipe, block_bytes: int = 1 << 20) -> tupl
     Checking the file, which encodes nothing, has to say the same.
     """
     built, output = build(path, recipe, block_bytes)
-    (report,) = check(
-        [str(path)],
-        READING.model_copy(update={"max_line_bytes": recipe.max_line_bytes}),
-        pool=Processes(1),
-        kind=recipe.kind,
-    )
+    (report,) = check([str(path)], READING.model_copy(update={"max_line_bytes": recipe.max_line_bytes}), kind=recipe.kind)
     for tally in (built.tallies["train"], report.tally):
         assert tally.rows == tally.kept + tally.skipped.total() + tally.rejected.total()
     found, checked = built.tallies["train"].to_json(), report.tally.to_json()

@@ -488,7 +488,7 @@ def parsed(numbered: Iterable[tuple[int, bytes]], path: str, tally: Tally, max_l
             continue
         if _is_written_again(value, line):
             try:
-                value = tools.without_null_keys(line, value)
+                value = tools.without_null_keys(line)
             except RecursionError:
                 tally.reject(path, number, TOO_DEEP, line)
                 continue

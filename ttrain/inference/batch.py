@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from codecs import BOM_UTF8
 from collections import Counter
@@ -194,8 +193,7 @@ def _prompt(number: int, record: Any, *, raw: bool, system: str) -> Prompt:
         messages = [Message("user", prompt)]
     elif any(record.get(key) is not None for key in ("prompt", *CHAT_KEYS)):
         answers = {key: record.get(key) or NO_ANSWER for key in ("output", "completion")}  # an answer is optional here
-        row = copy.deepcopy({**record, **answers})  # the record is written as it is
-        tools.drop_null_keys(row)
+        row = tools.without_null_keys(json.dumps({**record, **answers}))  # the record is written as it is
         messages = messages_of(row)
     else:
         raise Malformed(f"none of the keys {', '.join(('prompt', 'text', *CHAT_KEYS))} holds a prompt")
