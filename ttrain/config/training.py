@@ -16,6 +16,7 @@ Passes = Annotated[float, Field(gt=0)]
 Batch = Annotated[Count, Field(ge=1)]
 Tokens = Annotated[Count, Field(ge=1)]
 Auto = Literal["auto"]
+Marker = Annotated[int | str, Field(union_mode="left_to_right")]  # a token, by its id or its text
 AUTO_BATCH = "tokens of one optimizer step, over all ranks; auto: by the number of rows"
 AUTO_TOKENS = (
     f"budget in tokens; auto: {rules.TOKENS:_}, or {rules.USEFUL_PASSES} passes if that is less; "
@@ -42,7 +43,7 @@ class Training(Loop):
     order: Literal["shuffled", "length-grouped"] = setting(
         "shuffled", "length-grouped: rows of about the same length come in the same step"
     )
-    mask_intervals: tuple[tuple[int | str, int | str], ...] = setting(
+    mask_intervals: tuple[tuple[Marker, Marker], ...] = setting(
         (), "[from, to] token pairs, as ids or words: both, and all between them in a record, are never learnt"
     )
     dropped_fraction: float = setting(0.01, "a larger share of chats without a token to learn ends the stage", ge=0, le=1)
@@ -181,7 +182,7 @@ class Pretrain(Training):
     start_from: Location = setting(NONE, "none, a Hugging Face directory, or owner/name[@revision] on the Hub", min_length=1)
     tokens: Tokens | Auto | None = setting(rules.AUTO, AUTO_TOKENS)
     epochs: Passes | None = setting(None, "budget in passes over the rows")
-    tokens_per_step: Batch = setting(
+    tokens_per_step: Batch | Auto = setting(
         rules.BATCH, "tokens of one optimizer step, over all ranks; auto: by the size of the model"
     )
     optim: Optim = Optim(kind="muon", betas=rules.BETAS, **rules.RATES)
