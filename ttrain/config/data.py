@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from ttrain.config.base import Count, Location, Paths, Section, Seed, Share, Weighted, as_tuple, setting, with_fields
+from ttrain.config.base import Count, Location, Paths, Section, Seed, Share, Weighted, as_tuple, need, setting, with_fields
 from ttrain.config.rules import AUTO
 from ttrain.config.training import TRAINING_STAGES
 
@@ -55,10 +55,10 @@ class Data(Section):
     def _check(self) -> None:
         for name in (*LEARNT, "tokenizer"):
             paths = self.paths(name)
-            if PYTHON_DOCS in paths and len(paths) > 1:
-                raise ValueError(f"data.{name} mixes {PYTHON_DOCS} with files; choose one of them")
-            if name != "tokenizer" and PYTHON_DOCS in paths and getattr(self, f"{name}_heldout"):
-                raise ValueError(f"data.{name}_heldout is set, but {PYTHON_DOCS} brings its own held-out part")
+            ours = PYTHON_DOCS in paths
+            need(not ours or len(paths) == 1, f"data.{name} mixes {PYTHON_DOCS} with files; choose one of them")
+            own_part = getattr(self, f"{name}_heldout", ())
+            need(not (ours and own_part), f"data.{name}_heldout is set, but {PYTHON_DOCS} brings its own held-out part")
 
     def uses_python_docs(self, name: str) -> bool:
         """Whether the data set `name` is made from the Python documentation that ships with ttrain."""
@@ -98,13 +98,15 @@ class Reading(Section):
     seed: Seed = setting(1, "of the reservoir")
 
     def _check(self) -> None:
-        if self.rounds > 1 and self.limit is None:
-            raise ValueError(f"reading.rounds is {self.rounds} but reading.limit is not set; set it, or rounds=1")
-        if self.near_duplicates and self.near_duplicates < LEAST_SIMILAR:
-            raise ValueError(
-                f"reading.near_duplicates is {self.near_duplicates}, but texts less similar than {LEAST_SIMILAR} are not "
-                f"found; set {LEAST_SIMILAR} to 1, or 0 to keep all"
-            )
+        need(
+            self.rounds == 1 or self.limit is not None,
+            f"reading.rounds is {self.rounds} but reading.limit is not set; set it, or rounds=1",
+        )
+        need(
+            not self.near_duplicates or self.near_duplicates >= LEAST_SIMILAR,
+            f"reading.near_duplicates is {self.near_duplicates}, but texts less similar than {LEAST_SIMILAR} are not "
+            f"found; set {LEAST_SIMILAR} to 1, or 0 to keep all",
+        )
 
 
 class Tokenizer(Section):
@@ -121,10 +123,10 @@ class Tokenizer(Section):
     max_bytes: int = setting(50_000_000, "text to learn from, in UTF-8 bytes", ge=10_000)
 
     def _check(self) -> None:
-        if self.template in ("own", "auto") and self.existing is None:
-            raise ValueError(
-                f"tokenizer.template is '{self.template}' but tokenizer.existing names no tokenizer; set one of them"
-            )
+        need(
+            self.template not in ("own", "auto") or self.existing is not None,
+            f"tokenizer.template is '{self.template}' but tokenizer.existing names no tokenizer; set one of them",
+        )
 
 
 class Shards(Section):
