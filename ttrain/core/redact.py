@@ -7,7 +7,7 @@ each, so that a reader of the record sees that something is missing. Standard li
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -126,29 +126,16 @@ def has_hidden(value: Any) -> bool:
 def restored(recorded: Any, current: Any) -> Any:
     """Recorded settings, with the locations of the current ones where these, once masked, are what is on record.
 
-    What no current location fits, or several do, stays hidden.
+    Those of a list by their order. What the current location does not fit stays hidden.
     """
     if isinstance(recorded, Mapping):
         values = current if isinstance(current, Mapping) else {}
         return {name: restored(value, values.get(name)) for name, value in recorded.items()}
     if isinstance(recorded, list | tuple):
-        return _restored_list(recorded, current if isinstance(current, list | tuple) else ())
+        entries = current if isinstance(current, list | tuple) and len(current) == len(recorded) else recorded
+        return [restored(item, entry) for item, entry in zip(recorded, entries, strict=True)]
     is_same = isinstance(current, str) and has_hidden(recorded) and url(current) == recorded
     return current if is_same else recorded
-
-
-def _restored_list(recorded: Sequence[Any], current: Sequence[Any]) -> list[Any]:
-    if len(recorded) == len(current):
-        pairs = zip(recorded, current, strict=True)
-        in_order = [restored(item, option) for item, option in pairs]
-        if not has_hidden(in_order):
-            return in_order
-    items = []
-    for item in recorded:
-        candidates = [restored(item, option) for option in current]
-        found = [candidate for candidate in candidates if not has_hidden(candidate)]
-        items.append(found[0] if len(found) == 1 else item)
-    return items
 
 
 def is_secret(key: str) -> bool:
