@@ -87,9 +87,6 @@ class Runtime(Section):
     )
     keep_checkpoints: int = setting(2, "the newest so many, beside the best one", ge=1)
     keep_every_steps: int = setting(0, "checkpoints of these steps stay for good; 0: none", ge=0)
-    keep_steps: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Listed] = setting(
-        (), "checkpoints of these steps are made, and stay for good"
-    )
     guards: Literal["warn", "off"] = setting("warn", "look out for spikes of the loss and overfitting")
     loggers: Annotated[tuple[Literal["tensorboard", "wandb", "swanlab"], ...], BeforeValidator(as_tuple)] = setting(
         (), "where the curves go beside MLflow; each needs its extra: tb, wandb, swanlab"

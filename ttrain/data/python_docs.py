@@ -2,7 +2,7 @@
 
 Four data sets, each with a held-out part:
 
-    pretrain    docstrings and the language reference; a share of it may be source code
+    pretrain    docstrings and the language reference
     sft         questions about functions, classes and modules, answered from signatures and docstrings
     dpo         pairs of answers to questions of these chats: the right answer, and that to another question about the same
                 object. The right one is the longer in half of the pairs.
@@ -30,10 +30,12 @@ from ttrain.config import PythonDocs
 from ttrain.config.loading import configs_directory
 from ttrain.data.records import Tally, records
 
+HELDOUT_FRACTION = 0.055
 HELDOUT_FLOOR_BYTES = 100_000
 HELDOUT_FLOOR_ROWS = 100
 PAIRS_SHARE = 0.375  # of as many as there are chats
 HELDOUT_PAIRS = 300
+LETTERS = 800  # of about 1500
 MAX_LINE_BYTES = 1 << 20
 OBJECT = re.compile(r"`([^`]+)`")  # the first name in a chat's first question
 Row = dict[str, Any]
@@ -47,34 +49,29 @@ def text_file() -> Path:
 def build(output: Path, settings: PythonDocs) -> dict[str, dict[str, int]]:
     """Write the eight files under `output`; returns rows and UTF-8 bytes of each.
 
-    The held-out part is `heldout_fraction` of each data set, at least 100 kB of documents and 100 rows. The number of chats
-    and letters is that of the training rows, the number of bytes that of all documents.
+    The held-out part is HELDOUT_FRACTION of each data set, at least 100 kB of documents and 100 rows. The number of chats is
+    that of the training rows, the number of bytes that of all documents.
     """
     rows: dict[str, list[Row]] = defaultdict(list)
     for _, _, row in records([str(text_file())], Tally(), MAX_LINE_BYTES):
         rows[row.pop("set")].append(row)
-    heldout_chat_rows, heldout_letter_rows = (
-        max(HELDOUT_FLOOR_ROWS, round(count * settings.heldout_fraction))
-        for count in (settings.chat_rows, settings.domain_rows)
-    )
-    groups = choose_groups(rows["pretrain"], settings.heldout_fraction)
+    heldout_chat_rows = max(HELDOUT_FLOOR_ROWS, round(settings.chat_rows * HELDOUT_FRACTION))
+    groups = choose_groups(rows["pretrain"], HELDOUT_FRACTION)
     documents, heldout_documents = _split(rows["pretrain"], groups)
     room = max(0, settings.document_bytes - count_bytes(heldout_documents))
-    code_bytes = min(room, round(settings.document_bytes * settings.source_code_fraction))
-    code = _first_bytes(_split(rows["code"], groups)[0], code_bytes)
     chats, heldout_chats = _split(rows["sft"], groups)
     answers = {answer for row in chats[: settings.chat_rows] for answer in _answers(row)}
     unseen_chats = [row for row in heldout_chats if answers.isdisjoint(_answers(row))]
-    letters, heldout_letters = _split(rows["lora"], {row["group"] for row in rows["lora"][:heldout_letter_rows]})
+    letters, heldout_letters = _split(rows["lora"], {row["group"] for row in rows["lora"][:HELDOUT_FLOOR_ROWS]})
     parts = {
-        "pretrain": [*_first_bytes(documents, room - code_bytes), *code],
+        "pretrain": list(_first_bytes(documents, room)),
         "pretrain_heldout": heldout_documents,
         "sft": chats[: settings.chat_rows],
         "sft_heldout": unseen_chats[:heldout_chat_rows],
         "dpo": list(islice(make_pairs(chats[: settings.chat_rows]), round(PAIRS_SHARE * settings.chat_rows))),
         "dpo_heldout": list(islice(make_pairs(unseen_chats), HELDOUT_PAIRS)),
-        "lora": letters[: settings.domain_rows],
-        "lora_heldout": heldout_letters[:heldout_letter_rows],
+        "lora": letters[:LETTERS],
+        "lora_heldout": heldout_letters[:HELDOUT_FLOOR_ROWS],
     }
     output.mkdir(parents=True, exist_ok=True)
     return {name: _write(output / f"{name}.jsonl", part) for name, part in parts.items()}

@@ -60,7 +60,7 @@ def copy_until(source: Path, output: Path, step: int, subject: str) -> None:
         there_are = f"those of the steps {first_of([*map(str, steps)], SHOWN_STEPS)}" if steps else "none"
         raise UsageError(
             f"--from-step is {step}, but {subject} has no checkpoint of that step; there are {there_are} "
-            f"(runtime.keep_every_steps and runtime.keep_steps keep more)"
+            f"(runtime.keep_every_steps keeps more)"
         )
     for number in (number for number in steps if number <= step):
         directory = Path("checkpoints") / f"step-{number:08d}"
