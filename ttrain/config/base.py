@@ -197,16 +197,23 @@ def _rebuilt(kind: Any, value: Any) -> Any:
     return sections[0].rebuilt(value) if sections else value
 
 
-def part_of(tree: JsonObject, prefixes: Collection[str], section: str = "") -> JsonDict:
+def part_of(tree: JsonObject, prefixes: Collection[str]) -> JsonDict:
     """The part of a tree of settings that dotted prefixes name: `sft` all below it, `sft.seed` one setting."""
     kept: JsonDict = {}
-    for key, value in tree.items():
-        name = f"{section}{key}"
-        if name in prefixes:
-            kept[key] = value
-        elif any(prefix.startswith(f"{name}.") for prefix in prefixes):
-            kept[key] = part_of(value, prefixes, f"{name}.")
+    for key, value in flatten(tree):
+        if any(f"{key}.".startswith(f"{prefix}.") for prefix in prefixes):
+            assign(kept, key, value)
     return kept
+
+
+def assign(tree: JsonDict, key: str, value: Any) -> None:
+    """Put the value of a dotted key into a tree."""
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        if not isinstance(tree.get(parent), dict):
+            tree[parent] = {}
+        tree = tree[parent]
+    tree[leaf] = value
 
 
 def flatten(tree: JsonObject, prefix: str = "") -> Iterator[tuple[str, Any]]:

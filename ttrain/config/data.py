@@ -22,7 +22,7 @@ def dataset_read(name: str, tokenizer: object) -> str:
     return "pretrain" if name == "tokenizer" and not tokenizer else name
 
 
-@with_fields({name: (Paths, setting((), "of a stage that another package brings")) for name in DATASETS})
+@with_fields({name: (Paths, setting((), "held-out rows; empty: taken by content hash")) for name in DATASETS})
 class Data(Section):
     """Where the data comes from: paths, globs, folders, URLs, `hf://owner/name`, or `python-docs`.
 
@@ -34,11 +34,8 @@ class Data(Section):
     pretrain: Paths = setting((PYTHON_DOCS,), "documents, JSONL with a text field; none: no stage `pretrain`")
     pretrain_heldout: Paths = setting((), "held-out documents; empty: taken from `pretrain` by content hash")
     sft: Paths = setting((PYTHON_DOCS,), "chats, JSONL with `messages` or `conversations`; none: no stage `sft`")
-    sft_heldout: Paths = setting((), "held-out chats; empty: taken from `sft` by content hash")
     dpo: Paths = setting((), "pairs of answers, JSONL with `chosen` and `rejected`; none: no stage `dpo`")
-    dpo_heldout: Paths = setting((), "held-out pairs; empty: taken from `dpo` by content hash of the prompt")
     lora: Paths = setting((PYTHON_DOCS,), "chats of the domain that the adapter learns; none: no stage `lora`")
-    lora_heldout: Paths = setting((), "held-out chats of that domain; empty: taken from `lora`")
     tokenizer: Paths = setting((), "documents the tokenizer learns from; empty: the training part of `pretrain`")
 
     def paths(self, name: str) -> tuple[str, ...]:

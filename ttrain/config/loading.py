@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar, get_args, get_origin
 from pydantic import ValidationError
 
 from ttrain.config import Section, Settings, flatten, other_names, rules, yaml_text
-from ttrain.config.base import NONE, types_of
+from ttrain.config.base import NONE, assign, types_of
 from ttrain.config.data import LEARNT, PYTHON_DOCS, Data
 from ttrain.config.model import sizes_of
 from ttrain.config.settings import OPTIONAL, existing_model_of, last_of, root_of
@@ -31,7 +31,6 @@ PRESET = "model.preset"
 SHOWN_KEYS = 60  # more than these are not listed in a message
 SHOWN_NAMES = 6  # of a section
 S = TypeVar("S", bound=Section)
-IS_NONE = " is none"
 IS_SET = " is set"  # ends the origin of a value that follows from another setting
 BUDGETS = {"tokens": "epochs", "epochs": "tokens"}  # of a training stage: one of the two
 
@@ -234,7 +233,7 @@ def settings_of(overrides: list[Override], base: Sequence[Override] = ()) -> Loa
     by_rule, changes = rules.automatic(values), JsonDict()
     for key in automatic:
         usual = default_values()[key]
-        _assign(changes, key, by_rule.get(key, usual))
+        assign(changes, key, by_rule.get(key, usual))
         sources[key] = rules.AUTO if values[rules.START] == rules.NEW else f"{rules.START}{IS_SET}"
         if by_rule.get(key, usual) == usual:
             del sources[key]
@@ -283,14 +282,10 @@ def _starts_from_present_stages(overrides: Sequence[Override]) -> list[Override]
     for name in present:
         row = TRAINING_STAGES[name]
         usual = row.settings.model_fields["start_from"].default
-        if f"{name}.start_from" in values or (name in OPTIONAL and usual in present):
-            continue
         nearest = next((start for start in row.starts if start in present), row.starts[-1] if row.starts else usual)
-        if nearest != usual:
-            reason = f"data.{TRAINING_STAGES[nearest].dataset}{IS_SET}"
-            if usual not in present:
-                reason = f"data.{TRAINING_STAGES[usual].dataset}{IS_NONE}"
-            starts.append(Override(reason, f"{name}.start_from", nearest))
+        stays = f"{name}.start_from" in values or (name in OPTIONAL and usual in present)
+        if nearest != usual and not stays:
+            starts.append(Override(rules.AUTO, f"{name}.start_from", nearest))
     return starts
 
 
@@ -350,7 +345,7 @@ def merge(root: type[S], overrides: Iterable[Override]) -> tuple[S, dict[str, st
             given[other] = Override(f"{item.key}{IS_SET}", other, None)  # tokens clear epochs of a weaker layer
     tree = defaults(root)  # so that one field of a section leaves the stage's own defaults of the others
     for item in given.values():
-        _assign(tree, item.key, item.value)
+        assign(tree, item.key, item.value)
     wrong = {
         key: f"{key} is {shown(item.value)} (from {item.origin}) but must be a number"
         for key, item in given.items()
@@ -369,15 +364,6 @@ def merge(root: type[S], overrides: Iterable[Override]) -> tuple[S, dict[str, st
 def _takes_numbers(kind: Any) -> bool:
     forms = types_of(kind)
     return bool not in forms and not {int, float}.isdisjoint(forms)
-
-
-def _assign(tree: JsonDict, key: str, value: Any) -> None:
-    *parents, leaf = key.split(".")
-    for parent in parents:
-        if not isinstance(tree.get(parent), dict):
-            tree[parent] = {}
-        tree = tree[parent]
-    tree[leaf] = value
 
 
 def _wrong_settings(

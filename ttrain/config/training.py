@@ -13,7 +13,6 @@ from ttrain.config.base import Count, Location, Section, as_tuple, need, setting
 from ttrain.config.loop import Loop, Optim, Precision
 
 Passes = Annotated[float, Field(gt=0)]
-Batch = Annotated[Count, Field(ge=1)]
 Tokens = Annotated[Count, Field(ge=1)]
 Auto = Literal["auto"]
 Marker = Annotated[int | str, Field(union_mode="left_to_right")]  # a token, by its id or its text
@@ -30,7 +29,7 @@ class Training(Loop):
 
     tokens: Tokens | Auto | None = setting(None, "budget in tokens, such as 1_000_000 or 1M; one of `tokens` and `epochs`")
     epochs: Passes | Auto | None = setting(None, "budget in passes over the rows")
-    tokens_per_step: Batch | Auto = setting(4096, "tokens of one optimizer step, over all ranks")
+    tokens_per_step: Tokens | Auto = setting(4096, "tokens of one optimizer step, over all ranks")
     row_length: int = setting(256, "tokens of one packed row", ge=8)
     packing: Literal["best-fit", "stream", "none"] = setting(
         "best-fit",
@@ -174,7 +173,7 @@ class Pretrain(Training):
     start_from: Location = setting(NONE, "none, a Hugging Face directory, or owner/name[@revision] on the Hub", min_length=1)
     tokens: Tokens | Auto | None = setting(rules.AUTO, AUTO_TOKENS)
     epochs: Passes | None = setting(None, "budget in passes over the rows")
-    tokens_per_step: Batch | Auto = setting(
+    tokens_per_step: Tokens | Auto = setting(
         rules.BATCH, "tokens of one optimizer step, over all ranks; auto: by the size of the model"
     )
     optim: Optim = Optim(kind="muon", betas=rules.BETAS, **rules.RATES)
@@ -186,7 +185,7 @@ class FineTune(Training):
     epochs: Passes | Auto | None = setting(
         rules.AUTO, "budget in passes over the rows; auto: more than usual where there are few"
     )
-    tokens_per_step: Batch | Auto = setting(
+    tokens_per_step: Tokens | Auto = setting(
         rules.AUTO, "tokens of one optimizer step, over all ranks; auto: by the number of rows"
     )
 

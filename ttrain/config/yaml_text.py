@@ -71,8 +71,6 @@ def parse(text: str, loader: Any = Loader) -> Any:
     except (yaml.YAMLError, ValueError) as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        if mark and "\t" in "".join(text.splitlines()[mark.line : mark.line + 1]):
-            problem = "the line is indented with a tab, which YAML does not allow; indent it with spaces"
         raise InvalidYaml(one_line(f"{place}{problem or error}")) from None
 
 
