@@ -7,7 +7,7 @@ each, so that a reader of the record sees that something is missing. Standard li
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -126,16 +126,21 @@ def has_hidden(value: Any) -> bool:
 def restored(recorded: Any, current: Any) -> Any:
     """Recorded settings, with the locations of the current ones where these, once masked, are what is on record.
 
-    Those of a list by their order. What the current location does not fit stays hidden.
+    What no current location fits, or several do, stays hidden.
     """
     if isinstance(recorded, Mapping):
         values = current if isinstance(current, Mapping) else {}
         return {name: restored(value, values.get(name)) for name, value in recorded.items()}
     if isinstance(recorded, list | tuple):
-        entries = current if isinstance(current, list | tuple) and len(current) == len(recorded) else recorded
-        return [restored(item, entry) for item, entry in zip(recorded, entries, strict=True)]
+        return [_restored_entry(entry, current if isinstance(current, list | tuple) else ()) for entry in recorded]
     is_same = isinstance(current, str) and has_hidden(recorded) and url(current) == recorded
     return current if is_same else recorded
+
+
+def _restored_entry(recorded: Any, current: Sequence[Any]) -> Any:
+    restorations = [restored(recorded, entry) for entry in current]
+    fitting = [entry for entry in restorations if not has_hidden(entry)]
+    return fitting[0] if len(fitting) == 1 else recorded
 
 
 def is_secret(key: str) -> bool:
