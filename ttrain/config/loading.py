@@ -132,7 +132,7 @@ def _leaves(tree: JsonObject, origin: str) -> list[tuple[str, Any]]:
 
 
 def read_yaml(path: Path) -> JsonObject:
-    """The mapping in a YAML file; {} for an empty one. Raises UsageError where it cannot be read or is something else."""
+    """The mapping in a YAML file; {} for an empty one. Raises UsageError where there is none."""
     try:
         tree = yaml_text.parse(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -157,8 +157,10 @@ def profile_names() -> list[str]:
 
 
 def with_types(root: type[Section], overrides: Iterable[Override]) -> list[Override]:
-    """The overrides, with the values that the texts which somebody typed have in this tree. Raises UsageError for a list or
-    mapping that cannot be read. The text of an unknown setting stays one."""
+    """The overrides, with the values that the texts which somebody typed have in this tree.
+
+    The text of an unknown setting stays one. Raises UsageError for what cannot be read.
+    """
     typed: list[Override] = []
     for origin, key, value in overrides:
         if isinstance(value, str) and (origin == COMMAND_LINE or origin.startswith(ENVIRONMENT_PREFIX)):
@@ -183,7 +185,7 @@ def _read(text: str, key: str, root: type[Section]) -> Any:
 
 
 def type_of(root: type[Section], key: str) -> Any:
-    """The type of a setting by its dotted name in a tree; Section for one of a section, None for no setting."""
+    """The type of a setting by its dotted name; Section for the name of a section, None for no setting."""
     kinds = _kinds(root)
     if key in kinds:
         return kinds[key]
@@ -198,8 +200,7 @@ def _kinds(root: type[Section]) -> dict[str, Any]:
 
 
 def without_pipeline_settings(overrides: Iterable[Override], root: type[Section]) -> list[Override]:
-    """The overrides without those from the environment that a pipeline has and this tree of settings lacks: they were set
-    for other commands."""
+    """The overrides without the variables that set what only a pipeline has: they are for other commands."""
     return [
         item
         for item in overrides
@@ -290,7 +291,7 @@ def _starts_from_present_stages(overrides: Sequence[Override]) -> list[Override]
 
 
 def _existing_model(overrides: Sequence[Override]) -> tuple[str | None, str]:
-    """(the model that is started from, or None; the setting that the first stage which trains has for it)."""
+    """(the model that is started from, or None; the setting by which the first stage names it)."""
     values = {item.key: item.value for item in overrides}
     starts = {}
     for name, row in TRAINING_STAGES.items():
@@ -320,7 +321,7 @@ def _refuse_sizes_of_new_models(overrides: list[Override], model: str, start: st
 
 
 def _first_of_layer(overrides: list[Override], origin: str) -> int:
-    """The index at which the layer of the origin begins; all variables of the environment are one layer."""
+    """The index at which the layer of the origin begins; all variables are one layer."""
     layer = ENVIRONMENT_PREFIX if origin.startswith(ENVIRONMENT_PREFIX) else origin
     return next(n for n, item in enumerate(overrides) if item.origin.startswith(layer))
 
@@ -329,9 +330,9 @@ def _first_of_layer(overrides: list[Override], origin: str) -> int:
 
 
 def merge(root: type[S], overrides: Iterable[Override]) -> tuple[S, dict[str, str]]:
-    """The defaults of a tree of settings with the overrides, validated once, and the source of what is not a default.
+    """The defaults of a tree with the overrides, validated once, and the source of what is not a default.
 
-    Raises UsageError with a line for each wrong setting: its name, its value, where it came from, the rule.
+    Raises UsageError with a line for each wrong setting: its name, its value, its source, the rule.
     """
     given: dict[str, Override] = {}
     for item in overrides:
@@ -341,8 +342,9 @@ def merge(root: type[S], overrides: Iterable[Override]) -> tuple[S, dict[str, st
         given = {key: earlier for key, earlier in given.items() if not key.startswith(section)}
         given[item.key] = item
         other = f"{item.key.removesuffix(name)}{BUDGETS.get(name)}"
-        if item.value is not None and other in known_keys(root) and (other not in given or given[other][0] != item.origin):
-            given[other] = Override(f"{item.key}{IS_SET}", other, None)  # tokens clear epochs of a weaker layer
+        is_budget = item.value is not None and other in known_keys(root)
+        if is_budget and (other not in given or given[other].origin != item.origin):
+            given[other] = Override(f"{item.key}{IS_SET}", other, None)  # of a weaker layer
     tree = defaults(root)  # so that one field of a section leaves the stage's own defaults of the others
     for item in given.values():
         assign(tree, item.key, item.value)
@@ -369,19 +371,21 @@ def _takes_numbers(kind: Any) -> bool:
 def _wrong_settings(
     error: ValidationError, tree: JsonObject, sources: Mapping[str, str], root: type[Section]
 ) -> dict[str, str]:
-    """A line by the name of each wrong setting. Where it may have one of several forms, each of them has an error."""
+    """A line by the name of each wrong setting. Each form that it may have gives an error of its own."""
     lines: dict[str, str] = {}
     for item in error.errors(include_url=False):
         name, rule = _name_in(tree, item["loc"]), rule_of(item)
         below = [key for key in sources if f"{key}.".startswith(f"{name}.")]
+        is_known = item["type"] != "extra_forbidden" and (name in sources or item["type"] == "missing")
         if item["type"] == "value_error" and not rule.startswith("must "):
             lines[name] = one_line(f"{name}: {rule}" if name and not rule.startswith(name) else rule)
-        elif below and (item["type"] == "extra_forbidden" or (name not in sources and item["type"] != "missing")):
+        elif below and not is_known:
             lines |= {key: _unknown(key, sources[key], root) for key in below}
         elif name in lines:
             lines[name] += f" or {rule.removeprefix('must be ')}"
         else:
-            origin = next((source for key, source in sources.items() if f"{name}.".startswith(f"{key}.")), "defaults")
+            origins = (source for key, source in sources.items() if f"{name}.".startswith(f"{key}."))
+            origin = next(origins, "defaults")
             lines[name] = one_line(f"{name} is {shown(item['input'])} (from {origin}) but {rule}")
             if names := [key for key in known_keys(root) if key.startswith(f"{name}.")]:
                 lines[name] += f"; set {first_of(names, SHOWN_NAMES)}"
@@ -389,7 +393,7 @@ def _wrong_settings(
 
 
 def _name_in(tree: Any, location: Iterable[str | int]) -> str:
-    """The dotted name of the place of an error: of its steps those that the tree has, not those that name a form."""
+    """The dotted name of the place of an error: its steps without those that name a form."""
     steps = []
     for step in location:
         entries = dict(enumerate(tree)) if isinstance(tree, list | tuple) else tree
