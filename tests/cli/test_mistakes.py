@@ -27,7 +27,6 @@ MISTAKES: list[tuple[str, tuple[str, ...]]] = [
     ("run data.pretrain=doc.jsonl", ("data.pretrain is 'doc.jsonl'", "there is no such file")),
     ("run data.pretrain=table.csv", ("data.pretrain: table.csv is CSV", "as JSON objects, one a line")),
     ("run data.pretrain=chats.jsonl", ("data.pretrain needs documents", "chats.jsonl:1 is a chat", "data.sft=chats.jsonl")),
-    ("run data.sft=docs.jsonl", ("data.sft needs chats", "docs.jsonl:1 is a document", "data.pretrain=docs.jsonl")),
     ("sweep sft.epochs=choice(1,2) data.sft=docs.jsonl", ("docs.jsonl:1 is a document", "data.pretrain=docs.jsonl")),
     ("plan data.chats=chats.jsonl", ("'data.chats'", "did you mean 'data.sft'")),
     ("docs.jsonl", ("`ttrain init docs.jsonl`",)),
