@@ -26,6 +26,7 @@ from ttrain.tasks import EARLIER_HELDOUT, LEARNT_BEFORE
 from ttrain.tasks.common.job import Figures, StageContext
 
 AGAINST = "against"  # the role of files with items of evaluations
+OVERLAP_SHARE = 0.5  # of the 13-grams of an item, from which a document holds it
 
 
 def run(settings: Settings, job: StageContext) -> Figures:
@@ -69,7 +70,7 @@ def _against(settings: Shards, job: StageContext) -> OverlapCheck | None:
     """The items of the evaluations that `shards.decontaminate` names; a task has the name of its file."""
     files = job.files.get(AGAINST, ())
     remove = settings.overlapping == "remove"
-    return contamination.overlap_check(files, settings.overlap_share, remove=remove) if files else None
+    return contamination.overlap_check(files, OVERLAP_SHARE, remove=remove) if files else None
 
 
 def _recipe(settings: Settings, job: StageContext) -> BlockRecipe:

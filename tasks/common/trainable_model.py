@@ -121,7 +121,7 @@ def _checkpoints(config: Loop, trained: TrainableModel, job: StageContext, order
         weights_file=trained.weights_file,
         keep=runtime.keep_checkpoints,
         keep_every=runtime.keep_every_steps,
-        permanent=frozenset({decay_start(config.schedule, order.steps), *runtime.keep_steps}),
+        permanent=frozenset({decay_start(config.schedule, order.steps)}),
     )
 
 
@@ -129,7 +129,7 @@ def _cadence(config: Loop, runtime: Runtime, order: Order) -> Cadence:
     return Cadence(
         log=runtime.log_every_steps,
         checkpoint=runtime.checkpoint_every_steps,
-        checkpoint_steps=frozenset(runtime.keep_steps) | order.epoch_ends(runtime.checkpoint_every_epochs),
+        checkpoint_steps=order.epoch_ends(runtime.checkpoint_every_epochs),
         validate=config.validate_every_steps,
         validate_steps=order.epoch_ends(config.validate_every_epochs),
         quick_validations=runtime.quick_validations,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.data_commands import ESCAPES, Run, chat, documents, texts, write
+from support.data_commands import Run, chat, documents, texts, write
 
 
 def assert_adds_up(value: dict[str, Any]) -> None:
@@ -101,11 +101,3 @@ def test_texts_of_answers_that_are_not_read_are_counted_and_printed(run: Run, tm
     write(tmp_path / "chats.jsonl", rows)
     assert run("data", "check", "chats.jsonl", "--json").json["unread_keys"] == {"thinking": 3}
     assert re.search(r"not read: chats.jsonl +rows *\nthinking +3", run("data", "check", "chats.jsonl").out)
-
-
-def test_control_characters_of_bad_rows_do_not_reach_the_terminal(run: Run, tmp_path: Path) -> None:
-    write(tmp_path / "a.jsonl", [{ESCAPES: 1}, {"messages": [{"role": ESCAPES, "content": "a"}]}, ESCAPES.encode()])
-    (tmp_path / ESCAPES).write_bytes((tmp_path / "a.jsonl").read_bytes())
-    for more in (("--kind", "chats"), (ESCAPES,), ("--json", ESCAPES)):
-        done = run("data", "check", "a.jsonl", *more)
-        assert done.code == 1 and not set(done.out + done.err) & set("\x1b\x07\x9b\u202e")

@@ -156,20 +156,6 @@ def test_chats_are_not_asked_of_a_model_without_a_template_where_nobody_named_th
         default_suite({"chats": []}, [Reference("./plain", plain)])
 
 
-def test_a_name_on_the_hub_is_taken_from_its_cache(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    def from_hub(text: str, *_: object) -> Path:
-        asked.append(text)
-        return here / "other"
-
-    monkeypatch.setattr("ttrain.data.existing.from_hub", from_hub)
-    assert resolve("owner/name@v1", here / "home", from_hub=True).model == here / "other"
-    assert asked == ["owner/name@v1"]
-    with pytest.raises(UsageError, match="there is no model 'owner/name'"):
-        resolve("owner/name", here / "home")
-
-
 # --- the stage -----------------------------------------------------------------------------------------------------------
 
 

@@ -42,7 +42,6 @@ def test_the_command_that_ran_stays_in_the_example_that_changes_one_thing() -> N
     [
         ((), MADE, "full sft.epochs=3"),
         (("sft.epochs=2", "sft.optim.lr=1e-5"), MADE, "full sft.optim.lr=1e-5 sft.epochs=4"),
-        (("sft.epochs=20",), MADE, "full sft.epochs=20 sft.seed=2"),
         (("sft.epochs=null", "sft.tokens=9000"), MADE, "sft.seed=2"),
         ((), ("tokenizer", "pretrain"), "full pretrain.seed=2"),
     ],

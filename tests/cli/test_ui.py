@@ -138,14 +138,3 @@ def test_without_runs_there_is_the_table_of_the_newest_name(two: tuple[Path, dic
 def test_a_home_where_nothing_was_tracked_is_left_as_it_is(tmp_path: Path) -> None:
     assert ui.links_of(tmp_path / "none", "http://127.0.0.1:9", []) == {}
     assert not (tmp_path / "none").exists()
-
-
-def test_no_browser_is_asked_that_would_take_the_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.platform", "linux")
-    for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("webbrowser.open", lambda url: pytest.fail("it was asked"))
-    ui.open_in_browser(tmp_path, "http://127.0.0.1:1")
-    assert "open the address yourself" in capsys.readouterr().err

@@ -24,13 +24,11 @@ from support.planned_homes import append
 from ttrain.config.rules import usual_intermediate_size
 from ttrain.core import hashing
 from ttrain.core.hashing import (
-    KEPT_DAYS,
     NON_RESULT_NAMES,
     NON_RESULT_PACKAGES,
     DigestCache,
     code_digests,
     sha256_file,
-    stamp,
 )
 from ttrain.tasks import RUNNABLE, STAGES, TRAINING_STAGES
 
@@ -96,7 +94,6 @@ def test_a_file_that_just_changed_is_not_remembered(tmp_path: Path, monkeypatch:
     cache.save()
     remembered = abs(jump) > hashing.RACY_SECONDS
     assert (tmp_path / "cache.json").exists() == remembered
-    assert (stamp(path) is not None) == remembered
 
 
 def test_with_a_boot_a_change_whose_mtime_was_put_back_is_not_remembered_either(tmp_path: Path) -> None:
@@ -104,17 +101,6 @@ def test_with_a_boot_a_change_whose_mtime_was_put_back_is_not_remembered_either(
     cache.file(make(tmp_path / "file"))
     cache.save()
     assert not (tmp_path / "verified.json").exists()
-
-
-def test_a_file_from_the_future_is_remembered_and_seen_to_change(tmp_path: Path) -> None:
-    """As after the clock was set back: until that time comes, every look would cost a read."""
-    path = make(tmp_path / "file", mtime_ns=4 * LONG_AGO)
-    cache = DigestCache(tmp_path / "cache.json")
-    before = cache.file(path)
-    cache.save()
-    assert saved(tmp_path / "cache.json") == {"file"}
-    path.write_bytes(b"atad")
-    assert DigestCache(tmp_path / "cache.json").file(path) != before
 
 
 def test_one_process_keeps_what_another_saved_meanwhile(tmp_path: Path) -> None:
@@ -138,22 +124,6 @@ def test_threads_that_learn_and_save_at_the_same_time_lose_nothing(tmp_path: Pat
         list(threads.map(learn, range(4)))
     assert saved(tmp_path / "cache.json") == {path.name for path in files}
     assert not list(tmp_path.glob("*.tmp"))
-
-
-def test_what_nobody_asked_for_in_months_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    where, start = tmp_path / "cache.json", time.time()
-    used, unused = make(tmp_path / "used"), make(tmp_path / "unused")
-    for day in range(0, 2 * KEPT_DAYS, 10):
-        monkeypatch.setattr(time, "time", lambda now=start + day * DAY: now)
-        cache = DigestCache(where)
-        cache.file(used)
-        if day == 0:
-            cache.file(unused)
-        cache.save()
-    assert saved(where) == {"used"}
-    monkeypatch.setattr(time, "time", lambda: start)  # the clock was wrong: what is there stays
-    DigestCache(where).save()
-    assert saved(where) == {"used"}
 
 
 def test_a_broken_memory_costs_only_time(tmp_path: Path) -> None:

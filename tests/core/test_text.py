@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import time
 
 import pytest
 
-from ttrain.core.text import counted, first_of, format_duration, format_number, format_size, format_time, truncated
+from ttrain.core.text import counted, first_of, format_duration, format_number, format_size, truncated
 
 
 @pytest.mark.parametrize(
@@ -34,16 +33,6 @@ def test_sizes_keep_three_digits_and_never_reach_a_thousand_of_a_smaller_unit(co
 
 def test_the_end_of_an_unknown_time_is_unknown() -> None:
     assert [format_duration(seconds) for seconds in (None, math.inf, 99.6)] == ["–", "unknown", "1 min 40 s"]
-
-
-def test_times_are_local(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TZ", "Asia/Tokyo")
-    time.tzset()
-    try:
-        assert format_time(0) == "1970-01-01 09:00"
-    finally:
-        monkeypatch.undo()
-        time.tzset()
 
 
 def test_lists_and_texts_are_cut_only_where_they_are_too_long() -> None:

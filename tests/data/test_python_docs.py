@@ -84,8 +84,8 @@ def test_most_tokens_lie_in_a_row_with_the_beginning_of_their_document(rows: Row
 
 
 def test_the_settings_say_how_much_is_taken(rows: Rows, tmp_path: Path) -> None:
-    taken = python_docs.build(tmp_path, PythonDocs(chat_rows=200, domain_rows=50, document_bytes=300_000))
-    assert {name: taken[name]["rows"] for name in ("sft", "dpo", "lora")} == {"sft": 200, "dpo": 75, "lora": 50}
+    taken = python_docs.build(tmp_path, PythonDocs(chat_rows=200, document_bytes=300_000))
+    assert {name: taken[name]["rows"] for name in ("sft", "dpo", "lora")} == {"sft": 200, "dpo": 75, "lora": 800}
     assert 290_000 < taken["pretrain"]["bytes"] + taken["pretrain_heldout"]["bytes"] <= 300_000
     assert (tmp_path / "sft.jsonl").read_text("utf-8").startswith(json.dumps(rows["sft"][0], ensure_ascii=False))
 

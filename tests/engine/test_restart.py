@@ -75,7 +75,9 @@ def test_what_cannot_be_begun_again_is_refused_and_stays(built: House) -> None:
     with pytest.raises(UsageError, match="--from-step is 15, but sft has no checkpoint of that step; there are none"):
         restart(built.store, [planned], 15)
     work = unfinished(built, planned)
-    with pytest.raises(UsageError, match=r"is 15, but sft has no .* those of the steps 10, 20, 30 .*keep_steps keep more"):
+    with pytest.raises(
+        UsageError, match=r"is 15, but sft has no .* those of the steps 10, 20, 30 .*keep_every_steps keeps more"
+    ):
         restart(built.store, [planned], 15)
     with pytest.raises(UsageError, match="but no training will run; `ttrain pipeline rerun STAGE --from-step 15`"):
         restart(built.store, [built.plan(SEED)["tokenizer"]], 15)

@@ -20,7 +20,7 @@ import pytest
 from support.held_locks import held_elsewhere
 from support.kill_points import number_printed_by
 
-from ttrain.core.files import output_file, read_json, write_json, write_output
+from ttrain.core.files import read_json, write_json
 from ttrain.errors import ArtifactError
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, home
@@ -304,33 +304,10 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp_p
     write_json(tmp_path / "value.json", old)
     with full_disk(1000), pytest.raises(OSError, match=r"value\.json"):
         write_json(tmp_path / "value.json", {"new": "x" * 5000})
-    with full_disk(1000), pytest.raises(OSError, match=r"value\.json"):
-        write_output(tmp_path / "value.json", "x" * 5000)
     assert read_json(tmp_path / "value.json") == old
     assert [path.name for path in tmp_path.iterdir()] == ["value.json"]
     (tmp_path / "value.json").write_bytes(b"{")
     assert read_json(tmp_path / "value.json") is None is read_json(tmp_path / "missing.json")
-
-
-def test_an_output_that_is_interrupted_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
-    old, new = tmp_path / "old", tmp_path / "new"
-    write_output(old, "whole")
-    for path in (old, new):
-        with pytest.raises(KeyboardInterrupt), output_file(path) as file:
-            file.write(b"half")
-            raise KeyboardInterrupt
-    assert old.read_text() == "whole" and [*tmp_path.iterdir()] == [old]
-
-
-def test_an_output_that_is_a_link_or_a_pipe_is_written_itself(tmp_path: Path) -> None:
-    link, pipe = tmp_path / "link", tmp_path / "pipe"
-    link.symlink_to(tmp_path / "file")
-    os.mkfifo(pipe)
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    for path in (link, pipe):
-        write_output(path, "é")
-    assert (os.read(reader, 9).decode(), link.read_text(), link.is_symlink()) == ("é", "é", True)
-    os.close(reader)
 
 
 def test_the_home_is_absolute_whatever_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from ttrain.cli.options import AsJson, Output, app, argument, check_output_file, command, option
-from ttrain.core.files import write_output
 from ttrain.core.terminal import escaped, print_json, table
 from ttrain.core.text import ABSENT, truncated
 from ttrain.errors import UsageError
@@ -48,7 +47,7 @@ def compare(
     if html:
         from ttrain.reports.report import comparison_page
 
-        write_output(html, comparison_page(views, comparison))
+        html.write_text(comparison_page(views, comparison), encoding="utf-8")
     if as_json:
         print_json({**comparison.to_json(), "page": str(html) if html else None})
         return
@@ -73,7 +72,7 @@ def report(
     view = read_run(home(), run)
     path = out or Path(f"{view.name}.html")
     check_output_file(path)
-    write_output(path, report_of(view))
+    path.write_text(report_of(view), encoding="utf-8")
     return Output({"run": view.name, "page": str(path), "notes": list(view.notes)}, [str(path)])
 
 

@@ -12,7 +12,7 @@ import orjson
 
 from ttrain.cli.options import Output, Spans, Table
 from ttrain.config import Reading, Settings
-from ttrain.core.files import JsonObject, output_file
+from ttrain.core.files import JsonObject
 from ttrain.core.terminal import bar, escaped
 from ttrain.core.text import format_value
 from ttrain.data import inspect, locations
@@ -37,7 +37,7 @@ def report_on(patterns: Sequence[str], settings: Settings, kind: str, rejected: 
         raise UsageError(f"--rejected is {rejected}, an input file; name another file")
     names_a_field = settings.reading.text_field != Reading().text_field  # as only documents have
     with contextlib.ExitStack() as stack:
-        file = stack.enter_context(output_file(rejected)) if rejected else None
+        file = stack.enter_context(rejected.open("wb")) if rejected else None
         reports = check(
             sources,
             settings.reading,

@@ -10,7 +10,6 @@ import orjson
 
 from ttrain.cli.chat import LoadingOptions, before_torch
 from ttrain.cli.options import AsJson, Output, Table, app, argument, check_output_file, command, option
-from ttrain.core.files import output_file
 from ttrain.core.terminal import print_escaped
 from ttrain.errors import UsageError
 
@@ -80,6 +79,6 @@ def evaluate(
     value = {**results.to_json(), "identities": identities, "notes": notes}
     Output(value, [*tables, *notes]).print(as_json=as_json)
     if items is not None:  # after the results, which are valid even if what follows fails
-        with output_file(items) as file:
+        with items.open("wb") as file:
             file.writelines(orjson.dumps(row) + b"\n" for row in results.rows())
         print_escaped(f"every item is in {items}", stderr=as_json)

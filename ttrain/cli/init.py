@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 from ttrain.cli.options import OWN_SETTINGS, Output, Table, app, argument, check_output_file, command, option
-from ttrain.core.files import write_output
 from ttrain.errors import UsageError
 
 
@@ -39,7 +38,7 @@ def init(
             f"ttrain init docs.jsonl chats.jsonl{reasons}"
         )
     text = starter.render(datasets, starter.run_name(Path.cwd()), shlex.quote(str(out)))
-    write_output(out, text)
+    out.write_text(text, encoding="utf-8")
     next_command = f"ttrain pipeline run full -c {shlex.quote(str(out))}"
     value = {"path": str(out), "data": datasets, "left_out": left_out, "next": next_command}
     rows = [(file, f"data.{dataset}") for dataset, names in datasets.items() for file in names]

@@ -277,7 +277,9 @@ def _problem(error: ClickException) -> str:
 
 def _option_as_setting(error: ClickException, arguments: Sequence[str]) -> str:
     """How a setting is written that was given as an option; "" where the error is about something else."""
-    from ttrain.config.loading import written_setting
+    from ttrain.config import Settings
+    from ttrain.config.loading import settable_keys
+    from ttrain.config.other_names import similar_settings
 
     if not isinstance(error, NoSuchOption) or error.ctx is None:
         return ""
@@ -287,9 +289,9 @@ def _option_as_setting(error: ClickException, arguments: Sequence[str]) -> str:
     value, following = next(words, "").partition("=")[2], next(words, "-")
     if not value:
         value = "VALUE" if following.startswith("-") else following
-    setting = written_setting(error.option_name.lstrip("-"), value)
+    near = similar_settings(error.option_name.lstrip("-"), settable_keys(Settings))
     problem = f"no such option: {error.option_name}; settings are written without dashes"
-    return f"{problem}, such as {setting}" if setting else ""
+    return f"{problem}, such as {near[0]}={value}" if near else ""
 
 
 def _print_error(message: str) -> None:

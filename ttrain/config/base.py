@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import datetime
 from decimal import Decimal
-from typing import Annotated, Any, Self, TypeVar, cast, get_args
+from types import UnionType
+from typing import Annotated, Any, Self, TypeVar, Union, cast, get_args, get_origin
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from pydantic import (
@@ -27,6 +29,12 @@ from ttrain.core.files import JsonDict, JsonObject
 
 T = TypeVar("T")
 S = TypeVar("S", bound="Section")
+
+
+def need(holds: bool, message: str) -> None:
+    """Raise ValueError with the message where a rule between settings does not hold."""
+    if not holds:
+        raise ValueError(message)
 
 
 class Section(BaseModel):
@@ -69,16 +77,25 @@ def setting(default: T, description: str, **rules: Any) -> T:
     return field
 
 
+def types_of(kind: Any) -> list[Any]:
+    """The types that a setting's type is a union of, without their rules."""
+    if get_origin(kind) is Annotated:
+        return types_of(get_args(kind)[0])
+    if get_origin(kind) in (Union, UnionType):
+        return [form for each in get_args(kind) for form in types_of(each)]
+    return [kind]
+
+
 def with_fields(fields: JsonObject) -> Callable[[type[S]], type[S]]:
     """Class decorator: add fields, each (type, default), that the class itself does not spell out."""
 
     def extended(section: type[S]) -> type[S]:
-        missing = {name: field for name, field in fields.items() if name not in section.model_fields}
+        missing: Any = {name: field for name, field in fields.items() if name not in section.model_fields}
         if not missing:
             return section
-        options: Any = {"__base__": section, "__module__": section.__module__, "__doc__": section.__doc__, **missing}
-        extended_section: Any = create_model(section.__name__, **options)
-        return cast("type[S]", extended_section)
+        return create_model(
+            section.__name__, __base__=section, __module__=section.__module__, __doc__=section.__doc__, **missing
+        )
 
     return extended
 
@@ -104,10 +121,8 @@ Listed = BeforeValidator(_as_list)
 Location = Annotated[str, PlainSerializer(redact.url, return_type=str, when_used="json")]
 
 
-class Weighted(BaseModel):  # not a Section: of a union with text, pydantic would name a section's check in its messages
+class Weighted(Section):
     """A source and how often its rows are drawn, against the other sources' weights."""
-
-    model_config = Section.model_config
 
     path: Location
     weight: float = Field(1.0, gt=0)
@@ -123,28 +138,23 @@ def _as_sources(value: object) -> object:
 
 
 def _form_of_source(value: object) -> str:
-    return WEIGHTED if isinstance(value, Mapping | Weighted) else PLAIN
+    return "weighted" if isinstance(value, Mapping | Weighted) else "plain"
 
 
-PLAIN, WEIGHTED = "plain-source", "weighted-source"  # steps of pydantic's errors, which messages leave out
-Source = Annotated[Annotated[Location, Tag(PLAIN)] | Annotated[Weighted, Tag(WEIGHTED)], Discriminator(_form_of_source)]
+Source = Annotated[Annotated[Location, Tag("plain")] | Annotated[Weighted, Tag("weighted")], Discriminator(_form_of_source)]
 Paths = Annotated[tuple[Source, ...], BeforeValidator(_as_sources)]
 
 
-_MULTIPLES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+COUNT = re.compile(r"(\d[\d_]*\.?\d*(?:e\d\d?)?)([kmbt]?)")
+MULTIPLES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def as_count(value: object) -> object:
     """Read 1M, 2.5B, 250k, 2e6 and 1_000_000 as whole numbers."""
-    if not isinstance(value, str):
+    if not isinstance(value, str) or not (match := COUNT.fullmatch(value.strip().lower())):
         return value
-    digits, multiple = (value[:-1], _MULTIPLES[value[-1].lower()]) if value[-1:].lower() in _MULTIPLES else (value, 1)
-    try:
-        count = Decimal(digits.strip().replace("_", "")) * multiple
-        is_whole = count.is_finite() and count.adjusted() < 19 and count == int(count)  # `1e999999999` takes no memory
-        return int(count) if is_whole else value
-    except (ArithmeticError, ValueError):
-        return value
+    count = Decimal(match[1].replace("_", "")) * MULTIPLES[match[2]]
+    return int(count) if count == int(count) else value
 
 
 Count = Annotated[int, BeforeValidator(as_count)]  # of tokens, rows or entries
@@ -177,15 +187,6 @@ def _time_of_day(value: str) -> str:
 TimeOfDay = Annotated[str, AfterValidator(_time_of_day)]
 
 
-def check_stride(section: Any, prefix: str = "") -> None:
-    """Raise ValueError where windows of the section's `row_length` tokens would leave some between them unread."""
-    if section.stride > section.row_length:
-        raise ValueError(
-            f"{prefix}stride is {section.stride} but must not exceed {prefix}row_length {section.row_length}; "
-            f"try {section.row_length}"
-        )
-
-
 def _rebuilt(kind: Any, value: Any) -> Any:
     """A value of a JSON tree as a field of this type has it: sections, and tuples where JSON has lists."""
     if isinstance(value, list):
@@ -196,16 +197,23 @@ def _rebuilt(kind: Any, value: Any) -> Any:
     return sections[0].rebuilt(value) if sections else value
 
 
-def part_of(tree: JsonObject, prefixes: Collection[str], section: str = "") -> JsonDict:
+def part_of(tree: JsonObject, prefixes: Collection[str]) -> JsonDict:
     """The part of a tree of settings that dotted prefixes name: `sft` all below it, `sft.seed` one setting."""
     kept: JsonDict = {}
-    for key, value in tree.items():
-        name = f"{section}{key}"
-        if name in prefixes:
-            kept[key] = value
-        elif any(prefix.startswith(f"{name}.") for prefix in prefixes):
-            kept[key] = part_of(value, prefixes, f"{name}.")
+    for key, value in flatten(tree):
+        if any(f"{key}.".startswith(f"{prefix}.") for prefix in prefixes):
+            assign(kept, key, value)
     return kept
+
+
+def assign(tree: JsonDict, key: str, value: Any) -> None:
+    """Put the value of a dotted key into a tree."""
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        if not isinstance(tree.get(parent), dict):
+            tree[parent] = {}
+        tree = tree[parent]
+    tree[leaf] = value
 
 
 def flatten(tree: JsonObject, prefix: str = "") -> Iterator[tuple[str, Any]]:

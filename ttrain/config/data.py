@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from ttrain.config.base import Count, Location, Paths, Section, Seed, Share, Weighted, as_tuple, setting, with_fields
+from ttrain.config.base import Count, Location, Paths, Section, Seed, Share, Weighted, as_tuple, need, setting, with_fields
 from ttrain.config.rules import AUTO
 from ttrain.config.training import TRAINING_STAGES
 
@@ -22,7 +22,7 @@ def dataset_read(name: str, tokenizer: object) -> str:
     return "pretrain" if name == "tokenizer" and not tokenizer else name
 
 
-@with_fields({name: (Paths, setting((), "of a stage that another package brings")) for name in DATASETS})
+@with_fields({name: (Paths, setting((), "held-out rows; empty: taken by content hash")) for name in DATASETS})
 class Data(Section):
     """Where the data comes from: paths, globs, folders, URLs, `hf://owner/name`, or `python-docs`.
 
@@ -34,11 +34,8 @@ class Data(Section):
     pretrain: Paths = setting((PYTHON_DOCS,), "documents, JSONL with a text field; none: no stage `pretrain`")
     pretrain_heldout: Paths = setting((), "held-out documents; empty: taken from `pretrain` by content hash")
     sft: Paths = setting((PYTHON_DOCS,), "chats, JSONL with `messages` or `conversations`; none: no stage `sft`")
-    sft_heldout: Paths = setting((), "held-out chats; empty: taken from `sft` by content hash")
     dpo: Paths = setting((), "pairs of answers, JSONL with `chosen` and `rejected`; none: no stage `dpo`")
-    dpo_heldout: Paths = setting((), "held-out pairs; empty: taken from `dpo` by content hash of the prompt")
     lora: Paths = setting((PYTHON_DOCS,), "chats of the domain that the adapter learns; none: no stage `lora`")
-    lora_heldout: Paths = setting((), "held-out chats of that domain; empty: taken from `lora`")
     tokenizer: Paths = setting((), "documents the tokenizer learns from; empty: the training part of `pretrain`")
 
     def paths(self, name: str) -> tuple[str, ...]:
@@ -55,10 +52,10 @@ class Data(Section):
     def _check(self) -> None:
         for name in (*LEARNT, "tokenizer"):
             paths = self.paths(name)
-            if PYTHON_DOCS in paths and len(paths) > 1:
-                raise ValueError(f"data.{name} mixes {PYTHON_DOCS} with files; choose one of them")
-            if name != "tokenizer" and PYTHON_DOCS in paths and getattr(self, f"{name}_heldout"):
-                raise ValueError(f"data.{name}_heldout is set, but {PYTHON_DOCS} brings its own held-out part")
+            ours = PYTHON_DOCS in paths
+            need(not ours or len(paths) == 1, f"data.{name} mixes {PYTHON_DOCS} with files; choose one of them")
+            own_part = getattr(self, f"{name}_heldout", ())
+            need(not (ours and own_part), f"data.{name}_heldout is set, but {PYTHON_DOCS} brings its own held-out part")
 
     def uses_python_docs(self, name: str) -> bool:
         """Whether the data set `name` is made from the Python documentation that ships with ttrain."""
@@ -70,7 +67,6 @@ class PythonDocs(Section):
 
     document_bytes: int = setting(3_000_000, "documents to take, in UTF-8 bytes, of 2.3 MB", ge=300_000)
     chat_rows: int = setting(4000, "chats to take, of about 9000", ge=100)
-    domain_rows: int = setting(800, "letters to take, of about 1500", ge=50)
 
 
 class Reading(Section):
@@ -96,13 +92,15 @@ class Reading(Section):
     seed: Seed = setting(1, "of the reservoir")
 
     def _check(self) -> None:
-        if self.rounds > 1 and self.limit is None:
-            raise ValueError(f"reading.rounds is {self.rounds} but reading.limit is not set; set it, or rounds=1")
-        if self.near_duplicates and self.near_duplicates < LEAST_SIMILAR:
-            raise ValueError(
-                f"reading.near_duplicates is {self.near_duplicates}, but texts less similar than {LEAST_SIMILAR} are not "
-                f"found; set {LEAST_SIMILAR} to 1, or 0 to keep all"
-            )
+        need(
+            self.rounds == 1 or self.limit is not None,
+            f"reading.rounds is {self.rounds} but reading.limit is not set; set it, or rounds=1",
+        )
+        need(
+            not self.near_duplicates or self.near_duplicates >= LEAST_SIMILAR,
+            f"reading.near_duplicates is {self.near_duplicates}, but texts less similar than {LEAST_SIMILAR} are not "
+            f"found; set {LEAST_SIMILAR} to 1, or 0 to keep all",
+        )
 
 
 class Tokenizer(Section):
@@ -119,10 +117,10 @@ class Tokenizer(Section):
     max_bytes: int = setting(50_000_000, "text to learn from, in UTF-8 bytes", ge=10_000)
 
     def _check(self) -> None:
-        if self.template in ("own", "auto") and self.existing is None:
-            raise ValueError(
-                f"tokenizer.template is '{self.template}' but tokenizer.existing names no tokenizer; set one of them"
-            )
+        need(
+            self.template not in ("own", "auto") or self.existing is not None,
+            f"tokenizer.template is '{self.template}' but tokenizer.existing names no tokenizer; set one of them",
+        )
 
 
 class Shards(Section):
@@ -133,4 +131,3 @@ class Shards(Section):
         (), "suites, or files with items of evaluations, that training documents are checked against"
     )
     overlapping: Literal["remove", "report"] = setting("remove", "what becomes of documents that hold an item")
-    overlap_share: float = setting(0.5, "share of an item's 13-grams that makes a document hold it", gt=0, le=1)

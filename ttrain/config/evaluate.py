@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from ttrain.config.base import Count, Listed, Location, Section, Seed, as_tuple, check_stride, setting, with_fields
+from ttrain.config.base import Count, Listed, Location, Section, Seed, as_tuple, need, setting, with_fields
 from ttrain.config.training import TRAINING_STAGES
 
 Names = Annotated[tuple[Location, ...], BeforeValidator(as_tuple)]
@@ -32,11 +32,25 @@ class Suites(Section):
         return suites
 
 
-class Evaluate(Section):
+class Windows(Section):
+    """Text that is scored in windows."""
+
+    prefix: ClassVar[str] = ""  # of these settings' names, in messages
+    row_length: int = setting(256, "tokens that the model sees at once; less where it accepts fewer", ge=8)
+    stride: int = setting(128, "each window scores its last `stride` tokens, so that all have context", ge=1)
+
+    def _check(self) -> None:
+        need(
+            self.stride <= self.row_length,
+            f"{self.prefix}stride is {self.stride} but must not exceed {self.prefix}row_length {self.row_length}; "
+            f"try {self.row_length}",
+        )
+
+
+class Evaluate(Windows):
     """What the evaluation measures."""
 
-    row_length: int = setting(256, "tokens that the model sees at once", ge=8)
-    stride: int = setting(128, "each window scores its last `stride` tokens, so that all have context", ge=1)
+    prefix: ClassVar[str] = "evaluate."
     max_bytes: int = setting(
         1_000_000, "held-out text that is scored, in UTF-8 bytes; of each night's a tenth of it", ge=1000
     )
@@ -53,19 +67,14 @@ class Evaluate(Section):
     confidence: float = setting(0.95, "of the intervals", gt=0.5, lt=1)
     resamples: int = setting(2000, "of the bootstrap; 0: no intervals but those of accuracies", ge=0)
 
-    def _check(self) -> None:
-        check_stride(self, "evaluate.")
 
-
-class Gate(Section):
+class Gate(Windows):
     """What `ttrain gate train` reads, how it scores the experts, and the router that it trains."""
 
     text_field: str = setting("text", "a document's key; with the default also content, body, paragraphs")
     limit: Count | None = setting(None, "records to use, any of them; empty: all", ge=2)
     rejected_fraction: float = setting(0.01, "more bad rows than this share end the training", ge=0, le=1)
     heldout_fraction: float = setting(0.2, "share of records held out by content hash", gt=0, lt=1)
-    row_length: int = setting(256, "tokens that an expert sees at once when it is scored", ge=8)
-    stride: int = setting(128, "each window scores its last `stride` tokens, so that all have context", ge=1)
     characters: int = setting(1024, "of a text that the router reads, from its beginning", ge=16)
     ngram_characters: int = setting(4, "the router sees all runs of 1 to so many characters", ge=1, le=8)
     buckets: int = setting(1 << 14, "embeddings, over which those runs are spread by their hash", ge=16)
@@ -76,9 +85,6 @@ class Gate(Section):
     lr: float = setting(3e-3, "peak learning rate of AdamW; it falls to 0 by a cosine", gt=0)
     weight_decay: float = setting(0.01, "of AdamW", ge=0)
     seed: Seed = setting(1, "of weights and the order of records")
-
-    def _check(self) -> None:
-        check_stride(self)
 
 
 class Expert(Section):
@@ -130,15 +136,14 @@ class Shots(TaskBase):
     shots_separator: str = setting("\n\n", "between examples")
 
     def _check(self) -> None:
-        if self.shots_file is not None and not self.shots:
-            raise ValueError(f"shots_file is {self.shots_file}, but shots is 0; say how many examples, such as shots: 4")
+        need(
+            self.shots_file is None or self.shots > 0,
+            f"shots_file is {self.shots_file}, but shots is 0; say how many examples, such as shots: 4",
+        )
 
 
-class WindowsTask(TaskBase):
+class WindowsTask(TaskBase, Windows):
     """A task on the tokens of records, which are scored in windows."""
-
-    row_length: int = setting(256, "tokens that the model sees at once; less where it accepts fewer", ge=8)
-    stride: int = setting(128, "each window scores its last `stride` tokens, so that all have context", ge=1)
 
 
 class TextTask(WindowsTask):
@@ -151,9 +156,6 @@ class TextTask(WindowsTask):
     by: Annotated[tuple[str, ...], Listed] = setting(
         ("source", "lang"), "keys of the rows: figures of each of their values too"
     )
-
-    def _check(self) -> None:
-        check_stride(self)
 
 
 class ChatsTask(WindowsTask):
@@ -188,8 +190,7 @@ class ChoicesTask(Shots):
     @field_validator("template")
     @classmethod
     def _template_has_the_question(cls, value: str) -> str:
-        if "{question}" not in value:
-            raise ValueError(f"template is {value!r}, which does not hold {{question}}")
+        need("{question}" in value, f"template is {value!r}, which does not hold {{question}}")
         return value
 
 
@@ -241,6 +242,6 @@ class Suite(Section):
     @classmethod
     def _names_fit_into_metrics(cls, value: dict[str, Task]) -> dict[str, Task]:
         for name in value:
-            if not TASK_NAME.fullmatch(name):
-                raise ValueError(f"a task is called {name!r}; take letters, digits, '_', '-' and '.', such as poems-2")
+            fits = TASK_NAME.fullmatch(name) is not None
+            need(fits, f"a task is called {name!r}; take letters, digits, '_', '-' and '.', such as poems-2")
         return value

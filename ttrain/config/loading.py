@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
-import json
 import os
-import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,27 +14,24 @@ from typing import Any, NamedTuple, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 
-from ttrain.config import Section, Settings, flatten, other_names, rules, text_values, yaml_text
-from ttrain.config.base import NONE, PLAIN, WEIGHTED
+from ttrain.config import Section, Settings, flatten, other_names, rules, yaml_text
+from ttrain.config.base import NONE, assign, types_of
 from ttrain.config.data import LEARNT, PYTHON_DOCS, Data
 from ttrain.config.model import sizes_of
-from ttrain.config.other_names import Meaning
 from ttrain.config.settings import OPTIONAL, existing_model_of, last_of, root_of
-from ttrain.config.training import TRAINING_STAGES, TRAININGS
+from ttrain.config.training import TRAINING_STAGES
 from ttrain.config.yaml_text import InvalidYaml, one_line, shown
 from ttrain.core.files import JsonDict, JsonObject
-from ttrain.core.text import rule_of
+from ttrain.core.text import first_of, rule_of
 from ttrain.errors import UsageError
 
 ENVIRONMENT_PREFIX = "TTRAIN__"
 COMMAND_LINE = "command line"  # the origin of its values
 PRESET = "model.preset"
 SHOWN_KEYS = 60  # more than these are not listed in a message
-SHOWN_NEIGHBOURS = 8
+SHOWN_NAMES = 6  # of a section
 S = TypeVar("S", bound=Section)
-IS_NONE = " is none"
 IS_SET = " is set"  # ends the origin of a value that follows from another setting
-SENTENCES = {"missing": "needs the key '{key}'", "extra_forbidden": "there is no such setting"}
 BUDGETS = {"tokens": "epochs", "epochs": "tokens"}  # of a training stage: one of the two
 
 
@@ -74,22 +68,7 @@ def load(
     return settings_of(layers(overrides, files, profiles, os.environ if environment is None else environment), base)
 
 
-def settings_of(overrides: list[Override], base: Sequence[Override] = ()) -> LoadedSettings:
-    """Merge the overrides, as `layers` returns them, into settings. Raises UsageError."""
-    base = [*_data_that_is_not_named([*base, *overrides]), *base]
-    base = [*base, *_starts_from_present_stages([*base, *overrides])]
-    model, start = _existing_model([*base, *overrides])
-    follows: list[Override] = []
-    if model is not None:
-        _refuse_sizes_of_new_models(overrides, model, start)
-        if model != _existing_model(base)[0]:  # else the base has its own values of both
-            names = {"tokenizer.existing": model, "tokenizer.template": "auto"}
-            follows = [Override(f"{start}{IS_SET}", key, value) for key, value in names.items()]
-    layers = [*base, *follows, *_with_preset(overrides)]
-    strongest = {item.key: item.value for item in layers}
-    automatic = {key for key in rules.KEYS if strongest.get(key) == rules.AUTO}
-    settings, sources = merge(Settings, [*_by_rule(layers), *(item for item in layers if item.key not in automatic)])
-    return LoadedSettings(settings, sources)
+# --- where values are set
 
 
 def layers(
@@ -104,63 +83,65 @@ def layers(
     `root`: the tree whose types say what texts mean; None: they stay texts, for `with_types`. With `Settings` a file may be
     TinySeek's `model_config.json`, some of whose names are also settings of tasks.
     """
-    trees = [(str(path), read_yaml(path)) for path in files]
-    if root is Settings:
-        trees = [(origin, other_names.from_tinyseek(tree, origin)) for origin, tree in trees]
-    flat_overrides: list[Override] = []
-    for origin, values in _layers(overrides, trees, profiles, environment):
-        if root is not None and _is_typed(origin):
-            values = {key: _value_of(text, key, origin, root) for key, text in values.items()}
-        flat_values = list(flatten(values))
-        if repeated := next((key for key, number in Counter(key for key, _ in flat_values).items() if number > 1), None):
-            raise UsageError(f"'{one_line(repeated)}' is set twice in {origin}, with dots and by its section; remove one")
-        flat_overrides += [Override(origin, key, value) for key, value in flat_values]
-    return flat_overrides
+    trees = [(f"profile {name}", read_yaml(_profile(name))) for name in profiles]
+    for path in files:
+        tree = read_yaml(path)
+        trees.append((str(path), other_names.from_tinyseek(tree, str(path)) if root is Settings else tree))
+    trees += [(variable, {key: environment[variable]}) for variable, key in _variables(environment)]
+    if isinstance(overrides, Mapping):
+        paths_as_texts = {key: str(value) if isinstance(value, Path) else value for key, value in overrides.items()}
+        trees.append(("overrides", paths_as_texts))
+    else:
+        trees += [(COMMAND_LINE, _assignment(text)) for text in overrides]
+    flat = [Override(origin, key, value) for origin, tree in trees for key, value in _leaves(tree, origin)]
+    return with_types(root, flat) if root else flat
 
 
-def with_types(root: type[Section], overrides: Iterable[Override]) -> list[Override]:
-    """The overrides, as `layers` returns them without a root, with the values that texts have in this tree."""
-    typed: list[Override] = []
-    for origin, key, value in overrides:
-        if _is_typed(origin) and isinstance(value, str):
-            value = _value_of(value, key, origin, root)
-        typed += [Override(origin, name, leaf) for name, leaf in flatten({key: value})]
-    return typed
+def _profile(name: str) -> Path:
+    if name not in profile_names():
+        raise UsageError(f"there is no profile '{one_line(name)}'; there are {', '.join(profile_names())}")
+    return configs_directory() / "profiles" / f"{name}.yaml"
 
 
-def merge(root: type[S], overrides: Iterable[Override]) -> tuple[S, dict[str, str]]:
-    """The defaults of a tree of settings with the overrides, validated once, and the source of what is not a default.
+def _variables(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """(variable, key) of the settings in the environment."""
+    for variable in sorted(environment):
+        name = variable.removeprefix("TTRAIN_")
+        if variable.startswith(ENVIRONMENT_PREFIX):
+            yield variable, variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
+        elif name != variable and "__" in name:
+            raise UsageError(f"{variable} is set, but settings begin with TTRAIN__; write {ENVIRONMENT_PREFIX}{name}")
 
-    Raises UsageError that names the setting, its value, where it came from and, for an unknown key, its nearest neighbour.
-    """
-    tree = defaults(root)  # so that one field of a section leaves the stage's own defaults of the others
-    valid_keys, sources = settable_keys(root), dict[str, str]()
-    for origin, key, value in overrides:
-        if not _is_open(key, root):
-            _check_key(Override(origin, key, value), valid_keys)
-            if value in (None, {}) and key not in valid_keys:
-                continue  # a section in which nothing is set
-        if isinstance(value, bool) and text_values.takes_numbers(root, key):  # pydantic reads it as 1 or 0
-            raise UsageError(f"{key} is {str(value).lower()} (from {origin}) but must be a number")
-        for stale, _ in flatten(_assign(tree, key, value), f"{key}."):
-            sources.pop(stale, None)
-        sources[key] = origin
-        _clear_other_budget(tree, sources, key, origin, valid_keys)
+
+def _assignment(text: str) -> JsonObject:
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise UsageError(
+            f"'{one_line(text)}' is not a setting; write key=value without spaces, for example sft.epochs=3; quote a "
+            f"path with spaces, write commas between files, and -c FILE for a file of settings"
+        )
+    return {key.strip(): value}
+
+
+def _leaves(tree: JsonObject, origin: str) -> list[tuple[str, Any]]:
+    leaves = list(flatten(tree))
+    for key, number in Counter(key for key, _ in leaves).items():
+        if number > 1:
+            raise UsageError(f"'{one_line(key)}' is set twice in {origin}, with dots and by its section; remove one")
+    return leaves
+
+
+def read_yaml(path: Path) -> JsonObject:
+    """The mapping in a YAML file; {} for an empty one. Raises UsageError where there is none."""
     try:
-        return root.model_validate(tree), sources
-    except ValidationError as error:
-        raise UsageError(_explain(error, sources)) from None
-
-
-def without_pipeline_settings(overrides: Iterable[Override], root: type[Section]) -> list[Override]:
-    """The overrides without those from the environment that a pipeline has and this tree of settings lacks: they were set
-    for other commands."""
-    own = settable_keys(root)
-    return [
-        item
-        for item in overrides
-        if not item.origin.startswith(ENVIRONMENT_PREFIX) or item.key in own or not _is_known(item.key, Settings)
-    ]
+        tree = yaml_text.parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read settings from {path}: {error.strerror}") from None
+    except (InvalidYaml, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not valid YAML: {error}") from None
+    if tree is not None and not (isinstance(tree, dict) and all(isinstance(key, str) for key in tree)):
+        raise UsageError(f"{path} must hold a mapping of settings at its top level, such as 'sft: {{epochs: 2}}'")
+    return tree or {}
 
 
 def configs_directory() -> Path:
@@ -175,103 +156,95 @@ def profile_names() -> list[str]:
     return sorted(path.stem for path in (configs_directory() / "profiles").glob("*.yaml"))
 
 
-def _layers(
-    overrides: Sequence[str] | JsonObject,
-    files: Sequence[tuple[str, JsonObject]],
-    profiles: Sequence[str],
-    environment: Mapping[str, str],
-) -> Iterator[tuple[str, JsonObject]]:
-    for name in profiles:
-        path = configs_directory() / "profiles" / f"{name}.yaml"
-        if name not in profile_names():
-            near = difflib.get_close_matches(name, profile_names(), n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise UsageError(f"there is no profile '{one_line(name)}'; {hint}there are {', '.join(profile_names())}")
-        yield f"profile {name}", read_yaml(path)
-    yield from files
-    for variable in sorted(environment):
-        name = variable.removeprefix("TTRAIN_")
-        if name != variable and "__" in name.lstrip("_") and not variable.startswith(ENVIRONMENT_PREFIX):
-            raise UsageError(f"{variable} is set, but settings begin with TTRAIN__; write {ENVIRONMENT_PREFIX}{name}")
-        if variable.startswith(ENVIRONMENT_PREFIX):
-            key = variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
-            yield variable, {key: environment[variable]}
-    if isinstance(overrides, Mapping):
-        yield "overrides", {key: str(value) if isinstance(value, Path) else value for key, value in overrides.items()}
-        return
-    for item in overrides:
-        key, equals, value = item.partition("=")
-        if not equals or not key.strip():
-            raise UsageError(
-                f"'{one_line(item)}' is not a setting; write key=value without spaces, for example sft.epochs=3; quote a "
-                f"path with spaces, write commas between files, and -c FILE for a file of settings"
-            )
-        yield COMMAND_LINE, {key.strip(): value}
+def with_types(root: type[Section], overrides: Iterable[Override]) -> list[Override]:
+    """The overrides, with the values that the texts which somebody typed have in this tree.
 
-
-def read_yaml(path: Path) -> JsonObject:
-    """The mapping in a YAML file; {} for an empty one. Raises UsageError where it cannot be read or is something else."""
-    try:
-        tree = yaml_text.parse(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read settings from {path}: {error.strerror}") from None
-    except (InvalidYaml, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not valid YAML: {error}") from None
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
-        raise UsageError(f"{path} must hold a mapping of settings at its top level, such as 'sft: {{epochs: 2}}'")
-    return tree
-
-
-def _is_typed(origin: str) -> bool:
-    """Whether values of this origin are texts that somebody typed."""
-    return origin == COMMAND_LINE or origin.startswith(ENVIRONMENT_PREFIX)
-
-
-def _value_of(text: str, key: str, origin: str, root: type[Section]) -> Any:
-    """The value of a text that was typed. Raises UsageError where it begins a list or mapping that cannot be read.
-
-    That of an unknown setting stays a text, with which the error shows how the right one is written.
+    The text of an unknown setting stays one. Raises UsageError for what cannot be read.
     """
-    if not _is_known(key, root):
-        return text
-    try:
-        return text_values.read(text, text_values.type_of(root, key))
-    except InvalidYaml as error:
-        raise UsageError(
-            f"{one_line(key)} is {shown(text)} (from {origin}), which is not valid YAML: {error}; "
-            f"write a list as [a, b], and put a text that has brackets between quotes"
-        ) from None
+    typed: list[Override] = []
+    for origin, key, value in overrides:
+        if isinstance(value, str) and (origin == COMMAND_LINE or origin.startswith(ENVIRONMENT_PREFIX)):
+            try:
+                typed += [Override(origin, name, leaf) for name, leaf in flatten({key: _read(value, key, root)})]
+            except InvalidYaml as error:
+                raise UsageError(
+                    f"{one_line(key)} is {shown(value)} (from {origin}), which is not valid YAML: {error}; "
+                    f"write a list as [a, b], and put a text that has brackets between quotes"
+                ) from None
+        else:
+            typed.append(Override(origin, key, value))
+    return typed
 
 
-def _is_known(key: str, root: type[Section]) -> bool:
-    """Whether a key is a setting, a section or a name within a setting that takes any."""
-    names = settable_keys(root)
-    return key in names or _is_open(key, root) or any(name.startswith(f"{key}.") for name in names)
+def _read(text: str, key: str, root: type[Section]) -> Any:
+    kind = type_of(root, key)
+    if kind is Section and text.startswith("{"):
+        texts = flatten(yaml_text.parse(text, yaml_text.WordLoader))
+        return {name: _read(leaf, f"{key}.{name}", root) if isinstance(leaf, str) else leaf for name, leaf in texts}
+    return text if kind is None else yaml_text.read(text, kind | None if kind is Section else kind)
 
 
-def _is_open(key: str, root: type[Section]) -> bool:
-    """Whether a key is a name within a setting that takes any, which an architecture alone knows."""
-    return any(key.startswith(f"{name}.") for name in _open_keys(root))
+def type_of(root: type[Section], key: str) -> Any:
+    """The type of a setting by its dotted name; Section for the name of a section, None for no setting."""
+    kinds = _kinds(root)
+    if key in kinds:
+        return kinds[key]
+    if any(get_origin(kind) is dict and key.startswith(f"{name}.") for name, kind in kinds.items()):
+        return Any  # what an architecture alone knows
+    return Section if any(name.startswith(f"{key}.") for name in kinds) else None
 
 
 @functools.cache
-def _open_keys(root: type[Section]) -> list[str]:
-    return [name for name, kind in leaf_fields(root) if get_origin(kind) is dict]
+def _kinds(root: type[Section]) -> dict[str, Any]:
+    return dict(leaf_fields(root))
 
 
-def _assign(tree: JsonDict, key: str, value: Any) -> JsonObject:
-    """Put the value into the tree; returns the section that stood in its place, {} for none."""
-    *parents, leaf = key.split(".")
-    for parent in parents:
-        child = tree.setdefault(parent, {})
-        if not isinstance(child, dict):
-            child = tree[parent] = {}
-        tree = child
-    replaced = tree.get(leaf)
-    tree[leaf] = value
-    return replaced if isinstance(replaced, dict) else {}
+def without_pipeline_settings(overrides: Iterable[Override], root: type[Section]) -> list[Override]:
+    """The overrides without the variables that set what only a pipeline has: they are for other commands."""
+    return [
+        item
+        for item in overrides
+        if not item.origin.startswith(ENVIRONMENT_PREFIX)
+        or type_of(root, item.key) is not None
+        or type_of(Settings, item.key) is None
+    ]
+
+
+# --- values that follow from others
+
+
+def settings_of(overrides: list[Override], base: Sequence[Override] = ()) -> LoadedSettings:
+    """Merge the overrides, as `layers` returns them, into settings. Raises UsageError."""
+    base = [*_data_that_is_not_named([*base, *overrides]), *base]
+    base = [*_starts_from_present_stages([*base, *overrides]), *base]
+    model, start = _existing_model([*base, *overrides])
+    if model is not None:
+        _refuse_sizes_of_new_models(overrides, model, start)
+        if model != _existing_model(base)[0]:  # else the base has its own values of both
+            names = {"tokenizer.existing": model, "tokenizer.template": "auto"}
+            base += [Override(f"{start}{IS_SET}", key, value) for key, value in names.items()]
+    given = [*base, *_with_preset(overrides)]
+    values = {item.key: item.value for item in given}
+    automatic = [key for key in rules.KEYS if values.get(key, rules.AUTO) == rules.AUTO]
+    given = [item for item in given if item.key not in automatic]
+    if rules.BATCH_KEY in automatic:  # the default may not fit the length of the rows
+        given.append(Override(rules.AUTO, rules.BATCH_KEY, rules.AUTO))
+    settings, sources = merge(Settings, given)
+    values = {**dict(flatten(settings.model_dump())), **dict.fromkeys(automatic, rules.AUTO)}
+    by_rule, changes = rules.automatic(values), JsonDict()
+    for key in automatic:
+        usual = default_values()[key]
+        assign(changes, key, by_rule.get(key, usual))
+        sources[key] = rules.AUTO if values[rules.START] == rules.NEW else f"{rules.START}{IS_SET}"
+        if by_rule.get(key, usual) == usual:
+            del sources[key]
+    return LoadedSettings(settings.replaced(changes), sources)
+
+
+@functools.cache
+def default_values() -> JsonDict:
+    """All settings by their dotted names, as they are where nothing is set."""
+    return dict(flatten(defaults(Settings)))
 
 
 def _with_preset(overrides: list[Override]) -> list[Override]:
@@ -280,30 +253,26 @@ def _with_preset(overrides: list[Override]) -> list[Override]:
     if not presets:
         return overrides
     origin, _, name = presets[-1]
-    sizes = (
-        [] if name is None else [Override(f"preset {name}", f"model.{key}", size) for key, size in sizes_of(name).items()]
-    )
+    sizes = {} if name is None else sizes_of(name)
     first = _first_of_layer(overrides, origin)
-    return [item for item in (*overrides[:first], *sizes, *overrides[first:]) if item.key != PRESET]
+    of_preset = [Override(f"preset {name}", f"model.{key}", size) for key, size in sizes.items()]
+    return [item for item in (*overrides[:first], *of_preset, *overrides[first:]) if item.key != PRESET]
 
 
 def _data_that_is_not_named(overrides: Sequence[Override]) -> list[Override]:
     """`none` for the data sets that nobody names, where another one is the user's: what is not named is not trained on."""
     values = {item.key: item.value for item in overrides}
     named = [name for name in LEARNT if f"data.{name}" in values]
-    own = next((name for name in named if _sources(values, name) not in ((), (PYTHON_DOCS,))), None)
-    if own is None:
-        return []
-    not_named = [name for name in LEARNT if name not in named and _sources({}, name)]
+    own = next((name for name in named if _sources(values, name) not in ([], [PYTHON_DOCS])), None)
+    not_named = [name for name in LEARNT if own and name not in named and _sources({}, name)]
     return [Override(f"data.{own}{IS_SET}", f"data.{name}", ()) for name in not_named]
 
 
-def _sources(values: JsonObject, dataset: str) -> tuple[Any, ...]:
+def _sources(values: JsonObject, dataset: str) -> list[Any]:
     """The sources of a data set, as far as the values that are set are valid."""
     value = values.get(f"data.{dataset}", Data.model_fields[dataset].default)
-    if not value or value in (NONE, [NONE], (NONE,)):
-        return ()
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    entries = [*value] if isinstance(value, (list, tuple)) else [value]
+    return [entry for entry in entries if entry not in (None, "", NONE)]
 
 
 def _starts_from_present_stages(overrides: Sequence[Override]) -> list[Override]:
@@ -311,30 +280,24 @@ def _starts_from_present_stages(overrides: Sequence[Override]) -> list[Override]
     values = {item.key: item.value for item in overrides}
     present = [name for name, row in TRAINING_STAGES.items() if _sources(values, row.dataset)]
     starts = []
-    for name, row in TRAINING_STAGES.items():
+    for name in present:
+        row = TRAINING_STAGES[name]
         usual = row.settings.model_fields["start_from"].default
-        if f"{name}.start_from" in values or name not in present or (name in OPTIONAL and usual in present):
-            continue
         nearest = next((start for start in row.starts if start in present), row.starts[-1] if row.starts else usual)
-        if nearest != usual:
-            reason = f"data.{TRAINING_STAGES[nearest].dataset}{IS_SET}"
-            if usual not in present:
-                reason = f"data.{TRAINING_STAGES[usual].dataset}{IS_NONE}"
-            starts.append(Override(reason, f"{name}.start_from", nearest))
+        stays = f"{name}.start_from" in values or (name in OPTIONAL and usual in present)
+        if nearest != usual and not stays:
+            starts.append(Override(rules.AUTO, f"{name}.start_from", nearest))
     return starts
 
 
-def _by_rule(overrides: Sequence[Override]) -> list[Override]:
-    """The settings that are `auto` and follow from others, where their value is not the default."""
-    usual = _default_values()
-    values = {**usual, **dict.fromkeys(rules.KEYS, rules.AUTO), **{item.key: item.value for item in overrides}}
-    origin = "auto" if values[rules.START] == rules.NEW else f"{rules.START} is set"
-    return [Override(origin, key, value) for key, value in rules.automatic(values).items() if value != usual[key]]
-
-
-@functools.cache
-def _default_values() -> JsonDict:
-    return dict(flatten(defaults(Settings)))
+def _existing_model(overrides: Sequence[Override]) -> tuple[str | None, str]:
+    """(the model that is started from, or None; the setting by which the first stage names it)."""
+    values = {item.key: item.value for item in overrides}
+    starts = {}
+    for name, row in TRAINING_STAGES.items():
+        starts[name] = str(values.get(f"{name}.start_from", row.settings.model_fields["start_from"].default))
+    last = last_of([name for name, row in TRAINING_STAGES.items() if _sources(values, row.dataset)])
+    return existing_model_of(starts, last), f"{root_of(last, starts)[0]}.start_from"
 
 
 def _refuse_sizes_of_new_models(overrides: list[Override], model: str, start: str) -> None:
@@ -344,11 +307,11 @@ def _refuse_sizes_of_new_models(overrides: list[Override], model: str, start: st
     """
     origin = next((item.origin for item in reversed(overrides) if item.key == start), None)
     first = 0 if origin is None else _first_of_layer(overrides, origin)  # the base is weaker than all of them
-    is_pretrained = start.startswith("pretrain.")  # which gives a second head to any model
+    keeps_head = start.startswith("pretrain.")  # which gives a second head to any model
     meant = [
         f"{key} (from {source})"
         for source, key, value in overrides[first:]
-        if key.startswith("model.") and value is not None and not (is_pretrained and key.startswith("model.multi_token."))
+        if key.startswith("model.") and value is not None and not (keeps_head and key.startswith("model.multi_token."))
     ]
     if meant:
         raise UsageError(
@@ -357,108 +320,96 @@ def _refuse_sizes_of_new_models(overrides: list[Override], model: str, start: st
         )
 
 
-def _existing_model(overrides: Sequence[Override]) -> tuple[str | None, str]:
-    """(the model that is started from, or None; the setting that the first stage which trains has for it)."""
-    starts = {f"{name}.start_from": row.settings.model_fields["start_from"].default for name, row in TRAINING_STAGES.items()}
-    starts |= {key: str(value) for _, key, value in overrides if key in starts}
-    by_stage = {key.partition(".")[0]: start for key, start in starts.items()}
-    values = {item.key: item.value for item in overrides}
-    last = last_of([name for name, row in TRAINING_STAGES.items() if _sources(values, row.dataset)])
-    return existing_model_of(by_stage, last), f"{root_of(last, by_stage)[0]}.start_from"
-
-
 def _first_of_layer(overrides: list[Override], origin: str) -> int:
-    """The index at which the layer of the origin begins."""
-    return next(n for n, item in enumerate(overrides) if _layer(item.origin) == _layer(origin))
+    """The index at which the layer of the origin begins; all variables are one layer."""
+    layer = ENVIRONMENT_PREFIX if origin.startswith(ENVIRONMENT_PREFIX) else origin
+    return next(n for n, item in enumerate(overrides) if item.origin.startswith(layer))
 
 
-def _layer(origin: str) -> str:
-    """The layer of an origin; all variables of the environment are one."""
-    return ENVIRONMENT_PREFIX if origin.startswith(ENVIRONMENT_PREFIX) else origin
+# --- one tree, validated once
 
 
-def _check_key(override: Override, valid_keys: Sequence[str]) -> None:
-    """Raise UsageError for an unknown key, with the settings that it may mean, before validation."""
-    origin, key, value = override
-    is_section = any(name.startswith(f"{key}.") for name in valid_keys)
-    if key in valid_keys or (is_section and not isinstance(value, str)):
-        return
-    near, meaning = _suggested(key, valid_keys)
-    problem = f"unknown setting '{one_line(key)}' (from {origin})"
-    if is_section:
-        if meaning is None:
-            return  # the validation names the rule
-        problem = f"{key} is {shown(value)} (from {origin}) but must be a group of names with values"
-    if near:
-        meant = " or ".join(f"'{name}'" for name in near)
-        written = _as_written(Override(origin, near[0], value), meaning)
-        raise UsageError(f"{problem}; did you mean {meant}? Write {'for example ' * (len(near) > 1)}{written}")
-    if meaning and meaning.note:
-        raise UsageError(f"{problem}; {meaning.note}")
-    others = "`ttrain config show` lists them all"
-    if len(valid_keys) <= SHOWN_KEYS:
-        others = f"there are {', '.join(valid_keys)}"
-    raise UsageError(f"{problem}; {others}")
+def merge(root: type[S], overrides: Iterable[Override]) -> tuple[S, dict[str, str]]:
+    """The defaults of a tree with the overrides, validated once, and the source of what is not a default.
 
-
-def written_setting(name: str, value: str) -> str:
-    """The setting that a name means, also one of another library, as it is typed; "" for none."""
-    near, meaning = _suggested(name, settable_keys(Settings), cutoff=0.8)
-    return _as_written(Override(COMMAND_LINE, near[0], value), meaning) if near else ""
-
-
-def _suggested(key: str, valid_keys: Sequence[str], cutoff: float = 0.4) -> tuple[list[str], Meaning | None]:
-    """The settings that a name of another library means, else those that end as the key does, else those of the most
-    similar name; with what that name means.
-
-    A section of the key may be left out, as in `lr` and `sft.lr`, or be another one, as in `train.optim.lr`.
+    Raises UsageError with a line for each wrong setting: its name, its value, its source, the rule.
     """
-    meaning = other_names.meaning_of(key)
-    near = _meant(key, meaning, valid_keys)
-    if near or (meaning and meaning.note):
-        return near, meaning
-    parts = key.lower().split(".")
-    for place in range(len(parts)):
-        end = ".".join(parts[place:])
-        near = _in_section(key, [name for name in valid_keys if f".{name}".endswith(f".{end}")])
-        if 1 <= len(near) <= SHOWN_NEIGHBOURS:
-            return near, None
-    similar = other_names.similar_meaning(key)
-    if near := _meant(key, similar, valid_keys):
-        return near, similar
-    return difflib.get_close_matches(key.lower(), valid_keys, n=1, cutoff=cutoff), None
+    given: dict[str, Override] = {}
+    for item in overrides:
+        section, name = f"{item.key}.", item.key.rpartition(".")[2]
+        if item.value in (None, {}) and any(key.startswith(section) for key in known_keys(root)):
+            continue  # a section in which nothing is set
+        given = {key: earlier for key, earlier in given.items() if not key.startswith(section)}
+        given[item.key] = item
+        other = f"{item.key.removesuffix(name)}{BUDGETS.get(name)}"
+        is_budget = item.value is not None and other in known_keys(root)
+        if is_budget and (other not in given or given[other].origin != item.origin):
+            given[other] = Override(f"{item.key}{IS_SET}", other, None)  # of a weaker layer
+    tree = defaults(root)  # so that one field of a section leaves the stage's own defaults of the others
+    for item in given.values():
+        assign(tree, item.key, item.value)
+    wrong = {
+        key: f"{key} is {shown(item.value)} (from {item.origin}) but must be a number"
+        for key, item in given.items()
+        if isinstance(item.value, bool) and _takes_numbers(type_of(root, key))  # pydantic reads it as 1 or 0
+    }
+    sources = {key: item.origin for key, item in given.items()}
+    try:
+        settings = root.model_validate(tree)
+    except ValidationError as error:
+        wrong = _wrong_settings(error, tree, sources, root) | wrong
+    if wrong:
+        raise UsageError("\n".join(wrong.values()))
+    return settings, sources
 
 
-def _meant(key: str, meaning: Meaning | None, valid_keys: Sequence[str]) -> list[str]:
-    """The settings that a name of another library means, those of the key's own section if that has one."""
-    names: list[str] = []
-    for target in meaning.keys if meaning else ():
-        name = target.removeprefix(other_names.STAGE)
-        names.append(name)
-        if name != target:
-            names += [f"{stage}.{name}" for stage in TRAININGS]
-    return _in_section(key, [name for name in names if name in valid_keys])
+def _takes_numbers(kind: Any) -> bool:
+    forms = types_of(kind)
+    return bool not in forms and not {int, float}.isdisjoint(forms)
 
 
-def _in_section(key: str, names: list[str]) -> list[str]:
-    """The names in the first section of the key, or all if none is."""
-    section = f"{key.lower().partition('.')[0]}."
-    return [name for name in names if name.startswith(section)] or names
+def _wrong_settings(
+    error: ValidationError, tree: JsonObject, sources: Mapping[str, str], root: type[Section]
+) -> dict[str, str]:
+    """A line by the name of each wrong setting. Each form that it may have gives an error of its own."""
+    lines: dict[str, str] = {}
+    for item in error.errors(include_url=False):
+        name, rule = _name_in(tree, item["loc"]), rule_of(item)
+        below = [key for key in sources if f"{key}.".startswith(f"{name}.")]
+        is_known = item["type"] != "extra_forbidden" and (name in sources or item["type"] == "missing")
+        if item["type"] == "value_error" and not rule.startswith("must "):
+            lines[name] = one_line(f"{name}: {rule}" if name and not rule.startswith(name) else rule)
+        elif below and not is_known:
+            lines |= {key: _unknown(key, sources[key], root) for key in below}
+        elif name in lines:
+            lines[name] += f" or {rule.removeprefix('must be ')}"
+        else:
+            origins = (source for key, source in sources.items() if f"{name}.".startswith(f"{key}."))
+            origin = next(origins, "defaults")
+            lines[name] = one_line(f"{name} is {shown(item['input'])} (from {origin}) but {rule}")
+            if names := [key for key in known_keys(root) if key.startswith(f"{name}.")]:
+                lines[name] += f"; set {first_of(names, SHOWN_NAMES)}"
+    return lines
 
 
-def _as_written(override: Override, meaning: Meaning | None) -> str:
-    """How the setting is written where it was set by a name of this meaning."""
-    origin, key, value = override
-    text = one_line(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
-    note = ""
-    if meaning:
-        text = meaning.value(text)
-        note = f" ({meaning.note})" if meaning.note else ""
-    if origin.startswith(ENVIRONMENT_PREFIX):
-        return f"{ENVIRONMENT_PREFIX}{key.upper().replace('.', '__')}={shlex.quote(text)}{note}"
-    if origin == COMMAND_LINE:
-        return f"{shlex.quote(f'{key}={text}')}{note}"
-    return f"{key}: {text}{note}"
+def _name_in(tree: Any, location: Iterable[str | int]) -> str:
+    """The dotted name of the place of an error: its steps without those that name a form."""
+    steps = []
+    for step in location:
+        entries = dict(enumerate(tree)) if isinstance(tree, list | tuple) else tree
+        if isinstance(entries, Mapping) and step in entries:
+            steps.append(str(step))
+            tree = entries[step]
+    return ".".join(steps)
+
+
+def _unknown(key: str, origin: str, root: type[Section]) -> str:
+    names = settable_keys(root)
+    others = f"there are {', '.join(names)}" if len(names) <= SHOWN_KEYS else "`ttrain config show` lists them all"
+    return f"unknown setting '{one_line(key)}' (from {origin}); {other_names.suggestion(key, names) or others}"
+
+
+# --- the names of settings
 
 
 @functools.cache
@@ -470,7 +421,7 @@ def known_keys(root: type[Section] = Settings) -> list[str]:
 @functools.cache
 def settable_keys(root: type[Section]) -> list[str]:
     """`known_keys` and the settings without a default, also those of sections that are absent unless one of them is set."""
-    return list(dict.fromkeys([*known_keys(root), *(key for key, _ in leaf_fields(root))]))
+    return list(dict.fromkeys([*known_keys(root), *_kinds(root)]))
 
 
 def leaf_fields(root: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -487,40 +438,3 @@ def leaf_fields(root: type[Section], prefix: str = "") -> Iterator[tuple[str, An
 def defaults(root: type[Section]) -> JsonDict:
     """The tree as it is where nothing is set; settings without a default are not in it."""
     return root.model_construct().model_dump()
-
-
-def _clear_other_budget(tree: JsonDict, sources: dict[str, str], key: str, origin: str, valid_keys: Sequence[str]) -> None:
-    """Let a budget in `tokens` clear a weaker layer's in `epochs`, and the other way round."""
-    stage, _, name = key.partition(".")
-    other_budget = BUDGETS.get(name)
-    if other_budget is None or f"{stage}.{other_budget}" not in valid_keys or tree[stage].get(name) is None:
-        return
-    if sources.get(f"{stage}.{other_budget}") != origin:
-        tree[stage][other_budget] = None
-        sources[f"{stage}.{other_budget}"] = f"{key} is set"
-
-
-def _explain(error: ValidationError, sources: Mapping[str, str]) -> str:
-    """One line per wrong setting: name, value, rule, origin."""
-    lines: list[str] = []
-    several: dict[str, int] = {}  # line of a setting that may have one of several forms, of which each has an error
-    errors: list[Any] = list(error.errors(include_url=False))
-    for item in errors:
-        item["loc"] = tuple(step for step in item["loc"] if step not in (PLAIN, WEIGHTED))
-        if item["type"] == "missing":
-            item["ctx"], item["loc"] = {"key": item["loc"][-1]}, item["loc"][:-1]
-    for item in errors:
-        name = ".".join(str(step) for step in item["loc"])
-        message = item["msg"].removeprefix("Value error, ")
-        if item["type"] == "value_error" and not message.startswith("must "):
-            lines.append(one_line(f"{name}: {message}" if name and not message.startswith(name) else message))
-            continue
-        *steps, last = item["loc"] or ("",)
-        if name not in sources and isinstance(last, str) and (parent := ".".join(map(str, steps))) in sources:
-            if parent in several:
-                lines[several[parent]] += f" or {rule_of(item).removeprefix('must be ')}"
-                continue
-            several[parent], name = len(lines), parent
-        origin = sources.get(name) or next((sources[key] for key in sources if name.startswith(key)), "defaults")
-        lines.append(one_line(f"{name} is {shown(item['input'])} (from {origin}) but {rule_of(item, SENTENCES)}"))
-    return "\n".join(lines)

@@ -6,9 +6,7 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from ttrain.config.base import Section, Seed, Share, setting
-
-LARGEST_RATE = 1.0
+from ttrain.config.base import Section, Seed, Share, need, setting
 
 
 class Optim(Section):
@@ -32,8 +30,7 @@ class Optim(Section):
     @classmethod
     def _is_usual_rate(cls, value: float | None) -> float | None:
         """Refuse a rate that no training survives: of AdamW and Muon a step then moves every weight by more than 1."""
-        if value is not None and value > LARGEST_RATE:
-            raise ValueError(f"must be at most {LARGEST_RATE:g}; usual are 1e-5 to 5e-2, such as 2e-4")
+        need(value is None or value <= 1, "must be at most 1; usual are 1e-5 to 5e-2, such as 2e-4")
         return value
 
 
@@ -73,11 +70,11 @@ class Schedule(Section):
     )
 
     def _check(self) -> None:
-        if self.kind == "minimind" and self.floor not in (0.0, 0.1):
-            raise ValueError(
-                f"schedule.floor is {self.floor} but schedule.kind is minimind, whose floor is 0.1; "
-                f"for another floor set schedule.kind=cosine"
-            )
+        need(
+            self.kind != "minimind" or self.floor in (0.0, 0.1),
+            f"schedule.floor is {self.floor} but schedule.kind is minimind, whose floor is 0.1; "
+            f"for another floor set schedule.kind=cosine",
+        )
 
 
 class EarlyStopping(Section):
@@ -112,10 +109,10 @@ class Loop(Section):
     schedule: Schedule = Schedule()
 
     def _check(self) -> None:
-        if self.early_stopping and not self.validates_while_training:
-            raise ValueError(
-                "early_stopping is set but validate_every_steps is 0; set it, for example to 50, or validate_every_epochs"
-            )
+        need(
+            self.early_stopping is None or self.validates_while_training,
+            "early_stopping is set but validate_every_steps is 0; set it, for example to 50, or validate_every_epochs",
+        )
 
     @property
     def validates_while_training(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import model_validator
 
-from ttrain.config.base import Section, setting
+from ttrain.config.base import Section, need, setting
 from ttrain.config.yaml_text import shown
 from ttrain.errors import UsageError
 
@@ -40,8 +40,10 @@ class Moe(Section):
     }
 
     def _check(self) -> None:
-        if self.top_k > self.experts:
-            raise ValueError(f"model.moe.top_k is {self.top_k} but there are only model.moe.experts {self.experts}")
+        need(
+            self.top_k <= self.experts,
+            f"model.moe.top_k is {self.top_k} but there are only model.moe.experts {self.experts}",
+        )
 
 
 class MultiToken(Section):
@@ -93,24 +95,24 @@ class Model(Section):
                 json.dumps(value, allow_nan=False)
             except (TypeError, ValueError):
                 raise ValueError(f"model.fields.{name} is {value!r}, which JSON cannot hold; quote a text") from None
-        if self.rope_factor != 1 and self.rope_type == "default":
-            raise ValueError(
-                f"model.rope_factor is {self.rope_factor} but model.rope_type is default, which stretches nothing; "
-                f"set model.rope_type, for example to yarn"
-            )
+        need(
+            self.rope_factor == 1 or self.rope_type != "default",
+            f"model.rope_factor is {self.rope_factor} but model.rope_type is default, which stretches nothing; "
+            f"set model.rope_type, for example to yarn",
+        )
         pairs = self.kind in TURNING_KINDS and "head_dim" not in self.fields  # each head turns its numbers in pairs
         multiple = 2 * self.heads if pairs else self.heads
-        if self.hidden_size % multiple:
-            size = -(-self.hidden_size // (2 * self.heads)) * 2 * self.heads
-            raise ValueError(
-                f"model.hidden_size is {self.hidden_size} but must be a multiple of {multiple}, as model.heads {self.heads} "
-                f"makes heads of {self.hidden_size / self.heads:.4g}; try model.hidden_size={size}"
-            )
-        if self.heads % (self.kv_heads or self.heads):
-            raise ValueError(
-                f"model.kv_heads is {self.kv_heads} but must divide model.heads {self.heads}; "
-                f"try model.kv_heads={math.gcd(self.heads, self.kv_heads or 1)}"
-            )
+        size = -(-self.hidden_size // (2 * self.heads)) * 2 * self.heads
+        need(
+            self.hidden_size % multiple == 0,
+            f"model.hidden_size is {self.hidden_size} but must be a multiple of {multiple}, as model.heads {self.heads} "
+            f"makes heads of {self.hidden_size / self.heads:.4g}; try model.hidden_size={size}",
+        )
+        need(
+            self.heads % (self.kv_heads or self.heads) == 0,
+            f"model.kv_heads is {self.kv_heads} but must divide model.heads {self.heads}; "
+            f"try model.kv_heads={math.gcd(self.heads, self.kv_heads or 1)}",
+        )
 
 
 # The name is the number of parameters of a qwen3 with tied embeddings and the vocabulary beside (GPT-2's from 124m on, whose
@@ -140,10 +142,7 @@ def sizes_of(name: object) -> dict[str, Any]:
 
     The widths that follow from others are set back to empty, so that a weaker layer's do not stay beside the new sizes.
     """
-    return {**dict(zip(COLUMNS, _preset_of(name), strict=True)), "intermediate_size": None, "tie_embeddings": True}
-
-
-def _preset_of(name: object) -> tuple[int, int, int, int | None, int]:
-    if not isinstance(name, str) or name.lower() not in _TABLE:
+    sizes = _TABLE.get(str(name).lower())
+    if sizes is None:
         raise UsageError(f"model.preset is {shown(name)} but must be one of: {', '.join(_TABLE)}")
-    return _TABLE[name.lower()]
+    return {**dict(zip(COLUMNS, sizes, strict=True)), "intermediate_size": None, "tie_embeddings": True}

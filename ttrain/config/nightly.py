@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_serializer, field_validator
 
-from ttrain.config.base import Count, Listed, Section, Seed, TimeOfDay, TimeZone, setting
+from ttrain.config.base import Count, Listed, Section, Seed, TimeOfDay, TimeZone, need, setting
 from ttrain.config.training import BITS_PER_BYTE
 
 FEWEST_RECORDS = 20  # held-out records below which no model is called better: see `ttrain.evaluate.few_records`
@@ -61,12 +61,14 @@ class Nightly(Section):
     attempts: int = setting(2, "nights in which the same list of files may fail before it is given up", ge=1)
 
     def _check(self) -> None:
-        if self.tokens is not None and self.epochs is not None:
-            raise ValueError(f"nightly.tokens is {self.tokens} and nightly.epochs is {self.epochs}; set one of them")
-        if self.deadline is not None and self.deadline_hours is not None:
-            raise ValueError(
-                f"nightly.deadline is {self.deadline} and nightly.deadline_hours is {self.deadline_hours}; set one of them"
-            )
+        need(
+            self.tokens is None or self.epochs is None,
+            f"nightly.tokens is {self.tokens} and nightly.epochs is {self.epochs}; set one of them",
+        )
+        need(
+            self.deadline is None or self.deadline_hours is None,
+            f"nightly.deadline is {self.deadline} and nightly.deadline_hours is {self.deadline_hours}; set one of them",
+        )
 
 
 class Promotion(Section):
@@ -118,10 +120,10 @@ class Notify(Section):
     def _is_a_url(cls, value: str | None) -> str | None:
         if value is None or value.endswith(HIDDEN):  # from a record, in which it is hidden
             return None
-        if not re.fullmatch(r"https?://\S+", value):  # the value itself is not shown
-            raise ValueError(
-                "notify.webhook must be a URL that begins with http:// or https://; set notify.webhook=https://..."
-            )
+        need(
+            re.fullmatch(r"https?://\S+", value) is not None,  # the value itself is not shown
+            "notify.webhook must be a URL that begins with http:// or https://; set notify.webhook=https://...",
+        )
         return value
 
     @field_serializer("webhook", when_used="json")
@@ -129,5 +131,7 @@ class Notify(Section):
         return value and f"{urlsplit(value).scheme}://{urlsplit(value).hostname}{HIDDEN}"
 
     def _check(self) -> None:
-        if self.webhook and self.webhook_file:
-            raise ValueError(f"notify.webhook and notify.webhook_file={self.webhook_file} are both set; set one of them")
+        need(
+            not (self.webhook and self.webhook_file),
+            f"notify.webhook and notify.webhook_file={self.webhook_file} are both set; set one of them",
+        )

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ttrain.config.base import as_count
-
 AUTO: Final = "auto"
 
 BUDGET, WIDTH, BATCH = 1_000_000, 128, 2048  # tokens, width and batch at which the defaults were measured
@@ -40,12 +38,7 @@ BETAS_KEY = f"{OPTIM}betas"
 KEYS = (TIED, BATCH_KEY, BETAS_KEY, *(f"{OPTIM}{name}" for name in RATES))
 OF_EXISTING = {**dict.fromkeys(f"{OPTIM}{name}" for name in sorted(OF_WIDTH)), BETAS_KEY: USUAL_BETAS}
 SIZES = ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size")
-TRUE = ("true", "1", "yes", "y", "on", "t")
 START, NEW = "pretrain.start_from", "none"
-NEEDED = frozenset({
-    *(f"model.{name}" for name in (*SIZES, "tie_embeddings")), "tokenizer.vocab_size", f"{OPTIM}kind",
-    *(f"pretrain.{name}" for name in ("row_length", "epochs", "tokens")),
-})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,48 +50,45 @@ class Rule:
 
 
 def by_rule(values: Mapping[str, Any]) -> dict[str, Rule]:
-    """The rules for the settings `KEYS`, from the values of all settings by their dotted names.
-
-    {} where pretraining goes on from an existing model, or where a value is not one that settings may have.
-    """
-    try:
-        sizes = {name: values[f"model.{name}"] for name in SIZES}
-        parameters = layer_parameters(sizes)
-        head = int(values["tokenizer.vocab_size"]) * int(sizes["hidden_size"])
-        row_length, width = int(values["pretrain.row_length"]), int(sizes["hidden_size"])
-        tokens = None if values["pretrain.epochs"] else values["pretrain.tokens"]
-        tokens = TOKENS if tokens == AUTO else tokens
-        budget = _count(tokens) if tokens is not None else TOKENS_PER_PARAMETER * parameters
-        batch = whole_rows(max(SMALLEST_BATCH, BATCH * (budget / BUDGET) ** 0.47), row_length)
-        narrow = math.sqrt(WIDTH / width)
-        share = head / parameters
-    except (TypeError, ValueError, ArithmeticError):
-        return {}
+    """The rules for the settings `KEYS` of a new model, from the values of all settings by their dotted names."""
+    sizes = {name: values[f"model.{name}"] for name in SIZES}
+    parameters, width = layer_parameters(sizes), sizes["hidden_size"]
+    share = values["tokenizer.vocab_size"] * width / parameters
+    tokens = TOKENS if values["pretrain.tokens"] == AUTO else values["pretrain.tokens"]
+    budget = tokens or TOKENS_PER_PARAMETER * parameters
+    batch = whole_rows(max(SMALLEST_BATCH, BATCH * (budget / BUDGET) ** 0.47), values["pretrain.row_length"])
     large = (
         f"a separate head would have {share:.2f} of the {parameters / 1e6:.3g} M parameters of the layers, and may have "
         f"{LARGEST_HEAD} at most"
     )
     size = f"{BATCH} x ({budget / 1e6:.4g} M tokens / 1 M)^0.47, at least {SMALLEST_BATCH}, a power of two, in whole rows"
-    rules = {TIED: Rule(share > LARGEST_HEAD, large), BATCH_KEY: Rule(batch, size)}
-    tied = rules[TIED].value if values[TIED] == AUTO else str(values[TIED]).lower() in TRUE
-    muon = values[f"{OPTIM}kind"] == "muon"
-    condition = "beside Muon" if muon else f"since optim.kind is {values[f'{OPTIM}kind']}"
-    rules[BETAS_KEY] = Rule(BETAS if muon else USUAL_BETAS, condition)
-    for name, rate in {**RATES, **({} if tied else {"head_lr": OWN_HEAD_LR})}.items():
-        if name in OF_WIDTH and not muon:
-            rules[f"{OPTIM}{name}"] = Rule(None, f"as lr, since optim.kind is {values[f'{OPTIM}kind']}")
-            continue
-        factor = narrow if name in OF_WIDTH else 1.0
-        reason = f"{rate:g}" + (f" x ({width} / {WIDTH})^-0.5" if name in OF_WIDTH else ", at all sizes")
-        rules[f"{OPTIM}{name}"] = Rule(float(f"{rate * factor:.3g}"), reason)
+    tied = share > LARGEST_HEAD if values[TIED] == AUTO else values[TIED]
+    kind = values[f"{OPTIM}kind"]
+    alone = f"since optim.kind is {kind}"
+    muon = kind == "muon"
+    rules = {
+        TIED: Rule(share > LARGEST_HEAD, large),
+        BATCH_KEY: Rule(batch, size),
+        BETAS_KEY: Rule(BETAS, "beside Muon") if muon else Rule(USUAL_BETAS, alone),
+    }
+    for name, usual in RATES.items():
+        rate = OWN_HEAD_LR if name == "head_lr" and not tied else usual
+        rule = Rule(rate, f"{rate:g}, at all sizes")
+        if name in OF_WIDTH:
+            scaled = float(f"{rate * math.sqrt(WIDTH / width):.3g}")
+            rule = Rule(scaled, f"{rate:g} x ({width} / {WIDTH})^-0.5") if muon else Rule(None, f"as lr, {alone}")
+        rules[f"{OPTIM}{name}"] = rule
     return rules
 
 
 def automatic(values: Mapping[str, Any]) -> dict[str, Any]:
     """What the settings `KEYS` become where they are `auto`, from the values of all; {} where some are not there."""
-    if values.get(START, NEW) != NEW:
-        return OF_EXISTING
-    return {key: rule.value for key, rule in by_rule(values).items()} if values.keys() >= NEEDED else {}
+    try:
+        if values.get(START, NEW) != NEW:
+            return {**OF_EXISTING, BATCH_KEY: whole_rows(BATCH, values["pretrain.row_length"])}
+        return {key: rule.value for key, rule in by_rule(values).items()}
+    except KeyError:
+        return {}
 
 
 def followed(values: Mapping[str, Any]) -> dict[str, Rule]:
@@ -144,20 +134,15 @@ def budget(tokens_per_pass: float) -> int:
 
 def layer_parameters(sizes: Mapping[str, Any]) -> int:
     """Parameters of the matrices of all layers of a dense model with gated feed-forward layers; its `SIZES`."""
-    hidden, layers, heads = int(sizes["hidden_size"]), int(sizes["layers"]), int(sizes["heads"])
-    inner = int(sizes["intermediate_size"] or usual_intermediate_size(hidden))
-    attention = 2 * hidden * (hidden + hidden // heads * int(sizes["kv_heads"] or heads))
-    return layers * (attention + 3 * hidden * inner)
+    hidden, heads = sizes["hidden_size"], sizes["heads"]
+    inner = sizes["intermediate_size"] or usual_intermediate_size(hidden)
+    attention = 2 * hidden * (hidden + hidden // heads * (sizes["kv_heads"] or heads))
+    return int(sizes["layers"] * (attention + 3 * hidden * inner))
 
 
 def usual_intermediate_size(hidden_size: int) -> int:
     """8/3 of the width, as many parameters as a feed-forward layer of four widths without a gate; a multiple of 32."""
     return -(-(hidden_size * 8 // 3) // 32) * 32
-
-
-def _count(value: Any) -> int:
-    """A number of tokens in any of the forms that settings take. Raises ValueError for anything else."""
-    return int(str(as_count(value)))
 
 
 def whole_rows(tokens: float, row_length: int) -> int:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ttrain.config.base import Listed, Location, Section, TimeOfDay, TimeZone, as_tuple, setting
+from ttrain.config.base import Listed, Location, Section, TimeOfDay, TimeZone, as_tuple, need, setting
 
 
 class Night(Section):
@@ -87,9 +87,6 @@ class Runtime(Section):
     )
     keep_checkpoints: int = setting(2, "the newest so many, beside the best one", ge=1)
     keep_every_steps: int = setting(0, "checkpoints of these steps stay for good; 0: none", ge=0)
-    keep_steps: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Listed] = setting(
-        (), "checkpoints of these steps are made, and stay for good"
-    )
     guards: Literal["warn", "off"] = setting("warn", "look out for spikes of the loss and overfitting")
     loggers: Annotated[tuple[Literal["tensorboard", "wandb", "swanlab"], ...], BeforeValidator(as_tuple)] = setting(
         (), "where the curves go beside MLflow; each needs its extra: tb, wandb, swanlab"
@@ -104,15 +101,15 @@ class Runtime(Section):
     timeout_seconds: float | None = setting(None, "of one stage; empty: none", gt=0)
 
     def _check(self) -> None:
-        if self.node_rank >= self.nodes:
-            raise ValueError(
-                f"runtime.node_rank is {self.node_rank} but must be below runtime.nodes, which is {self.nodes}; "
-                f"nodes count from 0"
-            )
-        if self.nodes > 1 and not self.rendezvous:
-            raise ValueError(
-                f"runtime.nodes is {self.nodes} but runtime.rendezvous is empty; set it to host:port of node 0, on all nodes"
-            )
+        need(
+            self.node_rank < self.nodes,
+            f"runtime.node_rank is {self.node_rank} but must be below runtime.nodes, which is {self.nodes}; "
+            f"nodes count from 0",
+        )
+        need(
+            self.nodes == 1 or self.rendezvous is not None,
+            f"runtime.nodes is {self.nodes} but runtime.rendezvous is empty; set it to host:port of node 0, on all nodes",
+        )
 
 
 class TaskRuntime(Section):

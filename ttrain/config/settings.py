@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from ttrain.config.base import Section, setting, with_fields
+from ttrain.config.base import Section, need, setting, with_fields
 from ttrain.config.data import LEARNT, Data, PythonDocs, Reading, Shards, Tokenizer
 from ttrain.config.evaluate import Evaluate
 from ttrain.config.model import Model
@@ -15,10 +15,8 @@ from ttrain.config.training import NONE, TRAINING_STAGES, TRAININGS, Dpo, Lora, 
 
 def root_of(name: str, starts: Mapping[str, str]) -> tuple[str, str]:
     """The first stage that trains on the way to a stage, and what that starts from."""
-    passed = {name}
-    while starts[name] in TRAININGS and starts[name] not in passed:
-        name = starts[name]
-        passed.add(name)
+    for _ in TRAININGS:  # of which a wrong setting may make a circle
+        name = starts[name] if starts[name] in TRAININGS else name
     return name, starts[name]
 
 
@@ -130,55 +128,48 @@ class Settings(Section):
 
     def _check(self) -> None:
         self._stages_have_data()
-        self._one_root()
-        self._one_existing_model()
-        self._rows_fit_the_model()
+        self._starts_from_one_model()
+        if self.existing_model is None:  # else the plan looks at that model
+            self._rows_fit_the_model()
 
     def _stages_have_data(self) -> None:
-        if not any(map(self.exists, TRAININGS)):
-            names = ", ".join(f"data.{TRAINING_STAGES[name].dataset}" for name in TRAININGS)
-            raise ValueError(
-                f"{names} are none, but a pipeline trains on one of them; set one, such as data.{LEARNT[0]}=FILE"
-            )
+        names = ", ".join(f"data.{TRAINING_STAGES[name].dataset}" for name in TRAININGS)
+        need(
+            any(map(self.exists, TRAININGS)),
+            f"{names} are none, but a pipeline trains on one of them; set one, such as data.{LEARNT[0]}=FILE",
+        )
         for name in self.trainings:
-            if not self.exists(name) and TRAINING_STAGES[name].starts:  # of the first one the plan says it
-                later = next(later for later in self.trainings if self.starts[later] == name)
-                raise ValueError(
-                    f"{later}.start_from is {name} but data.{TRAINING_STAGES[name].dataset} names no files, without which "
-                    f"there is no stage {name}; set data.{TRAINING_STAGES[name].dataset}, or {later}.start_from="
-                    f"{self.starts[name]}"
-                )
-
-    def _one_root(self) -> None:
-        first, root = root_of(self._last, self.starts)
-        for name in filter(self.exists, OPTIONAL):
-            other, start = root_of(name, self.starts)
-            if (first, root) != (other, start):
-                raise ValueError(
-                    f"{first}.start_from is {root} and {other}.start_from is {start}: a pipeline starts from one model, as "
-                    f"all its stages share one tokenizer; set {name}.start_from to a stage that {self._last} goes on from"
-                )
-
-    def _one_existing_model(self) -> None:
-        existing_starts = {name: start for name, start in self.starts.items() if start not in (NONE, *TRAININGS)}
-        if len(set(existing_starts.values())) > 1:
-            assignments = ", ".join(f"{name}.start_from is {start}" for name, start in existing_starts.items())
-            raise ValueError(
-                f"{assignments}: a pipeline starts from one model, since all its stages share one tokenizer; choose one"
+            row, later = TRAINING_STAGES[name], next((key for key in self.trainings if self.starts[key] == name), name)
+            need(
+                self.exists(name) or not row.starts,  # of the first one the plan says it
+                f"{later}.start_from is {name} but data.{row.dataset} names no files, without which there is no stage "
+                f"{name}; set data.{row.dataset}, or {later}.start_from={self.starts[name]}",
             )
-        if self.existing_model and self.tokenizer.existing is None:
-            raise ValueError(
-                f"tokenizer.existing is not set, but {self.trainings[0]}.start_from is {self.existing_model}, whose "
-                f"embeddings belong to one tokenizer; set tokenizer.existing to it, or leave it out"
-            )
+
+    def _starts_from_one_model(self) -> None:
+        roots = {root_of(name, self.starts) for name in self.trainings}
+        existing = {start for start in self.starts.values() if start not in (NONE, *TRAININGS)}
+        begins = [
+            f"{name}.start_from is {start}"
+            for name, start in self.starts.items()
+            if {start, (name, start)} & (existing | roots)
+        ]
+        need(
+            len(roots) == 1 and len(existing) <= 1,
+            f"{', '.join(begins)}: a pipeline starts from one model, since all its stages share one tokenizer; choose one",
+        )
+        need(
+            self.existing_model is None or self.tokenizer.existing is not None,
+            f"tokenizer.existing is not set, but {self.trainings[0]}.start_from is {self.existing_model}, whose "
+            f"embeddings belong to one tokenizer; set tokenizer.existing to it, or leave it out",
+        )
 
     def _rows_fit_the_model(self) -> None:
-        trainings = filter(self.exists, TRAININGS)
-        for name in (*trainings, "evaluate") if self.existing_model is None else ():  # else the plan looks at that model
+        for name in (*filter(self.exists, TRAININGS), "evaluate"):
             length, virtual = getattr(self, name).row_length, self.virtual_tokens(name)
-            if length + virtual > self.model.max_length:
-                prefix = f", after lora.virtual_tokens {virtual}," if virtual else ""
-                raise ValueError(
-                    f"{name}.row_length is {length}{prefix} but model.max_length is {self.model.max_length}; "
-                    f"set model.max_length={length + virtual}"
-                )
+            after = f", after lora.virtual_tokens {virtual}," if virtual else ""
+            need(
+                length + virtual <= self.model.max_length,
+                f"{name}.row_length is {length}{after} but model.max_length is {self.model.max_length}; "
+                f"set model.max_length={length + virtual}",
+            )

@@ -9,19 +9,17 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator
 
 from ttrain.config import rules
-from ttrain.config.base import Count, Location, Section, as_tuple, setting
+from ttrain.config.base import Count, Location, Section, as_tuple, need, setting
 from ttrain.config.loop import Loop, Optim, Precision
 
 Passes = Annotated[float, Field(gt=0)]
-Batch = Annotated[Count, Field(ge=1)]
 Tokens = Annotated[Count, Field(ge=1)]
 Auto = Literal["auto"]
-AUTO_BATCH = "tokens of one optimizer step, over all ranks; auto: by the number of rows"
+Marker = Annotated[int | str, Field(union_mode="left_to_right")]  # a token, by its id or its text
 AUTO_TOKENS = (
     f"budget in tokens; auto: {rules.TOKENS:_}, or {rules.USEFUL_PASSES} passes if that is less; "
     "one of `tokens` and `epochs`"
 )
-AUTO_EPOCHS = "budget in passes over the rows; auto: more than usual where there are few"
 
 
 class Training(Loop):
@@ -31,7 +29,7 @@ class Training(Loop):
 
     tokens: Tokens | Auto | None = setting(None, "budget in tokens, such as 1_000_000 or 1M; one of `tokens` and `epochs`")
     epochs: Passes | Auto | None = setting(None, "budget in passes over the rows")
-    tokens_per_step: Batch | Auto = setting(4096, "tokens of one optimizer step, over all ranks")
+    tokens_per_step: Tokens | Auto = setting(4096, "tokens of one optimizer step, over all ranks")
     row_length: int = setting(256, "tokens of one packed row", ge=8)
     packing: Literal["best-fit", "stream", "none"] = setting(
         "best-fit",
@@ -42,7 +40,7 @@ class Training(Loop):
     order: Literal["shuffled", "length-grouped"] = setting(
         "shuffled", "length-grouped: rows of about the same length come in the same step"
     )
-    mask_intervals: tuple[tuple[int | str, int | str], ...] = setting(
+    mask_intervals: tuple[tuple[Marker, Marker], ...] = setting(
         (), "[from, to] token pairs, as ids or words: both, and all between them in a record, are never learnt"
     )
     dropped_fraction: float = setting(0.01, "a larger share of chats without a token to learn ends the stage", ge=0, le=1)
@@ -59,15 +57,13 @@ class Training(Loop):
 
     def resolved(self, rows: int) -> Self:
         """The settings with numbers for what is `auto`, for a training whose pass has this many rows."""
-        changes: dict[str, int | float] = {}
-        if self.tokens == rules.AUTO:
-            changes["tokens"] = rules.budget(rows * self.row_length)
-        if self.tokens_per_step == rules.AUTO:
-            changes["tokens_per_step"] = self.by_rows.batch(rows, self.row_length)
-        if self.epochs == rules.AUTO:
-            rows_per_step = self.replaced(changes).rows_per_step
-            changes["epochs"] = self.by_rows.passes(rows, rows_per_step)
-        return self.replaced(changes)
+        batch = self.by_rows.batch(rows, self.row_length)
+        settings = self.replaced({"tokens_per_step": batch}) if self.tokens_per_step == rules.AUTO else self
+        by_rule = {
+            "tokens": rules.budget(rows * self.row_length),
+            "epochs": self.by_rows.passes(rows, settings.rows_per_step),
+        }
+        return settings.replaced({name: value for name, value in by_rule.items() if getattr(self, name) == rules.AUTO})
 
     @property
     def automatic(self) -> tuple[str, ...]:
@@ -76,46 +72,45 @@ class Training(Loop):
 
     def _check(self) -> None:
         super()._check()
-        if self.tokens is None and self.epochs is None:
-            raise ValueError(
-                "tokens and epochs are both empty, but one of them must be the budget; set one, such as epochs=1"
-            )
-        if self.tokens is not None and self.epochs is not None:
-            raise ValueError(
-                f"tokens is {self.tokens} and epochs is {self.epochs}, but only one of them can be the budget; "
-                f"set the other to null"
-            )
-        if self.tokens_per_step != rules.AUTO and self.step_tokens % self.row_length:
+        need(
+            self.tokens is not None or self.epochs is not None,
+            "tokens and epochs are both empty, but one of them must be the budget; set one, such as epochs=1",
+        )
+        need(
+            self.tokens is None or self.epochs is None,
+            f"tokens is {self.tokens} and epochs is {self.epochs}, but only one of them can be the budget; "
+            f"set the other to null",
+        )
+        if self.tokens_per_step != rules.AUTO:
             good = max(1, round(self.step_tokens / self.row_length)) * self.row_length
-            raise ValueError(
+            need(
+                self.step_tokens % self.row_length == 0,
                 f"tokens_per_step is {self.tokens_per_step} but must be a multiple of row_length {self.row_length}; "
-                f"try {good}"
+                f"try {good}",
             )
-        if self.stride is not None and self.stride > self.row_length:
-            raise ValueError(
-                f"stride is {self.stride} but must not exceed row_length {self.row_length}, or tokens between two rows "
-                f"would never be learnt; try {self.row_length}"
-            )
-        if self.order == "length-grouped" and self.packing != "none":
-            raise ValueError(
-                f"order is length-grouped but packing is {self.packing}, which makes all rows equally long; set packing=none"
-            )
+        need(
+            self.stride is None or self.stride <= self.row_length,
+            f"stride is {self.stride} but must not exceed row_length {self.row_length}, or tokens between two rows "
+            f"would never be learnt; try {self.row_length}",
+        )
+        need(
+            self.order == "shuffled" or self.packing == "none",
+            f"order is {self.order} but packing is {self.packing}, which makes all rows equally long; set packing=none",
+        )
         for opens, closes in self.mask_intervals:
-            if opens == closes:
-                raise ValueError(f"mask_intervals has [{opens}, {closes}], but a region must not open and close alike")
+            need(opens != closes, f"mask_intervals has [{opens}, {closes}], but a region must not open and close alike")
 
     @field_validator("start_from", check_fields=False)
     @classmethod
     def _starts_from_an_earlier_stage(cls, value: str) -> str:
         """Refuse the name of a stage that does not come before this one."""
-        row = TRAINING_STAGES.get(cls.__name__.lower())
-        if row is None or value not in TRAININGS or value in (allowed_starts := row.starts):
-            return value
-        raise ValueError(
-            f"start_from is {value}, a stage that does not come before this one; it takes "
-            f"{', '.join([*allowed_starts, NONE])}, a directory (./{value} for one of that name), or owner/name[@revision] "
-            f"on the Hub"
+        starts = TRAINING_STAGES[cls.__name__.lower()].starts
+        need(
+            value not in TRAININGS or value in starts,
+            f"start_from is {value}, a stage that does not come before this one; it takes {', '.join([*starts, NONE])}, "
+            f"a directory (./{value} for one of that name), or owner/name[@revision] on the Hub",
         )
+        return value
 
     @property
     def section(self) -> str:
@@ -134,20 +129,17 @@ class Training(Loop):
     @property
     def step_tokens(self) -> int:
         """Tokens of one optimizer step, over all ranks."""
-        assert isinstance(self.tokens_per_step, int), "the rows have decided it"
-        return self.tokens_per_step
+        return int(self.tokens_per_step)
 
     @property
     def token_budget(self) -> int | None:
         """The budget in tokens; None where it is in passes."""
-        assert not isinstance(self.tokens, str), "the rows have decided it"
-        return self.tokens
+        return None if self.tokens is None else int(self.tokens)
 
     @property
     def passes(self) -> float | None:
         """The budget in passes over the rows; None where it is in tokens."""
-        assert not isinstance(self.epochs, str), "the rows have decided it"
-        return self.epochs
+        return None if self.epochs is None else float(self.epochs)
 
 
 class TaskConfig(Loop):
@@ -181,25 +173,47 @@ class Pretrain(Training):
     start_from: Location = setting(NONE, "none, a Hugging Face directory, or owner/name[@revision] on the Hub", min_length=1)
     tokens: Tokens | Auto | None = setting(rules.AUTO, AUTO_TOKENS)
     epochs: Passes | None = setting(None, "budget in passes over the rows")
-    tokens_per_step: Batch = setting(
+    tokens_per_step: Tokens | Auto = setting(
         rules.BATCH, "tokens of one optimizer step, over all ranks; auto: by the size of the model"
     )
     optim: Optim = Optim(kind="muon", betas=rules.BETAS, **rules.RATES)
 
 
-class Sft(Training):
+class FineTune(Training):
+    """A training whose batch and budget follow from the number of its rows."""
+
+    epochs: Passes | Auto | None = setting(
+        rules.AUTO, "budget in passes over the rows; auto: more than usual where there are few"
+    )
+    tokens_per_step: Tokens | Auto = setting(
+        rules.AUTO, "tokens of one optimizer step, over all ranks; auto: by the number of rows"
+    )
+
+
+class Sft(FineTune):
     """Fine-tuning on chats; the loss counts the assistant's tokens."""
 
     start_from: Location = setting(
         "pretrain", "pretrain, none, a Hugging Face directory, or owner/name[@revision]", min_length=1
     )
-    epochs: Passes | Auto | None = setting(rules.AUTO, AUTO_EPOCHS)
-    tokens_per_step: Batch | Auto = setting(rules.AUTO, AUTO_BATCH)
     learn_reasoning: bool = setting(True, "whether the `reasoning_content` of answers is trained on, in pairs too")
     optim: Optim = Optim(lr=1e-3, weight_decay=0.0)
 
 
-class Dpo(Training):
+class Adapted(FineTune):
+    """A training that may be one of an adapter, through PEFT."""
+
+    rank: int = setting(16, "of the adapter", ge=1)
+    alpha: float = setting(32.0, "of the adapter; its output is scaled by alpha / rank", gt=0)
+    dropout: float = setting(0.0, "of the adapter; its masks also depend on runtime.rows_per_device", ge=0, lt=1)
+    targets: Targets = setting(
+        ("all-linear",),
+        "of the adapter: last parts of layers' names, `attention`, or `all-linear` (all but the output head)",
+        min_length=1,
+    )
+
+
+class Dpo(Adapted):
     """Preference tuning: the model learns to prefer the chosen answer of a pair to the rejected one (docs/preferences.md).
 
     dpo: arXiv:2305.18290. ipo: arXiv:2310.12036. cdpo: arXiv:2305.18290, with label smoothing. simpo: arXiv:2405.14734.
@@ -221,19 +235,9 @@ class Dpo(Training):
     desirable_weight: float = setting(1.0, "of kto: weight of the good answers", ge=0)
     undesirable_weight: float = setting(1.0, "of kto: weight of the bad answers", ge=0)
     sft_weight: float = setting(0.0, "weight of the chosen answers' own loss a token; orpo has it always", ge=0)
-    epochs: Passes | Auto | None = setting(rules.AUTO, AUTO_EPOCHS)
-    tokens_per_step: Batch | Auto = setting(rules.AUTO, AUTO_BATCH)
     optim: Optim = Optim(lr=2e-4, weight_decay=0.0)
     adapter: Literal["none", "lora", "dora"] = setting(
         "none", "none: train all weights; else an adapter, which is merged into the model at the end"
-    )
-    rank: int = setting(16, "of the adapter", ge=1)
-    alpha: float = setting(32.0, "of the adapter; its output is scaled by alpha / rank", gt=0)
-    dropout: float = setting(0.0, "of the adapter; its masks also depend on runtime.rows_per_device", ge=0, lt=1)
-    targets: Targets = setting(
-        ("all-linear",),
-        "of the adapter: last parts of layers' names, `attention`, or `all-linear` (all but the output head)",
-        min_length=1,
     )
 
     @property
@@ -242,11 +246,13 @@ class Dpo(Training):
 
     def _check(self) -> None:
         super()._check()
-        if self.loss == "orpo" and self.sft_weight:
-            raise ValueError(f"dpo.sft_weight is {self.sft_weight} but dpo.loss is orpo, which has that term; set it to 0")
+        need(
+            self.loss != "orpo" or not self.sft_weight,
+            f"dpo.sft_weight is {self.sft_weight} but dpo.loss is orpo, which has that term; set it to 0",
+        )
 
 
-class Lora(Training):
+class Lora(Adapted):
     """An adapter on a frozen model, through PEFT.
 
     lora: arXiv:2106.09685. dora: arXiv:2402.09353. prefix: arXiv:2101.00190.
@@ -257,17 +263,7 @@ class Lora(Training):
     )
     kind: Literal["lora", "dora", "prefix"] = setting("lora", "what is trained: see docs/adapters.md")
     by_rows: ClassVar[rules.FineTuning] = rules.FineTuning(tokens_per_step=2048, epochs=2.0)
-    epochs: Passes | Auto | None = setting(rules.AUTO, AUTO_EPOCHS)
-    tokens_per_step: Batch | Auto = setting(rules.AUTO, AUTO_BATCH)
     optim: Optim = Optim(lr=5e-3, weight_decay=0.0)
-    rank: int = setting(16, "of lora and dora", ge=1)
-    alpha: float = setting(32.0, "of lora and dora; the adapter's output is scaled by alpha / rank", gt=0)
-    dropout: float = setting(0.0, "of lora and dora; its masks also depend on runtime.rows_per_device", ge=0, lt=1)
-    targets: Targets = setting(
-        ("all-linear",),
-        "of lora and dora: last parts of layers' names, `attention`, or `all-linear` (all but the output head)",
-        min_length=1,
-    )
     virtual_tokens: int = setting(8, "of prefix: positions that the adapter puts before every record", ge=1)
     quantize: Literal["none", "nf4", "int8"] = setting(
         "none", "how the frozen base is held (QLoRA, arXiv:2305.14314); needs bitsandbytes"
@@ -279,19 +275,19 @@ class Lora(Training):
 
     def _check(self) -> None:
         super()._check()
-        if self.quantize == "int8" and self.kind == "dora":
-            raise ValueError("lora.quantize is int8, on which PEFT's dora does not train; set lora.quantize=nf4")
+        need(
+            self.quantize != "int8" or self.kind != "dora",
+            "lora.quantize is int8, on which PEFT's dora does not train; set lora.quantize=nf4",
+        )
 
 
 def adapter_of(stage: str, settings: Any) -> Lora | None:
     """The adapter that a training stage trains, as settings of `lora`; None where it trains all weights or is none."""
     section = getattr(settings, stage, None)
-    if isinstance(section, Lora):
-        return section
-    if not isinstance(section, Dpo) or section.adapter == "none":
-        return None
-    names = ("rank", "alpha", "dropout", "targets", "seed", "start_from")
-    return Lora().replaced({"kind": section.adapter, **{name: getattr(section, name) for name in names}})
+    if isinstance(section, Dpo) and section.adapter != "none":
+        shared = {name: getattr(section, name) for name in ("rank", "alpha", "dropout", "targets", "seed", "start_from")}
+        return Lora().replaced({"kind": section.adapter, **shared})
+    return section if isinstance(section, Lora) else None
 
 
 EVALUATED = "eval/"  # before the name of a metric of the evaluation, among the metrics of a run
@@ -421,7 +417,6 @@ INSTALLED: tuple[TrainingStage, ...] = tuple(point.load() for point in sorted(en
 TRAINING_STAGES = {row.name: row for row in sorted((*BUILT_IN, *INSTALLED), key=lambda row: ROLES.index(row.role))}
 TRAININGS = tuple(TRAINING_STAGES)
 BASES = tuple(name for name, row in TRAINING_STAGES.items() if row.role == "base")
-MODEL_STAGES = TRAININGS  # stages whose models a set has, the first models first
 # Where runs share a model, the metric of the next one tells which run is better.
 PRIMARY_METRICS = {name: row.metric for name, row in TRAINING_STAGES.items() if row.metric}
 MODELS = tuple(row.model for row in TRAINING_STAGES.values())  # as the evaluation names them

@@ -1,15 +1,22 @@
-"""Read YAML that people write.
+"""Read values that people write, in YAML files and as texts on the command line and in variables.
 
-It is YAML 1.1, but `on` and `off` are words, 22:30 is a time, and a key that is given twice is an error.
+Files are YAML 1.1, but `on` and `off` are words, 22:30 is a time, and a key that is given twice is an error.
+Of a text the type of its setting says what it means, not its look: a text setting takes all of it, as `run #3`, `*.jsonl`
+and `no`, without quotes around it. Lists and mappings are written as in YAML: `[a, b]`, `{path: a, weight: 2}`.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import contextlib
+import re
+from pathlib import Path
+from types import NoneType
+from typing import Any, ClassVar, get_args, get_origin
 
 import yaml
 from yaml.constructor import ConstructorError
 
+from ttrain.config.base import Weighted, types_of
 from ttrain.core import redact
 from ttrain.core.text import truncated
 
@@ -17,6 +24,8 @@ MESSAGE_CHARACTERS = 300
 VALUE_CHARACTERS = 80
 SAFE: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 INTEGER, BOOLEAN = "tag:yaml.org,2002:int", "tag:yaml.org,2002:bool"
+QUOTED = re.compile(r"""'(?:[^']|'')*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
+NOTHING = ("", "~", "null", "none")
 
 
 class InvalidYaml(ValueError):
@@ -40,10 +49,19 @@ class Loader(SAFE):  # type: ignore[misc]
         return super().construct_mapping(node, deep)
 
     def construct_yaml_int(self, node: Any) -> Any:
-        return node.value if ":" in node.value else super().construct_yaml_int(node)
+        try:
+            return int(node.value)  # 0123 is 123
+        except ValueError:
+            return node.value
 
 
 Loader.add_constructor(INTEGER, Loader.construct_yaml_int)
+
+
+class WordLoader(Loader):
+    """Reads lists and mappings whose scalars stay texts."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 
 
 def parse(text: str, loader: Any = Loader) -> Any:
@@ -53,14 +71,66 @@ def parse(text: str, loader: Any = Loader) -> Any:
     except (yaml.YAMLError, ValueError) as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        if mark and "\t" in "".join(text.splitlines()[mark.line : mark.line + 1]):
-            problem = "the line is indented with a tab, which YAML does not allow; indent it with spaces"
         raise InvalidYaml(one_line(f"{place}{problem or error}")) from None
+
+
+def read(text: str, kind: Any) -> Any:
+    """The value of a text for a setting of this type, which its validation then checks.
+
+    Raises InvalidYaml for what is not YAML, where that is not a text setting.
+    """
+    forms = types_of(kind)
+    if QUOTED.fullmatch(text):
+        return parse(text)
+    has_entries = any(get_origin(form) in (list, tuple, dict) for form in forms)
+    if text.strip().lower() in NOTHING and (NoneType in forms or (has_entries and text != "none")):
+        return None
+    if has_entries:  # one entry, or several between commas, may stand without brackets
+        value = _whole(text, _loader_of(kind)) if text.startswith(("[", "{")) else text
+        return [*map(_weighted, value)] if isinstance(value, list) else value
+    if not {str, Path}.isdisjoint(forms):
+        return text
+    for number in (int, float) if not {int, float}.isdisjoint(forms) else ():
+        with contextlib.suppress(ValueError):
+            return number(text)  # YAML takes 3e-4 for a text
+    return _whole(text, Loader)
+
+
+def read_list(text: str, kind: Any) -> list[Any]:
+    """The entries of a list between brackets, each read as a setting of this type. Raises InvalidYaml."""
+    entries = _whole(text, _loader_of(kind))
+    return [read(entry, kind) if isinstance(entry, str) else entry for entry in entries]
+
+
+def _whole(text: str, loader: Any) -> Any:
+    """The value of a YAML text. Raises InvalidYaml where something follows it, such as a comment."""
+    value = parse(text, loader)
+    node = yaml.compose(text, yaml.SafeLoader)
+    if rest := text[node.end_mark.index :].strip() if node else "":
+        raise InvalidYaml(f"nothing may follow its end, but {shown(rest)} does")
+    return value
+
+
+def _weighted(entry: Any) -> Any:
+    """An entry of a list; a source with its weight is a mapping, whose texts are read by their types."""
+    if not isinstance(entry, dict):
+        return entry
+    kinds = {name: field.annotation for name, field in Weighted.model_fields.items()}
+    return {name: read(text, kinds.get(name, Any)) if isinstance(text, str) else text for name, text in entry.items()}
+
+
+def _loader_of(kind: Any) -> Any:
+    """The loader of a list for a setting of this type: where it may hold texts, all its entries stay some."""
+    return WordLoader if _has_texts(kind) else Loader
+
+
+def _has_texts(kind: Any) -> bool:
+    return kind is str or (get_origin(kind) is not dict and any(map(_has_texts, get_args(kind))))
 
 
 def shown(value: object) -> str:
     """A value in a message: as Python writes it, lists as a file has them, without the secrets of URLs, and shortened."""
-    whole = repr([*value] if isinstance(value, tuple) else value)
+    whole = str(value).lower() if isinstance(value, bool) else repr([*value] if isinstance(value, tuple) else value)
     text = redact.text(whole[: 16 * VALUE_CHARACTERS])  # before it is cut: a URL ends in what makes it one with a user
     return text if len(text) <= VALUE_CHARACTERS else f"{text[:VALUE_CHARACTERS]}... ({len(whole):,} characters)"
 

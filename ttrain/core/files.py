@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 
@@ -138,33 +138,6 @@ def write_bytes(path: Path, data: bytes, mode: int = 0o666, *, durable: bool = T
         raise
     if durable:
         fsync(path.parent)
-
-
-@contextlib.contextmanager
-def output_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that the user asked for, which takes its name once it is whole; an old one stays if this is interrupted.
-
-    A link, such as /dev/stdout, and a pipe are written themselves.
-    """
-    is_replaced = not path.is_symlink() and (path.is_file() or not path.exists())
-    written = temporary_path(path) if is_replaced else path
-    try:
-        with written.open("wb") as file:
-            yield file
-        if is_replaced:
-            written.replace(path)
-    except OSError as error:
-        error.filename = error.filename or str(path)  # as in `write_bytes`
-        raise
-    finally:
-        if is_replaced:
-            written.unlink(missing_ok=True)
-
-
-def write_output(path: Path, text: str) -> None:
-    """Write a text as `output_file` does."""
-    with output_file(path) as file:
-        file.write(text.encode("utf-8"))
 
 
 def link_or_copy(source: Path, target: Path) -> None:

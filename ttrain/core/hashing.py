@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.files import PRIVATE_FILE, read_json, write_bytes
+from ttrain.core.files import PRIVATE_FILE, read_object, write_bytes
 
 PACKAGE = "ttrain"
 PACKAGE_DIRECTORY = Path(__file__).parents[1]
@@ -53,10 +53,7 @@ def sha256_file(path: Path) -> str:
 
 # A file that changed within the clock's granularity may change again under the same times: do not remember it yet.
 RACY_SECONDS = 2.0
-DAY_SECONDS = 86400
-ENTRY = 6  # values of what is remembered of a file
-KEPT_DAYS = 90  # after the last time that it was asked for
-KEPT_DAYS_OF_A_BOOT = 30
+MOST_ENTRIES = 20_000  # 3 MB; the oldest are forgotten
 
 
 class DigestCache:
@@ -71,10 +68,8 @@ class DigestCache:
 
     def __init__(self, path: Path, *, boot: str = "") -> None:
         self._path, self._boot = path, boot
-        self._kept_days = KEPT_DAYS_OF_A_BOOT if boot else KEPT_DAYS
         self._learnt: dict[str, list[Any]] = {}
         self._saving = threading.Lock()
-        self._today = int(time.time() // DAY_SECONDS)
         self._entries = self._saved()
 
     def file(self, path: Path, compute: Callable[[Path], str] = sha256_file) -> str:
@@ -96,60 +91,44 @@ class DigestCache:
             learnt = dict(self._learnt)  # at once, while other threads learn more
             if not learnt:
                 return
-            oldest = self._today - self._kept_days
-            recent_entries = {name: entry for name, entry in self._saved().items() if entry[-1] >= oldest}
+            newest = [*{**self._saved(), **learnt}.items()][-MOST_ENTRIES:]
             with contextlib.suppress(OSError):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                data, mode = canonical_json({**recent_entries, **learnt}), PRIVATE_FILE if self._boot else 0o666
-                write_bytes(self._path, data, mode, durable=False)
+                mode = PRIVATE_FILE if self._boot else 0o666
+                write_bytes(self._path, json.dumps(dict(newest)).encode(), mode, durable=False)
                 for name in learnt:
                     self._learnt.pop(name)
 
     def _saved(self) -> dict[str, list[Any]]:
-        """The entries on disk, by "kind:path": size, mtime, ctime, inode, value, day on which it was asked for."""
-        entries = read_json(self._path)
-        try:
-            size = ENTRY + bool(self._boot)
-            return {name: entry for name, entry in entries.items() if len(entry) == size and isinstance(entry[-1], int)}
-        except (AttributeError, TypeError):
-            return {}
+        """The entries on disk, by "kind:path": size, mtime, ctime, inode, with a boot the device, and the value."""
+        entries, size = read_object(self._path), 5 + bool(self._boot)
+        return {name: entry for name, entry in entries.items() if isinstance(entry, list) and len(entry) == size}
 
     def _remembered(self, kind: str, path: Path, compute: Callable[[Path], Any]) -> Any:
         stat = path.stat()
         name = self._name(kind, path)
-        *saved_stamp, value, day = self._entries.get(name, (None, 0))
-        if saved_stamp != self._stamp_of(stat):
-            value, day = compute(path), 0
-        if self._today - day > self._kept_days / 3:
+        *known, value = self._entries.get(name, (None,))
+        if known != self._stamp_of(stat):
+            value = compute(path)
             self._learn(name, stat, value)
         return value
 
     def _learn(self, name: str, stat: os.stat_result, value: Any) -> None:
         if not _is_racy(stat, with_ctime=bool(self._boot)):
-            self._entries[name] = self._learnt[name] = [*self._stamp_of(stat), value, self._today]
+            self._entries[name] = self._learnt[name] = [*self._stamp_of(stat), value]
 
     def _name(self, kind: str, path: Path) -> str:
         return f"{kind}{self._boot and '@'}{self._boot}:{path.absolute()}"
 
     def _stamp_of(self, stat: os.stat_result) -> list[int]:
-        return [*_stamp_of(stat), *([stat.st_dev] if self._boot else [])]
-
-
-def stamp(path: Path) -> str | None:
-    """Path and stat of a file, which change with its bytes; None where it changed just now and may change again unseen."""
-    stat = path.stat()
-    return None if _is_racy(stat) else f"{path.absolute()} {_stamp_of(stat)}"
+        stamp = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+        return [*stamp, stat.st_dev] if self._boot else stamp
 
 
 def _is_racy(stat: os.stat_result, *, with_ctime: bool = False) -> bool:
-    """Whether the file changed a moment ago. One from the future, since the clock was set back, is as safe as an old one:
-    whoever writes to it now gives it another time. `with_ctime`: a change whose mtime was put back counts, too."""
+    """Whether the file changed a moment ago. `with_ctime`: a change whose mtime was put back counts, too."""
     times = (stat.st_mtime, stat.st_ctime) if with_ctime else (stat.st_mtime,)
     return any(abs(time.time() - at) <= RACY_SECONDS for at in times)
-
-
-def _stamp_of(stat: os.stat_result) -> list[int]:
-    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
 def code_digests(module: str, cache: DigestCache) -> dict[str, str]:

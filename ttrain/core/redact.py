@@ -132,23 +132,15 @@ def restored(recorded: Any, current: Any) -> Any:
         values = current if isinstance(current, Mapping) else {}
         return {name: restored(value, values.get(name)) for name, value in recorded.items()}
     if isinstance(recorded, list | tuple):
-        return _restored_list(recorded, current if isinstance(current, list | tuple) else ())
+        return [_restored_entry(entry, current if isinstance(current, list | tuple) else ()) for entry in recorded]
     is_same = isinstance(current, str) and has_hidden(recorded) and url(current) == recorded
     return current if is_same else recorded
 
 
-def _restored_list(recorded: Sequence[Any], current: Sequence[Any]) -> list[Any]:
-    if len(recorded) == len(current):
-        pairs = zip(recorded, current, strict=True)
-        in_order = [restored(item, option) for item, option in pairs]
-        if not has_hidden(in_order):
-            return in_order
-    items = []
-    for item in recorded:
-        candidates = [restored(item, option) for option in current]
-        found = [candidate for candidate in candidates if not has_hidden(candidate)]
-        items.append(found[0] if len(found) == 1 else item)
-    return items
+def _restored_entry(recorded: Any, current: Sequence[Any]) -> Any:
+    restorations = [restored(recorded, entry) for entry in current]
+    fitting = [entry for entry in restorations if not has_hidden(entry)]
+    return fitting[0] if len(fitting) == 1 else recorded
 
 
 def is_secret(key: str) -> bool:

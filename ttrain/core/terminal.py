@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 PIPE_WIDTH = 180
 # What json.dumps leaves as it is, and a terminal may obey: DEL and the C1 controls, line separators, directions, surrogates.
 _TERMINAL_CONTROLS = re.compile("[\x7f-\x9f\u061c\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-# What Rich and progress bars of libraries write to a terminal: colours, the cursor up or hidden, a line erased.
-_OF_DISPLAYS = re.compile(r"(\r?\x1b\[(?:[0-9;]*m|[0-9]*A|2K|\?25[lh])\r?|\A\r)")
-
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 _CONTROLS = re.compile(f"[\x00-\x08\x0b-\x1f]|{_TERMINAL_CONTROLS.pattern}")
@@ -192,11 +189,8 @@ def outlast_output() -> None:
 
 
 class _GuardedText(io.TextIOWrapper):
-    """A standard stream: all that is printed passes here, so that no data reach a terminal as a control.
-
-    In a terminal colours and the cursor's moves of displays pass; elsewhere no control but tabs and line ends does. Once it
-    cannot be written, since its reader is gone or its disk is full, the command ends, or goes on without it.
-    """
+    """A standard stream. Once it cannot be written, since its reader is gone or its disk is full, the command ends, or goes
+    on without it."""
 
     @classmethod
     def over(cls, stream: io.TextIOWrapper) -> Self:
@@ -208,10 +202,6 @@ class _GuardedText(io.TextIOWrapper):
         return cls(file, stream.encoding, "replace", line_buffering=line_buffered)
 
     def write(self, text: str) -> int:
-        if _CONTROLS.search(text):
-            parts = _OF_DISPLAYS.split(text) if self.isatty() else [text]
-            parts[::2] = map(escape_control_characters, parts[::2])  # between them stands what displays write
-            text = "".join(parts)
         try:
             return super().write(text)
         except OSError as error:

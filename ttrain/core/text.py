@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from types import MappingProxyType
 from typing import Any, TypeGuard
 
 ABSENT = "–"
@@ -90,14 +89,14 @@ def timed_lines(text: str) -> str:
     return "\n".join(f"{now}  {line}" for line in text.split("\n"))
 
 
-def rule_of(error: Mapping[str, Any], own: Mapping[str, str] = MappingProxyType({})) -> str:
-    """What a value must be, in plain words, for one of the errors of pydantic's ValidationError. `own`: whole sentences for
-    some kinds of error, before those of the table."""
-    kind, context = error["type"], error.get("ctx", {})
-    if kind in own:
-        return own[kind].format(**context)
-    if kind in RULES:
-        return f"must be {RULES[kind].format(**context)}"
+def rule_of(error: Mapping[str, Any]) -> str:
+    """What a value must be, in plain words, for one of the errors of pydantic's ValidationError."""
+    if error["type"] in RULES:
+        return f"must be {RULES[error['type']].format(**error.get('ctx', {}))}"
+    if error["type"] == "missing":
+        return f"needs the key '{error['loc'][-1]}'"
+    if error["type"] == "extra_forbidden":
+        return "there is no such setting"
     return str(error["msg"]).removeprefix("Value error, ").replace("Input should be", "must be")
 
 

@@ -19,6 +19,7 @@ from ttrain.config.loading import configs_directory
 from ttrain.data.records import Tally, records
 
 PAIRS_SHARE = 0.375  # of as many as there are chats
+LETTERS = 800  # of about 1500
 MAX_LINE_BYTES = 1 << 20
 Row = dict[str, Any]
 
@@ -41,7 +42,7 @@ def build(output: Path, settings: PythonDocs) -> dict[str, dict[str, int]]:
     rows["pretrain"] = [row for row, size in zip(rows["pretrain"], sizes, strict=True) if size <= room]
     rows["sft"] = rows["sft"][: settings.chat_rows]
     rows["dpo"] = rows["dpo"][: round(PAIRS_SHARE * settings.chat_rows)]
-    rows["lora"] = rows["lora"][: settings.domain_rows]
+    rows["lora"] = rows["lora"][:LETTERS]
     output.mkdir(parents=True, exist_ok=True)
     return {name: _write(output / f"{name}.jsonl", part) for name, part in rows.items()}
 

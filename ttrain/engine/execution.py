@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from ttrain.config.training import MODEL_STAGES, TRAINING_STAGES
+from ttrain.config.training import TRAINING_STAGES, TRAININGS
 from ttrain.core.files import JsonObject, read_object, write_json
 from ttrain.core.signals import handling_signals
 from ttrain.core.terminal import showing_logs
@@ -312,7 +312,7 @@ class PipelineRun(StopRequest):
         """Register the models of this run as one set, which can become champion; a run that left a stage out has none."""
         if not (self.registers and {"tokenizer", "evaluate", *self.settings.trainings} <= set(self.artifacts)):
             return
-        members = [self._register(self.artifacts[of]) for of in ("tokenizer", *MODEL_STAGES) if of in self.artifacts]
+        members = [self._register(self.artifacts[of]) for of in ("tokenizer", *TRAININGS) if of in self.artifacts]
         keys = {name: artifact.key for name, artifact in self.artifacts.items()}
         metrics = dict(self.artifacts["evaluate"].result["metrics"])
         model_set = Registry(self.store.root).register_set(self.settings.name, self.record.run, members, keys, metrics)

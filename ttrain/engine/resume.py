@@ -279,7 +279,7 @@ def _copy_until(source: Path, output: Path, step: int, stage: str) -> None:
         there_are = f"those of the steps {first_of([*map(str, steps)], SHOWN_STEPS)}" if steps else "none"
         raise UsageError(
             f"--from-step is {step}, but {stage} has no checkpoint of that step; there are {there_are} "
-            f"(runtime.keep_every_steps and runtime.keep_steps keep more)"
+            f"(runtime.keep_every_steps keeps more)"
         )
     for number in steps[: steps.index(step) + 1]:
         directory = checkpoint_of(output, number)

@@ -108,7 +108,8 @@ def checked(tree: Mapping[str, Any], origin: str) -> Suite:
     except ValidationError as error:
         lines: list[str] = []
         for wrong in error.errors()[:SHOWN_ERRORS]:  # the place of a task's setting is tasks, name, kind, setting
-            rule = rule_of(wrong, SENTENCES)
+            sentence = SENTENCES.get(wrong["type"], "").format(**wrong.get("ctx", {}))
+            rule = sentence or rule_of(wrong)
             value = "" if wrong["type"] in SENTENCES else f"{wrong['input']!r} but "
             lines.append(one_line(f"{'.'.join(map(str, wrong['loc']))} is {value}{rule}"))
         raise UsageError(f"{origin}: {'; '.join(lines)}") from None

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ttrain.config import Settings, text_values
-from ttrain.config.loading import Override
-from ttrain.config.yaml_text import InvalidYaml
+from ttrain.config import Settings
+from ttrain.config.loading import Override, type_of
+from ttrain.config.yaml_text import InvalidYaml, read_list
 from ttrain.core import redact
 from ttrain.core.text import counted
 from ttrain.errors import UsageError
@@ -154,8 +154,7 @@ def parse(key: str, text: str) -> Dimension:
     kind, _, inside = text.strip().removesuffix(")").partition("(")
     kind = kind.strip()
     try:
-        element = text_values.type_of(Settings, key) if kind == "choice" else float
-        arguments = text_values.read(f"[{inside}]", list[element])  # type: ignore[valid-type]
+        arguments = read_list(f"[{inside}]", type_of(Settings, key) if kind == "choice" else float)
     except InvalidYaml:
         raise UsageError(f"{key} is '{text}', whose values cannot be read; quote what has commas or brackets") from None
     try:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ttrain.config.training import MODEL_STAGES
+from ttrain.config.training import TRAININGS
 from ttrain.core.files import user_path
 from ttrain.core.hashing import digest_of
 from ttrain.errors import ArtifactError, UsageError
@@ -101,7 +101,7 @@ def _registered(home: Path, text: str, model: references.Registered) -> LineageT
     found = Registry(home).resolve(model)
     if isinstance(found, Version):
         return LineageTarget(text, "model", str(found), ((found.stage, found.key),))
-    stages = [stage for stage in ("tokenizer", *MODEL_STAGES) if stage in found.keys]
+    stages = [stage for stage in ("tokenizer", *TRAININGS) if stage in found.keys]
     roots = tuple((stage, found.keys[stage]) for stage in stages)
     return LineageTarget(text, "set", f"{found.name}/{found.version}", roots, found.run)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ttrain.config.data import LEARNT
-from ttrain.config.training import MODEL_STAGES
+from ttrain.config.training import TRAININGS
 from ttrain.core.files import (
     PRIVATE_FILE,
     JsonDict,
@@ -34,7 +34,7 @@ FILE = "registry.json"
 CHAMPION, CHALLENGER = "champion", "challenger"
 CHAMPIONS_KEPT = 200  # of the list of earlier champions
 LISTED = 50  # names in the message about a name of nothing
-LAST_FIRST = MODEL_STAGES[::-1]  # which model a set stands for: the first of these that it has
+LAST_FIRST = TRAININGS[::-1]  # which model a set stands for: the first of these that it has
 
 # What cleaning keeps beside the registered models:
 INPUTS = ("base", "tokenizer")  # a model is useless without them, but not without its training data
@@ -85,7 +85,7 @@ class ModelSet:
     @property
     def models(self) -> list[Version]:
         """The tokenizer and the models, in the order of the stages."""
-        return [self.members[stage] for stage in ("tokenizer", *MODEL_STAGES) if stage in self.members]
+        return [self.members[stage] for stage in ("tokenizer", *TRAININGS) if stage in self.members]
 
     def __str__(self) -> str:
         return f"{self.name}/{self.version}"
