@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import re
 import shutil
 import threading
@@ -209,22 +207,3 @@ def test_the_status_of_a_copied_home_shows_where_things_are_now(tmp_path: Path, 
     (stage,) = run("pipeline", "status", "--json").json[0]["stages"]
     assert stage["path"] == str(home / "store" / "sft" / "f00d")
     assert stage["log"] == f"{stage['path']}/run/log.txt"
-
-
-def test_a_home_that_this_account_may_not_read_is_named_as_such(
-    run: Run, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Root reads all, so the system refuses here what it would refuse another account."""
-    record = RunRecord(home, "full", ["tokenizer"], {})
-    scandir = os.scandir
-
-    def refuse(path: str | Path) -> Any:
-        if Path(path) == home / "runs":
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", refuse)
-    message = f"TTRAIN_HOME is {home}, but {home / 'runs'} cannot be used: Permission denied; run the command as"
-    commands = (("pipeline", "status"), ("pipeline", "logs"), ("report", record.run), ("track", "push", record.run))
-    for done in (run(*words) for words in commands):
-        assert done.code == 2 and done.err.startswith(f"error: {message}") and done.out == ""

@@ -22,7 +22,6 @@ from ttrain.lineage import names as references
 from ttrain.lineage.lineage import lineage_of
 from ttrain.lineage.names import resolve
 from ttrain.model import factory
-from ttrain.store import references as store_references
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.model_files import ADAPTER, MODEL, SECOND_HEAD, Reference, weight_files, weights_digest
@@ -151,7 +150,7 @@ def test_stages_that_stand_in_different_runs_only_are_not_mixed(runs_home: Home)
 def test_where_only_nights_and_trials_ran_the_newest_finished_one_counts(runs_home: Home) -> None:
     (runs_home.store.root / "runs" / f"{runs_home.run}.json").unlink()
     assert references.run_of(["sft"], runs_home.store.root) is None
-    with pytest.raises(UsageError, match=r"no finished run has a complete model in .*; stages with a model: lora, sft"):
+    with pytest.raises(UsageError, match=r"no finished run has a model in .*; stages with a model: lora, sft"):
         resolve(None, runs_home.store.root)
     runs_home.record(runs_home.tokenizer, runs_home.sft, outcome="completed", sweep="sweep-1")
     night = runs_home.record(runs_home.tokenizer, runs_home.newer, pipeline="nightly", outcome="completed")
@@ -203,7 +202,7 @@ def test_the_newest_run_with_a_model_is_the_default(runs_home: Home) -> None:
     assert resolve(None, runs_home.store.root).adapter == runs_home.lora.path / "adapter"
     run = runs_home.record(runs_home.tokenizer, runs_home.newer)
     assert resolve(None, runs_home.store.root).text == f"{run}:sft"
-    with pytest.raises(UsageError, match=r"there is no model in .*empty yet; begin with"):
+    with pytest.raises(UsageError, match=r"no finished run has a model in .*empty; run `ttrain pipeline run full`"):
         resolve(None, runs_home.store.root / "empty")
 
 
@@ -223,7 +222,7 @@ def test_a_run_is_found_by_the_name_that_its_user_gave_it_also_beside_longer_one
     root = runs_home.store.root
     runs = {name: RunRecord(root, "full", [], {}, labels={"run_name": name}).run for name in ("base", "baseline", "base-2")}
     for name, run in runs.items():
-        assert run.startswith(f"{name}-2") and store_references.need_run(root, name)["run"] == run
+        assert run.startswith(f"{name}-2") and references.need_run(root, name)["run"] == run
 
 
 @pytest.mark.parametrize(
@@ -248,7 +247,7 @@ def test_a_command_with_a_name_may_be_given_again_after_its_run_was_cut_short(ru
         RunRecord(root, "full", [], {}, labels={"run_name": "mine"}).finish(outcome, {})
         assert new_run_name(root, "mine") == "mine"
     last = RunRecord(root, "full", [], {}, labels={"run_name": "mine"})
-    assert store_references.need_run(root, "mine")["run"] == last.run, "the newest"
+    assert references.need_run(root, "mine")["run"] == last.run, "the newest"
     with pytest.raises(UsageError, match="try --run-name mine-2"):
         new_run_name(root, "mine")
 
@@ -311,95 +310,49 @@ def test_the_digest_of_shards_depends_on_each_of_them(tmp_path: Path) -> None:
             weight_files(sharded)
 
 
-NAMES_OUTSIDE = (
-    "/dev/zero", "../outside.safetensors", "../evil.bin", "evil.bin", "pipe.safetensors", "device.safetensors",
-    "sub/inside.safetensors", "..", "", 7, "link.safetensors",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", NAMES_OUTSIDE, ids=str)
+@pytest.mark.parametrize("name", ["/dev/zero", "../evil.bin", "evil.bin", "pipe.safetensors", "", 7], ids=str)
 def test_an_index_names_files_of_its_own_directory_alone_before_any_is_opened(
     runs_home: Home, tmp_path: Path, name: object
 ) -> None:
     model = write_model(tmp_path / "foreign", b"x", shards=2)
-    for other in (tmp_path / "outside.safetensors", tmp_path / "evil.bin", model / "evil.bin"):
+    for other in (tmp_path / "evil.bin", model / "evil.bin"):
         other.write_bytes(b"x")
-    (model / "sub").mkdir()
-    (model / "sub" / "inside.safetensors").write_bytes(b"x")
     os.mkfifo(model / "pipe.safetensors")
-    (model / "device.safetensors").symlink_to("/dev/zero")
-    (model / "link.safetensors").symlink_to(tmp_path / "outside.safetensors")
     index = model / f"{MODEL}.index.json"
     index.write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(ArtifactError, match=re.escape(str(model))):
-        weight_files(model)
     with pytest.raises(ArtifactError, match=re.escape(str(model))):
         runs_home.resolve(str(model))
     with pytest.raises(UsageError, match=re.escape(str(model))):
         existing.model_files(str(model), "sft.start_from")
-    if name != "link.safetensors":  # which the stage's own directory of links has
-        with pytest.raises(ArtifactError, match=re.escape(str(index))):
-            factory.load(model)
-
-
-def test_the_weights_of_a_model_and_of_an_adapter_are_no_links_out_but_for_the_hubs_cache(
-    runs_home: Home, tmp_path: Path
-) -> None:
-    elsewhere = tmp_path / "elsewhere.safetensors"
-    elsewhere.write_bytes(b"x")
-    model = write_model(tmp_path / "linked", b"x")
-    (model / MODEL).unlink()
-    (model / MODEL).symlink_to(elsewhere)
-    with pytest.raises(ArtifactError, match=r"is a link to .*elsewhere.safetensors, outside of its directory; copy"):
-        runs_home.resolve(str(model))
-    adapter = write_adapter(tmp_path / "adapter", None, named=str(write_model(tmp_path / "base", b"x")))
-    assert runs_home.resolve(str(adapter)).adapter == adapter
-    (adapter / ADAPTER).unlink()
-    (adapter / ADAPTER).symlink_to(elsewhere)
-    with pytest.raises(ArtifactError, match="outside of its directory"):
-        runs_home.resolve(str(adapter))
-    blobs = tmp_path / "hub" / "models--someone--small" / "blobs"
-    blobs.mkdir(parents=True)
-    snapshot = write_model(blobs.parent / "snapshots" / "0123", b"x", shards=2)
-    for number, file in enumerate(sorted(snapshot.iterdir())):
-        file.rename(blobs / str(number))
-        file.symlink_to(f"../../blobs/{number}")
-    assert len(weight_files(snapshot)) == 2
-    assert runs_home.resolve(str(snapshot)).model == snapshot
-    shard = weight_files(snapshot)[0].resolve()
-    shard.unlink()
-    shard.symlink_to(elsewhere)
-    with pytest.raises(ArtifactError, match="outside of its directory"):
-        weight_files(snapshot)
+    with pytest.raises(ArtifactError, match=re.escape(str(index))):
+        factory.load(model)
 
 
 def test_what_is_not_there_is_answered_with_what_there_is(runs_home: Home) -> None:
-    with pytest.raises(UsageError, match=f"there is no model 'nope'; there are lora, sft, {runs_home.run}"):
+    with pytest.raises(UsageError, match=f"no model 'nope'; there is {runs_home.run}; stages with a model: lora, sft"):
         runs_home.resolve("nope")
-    with pytest.raises(UsageError, match=r"'tokenizer' leads to .*, which holds no model"):
+    with pytest.raises(UsageError, match=r":tokenizer has no model that is in"):
         runs_home.resolve("tokenizer")
     with pytest.raises(UsageError, match="has no stage 'nope'; there are tokenizer, sft, lora, evaluate"):
         runs_home.resolve(f"{runs_home.run}:nope")
-    with pytest.raises(UsageError, match=r"stage evaluate of the run .* left no model"):
+    with pytest.raises(UsageError, match=r":evaluate has no model that is in .*; stages with a model: lora, sft"):
         runs_home.resolve(f"{runs_home.run}:evaluate")
     with pytest.raises(ArtifactError, match=r"stage pretrain has no artifact .* run `ttrain pipeline run full` first"):
         runs_home.resolve("pretrain")
-    with pytest.raises(ArtifactError, match=r"run `ttrain pipeline run full data.dpo=FILE` first"):
+    with pytest.raises(ArtifactError, match=r"run `ttrain pipeline run full` first, with files in data.dpo"):
         runs_home.resolve("dpo")
     with pytest.raises(UsageError, match=r"holds neither config.json nor adapter_config.json"):
         runs_home.resolve("./home")
-    with pytest.raises(UsageError, match="did you mean lora"):
-        runs_home.resolve("lorra")
     with pytest.raises(UsageError, match="nothing is registered in"):
         runs_home.resolve("mine-sft/1")
     assert not (runs_home.store.root / "mlflow").exists(), "a question makes no database"
     with pytest.raises(UsageError, match=r"there is none yet in .*, begin with `ttrain pipeline run full`"):
         resolve("nope", runs_home.store.root / "empty")
     (write_model(Path("pickle"), b"x") / MODEL).rename("pickle/pytorch_model.bin")
-    with pytest.raises(UsageError, match="no weights as safetensors"):
+    with pytest.raises(ArtifactError, match=r"holds neither model\.safetensors nor"):
         runs_home.resolve("pickle")
     (write_adapter(Path("half"), None) / ADAPTER).unlink()
-    with pytest.raises(ArtifactError, match=f"holds no {ADAPTER}"):
+    with pytest.raises(ArtifactError, match=f"holds neither {ADAPTER}"):
         runs_home.resolve("half")
 
 
@@ -410,13 +363,3 @@ def test_what_is_not_there_is_answered_with_what_there_is(runs_home: Home) -> No
 def test_nonsense_is_a_users_mistake(runs_home: Home, text: str) -> None:
     with pytest.raises((UsageError, ArtifactError)):
         runs_home.resolve(text)
-
-
-def test_a_model_that_no_run_trained_for_want_of_data_is_answered_with_its_setting(tmp_path: Path) -> None:
-    home = Home(tmp_path)
-    shutil.rmtree(home.lora.path)
-    newest = RunRecord(home.store.root, "full", ["sft"], {"data": {"sft": ["chats.jsonl"], "lora": []}})
-    newest.finish("completed", {})
-    said = rf"run {newest.run} has no adapter, since data\.lora is none; .* full data\.lora=FILE`"
-    with pytest.raises(ArtifactError, match=said):
-        resolve("lora", home.store.root)

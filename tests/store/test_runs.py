@@ -20,7 +20,7 @@ from ttrain.core.files import PRIVATE_FILE, write_json
 from ttrain.errors import with_fix
 from ttrain.flows import deploy, serve
 from ttrain.nightly.records import InputSnapshot, Nights
-from ttrain.store import references, runs
+from ttrain.store import run_views, runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.runs import RunLog, RunRecord, history
 
@@ -122,11 +122,9 @@ def test_who_builds_a_key_is_told_by_run_and_process(tmp_path: Path) -> None:
     assert runs.builder(store, "pretrain", "f00d") == "another run"
     with store.lock("pretrain", "f00d"):
         assert runs.builder(store, "pretrain", "f00d") == f"process {os.getpid()}"
-        made = record(tmp_path)
-        assert runs.builder(store, "pretrain", "f00d") == f"the run {made.run} (process {os.getpid()})"
-        waits = record(tmp_path)
+        made, waits = record(tmp_path), record(tmp_path)
         made.stage("pretrain", outcome="running", key="f00d")
-        assert runs.builder(store, "pretrain", "f00d").startswith(f"the run {made.run} "), "of two in one process"
+        assert runs.builder(store, "pretrain", "f00d") == f"the run {made.run} (process {os.getpid()})"
         for one in (waits, made):
             one.finish("completed", {})
         assert runs.builder(store, "pretrain", "f00d") == f"process {os.getpid()}"
@@ -152,8 +150,8 @@ def test_a_run_that_could_not_write_its_record_is_not_the_latest(tmp_path: Path,
     assert [path.name for path in (tmp_path / "runs").glob("*.json")] == [f"{made.run}.json"]
     for name, text in (("full-29991121-160222-1a2b4", ""), ("full-19991121-160222-1a2b4", '{"outcome": "completed"}')):
         (tmp_path / "runs" / f"{name}.json").write_text(text)  # of a kill in that moment; of another version
-        assert references.need_run(tmp_path, "latest")["run"] == made.run
-        assert references.find_run(tmp_path, name) is None
+        assert run_views.need_run(tmp_path, "latest")["run"] == made.run
+        assert run_views.find_run(tmp_path, name) is None
 
 
 def test_records_and_logs_are_for_their_owner_alone(tmp_path: Path) -> None:
