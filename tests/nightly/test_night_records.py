@@ -63,13 +63,6 @@ def test_a_slot_that_lies_before_a_night_s_beginning_is_covered_by_it_whatever_c
         assert said and known.newest().name in said  # type: ignore[union-attr]
 
 
-def test_a_night_takes_no_number_of_a_record_that_cannot_be_read(known: Nights) -> None:
-    damaged = known.directory / "night-000003.json"
-    damaged.write_text("{", encoding="utf-8")
-    assert known.begin(NONE, None).name == "night-000004"
-    assert damaged.read_text(encoding="utf-8") == "{"
-
-
 def test_a_retry_of_a_slot_runs_where_it_came_to_nothing(tmp_path: Path) -> None:
     slot = datetime.now(UTC) - timedelta(seconds=5)
     for outcome in ("failed", "refused", "unfinished", "kept", "promoted"):
@@ -214,6 +207,6 @@ def test_the_record_of_a_night_holds_no_secret_and_the_settings_of_now_fill_them
     rotated = whole.replace("hunter2", "rotated")
     now = Settings.model_validate({"data": {"sft": ["more.jsonl", rotated]}})
     assert night_inputs.settings_of(night.frozen, now).data.sft == (rotated,), "the secret of now, for the list of then"
-    again = night_inputs.refreshed_snapshot(night.frozen, {"sft": [{"location": rotated, "sha256": "a"}]})
+    again, _ = night_inputs.refreshed_snapshot(night.frozen, {"sft": [{"location": rotated, "sha256": "a"}]})
     assert again.files["sft"] == [{"location": rotated, "sha256": "a"}], "what is read has its URL in full"
     assert records.shortened_names([whole]) == "chats.jsonl", "as the terminal shows it"

@@ -183,11 +183,3 @@ def test_clean_run_removes_what_only_that_run_needs_however_young(user_home: Hom
     assert clean(store, known, Kept(only_run=record), needed_by_nights=needed_keys).removed == seen.removed
     assert user_home.keys == keys(shared, registered, under, other) and not work.exists()
     assert runs.read(store.root, str(record["run"])), "its record stays"
-
-
-def test_clean_run_removes_nothing_while_a_run_is_in_progress(user_home: Home) -> None:
-    made = user_home.publish("sft", "mine")
-    record = record_of(user_home, user_home.run(made))
-    user_home.run(outcome="running")
-    cleaned = clean(user_home.store, (), Kept(only_run=record), needed_by_nights=needed_keys)
-    assert cleaned.removed == [] and cleaned.running and user_home.keys == keys(made)

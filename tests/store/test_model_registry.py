@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import multiprocessing
 import os
 import re
@@ -219,16 +218,3 @@ def test_a_kill_at_the_write_leaves_the_old_state_or_the_new_one_and_is_done_aga
     assert (registry.read() == before) == (when == "before")
     act()
     assert (registry.champion("mine") or before).version == "3" and history(sets_home) == ["3"]
-
-
-def test_sets_that_several_processes_register_at_once_are_all_there(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=register, args=(tmp_path, number % 3)) for number in range(6)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    sets = Registry(tmp_path).sets()
-    assert sorted(each.version for each in sets) == ["1", "2", "3"]
-    assert sorted(each.run for each in sets) == ["full-0", "full-1", "full-2"]
-    assert json.loads((tmp_path / "registry.json").read_text())["models"]["mine-lora"].keys() == {"1", "2", "3"}

@@ -16,7 +16,6 @@ from unittest.mock import Mock
 import pytest
 from store.test_store import full_disk
 
-from ttrain.core.files import PRIVATE_FILE, write_json
 from ttrain.errors import with_fix
 from ttrain.flows import deploy, serve
 from ttrain.nightly.records import InputSnapshot, Nights
@@ -36,11 +35,8 @@ def test_runs_are_listed_newest_first(tmp_path: Path) -> None:
     names = [run.run for run in records]
     (tmp_path / "runs" / "broken.json").write_text('{"run": ')
     (tmp_path / "runs" / "older.json").write_text('{"run": "older", "outcome": "completed"}')
-    (tmp_path / "runs" / "gone.json").symlink_to("nowhere")  # as a record that is removed meanwhile
     assert [run["run"] for run in history(tmp_path)] == names[::-1], "the broken ones hide no others"
     assert history(tmp_path / "empty") == []
-    (tmp_path / "runs" / "full-20250101-000000-00000.json").symlink_to("gone")  # as one removed while they are listed
-    assert len(history(tmp_path)) == 3
 
 
 def test_a_run_is_on_record_from_its_first_moment_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,14 +163,3 @@ def test_records_and_logs_are_for_their_owner_alone(tmp_path: Path) -> None:
         paths = [path for root in folders for path in (root, *root.rglob("*"))]
         assert len(paths) > 8
         assert [path for path in paths if path.suffix != ".lock" and path.stat().st_mode & 0o077] == []
-
-
-def test_a_private_file_is_private_before_it_has_a_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    modes = []
-    monkeypatch.setattr(os, "fsync", lambda number: modes.append(os.fstat(number).st_mode & 0o777))
-    left = tmp_path / f".x.json.{os.getpid()}.tmp"
-    left.write_text("of a process of the same number that was killed")
-    left.chmod(0o644)
-    write_json(tmp_path / "x.json", {}, PRIVATE_FILE)
-    write_json(tmp_path / "x.json", {}, PRIVATE_FILE)
-    assert modes[::2] == [0o600, 0o600] and (tmp_path / "x.json").stat().st_mode & 0o777 == 0o600
