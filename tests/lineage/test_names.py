@@ -285,7 +285,7 @@ def test_the_base_of_an_adapter_from_elsewhere_is_named_or_lies_beside(runs_home
         runs_home.resolve("adapter")
     assert runs_home.resolve("adapter", base="base").model == base
     assert runs_home.resolve("adapter", base="sft").model == runs_home.sft.path / "model"
-    with pytest.raises(UsageError, match="must be a full model, but 'lora' is an adapter itself"):
+    with pytest.raises(UsageError, match="--base is 'lora', which is an adapter itself"):
         runs_home.resolve("adapter", base="lora")
     beside = shutil.copytree(base, adapter / "base")
     assert runs_home.resolve("adapter").model == beside.absolute()

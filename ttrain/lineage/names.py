@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,7 @@ def find(
 
 def _models_in(store: ArtifactStore) -> str:
     """The stages that could be named instead, or what is damaged."""
-    stages = sorted({artifact.stage for artifact in store.artifacts() if model_directory(artifact)})
+    stages = sorted({artifact.stage for artifact in store.artifacts() if model_directory(artifact.path)})
     if store.damaged() or not stages:
         return store.advice()
     return f"stages with a model: {', '.join(stages)}"
@@ -192,7 +192,7 @@ def _has_all(store: ArtifactStore, run: runs.RecordedRun, stages: set[str], *, w
     keys = {name: key for name, key in runs.keys_of(run).items() if key}
     looked_up = keys if with_model else keys.keys() & stages
     artifacts = {name: artifact for name in looked_up if (artifact := store.find(name, keys[name]))}
-    has_model = any(map(model_directory, artifacts.values()))
+    has_model = any(model_directory(artifact.path) for artifact in artifacts.values())
     return stages <= artifacts.keys() and (has_model or not with_model)
 
 
@@ -211,27 +211,47 @@ def resolve(
     """
     store = ArtifactStore(layout.home() if home is None else home)
     run = searched_run or run_of([text], store.root, base=base)
+    below = resolve(base, store.root, searched_run=run) if base else None
+    if below and below.adapter:
+        raise UsageError(f"--base is '{base}', which is an adapter itself; name a full model")
     if text is not None:
         named = find(store, text, run, from_hub=from_hub)
     elif run:
         named = _of_run(run, "")
     else:
         raise UsageError(f"no finished run has a model in {store.root}; {_models_in(store)}")
-    if named.directory:
-        return _reference(store, text or "", named.directory, base)
+    artifact, directory = _model_of(store, named)
+    if artifact and text is None:
+        text = f"{named.name}:{artifact.stage}"
+    if not (directory / ADAPTER_CONFIG).is_file():
+        weight_files(directory)  # refuses an index that names other files than the directory's own
+        return Reference(text or "", directory, None, artifact, named.run)
+    weight_files(directory, ADAPTER)
+    model = below.model if below else _base_of(store, directory)
+    weight_files(model)
+    return Reference(text or "", model, directory, artifact, named.run)
+
+
+def _model_of(store: ArtifactStore, named: Named) -> tuple[Artifact | None, Path]:
+    """The last model, or adapter, of what is named: its artifact, if it has one, and its directory."""
+    directory = named.directory
+    if directory:
+        directory = model_directory(directory) or directory
+        if not any((directory / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
+            raise UsageError(f"{directory} holds neither config.json nor {ADAPTER_CONFIG}")
+        return next(filter(None, map(store.read, directory.parents)), None), directory
     if named.kind in ("set", "model"):  # those that the store lacks may be in a shared MLflow
         store = ArtifactStore(store.root, MlflowArtifacts(store.root))
     candidates = named.artifacts[-1:] if named.kind == "set" else named.artifacts[::-1]
     for stage, key in candidates:
         artifact = store.find(stage, key)
         if artifact and store.elsewhere:
-            below = store.input_of(artifact, "base")
-            if below and f"{ADAPTER_DIRECTORY}/{ADAPTER}" in artifact.manifest["files"]:
-                store.complete(below, (MODEL_DIRECTORY,))
+            base = store.input_of(artifact, "base")
+            if base and f"{ADAPTER_DIRECTORY}/{ADAPTER}" in artifact.manifest["files"]:
+                store.complete(base, (MODEL_DIRECTORY,))
             artifact = store.complete(artifact)
-        if artifact and (directory := model_directory(artifact)):
-            found = _reference(store, text or f"{named.name}:{stage}", directory, base)
-            return replace(found, run=named.run)
+        if artifact and (directory := model_directory(artifact.path)):
+            return artifact, directory
     raise UsageError(f"{named.name} has no model that is in {store.root}; {_models_in(store)}")
 
 
@@ -260,29 +280,8 @@ def default_model(home: Path | None = None, run_name: str | None = None) -> str 
     return SFT.name if run and _has_all(store, run, {SFT.name}) else None
 
 
-def _reference(store: ArtifactStore, text: str, directory: Path, base: str | None) -> Reference:
-    """The model, or the adapter on its base, in a directory or an artifact's directory."""
-    artifact = next(filter(None, map(store.read, (directory, *directory.parents))), None)
-    if artifact and artifact.path == directory:
-        directory = model_directory(artifact) or directory
-    if (directory / ADAPTER_CONFIG).is_file():
-        weight_files(directory, ADAPTER)
-        model = _base_of(store, text, directory, base)
-        weight_files(model)
-        return Reference(text, model, directory, artifact)
-    if not (directory / "config.json").is_file():
-        raise UsageError(f"'{text}' is {directory}, but it holds neither config.json nor {ADAPTER_CONFIG}")
-    weight_files(directory)  # refuses an index that names other files than the directory's own
-    return Reference(text, directory, None, artifact)
-
-
-def _base_of(store: ArtifactStore, text: str, adapter: Path, base: str | None) -> Path:
-    """An adapter's base: --base, else `base/` beside it, else by digest, else by its config."""
-    if base is not None:
-        named = resolve(base, store.root)
-        if named.adapter:
-            raise UsageError(f"the base of '{text}' must be a full model, but '{base}' is an adapter itself")
-        return named.model
+def _base_of(store: ArtifactStore, adapter: Path) -> Path:
+    """An adapter's base: `base/` beside it, else by digest, else by its config. Raises UsageError."""
     digest = base_digest_of(adapter)
     candidates = [adapter / "base"]
     for artifact in store.artifacts() if digest else ():
@@ -294,17 +293,17 @@ def _base_of(store: ArtifactStore, text: str, adapter: Path, base: str | None) -
             return directory
     wanted = f"with the weights {digest[:SHOWN_KEY]}" if digest else f"({named_base})"
     raise UsageError(
-        f"'{text}' is an adapter, and its base {wanted} is not in {store.root}; name it with --base, "
+        f"{adapter} is an adapter, and its base {wanted} is not in {store.root}; name it with --base, "
         f"or put it into {candidates[0]}"
     )
 
 
-def model_directory(artifact: Artifact) -> Path | None:
-    """The directory of an artifact that holds its adapter or model."""
+def model_directory(directory: Path) -> Path | None:
+    """The directory in that of an artifact which holds its adapter or model."""
     markers = {ADAPTER_DIRECTORY: ADAPTER_CONFIG, MODEL_DIRECTORY: "config.json"}
     for name, marker in markers.items():
-        if (artifact.path / name / marker).is_file():
-            return artifact.path / name
+        if (directory / name / marker).is_file():
+            return directory / name
     return None
 
 
@@ -327,7 +326,7 @@ def with_models(home: Path) -> list[str]:
     for run in itertools.islice(runs.newest_first(home), references.LISTED):
         for stage, key in runs.keys_of(run).items():
             artifact = store.find(stage, key) if key else None
-            if artifact and model_directory(artifact):
+            if artifact and model_directory(artifact.path):
                 stages.append(stage)
                 of_runs.append(f"{run['run']}:{stage}")
     sets = Registry(home).sets()
