@@ -27,7 +27,7 @@ STORE, TRACKER = "store", "mlflow"  # where a manifest was found
 
 @dataclass(frozen=True)
 class Lineage:
-    """Everything behind a name: artifacts, inputs first. `known_from`: where each manifest was found."""
+    """Everything behind a name: artifacts, inputs first. `known_from`: where a manifest was found."""
 
     text: str
     named: Named
@@ -36,7 +36,8 @@ class Lineage:
 
     def to_json(self) -> JsonDict:
         """What `lineage --json` prints, and the table shows."""
-        stages = [{**facts_of(one), "known_from": self.known_from[one.key]} for one in self.artifacts]
+        known = self.known_from
+        stages = [{**facts_of(one), "known_from": known[one.key]} for one in self.artifacts]
         return {
             "requested": self.text,
             "kind": self.named.kind,
@@ -81,7 +82,8 @@ def lineage_of(home: Path, text: str) -> Lineage:
 
 def inputs_of(artifact: Artifact) -> dict[str, tuple[str, str]]:
     """(stage, key) of what an artifact was made from, by the name of the input."""
-    return {name: (used["stage"], used["key"]) for name, used in artifact.manifest["inputs"].items()}
+    inputs = artifact.manifest["inputs"].items()
+    return {name: (used["stage"], used["key"]) for name, used in inputs}
 
 
 def _models_first(artifact: tuple[str, str]) -> tuple[bool, int]:
@@ -127,8 +129,9 @@ def _data_of(artifact: Artifact) -> list[dict[str, Any]]:
         for file in datasets.files_of(artifact, role):
             counts = counted.get((role, file["name"]), {})
             entry = {name: file.get(name) for name in ("name", "sha256", "location")}
-            entry["documents"] = counts.get("kept", counts.get("documents"))
-            entries.append({"part": role, **entry, "tokens": counts.get("tokens"), "bytes": counts.get("bytes")})
+            amounts = {name: counts.get(name) for name in ("documents", "tokens", "bytes")}
+            amounts["documents"] = counts.get("kept", amounts["documents"])
+            entries.append({"part": role, **entry, **amounts})
     return entries
 
 
@@ -139,8 +142,8 @@ def notes_of(artifact: Artifact) -> list[str]:
         changes = "; ".join(entry["differences"])
         notes.append(f"adopted from {entry['key'][:SHOWN_KEY]}, although {changes}")
     for entry in manifest.get("continued") or []:
-        changes, step = "; ".join(entry["differences"]), entry["step"]
-        notes.append(f"begun as {entry['key'][:SHOWN_KEY]}, continued at step {step} although {changes}")
+        changes, begun = "; ".join(entry["differences"]), entry["key"][:SHOWN_KEY]
+        notes.append(f"begun as {begun}, continued at step {entry['step']} although {changes}")
     if manifest.get("extends"):
         notes.append(f"extends a shorter training from its checkpoint {manifest['extends']}")
     return notes

@@ -2,8 +2,9 @@
 
 sft                              a stage, of one run for all names of a command: `run_of` says which
 full-20261121-160222-1a2b        a run, by its name or a part of it; RUN:sft is that run's SFT stage
-name@champion, name/3            a registered model, by alias or version; also as models:/name@champion.
-                                 The name of a pipeline stands for the set of a run's models
+name@champion, name/3            a registered model, by alias or version; also as
+                                 models:/name@champion. The name of a pipeline stands for the set
+                                 of a run's models
 3f1c0a9b, sft/3f1c0a9b           an artifact, by the beginning of its key
 some/directory, ./sft            a Hugging Face directory, an adapter's directory, a checkpoint, an
                                  artifact
@@ -15,6 +16,7 @@ Where a model is wanted, a run or a set stands for its last one, the adapter.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -100,7 +102,8 @@ def find(
 
 def _models_in(store: ArtifactStore) -> str:
     """The stages that could be named instead, or what is damaged."""
-    stages = sorted({artifact.stage for artifact in store.artifacts() if model_directory(artifact.path)})
+    artifacts = store.artifacts()
+    stages = sorted({made.stage for made in artifacts if model_directory(made.path)})
     if store.damaged() or not stages:
         return store.advice()
     return f"stages with a model: {', '.join(stages)}"
@@ -172,22 +175,36 @@ def run_of(
     if not stages and None not in wanted:
         if run_name is not None:
             shown = ", ".join(map(str, wanted))
-            raise UsageError(f"--run is {run_name}, but {shown} names no stage to look for in a run; leave --run out")
+            problem = f"{shown} names no stage to look for in a run; leave --run out"
+            raise UsageError(f"--run is {run_name}, but {problem}")
         return None
     if run_name is not None:
         return need_run(root, run_name)
     store = ArtifactStore(root)
-    candidates = (run for run in runs.newest_first(root) if runs.is_finished(run) or runs.is_own(run))
-    for run in sorted(candidates, key=lambda run: (not runs.is_own(run), not runs.is_finished(run))):
-        if _has_all(store, run, stages, with_model=None in wanted):
+    for run in sorted(runs.newest_first(root), key=_rank):
+        if _rank(run) != UNSUITABLE and _has_all(store, run, stages, with_model=None in wanted):
             return run
     if len(stages) > 1 and all(store.artifacts(stage) for stage in stages):
-        listed = ", ".join(sorted(stages))
-        raise UsageError(f"no run has all of {listed}; name each as RUN:STAGE, `ttrain pipeline status` lists runs")
+        fix = "name each as RUN:STAGE, `ttrain pipeline status` lists runs"
+        raise UsageError(f"no run has all of {', '.join(sorted(stages))}; {fix}")
     return None
 
 
-def _has_all(store: ArtifactStore, run: runs.RecordedRun, stages: set[str], *, with_model: bool = False) -> bool:
+UNSUITABLE = (True, True)
+
+
+def _rank(run: runs.RecordedRun) -> tuple[bool, bool]:
+    """Sort key: a user's own runs come before nights and trials, then finished ones before others."""
+    return not runs.is_own(run), not runs.is_finished(run)
+
+
+def _has_all(
+    store: ArtifactStore,
+    run: runs.RecordedRun,
+    stages: set[str],
+    *,
+    with_model: bool = False,
+) -> bool:
     """Whether the run's artifacts of these stages exist undamaged; and any model, if needed."""
     keys = {name: key for name, key in runs.keys_of(run).items() if key}
     looked_up = keys if with_model else keys.keys() & stages
@@ -233,7 +250,7 @@ def resolve(
 
 
 def _model_of(store: ArtifactStore, named: Named) -> tuple[Artifact | None, Path]:
-    """The last model, or adapter, of what is named: its artifact, if it has one, and its directory."""
+    """The last model, or adapter, of what is named: its artifact, if any, and its directory."""
     directory = named.directory
     if directory:
         directory = model_directory(directory) or directory
@@ -265,12 +282,13 @@ def resolve_all(
 ) -> list[Reference]:
     """Find the models that a command names; all stages among them are taken from one run."""
     common = run_of(texts, home, run_name=run, base=base)
-    return [resolve(text, home, base=base, from_hub=from_hub, searched_run=common) for text in texts]
+    find_one = functools.partial(resolve, base=base, from_hub=from_hub, searched_run=common)
+    return [find_one(text, home) for text in texts]
 
 
 def default_model(home: Path | None = None, run_name: str | None = None) -> str | None:
-    """The model of `chat`, `generate` and `serve` where none is named: SFT's, of the newest finished
-    run that has one.
+    """The model of `chat`, `generate` and `serve` where none is named: SFT's, of the newest
+    finished run that has one.
 
     Where no run has one, or not the run `run_name`: None, which is the last model of the run. The
     adapter, the last model of most runs, only knows its domain.
@@ -281,7 +299,7 @@ def default_model(home: Path | None = None, run_name: str | None = None) -> str 
 
 
 def _base_of(store: ArtifactStore, adapter: Path) -> Path:
-    """An adapter's base: `base/` beside it, else by digest, else by its config. Raises UsageError."""
+    """An adapter's base: `base/` beside it, else by digest, else by its config."""
     digest = base_digest_of(adapter)
     candidates = [adapter / "base"]
     for artifact in store.artifacts() if digest else ():
@@ -293,8 +311,8 @@ def _base_of(store: ArtifactStore, adapter: Path) -> Path:
             return directory
     wanted = f"with the weights {digest[:SHOWN_KEY]}" if digest else f"({named_base})"
     raise UsageError(
-        f"{adapter} is an adapter, and its base {wanted} is not in {store.root}; name it with --base, "
-        f"or put it into {candidates[0]}"
+        f"{adapter} is an adapter, and its base {wanted} is not in {store.root}; name it with "
+        f"--base, or put it into {candidates[0]}"
     )
 
 
@@ -345,7 +363,8 @@ def newest_with(home: Path, stage: str) -> JsonDict:
         if runs.is_own(run) and stage in runs.keys_of(run):
             return run
     pipeline = runs.NIGHTLY if stage in OF_NIGHTS else "full"
-    raise UsageError(f"no run has a stage {stage} yet whose settings could be taken; try `ttrain pipeline run {pipeline}`")
+    fix = f"try `ttrain pipeline run {pipeline}`"
+    raise UsageError(f"no run has a stage {stage} yet whose settings could be taken; {fix}")
 
 
 def with_secrets(run: runs.RecordedRun) -> runs.RecordedRun:
@@ -383,7 +402,7 @@ def to_json(reference: Reference) -> dict[str, Any]:
 
 
 def line_of(reference: Reference) -> str:
-    """Which model a name led to, such as `sft = quickstart, full-20261121-160222-1a2b4:sft, 0f3a`."""
+    """Which model a name led to: `sft = quickstart, full-20261121-160222-1a2b4:sft, 0f3a`."""
     artifact = reference.artifact
     if artifact is None:
         return f"{reference.text} = {reference.directory}"
@@ -393,7 +412,7 @@ def line_of(reference: Reference) -> str:
 
 
 def _origin(reference: Reference) -> tuple[str | None, str | None]:
-    """The setting `name` and RUN:STAGE: of the run that was named, else of the artifact's own run."""
+    """The setting `name` and RUN:STAGE, of the run that was named, else of the artifact's own."""
     artifact = reference.artifact
     if artifact is None:
         return None, None

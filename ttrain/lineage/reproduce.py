@@ -34,12 +34,24 @@ from ttrain.tasks import STAGES
 
 ONE_MACHINE: JsonObject = {"nodes": 1, "node_rank": 0, "rendezvous": None, "sharding": "processes"}
 # Settings that only observe, time out or stop a training, or name the GPUs of that machine.
-UNNEEDED = {"timeout_seconds", "stages", "loggers", "sample_every_steps", "eval_every_steps", "gpus"}
+UNNEEDED = {
+    "timeout_seconds",
+    "stages",
+    "loggers",
+    "sample_every_steps",
+    "eval_every_steps",
+    "gpus",
+}
 
 Recipe = tuple[Artifact, Settings]  # a recorded artifact, and the settings that rebuild it
 
 
-def reproduce(lineage: Lineage, recipes: Sequence[Recipe], directory: Path | None, screen: StageDisplay) -> JsonDict:
+def reproduce(
+    lineage: Lineage,
+    recipes: Sequence[Recipe],
+    directory: Path | None,
+    screen: StageDisplay,
+) -> JsonDict:
     """Build all stages in a home of their own and compare them; returns what `--json` prints.
 
     Ends at the first stage that differs: the later ones, `left`, read its output. `directory`: the
@@ -130,8 +142,8 @@ def _settings_of(artifact: Artifact) -> Settings:
     tree = artifact.provenance.get("settings")
     if tree is None:
         raise ArtifactError(
-            f"stage {artifact.stage} {artifact.key[:SHOWN_KEY]} cannot be made again: its manifest does "
-            f"not say where its data were"
+            f"stage {artifact.stage} {artifact.key[:SHOWN_KEY]} cannot be made again: its manifest "
+            f"does not say where its data were"
         )
     of_run = {name: value for name, value in tree.items() if name not in SHAPE_NO_RESULT}
     of_run = dict(with_secrets({"settings": of_run})["settings"])
@@ -164,7 +176,8 @@ def _pinned(data: Mapping[str, Any], artifact: Artifact) -> dict[str, list[str]]
 def _runtime(artifact: Artifact) -> Runtime:
     """The recorded runtime; ranks of several machines become ranks of this one."""
     recorded, result = artifact.provenance.get("runtime", {}), artifact.result
-    kept = {name: recorded[name] for name in Runtime.model_fields.keys() - UNNEEDED if name in recorded}
+    names = (Runtime.model_fields.keys() - UNNEEDED) & recorded.keys()
+    kept = {name: recorded[name] for name in names}
     # By default a stage uses all cores, and this machine may have another number of them.
     cores = (artifact.provenance.get("machine") or {}).get("cores")
     of_training = {

@@ -50,8 +50,9 @@ def history(home: Path, name: str | None, most: int = NIGHTS) -> tuple[str, list
     chosen = name or (names[0] if len(names) == 1 else "")
     if chosen not in names:
         raise UsageError(
-            f"--name is {name or 'not set'}, but there are nights of {', '.join(names) or 'no pipeline'}; "
-            f"choose one of these, or run one with `ttrain pipeline run nightly`"
+            f"--name is {name or 'not set'}, but there are nights of "
+            f"{', '.join(names) or 'no pipeline'}; choose one of these, or run one with "
+            f"`ttrain pipeline run nightly`"
         )
     nights = islice(Nights(home, chosen).newest_first(), most)
     return chosen, [of_record(night.as_it_is_now()) for night in nights]
@@ -133,4 +134,5 @@ def summary_line(nights: Sequence[JsonDict]) -> str:
     documents, tokens = (sum(learnt.get(name, 0) for learnt in promoted) for name in COUNTS[:2])
     counts = Counter(night["outcome"] for night in nights)
     outcomes = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-    return f"{counted(len(nights), 'night')}: {outcomes}; promoted models learnt {documents:,} documents, {tokens:,} tokens"
+    total = f"promoted models learnt {documents:,} documents, {tokens:,} tokens"
+    return f"{counted(len(nights), 'night')}: {outcomes}; {total}"

@@ -176,10 +176,16 @@ def select_files(
 
 def _without(files: FilesByDataset, digests: Collection[str]) -> dict[str, list[FileEntry]]:
     """The files that have none of these digests."""
-    return {name: [file for file in entries if file["sha256"] not in digests] for name, entries in files.items()}
+    kept = {}
+    for name, entries in files.items():
+        kept[name] = [file for file in entries if file["sha256"] not in digests]
+    return kept
 
 
-def refreshed_snapshot(frozen: InputSnapshot, now: FilesByDataset) -> tuple[InputSnapshot, list[str]]:
+def refreshed_snapshot(
+    frozen: InputSnapshot,
+    now: FilesByDataset,
+) -> tuple[InputSnapshot, list[str]]:
     """The snapshot with its files as they are now, and the names of those whose bytes are gone.
 
     Renamed ones have their new names, changed ones their new bytes, missing ones are left out.
@@ -358,8 +364,8 @@ def _continued_plateau(settings: Settings, base: Artifact, version: str) -> tupl
     if base.files_of((PLATEAU,)) and trained == kind:
         return base, ""
     return None, (
-        f"the champion, version {version}, is warmed up again: it left no plateau of pretrain.optim.kind "
-        f"{kind} (it was {trained or 'unknown'}); the next champion will have one"
+        f"the champion, version {version}, is warmed up again: it left no plateau of "
+        f"pretrain.optim.kind {kind} (it was {trained or 'unknown'}); the next champion will have one"
     )
 
 

@@ -316,8 +316,9 @@ def fetch_absent(
 ) -> Artifact:
     """The artifact, in the store, with all its files under `names` (none: all that are not private).
 
-    Each is fetched under the key's lock, compared with the manifest, and renamed into its place; then the
-    manifest lists them. A kill leaves whole files, which the next attempt reuses. Raises ArtifactError.
+    Each is fetched under the key's lock, compared with the manifest, and renamed into its place;
+    then the manifest lists them. A kill leaves whole files, which the next attempt reuses.
+    Raises ArtifactError.
     """
     stage, key = artifact.stage, artifact.key
     if store.elsewhere is None:
@@ -341,7 +342,7 @@ def fetch_absent(
             _fetch(store.elsewhere, artifact, name, directory / name, parts / name)
         remove_tree(parts)
         manifest = {**artifact.manifest, "absent": sorted(artifact.absent.difference(missing))}
-        for stale_file in directory.glob(f".{MANIFEST}.*.tmp"):  # by a process that was killed while it fetched
+        for stale_file in directory.glob(f".{MANIFEST}.*.tmp"):  # of a kill while it fetched
             stale_file.unlink()
         write_json(directory / MANIFEST, manifest)
         if not present:
@@ -367,8 +368,8 @@ def _fetch(elsewhere: Elsewhere, artifact: Artifact, name: str, target: Path, pa
         if sha256_file(part) != entry["sha256"]:
             part.unlink()
             raise ArtifactError(
-                f"{name} of {artifact.stage} {artifact.key[:SHOWN_KEY]}, as MLflow has it, is not what was published; "
-                f"build it again: `ttrain pipeline rerun {artifact.stage}`"
+                f"{name} of {artifact.stage} {artifact.key[:SHOWN_KEY]}, as MLflow has it, is not "
+                f"what was published; build it again: `ttrain pipeline rerun {artifact.stage}`"
             )
         fsync(part)
         part.replace(target)

@@ -216,7 +216,7 @@ def _read_by(store: ArtifactStore, work: Path) -> Iterator[str]:
 
 
 def _is_locked(store: ArtifactStore, stage: str, key: str) -> bool:
-    """Whether a run works on the key now, or a stage's process, which may outlive it for a moment."""
+    """Whether a run works on the key now, or a stage's process, which may outlive it a moment."""
     return store.is_locked(stage, key) or store.is_locked(stage, f"{key}.process")
 
 

@@ -105,8 +105,8 @@ def usable_home(root: Path | None = None) -> Path:
     except OSError as error:
         kind = TTrainError if is_disk_full(error) else UsageError
         raise kind(
-            f"TTRAIN_HOME is {root} but cannot be written: {error.strerror}; free some space, or set "
-            f"TTRAIN_HOME to a directory of yours"
+            f"TTRAIN_HOME is {root} but cannot be written: {error.strerror}; free some space, or "
+            f"set TTRAIN_HOME to a directory of yours"
         ) from None
     return root
 

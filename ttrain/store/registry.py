@@ -104,9 +104,10 @@ class Registry:
 
     def sets(self, name: str | None = None) -> list[ModelSet]:
         """All sets, those of one pipeline or of all, the newest first."""
-        state = self.read()
-        names = [each for each in state["sets"] if name in (None, each)]
-        sets = [_set(state, each, version) for each in names for version in state["sets"][each]["versions"]]
+        state, sets = self.read(), list[ModelSet]()
+        for each, of_name in state["sets"].items():
+            if name in (None, each):
+                sets += [_set(state, each, version) for version in of_name["versions"]]
         return sorted(sets, key=lambda each: (each.created, int(each.version)), reverse=True)
 
     def champion(self, name: str) -> ModelSet | None:
@@ -118,7 +119,8 @@ class Registry:
         sets = {one.version: one for one in self.sets(name)}
         if version in sets:
             return sets[version]
-        existing = [f"{one.version} ({', '.join([*one.aliases, one.run])})" for one in sets.values()]
+        labels = ((one.version, ", ".join([*one.aliases, one.run])) for one in sets.values())
+        existing = [f"{number} ({label})" for number, label in labels]
         raise references.unknown("set of models", version, existing, owner=name if existing else "")
 
     def only_name(self, name: str | None = None) -> str:
@@ -127,9 +129,9 @@ class Registry:
         if len(names) == 1:
             return names[0]
         if names:
-            raise UsageError(f"there are sets of {', '.join(names)}; choose one with --name, for example --name {names[0]}")
-        named = f" named {name}" if name else ""
-        raise UsageError(f"no sets of models{named} are registered; `ttrain pipeline run full` registers one")
+            raise UsageError(f"there are sets of {', '.join(names)}; choose one with --name {names[0]}")
+        named, fix = f" named {name}" if name else "", "`ttrain pipeline run full` registers one"
+        raise UsageError(f"no sets of models{named} are registered; {fix}")
 
     def find_set(self, which: str, name: str | None = None) -> ModelSet:
         """The set of this version or run, whose name may be shortened. Raises UsageError.
@@ -143,8 +145,8 @@ class Registry:
         run = references.matching(which, [*dict.fromkeys([*names, *runs.names(self._home)])])
         keys = runs.keys_of((runs.read(self._home, run) if run else None) or {"stages": ()})
         for one in sets:
-            made_by_it = one.members and all(keys.get(stage) == one.keys[stage] for stage in one.members)
-            if one.run == run or made_by_it:
+            its_keys = {stage: one.keys[stage] for stage in one.members}
+            if one.run == run or (its_keys and its_keys.items() <= keys.items()):
                 return one
         raise references.unknown("registered set of the run", which, names)
 
@@ -170,8 +172,14 @@ class Registry:
             return versions[str(reference)]
         if versions and reference.alias == CHAMPION:
             also = "; no set of models is champion before `ttrain models promote` or a nightly run promotes one"
-        begin = f"nothing is registered in {self._home}: {references.BEGIN}"
-        raise references.unknown("registered model", str(reference), versions, shown=LISTED, begin=begin, also=also)
+        raise references.unknown(
+            "registered model",
+            str(reference),
+            versions,
+            shown=LISTED,
+            begin=f"nothing is registered in {self._home}: {references.BEGIN}",
+            also=also,
+        )
 
     def keys(self) -> frozenset[str]:
         """Keys that cleaning keeps: of models and their inputs, evaluations, the champions' data."""
@@ -229,7 +237,7 @@ class Registry:
         identity = {"stage": artifact.stage, "key": artifact.key, "content": artifact.content}
         with self._changing() as state:
             versions = state["models"].setdefault(name, {})
-            same = (number for number, facts in versions.items() if identity.items() <= facts.items())
+            same = (each for each, facts in versions.items() if identity.items() <= facts.items())
             number = next(same, str(len(versions) + 1))
             facts = versions.setdefault(number, {**identity, "run": made_by})
             return Version(name, number, **facts)
@@ -248,11 +256,13 @@ class Registry:
         """
         by_stage = {member.stage: [member.name, member.version] for member in members}
         with self._changing() as state:
-            of_name = state["sets"].setdefault(name, {"versions": {}, "champions": [], "aliases": {}})
+            empty: JsonDict = {"versions": {}, "champions": [], "aliases": {}}
+            of_name = state["sets"].setdefault(name, empty)
             versions, aliases = of_name["versions"], of_name["aliases"]
-            same = (number for number, entry in versions.items() if entry["members"] == by_stage)
+            same = (each for each, entry in versions.items() if entry["members"] == by_stage)
             number = next(same, str(len(versions) + 1))
-            entry = versions.setdefault(number, {"run": run, "created": time.time(), "members": by_stage})
+            first = {"run": run, "created": time.time(), "members": by_stage}
+            entry = versions.setdefault(number, first)
             entry.update(keys=dict(keys), metrics=dict(metrics))
             if aliases.get(CHAMPION) != number:
                 aliases[CHALLENGER] = number
@@ -274,7 +284,8 @@ class Registry:
             champions = state["sets"].get(name, {}).get("champions", [])
             earlier = [version for version in champions if version != champions[-1]]
             if not earlier:
-                raise UsageError(f"{name} has no earlier champion to go back to; `ttrain models list` shows its sets")
+                fix = "`ttrain models list` shows its sets"
+                raise UsageError(f"{name} has no earlier champion to go back to; {fix}")
             while champions[-1] != earlier[-1]:
                 champions.pop()
             _crown(state["sets"][name], earlier[-1])

@@ -132,17 +132,17 @@ def read_run(home: Path, text: str) -> RunView:
 
 
 def read_runs(home: Path, texts: Sequence[str]) -> list[RunView]:
-    """The runs that these texts name (`need_run`), in this order; stages that they share are read once."""
+    """The runs that these texts name (`need_run`), in this order; shared stages are read once."""
     home = home.resolve()
     cache: dict[tuple[str, str | None], Any] = {}
     return [_view(home, need_run(home, text), cache) for text in texts]
 
 
 def find_run(home: Path, text: str) -> JsonDict | None:
-    """The record of the run that a text names; None if there is none. Raises UsageError if several match.
+    """The record of the run that a text names; None if there is none. Raises UsageError for several.
 
-    A name is that of `ttrain pipeline status` or a part of it (`store.references`), a registered model
-    for the run that made it, MLflow's id of the run, or a night.
+    A name is that of `ttrain pipeline status` or a part of it (`store.references`), a registered
+    model for the run that made it, MLflow's id of the run, or a night.
     """
     if name := references.matching(text, runs.names(home)):
         return runs.read(home, name)
@@ -155,7 +155,7 @@ def find_run(home: Path, text: str) -> JsonDict | None:
 
 
 def need_run(home: Path, text: str) -> JsonDict:
-    """As `find_run`, but raises UsageError, which lists the nearest and newest runs, if there is none."""
+    """As `find_run`, but raises UsageError, which lists the nearest and newest runs, for none."""
     if record := find_run(home, text):
         return record
     raise references.unknown("run", text, runs.names(home))

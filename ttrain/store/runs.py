@@ -369,7 +369,7 @@ def process_started(pid: int) -> float | None:
 
 
 def remove_interrupted_writes(path: Path) -> None:
-    """Remove the directories that ended processes left where they were writing `path`, and this one's."""
+    """Remove what ended processes, and this one, left where they were writing the directory `path`."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         write = INTERRUPTED_WRITE.fullmatch(left.name)
         if left == temporary_path(path) or (write and process_started(int(write[1])) is None):
