@@ -65,15 +65,6 @@ def test_the_first_trials_reach_every_part_of_a_range() -> None:
         assert len({trial.values["kind"] for trial in drawn}) == 2
 
 
-def test_a_dry_run_names_the_trials_that_come_and_no_others() -> None:
-    shown, later = sampler_of(seed=3).upcoming([], 8), run(sampler_of(seed=3), 8)
-    assert len(shown) == STARTUP_TRIALS
-    assert [trial.values for trial in shown] == [trial.values for trial in later[:STARTUP_TRIALS]]
-    chance = run(sampler_of(kind="random", seed=3), 5)
-    upcoming = sampler_of(kind="random", seed=3).upcoming(chance[:2], 3)
-    assert [(trial.number, trial.values) for trial in upcoming] == [(trial.number, trial.values) for trial in chance[2:]]
-
-
 @pytest.mark.parametrize("kind", ["tpe", "random", "grid"])
 def test_no_values_are_tried_twice_until_all_were(kind: str) -> None:
     values = {"b": ValueList((None, "x", [2, 0.3], 1, True)), "c": ValueList((0.1, 0.2), ordered=True)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -93,15 +92,6 @@ def test_a_grid_has_each_combination_once_the_last_setting_fastest() -> None:
     found = [space.combination(number) for number in range(6)]
     assert found == [{"a": a, "b": b} for a in (1, 2) for b in ("x", "y", "z")]
     assert Space({"a": ValueList((1, 2)), "b": Interval(0.0, 1.0)}, {}).size is None
-
-
-def test_drawn_numbers_are_short_and_stay_within_their_ends() -> None:
-    interval = Interval(1.23456e-4, 9.87654e-4, log=True)
-    assert interval.nearest(4.56789123e-4) == 4.568e-4
-    assert interval.nearest(1.234e-4) == 1.23456e-4
-    assert interval.nearest(9.87654e-4) == 9.87654e-4
-    assert parse("x", "log(1.23456e-4,9.87654e-4,3)").values == (1.23456e-4, 3.492e-4, 9.87654e-4)
-    assert math.isclose(interval.at(0.5), math.sqrt(1.23456e-4 * 9.87654e-4), rel_tol=1e-3)
 
 
 @pytest.mark.parametrize("value", [1e-5, True, None, "adamw", [0.9, 0.95]])

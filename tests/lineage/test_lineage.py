@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,7 +24,7 @@ from ttrain.store.model_files import MODEL
 from ttrain.store.registry import Registry
 from ttrain.tracking import datasets
 from ttrain.tracking.client import own_uri
-from ttrain.tracking.mirror import Mirror, TrackedRun, prepare
+from ttrain.tracking.mirror import prepare
 
 RUN = "full-20261121-160222-1a2b4"
 SHA = "5" * 64
@@ -261,23 +260,6 @@ def test_the_digest_of_a_data_set_is_that_of_its_files_and_how_they_are_read(tmp
     renamed = {"files": {"train": [{"name": "x.jsonl", "sha256": SHA}]}, "settings": settings}
     same = publish(tmp_path / "renamed", "shards-pretrain", "1", ingredients=renamed, result=SHARDS)
     assert datasets.data_of(same)[0].digest == train.digest
-
-
-def test_mlflow_lists_each_data_set_of_a_run_once_with_digest_counts_and_places(tracked: Path) -> None:
-    data = datasets.data_of(ArtifactStore(tracked).latest("shards-pretrain"))
-    mirror, run = Mirror(tracked), TrackedRun("reads", "full", "reads", "reading", 1.0, inputs=[*data, *data])
-    bound = mirror.push(run)
-    assert bound and Mirror(tracked).push(run)
-    [listed_run] = mirror.client.search_runs([bound.experiment_id], f"dataset.digest = '{data[0].digest}'")
-    assert listed_run.info.run_id == bound.run_id
-    found = {one.dataset.name: one for one in listed_run.inputs.dataset_inputs}
-    assert len(listed_run.inputs.dataset_inputs) == 2
-    train = found["pretrain"]
-    assert train.dataset.digest == data[0].digest
-    assert json.loads(train.dataset.profile) == {"documents": 80, "bytes": 2700}
-    listed = json.loads(train.dataset.source)["listed"]
-    assert listed == [{"name": "docs.jsonl", "sha256": SHA, "location": "/data/docs.jsonl"}]
-    assert {tag.key: tag.value for tag in train.tags} == {"mlflow.data.context": "training", "tokens": "700"}
 
 
 def test_what_lies_behind_a_model_of_many_nights_is_walked_once(tmp_path: Path) -> None:

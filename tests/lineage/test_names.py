@@ -157,6 +157,7 @@ def test_where_only_nights_and_trials_ran_the_newest_finished_one_counts(runs_ho
     runs_home.record(runs_home.tokenizer, runs_home.sft, pipeline="nightly", outcome="failed")
     assert [runs_home.resolve("sft").artifact, resolve(None, runs_home.store.root).text] == [runs_home.newer, f"{night}:sft"]
     mine = runs_home.record(runs_home.tokenizer, runs_home.sft, outcome="failed")
+    runs_home.record(runs_home.tokenizer)  # fails after the tokenizer
     assert [runs_home.resolve("sft").artifact, resolve(None, runs_home.store.root).text] == [runs_home.sft, f"{mine}:sft"]
 
 
@@ -194,16 +195,6 @@ def test_a_run_is_its_last_model_or_the_stage_that_is_named(runs_home: Home) -> 
     assert last.directory == last.adapter
     assert runs_home.resolve(runs_home.run[-5:]).adapter == last.adapter == runs_home.resolve("latest").adapter
     assert runs_home.resolve(f"{runs_home.run}:sft").model == runs_home.sft.path / "model", "not another run's newest"
-
-
-def test_the_newest_run_with_a_model_is_the_default(runs_home: Home) -> None:
-    assert resolve(None, runs_home.store.root).adapter == runs_home.lora.path / "adapter"
-    runs_home.record(runs_home.tokenizer)  # fails after the tokenizer
-    assert resolve(None, runs_home.store.root).adapter == runs_home.lora.path / "adapter"
-    run = runs_home.record(runs_home.tokenizer, runs_home.newer)
-    assert resolve(None, runs_home.store.root).text == f"{run}:sft"
-    with pytest.raises(UsageError, match=r"no finished run has a model in .*empty; run `ttrain pipeline run full`"):
-        resolve(None, runs_home.store.root / "empty")
 
 
 def test_one_default_model_is_that_of_sft_of_the_newest_finished_run_that_has_one(runs_home: Home) -> None:
@@ -284,7 +275,10 @@ def test_the_base_of_an_adapter_from_elsewhere_is_named_or_lies_beside(runs_home
     with pytest.raises(UsageError, match=f"its base with the weights {weights_digest(base)[:12]} is not in .*--base"):
         runs_home.resolve("adapter")
     assert runs_home.resolve("adapter", base="base").model == base
-    assert runs_home.resolve("adapter", base="sft").model == runs_home.sft.path / "model"
+    later = runs_home.record(runs_home.tokenizer, runs_home.newer, outcome="completed")
+    for run, sft in ((runs_home.run, runs_home.sft), (later, runs_home.newer)):
+        [found] = references.resolve_all(["adapter"], runs_home.store.root, base="sft", run=run)
+        assert found.model == sft.path / "model", "as of the other stages of the command"
     with pytest.raises(UsageError, match="--base is 'lora', which is an adapter itself"):
         runs_home.resolve("adapter", base="lora")
     beside = shutil.copytree(base, adapter / "base")
@@ -324,31 +318,24 @@ def test_an_index_names_files_of_its_own_directory_alone_before_any_is_opened(
 
 
 def test_what_is_not_there_is_answered_with_what_there_is(runs_home: Home) -> None:
-    with pytest.raises(UsageError, match=f"no model 'nope'; there is {runs_home.run}; stages with a model: lora, sft"):
-        runs_home.resolve("nope")
-    with pytest.raises(UsageError, match=r":tokenizer has no model that is in"):
-        runs_home.resolve("tokenizer")
-    with pytest.raises(UsageError, match="has no stage 'nope'; there are tokenizer, sft, lora, evaluate"):
-        runs_home.resolve(f"{runs_home.run}:nope")
-    with pytest.raises(UsageError, match=r":evaluate has no model that is in .*; stages with a model: lora, sft"):
-        runs_home.resolve(f"{runs_home.run}:evaluate")
-    with pytest.raises(ArtifactError, match=r"stage pretrain has no artifact .* run `ttrain pipeline run full` first"):
-        runs_home.resolve("pretrain")
-    with pytest.raises(ArtifactError, match=r"run `ttrain pipeline run full` first, with files in data.dpo"):
-        runs_home.resolve("dpo")
-    with pytest.raises(UsageError, match=r"holds neither config.json nor adapter_config.json"):
-        runs_home.resolve("./home")
-    with pytest.raises(UsageError, match="nothing is registered in"):
-        runs_home.resolve("mine-sft/1")
-    assert not (runs_home.store.root / "mlflow").exists(), "a question makes no database"
-    with pytest.raises(UsageError, match=r"there is none yet in .*, begin with `ttrain pipeline run full`"):
-        resolve("nope", runs_home.store.root / "empty")
     (write_model(Path("pickle"), b"x") / MODEL).rename("pickle/pytorch_model.bin")
-    with pytest.raises(ArtifactError, match=r"holds neither model\.safetensors nor"):
-        runs_home.resolve("pickle")
     (write_adapter(Path("half"), None) / ADAPTER).unlink()
-    with pytest.raises(ArtifactError, match=f"holds neither {ADAPTER}"):
-        runs_home.resolve("half")
+    for text, said in {
+        "nope": f"no model 'nope'; there is {runs_home.run}; stages with a model: lora, sft",
+        "tokenizer": ":tokenizer has no model that is in .*; stages with a model: lora, sft",
+        f"{runs_home.run}:nope": "has no stage 'nope'; there are tokenizer, sft, lora, evaluate",
+        "dpo": "stage dpo has no artifact .* run `ttrain pipeline run full` first, with files in data.dpo",
+        "./home": "holds neither config.json nor adapter_config.json",
+        "mine-sft/1": "nothing is registered in",
+        "pickle": "holds neither model.safetensors nor",
+        "half": f"holds neither {ADAPTER}",
+    }.items():
+        with pytest.raises((UsageError, ArtifactError), match=said):
+            runs_home.resolve(text)
+    assert not (runs_home.store.root / "mlflow").exists(), "a question makes no database"
+    for text in ("nope", None):
+        with pytest.raises(UsageError, match="run `ttrain pipeline run full` first"):
+            resolve(text, runs_home.store.root / "empty")
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import multiprocessing
-import os
 import re
-import signal
 import stat
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -190,31 +185,3 @@ def test_a_damaged_file_is_an_error_with_its_path_and_what_to_do(sets_home: Path
         with pytest.raises(UsageError, match=f"{re.escape(str(path))}.*is damaged.*; restore it"):
             act()
     assert path.read_text() == damaged
-
-
-def _killed_at_the_rename(act: Callable[[], object], when: str) -> None:
-    rename = Path.replace
-
-    def dying(path: Path, target: Path) -> Path:
-        if when == "before":
-            os.kill(os.getpid(), signal.SIGKILL)
-        rename(path, target)
-        os.kill(os.getpid(), signal.SIGKILL)
-        return path
-
-    Path.replace = dying  # type: ignore[assignment,method-assign]  # in a process of its own
-    act()
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_kill_at_the_write_leaves_the_old_state_or_the_new_one_and_is_done_again(sets_home: Path, when: str) -> None:
-    registry = Registry(sets_home)
-    before = registry.read()
-    act = functools.partial(registry.promote, "mine", "3")
-    process = multiprocessing.get_context("fork").Process(target=_killed_at_the_rename, args=(act, when))
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    assert (registry.read() == before) == (when == "before")
-    act()
-    assert (registry.champion("mine") or before).version == "3" and history(sets_home) == ["3"]

@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -87,20 +86,6 @@ def test_the_run_that_a_cached_one_equals_is_the_newest_completed_with_these_art
         names.append(made.run)
     assert maker(tmp_path, KEYS) == names[1]
     assert maker(tmp_path, {"tokenizer": "a"}) is None
-
-
-def test_a_cached_run_leads_to_the_one_it_equals_without_a_look_at_older_ones(tmp_path: Path) -> None:
-    first, artifact = with_keys(record(tmp_path, started=1.0)), SimpleNamespace(path=tmp_path)
-    first.finish("completed", {})
-    planned = [SimpleNamespace(stage=SimpleNamespace(name=name), key=key, artifact=artifact) for name, key in KEYS.items()]
-    assert maker(tmp_path, KEYS) == first.run
-    runs.record_cached(tmp_path, "full", planned, {}, {"eval/x": 1.0}, first.run)
-    cached = history(tmp_path)[0]
-    assert (cached["outcome"], cached["equals"], cached["metrics"]) == ("cached", first.run, {"eval/x": 1.0})
-    first.path.write_text("{")
-    assert maker(tmp_path, KEYS) == first.run, "the newest record says it"
-    (tmp_path / "runs" / f"{cached['run']}.json").unlink()
-    assert maker(tmp_path, {**KEYS, "pretrain": "c"}) is None
 
 
 @pytest.mark.parametrize(("outcome", "is_cut_short"), [("running", True), ("interrupted", True), ("completed", False)])
