@@ -191,8 +191,8 @@ def _result_lines(result: JsonObject, *, is_kept: bool) -> Iterator[str]:
             yield f"{stage['stage']}: not as it was: {'; '.join(stage['differences'])}"
         if not stage["equal"]:
             old, new = short_digest(stage["content"]), short_digest(stage["rebuilt_content"])
-            files = ", ".join(stage["files"])
-            yield f"{stage['stage']}: {files} differs: content {old} was recorded, {new} came out"
+            contents = f"content {old} was recorded, {new} came out"
+            yield f"{stage['stage']}: {', '.join(stage['files'])} differs: {contents}"
     if result["left"]:
         yield f"not rebuilt, because their inputs differ: {', '.join(result['left'])}"
     location = f"; it is in {result['home']}" if is_kept else ""
@@ -252,8 +252,6 @@ def _known(values: JsonObject) -> str:
 
 def _data_line(data: JsonObject) -> str:
     units = {"documents": "records", "tokens": "tokens", "bytes": "bytes of text"}
-    counts = [f"{data[name]:,} {unit}" for name, unit in units.items() if data[name] is not None]
-    words = [data["part"], data["name"], "sha256", short_digest(data["sha256"])]
-    amounts = [f"({', '.join(counts)})"] if counts else []
-    location = [f"at {data['location']}"] if data["location"] else []
-    return " ".join([*words, *amounts, *location])
+    counts = ", ".join(f"{data[name]:,} {unit}" for name, unit in units.items() if data[name] is not None)
+    words = [data["part"], data["name"], "sha256", short_digest(data["sha256"]), counts and f"({counts})"]
+    return " ".join(filter(None, [*words, data["location"] and f"at {data['location']}"]))

@@ -97,7 +97,9 @@ def find(
     if from_hub and not is_path and existing.HUB_REFERENCE.fullmatch(text):
         config = existing.model_files(text, "MODEL")["config"][0]
         return Named("directory", text, directory=config.parent)
-    raise references.unknown("model", text, names, also=f"; {_models_in(store)}")
+    hint = _models_in(store)
+    also = f"; {hint}" if names else ""
+    raise references.unknown("model", text, names, begin=hint, also=also)
 
 
 def _models_in(store: ArtifactStore) -> str:
