@@ -63,7 +63,7 @@ def plan_night(settings: Settings, store: ArtifactStore) -> NightPlan:
         return NightPlan(reason)
     inputs = night_inputs.inputs_of(frozen, settings, store)
     reason = "; ".join(filter(None, (reason, inputs.note)))
-    near = 0.0 if inputs.keeps_base else inputs.settings.reading.near_duplicates or 0.0
+    near = 0.0 if inputs.kept_base else inputs.settings.reading.near_duplicates or 0.0
     return NightPlan(reason, frozen, plan_of(inputs, store).stages, near, len(inputs.learnt) if near else 0)
 
 
@@ -218,7 +218,8 @@ def _resumed_inputs(
     elif is_changed:
         reason = f"{reason}; with the settings that it began with, changed ones count from the next night on"
     files = night_inputs.watched_files(night_inputs.settings_of(frozen, settings), store, may_be_gone=True)
-    if changed := night_inputs.changed_files(frozen, files):
+    frozen, changed = night_inputs.refreshed_snapshot(frozen, files)
+    if changed:
         names = records.shortened_names(changed)
         reason = f"{reason}; changed or gone since it began: {names}"
-    return night_inputs.refreshed_snapshot(frozen, files), reason
+    return frozen, reason

@@ -113,7 +113,7 @@ class NightRun:
             if night is None:
                 night = self.nights.begin(frozen, self.slot)
             elif frozen != night.frozen:
-                night.freeze(frozen)
+                night.note(inputs=frozen.to_json())
             self.say(f"{night.name}: {night_inputs.describe_files(frozen.files)}")
             execution, inputs = self._train(night, frozen)
             decision = decide(night, inputs, execution, self.store, self.say)
@@ -228,7 +228,7 @@ class NightRun:
                 if damaged:
                     goes_on = "the night goes on without it"
                 self.say(f"{error}; {goes_on}")
-                night.freeze(frozen)
+                night.note(inputs=frozen.to_json())
 
     def _run_stages(self, night: NightRecord, frozen: InputSnapshot) -> tuple[PipelineRun, NightInputs]:
         inputs = night_inputs.inputs_of(frozen, self.settings, self.store)

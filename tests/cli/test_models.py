@@ -54,7 +54,7 @@ def test_the_json_of_a_set_has_its_models_keys_and_metrics(sets_home: Path, mode
 
 def test_what_cannot_be_is_said_with_exit_code_2(sets_home: Path, models: Run) -> None:
     for words, said in (
-        (("promote", "7"), "mine has no version 7 that is a set of models; the versions are 3"),
+        (("promote", "7"), "mine has no set of models '7'; there are 3"),
         (("promote", "../x"), "there is no registered set of the run '../x'"),
         (("promote", "--previous"), "mine has no earlier champion"),
         (("promote", "--previous", "--name", "other"), "no sets of models named other are registered"),

@@ -17,7 +17,7 @@ from ttrain.config.loading import LoadedSettings, Override, load
 from ttrain.data import locations
 from ttrain.errors import UsageError
 from ttrain.lineage.names import newest_with, settings_of
-from ttrain.store.references import need_run
+from ttrain.store.run_views import need_run
 from ttrain.store.runs import RunRecord
 
 
@@ -114,7 +114,7 @@ def test_a_night_lends_its_settings_only_where_it_is_named(tmp_path: Path) -> No
     assert newest_with(tmp_path, "sft")["run"] == asked
     assert need_run(tmp_path, "nightly")["run"] == night
     for stage in ("heldout", "evaluate-champion"):
-        with pytest.raises(UsageError, match=f"stage {stage} belongs to nights; try `ttrain pipeline run nightly`"):
+        with pytest.raises(UsageError, match=f"has a stage {stage} yet .*; try `ttrain pipeline run nightly`"):
             newest_with(tmp_path, stage)
 
 

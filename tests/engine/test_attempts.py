@@ -19,7 +19,7 @@ from ttrain.engine.plan import Plan
 from ttrain.errors import Interrupted
 from ttrain.lineage import names
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.references import need_run
+from ttrain.store.run_views import need_run
 
 
 @pytest.fixture

@@ -32,8 +32,6 @@ def asked(*overrides: str, **options: Any) -> request.SweepRequest:
     ("overrides", "metric", "own"),
     [
         ([LR], "pretrain/validation_loss", ["pretrain"]),
-        (["model.hidden_size=choice(64,128)"], "pretrain/validation_loss", ["pretrain"]),
-        (["sft.optim.lr=log(1e-4,1e-2)"], "sft/validation_loss", ["sft"]),
         ([LR, "sft.epochs=choice(1,2)"], "sft/validation_loss", ["pretrain", "sft"]),
         (["lora.rank=choice(4,8)"], "lora/validation_loss", ["lora"]),
         (["data.sft=choice(a.jsonl,b.jsonl)"], "sft/validation_loss", ["shards-sft", "sft"]),
@@ -71,13 +69,10 @@ def test_more_is_better_where_the_metric_says_so_or_the_user() -> None:
     [
         (["runtime.threads=int(1,4)"], {}, "runtime.threads changes no result"),
         ([LR, "runtime.nodes=2", "runtime.rendezvous=a:1"], {}, "runtime.nodes is 2, but a sweep runs on one machine"),
-        ([LR, "runtime.sharding=dask"], {}, "runtime.sharding is dask"),
         ([LR], {"sampler": "grid"}, "add a count: log(1e-4,3e-3,5)"),
-        ([LR], {"metric": "validation_loss"}, "a metric is STAGE/FIGURE"),
         ([LR], {"metric": "tok/bytes_per_token"}, "pretrain.optim.lr cannot change"),
         (["lr=log(1e-5,1e-3)"], {}, "did you mean 'pretrain.optim.lr' or 'sft.optim.lr' or 'dpo.optim.lr' or"),
         (["lora.rank=uniform(4,9)"], {}, "the sweep cannot try lora.rank=6.5"),
-        (["pretrain.optim.kind=choice(muon,sgd)"], {}, "cannot try pretrain.optim.kind=sgd"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_runs(overrides: list[str], options: dict[str, Any], said: str) -> None:
@@ -155,21 +150,13 @@ def test_a_sweep_is_named_by_a_part_of_its_name_and_one_process_has_it(tmp_path:
 def test_trials_share_the_gpus_or_the_cores(tmp_path: Path) -> None:
     for number in range(4):
         (tmp_path / f"nvidia{number}").touch()
-    (tmp_path / "nvidiactl").touch()
     pairs = Runtime(devices=2)
     found = request.assigned_gpus(pairs, devices=tmp_path)
-    assert found == [0, 1, 2, 3]
-    assert request.parallel_trials(pairs, found) == 2
-    assert [request.trial_device(pairs, found, slot, 3) for slot in range(3)] == [
-        {"runtime.gpus": [0, 1]}, {"runtime.gpus": [2, 3]}, {"runtime.gpus": [0, 1]},
-    ]  # fmt: skip
+    assert found == [0, 1, 2, 3] and request.parallel_trials(pairs, found) == 2
+    devices = [request.trial_device(pairs, found, slot, 3) for slot in range(3)]
+    assert devices == [{"runtime.gpus": gpus} for gpus in ([0, 1], [2, 3], [0, 1])]
     assert request.assigned_gpus(pairs, devices=tmp_path, chosen="2,3") == [2, 3]
-    assert request.assigned_gpus(pairs, devices=tmp_path, chosen="GPU-8f6a") == [], (
-        "the numbers of the machine may be others'"
-    )
     assert request.assigned_gpus(Runtime(device="cpu"), devices=tmp_path) == []
-    assert request.parallel_trials(Runtime(), []) == 1
-    assert request.trial_device(Runtime(), [], 0, 1) == {}
     assert request.trial_device(Runtime(), [], 0, 10_000) == {"runtime.threads": 1}
     assert request.trial_device(Runtime(threads=3), [], 0, 2) == {}
 

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -66,15 +65,6 @@ def test_the_first_trials_reach_every_part_of_a_range() -> None:
         assert len({trial.values["kind"] for trial in drawn}) == 2
 
 
-def test_a_dry_run_names_the_trials_that_come_and_no_others() -> None:
-    shown, later = sampler_of(seed=3).upcoming([], 8), run(sampler_of(seed=3), 8)
-    assert len(shown) == STARTUP_TRIALS
-    assert [trial.values for trial in shown] == [trial.values for trial in later[:STARTUP_TRIALS]]
-    chance = run(sampler_of(kind="random", seed=3), 5)
-    upcoming = sampler_of(kind="random", seed=3).upcoming(chance[:2], 3)
-    assert [(trial.number, trial.values) for trial in upcoming] == [(trial.number, trial.values) for trial in chance[2:]]
-
-
 @pytest.mark.parametrize("kind", ["tpe", "random", "grid"])
 def test_no_values_are_tried_twice_until_all_were(kind: str) -> None:
     values = {"b": ValueList((None, "x", [2, 0.3], 1, True)), "c": ValueList((0.1, 0.2), ordered=True)}
@@ -86,12 +76,6 @@ def test_no_values_are_tried_twice_until_all_were(kind: str) -> None:
     narrow = sampler_of(Space({LR: Interval(1e-4, 1.001e-4)}, {}), kind.replace("grid", "random"))
     with pytest.raises(UsageError, match=r"pretrain\.optim\.lr have no values left for trial 3; vary them more widely"):
         run(narrow, 3, lambda trial: 1.0)
-
-
-def test_whole_numbers_of_a_logarithm_are_whole() -> None:
-    space = Space({"rank": Interval(4, 64, log=True, whole=True)}, {})
-    ranks: list[Any] = [trial.values["rank"] for trial in run(sampler_of(space), 8, lambda trial: 1.0)]
-    assert all(isinstance(rank, int) and 4 <= rank <= 64 for rank in ranks)
 
 
 def test_a_record_keeps_trials_by_their_numbers_and_only_complete_ones_can_be_best(tmp_path: Path) -> None:

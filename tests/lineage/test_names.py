@@ -22,7 +22,6 @@ from ttrain.lineage import names as references
 from ttrain.lineage.lineage import lineage_of
 from ttrain.lineage.names import resolve
 from ttrain.model import factory
-from ttrain.store import references as store_references
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.model_files import ADAPTER, MODEL, SECOND_HEAD, Reference, weight_files, weights_digest
@@ -151,13 +150,14 @@ def test_stages_that_stand_in_different_runs_only_are_not_mixed(runs_home: Home)
 def test_where_only_nights_and_trials_ran_the_newest_finished_one_counts(runs_home: Home) -> None:
     (runs_home.store.root / "runs" / f"{runs_home.run}.json").unlink()
     assert references.run_of(["sft"], runs_home.store.root) is None
-    with pytest.raises(UsageError, match=r"no finished run has a complete model in .*; stages with a model: lora, sft"):
+    with pytest.raises(UsageError, match=r"no finished run has a model in .*; stages with a model: lora, sft"):
         resolve(None, runs_home.store.root)
     runs_home.record(runs_home.tokenizer, runs_home.sft, outcome="completed", sweep="sweep-1")
     night = runs_home.record(runs_home.tokenizer, runs_home.newer, pipeline="nightly", outcome="completed")
     runs_home.record(runs_home.tokenizer, runs_home.sft, pipeline="nightly", outcome="failed")
     assert [runs_home.resolve("sft").artifact, resolve(None, runs_home.store.root).text] == [runs_home.newer, f"{night}:sft"]
     mine = runs_home.record(runs_home.tokenizer, runs_home.sft, outcome="failed")
+    runs_home.record(runs_home.tokenizer)  # fails after the tokenizer
     assert [runs_home.resolve("sft").artifact, resolve(None, runs_home.store.root).text] == [runs_home.sft, f"{mine}:sft"]
 
 
@@ -197,16 +197,6 @@ def test_a_run_is_its_last_model_or_the_stage_that_is_named(runs_home: Home) -> 
     assert runs_home.resolve(f"{runs_home.run}:sft").model == runs_home.sft.path / "model", "not another run's newest"
 
 
-def test_the_newest_run_with_a_model_is_the_default(runs_home: Home) -> None:
-    assert resolve(None, runs_home.store.root).adapter == runs_home.lora.path / "adapter"
-    runs_home.record(runs_home.tokenizer)  # fails after the tokenizer
-    assert resolve(None, runs_home.store.root).adapter == runs_home.lora.path / "adapter"
-    run = runs_home.record(runs_home.tokenizer, runs_home.newer)
-    assert resolve(None, runs_home.store.root).text == f"{run}:sft"
-    with pytest.raises(UsageError, match=r"there is no model in .*empty yet; begin with"):
-        resolve(None, runs_home.store.root / "empty")
-
-
 def test_one_default_model_is_that_of_sft_of_the_newest_finished_run_that_has_one(runs_home: Home) -> None:
     root = runs_home.store.root
     finished = runs_home.record(runs_home.tokenizer, runs_home.sft, runs_home.lora, outcome="completed")
@@ -223,15 +213,14 @@ def test_a_run_is_found_by_the_name_that_its_user_gave_it_also_beside_longer_one
     root = runs_home.store.root
     runs = {name: RunRecord(root, "full", [], {}, labels={"run_name": name}).run for name in ("base", "baseline", "base-2")}
     for name, run in runs.items():
-        assert run.startswith(f"{name}-2") and store_references.need_run(root, name)["run"] == run
+        assert run.startswith(f"{name}-2") and references.need_run(root, name)["run"] == run
 
 
 @pytest.mark.parametrize(
     ("name", "fix"),
     [
-        ("", "is ''"), ("a b", "a letter"), ("../x", "a letter"), ("9", "a letter"),
-        ("x" * 41, "at most 39"), ("full-20261121-160222-1a2b4", "a letter"),
-        ("sft", "my-sft"), ("latest", "my-latest"), ("full", "my-full"), ("mine", "mine-3"),
+        ("", "is ''"), ("../x", "a letter"), ("x" * 41, "at most 39"), ("full-20261121-160222-1a2b4", "a letter"),
+        ("sft", "my-sft"), ("mine", "mine-3"),
     ],
 )  # fmt: skip
 def test_a_name_of_a_run_that_is_no_name_or_is_taken_is_refused_with_the_fix(runs_home: Home, name: str, fix: str) -> None:
@@ -248,7 +237,7 @@ def test_a_command_with_a_name_may_be_given_again_after_its_run_was_cut_short(ru
         RunRecord(root, "full", [], {}, labels={"run_name": "mine"}).finish(outcome, {})
         assert new_run_name(root, "mine") == "mine"
     last = RunRecord(root, "full", [], {}, labels={"run_name": "mine"})
-    assert store_references.need_run(root, "mine")["run"] == last.run, "the newest"
+    assert references.need_run(root, "mine")["run"] == last.run, "the newest"
     with pytest.raises(UsageError, match="try --run-name mine-2"):
         new_run_name(root, "mine")
 
@@ -286,8 +275,11 @@ def test_the_base_of_an_adapter_from_elsewhere_is_named_or_lies_beside(runs_home
     with pytest.raises(UsageError, match=f"its base with the weights {weights_digest(base)[:12]} is not in .*--base"):
         runs_home.resolve("adapter")
     assert runs_home.resolve("adapter", base="base").model == base
-    assert runs_home.resolve("adapter", base="sft").model == runs_home.sft.path / "model"
-    with pytest.raises(UsageError, match="must be a full model, but 'lora' is an adapter itself"):
+    later = runs_home.record(runs_home.tokenizer, runs_home.newer, outcome="completed")
+    for run, sft in ((runs_home.run, runs_home.sft), (later, runs_home.newer)):
+        [found] = references.resolve_all(["adapter"], runs_home.store.root, base="sft", run=run)
+        assert found.model == sft.path / "model", "as of the other stages of the command"
+    with pytest.raises(UsageError, match="--base is 'lora', which is an adapter itself"):
         runs_home.resolve("adapter", base="lora")
     beside = shutil.copytree(base, adapter / "base")
     assert runs_home.resolve("adapter").model == beside.absolute()
@@ -305,118 +297,51 @@ def test_the_digest_of_shards_depends_on_each_of_them(tmp_path: Path) -> None:
     weight_files(sharded)[0].unlink()
     with pytest.raises(ArtifactError, match=r"lists model-00001-of-00002.safetensors, but .* holds no such file"):
         weights_digest(sharded)
-    for weight_map in ('{"a": "../whole/model.safetensors"}', "[]", "no JSON"):  # none leads out of its directory
-        (sharded / f"{MODEL}.index.json").write_text(f'{{"weight_map": {weight_map}}}')
-        with pytest.raises(ArtifactError):
-            weight_files(sharded)
 
 
-NAMES_OUTSIDE = (
-    "/dev/zero", "../outside.safetensors", "../evil.bin", "evil.bin", "pipe.safetensors", "device.safetensors",
-    "sub/inside.safetensors", "..", "", 7, "link.safetensors",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", NAMES_OUTSIDE, ids=str)
+@pytest.mark.parametrize("name", ["/dev/zero", "../evil.bin", "evil.bin", "pipe.safetensors", "", 7], ids=str)
 def test_an_index_names_files_of_its_own_directory_alone_before_any_is_opened(
     runs_home: Home, tmp_path: Path, name: object
 ) -> None:
     model = write_model(tmp_path / "foreign", b"x", shards=2)
-    for other in (tmp_path / "outside.safetensors", tmp_path / "evil.bin", model / "evil.bin"):
+    for other in (tmp_path / "evil.bin", model / "evil.bin"):
         other.write_bytes(b"x")
-    (model / "sub").mkdir()
-    (model / "sub" / "inside.safetensors").write_bytes(b"x")
     os.mkfifo(model / "pipe.safetensors")
-    (model / "device.safetensors").symlink_to("/dev/zero")
-    (model / "link.safetensors").symlink_to(tmp_path / "outside.safetensors")
     index = model / f"{MODEL}.index.json"
     index.write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(ArtifactError, match=re.escape(str(model))):
-        weight_files(model)
     with pytest.raises(ArtifactError, match=re.escape(str(model))):
         runs_home.resolve(str(model))
     with pytest.raises(UsageError, match=re.escape(str(model))):
         existing.model_files(str(model), "sft.start_from")
-    if name != "link.safetensors":  # which the stage's own directory of links has
-        with pytest.raises(ArtifactError, match=re.escape(str(index))):
-            factory.load(model)
-
-
-def test_the_weights_of_a_model_and_of_an_adapter_are_no_links_out_but_for_the_hubs_cache(
-    runs_home: Home, tmp_path: Path
-) -> None:
-    elsewhere = tmp_path / "elsewhere.safetensors"
-    elsewhere.write_bytes(b"x")
-    model = write_model(tmp_path / "linked", b"x")
-    (model / MODEL).unlink()
-    (model / MODEL).symlink_to(elsewhere)
-    with pytest.raises(ArtifactError, match=r"is a link to .*elsewhere.safetensors, outside of its directory; copy"):
-        runs_home.resolve(str(model))
-    adapter = write_adapter(tmp_path / "adapter", None, named=str(write_model(tmp_path / "base", b"x")))
-    assert runs_home.resolve(str(adapter)).adapter == adapter
-    (adapter / ADAPTER).unlink()
-    (adapter / ADAPTER).symlink_to(elsewhere)
-    with pytest.raises(ArtifactError, match="outside of its directory"):
-        runs_home.resolve(str(adapter))
-    blobs = tmp_path / "hub" / "models--someone--small" / "blobs"
-    blobs.mkdir(parents=True)
-    snapshot = write_model(blobs.parent / "snapshots" / "0123", b"x", shards=2)
-    for number, file in enumerate(sorted(snapshot.iterdir())):
-        file.rename(blobs / str(number))
-        file.symlink_to(f"../../blobs/{number}")
-    assert len(weight_files(snapshot)) == 2
-    assert runs_home.resolve(str(snapshot)).model == snapshot
-    shard = weight_files(snapshot)[0].resolve()
-    shard.unlink()
-    shard.symlink_to(elsewhere)
-    with pytest.raises(ArtifactError, match="outside of its directory"):
-        weight_files(snapshot)
+    with pytest.raises(ArtifactError, match=re.escape(str(index))):
+        factory.load(model)
 
 
 def test_what_is_not_there_is_answered_with_what_there_is(runs_home: Home) -> None:
-    with pytest.raises(UsageError, match=f"there is no model 'nope'; there are lora, sft, {runs_home.run}"):
-        runs_home.resolve("nope")
-    with pytest.raises(UsageError, match=r"'tokenizer' leads to .*, which holds no model"):
-        runs_home.resolve("tokenizer")
-    with pytest.raises(UsageError, match="has no stage 'nope'; there are tokenizer, sft, lora, evaluate"):
-        runs_home.resolve(f"{runs_home.run}:nope")
-    with pytest.raises(UsageError, match=r"stage evaluate of the run .* left no model"):
-        runs_home.resolve(f"{runs_home.run}:evaluate")
-    with pytest.raises(ArtifactError, match=r"stage pretrain has no artifact .* run `ttrain pipeline run full` first"):
-        runs_home.resolve("pretrain")
-    with pytest.raises(ArtifactError, match=r"run `ttrain pipeline run full data.dpo=FILE` first"):
-        runs_home.resolve("dpo")
-    with pytest.raises(UsageError, match=r"holds neither config.json nor adapter_config.json"):
-        runs_home.resolve("./home")
-    with pytest.raises(UsageError, match="did you mean lora"):
-        runs_home.resolve("lorra")
-    with pytest.raises(UsageError, match="nothing is registered in"):
-        runs_home.resolve("mine-sft/1")
-    assert not (runs_home.store.root / "mlflow").exists(), "a question makes no database"
-    with pytest.raises(UsageError, match=r"there is none yet in .*, begin with `ttrain pipeline run full`"):
-        resolve("nope", runs_home.store.root / "empty")
     (write_model(Path("pickle"), b"x") / MODEL).rename("pickle/pytorch_model.bin")
-    with pytest.raises(UsageError, match="no weights as safetensors"):
-        runs_home.resolve("pickle")
     (write_adapter(Path("half"), None) / ADAPTER).unlink()
-    with pytest.raises(ArtifactError, match=f"holds no {ADAPTER}"):
-        runs_home.resolve("half")
+    for text, said in {
+        "nope": f"no model 'nope'; there is {runs_home.run}; stages with a model: lora, sft",
+        "tokenizer": ":tokenizer has no model that is in .*; stages with a model: lora, sft",
+        f"{runs_home.run}:nope": "has no stage 'nope'; there are tokenizer, sft, lora, evaluate",
+        "dpo": "stage dpo has no artifact .* run `ttrain pipeline run full` first, with files in data.dpo",
+        "./home": "holds neither config.json nor adapter_config.json",
+        "mine-sft/1": "nothing is registered in",
+        "pickle": "holds neither model.safetensors nor",
+        "half": f"holds neither {ADAPTER}",
+    }.items():
+        with pytest.raises((UsageError, ArtifactError), match=said):
+            runs_home.resolve(text)
+    assert not (runs_home.store.root / "mlflow").exists(), "a question makes no database"
+    for text in ("nope", None):
+        with pytest.raises(UsageError, match="run `ttrain pipeline run full` first"):
+            resolve(text, runs_home.store.root / "empty")
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "/", "a//3", "@x", "models:/", "models:/@a", "models:/x/", "../..", "x@", "\0", "~nobody-here/x", "x" * 5000],
+    ["", "/", "models:/", "x@", "\0", "~nobody-here/x"],
 )
 def test_nonsense_is_a_users_mistake(runs_home: Home, text: str) -> None:
     with pytest.raises((UsageError, ArtifactError)):
         runs_home.resolve(text)
-
-
-def test_a_model_that_no_run_trained_for_want_of_data_is_answered_with_its_setting(tmp_path: Path) -> None:
-    home = Home(tmp_path)
-    shutil.rmtree(home.lora.path)
-    newest = RunRecord(home.store.root, "full", ["sft"], {"data": {"sft": ["chats.jsonl"], "lora": []}})
-    newest.finish("completed", {})
-    said = rf"run {newest.run} has no adapter, since data\.lora is none; .* full data\.lora=FILE`"
-    with pytest.raises(ArtifactError, match=said):
-        resolve("lora", home.store.root)

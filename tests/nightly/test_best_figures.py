@@ -41,7 +41,8 @@ def nights(tmp_path: Path) -> Nights:
     return nights
 
 
-def test_the_best_champion_on_a_text_is_found(nights: Nights) -> None:
+def test_the_best_champion_on_a_text_of_a_completed_night_is_found(nights: Nights) -> None:
+    add(nights, "unfinished", "1", "11", text("first", 1.0, 1.0))
     best = best_figures(nights.newest_first(), BITS)
     assert best["first"] == BestFigure(2.0, "version 1", 40)
     assert best["new-9"] == BestFigure(1.0, "version 9", 40), "nothing was promoted on it since"
@@ -56,11 +57,3 @@ def test_texts_of_other_records_or_metrics_those_judged_together_and_sources_tel
     assert best["first"] == BestFigure(2.5, "version 10", 30)
     assert {"all", "english", "chat_loss_sft"}.isdisjoint(best)
     assert best_figures(nights.newest_first(), "bits_per_byte_sft") == {"first": BestFigure(0.1, "version 12", 40)}
-
-
-def test_open_nights_and_records_of_earlier_versions_are_left_out(tmp_path: Path) -> None:
-    nights = Nights(tmp_path, "mine")
-    add(nights, "unfinished", "1", "2", text("first", 2.0, 1.0))
-    night = nights.begin(InputSnapshot({}, {}), None)
-    night.end_try("kept", "", closed=True)
-    assert best_figures(nights.newest_first(), BITS) == {}

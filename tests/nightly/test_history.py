@@ -86,22 +86,16 @@ def test_a_night_that_lost_nothing_beyond_the_bound_names_what_became_worse_by_m
     assert history.lost_text({**kept, "texts": few}) == "nothing; worst: source <i> +1.0%"
 
 
-def test_the_number_of_nights_and_the_pipeline_can_be_chosen(nights: Nights, tmp_path: Path) -> None:
-    assert [night["night"] for night in history.history(tmp_path, "mine", 2)[1]] == ["night-000004", "night-000003"]
-    Nights(tmp_path, "other").directory.mkdir()
-    with pytest.raises(UsageError, match=r"nights of mine, other; choose one with --name, for example --name mine"):
-        history.history(tmp_path, None)
-    with pytest.raises(UsageError, match=r"no night of your-s yet; there are nights of mine, other"):
-        history.history(tmp_path, "your-s")
-    with pytest.raises(UsageError, match="no night yet"):
-        history.history(tmp_path / "empty", None)
-
-
-def test_the_command_prints_the_table_and_gives_json(nights: Nights, tmp_path: Path) -> None:
+def test_the_command_prints_the_table_and_gives_json_of_a_pipeline(nights: Nights, tmp_path: Path) -> None:
     cli = Cli(tmp_path, tmp_path)
     assert "night-000002" in cli.here("models", "history", settings=False)
     told = json.loads(cli.in_process("models", "history", "--json", "--nights", "1", settings=False))
     assert (told["name"], [night["night"] for night in told["nights"]]) == ("mine", ["night-000004"])
+    Nights(tmp_path, "other").directory.mkdir()
+    with pytest.raises(UsageError, match="--name is not set, but there are nights of mine, other"):
+        history.history(tmp_path, None)
+    with pytest.raises(UsageError, match=r"--name is mine, but there are nights of no pipeline; .*run one with"):
+        history.history(tmp_path / "empty", "mine")
 
 
 def test_what_a_night_learnt_is_counted_with_the_rows_that_it_left_out() -> None:

@@ -89,8 +89,8 @@ def test_a_night_continues_the_plateau_of_the_champion_without_a_warm_up(store: 
 @pytest.mark.parametrize(
     ("key", "sections", "why"),
     [
-        ("old", {}, "pretrain.schedule.kind was unknown and left no plateau"),
-        ("p", {"optim": {"kind": "adamw"}}, "pretrain.optim.kind was muon, whose state adamw cannot continue"),
+        ("old", {}, "no plateau of pretrain.optim.kind muon (it was unknown)"),
+        ("p", {"optim": {"kind": "adamw"}}, "no plateau of pretrain.optim.kind adamw (it was muon)"),
     ],
 )
 def test_a_champion_whose_plateau_cannot_be_continued_is_warmed_up_with_a_message(
@@ -148,9 +148,6 @@ def test_a_night_has_a_share_of_the_rates_whichever_are_set_or_one_by_its_length
     assert pretrain.optim == Settings().pretrain.optim
     assert pretrain.schedule.full_rate_steps == night_inputs.FULL_RATE_STEPS
     assert inputs(store, infinite(tmp_path)).settings.pretrain.schedule.full_rate_steps is None
-
-
-GROUPED = {"packing": "none", "order": "length-grouped"}
 
 
 # --- SFT and LoRA

@@ -41,24 +41,11 @@ def test_a_night_that_goes_on_reads_a_file_as_it_is_now(
     assert frozen.files["pretrain"] == list_of(settings, store).files["pretrain"]
 
 
-def test_what_the_settings_name_no_more_after_a_failure_is_not_learnt(
-    tmp_path: Path, store: ArtifactStore, known: Nights
-) -> None:
-    settings = inbox(tmp_path, a="1", b="2")
-    night = unfinished(known, list_of(settings, store), "failed")
-    alone = {**settings.model_dump()["data"], "pretrain": str(tmp_path / "inbox/a.jsonl")}
-    frozen, _ = night_plan.choose_inputs(settings.model_validate({"data": alone}), store, known, night)
-    assert frozen is not None
-    assert [Path(file["location"]).name for file in frozen.files["pretrain"]] == ["a.jsonl"]
-
-
 @pytest.mark.parametrize(
     ("nightly", "files", "replay", "documents"),
     [
-        ({"replay": 0.0}, ["new"], 0.0, True),
         ({"replay": 0.3}, ["new"], 0.3, True),
         ({"data": "all"}, ["new", "old"], 0.0, False),
-        ({"start_from": "scratch"}, ["new", "old"], 0.0, False),
     ],
 )
 def test_after_a_failure_the_current_settings_choose_what_a_night_reads(
@@ -105,22 +92,6 @@ def test_a_night_that_has_to_read_a_set_that_is_gone_stops(
     with caplog.at_level(logging.WARNING, "ttrain"):
         learnt = night_inputs.learnt_shards("pretrain", Champion("8", champion.keys), known.newest_first(), store)
     assert learnt == ("shards-pretrain/s",) and "1 of 2 sets that version 8 has learnt are not in the store" in caplog.text
-
-
-def test_where_sft_reads_all_chats_again_none_of_them_is_replayed(
-    tmp_path: Path, store: ArtifactStore, champion: Champion, known: Nights, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = inbox(tmp_path, a="1").model_copy(update={"nightly": Nightly(chats="new")})
-    completed(known, list_of(settings, store, champion), "promoted", "8")
-    artifact(store, "shards-sft", "c", {"train/index.json": "{}"})
-    next(known.newest_first()).note(chats="shards-sft/c")
-    monkeypatch.setattr(night_plan, "current_champion", lambda *_: Champion("8", champion.keys))
-    inbox(tmp_path, b="2")
-    frozen, _ = night_plan.choose_inputs(settings, store, known, None)
-    assert frozen is not None and len(frozen.files["sft"]) == 1 and frozen.chats == ()
-    (tmp_path / "chats.jsonl").write_text("more", encoding="utf-8")
-    frozen, _ = night_plan.choose_inputs(settings, store, known, None)
-    assert frozen is not None and len(frozen.files["sft"]) == 1 and frozen.chats == ("shards-sft/c",)
 
 
 def test_a_night_on_held_out_documents_of_the_user_does_not_end_those_of_the_nights(

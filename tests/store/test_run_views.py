@@ -122,19 +122,3 @@ def test_settings_that_look_like_secrets_are_masked(tmp_path: Path) -> None:
     params = read_run(tmp_path, name).params
     assert params["notify.webhook"] == "***"
     assert params["pretrain.optim.lr"] != "***"
-
-
-def test_what_the_machine_did_has_the_clock_for_a_step_and_no_tokens(tmp_path: Path) -> None:
-    make_run(tmp_path, FIRST, [made := Made("pretrain", falling(4))])
-    rows = "".join(
-        f'{{"step": {step}, "time": {BEGAN + step}, "metrics": {{"system/cpu": {step}.5}}}}\n' for step in (1, 2, 3)
-    )
-    (tmp_path / "store" / "pretrain" / made.key / "run" / "system.jsonl").write_text(rows)
-    view = read_run(tmp_path, FIRST)
-    assert "system/cpu" in view.curves("pretrain")
-    assert [(point.step, point.tokens) for point in view.curve("pretrain", "system/cpu")] == [
-        (1, None),
-        (2, None),
-        (3, None),
-    ]
-    assert [point.tokens for point in view.curve("pretrain", "loss")] == [512, 1024, 1536, 2048]

@@ -209,6 +209,7 @@ DISK_CALLS = ("fsync", "rename", "replace", "unlink", "utime", "mkdir", "link")
 
 @pytest.mark.soak
 def test_a_kill_at_any_moment_leaves_nothing_half(bare_home: Path, tmp_path: Path) -> None:
+    bare_home.mkdir()
     calls = killed_everywhere(bare_home, tmp_path / "copies", DISK_CALLS, complete_in_two_steps)
     assert calls > 20, "every call that reaches the disk was one of the moments"
     for victim in (tmp_path / "copies" / str(number) for number in range(1, calls)):

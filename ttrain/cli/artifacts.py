@@ -224,6 +224,7 @@ def artifacts_clean(
     from ttrain.nightly import records
     from ttrain.store import garbage_collection
     from ttrain.store.registry import Registry
+    from ttrain.store.run_views import need_run
 
     store = ArtifactStore(usable_home())
     if run and (keep_runs, older_than) != (KEEP_RUNS, OLDER_THAN_DAYS):
@@ -231,10 +232,9 @@ def artifacts_clean(
     registered, needed = Registry(store.root).keys(), records.needed_keys
     kept = garbage_collection.Kept.recent(keep_runs, older_than)
     if run:
-        kept = garbage_collection.Kept(only_run=references.need_run(store.root, run))
+        kept = garbage_collection.Kept(only_run=need_run(store.root, run))
     cleaned = garbage_collection.clean(store, registered, kept, needed_by_nights=needed, dry_run=dry_run)
-    removed = [removal.to_json() for removal in cleaned.removed]
-    value = {"dry_run": dry_run, "removed": removed, "bytes": cleaned.bytes, "kept": cleaned.kept_counts}
+    value = {"dry_run": dry_run, "removed": cleaned.removed, "bytes": cleaned.bytes, "kept": cleaned.kept_counts}
     rows = [
         (
             removal.kind,
@@ -248,7 +248,7 @@ def artifacts_clean(
     kept_counts = ", ".join(f"{count} for {reason}" for reason, count in sorted(cleaned.kept_counts.items()))
     verb = "would be removed, which frees" if dry_run else "removed, which frees"
     shown: list[str | Table] = [Table(("kind", "stage", "key", "frees", "why"), rows)] if rows else []
-    shown.append(f"{len(removed)} {verb} {format_size(cleaned.bytes)}; kept: {kept_counts or 'no artifact'}")
+    shown.append(f"{len(rows)} {verb} {format_size(cleaned.bytes)}; kept: {kept_counts or 'no artifact'}")
     if cleaned.running:
         active_runs = ", ".join(f"{run} on {machine}" for run, machine in cleaned.running.items())
         shown.append(

@@ -255,7 +255,7 @@ def main(arguments: list[str] | None = None) -> None:
         if os.environ.get("TTRAIN_DEBUG"):
             traceback.print_exc()
         elif not getattr(error, "shown", False):
-            message = with_fix(layout.closed_home(error) if isinstance(error, OSError) else error)
+            message = with_fix(error)
             _print_error(with_settings_file(message, arguments))
         if isinstance(error, TooFewRows) and error.fixes:
             print(f"with that set: {escaped_lines(with_settings(arguments, *error.fixes))}", file=sys.stderr)

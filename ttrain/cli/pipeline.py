@@ -191,8 +191,9 @@ def pipeline_status(
 ) -> None:
     """List runs and their stages: outcome, time, key figures, logs; of one in progress percent, rate and time left."""
     from ttrain import api
+    from ttrain.store.run_views import need_run
 
-    name = references.need_run(home(), run)["run"] if run else ""
+    name = need_run(home(), run)["run"] if run else ""
     while True:
         listed = [one for one in api.runs(limit=None if run else limit) if name in ("", one.name)]
         shown = [_with_progress(one) for one in (listed if as_json else listed[: limit or LISTED_RUNS])]
@@ -242,7 +243,9 @@ def pipeline_logs(
     follow: Annotated[bool, option("go on until the run ends", "--follow", "-f")] = False,
 ) -> None:
     """Print the log of a run, or of one of its stages."""
-    record = references.need_run(home(), run)
+    from ttrain.store.run_views import need_run
+
+    record = need_run(home(), run)
     name = str(record["run"])
     if stage:
         references.need_stage(stage, [entry["name"] for entry in record["stages"]], f"the run {name}")
@@ -334,10 +337,11 @@ def _plan_parts(planned: Plan) -> list[str | Table]:
 def _settings_of_earlier_run(stage: str, run: str, settings_options: SettingsOptions) -> LoadedSettings:
     """The settings for rerunning a stage; prints their run and those that differ from the defaults."""
     from ttrain.lineage import names
+    from ttrain.store.run_views import need_run
 
     if (settings_options.config or settings_options.profile) and not run:
         return settings_options.load()
-    earlier_run = references.need_run(home(), run) if run else names.newest_with(home(), stage)
+    earlier_run = need_run(home(), run) if run else names.newest_with(home(), stage)
     loaded = settings_options.over_run(earlier_run)
     settings_text = " ".join(
         f"{key}={json.dumps(value, ensure_ascii=False)}" for _, key, value in names.settings_of(earlier_run)

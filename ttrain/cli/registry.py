@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,8 +25,6 @@ from ttrain.errors import UsageError
 from ttrain.store.layout import home
 
 if TYPE_CHECKING:
-    from ttrain.lineage.lineage import Lineage, LineageData, Link
-    from ttrain.lineage.reproduce import Reproduction
     from ttrain.store.registry import ModelSet
 
 models_app = command_group(
@@ -116,7 +114,12 @@ def models_promote(
     return Output(promoted.to_json(), [f"{promoted} of the run {promoted.run} {status}: {models}"])
 
 
-KINDS = {"set": "a set of models", "model": "a registered model", "key": "an artifact", "stage": "the newest artifact"}
+KINDS = {
+    "set": "a set of models",
+    "model": "a registered model",
+    "key": "an artifact",
+    "stage": "the newest artifact",
+}
 ORDER_OF_SUMS = ("rows_per_device", "compile")  # settings that the order of a training's sums depends on
 
 ModelVersion = Annotated[
@@ -142,8 +145,9 @@ def lineage(version: ModelVersion) -> Output:
     """
     from ttrain.lineage.lineage import lineage_of
 
-    model_lineage = lineage_of(home(), version)
-    return Output(model_lineage.to_json(), _lineage_parts(model_lineage))
+    behind = lineage_of(home(), version)
+    value = behind.to_json()
+    return Output(value, _lineage_parts(value, [artifact.result for artifact in behind.artifacts]))
 
 
 @command(
@@ -176,65 +180,67 @@ def reproduce(
     recipes = recipes_of(model_lineage, home())
     with closing(Display(console(stderr=as_json))) as display:
         result = making.reproduce(model_lineage, recipes, to, display)
-    return Output(result.to_json(), [*_result_lines(result, is_kept=to is not None)], code=int(not result.is_equal))
+    lines = [*_result_lines(result, is_kept=to is not None)]
+    return Output(result, lines, code=int(not result["equal"]))
 
 
-def _result_lines(result: Reproduction, *, is_kept: bool) -> Iterator[str]:
+def _result_lines(result: JsonObject, *, is_kept: bool) -> Iterator[str]:
     """Yield the differences with their reasons, then the verdict."""
-    for stage in result.stages:
-        if stage.differences:
-            yield f"{stage.stage}: not as it was: {'; '.join(stage.differences)}"
-        if not stage.is_equal:
-            contents = f"{short_digest(stage.content)} was recorded, {short_digest(stage.rebuilt_content)} came out"
-            yield f"{stage.stage}: {', '.join(stage.files) or 'a file'} differs: content {contents}"
-    if result.not_rebuilt:
-        yield f"not rebuilt, because their inputs differ: {', '.join(result.not_rebuilt)}"
-    location = f"; it is in {result.home}" if is_kept else ""
-    count, name = len(result.stages), result.lineage.target.name
-    if result.is_equal:
+    for stage in result["stages"]:
+        if stage["differences"]:
+            yield f"{stage['stage']}: not as it was: {'; '.join(stage['differences'])}"
+        if not stage["equal"]:
+            old, new = short_digest(stage["content"]), short_digest(stage["rebuilt_content"])
+            contents = f"content {old} was recorded, {new} came out"
+            yield f"{stage['stage']}: {', '.join(stage['files'])} differs: {contents}"
+    if result["left"]:
+        yield f"not rebuilt, because their inputs differ: {', '.join(result['left'])}"
+    location = f"; it is in {result['home']}" if is_kept else ""
+    name, last = result["name"], result["stages"][-1]["stage"]
+    if result["equal"]:
+        count = len(result["stages"])
         yield f"the same: all {count} stages of {name} gave the recorded bytes{location}"
     else:
-        yield f"DIFFERENT: {result.stages[-1].stage} of {name} did not give the recorded bytes{location}"
+        yield f"DIFFERENT: {last} of {name} did not give the recorded bytes{location}"
 
 
-def _lineage_parts(model_lineage: Lineage) -> list[str | Table]:
+def _lineage_parts(value: JsonObject, results: Sequence[JsonObject]) -> list[str | Table]:
     """What the model is, and a table of what each stage behind it was made of."""
-    target, links = model_lineage.target, model_lineage.links
-    of_run = f", of the run {target.run}" if target.run else ""
-    rows = []
-    for link in links:
-        cells = [(name, text) for name, text in _link_facts(link) if text]
-        rows += [(link.stage if number == 0 else "", *cell) for number, cell in enumerate(cells)]
-    versions = [f"{name} {version}" for link in links for name, version in link.libraries.items()]
+    of_run = f", of the run {value['run']}" if value["run"] else ""
+    rows: list[tuple[str, str, str]] = []
+    for stage, result in zip(value["stages"], results, strict=True):
+        cells = [(name, text) for name, text in _stage_facts(stage, result) if text]
+        rows += [(stage["stage"] if number == 0 else "", *cell) for number, cell in enumerate(cells)]
+    versions = (stage["libraries"].items() for stage in value["stages"])
+    listed = dict.fromkeys(f"{name} {version}" for pairs in versions for name, version in pairs)
     return [
-        f"{target.name}: {KINDS.get(target.kind, 'a run')}{of_run}",
-        *(f"note: {note}" for note in model_lineage.notes),
+        f"{value['name']}: {KINDS.get(value['kind'], 'a run')}{of_run}",
         Table(("stage", "", ""), rows),
-        f"with {', '.join(dict.fromkeys(versions))}",
+        f"with {', '.join(listed)}",
     ]
 
 
-def _link_facts(link: Link) -> Iterator[tuple[str, str]]:
+def _stage_facts(stage: JsonObject, result: JsonObject) -> Iterator[tuple[str, str]]:
     """Name and text of what is known of a stage; "" where something is not."""
-    commit, plus, changes = (link.commit or "").partition("+")  # whether some were uncommitted
-    origin = format_time(link.made_unix) if link.made_unix else "at an unrecorded time"
-    yield "key", short_digest(link.key)
-    yield "made", f"{origin} by {link.run}" if link.run else origin
-    yield "content", short_digest(link.content or "")
-    yield "code", short_digest(link.code or "")
+    commit, plus, changes = (stage["commit"] or "").partition("+")  # whether some were uncommitted
+    made = format_time(stage["made_unix"])
+    yield "key", short_digest(stage["key"])
+    yield "made", f"{made} by {stage['run']}" if stage["run"] else made
+    yield "content", short_digest(stage["content"])
+    yield "code", short_digest(stage["code"])
     yield "commit", commit and f"{short_digest(commit)}{plus}{changes}"
-    yield "seed", _known({"": link.seed})
-    for data in link.data:
+    yield "seed", _known({"": stage["seed"]})
+    for data in stage["data"]:
         yield "read", _data_line(data)
-    inputs = sorted(link.inputs.items())
-    yield "from", _known({name: short_digest(key) for name, (_, key) in inputs})
-    settings = link.settings.items()
+    inputs = sorted(stage["inputs"].items())
+    yield "from", _known({name: short_digest(used["key"]) for name, used in inputs})
+    settings = stage["settings"].items()
     yield "settings", " ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in settings)
-    result, runtime = link.manifest.get("result", {}), link.provenance.get("runtime", {})
     if "ranks" in result:  # the order of its sums depends on these
         order = {name: result.get(name) for name in ("precision", "device", "ranks", "threads")}
+        runtime = stage["runtime"] or {}
         yield "trained", _known({**order, **{name: runtime.get(name) for name in ORDER_OF_SUMS}})
-    for note in link.notes:
+    for note in stage["notes"]:
         yield "note", note
 
 
@@ -244,8 +250,8 @@ def _known(values: JsonObject) -> str:
     return ", ".join(f"{name} {value}".strip() for name, value in known.items())
 
 
-def _data_line(data: LineageData) -> str:
-    counts = ((data.documents, "records"), (data.tokens, "tokens"), (data.bytes, "bytes of text"))
-    amounts = ", ".join(f"{count:,} {unit}" for count, unit in counts if count is not None)
-    words = [data.part, data.name, "sha256", short_digest(data.sha256), f"({amounts})" if amounts else ""]
-    return " ".join([*filter(None, words), *([f"at {data.location}"] if data.location else [])])
+def _data_line(data: JsonObject) -> str:
+    units = {"documents": "records", "tokens": "tokens", "bytes": "bytes of text"}
+    counts = ", ".join(f"{data[name]:,} {unit}" for name, unit in units.items() if data[name] is not None)
+    words = [data["part"], data["name"], "sha256", short_digest(data["sha256"]), counts and f"({counts})"]
+    return " ".join(filter(None, [*words, data["location"] and f"at {data['location']}"]))

@@ -44,7 +44,7 @@ def track_push(
     from ttrain.tracking.tracked_runs import is_tracked
 
     root = usable_home()
-    names = None if run is None else [run_views.find_record(root, run)["run"]]
+    names = None if run is None else [run_views.need_run(root, run)["run"]]
     if everything:
         names = [record["run"] for record in reversed(runs.history(root)) if is_tracked(record)]
     screen = console(stderr=True)
@@ -64,7 +64,7 @@ def links_of(root: Path, address: str, names: Sequence[str]) -> dict[str, str]:
     from ttrain.tracking import pusher
     from ttrain.tracking.views import addresses_of
 
-    records = [run_views.find_record(root, text) for text in names]
+    records = [run_views.need_run(root, text) for text in names]
     chosen = [(str(record.get("equals") or record["run"]), None) for record in records]
     if not runs.names(root):
         return {}

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ttrain.config import Promotion, Settings
 from ttrain.config.training import BITS_PER_BYTE, DOMAIN_LOSS, TRAINING_STAGES
-from ttrain.engine.execution import REGISTERED, PipelineRun
+from ttrain.engine.execution import PipelineRun
 from ttrain.evaluate import promotion
 from ttrain.evaluate.promotion import Judged
 from ttrain.evaluate.scores import Evaluation
@@ -47,7 +47,6 @@ def decide(
     made = execution.artifacts
     night.note(
         version=version,
-        keys={stage: artifact.key for stage, artifact in made.items() if stage in REGISTERED},
         run=run,
         decision=decision.to_json(),
         texts=[figure.to_json() for figure in judged.texts],
@@ -55,9 +54,9 @@ def decide(
     execution.record.note(decision=decision.to_json())
     # The champion keeps the decision that made it so
     if decision.promote or champion is None or champion.version != version:
-        table, *figures = tables(judged)
-        text = "\n\n".join(figures)
-        registry.decide(name, version, decision.to_json(), run=run, table=table, figures=text)
+        tables = [summary.markdown(rows, header) for rows, header in promotion.tables(judged)]
+        figures = "\n\n".join(tables[1:])
+        registry.decide(name, version, decision.to_json(), run=run, table=tables[0], figures=figures)
     if decision.promote:
         registry.promote(name, version)
     evaluation, shards = made[EVALUATE.name], made.get(SHARDS_PRETRAIN.name)
@@ -98,24 +97,18 @@ def _judge(
     return promotion.judge(Evaluation.of(evaluation), champion, rules, by_night, night.name, best)
 
 
-def tables(judged: Judged) -> list[str]:
-    """The decision in Markdown, and the figures by text where there are some."""
-    return [summary.markdown(rows, header) for rows, header in promotion.tables(judged)]
-
-
 def heldout_nights(night: NightRecord, evaluation: Artifact) -> tuple[str, ...]:
     """Names of the nights that brought the held-out documents of this evaluation, the oldest first."""
-    reference, frozen = heldout_of(evaluation), night.frozen
-    if reference is None or reference == frozen.heldout:  # only chats are new
-        return frozen.heldout_nights
-    return (*frozen.heldout_nights, night.name)
+    frozen = night.frozen
+    is_new = heldout_of(evaluation) not in (None, frozen.heldout)  # else only chats are new
+    return (*frozen.heldout_nights, night.name) if is_new else frozen.heldout_nights
 
 
 def _rules(settings: Settings, inputs: NightInputs, execution: PipelineRun) -> Promotion:
     """The rules of the night's decision. Without new documents both have the same base model, whose metric says nothing:
     then the first model counts that both have and that differs, on what is held out for it."""
     rules = settings.promotion
-    if not inputs.keeps_base or rules.metric != BITS_PER_BYTE.name:
+    if not inputs.kept_base or rules.metric != BITS_PER_BYTE.name:
         return rules
     metric = DOMAIN_LOSS
     for name, row in TRAINING_STAGES.items():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from ttrain.config import Settings
 from ttrain.errors import ArtifactError
@@ -14,7 +14,6 @@ from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 
 BEFORE = "before the nights"  # the name of held-out documents that no night brought
-UNNAMED = "earlier nights"  # of those in a record that does not name them
 
 
 class EarlierHeldout(NamedTuple):
@@ -73,18 +72,15 @@ def need_artifact(store: ArtifactStore, reference: str, use: str, advice: str) -
 
 
 def names_by_night(heldout: Artifact, names: Sequence[str]) -> dict[str, list[str]]:
-    """What identifies the held-out records in scores, by the night that brought them, the oldest first.
+    """What identifies the held-out records in scores, by the night that brought them, oldest first.
 
-    `names`: of the nights. Empty for a set of one night alone. Raises ArtifactError if the set is damaged.
+    `names`: of the nights. Empty for a set of one night alone. Raises ArtifactError if the set is
+    damaged.
     """
     from ttrain.tasks.heldout import read_nights  # loads what reads shards
 
     groups = read_nights(heldout.path)
-    unnamed = [UNNAMED] * max(0, len(groups) - len(names))
-    by_night: dict[str, list[str]] = {}
-    for name, group in zip([*unnamed, *names[max(0, len(names) - len(groups)) :]], groups, strict=True):
-        by_night.setdefault(name, []).extend(group)
-    return by_night
+    return dict(zip(names, groups, strict=True)) if groups else {}
 
 
 def best_figures(nights: Iterable[NightRecord], metric: str) -> dict[str, BestFigure]:
@@ -95,22 +91,17 @@ def best_figures(nights: Iterable[NightRecord], metric: str) -> dict[str, BestFi
     do texts that were judged together.
     """
     best: dict[str, BestFigure] = {}
-
-    def take(text: Mapping[str, Any], value: float | None, version: str) -> None:
-        name, records = text["name"], text["records"]
-        known = best.get(name)
-        if value is not None and (known is None or (known.records == records and known.value > value)):
-            best[name] = BestFigure(value, f"version {version}", records)
-
     for night in nights:
         decision, champion = night.data.get("decision") or {}, night.frozen.champion
         if night.outcome not in COMPLETED or metric_of_texts(str(decision.get("metric"))) != metric:
             continue
         for text in night.data.get("texts") or ():
-            if text["kind"] != "night":
-                continue
+            values = {champion.version: text["champion"]} if champion else {}
             if night.outcome == "promoted":  # its challenger is the champion from then on
-                take(text, text["challenger"], night.data["version"])
-            if champion is not None:
-                take(text, text["champion"], champion.version)
+                values = {night.data["version"]: text["challenger"], **values}
+            for version, value in values.items():
+                known = best.get(text["name"])
+                is_best = known is None or (known.records == text["records"] and known.value > value)
+                if text["kind"] == "night" and value is not None and is_best:
+                    best[text["name"]] = BestFigure(value, f"version {version}", text["records"])
     return best

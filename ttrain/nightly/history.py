@@ -47,14 +47,15 @@ def learnt_of(artifacts: Artifacts, chats: Artifact | None) -> dict[str, int]:
 def history(home: Path, name: str | None, most: int = NIGHTS) -> tuple[str, list[JsonDict]]:
     """(name of the pipeline, its last nights, the newest first). Raises UsageError where there is none, or no single one."""
     names = sorted(path.name for path in (home / "nightly").glob("*") if path.is_dir())
-    if name is None and len(names) != 1:
-        if not names:
-            raise UsageError("there was no night yet; `ttrain pipeline run nightly` runs one")
-        raise UsageError(f"there are nights of {', '.join(names)}; choose one with --name, for example --name {names[0]}")
-    if name is not None and name not in names:
-        raise UsageError(f"there was no night of {name} yet; there are nights of {', '.join(names) or 'no pipeline'}")
-    chosen = name or names[0]
-    return chosen, [of_record(night.as_it_is_now()) for night in islice(Nights(home, chosen).newest_first(), most)]
+    chosen = name or (names[0] if len(names) == 1 else "")
+    if chosen not in names:
+        raise UsageError(
+            f"--name is {name or 'not set'}, but there are nights of "
+            f"{', '.join(names) or 'no pipeline'}; choose one of these, or run one with "
+            f"`ttrain pipeline run nightly`"
+        )
+    nights = islice(Nights(home, chosen).newest_first(), most)
+    return chosen, [of_record(night.as_it_is_now()) for night in nights]
 
 
 def of_record(night: NightRecord) -> JsonDict:
@@ -83,10 +84,8 @@ def of_record(night: NightRecord) -> JsonDict:
 def _text(text: JsonDict) -> JsonDict:
     """The values on one held-out text. `change`: the loss as a share of the champion's value."""
     names = ("name", "kind", "records", "challenger", "champion", "lost")
-    champion, difference = text["champion"], text["difference"]
-    change = None
-    if champion is not None and difference is not None:
-        change = -difference / (abs(champion) or 1.0) + 0.0
+    difference = text["difference"]
+    change = None if difference is None else -difference / (abs(text["champion"]) or 1.0) + 0.0
     return {**{name: text[name] for name in names}, "change": change}
 
 

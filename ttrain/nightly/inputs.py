@@ -6,9 +6,7 @@ import glob
 import logging
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-from pydantic import ValidationError
+from typing import Any, NamedTuple
 
 from ttrain.config import PYTHON_DOCS, Nightly, Settings
 from ttrain.config.data import NEAR_DUPLICATES_OF_NIGHTS
@@ -19,7 +17,6 @@ from ttrain.core.hashing import EMPTY_FILE, digest_of
 from ttrain.data import locations, python_docs
 from ttrain.data.records import LEAST_SHARE
 from ttrain.engine.input_files import TRAIN, data_files, file_digests
-from ttrain.errors import UsageError
 from ttrain.nightly.heldout import find_heldout, need_artifact
 from ttrain.nightly.records import (
     Champion,
@@ -41,7 +38,6 @@ DOCUMENTS = "pretrain"  # the data set of documents
 # Not part of any key: the current values are used.
 UNFROZEN_SECTIONS = ("runtime", "tracking", "promotion", "notify")
 UNFROZEN_OF_NIGHTLY = ("deadline", "deadline_hours", "timezone", "attempts")
-INFINITE = "infinite"
 FULL_RATE_STEPS = 8  # of 2,048 tokens: 0.76 of the rates in nights of 14 steps, 0.45 in nights of 40 (docs/log.md)
 
 
@@ -72,13 +68,8 @@ class NightInputs:
     note: str = ""
 
     @property
-    def keeps_base(self) -> bool:
-        """Whether no document is new, so that SFT and LoRA start again on the champion's base model."""
-        return self.kept_base is not None
-
-    @property
     def kept_base(self) -> Artifact | None:
-        """The champion's base model where it stays."""
+        """The champion's base model where it stays, since no document is new."""
         return next((self.replacements[stage] for stage in reversed(BASES) if stage in self.replacements), None)
 
 
@@ -89,9 +80,7 @@ def watched_files(settings: Settings, store: ArtifactStore, *, may_be_gone: bool
     UsageError if a setting matches no file, or one that cannot be read.
     """
     files_by_dataset: dict[str, list[FileEntry]] = {}
-    for stage in SHARDS.values():
-        dataset = stage.dataset
-        assert dataset is not None, "each of them reads files"
+    for dataset, stage in SHARDS.items():
         if not settings.reads(dataset):
             continue
         if settings.data.uses_python_docs(dataset):
@@ -111,20 +100,19 @@ def watched_files(settings: Settings, store: ArtifactStore, *, may_be_gone: bool
 
 def _is_emptied(settings: Settings) -> bool:
     """Whether `data.pretrain` names only empty folders and globs of this machine."""
-    for pattern in settings.data.paths("pretrain"):
-        if locations.is_remote(pattern):
-            return False
-        path = locations.local_path(pattern)
-        if not (path.is_dir() or glob.has_magic(str(path))) or locations.local_matches(path):
-            return False
-    return True
+    patterns = settings.data.paths("pretrain")
+    if any(map(locations.is_remote, patterns)):
+        return False
+    paths = [locations.local_path(pattern) for pattern in patterns]
+    can_be_empty = all(path.is_dir() or glob.has_magic(str(path)) for path in paths)
+    return can_be_empty and not any(map(locations.local_matches, paths))
 
 
 def without_damaged(watched: FilesByDataset, nights: Nights, settings: Settings) -> tuple[FilesByDataset, str]:
     """The files that no night found damaged, and a note that names the others, or nothing."""
     damaged = nights.damaged(settings)
-    whole = {name: [file for file in files if file["sha256"] not in damaged] for name, files in watched.items()}
-    return whole, describe_left_out(file for files in watched.values() for file in files if file["sha256"] in damaged)
+    left_out = (file for files in watched.values() for file in files if file["sha256"] in damaged)
+    return _without(watched, damaged), describe_left_out(left_out)
 
 
 def describe_left_out(files: Iterable[FileEntry]) -> str:
@@ -145,7 +133,7 @@ def smaller_snapshot(frozen: InputSnapshot, damaged: Collection[str], read: set[
     None where nothing new is left, or a data set has no file to learn. `read`: digests of files that nights have read.
     """
     left_out = [file["sha256"] for file in entries_of(frozen, damaged)]
-    files = {name: [file for file in listed if file["sha256"] not in left_out] for name, listed in frozen.files.items()}
+    files = _without(frozen.files, left_out)
     if not damaged:
         files[DOCUMENTS] = []
     if files == frozen.files:
@@ -153,17 +141,16 @@ def smaller_snapshot(frozen: InputSnapshot, damaged: Collection[str], read: set[
     is_optional = {DOCUMENTS} if frozen.champion else set()
     if any(not files[name] for name in frozen.files.keys() - is_optional if frozen.files[name]):
         return None
-    if read.issuperset(file["sha256"] for listed in files.values() for file in listed):
+    if not any(_without(files, read).values()):
         return None
     return replace(frozen, files=files, replay=frozen.replay if files.get(DOCUMENTS) else 0.0)
 
 
-@dataclass(frozen=True)
-class FileSelection:
+class FileSelection(NamedTuple):
     """The files that a night would read, and which of them no night has read before."""
 
     files: FilesByDataset
-    new: tuple[str, ...] = field(default=())
+    new: tuple[str, ...] = ()
     has_new_chats_alone: bool = False  # or none: SFT reads no chat that the champion has learnt
 
 
@@ -172,41 +159,39 @@ def select_files(
 ) -> FileSelection:
     """Select the files that a night reads from those present. `new` is empty if there is nothing to do.
 
-    Documents are filtered, and chats if `chats` is new. Adapters start again on all their files, and so does SFT on another
-    base if no chat is new.
+    Documents are filtered, and chats if `chats` is new. Adapters start again on all their files, and so
+    does SFT on another base if no chat is new.
     """
-    new = tuple(file["location"] for files in watched.values() for file in files if file["sha256"] not in read)
-    files = {name: list(entries) for name, entries in watched.items()}
-    known_digests = learnt if settings.again else read
-    has_new_chats_alone = False
-
-    def unknown(entries: list[FileEntry]) -> list[FileEntry]:
-        return [file for file in entries if file["sha256"] not in known_digests]
-
-    if has_champion and settings.data == "new" and settings.start_from == "champion" and "pretrain" in files:
-        files["pretrain"] = unknown(files["pretrain"])
+    unread, unknown = _without(watched, read), _without(watched, learnt if settings.again else read)
+    files, has_new_chats_alone = dict(watched), False
+    continues = settings.data == "new" and settings.start_from == "champion"
+    if has_champion and continues and DOCUMENTS in files:
+        files[DOCUMENTS] = unknown[DOCUMENTS]
     if has_champion and settings.chats == "new" and "sft" in files:
-        new_chats = unknown(files["sft"])
-        has_new_chats_alone = bool(new_chats) or settings.sft_base == "champion"
-        files["sft"] = new_chats if has_new_chats_alone else files["sft"]
+        has_new_chats_alone = bool(unknown["sft"]) or settings.sft_base == "champion"
+        files["sft"] = unknown["sft"] if has_new_chats_alone else files["sft"]
+    new = tuple(file["location"] for entries in unread.values() for file in entries)
     return FileSelection(files, new, has_new_chats_alone)
 
 
-def changed_files(frozen: InputSnapshot, now: FilesByDataset) -> list[str]:
-    """Files of a snapshot whose bytes are no longer present under any name; `now`: the files present."""
-    changed = []
-    for dataset, files in frozen.files.items():
-        digests = {file["sha256"] for file in now.get(dataset, ())}
-        changed += [file["location"] for file in files if file["sha256"] not in digests]
-    return changed
+def _without(files: FilesByDataset, digests: Collection[str]) -> dict[str, list[FileEntry]]:
+    """The files that have none of these digests."""
+    kept = {}
+    for name, entries in files.items():
+        kept[name] = [file for file in entries if file["sha256"] not in digests]
+    return kept
 
 
-def refreshed_snapshot(frozen: InputSnapshot, now: FilesByDataset) -> InputSnapshot:
-    """The snapshot with its files as they are now.
+def refreshed_snapshot(
+    frozen: InputSnapshot,
+    now: FilesByDataset,
+) -> tuple[InputSnapshot, list[str]]:
+    """The snapshot with its files as they are now, and the names of those whose bytes are gone.
 
     Renamed ones have their new names, changed ones their new bytes, missing ones are left out.
     """
     files: dict[str, list[FileEntry]] = {}
+    gone: list[str] = []
     for dataset, listed in frozen.files.items():
         present = now.get(dataset, [])
         by_digest = {file["sha256"]: file for file in reversed(present)}
@@ -214,10 +199,10 @@ def refreshed_snapshot(frozen: InputSnapshot, now: FilesByDataset) -> InputSnaps
         files[dataset] = []
         for file in listed:
             here = by_location.get(file["location"])
-            entry = here if here == file else by_digest.get(file["sha256"]) or here
-            if entry:
-                files[dataset].append(entry)
-    return replace(frozen, files=files)
+            entry = here if here == file else by_digest.get(file["sha256"], here)
+            files[dataset] += [entry] if entry else []
+            gone += [] if file["sha256"] in by_digest else [file["location"]]
+    return replace(frozen, files=files), gone
 
 
 def frozen_part(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,15 +213,12 @@ def frozen_part(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings_of(frozen: InputSnapshot, current: Settings) -> Settings:
-    """The user's settings of the snapshot. Settings that do not affect results, and secrets of sources, which are not
-    recorded, are the current ones. Raises UsageError if they no longer fit this version of ttrain."""
+    """The user's settings of the snapshot. Settings that do not affect results, and secrets of
+    sources, which are not recorded, are the current ones."""
     now = current.model_dump()
-    try:
-        tree = {**redact.restored(frozen.settings, now), **{name: now[name] for name in UNFROZEN_SECTIONS}}
-        tree["nightly"] = {**tree.get("nightly", {}), **{name: now["nightly"][name] for name in UNFROZEN_OF_NIGHTLY}}
-        return Settings.model_validate(tree)
-    except ValidationError as error:
-        raise UsageError(f"the settings of an unfinished night do not fit this version of ttrain: {error}") from None
+    tree = {**redact.restored(frozen.settings, now), **{name: now[name] for name in UNFROZEN_SECTIONS}}
+    of_nightly = {name: now["nightly"][name] for name in UNFROZEN_OF_NIGHTLY}
+    return Settings.model_validate({**tree, "nightly": {**tree.get("nightly", {}), **of_nightly}})
 
 
 def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) -> NightInputs:
@@ -247,7 +229,12 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
         weighted = bool(user.data.weights(dataset))  # the weight is that of a source, not of each of its files
         if files and not weighted and not user.data.uses_python_docs(dataset):
             tree["data"][dataset] = [file["location"] for file in files]
-    artifacts = _champion_artifacts(frozen.champion, store)
+    artifacts: dict[str, Artifact] = {}
+    if frozen.champion:
+        use = f"the champion, version {frozen.champion.version}, needs the artifact"
+        advice = "restore it, or make another set the champion with `ttrain models promote`"
+        for stage, key in frozen.champion.keys.items():
+            artifacts[stage] = need_artifact(store, f"{stage}/{key}", use, advice)
     replacements: dict[str, Artifact] = {}
     plateau, note = None, ""
     base = next((artifacts[stage] for stage in reversed(BASES) if stage in artifacts), None)
@@ -301,15 +288,6 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
     )
 
 
-def _champion_artifacts(champion: Champion | None, store: ArtifactStore) -> dict[str, Artifact]:
-    """The champion's artifacts by stage. Raises ArtifactError where one is gone."""
-    if champion is None:
-        return {}
-    use = f"the champion, version {champion.version}, needs the artifact"
-    advice = "restore it, or make another set the champion with `ttrain models promote`"
-    return {stage: need_artifact(store, f"{stage}/{key}", use, advice) for stage, key in champion.keys.items()}
-
-
 def learnt_shards(
     stage: str, champion: Champion | None, nights: Iterable[NightRecord], store: ArtifactStore
 ) -> tuple[str, ...]:
@@ -324,7 +302,7 @@ def learnt_shards(
     references = its_night.learnt_shards(stage) if its_night else ()
     model = store.find(stage, champion.keys[stage]) if stage in champion.keys else None
     if not references and model and (shards := model.manifest["inputs"].get("shards")):
-        references = (_reference(shards),)
+        references = (f"{shards['stage']}/{shards['key']}",)
     listed = dict.fromkeys(references)
     present = tuple(reference for reference in listed if store.find(*reference.split("/")))
     if len(present) < len(listed):
@@ -341,11 +319,6 @@ def learnt_by(champion: Champion | None, store: ArtifactStore) -> set[str]:
     models = (store.find(stage, keys[stage]) for stage in TRAININGS if stage in keys)
     shards = filter(None, (store.input_of(model, "shards") for model in models))
     return {file["sha256"] for artifact in shards for file in artifact.manifest["ingredients"]["files"].get(TRAIN, ())}
-
-
-def _reference(recorded: Mapping[str, Any]) -> str:
-    """The "stage/key" reference of an artifact that a manifest records as an input."""
-    return f"{recorded['stage']}/{recorded['key']}"
 
 
 def _recorded_artifacts(store: ArtifactStore, references: Iterable[str]) -> tuple[Artifact, ...]:
@@ -367,10 +340,10 @@ def budget_and_schedule(settings: Settings, *, has_plateau: bool) -> dict[str, A
     """Settings of `pretrain` that differ where it continues the champion's base: the budget and the rates of a night, and no
     warm-up of a plateau, whose rate is at the peak. A high rate raises the loss on what is old (arXiv:2308.04014), in more
     steps by more: weights move by about the rate times the root of the steps."""
-    nightly, optim, schedule = settings.nightly, settings.pretrain.optim.model_dump(), dict[str, Any]()
-    changes: dict[str, Any] = {}
+    nightly, optim = settings.nightly, settings.pretrain.optim.model_dump()
+    schedule, changes = settings.pretrain.schedule.model_dump(), dict[str, Any]()
     if nightly.rate == AUTO:
-        schedule["full_rate_steps"] = settings.pretrain.schedule.full_rate_steps or FULL_RATE_STEPS
+        schedule["full_rate_steps"] = schedule["full_rate_steps"] or FULL_RATE_STEPS
     else:
         names = [name.removeprefix("optim.") for name in sorted(RATES)]
         rates = {name: float(f"{nightly.rate * optim[name]:.6g}") for name in names if optim[name] is not None}
@@ -379,22 +352,21 @@ def budget_and_schedule(settings: Settings, *, has_plateau: bool) -> dict[str, A
         changes |= {"tokens": nightly.tokens, "epochs": nightly.epochs}
     if has_plateau:
         schedule["warmup_steps"] = 0
-    return {**changes, "schedule": {**settings.pretrain.schedule.model_dump(), **schedule}}
+    return {**changes, "schedule": schedule}
 
 
 def _continued_plateau(settings: Settings, base: Artifact, version: str) -> tuple[Artifact | None, str]:
-    """The artifact whose plateau the night continues, and a note where there should be one and is none."""
-    if settings.pretrain.schedule.kind != INFINITE:
+    """The artifact whose plateau the night continues, and a note where there should be one."""
+    if settings.pretrain.schedule.kind != "infinite":
         return None, ""
-    trained = base.manifest["ingredients"].get("settings", {})
-    kind, now = trained.get("pretrain.optim.kind"), settings.pretrain.optim.kind
-    if not base.files_of((PLATEAU,)):
-        problem = f"pretrain.schedule.kind was {trained.get('pretrain.schedule.kind', 'unknown')} and left no plateau"
-    elif kind != now:
-        problem = f"pretrain.optim.kind was {kind}, whose state {now} cannot continue"
-    else:
+    trained = base.manifest["ingredients"].get("settings", {}).get("pretrain.optim.kind")
+    kind = settings.pretrain.optim.kind
+    if base.files_of((PLATEAU,)) and trained == kind:
         return base, ""
-    return None, f"the champion, version {version}, is warmed up again: its {problem}; the next champion will have a plateau"
+    return None, (
+        f"the champion, version {version}, is warmed up again: it left no plateau of "
+        f"pretrain.optim.kind {kind} (it was {trained or 'unknown'}); the next champion will have one"
+    )
 
 
 def _chat_bases(settings: Settings, champion: Artifacts, store: ArtifactStore) -> dict[str, Artifact]:

@@ -6,7 +6,7 @@ import json
 import logging
 import socket
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -40,10 +40,13 @@ def send(settings: Notify, event: Event, message: Mapping[str, Any]) -> None:
     now = datetime.now(UTC).isoformat(timespec="seconds")
     whole = {"event": event, "time": now, "host": socket.gethostname(), "text": f"ttrain: {event}", **message}
     body = json.dumps(whole, ensure_ascii=False, default=str).encode("utf-8")
-    if settings.command:
-        _try_notify("the command of notify.command", lambda: _run(settings.command, body, settings.timeout_seconds))
-    if settings.webhook or settings.webhook_file:
-        _try_notify("the webhook", lambda: _post(_address(settings), body, settings.timeout_seconds))
+    recipients = (("the command of notify.command", _run), ("the webhook", _post))
+    for name, action in recipients:
+        try:
+            action(settings, body)
+        except Exception as error:  # a user's program or a network can fail in any way
+            reason = str(error) if isinstance(error, _NotificationError) else type(error).__name__
+            log.warning("%s was not notified: %s", name, reason)
 
 
 def send_end_of_run(settings: Notify, name: str, run: RecordedRun) -> None:
@@ -59,16 +62,11 @@ def send_end_of_run(settings: Notify, name: str, run: RecordedRun) -> None:
     send(settings, event, payload)
 
 
-def _try_notify(recipient: str, action: Callable[[], None]) -> None:
-    try:
-        action()
-    except Exception as error:  # a user's program or a network can fail in any way
-        reason = str(error) if isinstance(error, _NotificationError) else type(error).__name__
-        log.warning("%s was not notified: %s", recipient, reason)
-
-
-def _run(command: tuple[str, ...], body: bytes, seconds: float) -> None:
-    """Run the program with the message on its standard input. It is killed at the time limit."""
+def _run(settings: Notify, body: bytes) -> None:
+    """Run the program, if any, with the message on its standard input; killed at the time limit."""
+    command, seconds = settings.command, settings.timeout_seconds
+    if not command:
+        return
     streams: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     try:
         done = subprocess.run(command, input=body, timeout=seconds, **streams)
@@ -81,29 +79,23 @@ def _run(command: tuple[str, ...], body: bytes, seconds: float) -> None:
         raise _NotificationError(f"{command[0]} ended with exit code {done.returncode}{last and f': {last}'}")
 
 
-def _address(settings: Notify) -> str:
-    if settings.webhook:
-        return settings.webhook
-    path = user_path(settings.webhook_file or "")
-    try:
-        address = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        raise _NotificationError(f"notify.webhook_file is {path}, which cannot be read") from None
-    if not address.startswith(("http://", "https://")):
-        raise _NotificationError(f"notify.webhook_file is {path}, which must hold one http or https address")
-    return address
-
-
-def _post(address: str, body: bytes, seconds: float) -> None:
-    """Send one POST; the address is a secret, so that an error shows its host alone."""
+def _post(settings: Notify, body: bytes) -> None:
+    """Send one POST, if there is an address; that is a secret, so that an error shows its host alone."""
+    address = settings.webhook or ""
+    if settings.webhook_file:
+        path = user_path(settings.webhook_file)
+        try:
+            address = path.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError):
+            raise _NotificationError(f"notify.webhook_file is {path}, which cannot be read") from None
+    if not address:
+        return
     import httpx
 
     headers = {"Content-Type": "application/json; charset=utf-8", "User-Agent": "ttrain"}
     host = urlsplit(address).hostname
     try:
-        answer = httpx.post(address, content=body, headers=headers, timeout=seconds)
-    except httpx.TimeoutException:
-        raise _NotificationError(f"{host}: no answer within {seconds:g} s") from None
+        answer = httpx.post(address, content=body, headers=headers, timeout=settings.timeout_seconds)
     except httpx.HTTPError as error:
         raise _NotificationError(f"{host}: {error}") from None
     if not answer.is_success:

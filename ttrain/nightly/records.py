@@ -122,23 +122,18 @@ class NightRecord:
     @property
     def unread(self) -> list[FileEntry]:
         """Those of `left_out` that the night does not read after all, by other settings."""
-        digests = self.digests()
-        return [file for file in self.left_out if file["sha256"] not in digests]
+        return [file for file in self.left_out if file["sha256"] not in self.digests()]
 
     @property
     def heldout(self) -> str | None:
         """Reference ("stage/key") of the held-out documents of this and all earlier nights, if it has decided; None where
         the user named others, which say nothing of earlier nights."""
         is_named = self.frozen.settings.get("data", {}).get("pretrain_heldout")
-        reference = None if is_named or self.outcome not in COMPLETED else self.data.get("heldout")
-        return str(reference) if reference else None
+        return None if is_named or self.outcome not in COMPLETED else self.data.get("heldout")
 
     def made(self, champion: Champion) -> bool:
-        """Whether the night completed and its set is this champion: by the keys of its models, which older records lack,
-        since a new database of MLflow counts its versions from 1 again."""
-        keys = self.data.get("keys")
-        is_same = keys.items() <= champion.keys.items() if keys else self.data.get("version") == champion.version
-        return self.outcome in COMPLETED and bool(is_same)
+        """Whether the night completed and its set is this champion."""
+        return self.outcome in COMPLETED and self.data.get("version") == champion.version
 
     def learnt_shards(self, stage: str) -> tuple[str, ...]:
         """Shards ("stage/key") of all that this night's model of a stage of `LEARNT` has learnt, the oldest first."""
@@ -182,21 +177,8 @@ class NightRecord:
 
     def begin_try(self, slot: datetime | None) -> None:
         """Record that this process starts a try now."""
-        self.add_try(slot)
+        self.data["attempts"].append(_new_try(slot))
         self.note(outcome="running")
-
-    def add_try(self, slot: datetime | None) -> None:
-        """Add a try without writing the record."""
-        self.data["attempts"].append({
-            "began": time.time(),
-            "slot": slot.timestamp() if slot else None,
-            "outcome": "running",
-            "process": this_process(),
-        })  # fmt: skip
-
-    def freeze(self, frozen: InputSnapshot) -> None:
-        """Replace the night's inputs, after some of them were changed or removed."""
-        self.note(inputs=frozen.to_json())
 
     def leave_out(self, files: Iterable[FileEntry], reason: str, settings: Settings) -> None:
         """Record files that the stages found damaged under these settings."""
@@ -218,6 +200,12 @@ class NightRecord:
         """Set fields of the try in progress, such as its run, and write the record."""
         self.data["attempts"][-1] |= values
         self.note()
+
+
+def _new_try(slot: datetime | None) -> dict[str, Any]:
+    """A try of this process that begins now."""
+    began = {"began": time.time(), "slot": slot.timestamp() if slot else None}
+    return {**began, "outcome": "running", "process": this_process()}
 
 
 class Nights:
@@ -303,9 +291,8 @@ class Nights:
         newest = self.newest()
         if newest is None or newest.outcome != outcome or newest.data["inputs"]["files"]:
             newest = self._next(InputSnapshot({}, {}))
-        newest.data |= {"state": "closed", "attempts": []}
-        newest.add_try(slot)  # one write: if killed between two, it would continue as a night without list and settings
-        newest.end_try(outcome, reason, closed=True)
+        newest.data["attempts"] = [_new_try(slot)]
+        newest.end_try(outcome, reason, closed=True)  # one write: a kill leaves no night without a list
         return newest
 
     def skipped(self, slot: datetime | None, reason: str) -> None:

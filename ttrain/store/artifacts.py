@@ -202,8 +202,8 @@ class ArtifactStore:
         from ttrain.config import TRAINING_STAGES  # 0.2 s, which commands that read the store alone need not take
 
         row = TRAINING_STAGES.get(stage)
-        data = f" data.{row.dataset}=FILE" if row and row.optional else ""
-        return f"run `ttrain pipeline run full{data}` first"
+        data = f", with files in data.{row.dataset}" if row and row.role != "base" else ""
+        return f"run `ttrain pipeline run full` first{data}"
 
     @contextlib.contextmanager
     def lock(self, stage: str, key: str, waiting: Any = None) -> Iterator[None]:
@@ -316,8 +316,9 @@ def fetch_absent(
 ) -> Artifact:
     """The artifact, in the store, with all its files under `names` (none: all that are not private).
 
-    They are fetched beside the store under the key's lock, compared with the manifest, and moved into their place; then
-    the manifest lists them. A kill leaves whole files, which the next attempt reuses. Raises ArtifactError.
+    Each is fetched under the key's lock, compared with the manifest, and renamed into its place;
+    then the manifest lists them. A kill leaves whole files, which the next attempt reuses.
+    Raises ArtifactError.
     """
     stage, key = artifact.stage, artifact.key
     if store.elsewhere is None:
@@ -334,64 +335,43 @@ def fetch_absent(
         sizes = artifact.manifest["files"]
         size = format_size(sum(sizes[name]["bytes"] for name in missing))
         report(f"fetching {len(missing)} files of {stage} ({size})")
-        fetch_directory = store.work(stage, key).with_name(f"{key}.fetch")
+        work = store.work(stage, key)
+        directory = present.path if present else work.with_name(f"{key}.fetch")
+        parts = work.with_name(f"{key}.part")
         for name in missing:
-            _fetch(store.elsewhere, artifact, name, fetch_directory / name)
+            _fetch(store.elsewhere, artifact, name, directory / name, parts / name)
+        remove_tree(parts)
         manifest = {**artifact.manifest, "absent": sorted(artifact.absent.difference(missing))}
-        if present:
-            for stale_file in present.path.glob(f".{MANIFEST}.*.tmp"):  # by a process that was killed while it fetched
-                stale_file.unlink()
-            _add(fetch_directory, present.path, missing)
-            write_json(present.path / MANIFEST, manifest)
-            remove_tree(fetch_directory)
-        else:
-            _keep_only(fetch_directory, missing)
-            write_json(fetch_directory / MANIFEST, manifest)
+        for stale_file in directory.glob(f".{MANIFEST}.*.tmp"):  # of a kill while it fetched
+            stale_file.unlink()
+        write_json(directory / MANIFEST, manifest)
+        if not present:
             artifact.path.parent.mkdir(parents=True, exist_ok=True)
             if artifact.path.exists():  # what has no manifest, or another key's
                 store.set_aside(stage, key)
-            fetch_directory.rename(artifact.path)
+            directory.rename(artifact.path)
             fsync(artifact.path.parent)
     return Artifact(stage, key, artifact.path, manifest)
 
 
-def _fetch(elsewhere: Elsewhere, artifact: Artifact, name: str, target: Path) -> None:
-    """Fetch a file, with the bytes and the mtime of the manifest. One that an earlier attempt fetched is reused."""
+def _fetch(elsewhere: Elsewhere, artifact: Artifact, name: str, target: Path, part: Path) -> None:
+    """Fetch a file, with the bytes and the mtime of the manifest, first as `part`.
+
+    One that an earlier attempt fetched is reused.
+    """
     entry = artifact.manifest["files"][name]
-    stamp = (entry["mtime_ns"], entry["mtime_ns"])  # so that a hit costs a stat
-    if target.is_file() and target.stat().st_size == entry["bytes"] and sha256_file(target) == entry["sha256"]:
-        os.utime(target, ns=stamp)
-        return
-    half = target.with_name(f".{target.name}.part")
-    half.parent.mkdir(parents=True, exist_ok=True)
-    half.unlink(missing_ok=True)
-    elsewhere.fetch(artifact.stage, artifact.key, name, half)
-    size = half.stat().st_size
-    if size != entry["bytes"] or sha256_file(half) != entry["sha256"]:
-        half.unlink()
-        raise ArtifactError(
-            f"{name} of {artifact.stage} {artifact.key[:12]}, as MLflow has it, is not what was published "
-            f"({size} bytes, {entry['bytes']} were published); build it again: `ttrain pipeline rerun {artifact.stage}`"
-        )
-    os.utime(half, ns=stamp)
-    half.replace(target)
-
-
-def _add(fetch_directory: Path, directory: Path, names: Iterable[str]) -> None:
-    """Move fetched files into an artifact whose manifest does not count them as here yet."""
-    for name in names:
-        target = directory / name
+    if not (target.is_file() and sha256_file(target) == entry["sha256"]):
         target.parent.mkdir(parents=True, exist_ok=True)
-        fsync(fetch_directory / name)
-        (fetch_directory / name).replace(target)
+        part.parent.mkdir(parents=True, exist_ok=True)
+        part.unlink(missing_ok=True)
+        elsewhere.fetch(artifact.stage, artifact.key, name, part)
+        if sha256_file(part) != entry["sha256"]:
+            part.unlink()
+            raise ArtifactError(
+                f"{name} of {artifact.stage} {artifact.key[:SHOWN_KEY]}, as MLflow has it, is not "
+                f"what was published; build it again: `ttrain pipeline rerun {artifact.stage}`"
+            )
+        fsync(part)
+        part.replace(target)
         fsync(target.parent)
-
-
-def _keep_only(directory: Path, names: Iterable[str]) -> None:
-    """Make a directory fit to be an artifact: remove other files that an earlier attempt fetched, and sync these to disk."""
-    kept_paths = {directory / name for name in names}
-    for path in directory.rglob("*"):
-        if path.is_file() and path not in kept_paths:
-            path.unlink()
-        else:
-            fsync(path)
+    os.utime(target, ns=(entry["mtime_ns"], entry["mtime_ns"]))  # so that a hit costs a stat

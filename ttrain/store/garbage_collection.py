@@ -15,10 +15,10 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ttrain.core.files import JsonDict, Taken, exclusive, read_object, refuse
+from ttrain.core.files import exclusive, read_object
 from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import JOB, Artifacts
@@ -43,11 +43,6 @@ class UnneededPath:
     path: Path
     bytes: int
     why: str
-
-    def to_json(self) -> JsonDict:
-        """The form that `clean --json` prints."""
-        fields = asdict(self)
-        return {"what": fields.pop("kind"), **fields}
 
 
 @dataclass
@@ -129,13 +124,14 @@ def clean(
         needs.add(registered, REGISTERED, artifacts, only=REQUIRED_INPUTS)
         needs.add(needed_by_nights(store.root), NIGHT, artifacts, only=REQUIRED_INPUTS)
         _add_work(store, needs, artifacts)
-        kept_counts, found = Counter[str](), []
+        kept_counts, found = Counter[str](), list[UnneededPath]()
         for removal, reason in _candidates(store, artifacts, needs, registered, kept):
             if reason is None:
                 found.append(removal)
             elif removal.kind == "artifact":
                 kept_counts[reason] += 1
-        cleaned = CleanupResult(_with_sizes(found), dict(kept_counts), needs.running)
+        found = [replace(removal, bytes=_freed_bytes(removal.path)) for removal in found]
+        cleaned = CleanupResult(found, dict(kept_counts), needs.running)
         return cleaned if dry_run else _removed(store, cleaned)
 
 
@@ -201,11 +197,6 @@ def _removed(store: ArtifactStore, cleaned: CleanupResult) -> CleanupResult:
     return replace(cleaned, removed=[removal for removal, path in moved if path])
 
 
-def _with_sizes(found: list[UnneededPath]) -> list[UnneededPath]:
-    freed = _freed_bytes([each.path for each in found])
-    return [replace(each, bytes=freed[each.path]) for each in found]
-
-
 def _work_directories(store: ArtifactStore) -> Iterator[tuple[str, str, Path]]:
     """(stage, key, path) of all work directories, also of other nodes and partial fetches: KEY.node1, KEY.fetch."""
     for path in sorted((store.root / "work").glob("*/*")):
@@ -225,20 +216,8 @@ def _read_by(store: ArtifactStore, work: Path) -> Iterator[str]:
 
 
 def _is_locked(store: ArtifactStore, stage: str, key: str) -> bool:
-    """Whether a process is working on the key now."""
-    with contextlib.suppress(Taken), _locked(store, stage, key):
-        return False
-    return True
-
-
-@contextlib.contextmanager
-def _locked(store: ArtifactStore, stage: str, key: str) -> Iterator[None]:
-    """Hold both locks of a key: the run's, and the stage process's, which may outlive the run for a moment.
-
-    Raises Taken if another process holds one of them.
-    """
-    with store.lock(stage, key, waiting=refuse), store.lock(stage, f"{key}.process", waiting=refuse):
-        yield
+    """Whether a run works on the key now, or a stage's process, which may outlive it a moment."""
+    return store.is_locked(stage, key) or store.is_locked(stage, f"{key}.process")
 
 
 def _last_change(path: Path) -> float:
@@ -246,30 +225,16 @@ def _last_change(path: Path) -> float:
     return max((entry.stat().st_mtime for entry in [path, *path.rglob("*")] if entry.exists()), default=0.0)
 
 
-def _freed_bytes(paths: Iterable[Path]) -> dict[Path, int]:
-    """{path: bytes freed once it and all before it are removed}; a file with several hard links counts at the last one."""
-    names: dict[tuple[int, int], int] = {}
-    freed: dict[Path, int] = {}
-    for path in paths:
-        freed[path] = 0
-        for file in [path] if path.is_file() else path.rglob("*"):
-            with contextlib.suppress(OSError):
-                stat = file.lstat()
-                if file.is_file():
-                    names[stat.st_dev, stat.st_ino] = names.get((stat.st_dev, stat.st_ino), 0) + 1
-                    freed[path] += stat.st_size if names[stat.st_dev, stat.st_ino] == stat.st_nlink else 0
-    return freed
+def _freed_bytes(path: Path) -> int:
+    """What removing a path frees: a file that has another hard link frees nothing."""
+    files = [path] if path.is_file() else (file for file in path.rglob("*") if file.is_file())
+    return sum(stat.st_size for stat in (file.lstat() for file in files) if stat.st_nlink == 1)
 
 
 def _move_to_trash(store: ArtifactStore, removal: UnneededPath) -> Path | None:
-    """Move a path to the trash by one rename; None if it is gone or a run is using it. A kill then leaves a leftover."""
-    if removal.path.parent == store.root / TRASH:
-        return removal.path
+    """Move a path to the trash by one rename; None if it is gone. A kill then leaves a leftover."""
     trash = store.root / TRASH / f"{removal.path.name}-{time.time_ns()}-{os.getpid()}"
     trash.parent.mkdir(exist_ok=True)
-    is_work = removal.kind == "work"
-    with contextlib.suppress(FileNotFoundError, Taken):
-        with _locked(store, removal.stage, removal.key) if is_work else contextlib.nullcontext():
-            removal.path.rename(trash)
-            return trash
+    with contextlib.suppress(FileNotFoundError):
+        return removal.path.rename(trash)
     return None

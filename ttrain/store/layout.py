@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -104,27 +103,12 @@ def usable_home(root: Path | None = None) -> Path:
         finally:
             probe.unlink(missing_ok=True)
     except OSError as error:
-        if is_disk_full(error):
-            raise TTrainError(
-                f"TTRAIN_HOME is {root}, whose disk is full: {error.strerror}; free some space and run the command again"
-            ) from None
-        raise UsageError(
-            f"TTRAIN_HOME is {root} but cannot be written: {error.strerror}; set TTRAIN_HOME to a directory of yours"
+        kind = TTrainError if is_disk_full(error) else UsageError
+        raise kind(
+            f"TTRAIN_HOME is {root} but cannot be written: {error.strerror}; free some space, or "
+            f"set TTRAIN_HOME to a directory of yours"
         ) from None
     return root
-
-
-def closed_home(error: OSError) -> OSError | UsageError:
-    """The error of a file of the home that is closed to this account or read-only, with the fix; any other one as it is."""
-    path = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else None
-    is_closed = isinstance(error, PermissionError)
-    if path is None or not path.is_relative_to(home()) or not (is_closed or error.errno == errno.EROFS):
-        return error
-    fix = "run the command as the account that owns it" if is_closed else "make it writable"
-    return UsageError(
-        f"TTRAIN_HOME is {home()}, but {path} cannot be used: {error.strerror}; {fix}, or set TTRAIN_HOME to a "
-        "directory of yours"
-    )
 
 
 class Elsewhere(Protocol):

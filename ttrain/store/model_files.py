@@ -38,14 +38,10 @@ def weight_files(directory: Path, name: str = MODEL) -> list[Path]:
     """
     single, index = directory / name, directory / (name + INDEX_SUFFIX)
     if single.is_file():
-        need_own_file(single)
         return [single]
     if not index.is_file():
         raise ArtifactError(f"{directory} holds neither {name} nor {index.name}")
-    files = [directory / shard for shard in shard_names(index)]
-    for file in files:
-        need_own_file(file)
-    return files
+    return [directory / shard for shard in shard_names(index)]
 
 
 def shard_names(index: Path) -> list[str]:
@@ -65,18 +61,6 @@ def shard_names(index: Path) -> list[str]:
         if not (index.parent / name).is_file():  # a pipe, too, would be waited for
             raise ArtifactError(f"{index} lists {name}, but {index.parent} holds no such file")
     return names
-
-
-def need_own_file(path: Path) -> None:
-    """Raise ArtifactError where a file of a model's directory is a link out of it.
-
-    Those of the Hub's cache lead from snapshots/REVISION into blobs/ of the same repository.
-    """
-    directory, file = path.parent.resolve(), path.resolve()
-    repository = next((above.parent for above in directory.parents if above.name == "snapshots"), None)
-    is_blob = repository is not None and file.parent == repository / "blobs"
-    if not file.is_relative_to(directory) and not is_blob:
-        raise ArtifactError(f"{path} is a link to {file}, outside of its directory; copy that file into it")
 
 
 def weights_digest(directory: Path, *, name: str = MODEL, digest: Callable[[Path], str] = sha256_file) -> str:

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ttrain.core.files import JsonDict
 from ttrain.errors import UsageError
 from ttrain.store import layout, runs
 
@@ -82,26 +81,6 @@ def matching(text: str, names: Sequence[str], kind: str = "run") -> str | None:
             f"'{text}' is the beginning or end of {len(matches)} {kind}s: {listed(matches)}; write more of the name"
         )
     return matches[0] if matches else None
-
-
-def find_run(home: Path, text: str) -> JsonDict | None:
-    """The record of a run, by its name or a part of it; None if there is none. Raises UsageError if several match."""
-    name = matching(text, runs.names(home))
-    return runs.read(home, name) if name else None
-
-
-def need_run(home: Path, text: str) -> JsonDict:
-    """As `find_run`, but raises UsageError if there is none, PermissionError if this account may not read it."""
-    record = find_run(home, text)
-    if record is None:
-        raise unknown_run(home, text, runs.names(home))
-    return record
-
-
-def unknown_run(home: Path, text: str, names: Sequence[str]) -> UsageError:
-    """The error about the name of no run. Raises PermissionError where this account may not read the records."""
-    runs.check_readable(home, matching(text, names))
-    return unknown("run", text, names)
 
 
 def need_stage(text: str, stages: Iterable[str], owner: str = "") -> str:

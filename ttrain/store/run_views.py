@@ -10,9 +10,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from ttrain.config import flatten
-from ttrain.core.files import JsonObject, read_object
+from ttrain.core.files import JsonDict, JsonObject, read_object
 from ttrain.core.redact import masked
-from ttrain.errors import UsageError
 from ttrain.store import references, runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import MANIFEST, Manifest
@@ -133,29 +132,33 @@ def read_run(home: Path, text: str) -> RunView:
 
 
 def read_runs(home: Path, texts: Sequence[str]) -> list[RunView]:
-    """The runs with these names, in this order, of which stages that they share are read once.
-
-    A name is that of `ttrain pipeline status` or a part of it (`store.references`), MLflow's id of the run, or a registered
-    model, for the run that made it. Raises UsageError that lists the nearest and newest runs.
-    """
+    """The runs that these texts name (`need_run`), in this order; shared stages are read once."""
     home = home.resolve()
     cache: dict[tuple[str, str | None], Any] = {}
-    return [_view(home, find_record(home, text), cache) for text in texts]
+    return [_view(home, need_run(home, text), cache) for text in texts]
 
 
-def find_record(home: Path, text: str) -> JsonObject:
-    """The record of the run that a text names. Raises UsageError."""
-    if record := references.find_run(home, text):
-        return record
+def find_run(home: Path, text: str) -> JsonDict | None:
+    """The record of the run that a text names; None if there is none. Raises UsageError for several.
+
+    A name is that of `ttrain pipeline status` or a part of it (`store.references`), a registered
+    model for the run that made it, MLflow's id of the run, or a night.
+    """
+    if name := references.matching(text, runs.names(home)):
+        return runs.read(home, name)
     if model := references.registered(text):
-        version = Registry(home).resolve(model)
-        if record := runs.read(home, version.run):
-            return record
-        raise UsageError(f"'{model}' is registered, but the run that made it, {version.run}, is not in {home}")
+        return runs.read(home, Registry(home).resolve(model).run)
     for record in runs.newest_first(home, [f'"{text}"']) if text else ():
         if text in ((record.get("tracking") or {}).get("run_id"), record.get("night")):
             return record
-    raise references.unknown_run(home, text, runs.names(home))
+    return None
+
+
+def need_run(home: Path, text: str) -> JsonDict:
+    """As `find_run`, but raises UsageError, which lists the nearest and newest runs, for none."""
+    if record := find_run(home, text):
+        return record
+    raise references.unknown("run", text, runs.names(home))
 
 
 def _view(home: Path, record: JsonObject, cache: dict[tuple[str, str | None], Any]) -> RunView:

@@ -219,14 +219,6 @@ def names(home: Path) -> list[str]:
     return sorted(stems, key=time_in_name, reverse=True)
 
 
-def check_readable(home: Path, name: str | None = None) -> None:
-    """Raise PermissionError where this account may not list the runs of a home, or read the record of this one."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        os.scandir(home / "runs").close()
-        if name:
-            (home / "runs" / f"{name}.json").open("rb").close()
-
-
 def short_name(name: str) -> str:
     """What comes before the time in the name of a run: the pipeline, or what its user called it."""
     return NAME_TIME.sub("", name)
@@ -288,18 +280,26 @@ def equal_runs(home: Path, keys: Mapping[str, str | None]) -> Iterator[JsonDict]
 
 
 def newest_finished(home: Path, name: str) -> JsonDict | None:
-    """The newest finished run whose setting `name` is this: with it a user compares. No night and no trial, whose settings
-    nobody typed."""
+    """The newest finished run whose setting `name` is this: with it a user compares."""
     for run in newest_first(home, [f'"{name}"']):
-        is_own = run["pipeline"] != NIGHTLY and "sweep" not in run
-        if is_own and run["outcome"] in ("completed", "cached") and run.get("settings", {}).get("name") == name:
+        if is_own(run) and is_finished(run) and run["settings"].get("name") == name:
             return run
     return None
 
 
+def is_own(run: RecordedRun) -> bool:
+    """Whether a user typed its settings: it is no night and no trial of a sweep."""
+    return run["pipeline"] != NIGHTLY and "sweep" not in run
+
+
+def is_finished(run: RecordedRun) -> bool:
+    """Whether all its stages have their artifacts."""
+    return run["outcome"] in ("completed", "cached")
+
+
 def is_cut_short(run: RecordedRun) -> bool:
     """Whether it ended before it was finished: its models may not be registered."""
-    return run["outcome"] not in ("completed", "cached", "running")
+    return not is_finished(run) and run["outcome"] != "running"
 
 
 def made_by(run: RecordedRun) -> str | None:
@@ -331,23 +331,16 @@ def record_cached(
 
 
 def builder(store: ArtifactStore, stage: str, key: str) -> str:
-    """A description of who holds the lock of a key: the run, its process, and the machine where that is another."""
+    """Who holds the lock of a key: the run, its process, and the machine where that is another."""
     holder = store.holder(stage, key)
-    for _ in range(10):  # who has just taken it writes its file in the next moment
-        if holder is not None:
-            break
-        time.sleep(0.02)
-        holder = store.holder(stage, key)
-    if holder is None:
+    if holder is None:  # who has just taken it writes its file in the next moment
         return "another run"
     pid, host = holder
-    is_local = host == platform.node()
-    process_text = f"process {pid}" if is_local else f"process {pid} on {host}"
-    for phrases in ([key], []):  # a process may have several runs: the one that has noted the key builds it
-        for run in _records_containing(store.root, ['"running"', f'"pid": {pid},', *phrases]):
-            if run["outcome"] == "running" and run["process"]["pid"] == pid and (not is_local or is_alive(run["process"])):
-                return f"the run {run['run']} ({process_text})"
-    return process_text
+    process = f"process {pid}" if host == platform.node() else f"process {pid} on {host}"
+    for run in _records_containing(store.root, ['"running"', f'"pid": {pid},', key]):
+        if run["outcome"] == "running" and run["process"]["host"] == host:
+            return f"the run {run['run']} ({process})"
+    return process
 
 
 def this_process() -> JsonDict:
@@ -375,16 +368,11 @@ def process_started(pid: int) -> float | None:
         return None
 
 
-def is_interrupted_write(path: Path) -> bool:
-    """Whether it is a `temporary_path` of a process of this machine that has ended."""
-    write = INTERRUPTED_WRITE.fullmatch(path.name)
-    return write is not None and process_started(int(write[1])) is None
-
-
 def remove_interrupted_writes(path: Path) -> None:
-    """Remove the directories that ended processes left where they were writing `path`, and what has this one's number."""
+    """Remove what ended processes, and this one, left where they were writing the directory `path`."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        if is_interrupted_write(left) or left == temporary_path(path):
+        write = INTERRUPTED_WRITE.fullmatch(left.name)
+        if left == temporary_path(path) or (write and process_started(int(write[1])) is None):
             remove_tree(left)
 
 
