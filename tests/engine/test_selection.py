@@ -108,7 +108,7 @@ def test_a_training_whose_shards_are_taken_and_too_few_is_refused_before_it_begi
     counts = {"rows": 60, "tokens": 900}
     result = {"train": counts, "heldout": counts, "rows": {}, "blocks": 1, "encoded_blocks": 1}
     documents = replace(home.documents, manifest={**home.documents.manifest, "result": result})
-    shards = Planned(SHARDS_PRETRAIN, "cached", (), documents.key, documents, inputs=inputs, reused=True)
+    shards = Planned(SHARDS_PRETRAIN, "cached", (), documents.key, documents, sources=inputs, reused=True)
     sources = {"tokenizer": "tokenizer", "shards": "shards-pretrain"}
     stages = [tokenizer, shards, Planned(PRETRAIN, "run", (), sources=sources)]
     with pytest.raises(TooFewRows, match=r"pretrain\.tokens_per_step is 256000, 8000 rows of 32 tokens"):

@@ -32,7 +32,7 @@ from ttrain.store.layout import TRACKED, Artifact
 from ttrain.store.registry import Registry, Version
 from ttrain.store.results import TrainingResult
 from ttrain.store.runs import BUILT, NOTHING_NEW, RunLog, RunRecord
-from ttrain.tasks import SHARDS, Stage
+from ttrain.tasks import Stage
 
 log = logging.getLogger("ttrain")
 
@@ -96,7 +96,7 @@ class PipelineRun(StopRequest):
         self.failures: dict[str, BaseException] = {}  # by stage, of those without a result
         self.make_parts_elsewhere: Callable[[Stage, Path], None] | None = None  # before a stage that reuses parts starts
         self.to_start = {planned.stage.name: planned.stage for planned in plan.stages if planned.state == "run"}
-        self._to_check = [stage for name, stage in self.to_start.items() if name in TRAINING_STAGES]
+        self._to_check = [each for each in plan.stages if each.state == "run" and each.name in TRAINING_STAGES]
         self._began = time.monotonic()
         self._noted: dict[str, float] = {}  # when the progress of a stage was noted last
         self.record.note(commit=commit(), user=user_name(), **part_of)
@@ -123,7 +123,7 @@ class PipelineRun(StopRequest):
         Returns the artifact and its state: cached, completed, ... `logged` gets the lines of its log.
         """
         stage = planned.stage
-        inputs = {name: self.artifacts[of] if isinstance(of, str) else of for name, of in planned.sources.items()}
+        inputs = self._inputs_of(planned)
         if stage.uses_ranks:
             self.check_rows()
         try:
@@ -137,18 +137,27 @@ class PipelineRun(StopRequest):
         self._ended(stage, outcome)
         return outcome.artifact, outcome.state
 
+    def _inputs_of(self, planned: Planned) -> dict[str, Artifact]:
+        """The artifacts that a stage reads, once the stages before it have ended."""
+        return {name: self.artifacts[of] if isinstance(of, str) else of for name, of in planned.sources.items()}
+
     def check_rows(self) -> None:
         """Fail all trainings of this run whose shards have too few rows, before any of them trains. All shards are there."""
         errors: list[TooFewRows] = []
         while self._to_check:
-            stage = self._to_check.pop(0)
-            shards = SHARDS[TRAINING_STAGES[stage.name].dataset].name
-            fetched = partial(self._message, stage)
-            inputs = {of: self.store.complete(self.artifacts[of], report=fetched) for of in ("tokenizer", shards)}
+            planned = self._to_check.pop(0)
+            stage, source = planned.stage, planned.sources.get("shards")
+            made = next((each for each in self.plan.stages if each.name == source), None)
+            if made is None:
+                continue
+            shards, tokenizer = self.artifacts[made.name], self._inputs_of(made)["tokenizer"]
+            inputs = {"shards": shards, "tokenizer": tokenizer}
             try:
+                for artifact in inputs.values():
+                    self.store.complete(artifact, report=partial(self._message, stage))
                 launch.verify_inputs(stage, self.store, inputs)  # first: damage is no fault of settings or data
                 with launch.setting_aside(stage, self.store, inputs):
-                    row_counts.check(getattr(self.settings, stage.name), inputs[shards].path, inputs["tokenizer"].path)
+                    row_counts.check(getattr(self.settings, stage.name), shards.path, tokenizer.path)
             except TooFewRows as error:
                 self._failed(stage, error)
                 errors.append(error)
