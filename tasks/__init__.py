@@ -37,6 +37,7 @@ class Stage:
     reads_suites: bool = False
     spreads: bool = False
     reads_python_docs: bool = False  # the text that ships with ttrain is its input
+    memory: tuple[str, ...] = ()  # settings that lower the memory of its processes, for a message
     about: str = ""  # what it does, in a line for people
     reuses_parts: bool = False  # what unfinished work and earlier artifacts hold is taken where it fits
     primary_metric: PrimaryMetric | None = None
@@ -51,16 +52,6 @@ class Stage:
     def loads_torch(self) -> bool:
         """Whether its start would spend seconds on imports."""
         return self.uses_ranks or self.uses_model
-
-    @property
-    def memory_advice(self) -> str:
-        """What to do where its processes need more memory than there is, for a message."""
-        smaller = "lower runtime.rows_per_device or " if self.uses_ranks or self.name == "reference" else ""
-        if self.reuses_parts:
-            smaller = "lower runtime.workers or reading.max_line_bytes, or "
-        elif self.dataset == "tokenizer":
-            smaller = "lower tokenizer.max_bytes or "
-        return f"{smaller}end other programs"
 
 
 # Reading of stages that do not compare documents.
@@ -82,6 +73,7 @@ def _shards(dataset: str, kind: str) -> Stage:
         arguments={"kind": kind, "dataset": dataset},
         about=f"Tokenize the {kind} of data.{dataset} into Arrow files, and hold a part of them out",
         reuses_parts=True,
+        memory=("runtime.workers", "reading.max_line_bytes"),
     )
 
 
@@ -98,6 +90,7 @@ TOKENIZER = Stage(
     (*EXACT_READING, "tokenizer"),
     inputs={"source": ("pretrain.jsonl",)},
     dataset="tokenizer",
+    memory=("tokenizer.max_bytes",),
     about="Train a byte-level BPE with a chat template, or take an existing tokenizer",
 )
 ROWS = config.TRAINING_STAGES.values()  # of the table in `ttrain/config/training.py`
@@ -128,6 +121,7 @@ REFERENCE = Stage(
     {"base": (), "shards": ()},
     uses_model=True,
     spreads=True,
+    memory=("runtime.rows_per_device",),
     about="Score the answers of the pairs with the model that preference tuning starts from",
 )
 # What a training stage reads besides the model that it starts from and its shards.
@@ -142,6 +136,7 @@ def _training(row: config.TrainingStage) -> Stage:
         (row.name, "model") if row.name == "pretrain" else (row.name,),
         {**OF_ROLE.get(row.role, {}), **OF_ROWS.get(row.rows, {}), **dict.fromkeys(("replay", "base", "shards"), ())},
         uses_ranks=True,
+        memory=("runtime.rows_per_device",),
         primary_metric=row.metric,
         about=(row.help or f"Train {row.label}.").split(". ")[0].rstrip("."),
     )
@@ -207,6 +202,6 @@ STAGES: Mapping[str, Stage] = {
 }
 
 # What `ttrain train` and `ttrain gate train` run is not part of a pipeline, but runs like a stage.
-TASK = Stage("task", "ttrain.tasks.user_task", job=TaskJob, uses_ranks=True)
+TASK = Stage("task", "ttrain.tasks.user_task", job=TaskJob, uses_ranks=True, memory=("runtime.rows_per_device",))
 GATE = Stage("gate", "ttrain.tasks.gate", job=GateJob, uses_ranks=True)
 RUNNABLE: Mapping[str, Stage] = {**STAGES, TASK.name: TASK, GATE.name: GATE}

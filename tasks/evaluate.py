@@ -117,10 +117,9 @@ def heldout_items(inputs: Inputs, settings: Evaluate) -> list[Items[Any]]:
 
 
 def _documents(directory: Path, max_bytes: int) -> list[dict[str, Any]]:
-    """The documents that are scored: of a set of several nights a share of each."""
-    if not heldout.read_nights(directory):
-        return scored_documents(heldout_records(directory), max_bytes)
-    return [document for of_night in heldout.scored_by_night(directory, max_bytes) for document in of_night]
+    """The documents that are scored: of a set of several nights all, of which each brought its share."""
+    documents = heldout_records(directory)
+    return documents if heldout.read_nights(directory) else scored_documents(documents, max_bytes)
 
 
 def _names(result: TaskResult, model: str) -> dict[str, str]:

@@ -143,7 +143,7 @@ def test_a_gate_routes_to_the_planted_experts_and_touches_none_of_them(run: Run,
     found = done.json["routing"]
     assert found["majority_accuracy"] < 0.65 and found["accuracy"] > 0.95
     assert found["loss_oracle"] <= found["loss_routed"] < found["loss_best_single"] and found["gain"] > 0.9
-    assert found["unit"] == "nats per token" and found["records"] == done.json["heldout_rows"]
+    assert found["records"] == done.json["heldout_rows"]
     trained = {name.rpartition(".")[0] for name in load_file(tmp_path / "gate" / "model.safetensors")}
     assert trained == {"embedding", "layers.0", "layers.1", "layers.3"}  # the router, and nothing of an expert
 
@@ -213,7 +213,7 @@ def test_losses_are_those_of_the_planted_models(planted: Planted, tmp_path: Path
     ))  # fmt: skip
     records = [TextDocument("12 abc"), TextDocument("XYZ" * 60), chats]
     settings = Gate(row_length=32, stride=8)
-    nats_RE, tokens_RE = gate.score(planted.experts, records, settings, _job(tmp_path), CPU)
+    nats_RE = gate.score(planted.experts, records, settings, _job(tmp_path), CPU)
     end = planted.encoder.end_id
     scored = [
         *planted.encoder.encode([record.text for record in records[:2]]),  # type: ignore[union-attr]
@@ -222,7 +222,6 @@ def test_losses_are_those_of_the_planted_models(planted: Planted, tmp_path: Path
     for column, alphabet in enumerate((0, 2, 1)):
         expected = [-float(planted.log_probabilities(alphabet)[ids].sum()) for ids in scored]
         assert nats_RE[:, column].tolist() == pytest.approx(expected, rel=1e-4)
-        assert tokens_RE[:, column].tolist() == [len(ids) for ids in scored]
     assert gate.bytes_of(chats) == 9 and gate.bytes_of(records[1]) == 180
     assert gate.text_of(chats) == "cab?" and gate.text_of(records[0]) == "12 abc"
 
@@ -236,11 +235,11 @@ def test_scoring_that_was_stopped_goes_on_with_the_next_expert(
         with pytest.raises(Interrupted, match="1 of 3 are"):
             gate.score(planted.experts, records, ROWS, _job(tmp_path, lambda: next(stops)), CPU)
         caplog.clear()
-        whole, _ = gate.score(planted.experts, records, ROWS, _job(tmp_path), CPU)
+        whole = gate.score(planted.experts, records, ROWS, _job(tmp_path), CPU)
     assert [line.split()[-1] for line in caplog.messages if line.startswith("scoring")] == planted.names[1:]
-    fresh, _ = gate.score(planted.experts[:1], records, ROWS, _job(tmp_path / "fresh"), CPU)
+    fresh = gate.score(planted.experts[:1], records, ROWS, _job(tmp_path / "fresh"), CPU)
     assert np.array_equal(whole[:, :1], fresh)
-    others, _ = gate.score(planted.experts[:1], records[:1], ROWS, _job(tmp_path), CPU)
+    others = gate.score(planted.experts[:1], records[:1], ROWS, _job(tmp_path), CPU)
     assert others.shape == (1, 1)  # of other records nothing is taken
 
 
@@ -329,22 +328,11 @@ def test_runs_of_characters_have_the_same_ids_everywhere_and_padding_counts_noth
 
 def test_figures_of_a_routing_worked_out_by_hand() -> None:
     nats_RE = np.array([[1.0, 2.0], [4.0, 2.0], [6.0, 3.0], [2.0, 9.0], [1.0, 8.0]])
-    tokens_RE = np.array([[1, 1], [2, 2], [3, 3], [2, 2], [2, 2]])
-    found = gate.routing_metrics(nats_RE, tokens_RE, np.ones(5, np.int64), np.array([0, 1, 0, 0, 1]))
-    assert found["unit"] == "nats per token" and found["records"] == 5
-    assert found["accuracy"] == pytest.approx(3 / 5) and found["majority_accuracy"] == pytest.approx(3 / 5)
+    found = gate.routing_metrics(nats_RE * math.log(2), 10, np.array([0, 1, 0, 0, 1]))
+    assert (found["records"], found["accuracy"], found["majority_accuracy"]) == (5, 3 / 5, 3 / 5)
     assert found["loss_routed"] == pytest.approx((1 + 2 + 6 + 2 + 8) / 10)
     assert found["loss_oracle"] == pytest.approx((1 + 2 + 3 + 2 + 1) / 10)
     assert found["loss_best_single"] == pytest.approx(14 / 10)
     assert found["gain"] == pytest.approx((14 - 19) / (14 - 9))
     assert found["experts"][1] == pytest.approx({"loss": 2.4, "best_share": 0.4, "routed_share": 0.4})
-
-
-def test_a_gate_that_gains_nothing_is_said_to_and_experts_with_other_tokens_are_compared_by_the_byte() -> None:
-    nats, ones = np.array([[1.0, 2.0], [2.0, 1.0]]), np.ones(2, int)
-    for chosen, is_worth in (([0, 1], True), ([1, 1], False)):
-        metrics = gate.routing_metrics(nats, np.ones((2, 2), int), ones, np.array(chosen))
-        assert len(cli_gate.routing_parts(["a", "b"], metrics)) == (2 if is_worth else 3)
-    found = gate.routing_metrics(np.array([[8.0, 4.0]]), np.array([[4, 2]]), np.array([3]), np.array([1]))
-    assert found["unit"] == "bits per byte" and found["loss_routed"] == pytest.approx(4 / 3 / math.log(2))
-    assert found["gain"] is None  # the best single one is the best for each
+    assert len(cli_gate.routing_parts(["a", "b"], found)) == 3, "a gate that gains nothing is told"

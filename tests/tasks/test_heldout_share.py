@@ -35,10 +35,9 @@ def build(tokenizer_directory: Path, output: Path, files: dict[str, list[str]], 
         path = output.with_name(f"{output.name}-{role}.jsonl")
         path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
         locations[role] = [str(path)]
-    nothing: dict[str, Any] = {role: [None] for role in files}
     job = StageContext(
         {"tokenizer": tokenizer_directory}, locations, {"kind": "documents", "dataset": "pretrain"}, output,
-        Runtime(device="cpu"), ProgressWriter(None), lambda: False, versions=nothing,
+        Runtime(device="cpu"), ProgressWriter(None), lambda: False,
         groups={role: [0] for role in files},
     )  # fmt: skip
     built = shards.build(Settings(reading=reading), job, Here())

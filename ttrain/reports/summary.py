@@ -97,7 +97,7 @@ def key_figures(stage: str, result: Result, directory: Path = Path()) -> str:
         unscored = f"; {result['unscored']:,} of this night are beyond its share" if result.get("unscored") else ""
         return f"{result['records']:,} held-out documents of all nights, {result['new']:,} of them new{unscored}"
     if stage in ("replay", "replay-sft"):
-        kind, sets = "windows of documents" if stage == "replay" else "chats", len(result["nights"])
+        kind, sets = "windows of documents" if stage == "replay" else "chats", result["nights"]
         return f"{result['records']:,} {kind}, {result['tokens']:,} tokens, of {counted(sets, 'earlier set')}"
     if stage.startswith("evaluate"):
         bits = result["metrics"].get(BITS_PER_BYTE.name)
