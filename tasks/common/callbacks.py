@@ -80,7 +80,7 @@ def training_callbacks(
             device=ranks.device,
             steps_per_epoch=order.rows / order.rows_per_step,
             flops_per_token=flops_per_token,
-            peak_flops=(lambda: peak_flops(parts.precision) * ranks.world) if flops_per_token else None,
+            peak_flops=peak_flops(parts.precision) * ranks.world if flops_per_token else 0.0,
         ),
         MetricsFile(directory / METRICS),
         ProgressBar(

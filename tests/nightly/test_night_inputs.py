@@ -18,6 +18,7 @@ from ttrain.config.training import TRAINING_STAGES
 from ttrain.data import python_docs
 from ttrain.errors import ArtifactError, CannotRead, UsageError
 from ttrain.flows import night_plan
+from ttrain.flows.engine import RunOptions
 from ttrain.flows.nightly import run_night
 from ttrain.nightly import decision, heldout, records
 from ttrain.nightly import inputs as night_inputs
@@ -328,7 +329,7 @@ def test_what_nights_will_read_is_named_for_those_who_clean(known: Nights, tmp_p
 )
 def test_settings_that_no_night_can_have_are_refused(store: ArtifactStore, given: dict[str, Any], cure: str) -> None:
     with pytest.raises(UsageError, match=cure):
-        run_night(Settings.model_validate(given), store, Console(), engine="none")
+        run_night(Settings.model_validate(given), store, Console(), RunOptions("none"))
     assert not (store.root / "nightly").exists()
 
 

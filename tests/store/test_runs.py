@@ -98,7 +98,7 @@ def test_a_cached_run_leads_to_the_one_it_equals_without_a_look_at_older_ones(tm
     first.finish("completed", {})
     planned = [SimpleNamespace(stage=SimpleNamespace(name=name), key=key, artifact=artifact) for name, key in KEYS.items()]
     assert maker(tmp_path, KEYS) == first.run
-    runs.record_cached(tmp_path, "full", planned, {}, {"eval/x": 1.0}, first.run)
+    runs.record_cached(tmp_path, "full", planned, {}, {"metrics": {"eval/x": 1.0}, "equals": first.run})
     cached = history(tmp_path)[0]
     assert (cached["outcome"], cached["equals"], cached["metrics"]) == ("cached", first.run, {"eval/x": 1.0})
     first.path.write_text("{")

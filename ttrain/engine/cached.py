@@ -38,6 +38,5 @@ def record_cached(planned: Plan, labels: Labels) -> RecordedRun | None:
         equals = next(filter(None, map(run_records.made_by, itertools.chain([newest], runs))), None)
     settings = with_absolute_paths(planned.settings).model_dump(mode="json")
     metrics = summary.metrics_of(cached_results(planned))
-    return run_records.record_cached(
-        store.root, planned.pipeline, planned.stages, settings, metrics, equals, labels.to_json()
-    )
+    facts = {"metrics": metrics, "equals": equals, **labels.to_json()}
+    return run_records.record_cached(store.root, planned.pipeline, planned.stages, settings, facts)
