@@ -23,6 +23,7 @@ from ttrain.core.terminal import console, outlast_output
 from ttrain.core.text import format_number, format_time, short_digest
 from ttrain.errors import UsageError
 from ttrain.store.layout import home
+from ttrain.store.results import TrainingResult
 
 if TYPE_CHECKING:
     from ttrain.lineage.lineage import Lineage, LineageData, Link
@@ -230,9 +231,9 @@ def _link_facts(link: Link) -> Iterator[tuple[str, str]]:
     yield "from", _known({name: short_digest(key) for name, (_, key) in inputs})
     settings = link.settings.items()
     yield "settings", " ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in settings)
-    result, runtime = link.manifest.get("result", {}), link.provenance.get("runtime", {})
-    if "ranks" in result:  # the order of its sums depends on these
-        order = {name: result.get(name) for name in ("precision", "device", "ranks", "threads")}
+    training, runtime = TrainingResult.of(link.manifest.get("result", {})), link.provenance.get("runtime", {})
+    if training.ranks:  # the order of its sums depends on these
+        order = {name: getattr(training, name) for name in ("precision", "device", "ranks", "threads")}
         yield "trained", _known({**order, **{name: runtime.get(name) for name in ORDER_OF_SUMS}})
     for note in link.notes:
         yield "note", note

@@ -12,6 +12,7 @@ from ttrain.core.text import short_digest
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.evaluate.task_result import FILE, Metric, recorded_metric, scores_in
 from ttrain.store.layout import Artifact
+from ttrain.store.results import EvaluationResult
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Evaluation:
             raise ArtifactError(
                 f"{FILE} of {artifact.stage} {short_digest(artifact.key)} is missing; it was not fetched yet"
             )
-        return cls(artifact.path, artifact.result["metrics"])
+        return cls(artifact.path, EvaluationResult.of(artifact.result).metrics)
 
     @classmethod
     def at(cls, directory: Path) -> Evaluation:

@@ -20,6 +20,7 @@ from ttrain.store import references, runs
 from ttrain.store.artifacts import HEX, SHOWN_KEY, ArtifactStore
 from ttrain.store.layout import Artifact, Manifest
 from ttrain.store.registry import CHAMPION, Registry, Version
+from ttrain.store.results import ShardsResult
 from ttrain.store.run_views import read_run
 from ttrain.tasks import STAGES
 from ttrain.tracking import datasets as inputs
@@ -248,7 +249,7 @@ def link_of(artifact: Artifact, known_from: str) -> Link:
 
 def _data_entries(artifact: Artifact) -> list[LineageData]:
     """The user's files with the counts of each, or the files of an imported model."""
-    counted = {(file.get("role", "train"), file["name"]): file for file in artifact.result.get("files", ())}
+    counted = {(file.get("role", "train"), file["name"]): file for file in ShardsResult.of(artifact.result).files}
     entries = []
     for role in artifact.manifest["ingredients"].get("files", {}):
         for file in inputs.files_of(artifact, role):

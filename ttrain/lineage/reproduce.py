@@ -31,6 +31,7 @@ from ttrain.lineage.names import with_secrets
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.differences import differences, library_changes
 from ttrain.store.layout import Artifact
+from ttrain.store.results import TrainingResult
 from ttrain.tasks import STAGES, Stage
 
 
@@ -223,14 +224,14 @@ def _pinned(data: Mapping[str, Any], link: Link) -> dict[str, list[str]]:
 
 def _runtime(link: Link) -> Runtime:
     """The recorded runtime: ranks, threads, micro-batches, kernels. Ranks of several machines become ranks of this one."""
-    runtime, result = link.provenance.get("runtime", {}), link.manifest["result"]
+    runtime, training = link.provenance.get("runtime", {}), TrainingResult.of(link.manifest["result"])
     recorded = {name: runtime[name] for name in runtime if name in Runtime.model_fields and name not in UNNEEDED}
     # By default a stage uses all cores, and this machine may have another number of them.
     cores = (link.provenance.get("machine") or {}).get("cores")
     of_training = {
-        "devices": result.get("ranks", recorded.get("devices", 1)),
-        "threads": result.get("threads") or recorded.get("threads") or cores,
-        "device": result.get("device", recorded.get("device", "auto")),
+        "devices": training.ranks or recorded.get("devices", 1),
+        "threads": training.threads or recorded.get("threads") or cores,
+        "device": training.device or recorded.get("device", "auto"),
     }
     return Runtime.model_validate({**recorded, **ONE_MACHINE, **of_training})
 

@@ -15,6 +15,7 @@ from ttrain.evaluate import few_records
 from ttrain.evaluate.task_result import FILE, scores_in
 from ttrain.reports import facts
 from ttrain.reports.summary import rounded
+from ttrain.store.results import ShardsResult
 from ttrain.store.run_views import RunView
 
 # Settings that change no weight and no metric of a model: where and how fast a run goes, and who is notified.
@@ -233,8 +234,8 @@ def _not_judged_on_rows(stage: str, views: Sequence[RunView]) -> str:
     shards = [view.manifest(stage).get("inputs", {}).get("shards", {}).get("content") for view in views]
     if len({*shards}) > 1:
         return OTHER_SHARDS
-    results = [view.manifest(f"shards-{row.dataset}").get("result", {}) for view in views] if row else []
-    counts = [result["heldout"]["rows"] for result in results if "heldout" in result]
+    manifests = [view.manifest(f"shards-{row.dataset}") for view in views] if row else []
+    counts = [ShardsResult.of(manifest["result"]).heldout.rows for manifest in manifests if manifest]
     return few_records.not_judged(min(counts)) if counts else ""
 
 

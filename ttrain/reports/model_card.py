@@ -18,6 +18,7 @@ from ttrain.reports import facts
 from ttrain.reports import summary as report
 from ttrain.reports.history import History
 from ttrain.store.layout import Artifact
+from ttrain.store.results import ShardsResult, TrainingResult
 
 TEMPLATE = Path(__file__).with_name("templates") / "model_card.md"
 SHOWN_ARTIFACTS = 40  # the newest; a year of nights has some 2,000 behind its model
@@ -70,8 +71,8 @@ def card(exported: Exported, history: History) -> str:
         model=row.model if row else None,
         recent=recent,
         earlier=len(history.artifacts) - len(recent),
-        trainings=[made for made in recent if "train_seconds" in made.result],
-        shards=[made for made in shards if made.result.get("files")],
+        trainings=[made for made in recent if TrainingResult.of(made.result).train_seconds is not None],
+        shards=[made for made in shards if ShardsResult.of(made.result).files],
         evaluation=evaluation_rows(history),
         versions=facts.versions_of(artifact.manifest for artifact in recent[-1:]),
         settings=sorted(settings.items()),

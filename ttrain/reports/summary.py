@@ -10,6 +10,15 @@ from typing import Any, NamedTuple
 
 from ttrain.core.terminal import escaped
 from ttrain.core.text import counted, format_duration, short_digest
+from ttrain.store.results import (
+    EvaluationResult,
+    HeldoutResult,
+    PartCounts,
+    ReplayResult,
+    ShardsResult,
+    TokenizerResult,
+    TrainingResult,
+)
 from ttrain.store.runs import NOTHING_NEW, RecordedRun
 
 SHOWN_REASONS = 3
@@ -38,15 +47,15 @@ def metrics_of(results: Mapping[str, Result]) -> dict[str, float]:
     """The metrics of a pipeline run under their stable names, from the stages' results: the same whether cached or not."""
     from ttrain.config.training import TRAININGS, VALIDATION_LOSS
 
-    trainings = {name: results[name] for name in TRAININGS if name in results}
+    trainings = {name: TrainingResult.of(results[name]) for name in TRAININGS if name in results}
     figures = (VALIDATION_LOSS, "loss", "tokens", "tokens_per_second")
-    metrics = {f"{name}/{figure}": result.get(figure) for name, result in trainings.items() for figure in figures}
+    metrics = {f"{name}/{figure}": getattr(result, figure) for name, result in trainings.items() for figure in figures}
     metrics |= _total(trainings.values())
-    metrics |= {f"tok/{name}": results.get("tokenizer", {}).get(name) for name in ("bytes_per_token", "unk_rate")}
-    for stage, group, prefix in (
-        ("evaluate", "metrics", "eval"), ("evaluate", "counts", "eval"), ("evaluate-champion", "metrics", "champion"),
-    ):  # fmt: skip
-        metrics |= {f"{prefix}/{name}": value for name, value in results.get(stage, {}).get(group, {}).items()}
+    tokenizer = TokenizerResult.of(results.get("tokenizer", {}))
+    metrics |= {"tok/bytes_per_token": tokenizer.bytes_per_token, "tok/unk_rate": tokenizer.unk_rate}
+    evaluation, champion = (EvaluationResult.of(results.get(stage, {})) for stage in ("evaluate", "evaluate-champion"))
+    metrics |= {f"eval/{name}": value for name, value in (*evaluation.metrics.items(), *evaluation.counts.items())}
+    metrics |= {f"champion/{name}": value for name, value in champion.metrics.items()}
     return {name: rounded(value) for name, value in sorted(metrics.items()) if value is not None}
 
 
@@ -55,17 +64,17 @@ def rounded(value: float) -> float:
     return float(value) if float(value).is_integer() else float(f"{value:.7g}")
 
 
-def _total(trainings: Iterable[Result]) -> dict[str, float]:
+def _total(trainings: Iterable[TrainingResult]) -> dict[str, float]:
     """The total time of the trainings, whichever runs made them; a device is a rank.
 
     A training that was continued knows the time of its last attempt: the steps before are taken to have been as fast.
     """
     seconds = device_seconds = 0.0
     for training in trainings:
-        timed = training.get("steps", 0) - training.get("resumed_from_step", 0)
-        if timed > 0 and "train_seconds" in training:
-            took = training["train_seconds"] * training["steps"] / timed
-            seconds, device_seconds = seconds + took, device_seconds + took * training.get("ranks", 1)
+        timed = training.steps - (training.resumed_from_step or 0)
+        if timed > 0 and training.train_seconds is not None:
+            took = training.train_seconds * training.steps / timed
+            seconds, device_seconds = seconds + took, device_seconds + took * (training.ranks or 1)
     if not seconds:
         return {}
     return {"total/train_seconds": seconds, "total/device_hours": device_seconds / 3600}
@@ -90,39 +99,42 @@ def key_figures(stage: str, result: Result, directory: Path = Path()) -> str:
     from ttrain.config.training import BITS_PER_BYTE, TRAININGS, VALIDATION_LOSS
 
     if stage == "source":
-        return ", ".join(f"{name} {result[name]['rows']:,} rows" for name in LEARNT if name in result)
+        return ", ".join(f"{name} {PartCounts.of(result[name]).rows:,} rows" for name in LEARNT if name in result)
     if stage.startswith("shards-"):
         return "; ".join(_about_shards(result))
     if stage == "heldout":
-        unscored = f"; {result['unscored']:,} of this night are beyond its share" if result.get("unscored") else ""
-        return f"{result['records']:,} held-out documents of all nights, {result['new']:,} of them new{unscored}"
+        held_out = HeldoutResult.of(result)
+        unscored = f"; {held_out.unscored:,} of this night are beyond its share" if held_out.unscored else ""
+        return f"{held_out.records:,} held-out documents of all nights, {held_out.new:,} of them new{unscored}"
     if stage in ("replay", "replay-sft"):
-        kind, sets = "windows of documents" if stage == "replay" else "chats", result["nights"]
-        return f"{result['records']:,} {kind}, {result['tokens']:,} tokens, of {counted(sets, 'earlier set')}"
+        kind, sample = "windows of documents" if stage == "replay" else "chats", ReplayResult.of(result)
+        return f"{sample.records:,} {kind}, {sample.tokens:,} tokens, of {counted(sample.nights, 'earlier set')}"
     if stage.startswith("evaluate"):
-        bits = result["metrics"].get(BITS_PER_BYTE.name)
+        bits = EvaluationResult.of(result).metrics.get(BITS_PER_BYTE.name)
         return f"{bits:.3f} {BITS_PER_BYTE.label}" if bits is not None else "no held-out documents"
     names = (VALIDATION_LOSS, "tokens", "tokens_per_second") if stage in TRAININGS else KEY_METRICS.get(stage, ())
     figures = [f"{name} {_figure(result[name])}" for name in names if result.get(name) is not None]
-    if result.get("resumed_from_step"):
-        figures.append(f"continued at step {result['resumed_from_step']} of {result['steps']}")
-    if warned := result.get("guard_warnings"):
+    training = TrainingResult.of(result)
+    if training.resumed_from_step:
+        figures.append(f"continued at step {training.resumed_from_step} of {training.steps}")
+    if warned := training.guard_warnings:
         figures.append(f"{_advice_of_guards(stage, warned)}; {directory / 'run' / 'guards.jsonl'}")
     return ", ".join(figures)
 
 
 def _about_shards(result: Result) -> Iterator[str]:
     """What shards hold, what was left out and not read, and what is not new."""
-    train, heldout = result["train"], result["heldout"]
-    yield f"{counted(train['rows'], 'row')}, {train['tokens']:,} tokens; held out {counted(heldout['rows'], 'row')}"
+    made = ShardsResult.of(result)
+    held_out = counted(made.heldout.rows, "row")
+    yield f"{counted(made.train.rows, 'row')}, {made.train.tokens:,} tokens; held out {held_out}"
     for role, tally in row_tallies(result).items():
         if lost := lost_rows(tally):
             yield f"left out of {role}: {lost}"
         unread = tally.get("unread_keys", {})
         yield from (f"not read: '{escaped(key)}' in {counted(rows, 'row')}" for key, rows in unread.items())
-    if reused := result["blocks"] - result["encoded_blocks"]:
-        yield f"{reused:,} of {result['blocks']:,} shards were reused"
-    contamination = result.get("contamination")
+    if reused := made.blocks - made.encoded_blocks:
+        yield f"{reused:,} of {made.blocks:,} shards were reused"
+    contamination = made.contamination
     if contamination and not contamination["removed"]:
         tasks = contamination["tasks"].values()
         overlapping, items = (sum(task[name] for task in tasks) for name in ("overlapping", "items"))
@@ -210,9 +222,8 @@ def rows(metrics: Mapping[str, float], results: Mapping[str, Result] = MappingPr
     stages, also the metrics' intervals and the tasks of its suites."""
     from ttrain.evaluate.few_records import not_judged
 
-    evaluation, champion = (results.get(stage, {}) for stage in ("evaluate", "evaluate-champion"))
-    paired = evaluation.get("paired", {})
-    shown = [*_bits_per_byte(metrics), *_by_model(metrics, paired), *_suites(evaluation)]
+    evaluation, champion = (EvaluationResult.of(results.get(stage, {})) for stage in ("evaluate", "evaluate-champion"))
+    shown = [*_bits_per_byte(metrics), *_by_model(metrics, evaluation.paired), *_suites(evaluation.suites)]
     table: list[EvaluationRow] = []
     for name, label, _, remark in shown:
         if (value := metrics.get(f"eval/{name}")) is not None:
@@ -266,9 +277,9 @@ def _by_model(metrics: Mapping[str, float], paired: Mapping[str, Result]) -> Ite
             yield _Shown(name, f"{metric.label}, {model}", records, remark)
 
 
-def _suites(evaluation: Result) -> Iterator[_Shown]:
+def _suites(results: Result) -> Iterator[_Shown]:
     """The main metric of each task for each model, and its comparison with the first model."""
-    suites = evaluation.get("suites", NO_SUITES)
+    suites = results or NO_SUITES
     verdicts = {(comparison["task"], comparison["second"]): comparison for comparison in suites["comparisons"]}
     for task in suites["tasks"]:
         for model in (name for name in suites["models"] if name in task["models"]):
@@ -281,6 +292,6 @@ def _suites(evaluation: Result) -> Iterator[_Shown]:
             yield _Shown(f"{task['task']}/{task['figure']}/{model}", label, task["items"], remark)
 
 
-def _with_interval(value: float, evaluation: Result, name: str) -> str:
-    interval = evaluation.get("intervals", {}).get(name)
+def _with_interval(value: float, evaluation: EvaluationResult, name: str) -> str:
+    interval = evaluation.intervals.get(name)
     return f"{value:.3f} ({interval[0]:.3f} to {interval[1]:.3f})" if interval else f"{value:.3f}"
