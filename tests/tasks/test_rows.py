@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 from support.comparing import curve, logged_steps
 from support.tiny_data import make_tokenizer, write_shards
 from support.tiny_stages import Home, stage_settings
@@ -19,7 +18,7 @@ from ttrain.config import Lora, Pretrain, Sft, Training
 from ttrain.core.files import read_json, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.data.encoder import Encoder
-from ttrain.data.loader import LengthGroupedOrder, ShuffledOrder, WeightedOrder
+from ttrain.data.loader import WeightedOrder
 from ttrain.data.packing import IGNORE, MixedRows, Rows
 from ttrain.data.pair_rows import PairRows
 from ttrain.data.record_rows import ChatRows, DocumentRows, SeparateDocumentRows
@@ -152,16 +151,6 @@ def test_chats_of_another_tokenizer_or_template_are_refused(tmp_path: Path, enco
             open_rows(directory, encoder, settings())
 
 
-def test_the_order_follows_the_setting(tmp_path: Path, encoder: Encoder) -> None:
-    path = documents(tmp_path, encoder)
-    config = settings(epochs=2.5)
-    order = order_of(config, open_rows(path, encoder, config))
-    assert isinstance(order, ShuffledOrder)
-    assert (order.rows, order.rows_per_step, order.total_rows, order.seed) == (5, 2, 13, 1)
-    config = settings(packing="none", order="length-grouped")
-    assert isinstance(order_of(config, open_rows(path, encoder, config)), LengthGroupedOrder)
-
-
 def test_a_budget_counts_rows_of_one_record_by_their_length_and_packed_rows_in_full(
     tmp_path: Path, encoder: Encoder
 ) -> None:
@@ -186,10 +175,7 @@ def test_less_data_than_one_step_is_refused_with_both_numbers_and_a_cure_that_wo
 ) -> None:
     config = settings(tokens_per_step=64)
     rows = open_rows(documents(tmp_path, encoder), encoder, config)
-    message = (
-        r"training\.tokens_per_step is 64, 8 rows of 8 tokens, .* gives 5 rows; set training\.tokens_per_step=40 or less"
-    )
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=r"tokens_per_step is 64, 8 rows of 8 tokens, .* gives 5 rows; set .*=40 or less"):
         order_of(config, rows)
     assert order_of(settings(tokens_per_step=40), rows).steps == 1
 
@@ -197,8 +183,7 @@ def test_less_data_than_one_step_is_refused_with_both_numbers_and_a_cure_that_wo
 @pytest.mark.parametrize(
     ("rows", "batch", "passes"),
     [
-        (10_000, 4096, 1), (960, 4096, 1), (320, 4096, 3), (319, 15 * 256, 3), (100, 5 * 256, 3), (39, 256, 2), (20, 256, 3),
-        (19, 256, 4), (9, 256, 7), (5, 256, 10), (1, 256, 10),
+        (10_000, 4096, 1), (320, 4096, 3), (100, 5 * 256, 3), (20, 256, 3), (9, 256, 7), (1, 256, 10),
     ],
 )  # fmt: skip
 def test_batch_and_passes_of_few_rows_give_about_sixty_steps(rows: int, batch: int, passes: float) -> None:
@@ -208,12 +193,10 @@ def test_batch_and_passes_of_few_rows_give_about_sixty_steps(rows: int, batch: i
     assert rows < 6 or steps_of(found, rows)[0] >= 60
 
 
-def test_what_is_set_stays_and_a_longer_training_has_the_same_batch() -> None:
+def test_what_is_set_stays() -> None:
     assert Lora().resolved(10_000) == Lora(tokens_per_step=2048, epochs=2)
     assert Sft(epochs=3).resolved(100) == Sft(epochs=3, tokens_per_step=5 * 256)
     assert Sft(tokens_per_step=1024).resolved(10) == Sft(tokens_per_step=1024, epochs=10)
-    assert Sft(tokens=9000, epochs=None).resolved(100) == Sft(tokens=9000, epochs=None, tokens_per_step=5 * 256)
-    assert Sft(row_length=8192).resolved(10).rows_per_step == 1, "at least a row"
 
 
 @pytest.mark.parametrize(
@@ -223,13 +206,6 @@ def test_pretraining_reads_little_text_five_times_unless_its_budget_is_set(rows:
     assert Pretrain().resolved(rows) == Pretrain(tokens=tokens)
     assert Pretrain(tokens=5_000_000).resolved(rows) == Pretrain(tokens=5_000_000)
     assert Pretrain(tokens=None, epochs=30).resolved(rows) == Pretrain(tokens=None, epochs=30)
-
-
-def test_large_sets_are_not_packed_to_know_it(tmp_path: Path) -> None:
-    many = {"kind": "chats", "live_tokens": 60 * 4096, "tokens": 60 * 4096, "rows": 9}
-    (tmp_path / "train").mkdir()
-    write_json(tmp_path / "train" / "index.json", many)
-    row_counts.check(Sft(), tmp_path, tmp_path / "no tokenizer")
 
 
 @pytest.mark.parametrize("kind", ["documents", "chats"])
@@ -264,19 +240,6 @@ def test_validation_takes_rows_from_all_over_the_held_out_part(tmp_path: Path, e
         chosen = np.concatenate([batch.input_ids_BT for batch in batches])
         assert np.array_equal(chosen, rows.batch(numbers).input_ids_BT)
         assert max(len(batch.input_ids_BT) for batch in batches) <= 2
-
-
-def test_settings_that_contradict_each_other_are_refused() -> None:
-    for changes, message in (
-        ({"stride": 9}, "stride is 9 but must not exceed row_length 8"),
-        ({"order": "length-grouped"}, "packing is best-fit.*set packing=none"),
-        ({"mask_intervals": [["<a>", "<a>"]]}, "must not open and close alike"),
-        ({"stride": 0}, "greater than or equal to 1"),
-        ({"early_stopping": {"patience": 1}}, "validate_every_steps is 0; set it, .*, or validate_every_epochs"),
-    ):
-        with pytest.raises(ValidationError, match=message):
-            settings(**changes)
-    assert settings(early_stopping={"patience": 1}, validate_every_epochs=1).early_stopping
 
 
 def pairs(path: Path, encoder: Encoder, sizes: Sequence[int]) -> Path:
