@@ -72,11 +72,9 @@ def train(settings: Gate, texts: Sequence[str], nats_RE: Floats) -> Router:
     steps = math.ceil(settings.epochs * len(rows) / settings.rows_per_step)
     optimizer = torch.optim.AdamW(router.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    order: list[int] = []
+    order = itertools.chain.from_iterable(torch.randperm(len(rows)).tolist() for _ in itertools.count())
     for _ in range(steps):
-        if len(order) < settings.rows_per_step:
-            order += torch.randperm(len(rows)).tolist()
-        batch, order = order[: settings.rows_per_step], order[settings.rows_per_step :]
+        batch = [*itertools.islice(order, settings.rows_per_step)]
         loss = nn.functional.cross_entropy(router(padded([rows[row] for row in batch])), best_R[batch])
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]  # torch's
@@ -125,11 +123,13 @@ def bytes_of(record: Record) -> int:
 
 
 def heldout_flags(records: Sequence[Record], settings: Gate) -> Flags:
-    """Whether each record is held out, by its content, of shape [R]. Raises DataError where all are."""
-    contents = {record.content() for out, record in sources.split(iter(records), settings.heldout_fraction) if out}
-    is_heldout = np.array([record.content() in contents for record in records])
-    if is_heldout.all():
-        raise DataError(f"all {len(records)} records went to the held-out part; bring more, or lower heldout_fraction")
+    """Whether each record is held out, by its content, of shape [R]. Raises DataError where all or none are."""
+    is_heldout = np.array([sources.position(record) < settings.heldout_fraction for record in records])
+    if is_heldout.all() or not is_heldout.any():
+        raise DataError(
+            f"{is_heldout.sum()} of {len(records)} records went to the held-out part, but router and metrics need some "
+            f"each; bring more, or change heldout_fraction"
+        )
     return is_heldout
 
 
@@ -155,7 +155,7 @@ def score(
             if job.stop_requested():
                 raise Interrupted(f"stopped while scoring the experts: {scored} of {len(experts)} are scored")
 
-        key = digest_of([gate_files.digest(expert), content, settings.row_length, settings.stride])[:16]
+        key = digest_of([gate_files.digests(expert), content, settings.row_length, settings.stride])[:16]
         path = directory / f"{key}.json"
         if not path.exists():
             log.info("scoring %s", expert.reference)

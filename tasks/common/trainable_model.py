@@ -93,16 +93,30 @@ def train(
         # A longer run continues the one where the decay begins.
         permanent=frozenset({decay_start(config.schedule, order.steps), *runtime.keep_steps}),
     )
+    night = runtime.night and NightThrottle(
+        runtime.night,
+        parts.ranks.device,
+        rows_per_device=runtime.rows_per_device,
+        memory_limit=limit_bytes(runtime),
+        ranks=runtime.devices,
+    )
     options = TrainerOptions(
         trained,
         parts.ranks,
         parts.precision,
         checkpoints,
         parts.validation,
-        _cadence(config, runtime, order),
+        Cadence(
+            log=runtime.log_every_steps,
+            checkpoint=runtime.checkpoint_every_steps,
+            checkpoint_steps=frozenset(runtime.keep_steps) | order.epoch_ends(runtime.checkpoint_every_epochs),
+            validate=config.validate_every_steps,
+            validate_steps=order.epoch_ends(config.validate_every_epochs),
+            quick_validations=runtime.quick_validations,
+        ),
         parts.origin,
         Speed(compiles(runtime, parts.ranks.device, parts.loader.rows, order.steps), runtime.parallel),
-        _night(runtime, parts.ranks.device),
+        night,
         job.stop_requested,
     )
     trainer = Trainer(task, parts.loader, options, callbacks)
@@ -131,29 +145,6 @@ def train(
     _write(trainer, trained, job)
     warned = guards.counts(job.run_directory / GUARDS)
     return {**_figures(trainer, result, runtime, trained.model), "guard_warnings": warned}
-
-
-def _cadence(config: Loop, runtime: Runtime, order: Order) -> Cadence:
-    return Cadence(
-        log=runtime.log_every_steps,
-        checkpoint=runtime.checkpoint_every_steps,
-        checkpoint_steps=frozenset(runtime.keep_steps) | order.epoch_ends(runtime.checkpoint_every_epochs),
-        validate=config.validate_every_steps,
-        validate_steps=order.epoch_ends(config.validate_every_epochs),
-        quick_validations=runtime.quick_validations,
-    )
-
-
-def _night(runtime: Runtime, device: torch.device) -> NightThrottle | None:
-    if runtime.night is None:
-        return None
-    return NightThrottle(
-        runtime.night,
-        device,
-        rows_per_device=runtime.rows_per_device,
-        memory_limit=limit_bytes(runtime),
-        ranks=runtime.devices,
-    )
 
 
 def _write(trainer: Trainer, trained: TrainableModel, job: StageContext) -> None:

@@ -94,7 +94,10 @@ def fit(
     objective: Objective = NEXT_TOKEN,
 ) -> Figures:
     """Train, write the model under the output, return the figures of the manifest. Raises Interrupted after saving."""
-    rows, heldout = _rows_of(config, job, encoder)
+    rows = open_rows(job.inputs["shards"] / "train", encoder, config)
+    if "replay" in job.inputs:
+        rows = with_replay(rows, job.inputs["replay"] / "train", encoder, config)
+    heldout = open_rows(job.inputs["shards"] / "heldout", encoder, config, heldout=True)
     automatic, config = config.automatic, config.resolved(rows.epoch)
     by_rule = {name: getattr(config, name) for name in automatic}
     if by_rule:
@@ -132,14 +135,6 @@ def fit(
         "rows": {**rows.counts(), "pad_fraction": pad_fraction(rows, loader)},
         "heldout_rows": heldout.counts(),
     }
-
-
-def _rows_of(config: Training, job: StageContext, encoder: Encoder) -> tuple[Rows, Rows]:
-    """The rows to train on, with those that are replayed, and the held-out ones."""
-    rows = open_rows(job.inputs["shards"] / "train", encoder, config)
-    if "replay" in job.inputs:
-        rows = with_replay(rows, job.inputs["replay"] / "train", encoder, config)
-    return rows, open_rows(job.inputs["shards"] / "heldout", encoder, config, heldout=True)
 
 
 def _validation(config: Training, heldout: BatchSource, order: Order, runtime: Runtime) -> Validation:

@@ -201,7 +201,7 @@ def test_records_are_distinct_of_any_kind_and_held_out_by_content(tmp_path: Path
     assert 0 < gate.heldout_flags(records, settings).sum() < 80
     with pytest.raises(DataError, match=r"5 of 5 rows are bad, more than rejected_fraction=.*'paragraphs' \(text_field\)"):
         gate.read([str(tmp_path / "bad.jsonl")], settings)
-    with pytest.raises(DataError, match="went to the held-out part"):
+    with pytest.raises(DataError, match="of 1 records went to the held-out part"):
         gate.heldout_flags(records[:1], settings)
 
 

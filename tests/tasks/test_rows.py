@@ -10,9 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.comparing import curve, logged_steps
 from support.tiny_data import make_tokenizer, write_shards
-from support.tiny_stages import Home, stage_settings
 
 from ttrain.config import Lora, Pretrain, Sft, Training
 from ttrain.core.files import read_json, write_json
@@ -27,7 +25,6 @@ from ttrain.engine import row_counts
 from ttrain.errors import ArtifactError, DataError, UsageError
 from ttrain.tasks.common.rows import open_rows, order_of, validation_batches
 from ttrain.train.schedules import steps_of
-from ttrain.train.trainer import QUICK
 
 DOCUMENTS: list[Any] = [([*range(20, 40)], []), ([*range(40, 45)], []), ([*range(50, 66)], [])]
 
@@ -122,8 +119,7 @@ def share_of_draws(order: Any, rows: Rows, marked: set[int], draws: int = 10_000
     return sum(len(found & marked) for found in drawn) / sum(map(len, drawn))
 
 
-@pytest.mark.parametrize("packing", ["best-fit", "none"])
-@pytest.mark.parametrize("kind", ["documents", "chats"])
+@pytest.mark.parametrize(("kind", "packing"), [("documents", "none"), ("chats", "best-fit")])
 def test_a_row_of_weight_nine_is_drawn_nine_times_as_often(
     tmp_path: Path, encoder: Encoder, kind: str, packing: str
 ) -> None:
@@ -227,12 +223,6 @@ def test_too_few_rows_are_known_from_the_shards_as_the_stage_finds_them(tmp_path
         assert message(partial(row_counts.check, config, tmp_path, tmp_path)) == own
 
 
-def test_shards_of_many_steps_are_not_packed_to_count_their_rows(tmp_path: Path, encoder: Encoder) -> None:
-    for file in documents(tmp_path / "train", encoder).glob("*.arrow"):
-        file.unlink()
-    row_counts.check(settings(tokens_per_step=8), tmp_path, tmp_path / "no tokenizer")
-
-
 def test_validation_takes_rows_from_all_over_the_held_out_part(tmp_path: Path, encoder: Encoder) -> None:
     rows: Rows = open_rows(documents(tmp_path, encoder), encoder, settings(), heldout=True)
     for limit, numbers in {1: [0], 2: [0, 2], 5: range(5), 100: range(5)}.items():
@@ -274,21 +264,3 @@ def test_too_many_pairs_that_are_longer_than_a_row_end_the_stage(tmp_path: Path,
     order_of(settings(row_length=32, tokens_per_step=32, dropped_fraction=0.01), rows)
     with pytest.raises(DataError, match=r"1 of 100 pairs are longer than .*row_length 32.*raise .*row_length"):
         order_of(settings(row_length=32, tokens_per_step=32, dropped_fraction=0.001), rows)
-
-
-def test_a_stage_validates_or_saves_at_the_ends_of_epochs(tmp_path: Path) -> None:
-    home, budget = Home.make(tmp_path / "home"), {"epochs": 3.5, "tokens": None}
-    often = {"checkpoint_every_steps": 1000, "keep_checkpoints": 9, "quick_validations": 2}
-    validates = stage_settings(pretrain={**budget, "validate_every_epochs": 1}, **often)
-    saves = stage_settings(pretrain={**budget, "schedule": {"kind": "constant"}}, checkpoint_every_epochs=2, **often)
-    rows = open_rows(home.documents.path / "train", Encoder(home.tokenizer.path, fast=False), saves.pretrain)
-    ends = [-(-len(rows) * epoch // 8) for epoch in (1, 2, 3)]
-    last = home.pretrain(validates, tmp_path / "validates")["steps"]
-    lines = curve(tmp_path / "validates" / "run" / "metrics.jsonl")
-    assert logged_steps(lines, "validation_loss") == logged_steps(lines, "validation_accuracy") == [*ends, last]
-    assert not logged_steps(lines, QUICK), "which a stage has that validates at its end only"
-    home.pretrain(saves, tmp_path / "saves")
-    saved = sorted(path.name for path in (tmp_path / "saves" / "checkpoints").glob("step-*"))
-    assert saved == [f"step-{step:08d}" for step in (ends[1], last)]
-    lines = curve(tmp_path / "saves" / "run" / "metrics.jsonl")
-    assert logged_steps(lines, QUICK) == logged_steps(lines, "validation_accuracy_quick") != [last]
