@@ -93,13 +93,15 @@ def train(
         # A longer run continues the one where the decay begins.
         permanent=frozenset({decay_start(config.schedule, order.steps), *runtime.keep_steps}),
     )
-    night = runtime.night and NightThrottle(
-        runtime.night,
-        parts.ranks.device,
-        rows_per_device=runtime.rows_per_device,
-        memory_limit=limit_bytes(runtime),
-        ranks=runtime.devices,
-    )
+    night = None
+    if runtime.night:
+        night = NightThrottle(
+            runtime.night,
+            parts.ranks.device,
+            rows_per_device=runtime.rows_per_device,
+            memory_limit=limit_bytes(runtime),
+            ranks=runtime.devices,
+        )
     options = TrainerOptions(
         trained,
         parts.ranks,
