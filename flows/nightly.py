@@ -24,7 +24,6 @@ from rich.console import Console
 from ttrain.config import Event, Settings
 from ttrain.core.terminal import print_plain
 from ttrain.engine.execution import PipelineRun
-from ttrain.engine.labels import NO_LABELS, Labels
 from ttrain.engine.stop_request import AT_DEADLINE, SIGNALLED
 from ttrain.errors import Interrupted, NothingNew, StageFailed, TooFewRows, TTrainError
 from ttrain.flows import night_plan
@@ -55,11 +54,8 @@ def run_night(
     settings: Settings,
     store: ArtifactStore,
     console: Console,
-    *,
-    engine: str = "prefect",
+    options: RunOptions,
     slot: datetime | None = None,
-    in_flow: bool = False,
-    labels: Labels = NO_LABELS,
 ) -> NightResult:
     """Run one night, or say why there is none.
 
@@ -69,8 +65,7 @@ def run_night(
     """
     night_plan.check(settings)
     nights = Nights(store.root, settings.name)
-    stop_at = records.stop_at(settings.nightly, time.time())
-    options = RunOptions(engine, in_flow, stop_at=stop_at, labels=labels)
+    options = replace(options, stop_at=records.stop_at(settings.nightly, time.time()))
     run = NightRun(settings, store, console, nights, slot, options)
     try:
         with nights.lock():

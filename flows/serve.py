@@ -125,7 +125,7 @@ def _run_night(home: Path, settings: Settings) -> State[Any]:
     from ttrain.flows.nightly import run_night
 
     slot, store = flow_run.scheduled_start_time, store_of(home, settings)
-    result = run_night(settings, store, flow_run_console(), slot=slot, in_flow=True)
+    result = run_night(settings, store, flow_run_console(), engine.RunOptions(in_flow=True), slot)
     if result.night:
         engine.rename(result.night)
     state = Cancelled if result.outcome == "unfinished" else Completed

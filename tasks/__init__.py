@@ -10,6 +10,17 @@ from ttrain.config import GateJob, Reading, Section, Settings, TaskJob, part_of
 from ttrain.config.training import PrimaryMetric
 from ttrain.core.files import JsonDict
 from ttrain.store.model_files import PLATEAU
+from ttrain.store.results import (
+    EvaluationResult,
+    HeldoutResult,
+    ModelResult,
+    ReferenceResult,
+    ReplayResult,
+    Result,
+    ShardsResult,
+    TokenizerResult,
+    TrainingResult,
+)
 
 
 @dataclass(frozen=True)
@@ -37,9 +48,11 @@ class Stage:
     reads_suites: bool = False
     spreads: bool = False
     reads_python_docs: bool = False  # the text that ships with ttrain is its input
+    memory: tuple[str, ...] = ()  # settings that lower the memory of its processes, for a message
     about: str = ""  # what it does, in a line for people
     reuses_parts: bool = False  # what unfinished work and earlier artifacts hold is taken where it fits
     primary_metric: PrimaryMetric | None = None
+    result: type[Result] = Result  # what its artifact records, for readers
     job: type[Section] = Settings  # what its process gets
 
     def part_of(self, settings: Settings) -> JsonDict:
@@ -51,16 +64,6 @@ class Stage:
     def loads_torch(self) -> bool:
         """Whether its start would spend seconds on imports."""
         return self.uses_ranks or self.uses_model
-
-    @property
-    def memory_advice(self) -> str:
-        """What to do where its processes need more memory than there is, for a message."""
-        smaller = "lower runtime.rows_per_device or " if self.uses_ranks or self.name == "reference" else ""
-        if self.reuses_parts:
-            smaller = "lower runtime.workers or reading.max_line_bytes, or "
-        elif self.dataset == "tokenizer":
-            smaller = "lower tokenizer.max_bytes or "
-        return f"{smaller}end other programs"
 
 
 # Reading of stages that do not compare documents.
@@ -82,6 +85,8 @@ def _shards(dataset: str, kind: str) -> Stage:
         arguments={"kind": kind, "dataset": dataset},
         about=f"Tokenize the {kind} of data.{dataset} into Arrow files, and hold a part of them out",
         reuses_parts=True,
+        memory=("runtime.workers", "reading.max_line_bytes"),
+        result=ShardsResult,
     )
 
 
@@ -98,6 +103,8 @@ TOKENIZER = Stage(
     (*EXACT_READING, "tokenizer"),
     inputs={"source": ("pretrain.jsonl",)},
     dataset="tokenizer",
+    memory=("tokenizer.max_bytes",),
+    result=TokenizerResult,
     about="Train a byte-level BPE with a chat template, or take an existing tokenizer",
 )
 ROWS = config.TRAINING_STAGES.values()  # of the table in `ttrain/config/training.py`
@@ -109,6 +116,7 @@ EXISTING_MODEL = Stage(
     inputs={"tokenizer": ()},
     uses_model=True,
     reads_model=True,
+    result=ModelResult,
     about="Take the existing model that a training starts from",
 )
 NEW_MODEL = Stage(
@@ -117,6 +125,7 @@ NEW_MODEL = Stage(
     ("model", "pretrain.seed"),
     {"tokenizer": ()},
     uses_model=True,
+    result=ModelResult,
     about="Make a model of random weights, where nothing is pretrained",
 )
 
@@ -128,6 +137,8 @@ REFERENCE = Stage(
     {"base": (), "shards": ()},
     uses_model=True,
     spreads=True,
+    memory=("runtime.rows_per_device",),
+    result=ReferenceResult,
     about="Score the answers of the pairs with the model that preference tuning starts from",
 )
 # What a training stage reads besides the model that it starts from and its shards.
@@ -142,7 +153,9 @@ def _training(row: config.TrainingStage) -> Stage:
         (row.name, "model") if row.name == "pretrain" else (row.name,),
         {**OF_ROLE.get(row.role, {}), **OF_ROWS.get(row.rows, {}), **dict.fromkeys(("replay", "base", "shards"), ())},
         uses_ranks=True,
+        memory=("runtime.rows_per_device",),
         primary_metric=row.metric,
+        result=TrainingResult,
         about=(row.help or f"Train {row.label}.").split(". ")[0].rstrip("."),
     )
 
@@ -165,6 +178,7 @@ EVALUATE = Stage(
     uses_model=True,
     reads_suites=True,
     spreads=True,
+    result=EvaluationResult,
     about="Measure the models on held-out data and on the suites of the evaluation",
 )
 # Stages of nights only: documents learnt before, the held-out set that a night's models are evaluated on, and the champion's
@@ -180,6 +194,7 @@ REPLAY = Stage(
     ),
     # And those of each earlier night, by names that begin with LEARNT_BEFORE; the tokenizer beside what is held out.
     {"documents": (), "tokenizer": (), EARLIER_HELDOUT: ("heldout",)},
+    result=ReplayResult,
     about="Sample documents that the champion has learnt before",
 )
 REPLAY_SFT = replace(
@@ -193,6 +208,7 @@ HELDOUT = Stage(
     "ttrain.tasks.heldout",
     ("evaluate.max_bytes",),
     {EARLIER_HELDOUT: ("heldout",), "documents": ("heldout",)},
+    result=HeldoutResult,
     about="Collect the held-out documents of all nights",
 )
 EVALUATE_CHAMPION = replace(EVALUATE, name="evaluate-champion", about="Measure the champion on the same data, in a night")
@@ -207,6 +223,6 @@ STAGES: Mapping[str, Stage] = {
 }
 
 # What `ttrain train` and `ttrain gate train` run is not part of a pipeline, but runs like a stage.
-TASK = Stage("task", "ttrain.tasks.user_task", job=TaskJob, uses_ranks=True)
+TASK = Stage("task", "ttrain.tasks.user_task", job=TaskJob, uses_ranks=True, memory=("runtime.rows_per_device",))
 GATE = Stage("gate", "ttrain.tasks.gate", job=GateJob, uses_ranks=True)
 RUNNABLE: Mapping[str, Stage] = {**STAGES, TASK.name: TASK, GATE.name: GATE}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 from torch import nn
 
@@ -30,13 +29,10 @@ def run(settings: Settings, job: StageContext) -> Figures:
     encoder = Encoder(job.inputs["base"] / "model", fast=False)  # its ids are asked for, no text is encoded
     trained = prepare(settings, job.inputs, encoder)
 
-    def task(resolved: Training) -> PreferenceTuning:
-        return task_of(cast("Dpo", resolved), trained.model, job.runtime)
-
     def batches(part: str, rows: Rows) -> BatchSource:
         return ReferencedRows(rows, job.inputs["reference"], part) if config.has_reference else rows
 
-    figures = training.fit(config, trained, job, ranks, encoder, training.Objective(task, batches))
+    figures = training.fit(config, trained, job, ranks, encoder, training.Objective(task_of, batches))
     if config.adapter != "none" and ranks.first:
         merge(job.inputs["base"] / "model", job.output)
     ranks.barrier()
@@ -52,8 +48,9 @@ def prepare(settings: Settings, inputs: Inputs, encoder: Encoder) -> training.Tr
     return replace(lora.with_adapter(base, adapter), directory=ADAPTER)
 
 
-def task_of(config: Dpo, model: nn.Module, runtime: Runtime) -> PreferenceTuning:
+def task_of(config: Training, model: nn.Module, runtime: Runtime) -> PreferenceTuning:
     """The task of the stage."""
+    assert isinstance(config, Dpo), "the settings are those of the stage"
     return PreferenceTuning(config, model, **training.task_options(runtime))
 
 

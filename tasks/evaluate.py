@@ -101,26 +101,24 @@ def heldout_items(inputs: Inputs, settings: Evaluate) -> list[Items[Any]]:
     """The held-out records among the inputs of the stage, as tasks that are named after their parts."""
     tasks: list[Items[Any]] = []
     for part, row in PARTS.items():
-        records = _documents(inputs[part], settings.max_bytes) if part == "documents" and part in inputs else []
-        if part != "documents" and part in inputs:
+        if part not in inputs:
+            continue
+        if row.rows == "documents":
+            records = _documents(inputs[part], settings.max_bytes)
+            own: dict[str, Any] = {}
+        else:
             records = items_of.comparable(heldout_records(inputs[part]))[: settings.max_chats]
+            own = {"file": part, **({"answers": 0} if row.rows == "chats" else {})}
         if records:
-            values: dict[str, Any] = {"row_length": settings.row_length, "stride": settings.stride}
-            if row.rows != "documents":
-                values["file"] = part
-            if row.rows == "chats":
-                values["answers"] = 0
-            spec = SPECS[row.rows].model_validate(values)
-            read = running.functions_of(spec)[0]
-            tasks.append(read(part, spec, SuiteFiles(Path(), {part: records})))
+            spec = SPECS[row.rows].model_validate({"row_length": settings.row_length, "stride": settings.stride, **own})
+            tasks.append(running.functions_of(spec)[0](part, spec, SuiteFiles(Path(), {part: records})))
     return tasks
 
 
 def _documents(directory: Path, max_bytes: int) -> list[dict[str, Any]]:
-    """The documents that are scored: of a set of several nights a share of each."""
-    if not heldout.read_nights(directory):
-        return scored_documents(heldout_records(directory), max_bytes)
-    return [document for of_night in heldout.scored_by_night(directory, max_bytes) for document in of_night]
+    """The documents that are scored: of a set of several nights all, of which each brought its share."""
+    documents = heldout_records(directory)
+    return documents if heldout.read_nights(directory) else scored_documents(documents, max_bytes)
 
 
 def _names(result: TaskResult, model: str) -> dict[str, str]:

@@ -6,7 +6,6 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -51,13 +50,12 @@ def run(config: GateJob, job: StageContext) -> Figures:
     settings = config.gate
     device = precision.resolve_device(job.runtime.device, share_cores(job.runtime.threads))
     records = read(config.data, settings)
-    nats_RE, tokens_RE = score(config.experts, records, settings, job, device)
+    nats_RE = score(config.experts, records, settings, job, device)
     texts, heldout_R = [text_of(record) for record in records], heldout_flags(records, settings)
-
     router = train(settings, [*itertools.compress(texts, ~heldout_R)], nats_RE[~heldout_R])
     chosen_R = router.probabilities([*itertools.compress(texts, heldout_R)]).argmax(-1).numpy()
-    bytes_R = np.array([bytes_of(record) for record in records])
-    routing = routing_metrics(nats_RE[heldout_R], tokens_RE[heldout_R], bytes_R[heldout_R], chosen_R)
+    heldout_bytes = sum(bytes_of(record) for record in itertools.compress(records, heldout_R))
+    routing = routing_metrics(nats_RE[heldout_R], heldout_bytes, chosen_R)
     save_file(router.state_dict(), job.output / gate_files.WEIGHTS)
     gate = GateFile(experts=config.experts, settings=settings, figures=routing)
     gate_files.write(job.output, gate)  # last, since it makes the directory a gate
@@ -73,11 +71,9 @@ def train(settings: Gate, texts: Sequence[str], nats_RE: Floats) -> Router:
     steps = math.ceil(settings.epochs * len(rows) / settings.rows_per_step)
     optimizer = torch.optim.AdamW(router.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    order: list[int] = []
+    order = itertools.chain.from_iterable(torch.randperm(len(rows)).tolist() for _ in itertools.count())
     for _ in range(steps):
-        if len(order) < settings.rows_per_step:
-            order += torch.randperm(len(rows)).tolist()
-        batch, order = order[: settings.rows_per_step], order[settings.rows_per_step :]
+        batch = [*itertools.islice(order, settings.rows_per_step)]
         loss = nn.functional.cross_entropy(router(padded([rows[row] for row in batch])), best_R[batch])
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]  # torch's
@@ -126,11 +122,13 @@ def bytes_of(record: Record) -> int:
 
 
 def heldout_flags(records: Sequence[Record], settings: Gate) -> Flags:
-    """Whether each record is held out, by its content, of shape [R]. Raises DataError where all are."""
-    contents = {record.content() for out, record in sources.split(iter(records), settings.heldout_fraction) if out}
-    is_heldout = np.array([record.content() in contents for record in records])
-    if is_heldout.all():
-        raise DataError(f"all {len(records)} records went to the held-out part; bring more, or lower heldout_fraction")
+    """Whether each record is held out, by its content, of shape [R]. Raises DataError where all or none are."""
+    is_heldout = np.array([sources.position(record) < settings.heldout_fraction for record in records])
+    if is_heldout.all() or not is_heldout.any():
+        raise DataError(
+            f"{is_heldout.sum()} of {len(records)} records went to the held-out part, but router and metrics need some "
+            f"each; bring more, or change heldout_fraction"
+        )
     return is_heldout
 
 
@@ -139,39 +137,36 @@ def heldout_flags(records: Sequence[Record], settings: Gate) -> Flags:
 
 def score(
     experts: Sequence[Expert], records: Sequence[Record], settings: Gate, job: StageContext, device: torch.device
-) -> tuple[Floats, Ints]:
-    """(summed negative log-likelihoods in nats, scored tokens) of all experts, both of shape [R, E].
+) -> Floats:
+    """Summed negative log-likelihoods of all experts in nats, [R, E].
 
     They are loaded one after the other; losses that an earlier attempt saved are reused.
-
     Raises Interrupted after a request to stop; the losses of finished experts are saved.
     """
     directory = job.run_directory / LOSSES
     directory.mkdir(exist_ok=True)
     content = digest_of([sources.content_hash(record).hex() for record in records])
-    by_expert: list[dict[str, Any]] = []
+    nats_ER = []
     for number, expert in enumerate(experts):
 
-        def report_progress(scored_fraction: float, scored: int = number) -> None:
-            job.progress.update(scored + scored_fraction, len(experts), "experts")
+        def report_progress(done: int, total: int, scored: int = number) -> None:
+            job.progress.update(scored + done / total, len(experts), "experts")
             if job.stop_requested():
                 raise Interrupted(f"stopped while scoring the experts: {scored} of {len(experts)} are scored")
 
-        key = digest_of([gate_files.digest(expert), content, settings.row_length, settings.stride])[:16]
+        key = digest_of([gate_files.digests(expert), content, settings.row_length, settings.stride])[:16]
         path = directory / f"{key}.json"
-        losses = read_json(path)
-        if losses is None:
+        if not path.exists():
             log.info("scoring %s", expert.reference)
-            losses = _scored(expert, records, settings, device, report_progress)
-            write_json(path, losses)
-        by_expert.append(losses)
-    nats_ER, tokens_ER = ([losses[name] for losses in by_expert] for name in ("nats", "tokens"))
-    return np.array(nats_ER, np.float64).T, np.array(tokens_ER, np.int64).T
+            write_json(path, _nats(expert, records, settings, device, report_progress))
+        nats_ER.append(read_json(path))
+    return np.array(nats_ER, np.float64).T
 
 
-def _scored(
-    expert: Expert, records: Sequence[Record], settings: Gate, device: torch.device, report_progress: Callable[[float], None]
-) -> Figures:
+def _nats(
+    expert: Expert, records: Sequence[Record], settings: Gate, device: torch.device,
+    report_progress: Callable[[int, int], None],
+) -> list[float]:  # fmt: skip
     model = loading.load(gate_files.reference_of(expert), device=device.type)
     if not model.can_chat and any(isinstance(record, Conversation) for record in records):
         raise UsageError(f"--data holds chats, but the tokenizer of the expert {expert.reference} has no chat template")
@@ -181,9 +176,9 @@ def _scored(
         length=settings.row_length,
         stride=settings.stride,
         device=device,
-        progress=lambda done, total: report_progress(done / total),
+        progress=report_progress,
     )
-    return {"nats": [score.nats for score in scores], "tokens": [score.tokens for score in scores]}
+    return [score.nats for score in scores]
 
 
 def _sequence(model: LoadedModel, record: Record) -> perplexity.Tokens:
@@ -197,8 +192,8 @@ def _sequence(model: LoadedModel, record: Record) -> perplexity.Tokens:
 # --- the figures --------------------------------------------------------------------------------------------------------
 
 
-def routing_metrics(nats_RE: Floats, tokens_RE: Ints, bytes_R: Ints, chosen_R: Ints) -> Figures:
-    """Compute the metrics of records routed to `chosen_R`.
+def routing_metrics(nats_RE: Floats, heldout_bytes: int, chosen_R: Ints) -> Figures:
+    """Compute the metrics of records routed to `chosen_R`; losses are in bits per byte, which no tokenizer changes.
 
     accuracy            share of records that went to the expert with the least loss
     majority_accuracy   the same if all went to the expert that is best most often: what the accuracy must exceed
@@ -206,20 +201,18 @@ def routing_metrics(nats_RE: Floats, tokens_RE: Ints, bytes_R: Ints, chosen_R: I
     loss_oracle         the same, each by its best expert
     loss_best_single    the same, all by the one expert that is best for them together
     gain                share of the way from `loss_best_single` to `loss_oracle`; None if the two are equal
-    unit                "nats per token"; "bits per byte" if the experts tokenize the records differently
     experts             of each: its loss on all records, the share of them it is best at, and the share routed to it
     """
     records, experts = nats_RE.shape
     best_R, rows = nats_RE.argmin(axis=1), np.arange(records)
-    same_tokens = bool((tokens_RE == tokens_RE[:, :1]).all())
-    size = float(tokens_RE[:, 0].sum()) if same_tokens else float(bytes_R.sum()) * math.log(2)
-    losses_E = nats_RE.sum(axis=0) / size
-    routed, oracle = float(nats_RE[rows, chosen_R].sum() / size), float(nats_RE[rows, best_R].sum() / size)
-    best_often_E, chosen_often_E = (np.bincount(choice, minlength=experts) for choice in (best_R, chosen_R))
+    bits_RE = nats_RE / (heldout_bytes * math.log(2))
+    losses_E = bits_RE.sum(axis=0)
+    routed, oracle = float(bits_RE[rows, chosen_R].sum()), float(bits_RE[rows, best_R].sum())
+    best_often_E = np.bincount(best_R, minlength=experts)
+    chosen_often_E = np.bincount(chosen_R, minlength=experts)
     single = float(losses_E.min())
     return {
         "records": records,
-        "unit": "nats per token" if same_tokens else "bits per byte",
         "accuracy": float((best_R == chosen_R).mean()),
         "majority_accuracy": float(best_often_E.max() / records),
         "loss_routed": routed,

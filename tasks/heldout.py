@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import orjson
 
 from ttrain.config import Settings
 from ttrain.core.files import JsonDict, read_json, write_json
 from ttrain.data import contamination, shards
-from ttrain.errors import ArtifactError
 from ttrain.evaluate.task_result import record_name
 from ttrain.tasks import EARLIER_HELDOUT
 from ttrain.tasks.common.job import Figures, StageContext
@@ -32,11 +30,13 @@ def run(settings: Settings, job: StageContext) -> Figures:
     """
     earlier = job.inputs[EARLIER_HELDOUT]
     earlier_documents, documents = (_by_name(heldout_records(directory)) for directory in (earlier, job.inputs["documents"]))
-    unscored = set(_read(earlier / UNSCORED))
-    of_nights = _scored(earlier_documents, read_nights(earlier), settings.evaluate.max_bytes)
-    passed = {*unscored, *earlier_documents}
+    passed = {*(read_json(earlier / UNSCORED) or ()), *earlier_documents}
     brought = [document for name, document in sorted(documents.items()) if name not in passed]
-    of_nights.append(scored_documents(brought, settings.evaluate.max_bytes // NIGHT_SHARE))
+    share = settings.evaluate.max_bytes // NIGHT_SHARE
+    of_nights = [[earlier_documents[name] for name in names] for names in read_nights(earlier)]
+    if not of_nights:  # a set of one night alone
+        of_nights = [scored_documents([earlier_documents[name] for name in sorted(earlier_documents)], share)]
+    of_nights.append(scored_documents(brought, share))
     nights = [[record_name(document["text"]) for document in of_night] for of_night in of_nights]
     by_name = _by_name(document for of_night in of_nights for document in of_night)
     lines = [orjson.dumps(document, option=orjson.OPT_SORT_KEYS) for _, document in sorted(by_name.items())]
@@ -54,40 +54,10 @@ def run(settings: Settings, job: StageContext) -> Figures:
     return {**counts, "nights": [len(night) for night in nights]}
 
 
-def scored_by_night(directory: Path, max_bytes: int) -> list[list[JsonDict]]:
-    """The documents of a set that are scored, by the night that brought them: of each a tenth of `max_bytes` at most.
-
-    The same choice again from what was chosen; a set of an earlier build has all documents.
-    """
-    return _scored(_by_name(heldout_records(directory)), read_nights(directory), max_bytes)
-
-
-def _scored(documents: Mapping[str, JsonDict], nights: Sequence[Sequence[str]], max_bytes: int) -> list[list[JsonDict]]:
-    return [
-        scored_documents((documents[name] for name in sorted(names) if name in documents), max_bytes // NIGHT_SHARE)
-        for names in nights or [[*documents]]
-    ]
-
-
 def read_nights(directory: Path) -> list[list[str]]:
-    """The names of the held-out records of each night, the oldest first; [] where a set is of one night alone.
-
-    Raises ArtifactError if the file is damaged.
-    """
-    nights: list[list[str]] = _read(directory / NIGHTS)
-    if not all(isinstance(night, list) for night in nights):
-        raise ArtifactError(
-            f"{directory / NIGHTS} is damaged: it is not a list of lists; restore it from a copy of the home"
-        )
+    """The names of the held-out records of each night, the oldest first; [] where a set is of one night alone."""
+    nights: list[list[str]] = read_json(directory / NIGHTS) or []
     return nights
-
-
-def _read(path: Path) -> list[Any]:
-    """A list that the stage wrote; [] if it wrote none."""
-    values = read_json(path) if path.exists() else []
-    if not isinstance(values, list):
-        raise ArtifactError(f"{path} is damaged: it is not a list; restore it from a copy of the home")
-    return values
 
 
 def _by_name(documents: Iterable[JsonDict]) -> dict[str, JsonDict]:

@@ -26,14 +26,13 @@ from ttrain.tasks import EARLIER_HELDOUT, LEARNT_BEFORE, SHARE
 from ttrain.tasks.common.job import Figures, StageContext
 from ttrain.tasks.shards import heldout_documents
 
-STRATUM = 32  # parts; of a source with 100 of them and a share of 5 %, 5 give or take 1, where a draw has 5 ± 2.2
 GOLDEN = (5**0.5 - 1) / 2  # multiples of it modulo 1 are spread evenly: nights one after the other replay other parts
 TEMPLATE = "template"  # in the index of chats: the digest of the template that they were made with
 
 
 def run(settings: Settings, job: StageContext) -> Figures:
-    """Write `train/`, a sample of what was learnt in all nights, in proportion to their tokens by night, by source where
-    sources have weights, and by place, so that each file has its share, and each source that stands together in one.
+    """Write `train/`, a sample of what was learnt in all nights, in proportion to their tokens by night, and by source
+    where sources have weights.
 
     It has as many tokens as the night reads again, or all of them, in whole chats or in windows of documents, as rows have
     them: of long documents few would make up a sample. Where regions are masked, documents stay whole. A record that the
@@ -41,11 +40,10 @@ def run(settings: Settings, job: StageContext) -> Figures:
     somebody promoted may have learnt what nights hold out.
     """
     new = ShardSet(job.inputs["documents"] / "train")
-    training: Pretrain | Sft = settings.pretrain if new.index["kind"] == "documents" else settings.sft
-    row_length = None
-    if isinstance(training, Pretrain):
-        # A masked region may begin in one window and end in another.
-        row_length = None if training.mask_intervals else training.row_length
+    of_documents = new.index["kind"] == "documents"
+    training: Pretrain | Sft = settings.pretrain if of_documents else settings.sft
+    # A masked region may begin in one window and end in another.
+    row_length = training.row_length if of_documents and not training.mask_intervals else None
     tokenizer, share = new.index["tokenizer"], settings.nightly.replay
     names = sorted(name for name in job.inputs if name.startswith(LEARNT_BEFORE))
     learnt = {name: list(_sources(ShardSet(job.inputs[name] / "train", tokenizer))) for name in names}
@@ -60,14 +58,9 @@ def run(settings: Settings, job: StageContext) -> Figures:
     directory = job.output / "train"
     directory.mkdir(parents=True, exist_ok=True)
     entries: list[dict[str, Any]] = []
-    nights: dict[str, dict[str, int]] = {}
-    for nights_since, (name, sources) in zip(reversed(range(len(names))), learnt.items(), strict=True):
-        columns = [sample(source, sampled_share, training.seed, nights_since, held_out, row_length) for source in sources]
-        nights[name.removeprefix(LEARNT_BEFORE)] = {
-            "records": sum(map(len, columns)), "tokens": sum(len(column.tokens) for column in columns),
-            "of": sum(source.tokens for source in sources),
-        }  # fmt: skip
-        for column in columns:
+    for nights_since, sources in zip(reversed(range(len(names))), learnt.values(), strict=True):
+        for source in sources:
+            column = sample(source, sampled_share, training.seed, nights_since, held_out, row_length)
             entry = write_shard(directory / f"{len(entries):06}.arrow", column, new.index["vocab_size"])
             entries.append({**entry, "bytes": 0, "group": 0})  # of text, which is not there
     index = write_index(
@@ -79,7 +72,7 @@ def run(settings: Settings, job: StageContext) -> Figures:
         **({TEMPLATE: new.index[TEMPLATE]} if TEMPLATE in new.index else {}),
         **{SHARE: share},
     )
-    return {"records": index["rows"], "tokens": index["tokens"], "share": share, "nights": nights}
+    return {"records": index["rows"], "tokens": index["tokens"], "share": share, "nights": len(names)}
 
 
 def _sources(shards: ShardSet) -> Iterator[ShardSet]:
@@ -99,7 +92,7 @@ def sample(
     records, begins, lengths = _parts(source, row_length)
     sha256s = [entry["sha256"] for entry in source.entries]
     own_seed = int(digest_of([seed, sha256s])[:8], 16)
-    order = _spread(permute(np.arange(len(records)), len(records), own_seed, 0)) if len(records) else records
+    order = permute(np.arange(len(records)), len(records), own_seed, 0) if len(records) else records
     order = np.roll(order, -int(nights_since * GOLDEN % 1 * len(order)))
     earlier_tokens = lengths[order].cumsum() - lengths[order]
     chosen = np.sort(order[earlier_tokens < share * lengths.sum()])
@@ -124,16 +117,6 @@ def _parts(source: ShardSet, row_length: int | None) -> tuple[Offsets, Offsets, 
         return np.arange(len(source)), np.zeros(len(source), np.int64), source.lengths
     _, records, begins = document_windows(source.lengths, row_length, row_length)
     return records, begins, np.minimum(row_length + 1, source.lengths[records] - begins)
-
-
-def _spread(order: Offsets) -> Offsets:
-    """A random order in which each stratum, STRATUM neighbouring parts, comes up once before any comes up again."""
-    strata = order // STRATUM
-    by_stratum = np.argsort(strata, kind="stable")
-    firsts = np.searchsorted(strata[by_stratum], strata[by_stratum])  # where the stratum begins
-    turns = np.empty_like(order)
-    turns[by_stratum] = np.arange(len(order)) - firsts
-    return order[np.argsort(turns, kind="stable")]
 
 
 def _digests(shards: ShardSet) -> Iterator[bytes]:

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import orjson
 
-from ttrain.config import Reading, Settings, Shards
+from ttrain.config import Reading, Settings
 from ttrain.core.files import JsonDict
 from ttrain.core.hashing import DigestCache, code_digests, digest_of
 from ttrain.data import blocks, contamination, locations, records, sharding, shards
 from ttrain.data.blocks import BlockRecipe, DataFile, Table, table_of
-from ttrain.data.contamination import OverlapCheck
 from ttrain.data.near_duplicates import EarlierSet
 from ttrain.data.pool import Pool, Processes
 from ttrain.data.sharding import ShardSetResult, Work
@@ -44,11 +43,13 @@ def make_blocks(settings: Settings, job: StageContext, pool: Pool) -> None:
 
 def build(settings: Settings, job: StageContext, pool: Pool) -> ShardSetResult:
     """Make the shards, or finish those that an earlier run began."""
+    # The items of the evaluations that `shards.decontaminate` names; a task has the name of its file.
+    items, is_removed = job.files.get(AGAINST), settings.shards.overlapping == "remove"
     earlier = [name for name in sorted(job.inputs) if name.startswith(LEARNT_BEFORE)]
     return sharding.build(
         _work(settings, job, pool),
         weights=job.weights,
-        against=_against(settings.shards, job),
+        against=contamination.overlap_check(items, OVERLAP_SHARE, remove=is_removed) if items else None,
         earlier=[EarlierSet("/".join(job.inputs[name].parts[-2:]), job.inputs[name]) for name in earlier],
         earlier_heldout=heldout_hashes(job.inputs[EARLIER_HELDOUT]) if EARLIER_HELDOUT in job.inputs else None,
     )
@@ -66,34 +67,22 @@ def _work(settings: Settings, job: StageContext, pool: Pool) -> Work:
     )
 
 
-def _against(settings: Shards, job: StageContext) -> OverlapCheck | None:
-    """The items of the evaluations that `shards.decontaminate` names; a task has the name of its file."""
-    files = job.files.get(AGAINST, ())
-    remove = settings.overlapping == "remove"
-    return contamination.overlap_check(files, OVERLAP_SHARE, remove=remove) if files else None
-
-
 def _recipe(settings: Settings, job: StageContext) -> BlockRecipe:
+    files, kind, reading = files_of(job), job.arguments["kind"], settings.reading
+    if "heldout" in files:  # held-out files that are named leave nothing to choose
+        reading = reading.model_copy(update={"heldout_fraction": 0.0})
+    else:
+        parser = records.parser_of(kind, reading.text_field)
+        reading = records.with_heldout_share(reading, [file.location for file in files["train"]], parser)
     recipe = recipe_of(
-        _decided_reading(settings.reading, job),
+        reading,
         job.inputs["tokenizer"],
-        job.arguments["kind"],
+        kind,
         own_data=bool(job.files.keys() - {AGAINST}),
         reuse=job.reuse,
         home=job.home,
     )
-    if job.arguments["kind"] == "documents":
-        return recipe
-    return replace(recipe, learn_reasoning=settings.sft.learn_reasoning)
-
-
-def _decided_reading(reading: Reading, job: StageContext) -> Reading:
-    """How the rows are read, with a number in place of `auto`; held-out files that are named leave nothing to choose."""
-    files = files_of(job)
-    if "heldout" in files:
-        return reading.model_copy(update={"heldout_fraction": 0.0})
-    parser = records.parser_of(job.arguments["kind"], reading.text_field)
-    return records.with_heldout_share(reading, [file.location for file in files["train"]], parser)
+    return recipe if kind == "documents" else replace(recipe, learn_reasoning=settings.sft.learn_reasoning)
 
 
 def files_of(job: StageContext) -> dict[str, list[DataFile]]:
@@ -141,18 +130,14 @@ def _code(home: Path | None) -> str:
 
 def check(built: ShardSetResult, reading: Reading, name: str, kind: str) -> None:
     """Raise DataError where too many rows are bad, or none is left; NothingNew where earlier nights have the others."""
-    expected_fields, near = records.expected_fields(kind, reading.text_field), built.near_duplicates
+    expected_fields, near = records.expected_fields(kind, reading.text_field), built.near_duplicates or {}
     train, is_empty = built.tallies["train"], not built.parts["train"]["rows"]
     train.check_bad(name, reading.rejected_fraction, expected_fields)
-    if near and near["of_earlier_sets"] and is_empty:
+    if is_empty and (near.get("of_earlier_sets") or built.of_earlier_heldout):
         raise NothingNew(
-            f"{name}: {near['dropped']} of {train.rows} rows are near-duplicates, most of documents that "
-            f"were learnt before, and none is left to learn (reading.near_duplicates={near['threshold']})"
-        )
-    if built.of_earlier_heldout and is_empty:
-        raise NothingNew(
-            f"{name}: {built.of_earlier_heldout} of {train.rows} rows are held out by earlier nights, and "
-            f"none is left to learn"
+            f"{name}: of {train.rows} rows {near.get('dropped', 0)} are near-duplicates, most of documents that were "
+            f"learnt before (reading.near_duplicates={near.get('threshold')}), {built.of_earlier_heldout or 0} are held "
+            f"out by earlier nights, and none is left to learn"
         )
     for role, tally in built.tallies.items():
         if role == "train" or tally.rows:
@@ -164,7 +149,9 @@ def check(built: ShardSetResult, reading: Reading, name: str, kind: str) -> None
 
 def heldout_records(directory: Path) -> list[JsonDict]:
     """The held-out records of a set of shards, as text."""
-    return list(_heldout_records(directory))
+    heldout = directory / "heldout"
+    files = [heldout / shard["records"] for shard in shards.ShardSet(heldout).index["shards"]]
+    return [orjson.loads(line) for file in files for line in file.read_bytes().splitlines() if line]
 
 
 def first_questions(directory: Path, count: int) -> list[str]:
@@ -179,19 +166,12 @@ def first_questions(directory: Path, count: int) -> list[str]:
 
 def heldout_documents(directory: Path) -> Iterator[records.TextDocument]:
     """The held-out documents of a set of shards, or of the stage `heldout`, one at a time."""
-    return (records.TextDocument(record["text"]) for record in _heldout_records(directory))
+    return (records.TextDocument(record["text"]) for record in heldout_records(directory))
 
 
 def heldout_hashes(directory: Path) -> Table:
     """The content hashes of the same documents, two halves a row."""
     return table_of(b"".join(map(records.content_hash, heldout_documents(directory))), 2)
-
-
-def _heldout_records(directory: Path) -> Iterator[JsonDict]:
-    heldout = directory / "heldout"
-    for shard in shards.ShardSet(heldout).index["shards"]:
-        with (heldout / shard["records"]).open("rb") as lines:
-            yield from (orjson.loads(line) for line in lines if line != b"\n")
 
 
 def scored_documents(documents: Iterable[JsonDict], max_bytes: int) -> list[JsonDict]:

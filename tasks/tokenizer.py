@@ -5,20 +5,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from ttrain.config import Reading, Settings, Tokenizer
 from ttrain.data import existing, locations, records
 from ttrain.data import tokenizer as tokenizers
 from ttrain.data.encoder import Encoder
-from ttrain.data.records import Tally
-from ttrain.data.tokenizer import Reservoir, sample
+from ttrain.data.records import Tally, TextDocument
 from ttrain.errors import DataError
 from ttrain.tasks.common.job import Figures, StageContext
 
-MEASURED_DOCUMENTS, MEASURED_BYTES = 200, 1_000_000  # of each file at most, to say how well the tokenizer fits it
-MEASURED_BYTES_OF_ALL = 200_000_000  # these samples are in memory until the tokenizer is trained
-MAX_READ_DOCUMENTS = 2000  # documents of each file that are read at all, where none is needed to learn from
+MEASURED_DOCUMENTS, MEASURED_BYTES = 200, 1_000_000  # of each file, to say how well the tokenizer fits it
 SETTING = "data.pretrain (or data.tokenizer, where that is set)"
 
 
@@ -46,67 +42,64 @@ def train_directory(
     *,
     existing_files: Sequence[Path] = (),
     progress: Callable[[int], None] = lambda done: None,
-    setting: str = SETTING,
 ) -> Figures:
     """Train on the files and write the tokenizer under `output`, or copy `config.existing` (its `existing_files`, if known).
 
     An existing one needs no files, which only measure it. Returns the figures of the manifest. Raises DataError where too
-    many rows are bad (`setting` is named), and UsageError where an existing tokenizer cannot be used.
+    many rows are bad, and UsageError where an existing tokenizer cannot be used.
     """
-    tally = Tally()
-    reading = records.with_heldout_share(reading, paths, records.document_parser(reading.text_field))
-    most = min(MEASURED_BYTES, MEASURED_BYTES_OF_ALL // max(1, len(paths)))
-    measured = {path: Reservoir(most, MEASURED_DOCUMENTS, config.seed) for path in paths}
-    documents = _documents(paths, reading, tally, measured, MAX_READ_DOCUMENTS if config.existing else None)
-    training = (record.text for heldout, record in records.split(documents, float(reading.heldout_fraction))
-                if not heldout and isinstance(record, records.TextDocument))  # fmt: skip
-    counted = _counted(training, progress)
-    if config.existing:
-        for _ in counted:
-            pass
-    else:
-        chosen = sample(counted, config)
-    if paths:
-        tally.check(setting, reading.rejected_fraction, records.document_fields(reading.text_field))
-    figures: dict[str, Any] = {}
+    tally, figures = Tally(), dict[str, int]()
     if config.existing:
         existing.install(existing_files or existing.tokenizer_files(config.existing), output, config.template)
     else:
+        share = records.with_heldout_share(reading, paths, records.document_parser(reading.text_field)).heldout_fraction
+        split = records.split(_documents(paths, reading, tally), float(share))
+        training = (record.text for heldout, record in split if not heldout and isinstance(record, TextDocument))
+        chosen = tokenizers.sample(_counted(training, progress), config)
+        tally.check(SETTING, reading.rejected_fraction, records.document_fields(reading.text_field))
         if not chosen.texts:
-            raise DataError(f"{setting}: all {tally.kept} documents went to the held-out part; bring more documents")
+            raise DataError(f"{SETTING}: all {tally.kept} documents went to the held-out part; bring more documents")
         tokenizers.save(tokenizers.train(chosen.texts, config.vocab_size, config.template), output, config.template)
         figures = {"documents": len(chosen.texts), "documents_seen": chosen.documents_seen, "bytes": chosen.bytes}
-    encoder = Encoder(output)
-    for path in paths:
-        if not measured[path].documents_seen:  # "head" had enough before
-            for _ in _documents([path], reading, Tally(), measured, MAX_READ_DOCUMENTS):
-                pass
-    texts = {path: reservoir.sample().texts for path, reservoir in measured.items()}
-    whole = tokenizers.measure(encoder, list(itertools.chain.from_iterable(texts.values())))
-    if whole["changed_texts"] and not config.existing:
-        raise DataError(f"the tokenizer does not reproduce {whole['changed_texts']} of {whole['documents']} texts")
+    encoder, measured = Encoder(output), tally if config.existing else Tally()
+    files = [
+        {"name": locations.name(path), **tokenizers.measure(encoder, _beginning(_documents([path], reading, measured)))}
+        for path in paths
+    ]
+    if config.existing and paths:
+        tally.check(SETTING, reading.rejected_fraction, records.document_fields(reading.text_field))
+    tokens = max(1, sum(file["tokens"] for file in files))
+    changed = sum(file["changed_texts"] for file in files)
+    if changed and not config.existing:
+        raise DataError(f"the tokenizer does not reproduce {changed} texts")
+    fit = {
+        "bytes_per_token": sum(file["bytes"] for file in files) / tokens,
+        "unk_rate": sum(file["unk_rate"] * file["tokens"] for file in files) / tokens,
+        "changed_texts": changed,
+    }
     return {
         "vocab_size": len(encoder),
         "encoder": encoder.kind,
         **figures,
-        **{name: whole[name] for name in ("bytes_per_token", "unk_rate", "changed_texts") if paths},
-        "files": [{"name": locations.name(path), **tokenizers.measure(encoder, texts[path])} for path in paths],
+        **(fit if paths else {}),
+        "files": files,
         "rows": tally.to_json(),
     }
 
 
-def _documents(
-    paths: Sequence[str], reading: Reading, tally: Tally, measured: dict[str, Reservoir], limit: int | None
-) -> Iterator[records.Record]:
-    """The documents of all files, at most `limit` of each; a sample of each file stays in `measured`."""
+def _documents(paths: Sequence[str], reading: Reading, tally: Tally) -> Iterator[records.Record]:
     parse = records.document_parser(reading.text_field)
-    for path in paths:
-        for record in itertools.islice(
-            records.read([path], parse, tally, reading.max_line_bytes, reading.text_field), limit
-        ):
-            if isinstance(record, records.TextDocument):
-                measured[path].add(record.text)
-            yield record
+    return records.read(paths, parse, tally, reading.max_line_bytes, reading.text_field)
+
+
+def _beginning(documents: Iterator[records.Record]) -> list[str]:
+    """The texts of the first documents."""
+    texts, size = list[str](), 0
+    for record in itertools.islice(documents, MEASURED_DOCUMENTS):
+        if isinstance(record, TextDocument) and size < MEASURED_BYTES:
+            texts.append(record.text)
+            size += len(record.text)
+    return texts
 
 
 def _counted(texts: Iterator[str], progress: Callable[[int], None]) -> Iterator[str]:

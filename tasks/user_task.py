@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast, final
@@ -23,8 +23,6 @@ from ttrain.tasks.common.callbacks import TrainingParts, training_callbacks
 from ttrain.tasks.common.job import Figures, StageContext
 from ttrain.tasks.common.rows import validation_batches
 from ttrain.train import precision, task
-from ttrain.train.callbacks import Callback
-from ttrain.train.distributed import Ranks
 from ttrain.train.early_stopping import early_stopping
 from ttrain.train.task import LossSum, MapStyle, TrainingTask, UserTask
 from ttrain.train.training_options import Origin, Validation
@@ -39,45 +37,43 @@ def run(config: TaskJob, job: StageContext) -> Figures:
     settings, _ = merge(kind.Config, with_types(kind.Config, given))
     allow = allowed(config.allow, kind.Config)
     ranks = trainable_model.start(job.runtime)
-    name = f"{kind.__module__}:{kind.__qualname__}"
-    return train(kind(settings), job, ranks, identity={"task": name}, allow=allow)[1]
-
-
-def train(
-    task: UserTask, job: StageContext, ranks: Ranks, *, identity: Mapping[str, Any], allow: frozenset[str]
-) -> tuple[nn.Module, dict[str, Any]]:
-    """Train, and write the files of `run`; returns (model, figures). `identity`: what else a checkpoint must match."""
-    settings = task.config
+    task = kind(settings)
     rows, heldout = (Batches(dataset, task.collate) for dataset in (task.rows(), task.heldout_rows() or ()))
-    check_rows(rows, settings)
+    if len(rows) < settings.rows_per_step:
+        raise DataError(
+            f"rows_per_step is {settings.rows_per_step} but the task's rows() has only {len(rows)} rows; "
+            f"set rows_per_step={max(1, len(rows))} or less, or bring more rows"
+        )
     order = ShuffledOrder(len(rows), settings.rows_per_step, math.ceil(settings.epochs * len(rows)), settings.seed)
-    loader = trainable_model.loader_of(rows, order, job.runtime, ranks)
     validation = validation_batches(heldout, settings.validation_rows, job.runtime.rows_per_device)
-    computed_in = precision.resolve_precision(settings.precision, ranks.device)
     torch.manual_seed(settings.seed)
     model = task.build_model()
-    identity = {
-        **identity,
-        "rows": len(rows),
-        "heldout_rows": len(heldout),
-        **dict(flatten(settings.model_dump(mode="json"))),
-    }
-    origin = Origin(identity=identity, allow=allow)
-    parts = TrainingParts(loader, ranks, computed_in, Validation(validation), origin)
-    figures = trainable_model.train(
-        cast("TrainingTask", Adapted(task, model)),
-        trainable_model.TrainableModel(model, lambda: state(model), {}, directory="."),
-        parts,
-        job,
-        [
-            *early_stopping(settings, validation),
-            *training_callbacks(settings, job, parts),
-            *(callbacks_of(task) if ranks.first else ()),
-        ],
+    counts = {"rows": len(rows), "heldout_rows": len(heldout)}
+    parts = TrainingParts(
+        trainable_model.loader_of(rows, order, job.runtime, ranks),
+        ranks,
+        precision.resolve_precision(settings.precision, ranks.device),
+        Validation(validation),
+        Origin(
+            identity={
+                "task": f"{kind.__module__}:{kind.__qualname__}",
+                **counts,
+                **dict(flatten(settings.model_dump(mode="json"))),
+            },
+            allow=allow,
+        ),
     )
+    callbacks = [
+        *early_stopping(settings, validation),
+        *training_callbacks(settings, job, parts),
+        *(task.callbacks() if ranks.first else ()),
+    ]
+    adapted = cast("TrainingTask", Adapted(task, model))
+    trained = trainable_model.TrainableModel(model, lambda: state(model), {}, directory=".")
+    figures = trainable_model.train(adapted, trained, parts, job, callbacks)
     if ranks.first:
         (job.output / SETTINGS).write_text(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))
-    return model, {**figures, "rows": len(rows), "heldout_rows": len(heldout)}
+    return {**figures, **counts}
 
 
 # --- the task and its settings ------------------------------------------------------------------------------------------
@@ -90,14 +86,8 @@ def task_class(name: str) -> type[UserTask]:
         sys.path.insert(0, str(Path.cwd()))
     try:
         task_type = point.load()
-    except ModuleNotFoundError as error:
-        if error.name != point.module.partition(".")[0] and error.name != point.module:
-            raise  # the module exists, but one of its own imports does not
-        raise UsageError(f"the task is '{name}' but there is no module {error.name}, here or among the packages") from None
-    except AttributeError as error:
-        if error.name not in point.attr.split("."):
-            raise
-        raise UsageError(f"the task is '{name}' but the module {point.module} has no {point.attr}") from None
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise UsageError(f"the task is '{name}', which cannot be imported: {error}") from error
     if not (inspect.isclass(task_type) and issubclass(task_type, UserTask)):
         raise UsageError(f"the task is '{name}', which is not a subclass of ttrain.train.task.UserTask")
     if inspect.isabstract(task_type):
@@ -105,18 +95,6 @@ def task_class(name: str) -> type[UserTask]:
     if not issubclass(task_type.Config, TaskConfig) or "runtime" in task_type.Config.model_fields:
         raise UsageError(f"the settings {name}.Config must derive from ttrain.config.TaskConfig, and have no 'runtime'")
     return task_type
-
-
-def callbacks_of(task: UserTask) -> list[Callback]:
-    """The task's own callbacks. Raises UsageError for what is none."""
-    callbacks = [*task.callbacks()]
-    for callback in callbacks:
-        if not isinstance(callback, Callback):
-            raise UsageError(
-                f"{type(task).__name__}.callbacks() has {callback!r}, which is not a callback; derive it from "
-                f"ttrain.train.callbacks.Callback, and return objects, not classes"
-            )
-    return callbacks
 
 
 def allowed(names: Sequence[str], root: type[TaskConfig]) -> frozenset[str]:
@@ -129,17 +107,6 @@ def allowed(names: Sequence[str], root: type[TaskConfig]) -> frozenset[str]:
             raise UsageError(f"--allow is '{name}', but there is no such setting{task.did_you_mean(name, setting_names)}")
         allowed_names.update(meant)
     return frozenset(allowed_names)
-
-
-def check_rows(rows: Batches, config: TaskConfig) -> None:
-    """Raise DataError where there are too few rows for one step."""
-    if not len(rows):
-        raise DataError("the task's rows() are empty: there is nothing to learn from")
-    if len(rows) < config.rows_per_step:
-        raise DataError(
-            f"rows_per_step is {config.rows_per_step} but the task has only {len(rows)} rows; "
-            f"set rows_per_step={len(rows)} or less"
-        )
 
 
 # --- between the task and the trainer -----------------------------------------------------------------------------------
@@ -198,11 +165,11 @@ class Adapted:
 
     def _checked(self, method: str, loss: LossSum, batch: RowBatch) -> LossSum:
         """The loss, or zero for a batch that does not count. Raises TTrainError where it is not a summed LossSum."""
-        called = f"{type(self._task).__name__}.{method}"
         if not isinstance(loss, LossSum):
-            raise TTrainError(f"{called} returned a {type(loss).__name__}; return LossSum(sum of the losses, their number)")
-        if loss.total.ndim:
-            raise TTrainError(f"{called} returned a loss of shape {list(loss.total.shape)}; return the sum of its numbers")
+            raise TTrainError(
+                f"{type(self._task).__name__}.{method} returned a {type(loss).__name__}; "
+                f"return LossSum(sum of the losses, their number)"
+            )
         if batch.counts:
             return loss
         nothing = [{name: value * 0 for name, value in tensors.items()} for tensors in (loss.parts, loss.sums)]

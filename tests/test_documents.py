@@ -202,7 +202,7 @@ def test_every_python_snippet_is_run_by_a_test() -> None:
         ("docs/python.md", api),
         ("docs/adapters.md", "test_the_adapters_of_the_page_switch_and_merge"),
         ("docs/tasks.md", "train/test_task.py"),
-        ("docs/tasks.md", "stages/test_own_callbacks.py"),
+        ("docs/tasks.md", "tasks/test_own_callbacks.py"),
         ("docs/tracking.md", "full/test_readme.py"),
         ("docs/tutorial.md", "test_the_tutorial_s_script_makes_data_that_its_settings_name"),
     ]

@@ -12,21 +12,27 @@ from importlib.metadata import entry_points
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
-from ttrain.config import Runtime, TaskConfig, Training, flatten
+from ttrain.config import TaskConfig, Training, flatten
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.core import extras
 from ttrain.core.files import write_json
+from ttrain.core.redact import masked
 from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
 from ttrain.data.loader import Loader
-from ttrain.data.packing import Rows
 from ttrain.errors import UsageError
-from ttrain.evaluate import samples, statistics
+from ttrain.evaluate import run, samples, statistics, suites
+from ttrain.evaluate.evaluated_model import EvaluatedModel
+from ttrain.evaluate.items import Items, comparable
+from ttrain.evaluate.results import Results
 from ttrain.evaluate.samples import SamplePrompt
+from ttrain.inference.evaluated_model import as_evaluated_model
+from ttrain.inference.loading import with_encoder
+from ttrain.store.runs import read_rows
 from ttrain.tasks.common.job import Figures, StageContext
 from ttrain.tasks.shards import heldout_records
 from ttrain.train.callbacks import Callback, LogLines, MetricsFile, Perplexity, ProgressBar, installed_callbacks
@@ -38,17 +44,15 @@ from ttrain.train.precision import Precision
 from ttrain.train.trainer import QUICK
 from ttrain.train.training_options import Origin, Validation
 
-if TYPE_CHECKING:
-    from ttrain.evaluate.evaluated_model import EvaluatedModel
-    from ttrain.evaluate.items import Items
-    from ttrain.evaluate.results import Results
-
-
 METRICS, GUARDS = "metrics.jsonl", "guards.jsonl"  # under run/
 
 SAMPLE_TOKENS = 48
-
 LEAST_CHANGE = 0.001  # nats per target
+MOST_BYTES = 100_000  # of text, in addition to the limit of items: a document has any length
+NAME = "model"  # of the one model in the results
+RULE = statistics.Rule()
+
+log = logging.getLogger("ttrain")
 
 
 @dataclass(frozen=True)
@@ -70,15 +74,15 @@ def training_callbacks(
     `flops_per_token`: 0 where it is unknown; then MFU is not logged.
     Raises UsageError where a logger is not installed.
     """
-    run, order, ranks = job.run_directory, parts.loader.order, parts.ranks
+    directory, order, ranks = job.run_directory, parts.loader.order, parts.ranks
     callbacks: list[Callback] = [
         PerformanceMonitor(
             device=ranks.device,
             steps_per_epoch=order.rows / order.rows_per_step,
             flops_per_token=flops_per_token,
-            peak_flops=(lambda: peak_flops(parts.precision) * ranks.world) if flops_per_token else None,
+            peak_flops=peak_flops(parts.precision) * ranks.world if flops_per_token else 0.0,
         ),
-        MetricsFile(run / METRICS),
+        MetricsFile(directory / METRICS),
         ProgressBar(
             job.progress,
             round(order.tokens_per_row * order.rows_per_step),
@@ -86,9 +90,9 @@ def training_callbacks(
         ),
         LogLines(),
     ]
-    callbacks += make_loggers(job.runtime.loggers, run, description(config, job.labels))
+    callbacks += make_loggers(job.runtime.loggers, directory, description(config, job.labels))
     if job.runtime.guards == "warn":
-        callbacks += default_guards(run / GUARDS, order)
+        callbacks += default_guards(directory / GUARDS, order)
     if ranks.first:
         callbacks += installed_callbacks(may_stop=isinstance(config, TaskConfig))
     return callbacks
@@ -104,36 +108,38 @@ def make_loggers(names: Iterable[str], directory: Path, description: Figures) ->
 
 def description(config: Training | TaskConfig, labels: Mapping[str, str]) -> Figures:
     """A training as loggers show it: project, group, kind and name, and its settings with secrets masked."""
-    from ttrain.core.redact import masked
-
-    stage, run = labels.get("stage", "training"), labels.get("run", "")
+    stage, run_name = labels.get("stage", "training"), labels.get("run", "")
     settings = flatten(config.model_dump(mode="json"))
     return {
         "project": labels.get("experiment", "ttrain"),
-        "group": run or None,
+        "group": run_name or None,
         "job_type": stage,
-        "name": f"{stage} {run.rpartition('-')[2]}".strip(),
+        "name": f"{stage} {run_name.rpartition('-')[2]}".strip(),
         "config": masked({f"{config.prefix}{name}": value for name, value in settings}),
     }
 
 
 def language_model_callbacks(
-    config: Training, job: StageContext, parts: TrainingParts, model: nn.Module, rows: Rows, encoder: Encoder
+    config: Training, job: StageContext, parts: TrainingParts, model: nn.Module, encoder: Encoder
 ) -> list[Callback]:
     """The callbacks of a language model's training: also perplexity, and where set samples and evaluations."""
-    callbacks, ranks = training_callbacks(config, job, parts, flops_per_token(model, _positions(rows))), parts.ranks
+    runtime = job.runtime
+    callbacks = training_callbacks(config, job, parts, flops_per_token(model, config.row_length))
+    if (runtime.sample_every_steps or runtime.eval_every_steps) and runtime.parallel == "fsdp" and parts.ranks.world > 1:
+        raise UsageError(
+            "runtime.sample_every_steps and runtime.eval_every_steps ask the model in training, but with "
+            "runtime.parallel=fsdp no rank holds a whole one; set both to 0, or runtime.parallel=ddp"
+        )
     if TRAINING_STAGES[config.section].rows != "pairs":  # whose loss is not a cross entropy
         callbacks.append(Perplexity())
-    every = job.runtime.sample_every_steps
-    if every:
-        _refuse_sharded_models(job.runtime, ranks, "sample_every_steps", "write")
-        prompts = sample_prompts(config, job, encoder)
-        write = partial(_write_samples, model, encoder, prompts)
-        callbacks.append(PeriodicSamples(job.run_directory / "samples", model, write, every=every))
-    if job.runtime.eval_every_steps:
+    if runtime.sample_every_steps:
+        write = partial(_write_samples, model, encoder, sample_prompts(config, job, encoder))
+        directory = job.run_directory / "samples"
+        callbacks.append(PeriodicSamples(directory, model, write, every=runtime.sample_every_steps))
+    if runtime.eval_every_steps:
         writers = [callback for callback in callbacks if callback.keeps_metrics]
-        measure = measure_of(config, job, model, encoder, ranks)
-        callbacks.append(PeriodicEvaluation(model, measure, writers, every=job.runtime.eval_every_steps))
+        measure = measure_of(config, job, model, encoder, parts.ranks)
+        callbacks.append(PeriodicEvaluation(model, measure, writers, every=runtime.eval_every_steps))
     return callbacks
 
 
@@ -141,22 +147,6 @@ def _write_samples(model: nn.Module, encoder: Encoder, prompts: Sequence[SampleP
     """What the model in training writes for the prompts."""
     with generation_mode(model, encoder) as subject:
         return samples.continuations(subject, prompts, new_tokens=SAMPLE_TOKENS)
-
-
-def _positions(rows: Rows) -> float:
-    """Length of the row of a token, in the mean over the tokens."""
-    if not rows.trimmed:
-        return rows.row_length
-    lengths = rows.lengths()
-    return float((lengths**2).sum() / lengths.sum())
-
-
-def _refuse_sharded_models(runtime: Runtime, ranks: Ranks, setting: str, use: str) -> None:
-    if runtime.parallel == "fsdp" and ranks.world > 1:
-        raise UsageError(
-            f"runtime.{setting} is {getattr(runtime, setting)}, but with runtime.parallel=fsdp no rank holds a whole model "
-            f"that could {use}; set runtime.{setting}=0, or runtime.parallel=ddp"
-        )
 
 
 def sample_prompts(config: Training, job: StageContext, encoder: Encoder) -> list[SamplePrompt]:
@@ -178,8 +168,6 @@ def is_without_effect(curve: Path) -> bool:
 
     The value of the last step is of all rows, and is not compared.
     """
-    from ttrain.store.runs import read_rows
-
     rows = [row for row in read_rows(curve) if "validation_loss" not in row["metrics"]]
     quick = [row for row in rows if row["metrics"].get(QUICK) is not None]
     if len(quick) < 3 or quick[0]["step"] != 0:
@@ -189,15 +177,6 @@ def is_without_effect(curve: Path) -> bool:
     return bool(abs(values[-1] - values[0]) < max(LEAST_CHANGE, usual))
 
 
-log = logging.getLogger("ttrain")
-
-MOST_BYTES = 100_000  # of text, in addition to the limit of items: a document has any length
-
-NAME = "model"  # of the one model in the results
-
-RULE = statistics.Rule()
-
-
 def measure_of(
     config: Training, job: StageContext, model: nn.Module, encoder: Encoder, ranks: Ranks
 ) -> Callable[[int], Mapping[str, float]]:
@@ -205,10 +184,6 @@ def measure_of(
 
     Each evaluation leaves `run/evaluations/step-00000100.json`, with the intervals of its figures.
     """
-    from ttrain.evaluate import run
-    from ttrain.evaluate.results import Results
-
-    _refuse_sharded_models(job.runtime, ranks, "eval_every_steps", "be asked")
     items = read_items(config, job) if ranks.first else []
 
     def measure(step: int) -> Mapping[str, float]:
@@ -227,10 +202,6 @@ def measure_of(
 def read_items(config: Training, job: StageContext) -> list[Items[Any]]:
     """The items of the suite that the settings name, at most `runtime.eval_limit` of each task. Tasks on held-out parts that
     are not the stage's own are left out."""
-    from ttrain.evaluate import run, suites
-    from ttrain.evaluate.items import comparable
-    from ttrain.tasks.shards import heldout_records
-
     part_name = TRAINING_STAGES[config.section].part
     full_suite = suites.load(job.runtime.eval_suite) if job.runtime.eval_suite else suites.load_heldout()
     suite = suites.at_most(suites.with_parts(full_suite, [part_name]), limit=job.runtime.eval_limit, max_bytes=MOST_BYTES)
@@ -249,9 +220,6 @@ def figures_of(results: Results) -> dict[str, float]:
 def generation_mode(model: Any, encoder: Encoder) -> Iterator[EvaluatedModel]:
     """Use the model in training for generation; afterwards its own generation settings, which are written beside its
     weights, are restored."""
-    from ttrain.inference.evaluated_model import as_evaluated_model
-    from ttrain.inference.loading import with_encoder
-
     causal = model.get_base_model() if hasattr(model, "get_base_model") else model
     generation_config = causal.generation_config
     try:

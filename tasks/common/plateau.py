@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from ttrain.core.files import link_or_copy, read_json, remove_tree
+from ttrain.core.files import link_or_copy, remove_tree
 from ttrain.store.model_files import PLATEAU
-from ttrain.train import checkpoint
 from ttrain.train.checkpoint import Snapshot
 from ttrain.train.checkpoint_format import SAFETENSORS, list_checkpoints, read_tensors, step_of
 
@@ -19,19 +18,15 @@ log = logging.getLogger("ttrain")
 
 
 def write(output: Path, step: int) -> bool:
-    """Publish the checkpoint of this step as `plateau/` of the output; False, with a warning, if there is none."""
-    source = next((path for path in list_checkpoints(output / "checkpoints") if step_of(path) == step), None)
+    """Link the checkpoint of this step as `plateau/` of the output; False, with a warning, if there is none."""
     remove_tree(output / PLATEAU)
+    source = next((path for path in list_checkpoints(output / "checkpoints") if step_of(path) == step), None)
     if source is None:
         log.warning("there is no checkpoint of step %d, the end of the plateau; a night will warm this model up again", step)
         return False
-    temporary = output / f".{PLATEAU}.writing"
-    remove_tree(temporary)
-    temporary.mkdir()
-    for name in read_json(source / checkpoint.STATE)["files"]:
-        if name.endswith(SAFETENSORS):
-            link_or_copy(source / name, temporary / name)
-    temporary.rename(output / PLATEAU)
+    (output / PLATEAU).mkdir()
+    for path in source.glob(f"*{SAFETENSORS}"):
+        link_or_copy(path, output / PLATEAU / path.name)
     return True
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ttrain.config import TRAINING_STAGES, Training
+from ttrain.config import Training
 from ttrain.config.rules import AUTO
 from ttrain.core.hashing import digest_of
 from ttrain.data.encoder import Encoder
@@ -50,20 +50,17 @@ def with_replay(rows: Rows, directory: Path, encoder: Encoder, config: Training)
 
 def _rows(shards: ShardSet, encoder: Encoder, config: Training, *, overlap: bool = True) -> Rows:
     masks, packed, kind = _intervals(config, encoder), config.packing != "none", shards.index["kind"]
+    if config.packing == "stream" and (kind != "documents" or shards.row_weights is not None):
+        what = f"{kind} are not one stream" if kind != "documents" else "rows with a weight cannot be drawn by it"
+        raise UsageError(
+            f"{config.section}.packing is stream, but {what}; set {config.section}.packing=best-fit, "
+            f"or leave the key 'weight' out"
+        )
     if kind == "documents":
         stride = config.stride if overlap else None
         if config.packing == "stream":
-            if shards.row_weights is not None:
-                raise UsageError(
-                    f"{config.section}.packing is stream, but rows of data have a weight, by which a stream cannot be "
-                    f"drawn; set {config.section}.packing=best-fit, or leave the key 'weight' out"
-                )
             return DocumentRows(shards, config.row_length, encoder.pad_id, stride=stride, masks=masks)
         return SeparateDocumentRows(shards, config.row_length, encoder.pad_id, packed=packed, stride=stride, masks=masks)
-    if config.packing == "stream":
-        raise UsageError(
-            f"{config.section}.packing is stream, but {kind} are not one stream; set {config.section}.packing=best-fit"
-        )
     if config.stride is not None:
         raise UsageError(f"{config.section}.stride is {config.stride}, but {kind} are not read in windows; set it to null")
     if kind == "pairs" and masks:
@@ -75,26 +72,18 @@ def _intervals(config: Training, encoder: Encoder) -> Intervals:
     """The token ids of `mask_intervals`."""
 
     def number(marker: int | str) -> int:
-        if isinstance(marker, str):
-            try:
-                return encoder.special(marker)
-            except ArtifactError:
-                raise UsageError(
-                    f"{config.section}.mask_intervals names {marker!r}, which is not a token of the tokenizer; "
-                    f"name one of its tokens, or give an id"
-                ) from None
-        if not 0 <= marker < len(encoder):
+        try:
+            found = encoder.special(marker) if isinstance(marker, str) else marker
+        except ArtifactError:
+            found = -1
+        if not 0 <= found < len(encoder):
             raise UsageError(
-                f"{config.section}.mask_intervals has the id {marker}, but the tokenizer has the ids 0 to {len(encoder) - 1}"
+                f"{config.section}.mask_intervals names {marker!r}, which is not a token of the tokenizer; "
+                f"name one of its tokens, or an id from 0 to {len(encoder) - 1}"
             )
-        return marker
+        return found
 
     return Intervals(tuple((number(opens), number(closes)) for opens, closes in config.mask_intervals))
-
-
-def resolved(config: Training, rows: Rows) -> Training:
-    """The settings with numbers for what is `auto`."""
-    return config.resolved(rows.epoch)
 
 
 def order_of(config: Training, rows: Rows) -> Order:
@@ -104,7 +93,14 @@ def order_of(config: Training, rows: Rows) -> Order:
     steps. Rows of one record are short: they count by their length, and a budget in tokens ends with the step in which it
     has been read.
     """
-    _check(config, rows)
+    check_left_out(config, rows)
+    if len(rows) < config.rows_per_step:
+        name, most = f"{config.section}.tokens_per_step", max(1, len(rows)) * config.row_length
+        raise TooFewRows(
+            f"{name} is {config.tokens_per_step}, {config.rows_per_step} rows of {config.row_length} tokens, "
+            f"but the training data gives {len(rows)} rows; set {name}={most} or less, or bring more data",
+            [f"{name}={AUTO if type(config).model_fields['tokens_per_step'].default == AUTO else most}"],
+        )
     order = _order(config, rows)
     order.row_tokens = rows.lengths() if rows.trimmed else rows.row_length
     if rows.trimmed and config.token_budget is not None:
@@ -117,11 +113,9 @@ def _order(config: Training, rows: Rows) -> Order:
     draws_of_groups, is_exact = rows.draws(), isinstance(rows, MixedRows) and rows.is_exact
     if isinstance(rows, MixedRows) or len(draws_of_groups) > 1:
         if config.order != "shuffled":
-            mixed, cure = ("by weight", "leave the weights out")
-            if is_exact:  # by `with_replay`
-                mixed, cure = "with a sample of what was learnt before", "nightly.replay=0"
+            cure = "nightly.replay=0" if is_exact else "leave the weights out"
             raise UsageError(
-                f"{config.section}.order is {config.order}, but the data is mixed {mixed}; "
+                f"{config.section}.order is {config.order}, but the data is mixed by weight; "
                 f"set {config.section}.order=shuffled, or {cure}"
             )
         counts, weights = zip(*draws_of_groups, strict=True)
@@ -163,34 +157,6 @@ def check_left_out(config: Training, rows: Rows) -> None:
             f"{dropped} of {records} chats have no token to learn from: no answer, or all of it masked. That is more than "
             f"{config.section}.dropped_fraction {limit}; fix the data, or raise it"
         )
-
-
-def _check(config: Training, rows: Rows) -> None:
-    """Raise where too much is left out, or the rows are too few for one step."""
-    check_left_out(config, rows)
-    if not len(rows):
-        raise TooFewRows(_no_rows(config), _without_stage(config))
-    if len(rows) < config.rows_per_step:
-        name, most = f"{config.section}.tokens_per_step", len(rows) * config.row_length
-        fix = AUTO if type(config).model_fields["tokens_per_step"].default == AUTO else most
-        raise TooFewRows(
-            f"{name} is {config.tokens_per_step}, {config.rows_per_step} rows of "
-            f"{config.row_length} tokens, but the training data gives {len(rows)} rows; "
-            f"set {name}={most} or less, or bring more data",
-            [f"{name}={fix}"],
-        )
-
-
-def _no_rows(config: Training) -> str:
-    problem = f"{config.section}: the training data is empty: it gave no row to learn from"
-    fixes = _without_stage(config)
-    return f"{problem}; add rows" + (f", or leave the stage out with {fixes[0]}" if fixes else "")
-
-
-def _without_stage(config: Training) -> list[str]:
-    """The setting that leaves a stage out; none for pretraining, which others start from."""
-    row = TRAINING_STAGES.get(config.section)
-    return [f"data.{row.dataset}=none"] if row and row.role != "base" else []
 
 
 def validation_batches(rows: BatchSource, limit: int, rows_per_batch: int) -> list[Any]:

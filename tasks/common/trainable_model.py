@@ -83,72 +83,45 @@ def train(
     task: TrainingTask, trained: TrainableModel, parts: TrainingParts, job: StageContext, callbacks: Sequence[Callback]
 ) -> Figures:
     """Train, write the model under the output, return the figures. Raises Interrupted after saving."""
-    order, runtime = parts.loader.order, job.runtime
-    checkpoints = _checkpoints(task.config, trained, job, order)
+    config, order, runtime = task.config, parts.loader.order, job.runtime
+    checkpoints = Checkpoints(
+        job.output / "checkpoints",
+        files=lambda: trained.files,
+        weights_file=trained.weights_file,
+        keep=runtime.keep_checkpoints,
+        keep_every=runtime.keep_every_steps,
+        # A longer run continues the one where the decay begins.
+        permanent=frozenset({decay_start(config.schedule, order.steps)}),
+    )
+    night = None
+    if runtime.night:
+        night = NightThrottle(
+            runtime.night,
+            parts.ranks.device,
+            rows_per_device=runtime.rows_per_device,
+            memory_limit=limit_bytes(runtime),
+            ranks=runtime.devices,
+        )
     options = TrainerOptions(
         trained,
         parts.ranks,
         parts.precision,
         checkpoints,
         parts.validation,
-        _cadence(task.config, runtime, order),
+        Cadence(
+            log=runtime.log_every_steps,
+            checkpoint=runtime.checkpoint_every_steps,
+            checkpoint_steps=order.epoch_ends(runtime.checkpoint_every_epochs),
+            validate=config.validate_every_steps,
+            validate_steps=order.epoch_ends(config.validate_every_epochs),
+            quick_validations=runtime.quick_validations,
+        ),
         parts.origin,
         Speed(compiles(runtime, parts.ranks.device, parts.loader.rows, order.steps), runtime.parallel),
-        _night(runtime, parts.ranks.device),
+        night,
         job.stop_requested,
     )
     trainer = Trainer(task, parts.loader, options, callbacks)
-    _log_optimizers(trainer)
-    try:
-        with explain_out_of_memory(limit_bytes(runtime), runtime.rows_per_device):
-            result = trainer.fit()
-    finally:
-        checkpoints.close()
-    if result.stop_reason == INTERRUPTED:
-        raise Interrupted(f"stopped after step {result.step} of {order.steps}; the state is saved")
-    _check_steps(task.config, result)
-    _write(trainer, trained, job)
-    warned = guards.counts(job.run_directory / GUARDS)
-    return {**_figures(trainer, result, runtime, trained.model), "guard_warnings": warned}
-
-
-def _checkpoints(config: Loop, trained: TrainableModel, job: StageContext, order: Order) -> Checkpoints:
-    """The checkpoints of the run. The one where the decay begins stays, since a longer run continues it."""
-    runtime = job.runtime
-    return Checkpoints(
-        job.output / "checkpoints",
-        files=lambda: trained.files,
-        weights_file=trained.weights_file,
-        keep=runtime.keep_checkpoints,
-        keep_every=runtime.keep_every_steps,
-        permanent=frozenset({decay_start(config.schedule, order.steps)}),
-    )
-
-
-def _cadence(config: Loop, runtime: Runtime, order: Order) -> Cadence:
-    return Cadence(
-        log=runtime.log_every_steps,
-        checkpoint=runtime.checkpoint_every_steps,
-        checkpoint_steps=order.epoch_ends(runtime.checkpoint_every_epochs),
-        validate=config.validate_every_steps,
-        validate_steps=order.epoch_ends(config.validate_every_epochs),
-        quick_validations=runtime.quick_validations,
-    )
-
-
-def _night(runtime: Runtime, device: torch.device) -> NightThrottle | None:
-    if runtime.night is None:
-        return None
-    return NightThrottle(
-        runtime.night,
-        device,
-        rows_per_device=runtime.rows_per_device,
-        memory_limit=limit_bytes(runtime),
-        ranks=runtime.devices,
-    )
-
-
-def _log_optimizers(trainer: Trainer) -> None:
     for group in trainer.optimizers.groups():
         log.info(
             "%s updates %s parameters in %d tensors (%s, ...): peak learning rate %g, weight decay %g",
@@ -159,6 +132,21 @@ def _log_optimizers(trainer: Trainer) -> None:
             group["lr"],
             group["weight_decay"],
         )
+    try:
+        with explain_out_of_memory(limit_bytes(runtime), runtime.rows_per_device):
+            result = trainer.fit()
+    finally:
+        checkpoints.close()
+    if result.stop_reason == INTERRUPTED:
+        raise Interrupted(f"stopped after step {result.step} of {order.steps}; the state is saved")
+    if result.step and result.skipped_steps >= result.step:  # the model is the one before training
+        raise TTrainError(
+            f"all {result.step} steps were left out, since loss or gradient was not finite; {_remedy(config)}, "
+            f"or look at the rows that the log names"
+        )
+    _write(trainer, trained, job)
+    warned = guards.counts(job.run_directory / GUARDS)
+    return {**_figures(trainer, result, runtime, trained.model), "guard_warnings": warned}
 
 
 def _write(trainer: Trainer, trained: TrainableModel, job: StageContext) -> None:
@@ -172,15 +160,6 @@ def _write(trainer: Trainer, trained: TrainableModel, job: StageContext) -> None
         if (step := plateau_end(config.schedule, steps)) is not None:
             plateau.write(job.output, step)
     trainer.ranks.barrier()
-
-
-def _check_steps(config: Loop, result: FitResult) -> None:
-    """Raise TTrainError where no step was taken: its model would be the one before training."""
-    if result.step and result.skipped_steps >= result.step:
-        raise TTrainError(
-            f"all {result.step} steps were left out, since loss or gradient was not finite; {_remedy(config)}, or look at "
-            f"the rows that the log names"
-        )
 
 
 def _check_weights(config: Loop, weights: Mapping[str, Tensor], model: nn.Module) -> None:
@@ -199,11 +178,14 @@ def _remedy(config: Loop) -> str:
 
 def _figures(trainer: Trainer, result: FitResult, runtime: Runtime, model: nn.Module) -> Figures:
     """The figures of a training, for the manifest."""
-    order, ranks = trainer.loader.order, trainer.ranks
+    order, ranks, read = trainer.loader.order, trainer.ranks, dict[str, float]()
+    if isinstance(trainer.task.config, Training):  # the rows of a user's task have no tokens
+        new_tokens = result.tokens - trainer.first_tokens
+        read = {"tokens": result.tokens, "tokens_per_second": new_tokens / max(result.seconds, 1e-9)}
     return {
         "steps": result.step,
         "kept_step": result.kept_step,
-        **_tokens(trainer, result),
+        **read,
         "target_tokens": result.live_tokens,
         "loss": result.loss,
         **finite({"validation_loss": result.validation_loss, "best_validation_loss": trainer.counters.best_loss}),
@@ -222,11 +204,3 @@ def _figures(trainer: Trainer, result: FitResult, runtime: Runtime, model: nn.Mo
         "parameters": count_parameters(model),
         "trainable_parameters": count_parameters(model, trained=True),
     }
-
-
-def _tokens(trainer: Trainer, result: FitResult) -> Figures:
-    """The tokens that were read, and how fast; a user's task has none."""
-    if not isinstance(trainer.task.config, Training):
-        return {}
-    new_tokens = result.tokens - trainer.first_tokens
-    return {"tokens": result.tokens, "tokens_per_second": new_tokens / max(result.seconds, 1e-9)}

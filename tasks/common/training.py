@@ -19,7 +19,7 @@ from ttrain.model import factory, multi_token
 from ttrain.tasks.common import plateau
 from ttrain.tasks.common.callbacks import METRICS, TrainingParts, is_without_effect, language_model_callbacks
 from ttrain.tasks.common.job import Figures, Inputs, StageContext
-from ttrain.tasks.common.rows import open_rows, order_of, resolved, validation_batches, with_replay
+from ttrain.tasks.common.rows import open_rows, order_of, validation_batches, with_replay
 from ttrain.tasks.common.trainable_model import TrainableModel, loader_of, start, train
 from ttrain.tasks.common.tuning import tuned
 from ttrain.tasks.new_model import tokenizer_files
@@ -76,10 +76,13 @@ def run(
 
 @dataclass(frozen=True)
 class Objective:
-    """What a stage trains for: the task of settings without `auto`, and the batches of a part, `train` or `heldout`."""
+    """What a stage trains for: the task, by default next-token prediction, and the batches of `train` or `heldout`."""
 
-    task: Callable[[Training], CausalTask]
+    task: Callable[[Training, nn.Module, Runtime], CausalTask] = task_of
     batches: Callable[[str, Rows], BatchSource] = lambda part, rows: rows
+
+
+NEXT_TOKEN = Objective()
 
 
 def fit(
@@ -88,20 +91,19 @@ def fit(
     job: StageContext,
     ranks: Ranks,
     encoder: Encoder,
-    objective: Objective | None = None,
+    objective: Objective = NEXT_TOKEN,
 ) -> Figures:
-    """Train, write the model under the output, return the figures of the manifest. Raises Interrupted after saving.
-
-    The objective is next-token prediction unless another one is given.
-    """
-    objective = objective or Objective(lambda resolved: task_of(resolved, trained.model, job.runtime))
-    rows, heldout = _rows_of(config, job, encoder)
-    automatic, config = config.automatic, resolved(config, rows)
+    """Train, write the model under the output, return the figures of the manifest. Raises Interrupted after saving."""
+    rows = open_rows(job.inputs["shards"] / "train", encoder, config)
+    if "replay" in job.inputs:
+        rows = with_replay(rows, job.inputs["replay"] / "train", encoder, config)
+    heldout = open_rows(job.inputs["shards"] / "heldout", encoder, config, heldout=True)
+    automatic, config = config.automatic, config.resolved(rows.epoch)
     by_rule = {name: getattr(config, name) for name in automatic}
     if by_rule:
         log.info("by the %d rows: %s", rows.epoch, by_rule)
     order, computed_in = order_of(config, rows), precision.resolve_precision(config.precision, ranks.device)
-    learner = objective.task(config)
+    learner = objective.task(config, trained.model, job.runtime)
     leakage_check.check(learner.build_model(), config, branches=TRAINING_STAGES[config.section].rows == "pairs")
     learner.check_rows(rows)
     learner.check_rows(heldout)
@@ -121,7 +123,7 @@ def fit(
     parts = TrainingParts(loader, ranks, computed_in, validation, origin)
     callbacks = [
         *early_stopping(config, validation.batches),
-        *language_model_callbacks(config, job, parts, trained.model, rows, encoder),
+        *language_model_callbacks(config, job, parts, trained.model, encoder),
     ]
     figures = train(learner, trained, parts, job, callbacks)
     return {
@@ -133,14 +135,6 @@ def fit(
         "rows": {**rows.counts(), "pad_fraction": pad_fraction(rows, loader)},
         "heldout_rows": heldout.counts(),
     }
-
-
-def _rows_of(config: Training, job: StageContext, encoder: Encoder) -> tuple[Rows, Rows]:
-    """The rows to train on, with those that are replayed, and the held-out ones."""
-    rows = open_rows(job.inputs["shards"] / "train", encoder, config)
-    if "replay" in job.inputs:
-        rows = with_replay(rows, job.inputs["replay"] / "train", encoder, config)
-    return rows, open_rows(job.inputs["shards"] / "heldout", encoder, config, heldout=True)
 
 
 def _validation(config: Training, heldout: BatchSource, order: Order, runtime: Runtime) -> Validation:

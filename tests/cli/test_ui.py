@@ -79,7 +79,7 @@ def test_a_browser_gets_the_token_in_a_file_that_no_other_account_can_read_not_a
 
 def test_the_page_of_a_cached_run_is_that_of_the_run_it_equals(running: Path, two: tuple[Path, dict[str, str]]) -> None:
     server = server_records.live_server(running, "mlflow")
-    record_cached(running, "again", [], {}, {}, OLDER)
+    record_cached(running, "again", [], {}, {"metrics": {}, "equals": OLDER})
     try:
         assert server and f"/runs/{two[1][OLDER]}?" in ui.links_of(running, server.url, ("again",))["url"]
     finally:

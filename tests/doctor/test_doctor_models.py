@@ -20,6 +20,7 @@ from transformers.models import auto
 
 from ttrain.config import Lora, Optim, Runtime
 from ttrain.config.model import MultiToken
+from ttrain.data.loader import ShuffledOrder
 from ttrain.doctor import model
 from ttrain.doctor.parts import Finding, Learner, select_rows, trainer_of, unevenly_masked
 from ttrain.model import adapters, factory, multi_token
@@ -169,7 +170,7 @@ def test_a_checkpoint_of_every_architecture_opens_without_ttrain(tmp_path: Path)
         checkpoints = Checkpoints(place, files=partial(factory.files, subject.model))
         learner = Learner(config, Runtime(device="cpu"), partial(build, name, ""), language, ROWS, FP32)
         trainer_of(
-            learner, subject, ROWS, rows_per_step=4, rows_per_device=4, steps=1,
+            learner, subject, ROWS, ShuffledOrder(len(ROWS), 4, 4, learner.config.seed), rows_per_device=4,
             checkpoints=checkpoints, cadence=Cadence(checkpoint=1),
         ).fit()  # fmt: skip
         checkpoints.close()

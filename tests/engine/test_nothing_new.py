@@ -23,7 +23,7 @@ from ttrain.store import runs
 from ttrain.store.layout import Artifact
 from ttrain.tasks import SHARDS_PRETRAIN
 
-WHY = "data.pretrain: 40 of 40 rows are near-duplicates, most of documents that were learnt before"
+WHY = "data.pretrain: of 40 rows 40 are near-duplicates, most of documents that were learnt before"
 
 
 def sharded(home: Home, texts: Sequence[str], out: io.StringIO, **learnt: Artifact) -> PipelineRun:

@@ -17,6 +17,7 @@ from ttrain.config.training import TRAINING_STAGES
 from ttrain.data import python_docs
 from ttrain.errors import ArtifactError, CannotRead, UsageError
 from ttrain.flows import night_plan
+from ttrain.flows.engine import RunOptions
 from ttrain.flows.nightly import run_night
 from ttrain.nightly import decision, heldout, records
 from ttrain.nightly import inputs as night_inputs
@@ -298,5 +299,5 @@ def test_what_nights_will_read_is_named_for_those_who_clean(known: Nights, tmp_p
 def test_settings_that_no_night_can_have_are_refused(store: ArtifactStore) -> None:
     settings = Settings.model_validate({"runtime": {"nodes": 2, "rendezvous": "h:29500"}})
     with pytest.raises(UsageError, match=r"set runtime\.nodes=1"):
-        run_night(settings, store, Console(), engine="none")
+        run_night(settings, store, Console(), RunOptions("none"))
     assert not (store.root / "nightly").exists()

@@ -32,9 +32,10 @@ def nights(store: ArtifactStore) -> Nights:
 
 
 def run_night(
-    settings: Settings, store: ArtifactStore, out: io.StringIO | None = None, **options: Any
+    settings: Settings, store: ArtifactStore, out: io.StringIO | None = None, slot: datetime | None = None
 ) -> nightly.NightResult:
-    return nightly.run_night(settings, store, Console(file=out or io.StringIO(), width=200), engine="none", **options)
+    console = Console(file=out or io.StringIO(), width=200)
+    return nightly.run_night(settings, store, console, nightly.RunOptions("none"), slot)
 
 
 def kept_before(nights: Nights, settings: Settings, store: ArtifactStore, champion: Champion | None = None) -> None:

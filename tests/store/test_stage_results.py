@@ -7,7 +7,8 @@ from pathlib import Path
 
 from support.tiny_stages import Home, stage_settings
 
-from ttrain.store.results import PartCounts, ShardsResult, TrainingResult
+from ttrain.store.results import PartCounts, Result, ShardsResult, TrainingResult
+from ttrain.tasks import STAGES
 
 ONLY_WITH_AUTO = {"by_rule"}
 
@@ -20,6 +21,11 @@ def test_a_training_writes_every_value_that_its_result_has(tmp_path: Path) -> No
 
 def test_a_result_that_lacks_a_part_counts_nothing_there() -> None:
     tally = {"rows": 5, "kept": 2, "skipped": {"empty": 1}, "rejected": {"no text": 2}}
-    made = ShardsResult.of({"train": {"rows": 2, "tokens": 9, "kind": "documents"}, "rows": {"train": tally}})
-    assert (made.train, made.heldout) == (PartCounts(rows=2, tokens=9), PartCounts())
-    assert made.rows["train"].left_out == 3
+    made = ShardsResult.of({"train": {"rows": 2, "tokens": 9, "kind": "documents"}, "rows": {"train": tally}, "files": None})
+    assert (made.train, made.heldout, made.files) == (PartCounts(rows=2, tokens=9), PartCounts(), ())
+    assert made.row_counts["train"].left_out == 3
+
+
+def test_every_stage_names_the_type_of_its_result() -> None:
+    untyped = {name for name, stage in STAGES.items() if stage.result is Result}
+    assert untyped == {"source"}, "whose result has a part for each file that it writes"

@@ -28,7 +28,7 @@ from ttrain.model import adapters, factory
 from ttrain.store.model_files import weights_digest
 from ttrain.tasks import REFERENCE, dpo, new_model, reference, shards
 from ttrain.tasks.common.job import StageContext
-from ttrain.train import attention, preference_tuning
+from ttrain.train import preference_tuning
 
 KILLS = int(os.environ.get("TTRAIN_SOAK_KILLS", "10"))
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "returns", "nothing"]
@@ -120,17 +120,6 @@ def test_an_adapter_is_kept_beside_the_whole_model_that_it_is_merged_into(inputs
     ids = torch.arange(20)[None]
     found, expected = factory.load(tmp_path / "model")(ids).logits, adapted(ids).logits
     assert float((found - expected).abs().max()) < 1e-4 < float((expected - factory.load(base)(ids).logits).abs().max())
-
-
-def test_both_stages_compute_attention_with_a_mask_where_the_settings_say_so(
-    inputs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = settings_of(epochs=0.2)
-    runtime = settings.runtime.replaced({"attention": "masked"})
-    monkeypatch.setattr(attention, "record_arguments", lambda *batch: pytest.fail("record by record"))
-    scored = run_here(reference, of_reference(settings), tmp_path / "reference", inputs, runtime)
-    trained = run_here(dpo, settings, tmp_path / "dpo", inputs, runtime)
-    assert scored["answers"] > 0 and trained["steps"] > 0
 
 
 def test_rated_answers_are_learnt_by_kto_and_refused_by_what_compares_two(inputs: dict[str, Path], tmp_path: Path) -> None:

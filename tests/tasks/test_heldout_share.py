@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.tiny_data import make_tokenizer
@@ -35,31 +34,13 @@ def build(tokenizer_directory: Path, output: Path, files: dict[str, list[str]], 
         path = output.with_name(f"{output.name}-{role}.jsonl")
         path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
         locations[role] = [str(path)]
-    nothing: dict[str, Any] = {role: [None] for role in files}
     job = StageContext(
         {"tokenizer": tokenizer_directory}, locations, {"kind": "documents", "dataset": "pretrain"}, output,
-        Runtime(device="cpu"), ProgressWriter(None), lambda: False, versions=nothing,
+        Runtime(device="cpu"), ProgressWriter(None), lambda: False,
         groups={role: [0] for role in files},
     )  # fmt: skip
     built = shards.build(Settings(reading=reading), job, Processes(1))
     return {name: part["rows"] for name, part in built.parts.items()}
-
-
-@pytest.mark.parametrize(
-    ("count", "reading", "least", "most"),
-    [
-        (40, {}, 3, 16),
-        (300, {}, 35, 65),
-        (300, {"heldout_fraction": 0.02}, 1, 13),
-        (300, {"limit": 100}, 8, 34),
-    ],
-)
-def test_small_sets_hold_out_enough_rows_unless_a_share_is_set(
-    tokenizer_directory: Path, tmp_path: Path, count: int, reading: dict[str, Any], least: int, most: int
-) -> None:
-    rows = build(tokenizer_directory, tmp_path / "out", {"train": texts("a", count)}, Reading(**reading))
-    assert sum(rows.values()) == reading.get("limit", count)
-    assert least <= rows["heldout"] <= most
 
 
 def test_files_that_are_held_out_by_name_leave_all_other_rows_to_training(tokenizer_directory: Path, tmp_path: Path) -> None:

@@ -42,16 +42,10 @@ class Watched(Regression):
     def callbacks(self):
         return [Own()]
 
-class Mistaken(Regression):
-    def callbacks(self):
-        return [Own]
-
 class Broken(Callback):
     def step_end(self, record):
         raise ZeroDivisionError("by itself")
 
-def raises():
-    raise KeyError("no key")
 """
 
 
@@ -113,15 +107,11 @@ def test_in_a_stage_a_callback_of_a_package_may_not_stop(tmp_path: Path, install
     ("value", "said"),
     [
         ("Broken", r"the callback Broken\.step_end raised ZeroDivisionError\('by itself'\)"),
-        ("raises", r"the callback bad \(spies:raises, .*ttrain\.callbacks\) raised KeyError\('no key'\); fix or uninstall"),
         ("Missing", r"the callback bad \(spies:Missing, .*raised AttributeError"),
-        ("list", r"the callback bad \(spies:list"),
         ("Watched.mro", r"the callback bad \(spies:Watched.mro, .* is a list; derive it from ttrain\.train\.callbacks"),
     ],
 )
-def test_a_callback_that_fails_or_is_none_is_named_by_its_entry_point(
-    tmp_path: Path, install: Any, value: str, said: str
-) -> None:
+def test_a_callback_that_fails_or_is_none_is_named(tmp_path: Path, install: Any, value: str, said: str) -> None:
     install(bad=value)
     with pytest.raises(TTrainError, match=said):
         Home.make(tmp_path / "home").pretrain(stage_settings(2), tmp_path / "out")
@@ -145,5 +135,3 @@ def test_a_task_s_own_callbacks_and_those_of_packages_see_its_training_and_may_s
     stopped = run("train", "spies:Watched", *words, "epochs=9", "--out", "b")
     assert stopped.code == 0, stopped.err
     assert stopped.json["stop_reason"] == "stopped by a callback"
-    refused = run("train", "spies:Mistaken", *words, "--out", "c")
-    assert refused.code == 2 and "Mistaken.callbacks() has <class 'spies.Own'>" in refused.err

@@ -62,17 +62,6 @@ def test_a_night_continues_the_plateau_and_not_the_annealed_model(first: Any, wh
     assert (whole_night / PLATEAU).is_dir()
 
 
-def test_a_night_continues_the_average_of_a_plateau_that_has_no_decay(first: Any, tmp_path: Path) -> None:
-    averaged = {"schedule": {**INFINITE["schedule"], "decay_fraction": 0.0, "average": 0.3}}
-    settings, home = stage_settings(3, averaged), first[1]
-    home.pretrain(settings, tmp_path / "first")
-    kept = plateau.read(tmp_path / "first", "model.safetensors")
-    assert same(dict(kept.weights), weights(tmp_path / "first"))
-    home.pretrain(settings, tmp_path / "night", with_plateau(tmp_path / "first"))
-    counts = plateau.read(tmp_path / "night", "model.safetensors").optimizer
-    assert {int(value) for name, value in counts.items() if name.startswith("averaged|")} == {2 * 3}
-
-
 @pytest.fixture(scope="module")
 def whole_night(first: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     champion, home = first

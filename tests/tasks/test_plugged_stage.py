@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -56,29 +54,14 @@ def cli(tmp_path: Path) -> Cli:
     return cli
 
 
-def in_one_process(cli: Cli, *commands: list[str]) -> list[str]:
-    """What each command prints: the libraries that they load take longer than they do."""
-    code = (
-        "import json, sys; from ttrain.cli.main import main\n"
-        "for words in json.loads(sys.argv[1]):\n"
-        "    try: main(words)\n"
-        "    except SystemExit as end: assert not end.code\n"
-        "    print('--- next ---')"
-    )
-    words = [cli.command(*command, settings=command[0] == "pipeline")[4:] for command in commands]
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code, json.dumps(words)],
-        env=cli.environment, cwd=cli.data, stdout=subprocess.PIPE, text=True, check=True, timeout=600,
-    )  # fmt: skip
-    return done.stdout.split("--- next ---\n")
-
-
 @pytest.mark.soak
 def test_a_stage_of_another_package_is_planned_run_tracked_registered_and_reported(cli: Cli, tmp_path: Path) -> None:
     settings, page = (*SMALL, "lora.start_from=toy", "evaluate.suites.toy=heldout"), tmp_path / "report.html"
     run_words = ["pipeline", "run", "full", "--engine", "none", *settings]
-    listed, report, shown = ["models", "list", "--json"], ["report", "--out", str(page)], ["stage", "list"]
-    _, models, _, stages, _ = in_one_process(cli, run_words, listed, report, shown)
+    cli(*run_words)
+    models = cli("models", "list", "--json", settings=False)
+    cli("report", "--out", str(page), settings=False)
+    stages = cli("stage", "list", settings=False)
     manifests = {path.parent.parent.name: json.loads(path.read_bytes()) for path in cli.home.glob("store/*/*/manifest.json")}
     assert {"base", "sft", "toy", "lora"} <= manifests["evaluate"]["inputs"].keys()
     assert manifests["lora"]["inputs"]["base"]["stage"] == "toy" and manifests["toy"]["inputs"]["base"]["stage"] == "sft"

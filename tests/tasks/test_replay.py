@@ -78,9 +78,7 @@ def test_a_sample_has_the_share_of_each_night_and_source_and_nothing_that_is_hel
     for source in ranges:
         taken = sum(len(one) for one in found if one in source)
         assert taken == pytest.approx(wanted * sum(map(len, source)) / total, abs=24)
-    assert [night["of"] for night in result["nights"].values()] == [
-        sum(map(len, ranges[0])), sum(len(one) for source in ranges[1:] for one in source),
-    ]  # fmt: skip
+    assert result["nights"] == 2
     everything, all_found = run(nights, tmp_path / "all", 0.9)
     assert everything["records"] == 699 and documents(7, 1)[0] not in all_found
     # As where the held-out share was another once: the first night learnt what the second held out

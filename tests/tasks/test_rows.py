@@ -10,16 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
-from support.comparing import curve, logged_steps
 from support.tiny_data import make_tokenizer, write_shards
-from support.tiny_stages import Home, stage_settings
 
 from ttrain.config import Lora, Pretrain, Sft, Training
 from ttrain.core.files import read_json, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.data.encoder import Encoder
-from ttrain.data.loader import LengthGroupedOrder, ShuffledOrder, WeightedOrder
+from ttrain.data.loader import WeightedOrder
 from ttrain.data.packing import IGNORE, MixedRows, Rows
 from ttrain.data.pair_rows import PairRows
 from ttrain.data.record_rows import ChatRows, DocumentRows, SeparateDocumentRows
@@ -28,7 +25,6 @@ from ttrain.engine import row_counts
 from ttrain.errors import ArtifactError, DataError, UsageError
 from ttrain.tasks.common.rows import open_rows, order_of, validation_batches
 from ttrain.train.schedules import steps_of
-from ttrain.train.trainer import QUICK
 
 DOCUMENTS: list[Any] = [([*range(20, 40)], []), ([*range(40, 45)], []), ([*range(50, 66)], [])]
 
@@ -87,7 +83,7 @@ def test_intervals_are_named_by_word_or_by_id_that_the_tokenizer_has(tmp_path: P
     assert {24, 31} <= {*live}
     with pytest.raises(UsageError, match=r"training\.mask_intervals names '<nowhere>', which is not a token"):
         open_rows(path, encoder, settings(mask_intervals=[["<nowhere>", 7]]))
-    beyond = rf"has the id {len(encoder)}, but the tokenizer has the ids 0 to {len(encoder) - 1}"
+    beyond = rf"names {len(encoder)}, which is not a token .* an id from 0 to {len(encoder) - 1}"
     with pytest.raises(UsageError, match=beyond):
         open_rows(path, encoder, settings(mask_intervals=[[5, len(encoder)]]))
 
@@ -123,8 +119,7 @@ def share_of_draws(order: Any, rows: Rows, marked: set[int], draws: int = 10_000
     return sum(len(found & marked) for found in drawn) / sum(map(len, drawn))
 
 
-@pytest.mark.parametrize("packing", ["best-fit", "none"])
-@pytest.mark.parametrize("kind", ["documents", "chats"])
+@pytest.mark.parametrize(("kind", "packing"), [("documents", "none"), ("chats", "best-fit")])
 def test_a_row_of_weight_nine_is_drawn_nine_times_as_often(
     tmp_path: Path, encoder: Encoder, kind: str, packing: str
 ) -> None:
@@ -152,16 +147,6 @@ def test_chats_of_another_tokenizer_or_template_are_refused(tmp_path: Path, enco
             open_rows(directory, encoder, settings())
 
 
-def test_the_order_follows_the_setting(tmp_path: Path, encoder: Encoder) -> None:
-    path = documents(tmp_path, encoder)
-    config = settings(epochs=2.5)
-    order = order_of(config, open_rows(path, encoder, config))
-    assert isinstance(order, ShuffledOrder)
-    assert (order.rows, order.rows_per_step, order.total_rows, order.seed) == (5, 2, 13, 1)
-    config = settings(packing="none", order="length-grouped")
-    assert isinstance(order_of(config, open_rows(path, encoder, config)), LengthGroupedOrder)
-
-
 def test_a_budget_counts_rows_of_one_record_by_their_length_and_packed_rows_in_full(
     tmp_path: Path, encoder: Encoder
 ) -> None:
@@ -186,10 +171,7 @@ def test_less_data_than_one_step_is_refused_with_both_numbers_and_a_cure_that_wo
 ) -> None:
     config = settings(tokens_per_step=64)
     rows = open_rows(documents(tmp_path, encoder), encoder, config)
-    message = (
-        r"training\.tokens_per_step is 64, 8 rows of 8 tokens, .* gives 5 rows; set training\.tokens_per_step=40 or less"
-    )
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=r"tokens_per_step is 64, 8 rows of 8 tokens, .* gives 5 rows; set .*=40 or less"):
         order_of(config, rows)
     assert order_of(settings(tokens_per_step=40), rows).steps == 1
 
@@ -197,8 +179,7 @@ def test_less_data_than_one_step_is_refused_with_both_numbers_and_a_cure_that_wo
 @pytest.mark.parametrize(
     ("rows", "batch", "passes"),
     [
-        (10_000, 4096, 1), (960, 4096, 1), (320, 4096, 3), (319, 15 * 256, 3), (100, 5 * 256, 3), (39, 256, 2), (20, 256, 3),
-        (19, 256, 4), (9, 256, 7), (5, 256, 10), (1, 256, 10),
+        (10_000, 4096, 1), (320, 4096, 3), (100, 5 * 256, 3), (20, 256, 3), (9, 256, 7), (1, 256, 10),
     ],
 )  # fmt: skip
 def test_batch_and_passes_of_few_rows_give_about_sixty_steps(rows: int, batch: int, passes: float) -> None:
@@ -208,12 +189,10 @@ def test_batch_and_passes_of_few_rows_give_about_sixty_steps(rows: int, batch: i
     assert rows < 6 or steps_of(found, rows)[0] >= 60
 
 
-def test_what_is_set_stays_and_a_longer_training_has_the_same_batch() -> None:
+def test_what_is_set_stays() -> None:
     assert Lora().resolved(10_000) == Lora(tokens_per_step=2048, epochs=2)
     assert Sft(epochs=3).resolved(100) == Sft(epochs=3, tokens_per_step=5 * 256)
     assert Sft(tokens_per_step=1024).resolved(10) == Sft(tokens_per_step=1024, epochs=10)
-    assert Sft(tokens=9000, epochs=None).resolved(100) == Sft(tokens=9000, epochs=None, tokens_per_step=5 * 256)
-    assert Sft(row_length=8192).resolved(10).rows_per_step == 1, "at least a row"
 
 
 @pytest.mark.parametrize(
@@ -223,13 +202,6 @@ def test_pretraining_reads_little_text_five_times_unless_its_budget_is_set(rows:
     assert Pretrain().resolved(rows) == Pretrain(tokens=tokens)
     assert Pretrain(tokens=5_000_000).resolved(rows) == Pretrain(tokens=5_000_000)
     assert Pretrain(tokens=None, epochs=30).resolved(rows) == Pretrain(tokens=None, epochs=30)
-
-
-def test_large_sets_are_not_packed_to_know_it(tmp_path: Path) -> None:
-    many = {"kind": "chats", "live_tokens": 60 * 4096, "tokens": 60 * 4096, "rows": 9}
-    (tmp_path / "train").mkdir()
-    write_json(tmp_path / "train" / "index.json", many)
-    row_counts.check(Sft(), tmp_path, tmp_path / "no tokenizer")
 
 
 @pytest.mark.parametrize("kind", ["documents", "chats"])
@@ -251,12 +223,6 @@ def test_too_few_rows_are_known_from_the_shards_as_the_stage_finds_them(tmp_path
         assert message(partial(row_counts.check, config, tmp_path, tmp_path)) == own
 
 
-def test_shards_of_many_steps_are_not_packed_to_count_their_rows(tmp_path: Path, encoder: Encoder) -> None:
-    for file in documents(tmp_path / "train", encoder).glob("*.arrow"):
-        file.unlink()
-    row_counts.check(settings(tokens_per_step=8), tmp_path, tmp_path / "no tokenizer")
-
-
 def test_validation_takes_rows_from_all_over_the_held_out_part(tmp_path: Path, encoder: Encoder) -> None:
     rows: Rows = open_rows(documents(tmp_path, encoder), encoder, settings(), heldout=True)
     for limit, numbers in {1: [0], 2: [0, 2], 5: range(5), 100: range(5)}.items():
@@ -264,19 +230,6 @@ def test_validation_takes_rows_from_all_over_the_held_out_part(tmp_path: Path, e
         chosen = np.concatenate([batch.input_ids_BT for batch in batches])
         assert np.array_equal(chosen, rows.batch(numbers).input_ids_BT)
         assert max(len(batch.input_ids_BT) for batch in batches) <= 2
-
-
-def test_settings_that_contradict_each_other_are_refused() -> None:
-    for changes, message in (
-        ({"stride": 9}, "stride is 9 but must not exceed row_length 8"),
-        ({"order": "length-grouped"}, "packing is best-fit.*set packing=none"),
-        ({"mask_intervals": [["<a>", "<a>"]]}, "must not open and close alike"),
-        ({"stride": 0}, "greater than or equal to 1"),
-        ({"early_stopping": {"patience": 1}}, "validate_every_steps is 0; set it, .*, or validate_every_epochs"),
-    ):
-        with pytest.raises(ValidationError, match=message):
-            settings(**changes)
-    assert settings(early_stopping={"patience": 1}, validate_every_epochs=1).early_stopping
 
 
 def pairs(path: Path, encoder: Encoder, sizes: Sequence[int]) -> Path:
@@ -311,21 +264,3 @@ def test_too_many_pairs_that_are_longer_than_a_row_end_the_stage(tmp_path: Path,
     order_of(settings(row_length=32, tokens_per_step=32, dropped_fraction=0.01), rows)
     with pytest.raises(DataError, match=r"1 of 100 pairs are longer than .*row_length 32.*raise .*row_length"):
         order_of(settings(row_length=32, tokens_per_step=32, dropped_fraction=0.001), rows)
-
-
-def test_a_stage_validates_or_saves_at_the_ends_of_epochs(tmp_path: Path) -> None:
-    home, budget = Home.make(tmp_path / "home"), {"epochs": 3.5, "tokens": None}
-    often = {"checkpoint_every_steps": 1000, "keep_checkpoints": 9, "quick_validations": 2}
-    validates = stage_settings(pretrain={**budget, "validate_every_epochs": 1}, **often)
-    saves = stage_settings(pretrain={**budget, "schedule": {"kind": "constant"}}, checkpoint_every_epochs=2, **often)
-    rows = open_rows(home.documents.path / "train", Encoder(home.tokenizer.path, fast=False), saves.pretrain)
-    ends = [-(-len(rows) * epoch // 8) for epoch in (1, 2, 3)]
-    last = home.pretrain(validates, tmp_path / "validates")["steps"]
-    lines = curve(tmp_path / "validates" / "run" / "metrics.jsonl")
-    assert logged_steps(lines, "validation_loss") == logged_steps(lines, "validation_accuracy") == [*ends, last]
-    assert not logged_steps(lines, QUICK), "which a stage has that validates at its end only"
-    home.pretrain(saves, tmp_path / "saves")
-    saved = sorted(path.name for path in (tmp_path / "saves" / "checkpoints").glob("step-*"))
-    assert saved == [f"step-{step:08d}" for step in (ends[1], last)]
-    lines = curve(tmp_path / "saves" / "run" / "metrics.jsonl")
-    assert logged_steps(lines, QUICK) == logged_steps(lines, "validation_accuracy_quick") != [last]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ttrain.config import Lora
 from ttrain.model import adapters
-from ttrain.train import monitor
 from ttrain.train.callbacks import StepRecord
 from ttrain.train.monitor import TERA, PerformanceMonitor, datasheet_flops, flops_per_token, peak_memory
 from ttrain.train.training_options import Cadence
@@ -32,7 +30,7 @@ class Run:
         self.tokens = int(settings.get("tokens_per_step", 100))
         self.monitor = PerformanceMonitor(
             device=CPU, steps_per_epoch=8, clock=lambda: self.now,
-            flops_per_token=settings.get("flops_per_token", 0.0), peak_flops=lambda: settings.get("peak", 0.0),
+            flops_per_token=settings.get("flops_per_token", 0.0), peak_flops=settings.get("peak", 0.0),
         )  # fmt: skip
         self.monitor.start(0, steps)
 
@@ -179,13 +177,3 @@ def test_a_chip_is_found_by_its_name_and_a_board_that_differs_is_not_taken_for_i
 ) -> None:
     wanted = [None if tflops is None else tflops * TERA for tflops in (bf16, fp32)]
     assert [datasheet_flops(name, "bf16"), datasheet_flops(name, "fp32")] == wanted
-
-
-def test_a_peak_is_measured_at_once_and_draws_no_random_number() -> None:
-    state, began = torch.get_rng_state(), time.process_time()
-    found = monitor.measured_flops(torch.float32, CPU)
-    assert time.process_time() - began < 1.5, "0.3 s where the machine is idle"
-    assert torch.equal(torch.get_rng_state(), state)
-    factor = torch.full((768, 768), 1 / 768)
-    seconds = min(monitor._seconds_of_product(factor) for _ in range(3))
-    assert 0.1 * 2 * 768**3 / seconds < found < 5e13

@@ -22,6 +22,7 @@ from ttrain.config.loading import load
 from ttrain.core.files import ProgressWriter
 from ttrain.core.hashing import DigestCache, code_digests
 from ttrain.data.encoder import Encoder
+from ttrain.data.loader import Loader, ShuffledOrder
 from ttrain.engine import planner as plan
 from ttrain.engine.provenance import with_absolute_paths
 from ttrain.errors import UsageError
@@ -37,12 +38,14 @@ from ttrain.model import factory, multi_token
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.tasks import lora
 from ttrain.tasks.common import callbacks
+from ttrain.tasks.common.callbacks import TrainingParts
 from ttrain.tasks.common.job import StageContext
 from ttrain.train.callbacks import Callback, LogRecord, MetricsFile, StepRecord
 from ttrain.train.distributed import Ranks
 from ttrain.train.periodic_evaluation import TIMED, PeriodicEvaluation, preserve_rng_and_modes
+from ttrain.train.precision import resolve_precision
 from ttrain.train.trainer import QUICK, QUICK_ACCURACY
-from ttrain.train.training_options import Cadence, Speed
+from ttrain.train.training_options import Cadence, Origin, Speed, Validation
 
 SUITE = "tasks:\n  sums: {kind: choices, file: sums.jsonl}\n  documents: {kind: text, row_length: 32, stride: 16}\n"
 PROMPTS = ("The quick", "Grüße an 東京", "🙂 [bold]")
@@ -111,7 +114,7 @@ def test_pretraining_with_a_suite_samples_and_quick_validations_has_the_same_fil
     names = {name for line in map(json.loads, (first / "run" / "metrics.jsonl").open()) for name in line["metrics"]}
     assert {
         "loss", "grad_norm", "validation_loss", "perplexity", "tokens_per_second", "step_seconds", "data_wait_fraction",
-        "mfu", "memory_bytes", "eta_seconds", "epoch_time", "lr", "logits_loss", "aux_loss",
+        "memory_bytes", "eta_seconds", "epoch_time", "lr", "logits_loss", "aux_loss",
     } <= names  # fmt: skip
 
 
@@ -286,8 +289,11 @@ def test_a_suite_is_asked_without_what_other_stages_hold_out(stage_home: Home, t
 def test_shards_of_a_model_cannot_be_asked(encoder: Encoder, stage_home: Home) -> None:
     settings = stage_settings(eval_every_steps=1, parallel="fsdp")
     job = job_of(stage_home.documents.path, settings.runtime)
-    with pytest.raises(UsageError, match=r"runtime\.eval_every_steps is 1, but with runtime\.parallel=fsdp no rank holds"):
-        callbacks.measure_of(settings.pretrain, job, tiny_model(), encoder, Ranks(0, 2, CPU))
+    order = ShuffledOrder(8, 2, 8, seed=1)
+    loader = Loader(NumberedRows(8), order, rows_per_device=1, rank=0, world=2)
+    parts = TrainingParts(loader, Ranks(0, 2, CPU), resolve_precision("fp32", CPU), Validation(), Origin())
+    with pytest.raises(UsageError, match=r"runtime\.parallel=fsdp no rank holds a whole one; set both to 0"):
+        callbacks.language_model_callbacks(settings.pretrain, job, parts, tiny_model(), encoder)
 
 
 # --- keys, and what the curve tells ----------------------------------------------------------------------------------------

@@ -79,12 +79,12 @@ def routing_parts(names: Sequence[str], metrics: JsonObject) -> list[str | Table
     routing = [
         ("held-out records", f"{metrics['records']:,}", ""),
         ("routed to the best expert", f"{metrics['accuracy']:.1%}", most_common),
-        (f"{metrics['unit']}, routed", f"{metrics['loss_routed']:.4f}", gain),
+        ("bits per byte, routed", f"{metrics['loss_routed']:.4f}", gain),
         ("  always the one best expert", f"{metrics['loss_best_single']:.4f}", ""),
         ("  each by its best expert", f"{metrics['loss_oracle']:.4f}", ""),
     ]
     parts: list[str | Table] = [
-        Table(("expert", metrics["unit"], "best at", "routed to"), rows),
+        Table(("expert", "bits per byte", "best at", "routed to"), rows),
         Table(("metric", "value", ""), routing),
     ]
     if metrics["accuracy"] <= metrics["majority_accuracy"]:

@@ -20,12 +20,13 @@ NIGHTLY = "nightly"
 def run(loaded: LoadedSettings, *, engine: str, labels: Labels) -> None:
     """Run one night now."""
     from ttrain.engine.provenance import with_absolute_paths
+    from ttrain.flows.engine import RunOptions
     from ttrain.flows.nightly import run_night
     from ttrain.tracking.artifact_source import store_of
 
     settings = with_absolute_paths(loaded.settings)
     store = store_of(usable_home(), settings)
-    result = run_night(settings, store, console(), engine=engine, labels=labels)
+    result = run_night(settings, store, console(), RunOptions(engine, labels=labels))
     print_escaped(f"{result.night or 'no night'}: {result.outcome}")
     if result.night:
         print("next:\n  all champions and challengers: ttrain models list")

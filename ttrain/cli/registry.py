@@ -23,6 +23,7 @@ from ttrain.core.terminal import console, outlast_output
 from ttrain.core.text import format_number, format_time, short_digest
 from ttrain.errors import UsageError
 from ttrain.store.layout import home
+from ttrain.store.results import TrainingResult
 
 if TYPE_CHECKING:
     from ttrain.store.registry import ModelSet
@@ -236,9 +237,9 @@ def _stage_facts(stage: JsonObject, result: JsonObject) -> Iterator[tuple[str, s
     yield "from", _known({name: short_digest(used["key"]) for name, used in inputs})
     settings = stage["settings"].items()
     yield "settings", " ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in settings)
-    if "ranks" in result:  # the order of its sums depends on these
-        order = {name: result.get(name) for name in ("precision", "device", "ranks", "threads")}
-        runtime = stage["runtime"] or {}
+    training, runtime = TrainingResult.of(result), stage["runtime"] or {}
+    if training.ranks:  # the order of its sums depends on these
+        order = {name: getattr(training, name) for name in ("precision", "device", "ranks", "threads")}
         yield "trained", _known({**order, **{name: runtime.get(name) for name in ORDER_OF_SUMS}})
     for note in stage["notes"]:
         yield "note", note

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ttrain.core.text import format_size
+from ttrain.data.loader import ShuffledOrder
 from ttrain.doctor.parts import Finding, Learner, select_rows, trainer_of
 from ttrain.train.monitor import peak_memory
 from ttrain.train.resource_limits import available_bytes
@@ -37,8 +38,7 @@ def measure(learner: Learner) -> dict[str, int]:
             learner,
             subject,
             sample,
-            steps=1,
-            rows_per_step=count,
+            ShuffledOrder(len(sample), count, count, learner.config.seed),
             rows_per_device=count,
         )
         grown[count] = memory_growth(trainer.fit, device)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ttrain.core.files import temporary_directory
 from ttrain.core.text import first_of
+from ttrain.data.loader import ShuffledOrder
 from ttrain.data.packing import IGNORE, Array, Batch
 from ttrain.doctor.parts import (
     DROPOUT,
@@ -152,14 +153,9 @@ def _agreement(expected: Step, steps: Iterable[Step], how: str) -> Finding:
 
 def resume(learner: Learner) -> Finding:
     """Whether four steps equal, to the bit, two, a checkpoint, and two of one that loads it."""
-    make = partial(
-        trainer_of,
-        learner,
-        rows=select_rows(learner.rows, STEPS * ROWS_PER_STEP),
-        steps=STEPS,
-        rows_per_step=ROWS_PER_STEP,
-        rows_per_device=ROWS_PER_DEVICE,
-    )
+    rows = select_rows(learner.rows, STEPS * ROWS_PER_STEP)
+    order = ShuffledOrder(len(rows), ROWS_PER_STEP, STEPS * ROWS_PER_STEP, learner.config.seed)
+    make = partial(trainer_of, learner, rows=rows, order=order, rows_per_device=ROWS_PER_DEVICE)
     half = STEPS // 2
     subject, straight = learner.build(), LossRecorder()
     with temporary_directory("doctor") as directory:
@@ -202,8 +198,7 @@ def learns(learner: Learner) -> Finding:
         learner,
         subject,
         rows,
-        steps=LEARNT_STEPS,
-        rows_per_step=len(rows),
+        ShuffledOrder(len(rows), len(rows), LEARNT_STEPS * len(rows), learner.config.seed),
         rows_per_device=len(rows),
         callbacks=[recorder],
     )
@@ -257,10 +252,9 @@ def first_step(learner: Learner, rows: InMemoryRows, ranks: Ranks, *, rows_per_d
         replace(learner, precision=Precision("fp32", ranks.device)),
         subject,
         rows,
-        ranks=ranks,
-        steps=1,
-        rows_per_step=len(rows),
+        ShuffledOrder(len(rows), len(rows), len(rows), learner.config.seed),
         rows_per_device=rows_per_device,
+        ranks=ranks,
         callbacks=[recorder],
     )
     gradients: dict[str, Tensor] = {}

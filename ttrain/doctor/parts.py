@@ -173,26 +173,23 @@ def trainer_of(
     learner: Learner,
     subject: TrainableModel,
     rows: Rows | InMemoryRows,
-    *,
-    steps: int,
-    rows_per_step: int,
+    order: ShuffledOrder,
     rows_per_device: int,
     callbacks: Sequence[Callback] = (),
     **options: Any,
 ) -> Trainer:
-    """The stage's trainer for `steps` steps of these rows. `options`: others of a trainer than the stage's."""
+    """The stage's trainer for these rows. `options`: others of a trainer than the stage's."""
     config = learner.config.model_copy(
         update={
-            "tokens": steps * rows_per_step * rows.row_length,
+            "tokens": order.total_rows * rows.row_length,
             "epochs": None,
-            "tokens_per_step": rows_per_step * rows.row_length,
+            "tokens_per_step": order.rows_per_step * rows.row_length,
             "row_length": rows.row_length,
             "early_stopping": None,
             "nonfinite": "raise",
         }
     )
     ranks = options.get("ranks") or Ranks(0, 1, learner.precision.device)
-    order = ShuffledOrder(len(rows), rows_per_step, steps * rows_per_step, config.seed)
     usual = TrainerOptions(
         subject,
         ranks,

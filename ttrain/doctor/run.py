@@ -24,7 +24,7 @@ from ttrain.engine.plan import Plan
 from ttrain.errors import DataError, UsageError
 from ttrain.tasks import STAGES
 from ttrain.tasks.common import training
-from ttrain.tasks.common.rows import check_left_out, open_rows, resolved
+from ttrain.tasks.common.rows import check_left_out, open_rows
 from ttrain.tasks.shards import heldout_records
 from ttrain.train import leakage_check, precision
 from ttrain.train.schedules import steps_of
@@ -108,7 +108,7 @@ def prepare(stage: str, plan: Plan, directory: Path) -> tuple[Learner, Data]:
     check_left_out(config, rows)
     if not len(rows):
         raise DataError("the training data is empty: it gave no row to learn from")
-    config = resolved(config, rows)
+    config = config.resolved(rows.epoch)
     heldout = open_rows(shards / "heldout", encoder, config, heldout=True)
     records = heldout_records(shards)
     read = Data(row.rows, encoder, rows, heldout, records, bool(config.mask_intervals))

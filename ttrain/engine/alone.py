@@ -59,7 +59,7 @@ def run_alone(stage: Stage, settings: JsonObject, runtime: Runtime, out: Path, w
             "runtime": runtime.model_dump(mode="json"),
             "output": str(out),
             "start_from": None,
-            **{name: {} for name in ("inputs", "files", "versions", "groups")},  # only stages of a pipeline have these
+            **{name: {} for name in ("inputs", "files", "groups")},  # only stages of a pipeline have these
             **{name: [] for name in ("weights", "reuse")},
         }
         write_json(work / JOB, spec, PRIVATE_FILE)

@@ -30,7 +30,7 @@ from ttrain.errors import Interrupted, NothingNew, TooFewRows, TTrainError, with
 from ttrain.reports import summary
 from ttrain.store.layout import TRACKED, Artifact
 from ttrain.store.registry import Registry, Version
-from ttrain.store.results import TrainingResult
+from ttrain.store.results import EvaluationResult, TrainingResult
 from ttrain.store.runs import BUILT, NOTHING_NEW, RunLog, RunRecord
 from ttrain.tasks import Stage
 
@@ -323,7 +323,7 @@ class PipelineRun(StopRequest):
             return
         members = [self._register(self.artifacts[of]) for of in ("tokenizer", *TRAININGS) if of in self.artifacts]
         keys = {name: artifact.key for name, artifact in self.artifacts.items()}
-        metrics = dict(self.artifacts["evaluate"].result["metrics"])
+        metrics = dict(EvaluationResult.of(self.artifacts["evaluate"].result).metrics)
         model_set = Registry(self.store.root).register_set(self.settings.name, self.record.run, members, keys, metrics)
         self.versions[model_set.name] = self.model_set = model_set.version
         self.record.note(model_set=f"{self.settings.name}/{self.model_set}")

@@ -143,7 +143,7 @@ def _prepare(planned: Planned, settings: Settings, store: ArtifactStore, work: P
         curve = planned.start_from.parent.parent / "run" / "metrics.jsonl"
         if curve.exists() and not (output / "run" / curve.name).exists():
             shutil.copyfile(curve, output / "run" / curve.name)
-    files, digests = data_files(stage, settings), planned.ingredients["files"]
+    files = data_files(stage, settings)
     weights = settings.data.weights(stage.dataset) if stage.reuses_parts and stage.dataset else ()
     earlier = store.artifacts(stage.name)[:EARLIER_OUTPUTS] if stage.reuses_parts and not planned.forced else []
     spec = {
@@ -152,7 +152,6 @@ def _prepare(planned: Planned, settings: Settings, store: ArtifactStore, work: P
         "settings": stage.part_of(settings),
         "inputs": {name: str(artifact.path) for name, artifact in planned.inputs.items()},
         "files": {role: [file.location for file in input_files] for role, input_files in files.items()},
-        "versions": {role: [file["sha256"] for file in input_files] for role, input_files in digests.items()},
         "groups": {role: [file.group for file in input_files] for role, input_files in files.items()},
         "weights": list(weights),
         "reuse": [str(artifact.path) for artifact in earlier if not store.damage(artifact) and _has_intact_parts(artifact)],

@@ -110,5 +110,5 @@ def record_cached(plan: Plan, labels: Labels) -> runs.RecordedRun | None:
         return None
     recorded = with_absolute_paths(settings).model_dump(mode="json")
     metrics = summary.metrics_of(plan.results)
-    equals = runs.made_by(own) if own else None
-    return runs.record_cached(home, plan.pipeline, plan.stages, recorded, metrics, equals, labels.to_json())
+    facts = {"metrics": metrics, "equals": runs.made_by(own) if own else None, **labels.to_json()}
+    return runs.record_cached(home, plan.pipeline, plan.stages, recorded, facts)

@@ -314,6 +314,7 @@ def result_of(group: ProcessGroup, stage: Stage, log_path: Path, outcome: JsonDi
 
 def _advice_on_memory(stage: Stage, text: str) -> str:
     """What to add to a stage's message where it may have had too little memory, and was sent SIGKILL; else empty."""
+    advice = " or ".join([*(f"lower {setting}" for setting in stage.memory), "end other programs"])
     if any(phrase in text.lower() for phrase in OUT_OF_MEMORY):
-        return f"; memory ran out: {stage.memory_advice}"
-    return f"; if memory ran out, {stage.memory_advice}" if signal.SIGKILL.name in text else ""
+        return f"; memory ran out: {advice}"
+    return f"; if memory ran out, {advice}" if signal.SIGKILL.name in text else ""

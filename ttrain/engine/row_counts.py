@@ -30,7 +30,7 @@ def check(config: Training, shards: Path, tokenizer: Path) -> None:
     from ttrain.tasks.common import rows
 
     opened = _open_rows(config, shards, tokenizer)
-    rows.order_of(rows.resolved(config, opened), opened)
+    rows.order_of(config.resolved(opened.epoch), opened)
 
 
 def rules_of_rows(settings: Settings, stages: Iterable[Planned], *, packs: bool = False) -> dict[str, rules.Rule]:
@@ -47,9 +47,7 @@ def rules_of_rows(settings: Settings, stages: Iterable[Planned], *, packs: bool 
         shards = artifacts.get(SHARDS[TRAINING_STAGES[name].dataset].name)
         tokenizer = artifacts.get(TOKENIZER.name)
         if packs and values.automatic and shards and tokenizer and not (shards.absent or tokenizer.absent):
-            from ttrain.tasks.common import rows
-
-            values = rows.resolved(values, _open_rows(values, shards.path, tokenizer.path))
+            values = values.resolved(_open_rows(values, shards.path, tokenizer.path).epoch)
         reasons = config.by_rows.reasons(config.row_length)
         for key in config.automatic:
             found[f"{name}.{key}"] = rules.Rule(getattr(values, key), reasons[key])

@@ -151,7 +151,6 @@ def job_of(work: Path, stop: Callable[[], bool] = lambda: False, *, progress: bo
         progress=ProgressWriter(work / PROGRESS if progress else None),
         stop_requested=stop,
         start_from=Path(spec["start_from"]) if spec["start_from"] else None,
-        versions=spec["versions"],
         groups=spec["groups"],
         weights=spec["weights"],
         labels={"stage": spec["stage"], **read_object(work / TRACKED)},

@@ -60,16 +60,16 @@ def reference_of(expert: Expert) -> Reference:
     return Reference(expert.reference, Path(expert.model), Path(expert.adapter) if expert.adapter else None)
 
 
-def digest(expert: Expert) -> str:
-    """Short digest of an expert: 12 digits for each of model and adapter."""
+def digests(expert: Expert) -> str:
+    """Short digests of an expert's weights: 12 digits for each of model and adapter."""
     return "+".join(short_digest(sha256) for sha256 in (expert.weights_sha256, expert.adapter_sha256) if sha256)
 
 
 def check(expert: Expert) -> None:
     """Raise ArtifactError if the weights of an expert have changed since the gate was trained. Reads the weights."""
-    current = digest(expert_of(reference_of(expert)))
-    if current != digest(expert):
+    current = expert_of(reference_of(expert))
+    if current != expert:
         raise ArtifactError(
             f"the expert {expert.reference} is not the one that the gate knows: its weights are "
-            f"{current}, no longer {digest(expert)}; train the gate again"
+            f"{digests(current)}, no longer {digests(expert)}; train the gate again"
         )

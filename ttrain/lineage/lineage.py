@@ -18,6 +18,7 @@ from ttrain.reports.facts import changed_settings
 from ttrain.reports.history import inputs_first, seed_of
 from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
 from ttrain.store.layout import Artifact
+from ttrain.store.results import ShardsResult
 from ttrain.tasks import STAGES
 from ttrain.tracking import datasets
 from ttrain.tracking.artifact_source import MlflowArtifacts
@@ -122,8 +123,7 @@ def facts_of(artifact: Artifact) -> JsonDict:
 
 def _data_of(artifact: Artifact) -> list[dict[str, Any]]:
     """The user's files with the counts of kept rows, or the files of an imported model, by role."""
-    files = artifact.result.get("files", ())
-    counted = {(file.get("role", "train"), file["name"]): file for file in files}
+    counted = {(file.get("role", "train"), file["name"]): file for file in ShardsResult.of(artifact.result).files}
     entries = []
     for role in artifact.manifest["ingredients"].get("files", {}):
         for file in datasets.files_of(artifact, role):

@@ -30,6 +30,7 @@ from ttrain.lineage.names import with_secrets
 from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
 from ttrain.store.differences import differences, library_changes
 from ttrain.store.layout import Artifact
+from ttrain.store.results import TrainingResult
 from ttrain.tasks import STAGES
 
 ONE_MACHINE: JsonObject = {"nodes": 1, "node_rank": 0, "rendezvous": None, "sharding": "processes"}
@@ -175,15 +176,15 @@ def _pinned(data: Mapping[str, Any], artifact: Artifact) -> dict[str, list[str]]
 
 def _runtime(artifact: Artifact) -> Runtime:
     """The recorded runtime; ranks of several machines become ranks of this one."""
-    recorded, result = artifact.provenance.get("runtime", {}), artifact.result
+    recorded, training = artifact.provenance.get("runtime", {}), TrainingResult.of(artifact.result)
     names = (Runtime.model_fields.keys() - UNNEEDED) & recorded.keys()
     kept = {name: recorded[name] for name in names}
     # By default a stage uses all cores, and this machine may have another number of them.
     cores = (artifact.provenance.get("machine") or {}).get("cores")
     of_training = {
-        "devices": result.get("ranks", kept.get("devices", 1)),
-        "threads": result.get("threads") or kept.get("threads") or cores,
-        "device": result.get("device", kept.get("device", "auto")),
+        "devices": training.ranks or kept.get("devices", 1),
+        "threads": training.threads or kept.get("threads") or cores,
+        "device": training.device or kept.get("device", "auto"),
     }
     return Runtime.model_validate({**kept, **ONE_MACHINE, **of_training})
 

@@ -32,12 +32,12 @@ def learnt_of(artifacts: Artifacts, chats: Artifact | None) -> dict[str, int]:
     if shards is None:
         return of_chats
     made = ShardsResult.of(shards.result)
-    tokens = TrainingResult.of(pretrain.result).tokens if pretrain else 0
+    tokens = (TrainingResult.of(pretrain.result).tokens or 0) if pretrain else 0
     sample = ReplayResult.of(replay.result) if replay else ReplayResult()
     return {
         "documents": made.train.rows,
         "tokens": made.train.tokens,
-        "left_out": made.rows["train"].left_out if "train" in made.rows else 0,
+        "left_out": made.row_counts["train"].left_out if "train" in made.rows else 0,
         "read_tokens": tokens,
         "replayed_tokens": round(tokens * sample.share) if sample.records else 0,
         **of_chats,

@@ -22,6 +22,7 @@ from ttrain.core.machine import VERSION
 from ttrain.core.terminal import escape_control_characters
 from ttrain.reports import charts, compare, facts, summary
 from ttrain.store.layout import Manifest
+from ttrain.store.results import TrainingResult
 from ttrain.store.run_views import RunView
 
 SAMPLE_FILES = re.compile(r"run/samples/step-0*(\d+)\.(txt|md)")
@@ -150,12 +151,13 @@ def _of_artifact(manifest: Manifest) -> Iterator[tuple[str, bool]]:
     result: Mapping[str, Any] = manifest.get("result", {})
     for source in manifest.get("continued") or ():
         yield f"continued the work of {text.short_digest(source['key'])}, made by other code", True
-    if skipped := result.get("skipped_steps"):
+    training = TrainingResult.of(result)
+    if skipped := training.skipped_steps:
         yield f"skipped {text.counted(skipped, 'step')} whose gradient was not finite", True
-    for guard, count in (result.get("guard_warnings") or {}).items():
+    for guard, count in training.guard_warnings.items():
         yield f"the guard {guard.replace('_', ' ')} warned {count:,} times", False
-    if result.get("stop_reason") not in (None, "completed"):
-        yield f"training ended early: {result['stop_reason']}", True
+    if training.stop_reason != "completed":
+        yield f"training ended early: {training.stop_reason}", True
     for role, tally in summary.row_tallies(result).items():
         if lost := summary.lost_rows(tally, "rejected"):
             yield f"bad rows of the {role} data left out: {lost}", True

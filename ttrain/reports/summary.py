@@ -10,7 +10,15 @@ from typing import Any
 
 from ttrain.core.terminal import escaped
 from ttrain.core.text import counted, format_duration, short_digest
-from ttrain.store.results import EvaluationResult
+from ttrain.store.results import (
+    EvaluationResult,
+    HeldoutResult,
+    PartCounts,
+    ReplayResult,
+    ShardsResult,
+    TokenizerResult,
+    TrainingResult,
+)
 from ttrain.store.runs import NOTHING_NEW, RecordedRun
 
 SHOWN_REASONS = 3
@@ -40,11 +48,12 @@ def metrics_of(results: Mapping[str, Result]) -> dict[str, float]:
     """The metrics of a pipeline run under their stable names, from the stages' results: the same whether cached or not."""
     from ttrain.config.training import TRAININGS, VALIDATION_LOSS
 
-    trainings = {name: results[name] for name in TRAININGS if name in results}
+    trainings = {name: TrainingResult.of(results[name]) for name in TRAININGS if name in results}
     figures = (VALIDATION_LOSS, "loss", "tokens", "tokens_per_second")
-    metrics = {f"{name}/{figure}": result.get(figure) for name, result in trainings.items() for figure in figures}
+    metrics = {f"{name}/{figure}": getattr(result, figure) for name, result in trainings.items() for figure in figures}
     metrics |= _total(trainings.values())
-    metrics |= {f"tok/{name}": results.get("tokenizer", {}).get(name) for name in ("bytes_per_token", "unk_rate")}
+    tokenizer = TokenizerResult.of(results.get("tokenizer", {}))
+    metrics |= {"tok/bytes_per_token": tokenizer.bytes_per_token, "tok/unk_rate": tokenizer.unk_rate}
     evaluation = EvaluationResult.of(results.get("evaluate", {}))
     champion = EvaluationResult.of(results.get("evaluate-champion", {}))
     metrics |= {f"eval/{name}": value for name, value in {**evaluation.metrics, **evaluation.counts}.items()}
@@ -57,17 +66,17 @@ def rounded(value: float) -> float:
     return float(value) if float(value).is_integer() else float(f"{value:.7g}")
 
 
-def _total(trainings: Iterable[Result]) -> dict[str, float]:
+def _total(trainings: Iterable[TrainingResult]) -> dict[str, float]:
     """The total time of the trainings, whichever runs made them; a device is a rank.
 
     A training that was continued knows the time of its last attempt: the steps before are taken to have been as fast.
     """
     seconds = device_seconds = 0.0
     for training in trainings:
-        timed = training.get("steps", 0) - training.get("resumed_from_step", 0)
-        if timed > 0 and "train_seconds" in training:
-            took = training["train_seconds"] * training["steps"] / timed
-            seconds, device_seconds = seconds + took, device_seconds + took * training.get("ranks", 1)
+        timed = training.steps - (training.resumed_from_step or 0)
+        if timed > 0 and training.train_seconds is not None:
+            took = training.train_seconds * training.steps / timed
+            seconds, device_seconds = seconds + took, device_seconds + took * (training.ranks or 1)
     if not seconds:
         return {}
     return {"total/train_seconds": seconds, "total/device_hours": device_seconds / 3600}
@@ -92,36 +101,42 @@ def key_figures(stage: str, result: Result, directory: Path = Path()) -> str:
     from ttrain.config.training import BITS_PER_BYTE, TRAININGS, VALIDATION_LOSS
 
     if stage == "source":
-        return ", ".join(f"{name} {result[name]['rows']:,} rows" for name in LEARNT if name in result)
+        return ", ".join(f"{name} {PartCounts.of(result[name]).rows:,} rows" for name in LEARNT if name in result)
     if stage.startswith("shards-"):
         return "; ".join(_about_shards(result))
+    if stage == "heldout":
+        held_out = HeldoutResult.of(result)
+        unscored = f"; {held_out.unscored:,} of this night are beyond its share" if held_out.unscored else ""
+        return f"{held_out.records:,} held-out documents of all nights, {held_out.new:,} of them new{unscored}"
     if stage in ("replay", "replay-sft"):
-        kind, sets = "windows of documents" if stage == "replay" else "chats", len(result["nights"])
-        return f"{result['records']:,} {kind}, {result['tokens']:,} tokens, of {counted(sets, 'earlier set')}"
+        kind, sample = "windows of documents" if stage == "replay" else "chats", ReplayResult.of(result)
+        return f"{sample.records:,} {kind}, {sample.tokens:,} tokens, of {counted(sample.nights, 'earlier set')}"
     if stage.startswith("evaluate"):
-        bits = result["metrics"].get(BITS_PER_BYTE.name)
+        bits = EvaluationResult.of(result).metrics.get(BITS_PER_BYTE.name)
         return f"{bits:.3f} {BITS_PER_BYTE.label}" if bits is not None else "no held-out documents"
     names = (VALIDATION_LOSS, "tokens", "tokens_per_second") if stage in TRAININGS else KEY_METRICS.get(stage, ())
     figures = [f"{name} {_figure(result[name])}" for name in names if result.get(name) is not None]
-    if result.get("resumed_from_step"):
-        figures.append(f"continued at step {result['resumed_from_step']} of {result['steps']}")
-    if warned := result.get("guard_warnings"):
+    training = TrainingResult.of(result)
+    if training.resumed_from_step:
+        figures.append(f"continued at step {training.resumed_from_step} of {training.steps}")
+    if warned := training.guard_warnings:
         figures.append(f"{_advice_of_guards(stage, warned)}; {directory / 'run' / 'guards.jsonl'}")
     return ", ".join(figures)
 
 
 def _about_shards(result: Result) -> Iterator[str]:
     """What shards hold, what was left out and not read, and what is not new."""
-    train, heldout = result["train"], result["heldout"]
-    yield f"{counted(train['rows'], 'row')}, {train['tokens']:,} tokens; held out {counted(heldout['rows'], 'row')}"
+    made = ShardsResult.of(result)
+    held_out = counted(made.heldout.rows, "row")
+    yield f"{counted(made.train.rows, 'row')}, {made.train.tokens:,} tokens; held out {held_out}"
     for role, tally in row_tallies(result).items():
         if lost := lost_rows(tally):
             yield f"left out of {role}: {lost}"
         unread = tally.get("unread_keys", {})
         yield from (f"not read: '{escaped(key)}' in {counted(rows, 'row')}" for key, rows in unread.items())
-    if reused := result["blocks"] - result["encoded_blocks"]:
-        yield f"{reused:,} of {result['blocks']:,} shards were reused"
-    contamination = result.get("contamination")
+    if reused := made.blocks - made.encoded_blocks:
+        yield f"{reused:,} of {made.blocks:,} shards were reused"
+    contamination = made.contamination
     if contamination and not contamination["removed"]:
         tasks = contamination["tasks"].values()
         overlapping, items = (sum(task[name] for task in tasks) for name in ("overlapping", "items"))

@@ -1,6 +1,7 @@
 """What stages return, as whoever reads an artifact gets it: the `result` of its manifest, typed.
 
-A result that lacks a value, such as that of a training without tokens, has the default.
+A result that lacks a value, such as that of a training without tokens, has the default. The table of stages names the type
+of each (`ttrain.tasks.Stage.result`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
-from ttrain.core.files import JsonObject
+from ttrain.core.files import JsonDict, JsonObject
 
 
 @dataclass(frozen=True)
@@ -18,14 +19,15 @@ class Result:
 
     @classmethod
     def of(cls, result: JsonObject) -> Self:
-        """The values of a manifest that have a field."""
-        names = {each.name for each in fields(cls)}
-        return cls(**{name: value for name, value in result.items() if name in names and value is not None})
+        """The values of a manifest that have a field; a field whose default is a result gets one too."""
+        values = {each.name: result[each.name] for each in fields(cls) if result.get(each.name) is not None}
+        parts = {each.name: each.default for each in fields(cls) if isinstance(each.default, Result)}
+        return cls(**{name: parts[name].of(value) if name in parts else value for name, value in values.items()})
 
 
 @dataclass(frozen=True)
 class PartCounts(Result):
-    """The training or the held-out part of shards."""
+    """The training or the held-out part of shards, or a file of the stage `source`."""
 
     rows: int = 0
     tokens: int = 0
@@ -51,24 +53,27 @@ class ShardsResult(Result):
 
     train: PartCounts = PartCounts()
     heldout: PartCounts = PartCounts()
-    rows: Mapping[str, RowCounts] = field(default_factory=dict)  # by role: train, heldout
+    blocks: int = 0
+    encoded_blocks: int = 0
+    contamination: JsonDict = field(default_factory=dict)
+    files: Sequence[JsonObject] = ()
+    rows: Mapping[str, JsonObject] = field(default_factory=dict)  # by role: train, heldout
 
-    @classmethod
-    def of(cls, result: JsonObject) -> Self:
-        tallies = result.get("rows", {})
-        return cls(
-            PartCounts.of(result.get("train", {})),
-            PartCounts.of(result.get("heldout", {})),
-            {role: RowCounts.of(tally) for role, tally in tallies.items() if isinstance(tally, Mapping)},
-        )
+    @property
+    def row_counts(self) -> dict[str, RowCounts]:
+        """What became of the rows of each role."""
+        return {role: RowCounts.of(tally) for role, tally in self.rows.items()}
 
 
 @dataclass(frozen=True)
 class TokenizerResult(Result):
     """Of the stage `tokenizer`."""
 
+    documents: int | None = None  # that it was trained on; None: it existed
     bytes: int = 0
-    bytes_per_token: float = 0.0
+    bytes_per_token: float | None = None
+    unk_rate: float | None = None
+    files: Sequence[JsonObject] = ()
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,46 @@ class ReplayResult(Result):
     """Of the stages `replay` and `replay-sft`."""
 
     records: int = 0
+    tokens: int = 0
     share: float = 0.0
+    nights: int = 0
+
+
+@dataclass(frozen=True)
+class HeldoutResult(Result):
+    """Of the stage `heldout`."""
+
+    records: int = 0
+    new: int = 0
+    unscored: int = 0
+
+
+@dataclass(frozen=True)
+class ModelResult(Result):
+    """Of the stages `base-model` and `new-model`."""
+
+    parameters: int = 0
+    vocab_size: int | None = None
+
+
+@dataclass(frozen=True)
+class ReferenceResult(Result):
+    """Of the stage `reference`."""
+
+    answers: int = 0
+    log_probability: float | None = None  # their mean
+
+
+@dataclass(frozen=True)
+class EvaluationResult(Result):
+    """Of the stages `evaluate` and `evaluate-champion`."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
+    intervals: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    paired: Mapping[str, JsonObject] = field(default_factory=dict)
+    suites: JsonObject = field(default_factory=lambda: {"models": (), "tasks": (), "comparisons": ()})
+    samples: Mapping[str, Sequence[JsonObject]] = field(default_factory=dict)  # by model
 
 
 @dataclass(frozen=True)
@@ -84,25 +128,21 @@ class TrainingResult(Result):
     """Of the stages that train."""
 
     steps: int = 0
-    tokens: int = 0
+    tokens: int | None = None
     epochs: float | None = None
     parameters: int = 0
-    tokens_per_second: float = 0.0
-    train_seconds: float = 0.0
+    loss: float | None = None
+    validation_loss: float | None = None
+    tokens_per_second: float | None = None
+    train_seconds: float | None = None
     resumed_from_step: int | None = None
+    stop_reason: str = "completed"
+    skipped_steps: int = 0
+    ranks: int = 0
+    precision: str = ""
+    device: str = ""
+    threads: int = 0
     by_rule: Mapping[str, Any] = field(default_factory=dict)  # the settings that the rows decided
     guard_warnings: Mapping[str, int] = field(default_factory=dict)  # by guard
     optimizer_groups: Sequence[JsonObject] = ()
     rows: JsonObject = field(default_factory=dict)  # that were packed: rows, epoch, fill, records, ...
-
-
-@dataclass(frozen=True)
-class EvaluationResult(Result):
-    """Of the stages `evaluate` and `evaluate-champion`, by the names of metrics."""
-
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    counts: Mapping[str, int] = field(default_factory=dict)
-    intervals: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    paired: Mapping[str, JsonObject] = field(default_factory=dict)  # with the model before, on the same records
-    suites: JsonObject = field(default_factory=lambda: {"models": (), "tasks": (), "comparisons": ()})
-    samples: Mapping[str, Sequence[JsonObject]] = field(default_factory=dict)  # by model

@@ -312,18 +312,15 @@ def record_cached(
     pipeline: str,
     stages: Sequence[Any],
     settings: JsonObject,
-    metrics: Mapping[str, float],
-    equals: str | None,
-    labels: JsonObject = MappingProxyType({}),
+    facts: JsonObject,
 ) -> JsonDict:
     """Record a run that found everything cached; it is listed, but not tracked. Returns the record, which has no name if the
-    home is read-only."""
+    home is read-only. `facts`: its metrics, the run that it equals, its labels."""
     stage_entries = [
         {"name": planned.stage.name, "outcome": "cached", "key": planned.key, "path": str(planned.artifact.path)}
         for planned in stages
     ]
-    changes = {"outcome": "cached", "equals": equals, "metrics": dict(metrics)}
-    record = {**_new(pipeline, stage_entries, settings), **labels, **changes}
+    record = {**_new(pipeline, stage_entries, settings), **facts, "outcome": "cached"}
     try:
         return _create(home, record)
     except OSError:

@@ -16,6 +16,7 @@ from typing import Any
 from ttrain.core.files import JsonDict, JsonObject
 from ttrain.core.hashing import digest_of
 from ttrain.store.layout import Artifact, Artifacts
+from ttrain.store.results import ShardsResult, TokenizerResult
 
 TRAINING, VALIDATION = "training", "validation"
 CONTEXT = "mlflow.data.context"  # the tag that MLflow's pages show beside a data set
@@ -53,9 +54,10 @@ def data_of(artifact: Artifact) -> list[DataInput]:
     else none."""
     if artifact.stage.startswith(SHARDS):
         return list(_of_shards(artifact))
-    if artifact.stage != "tokenizer" or not artifact.result.get("files"):
+    tokenizer = TokenizerResult.of(artifact.result)
+    if artifact.stage != "tokenizer" or not tokenizer.files:
         return []
-    counts = {name: artifact.result[name] for name in ("documents", "bytes") if name in artifact.result}
+    counts = {} if tokenizer.documents is None else {"documents": tokenizer.documents, "bytes": tokenizer.bytes}
     return [_data(artifact, "tokenizer", TRAINING, counts, None, files_of(artifact, "train"))]
 
 
@@ -90,14 +92,14 @@ def entities(inputs: Iterable[DataInput]) -> list[Any]:
 
 def _of_shards(artifact: Artifact) -> Iterator[DataInput]:
     dataset = artifact.stage.removeprefix(SHARDS)
-    for split, context in (("train", TRAINING), ("heldout", VALIDATION)):
-        totals = artifact.result.get(split, {})
-        if totals.get("rows"):
+    made = ShardsResult.of(artifact.result)
+    for split, context, totals in (("train", TRAINING, made.train), ("heldout", VALIDATION, made.heldout)):
+        if totals.rows:
             # Held-out rows are taken from the training files, unless there are held-out files.
             files = files_of(artifact, split) or files_of(artifact, "train")
-            counts = {name: totals[key] for name, key in (("documents", "rows"), ("bytes", "bytes")) if key in totals}
+            counts = {"documents": totals.rows, "bytes": totals.bytes}
             name = dataset if split == "train" else f"{dataset}-heldout"
-            yield _data(artifact, name, context, counts, totals.get("tokens"), files)
+            yield _data(artifact, name, context, counts, totals.tokens, files)
 
 
 def _data(

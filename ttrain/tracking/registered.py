@@ -21,6 +21,7 @@ from ttrain.core.redact import without_user
 from ttrain.core.text import short_digest
 from ttrain.engine.execution import REGISTERED
 from ttrain.store.registry import CHALLENGER, CHAMPION, ModelSet, Registry, Version
+from ttrain.store.results import EvaluationResult
 from ttrain.tracking.client import (
     cannot_be_asked,
     database_of,
@@ -100,9 +101,9 @@ def _description(content: RunContent, version: Version | ModelSet) -> str:
     """The metric of its last model that is judged, and the run's note; then what it is."""
     members = version.members if isinstance(version, ModelSet) else {version.stage: version}
     evaluation, metric = content.artifacts.get("evaluate"), ""
-    result = evaluation.result if evaluation else {}
+    metrics = EvaluationResult.of(evaluation.result).metrics if evaluation else {}
     for stage, judged in PRIMARY_METRICS.items():
-        value = result.get("metrics", {}).get(judged.name)
+        value = metrics.get(judged.name)
         if stage in members and value is not None:
             metric = f"{judged.label} **{value:.3f}**"
     note = " ".join(str(content.record.get("note") or "").split())

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ttrain.train.callbacks import Callback, StepRecord
-from ttrain.train.precision import DTYPES, Precision
+from ttrain.train.precision import Precision
 
 RECENT_STEPS = 200  # from which the time of later steps is estimated
 
@@ -41,21 +41,19 @@ class PerformanceMonitor(Callback):
         device: torch.device,
         steps_per_epoch: float,
         flops_per_token: float = 0.0,
-        peak_flops: Callable[[], float] | None = None,
+        peak_flops: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`peak_flops`: of all ranks together; called when training starts."""
+        """`peak_flops`: of all ranks together; 0: unknown."""
         self._device, self._clock = device, clock
         self._steps_per_epoch = steps_per_epoch
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
-        self._peak = 0.0
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._steps, self._tokens, self._seconds, self._data_seconds = 0, 0, 0.0, 0.0  # since the last log
         self._all_steps, self._all_seconds = 0, 0.0
         self._began = self._logged = 0.0
 
     def start(self, step: int, steps: int) -> None:
-        self._peak = self._peak_flops() if self._peak_flops and step < steps else 0.0
         self._began = self._logged = self._clock()
 
     def step_end(self, record: StepRecord) -> None:
@@ -68,23 +66,19 @@ class PerformanceMonitor(Callback):
     def figures(self, record: StepRecord) -> Mapping[str, float]:
         now = self._clock()
         rate = self._tokens / max(now - self._logged, 1e-9)
+        between_steps = max(0.0, now - self._began - self._all_seconds) / max(1, self._all_steps)  # of this whole run
         metrics = {
             "tokens_per_second": rate,
             "step_seconds": self._seconds / max(1, self._steps),
             "data_wait_fraction": self._data_seconds / max(self._seconds, 1e-9),
             "memory_bytes": float(peak_memory(self._device)),
-            "eta_seconds": self._eta(record, now),
+            "eta_seconds": (record.steps - record.step) * (trimmed_mean(self._recent) + between_steps),
             "epoch_time": self._steps_per_epoch * (now - self._logged) / max(1, self._steps),
         }
-        if self._peak:
-            metrics["mfu"] = rate * self._flops_per_token / self._peak
+        if self._peak_flops:
+            metrics["mfu"] = rate * self._flops_per_token / self._peak_flops
         self._logged, self._steps, self._tokens, self._seconds, self._data_seconds = now, 0, 0, 0.0, 0.0
         return metrics
-
-    def _eta(self, record: StepRecord, now: float) -> float:
-        """Estimated seconds left: step time as in recent steps, plus time between steps as in this whole run."""
-        overhead_seconds = max(0.0, now - self._began - self._all_seconds) / max(1, self._all_steps)
-        return (record.steps - record.step) * (trimmed_mean(self._recent) + overhead_seconds)
 
 
 def trimmed_mean(values: deque[float]) -> float:
@@ -117,7 +111,7 @@ TERA = 1e12
 #   A10, A100, L4, L40S, H100, H200, B200: the data sheets at nvidia.com/en-us/data-center; half of the figures with
 #          sparsity. GH200 holds the same chip as H100 SXM.
 #   3090   "NVIDIA Ampere GA102 GPU Architecture", appendix A; 4090: "NVIDIA Ada GPU Architecture", appendix A
-# Boards of the same name that are slower (PCIe, NVL) have lines of their own, or are measured.
+# Boards of the same name that are slower (PCIe, NVL) have lines of their own, or none.
 TFLOPS: dict[str, tuple[float, float | None, float]] = {
     "T4": (65, None, 8.1),
     "A10": (125, 62.5, 31.2),
@@ -136,18 +130,12 @@ TFLOPS: dict[str, tuple[float, float | None, float]] = {
 
 OTHER_BOARDS = frozenset({"PCIe", "NVL", "Laptop", "D", "MIG"})  # not covered by the line of the plain chip
 
-SIZES = (512, 1024, 2048, 4096, 8192)
-
-LONGEST_SECONDS = 0.05  # of one product; three of each size
-
 
 def peak_flops(precision: Precision) -> float:
-    """Peak FLOP/s of a rank's device in matrix products: from the table, else measured in under 0.3 s."""
-    if precision.device.type == "cuda":
-        flops = datasheet_flops(torch.cuda.get_device_name(precision.device), precision.word)
-        if flops is not None:
-            return flops
-    return measured_flops(DTYPES[precision.word], precision.device)
+    """Peak FLOP/s of a rank's device in matrix products, by the table; 0 where it is not listed, such as a CPU."""
+    if precision.device.type != "cuda":
+        return 0.0
+    return datasheet_flops(torch.cuda.get_device_name(precision.device), precision.word) or 0.0
 
 
 def datasheet_flops(name: str, word: str) -> float | None:
@@ -159,33 +147,6 @@ def datasheet_flops(name: str, word: str) -> float | None:
             tflops = {"fp16": half, "bf16": half if tf32 else None, "tf32": tf32, "fp32": fp32}[word]
             return None if tflops is None else tflops * TERA
     return None
-
-
-def measured_flops(dtype: torch.dtype, device: torch.device) -> float:
-    """Best rate of a few square matrix products of growing size, in FLOP/s. Draws no random numbers."""
-    best = 0.0
-    for size in SIZES:
-        factor = torch.full((size, size), 1 / size, dtype=dtype, device=device)
-        seconds = min(_seconds_of_product(factor) for _ in range(3))
-        best = max(best, 2 * size**3 / seconds)
-        if 8 * seconds > LONGEST_SECONDS:
-            break
-    return best
-
-
-def _seconds_of_product(factor: Tensor) -> float:
-    _wait(factor.device)
-    began = time.perf_counter()
-    torch.mm(factor, factor)
-    _wait(factor.device)
-    return max(time.perf_counter() - began, 1e-9)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
 
 
 def flops_per_token(model: nn.Module, positions: float) -> float:

@@ -190,6 +190,5 @@ class Counters:
         """Record a validation loss; returns whether it is the best so far. NaN never is."""
         self.validation_loss = loss
         improved = loss < self.best_loss
-        if improved:
-            self.best_loss = loss
+        self.best_loss = min(self.best_loss, loss)
         return improved
