@@ -140,7 +140,7 @@ def test_files_of_bad_rows_are_named_where_these_are_too_many_and_others_are_not
     files = {"train": [str(good), str(bad)]}
     job = StageContext(
         {"tokenizer": tokenizer}, files, {"kind": "documents", "dataset": "pretrain"}, tmp_path / "out",
-        Runtime(workers=1), ProgressWriter(None), lambda: False, versions={"train": ["", ""]}, groups={"train": [0, 0]},
+        Runtime(workers=1), ProgressWriter(None), lambda: False, groups={"train": [0, 0]},
     )  # fmt: skip
     with pytest.raises(DataError, match=r"500 of \d+ rows are bad") as raised:
         shards.run(Settings(), job)
