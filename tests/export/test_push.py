@@ -41,7 +41,7 @@ def test_a_refused_upload_says_what_to_do_and_keeps_the_export(
     monkeypatch.delenv("HF_TOKEN", raising=False)
     if token:
         monkeypatch.setenv("HF_TOKEN", token)
-    with pytest.raises(TTrainError, match=r"me/mine could not be uploaded: .*HF_TOKEN") as refused:
+    with pytest.raises(TTrainError, match=r"me/mine .*HF_TOKEN") as refused:
         exporting.push(exported, "me/mine")
     assert "hf_wrong" not in str(refused.value) and (exported.directory / "model.safetensors").is_file()
     assert not Hub.uploaded
@@ -49,5 +49,5 @@ def test_a_refused_upload_says_what_to_do_and_keeps_the_export(
 
 def test_a_name_that_is_no_repository_is_refused_first() -> None:
     for name in ("mine", "a/b/c", "me/../x", "", "me/mine!"):
-        with pytest.raises(UsageError, match=r"--push is .* but must be OWNER/NAME"):
+        with pytest.raises(UsageError, match=r"--push .*OWNER/NAME"):
             exporting.check_repository(name)
