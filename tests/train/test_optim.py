@@ -23,8 +23,6 @@ MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "dow
 
 
 class Small(nn.Module):
-    """One of each: an embedding, a matrix with a bias, a norm, a frozen matrix."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

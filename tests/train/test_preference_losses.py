@@ -64,7 +64,6 @@ def inputs(live_AT: Tensor) -> dict[str, Tensor]:
 
 
 def halves(answers: Tensor) -> Tensor:
-    """All chosen answers, then all rejected ones, as TRL has them."""
     return torch.cat([answers[::2], answers[1::2]])
 
 
