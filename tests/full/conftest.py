@@ -58,8 +58,6 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture
 def copy_of(finished: Cli, tmp_path: Path) -> Callable[..., Cli]:
-    """A copied home with copied data, to change at will."""
-
     def copy(name: str = "copy") -> Cli:
         shutil.copytree(finished.data, tmp_path / name / "data")
         shutil.copytree(finished.home, tmp_path / name / "home")
