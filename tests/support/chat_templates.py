@@ -38,6 +38,5 @@ def make(directory: Path, template: str | None, **config: Any) -> Path:
 
 
 def take(directory: Path, template: str) -> Encoder:
-    """Such a tokenizer as ttrain uses it, with its own template."""
     existing.install(existing.tokenizer_files(str(make(directory / "existing", template))), directory / "taken", "own")
     return Encoder(directory / "taken")

@@ -17,12 +17,10 @@ PERFORMANCE = ("tokens_per_second", "step_seconds", "data_wait_fraction", "memor
 
 
 def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors as they are now."""
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
-    """Whether names and every bit are equal."""
     return {*first} == {*second} and all(torch.equal(first[name], second[name]) for name in first)
 
 

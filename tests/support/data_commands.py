@@ -39,8 +39,6 @@ Run = Callable[..., Result]
 
 
 def in_process(capsys: pytest.CaptureFixture[str]) -> Run:
-    """The command line in this process."""
-
     def call(*arguments: str | Path) -> Result:
         code: Any = 0
         try:

@@ -23,7 +23,6 @@ Outcome = dict[str, Any]
 
 
 def build(path: Path, recipe: BlockRecipe, block_bytes: int = 1 << 20, pool: Any = None) -> tuple[ShardSetResult, Path]:
-    """The shards of one file, and where they are."""
     output = path.parent / f"shards-{path.name}-{block_bytes}"
     files = {"train": [DataFile(str(path), path.name)]}
     return sharding.build(output, files, recipe, READING, block_bytes=block_bytes, pool=pool or Here()), output

@@ -18,7 +18,6 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def cache(home: Path, files: dict[str, bytes], commit: str = COMMIT) -> Path:
-    """The Hub's cache as its library lays it out, with one revision."""
     repository = home / "hub" / "models--someone--small"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text(commit)
@@ -30,8 +29,6 @@ def cache(home: Path, files: dict[str, bytes], commit: str = COMMIT) -> Path:
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the Hub as fetching a small repository takes."""
-
     files: dict[str, bytes]
     asked: list[str]
     created: list[dict[str, Any]]

@@ -65,7 +65,6 @@ def killed_everywhere(
 
 
 def number_printed_by(code: str, *arguments: object) -> int:
-    """What Python code prints in a process of its own, as where it forks."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{TESTS}"}
     command = [sys.executable, "-P", "-c", code, *map(str, arguments)]
     return int(subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=60, check=True).stdout)

@@ -10,6 +10,5 @@ from support.outage_proxy import mlflow_server
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """An MLflow server that hands artifacts through itself, as one on another machine does."""
     with mlflow_server(tmp_path_factory.mktemp("server")) as url:
         yield url

@@ -57,5 +57,4 @@ def list_of(settings: Settings, store: ArtifactStore, champion: Champion | None 
 
 
 def sources_in(graph: Graph) -> dict[str, dict[str, Any]]:
-    """Where the inputs of each stage come from, by stage."""
     return {name: dict(node.sources) for name, node in graph.items()}

@@ -83,7 +83,6 @@ def make_run(
 
 
 def make_artifact(home: Path, run: str, made: Made, began: float) -> None:
-    """Put the artifact of a stage into the store."""
     directory = home / "store" / made.stage / made.key
     (directory / "run").mkdir(parents=True, exist_ok=True)
     for name, text in made.texts.items():
@@ -111,6 +110,5 @@ def alive() -> dict[str, Any]:
 
 
 def falling(steps: int, to: float = 3.0, *, gap: int = 0) -> list[float | None]:
-    """Losses that fall from about 8; none at the step `gap`."""
     losses = [to + 5 * math.exp(-step / (steps / 4)) for step in range(1, steps + 1)]
     return [None if step == gap else round(loss, 6) for step, loss in enumerate(losses, start=1)]

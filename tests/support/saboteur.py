@@ -30,7 +30,6 @@ def main() -> int:
 
 
 def delay_writes() -> None:
-    """Those of the first rank; no other one may write."""
     fsync, begin = os.fsync, Ranks.__init__
 
     def of_rank(self: Ranks, *words: Any, **named: Any) -> None:

@@ -50,7 +50,6 @@ def every_five_seconds(cli: Cli, cron: str = "* * * * * */5") -> None:
 
 
 def write_double(home: Path) -> Path:
-    """The module that a server of this home runs where its command is ["double", port]."""
     path = home / "servers" / "double.py"
     path.parent.mkdir(exist_ok=True)
     path.write_text(DOUBLE)
@@ -58,8 +57,6 @@ def write_double(home: Path) -> Path:
 
 
 class Served:
-    """`ttrain pipeline serve` in a process of its own, whose output is read as it comes."""
-
     def __init__(self, cli: Cli) -> None:
         self.cli, self.lines = cli, list[str]()
         self.process = subprocess.Popen(
@@ -149,5 +146,4 @@ def kill_at_work(process: subprocess.Popen[str]) -> None:
 
 
 def slot(run: dict[str, Any]) -> float:
-    """When a flow run was scheduled for, in seconds since the epoch."""
     return datetime.fromisoformat(run["expected_start_time"]).timestamp()

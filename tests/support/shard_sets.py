@@ -39,7 +39,6 @@ def rows_of(count: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def make_or_die(*arguments: Any) -> tuple[int, str, str, bool]:
-    """Make a block in the process of a test; kill one that a pool started."""
     if multiprocessing.parent_process() is not None:
         os.kill(os.getpid(), signal.SIGKILL)
     return blocks.make(*arguments)

@@ -16,8 +16,6 @@ OUTPUT = {"", "text"}  # of commands, lists of files; of such a block only its c
 
 
 class Snippet(NamedTuple):
-    """A fenced block: where it stands, its language and text."""
-
     page: str
     line: int
     language: str
@@ -62,7 +60,6 @@ def shell_lines(snippet: Snippet) -> Iterator[str]:
 
 
 def commands(*pages: str) -> list[Command]:
-    """Every `ttrain` command of the pages (of all, without any), also within others."""
     found = []
     for snippet in snippets(*SHELL, *OUTPUT):
         if pages and snippet.page not in pages:

@@ -50,7 +50,6 @@ def random_ids(seed: int, *shape: int) -> Tensor:
 
 
 def disturb(model: Any, seed: int = 1, by: float = 0.3) -> Any:
-    """Give an adapter weights that move the logits."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in adapters.state(model).values():

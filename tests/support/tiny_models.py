@@ -20,7 +20,6 @@ NEVER = 10**6  # an id that no model here says
 
 
 def write_model(directory: Path, *, seed: int = 1, **settings: Any) -> Path:
-    """A random model with a tokenizer of 300 tokens."""
     encoder = make_tokenizer(directory)
     model = tiny_model(seed=seed, vocab=len(encoder), **{"init_std": 0.4, "tie_embeddings": False, **settings})
     return save_base(model, directory)

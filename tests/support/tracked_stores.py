@@ -46,7 +46,6 @@ def files_of(run: Any) -> dict[str, Path]:
 
 
 def rows_of_database(home: Path) -> dict[str, list[Any]]:
-    """All rows of the home's own database, by table."""
     with closing(sqlite3.connect(database_of(home))) as db:
         tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
         return {table: sorted(map(repr, db.execute(f'SELECT * FROM "{table}"'))) for table in tables}

@@ -25,7 +25,6 @@ STAGE, KEY = "pretrain", "a" * 64
 
 
 def curve_of(home: Path) -> Path:
-    """The curve of the writer's stage."""
     return ArtifactStore(home).work(STAGE, KEY) / "output" / "run" / "metrics.jsonl"
 
 
