@@ -3,8 +3,6 @@
 What needs a finished pipeline is run by full/test_readme.py.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """`make gpu` without a GPU: one line and exit code 1; and its code path on tiny models on a CPU."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

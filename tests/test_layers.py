@@ -1,7 +1,5 @@
 """Rules as tests: which package may import which, what stays unloaded, what a configuration file may repeat."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import json

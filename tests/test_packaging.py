@@ -1,7 +1,5 @@
 """What is beside the code for those who install and contribute: pins, image, services, workflow."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`ttrain doctor`: each check passes on sound parts, and finds the fault that is planted in one of them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace

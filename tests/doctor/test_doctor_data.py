@@ -1,7 +1,5 @@
 """`ttrain doctor`: labels and tokenizers that are sound pass, and the fault that is planted in one of them is found."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every architecture and every adapter passes the checks of `ttrain doctor`, in tiny sizes."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping, Sequence

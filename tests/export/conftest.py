@@ -1,7 +1,5 @@
 """A home with trained models, which all exports read."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import ModuleType
 

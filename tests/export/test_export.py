@@ -1,7 +1,5 @@
 """Exports: exact bits or an error that names the tensor, a target that is whole or untouched."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The card of an export: settings, lineage, data and scores, from the manifests."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

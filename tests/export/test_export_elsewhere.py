@@ -1,7 +1,5 @@
 """What other programs make of an export: transformers in a process without ttrain, and llama.cpp's converter."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

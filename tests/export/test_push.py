@@ -1,7 +1,5 @@
 """`ttrain export --push` against a Hub of our own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The guard in front of a server: other sites, the token. Real servers behind it: full/test_servers.py."""
 
-from __future__ import annotations
-
 import base64
 import os
 from pathlib import Path

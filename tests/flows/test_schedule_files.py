@@ -1,7 +1,5 @@
 """Schedules of a home, and the systemd unit of what serves them."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

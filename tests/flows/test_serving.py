@@ -1,7 +1,5 @@
 """What serves the schedules of a home: which process it is, and what it makes on a server."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import os

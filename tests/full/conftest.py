@@ -1,7 +1,5 @@
 """A finished run, copies of it, and empty homes for the tests of this folder."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

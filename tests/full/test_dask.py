@@ -1,7 +1,5 @@
 """Shards made on a Dask cluster, through Prefect, are the shards that one process makes."""
 
-from __future__ import annotations
-
 import socket
 import ssl
 from pathlib import Path

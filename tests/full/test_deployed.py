@@ -1,7 +1,5 @@
 """Runs of a served deployment: the form of their settings, changes, cancelling, a retry, a kill."""
 
-from __future__ import annotations
-
 import shutil
 import stat
 import urllib.error

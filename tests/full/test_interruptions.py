@@ -1,7 +1,5 @@
 """Whole pipelines whose server is killed, that are stopped early, and processes that do not listen."""
 
-from __future__ import annotations
-
 import json
 import random
 import signal

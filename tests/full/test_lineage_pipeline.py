@@ -1,7 +1,5 @@
 """Of a whole pipeline: what MLflow lists as its data, models that MLflow opens, lineage without a store, and made again."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

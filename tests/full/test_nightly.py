@@ -1,7 +1,5 @@
 """Nights on a real store, with real training, a real MLflow and real kills."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import multiprocessing

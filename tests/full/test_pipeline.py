@@ -1,7 +1,5 @@
 """The whole pipeline on the user's own files, through a real Prefect server and a real MLflow store."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

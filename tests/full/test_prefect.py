@@ -1,7 +1,5 @@
 """What Prefect is told of a run, when it tries a stage again, and that none of it is needed."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from types import SimpleNamespace

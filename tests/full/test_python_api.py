@@ -1,7 +1,5 @@
 """`import ttrain` in a program of the user's: in a thread, quiet, with the environment and the signals left alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

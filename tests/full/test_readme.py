@@ -1,7 +1,5 @@
 """Commands and snippets of the pages, run on a finished pipeline. That all others parse is shown by test_documents.py."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """What was killed is run again under other code. A failed stage: test_pipeline.py."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Secrets in the URLs of data sources: the stages read with them, and nothing that stays behind holds them."""
 
-from __future__ import annotations
-
 import json
 import stat
 from collections.abc import Iterator

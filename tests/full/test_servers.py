@@ -1,7 +1,5 @@
 """`up` and `down` with the real servers once, and with two tiny doubles where only the bookkeeping matters."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """`ttrain sweep` as a user runs it: killed and continued, side by side; what its record and MLflow have of it."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sqlite3

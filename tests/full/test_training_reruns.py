@@ -1,7 +1,5 @@
 """A training that fails, is stopped by a signal and is run again, each time through Prefect: exit code, Prefect, MLflow."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The files of adapters: what they hold, who opens them, and how adapters are shown, switched and merged."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Adapters of every kind on every shape: what they touch, what they leave alone, and how they train."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from importlib.util import find_spec

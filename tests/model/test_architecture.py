@@ -1,7 +1,5 @@
 """Settings of a model: presets by layer, fields that only an architecture knows, and what enters the key."""
 
-from __future__ import annotations
-
 import json
 from itertools import product
 from pathlib import Path

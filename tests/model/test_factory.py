@@ -1,7 +1,5 @@
 """Models and adapters: strict when loaded. What a position sees: tests/doctor."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Mixtures of experts: their shape, their products, what is counted, and what keeps them balanced."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

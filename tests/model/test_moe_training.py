@@ -1,7 +1,5 @@
 """Mixtures of experts in training: balance, biases, ranks, stages, Muon."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

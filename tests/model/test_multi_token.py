@@ -1,7 +1,5 @@
 """A second head for the token after the next: its labels, its loss, where its weights lie, and what goes on with it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Shapes that transformers does not have: what they compute and generate. What a position sees: tests/doctor."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

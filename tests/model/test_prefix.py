@@ -1,7 +1,5 @@
 """Prefix tuning: in packed rows as for each record alone, token by token as at once, from a start that is a text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Architectures by name: each takes the settings' sizes, keeps to its record of a row, learns, and opens again."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -4,8 +4,6 @@ Whatever the bytes are, a TTrainError names the file, or every row is accounted 
 line said.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -5,8 +5,6 @@ once - no two nights overlap, none wedges the next one, each file is learnt by o
 twice.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -3,8 +3,6 @@
 Those of a pipeline meet at an address of their own of the loopback device.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

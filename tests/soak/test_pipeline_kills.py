@@ -1,7 +1,5 @@
 """Kills at random points of whole pipelines. `make soak` runs it; TTRAIN_SOAK_KILLS says how many kills."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

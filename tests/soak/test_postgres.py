@@ -1,8 +1,6 @@
 """Two machines on one real PostgreSQL: a pipeline each at the same time, through one Prefect and one MLflow server; nothing
 is lost."""
 
-from __future__ import annotations
-
 import glob
 import os
 import pwd

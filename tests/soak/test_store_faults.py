@@ -1,7 +1,5 @@
 """The store under attack, from the command line: a full disk, a disk that cannot be written, a run that was killed."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

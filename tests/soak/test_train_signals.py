@@ -1,7 +1,5 @@
 """SIGINT and SIGTERM to `ttrain stage run pretrain` while it steps, validates and saves; a second one to one that hangs."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """A user's home with artifacts, for the commands about them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

@@ -1,7 +1,5 @@
 """A home with three registered sets of models."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Chat templates for tests."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Checkpoints whose tensors hold the number of their step, for tests and for the processes that tests kill."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Compares tensors and curves, counts the bytes of a forward pass, damages a file."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

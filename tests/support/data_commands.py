@@ -1,7 +1,5 @@
 """The command line in this process; files, chats and counts for the data commands."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

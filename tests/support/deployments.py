@@ -1,7 +1,5 @@
 """Runs of a served deployment."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from support.pipeline_home import Cli

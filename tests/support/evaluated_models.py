@@ -1,7 +1,5 @@
 """Subjects of an evaluation, made of the tiny models that tests have."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

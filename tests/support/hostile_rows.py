@@ -1,7 +1,5 @@
 """Make shards of hostile files, and compare what became of their rows."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

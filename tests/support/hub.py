@@ -1,7 +1,5 @@
 """A Hugging Face Hub of tests."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import http.server

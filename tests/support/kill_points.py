@@ -1,7 +1,5 @@
 """Code that is killed right before each of its calls that reach the disk, one after the other. Standard library only."""
 
-from __future__ import annotations
-
 import io
 import os
 import shutil

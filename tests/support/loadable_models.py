@@ -1,7 +1,5 @@
 """Tiny models that MLflow opens, and a process without ttrain that opens them."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

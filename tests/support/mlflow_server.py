@@ -1,7 +1,5 @@
 """A real MLflow server that keeps artifacts itself."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Nights of a pipeline, their files and their champion, without training."""
 
-from __future__ import annotations
-
 from datetime import datetime
 from pathlib import Path
 from typing import Any

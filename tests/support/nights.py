@@ -1,7 +1,5 @@
 """Nights of a tiny pipeline: documents that come between them, and what must hold however they were killed."""
 
-from __future__ import annotations
-
 import json
 import random
 import sqlite3

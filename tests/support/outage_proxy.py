@@ -1,7 +1,5 @@
 """A real MLflow server, in a process of its own, and in front of it a proxy that can be away in every way a server can."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import os

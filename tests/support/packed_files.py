@@ -1,7 +1,5 @@
 """Compressed files, and the peak memory of a process."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import lzma

@@ -1,7 +1,5 @@
 """A real pipeline on a tiny corpus: the installed command, a real Prefect server, a real MLflow store."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Homes whose stages are published without being run, for tests of plans."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil

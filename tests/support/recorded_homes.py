@@ -1,7 +1,5 @@
 """Homes with runs on record, made in milliseconds: records, artifacts with curves, and where asked for in a real MLflow."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """docs/reference.md, written from the code: every setting with its default, and every command with its options."""
 
-from __future__ import annotations
-
 import json
 import re
 import textwrap

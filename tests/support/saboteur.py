@@ -1,7 +1,5 @@
 """A worker whose rank 1 does something else when it comes to its sixth sum: what the variable SABOTAGE says."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

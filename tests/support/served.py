@@ -1,7 +1,5 @@
 """`ttrain pipeline serve` as a process of its own, and what its Prefect server says."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

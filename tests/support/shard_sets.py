@@ -1,7 +1,5 @@
 """Make small sets of shards, and read them back."""
 
-from __future__ import annotations
-
 import functools
 import json
 import multiprocessing

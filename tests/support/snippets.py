@@ -1,7 +1,5 @@
 """The snippets of README, docs and artifacts/README: fenced blocks, and the `ttrain` commands within them."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

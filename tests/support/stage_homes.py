@@ -1,7 +1,5 @@
 """A home from which stages can run, and a tokenizer, for the tests of one file."""
 
-from __future__ import annotations
-
 import pytest
 from support.tiny_data import make_tokenizer
 from support.tiny_stages import Home

@@ -1,7 +1,5 @@
 """Tiny models of every shape with adapters."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

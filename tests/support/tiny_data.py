@@ -1,7 +1,5 @@
 """Small data: documents, chats, a tokenizer, shards, rows without files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tiny mixtures of experts, and rows for them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

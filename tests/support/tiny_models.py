@@ -1,7 +1,5 @@
 """Tiny models in directories, as `ttrain chat` finds them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

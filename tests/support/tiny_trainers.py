@@ -1,7 +1,5 @@
 """A two-layer model, trainers of it, ranks, and what watches a training."""
 
-from __future__ import annotations
-
 import functools
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """MLflow's view of a home, as tests fill, read and compare it."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Sequence
 from contextlib import closing

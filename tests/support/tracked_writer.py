@@ -1,7 +1,5 @@
 """A process that writes a curve and is tracked, killed and continued, and the count of what MLflow has of it."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

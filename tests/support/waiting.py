@@ -1,7 +1,5 @@
 """Time that counts only what the tested code waits, so that a limit holds on a machine with much other work."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Artifacts that only MLflow has: found by key, fetched as far as they are read, checked, never half; real MLflow."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The database and the files of a home: made quietly, in any path, linked, copied, moved; real MLflow."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A registered model's directory opens with MLflow alone, in a process without ttrain, and says what it says in ttrain."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Servers that are dead, hang, fail or lose their answers: nothing is lost, nothing is doubled, nobody waits."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Pushes of runs to a real MLflow: all of a run, once, in its state, and again from nothing."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """What a stage of a tracked run leaves in the tracker beside its curves: the machine, texts, logs."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

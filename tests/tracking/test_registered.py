@@ -1,7 +1,5 @@
 """MLflow's registered models as a view of the home's registry, and champions that were chosen there."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path

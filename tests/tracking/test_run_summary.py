@@ -1,7 +1,5 @@
 """What a pipeline's tracked run shows: curves whose step is tokens, the settings that are not defaults, a description."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

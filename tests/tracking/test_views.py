@@ -1,7 +1,5 @@
 """MLflow's table of runs: one saved view for each `name`, whose columns say which run is better, and why."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

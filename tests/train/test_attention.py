@@ -1,7 +1,5 @@
 """Attention within records: equal to that of torch, and only where it was asked for."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The moving average of the weights: its numbers, what is saved of it, and what the next training continues."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Callbacks: when they are told what, and that nothing they do moves the training, but for the stop that one may ask for."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Checkpoints: whatever is torn, flipped, swapped or lost, the newest whole one is found, or the damage is named."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,7 +1,5 @@
 """Compiled training: a fallback that is told, and in `make soak` the same checkpoints, and with many steps the same bits."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Any number of ranks takes the same steps: the same rows, and the same gradients but for the order of sums."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """RMSNorm, SwiGLU and low-rank layers in one node each: the results of transformers and PEFT, and less to keep."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from typing import Any

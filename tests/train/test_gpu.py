@@ -1,7 +1,5 @@
 """What only a GPU can show: the kernel itself, no wait between logging steps, and the same bits after a checkpoint."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

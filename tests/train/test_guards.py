@@ -1,7 +1,5 @@
 """Guards: each speaks of the step and the rows of its mistake, keeps silent where there is none, and ends nothing."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A stage that is killed and stopped comes to the same bytes as one that is left alone; an extended one too."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

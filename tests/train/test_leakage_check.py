@@ -1,7 +1,5 @@
 """What no mask can keep apart is refused before it is trained."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The loss from hidden states in chunks: equal to the plain one, small in memory, and plain where a head does more."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

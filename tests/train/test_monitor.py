@@ -1,7 +1,5 @@
 """How fast it runs: each figure against a clock that the test turns, each count against torch's own."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

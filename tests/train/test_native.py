@@ -1,7 +1,5 @@
 """The native kernels: what torch's operations give, up to rounding, by any number of threads."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A loss or gradient that is no number: stop, skip, raise; the rows are named, the weights are those before it."""
 
-from __future__ import annotations
-
 import math
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What each optimizer is given, one update by hand, and state that comes back."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

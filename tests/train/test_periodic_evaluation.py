@@ -1,7 +1,5 @@
 """A small suite while a model trains: at its steps, with the figures that the model itself gives, and without a trace."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Which precision and device the settings become, and how the scale of fp16 moves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """The losses of preference tuning, against those of TRL on 200 pairs, and what their gradients must and must not do."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any

@@ -3,8 +3,6 @@
 Letters in names: B rows, T positions, A answers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple

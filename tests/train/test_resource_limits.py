@@ -1,7 +1,5 @@
 """A memory limit is kept, and what broke it is told with the cure; by night training takes less and learns the same."""
 
-from __future__ import annotations
-
 import sys
 from datetime import datetime, time
 from pathlib import Path

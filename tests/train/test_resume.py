@@ -1,7 +1,5 @@
 """What a run may continue, what it may not, and that all ranks continue the same."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """FSDP2: parts of the model on each rank, the same training, the same checkpoints."""
 
-from __future__ import annotations
-
 from functools import partialmethod
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Snapshots and their files: out of training's way, in memory that stays, in the library's own format, without a copy."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

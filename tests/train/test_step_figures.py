@@ -1,7 +1,5 @@
 """Figures that stay on the device until a logging step: the same training, and no step waits for the device."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

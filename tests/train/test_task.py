@@ -1,7 +1,5 @@
 """Tasks of users: what they must bring, that they train and continue as stages do, and what is said to mistakes."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

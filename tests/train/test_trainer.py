@@ -1,7 +1,5 @@
 """The loop: accumulation, masking, resuming, extending, callbacks, precision; each against a reference."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

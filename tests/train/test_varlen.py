@@ -1,7 +1,5 @@
 """Attention of variable lengths: indices, positions and gradients, with the kernel of CUDA replaced by a plain one."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any
