@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import sqlite3
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -44,14 +43,6 @@ def kill_in_trial(cli: Cli, process: subprocess.Popen[str], number: int) -> None
     kill_at_work(process)
 
 
-def tracked(cli: Cli) -> list[dict[str, Any]]:
-    with sqlite3.connect(cli.home / "mlflow" / "mlflow.db") as database:
-        runs = database.execute("select run_uuid, name, status from runs where lifecycle_stage = 'active'").fetchall()
-        tags = database.execute("select run_uuid, key, value from tags").fetchall()
-    found = [{"id": run, "name": name, "status": status} for run, name, status in runs]
-    return [{**run, **{key: value for owner, key, value in tags if owner == run["id"]}} for run in found]
-
-
 @pytest.mark.soak
 def test_a_sweep_that_is_killed_goes_on_inside_its_trial_and_its_best_is_what_the_pipeline_makes(fresh: Cli) -> None:
     command = ("sweep", "full", "pretrain.optim.lr=log(1e-6,1e-2,3)", ADAMW, LONGER, "--sampler", "grid")
@@ -71,18 +62,16 @@ def test_a_sweep_that_is_killed_goes_on_inside_its_trial_and_its_best_is_what_th
     (continued,) = [s for s in trials_of(fresh)[2]["stages"] if s["name"] == "pretrain"]
     assert continued["resumed_from_step"] > 0
 
-    runs = tracked(fresh)
-    (parent,) = [run for run in runs if run["name"] == shown["sweep"]]
-    children = [run for run in runs if run.get("ttrain.trial") and "ttrain.stage" not in run]
-    assert {run["status"] for run in runs} == {"FINISHED"}
-    assert sorted(run["ttrain.trial"] for run in children) == ["1", "2", "3"]
-    assert {run["mlflow.parentRunId"] for run in children} == {parent["id"]}
-    with sqlite3.connect(fresh.home / "mlflow" / "mlflow.db") as database:
-        doubled = "select count(*) from (select 1 from metrics group by run_uuid, key, step having count(*) > 1)"
-        assert database.execute(doubled).fetchone() == (0,)
-        assert database.execute("select count(*) from model_versions").fetchone() == (0,)
-        latest = f"select key, value from latest_metrics where run_uuid = '{parent['id']}'"
-        figures = dict(database.execute(latest).fetchall())
+    query = """select trial.value, parent.value from tags trial join tags parent using (run_uuid)
+    where trial.key = 'ttrain.trial' and parent.key = 'mlflow.parentRunId'
+    and run_uuid not in (select run_uuid from tags where key = 'ttrain.stage')"""
+    children = dict(fresh.rows("mlflow", query))
+    [parent] = {*children.values()}
+    assert sorted(children) == ["1", "2", "3"]
+    assert set(fresh.rows("mlflow", "select status from runs")) == {("FINISHED",)}
+    doubled = "select count(*) from (select 1 from metrics group by run_uuid, key, step having count(*) > 1)"
+    assert fresh.rows("mlflow", doubled) == fresh.rows("mlflow", "select count(*) from model_versions") == [(0,)]
+    figures = dict(fresh.rows("mlflow", "select key, value from latest_metrics where run_uuid = ?", parent))
     best = next(trial["metrics"] for trial in trials_of(fresh)[::-1] if trial["sweep"]["trial"] == 3)
     assert {name: figures[name] for name in best} == pytest.approx(best) and figures["sweep/best_trial"] == 3
 
