@@ -18,8 +18,8 @@ UP_TO_SHARDS = ("--until", "shards-sft", "--engine", "none")
 
 
 @pytest.fixture
-def site(fresh: Cli) -> Iterator[Site]:
-    files = {f"/data/{path.name}": path.read_bytes() for path in fresh.data.glob("*.jsonl")}
+def site(empty: Cli) -> Iterator[Site]:
+    files = {f"/data/{path.name}": path.read_bytes() for path in empty.data.glob("*.jsonl")}
     with served(Site(files)) as opened:
         yield opened
 
@@ -48,16 +48,16 @@ def open_to_others(directory: Path) -> list[str]:
     return [str(path) for path in paths if stat.S_IMODE(path.stat().st_mode) & 0o077]
 
 
-def test_no_file_and_no_line_of_a_run_holds_the_secrets_of_its_sources(fresh: Cli, site: Site) -> None:
-    own = [*sources(fresh, site), "tracking.enabled=false"]
-    said = fresh.here("pipeline", "run", "full", "--until", "tokenizer", "--engine", "none", *own)
-    said += fresh.here("config", "show", *own)
+def test_no_file_and_no_line_of_a_run_holds_the_secrets_of_its_sources(empty: Cli, site: Site) -> None:
+    own = [*sources(empty, site), "tracking.enabled=false"]
+    said = empty.here("pipeline", "run", "full", "--until", "tokenizer", "--engine", "none", *own)
+    said += empty.here("config", "show", *own)
     assert shown(site, "chats.jsonl") in said
-    [record] = [json.loads(path.read_bytes()) for path in fresh.home.glob("runs/*.json")]
+    [record] = [json.loads(path.read_bytes()) for path in empty.home.glob("runs/*.json")]
     assert record["outcome"] == "completed" and record["settings"]["data"]["sft"] == [shown(site, "chats.jsonl")]
     assert PASSWORD not in said and SIGNATURE not in said
-    assert len([path for path in fresh.home.rglob("*") if path.is_file()]) > 8 and holding_secrets(fresh.home) == []
-    assert open_to_others(fresh.home / "runs") == []
+    assert len([path for path in empty.home.rglob("*") if path.is_file()]) > 8 and holding_secrets(empty.home) == []
+    assert open_to_others(empty.home / "runs") == []
 
 
 @pytest.mark.soak
