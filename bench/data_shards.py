@@ -90,20 +90,21 @@ def shard(path: str, tokenizer: str, output: str, workers: str, near: str = "") 
     """What the stage does, with the default settings: duplicates dropped, 2 % held out, digests of all files."""
     from ttrain.config import Reading, Shards
     from ttrain.data import sharding
-    from ttrain.data.built_blocks import DataFile
+    from ttrain.data.blocks import DataFile
+    from ttrain.data.pool import Processes
     from ttrain.tasks.shards import recipe_of
 
     reading = Reading(heldout_fraction=0.02, near_duplicates=float(near) if near else None)
     recipe, began = recipe_of(reading, Path(tokenizer), "documents"), time.perf_counter()
-    work = Path(output), {"train": [DataFile(path, path)]}, recipe, reading
-    with sharding.Processes(int(workers)) as pool:
+    files = {"train": [DataFile(path, path)]}
+    with Processes(int(workers)) as pool:
         if pool.workers > 1:
             pool.begin()
-        built = sharding.build(*work, block_bytes=Shards().block_bytes, pool=pool)
+        work = sharding.Work(Path(output), files, recipe, reading, Shards().block_bytes, pool)
+        built = sharding.build(work)
     return {
         "seconds": time.perf_counter() - began,
         "tokens": sum(part["tokens"] for part in built.parts.values()),
-        "encoder": built.encoder,
         "near": built.near_duplicates,
         "main_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MEGABYTE,
         "worker_mb": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / MEGABYTE,

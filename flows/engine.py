@@ -97,7 +97,6 @@ def run_pipeline(
                 for planned in plan.stages:
                     if planned.reused:
                         execution.note_reused(planned)
-                execution.check_reused()
                 on_begin(execution)
                 execution.raise_if_signalled()
                 with execution.stopping_at(options.stop_at):

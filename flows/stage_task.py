@@ -142,7 +142,7 @@ def make_on_dask(stage: Stage, work: Path, runtime: Runtime, stop_signal: Callab
 
 def task_runner(runtime: Runtime) -> tuple[Any, int]:
     """The Dask task runner, and the number of tasks to submit ahead. Raises UsageError where Dask is missing."""
-    from ttrain.data.sharding import ENVIRONMENT, TASKS_AHEAD
+    from ttrain.data.pool import ENVIRONMENT, TASKS_AHEAD
 
     try:
         from prefect_dask import DaskTaskRunner

@@ -23,12 +23,12 @@ from ttrain.data import contamination
 from ttrain.data.encoder import Encoder
 from ttrain.evaluate import items as items_of
 from ttrain.evaluate import run as running
-from ttrain.evaluate import samples, statistics, suites
+from ttrain.evaluate import samples, scores, statistics, suites
 from ttrain.evaluate.evaluated_model import EvaluatedModel
 from ttrain.evaluate.items import Items, SuiteFiles
 from ttrain.evaluate.results import Results
 from ttrain.evaluate.samples import SamplePrompt
-from ttrain.evaluate.task_result import Metric, ScoreTable, TaskResult
+from ttrain.evaluate.task_result import Metric, TaskResult
 from ttrain.inference.evaluated_model import as_evaluated_model
 from ttrain.inference.loading import with_tokenizer
 from ttrain.model import adapters, factory
@@ -59,30 +59,30 @@ def run(config: Settings, job: StageContext) -> Figures:
         return {}
     prompts = _prompts(held_out, settings, Encoder(job.inputs["base"] / "model")) if settings.new_tokens else []
     suite_items = _suite_items(settings, job)
-    table, metrics = ScoreTable(), dict[str, float]()
+    recorded, baselines = dict[str, Metric](), dict[str, float]()
     samples_by_model, outcomes = dict[str, Any](), list[TaskResult]()
     counts = {part: 0 for part in PARTS if part != "pairs"}
     for name in _models(job):
         subject = _load(name, job, ranks.device)
-        of_parts = shared.get(name) or running.ask(held_out, subject, _progress(job, name, 0))
-        for result in of_parts:
-            metrics |= table.result(result.task, result, _names(result, name))
+        for result in shared.get(name) or running.ask(held_out, subject, _progress(job, name, 0)):
+            recorded |= result.recorded(_names(result, name))
             counts |= _counts(result)
-            metrics |= {BITS_PER_BYTE.of(baseline): value for baseline, value in result.baselines.items()}
+            baselines |= {BITS_PER_BYTE.of(baseline): value for baseline, value in result.baselines.items()}
         samples_by_model[name] = [
             sample.to_json() for sample in samples.continuations(subject, prompts, new_tokens=settings.new_tokens)
         ]
         outcomes += running.ask(suite_items[name], subject, _progress(job, name, 1))
-    for outcome in outcomes:
-        table.result(f"suite/{outcome.task}", outcome, outcome.names)
     rule = statistics.Rule(settings.confidence, settings.resamples, settings.seed)
-    intervals = {name: statistics.interval(figure, rule) for name, figure in table.metrics.items()}
     results = Results(outcomes, rule)
+    of_parts = {name: metric.value for name, metric in recorded.items()}
+    of_suites = {name: value for name, value in results.metrics().items() if math.isfinite(value)}
+    recorded |= results.recorded()
+    intervals = {name: statistics.interval(metric, rule) for name, metric in recorded.items()}
     evaluation: dict[str, Any] = {
-        "metrics": {**metrics, **{name: value for name, value in results.metrics().items() if math.isfinite(value)}},
+        "metrics": {**of_parts, **baselines, **of_suites},
         "counts": {**counts, **results.counts()},
         "intervals": {name: list(interval) for name, interval in intervals.items() if interval},
-        "paired": _paired(table.metrics, _models(job), rule),
+        "paired": _paired(recorded, _models(job), rule),
     }
     if outcomes:
         evaluation["suites"] = results.to_json()
@@ -90,7 +90,7 @@ def run(config: Settings, job: StageContext) -> Figures:
         (job.output / "items.jsonl").write_bytes(b"".join(lines))
     write_json(job.output / "evaluation.json", evaluation)
     write_json(job.output / "samples.json", samples_by_model)
-    table.write(job.output)
+    scores.write(job.output, recorded.values())
     return {**evaluation, "samples": samples_by_model}
 
 

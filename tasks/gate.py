@@ -16,7 +16,7 @@ from torch import nn
 
 from ttrain.config import Expert, Gate, GateJob, Reading
 from ttrain.core.files import read_json, write_json
-from ttrain.core.hashing import digest_of, sha256_file
+from ttrain.core.hashing import digest_of
 from ttrain.data import chat, first_rows
 from ttrain.data import records as sources
 from ttrain.data.records import Conversation, Record, Tally, TextDocument
@@ -59,8 +59,7 @@ def run(config: GateJob, job: StageContext) -> Figures:
     bytes_R = np.array([bytes_of(record) for record in records])
     routing = routing_metrics(nats_RE[heldout_R], tokens_RE[heldout_R], bytes_R[heldout_R], chosen_R)
     save_file(router.state_dict(), job.output / gate_files.WEIGHTS)
-    digest = sha256_file(job.output / gate_files.WEIGHTS)
-    gate = GateFile(experts=config.experts, settings=settings, figures=routing, router_sha256=digest)
+    gate = GateFile(experts=config.experts, settings=settings, figures=routing)
     gate_files.write(job.output, gate)  # last, since it makes the directory a gate
     return {"routing": routing, "heldout_rows": int(heldout_R.sum())}
 

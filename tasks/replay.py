@@ -18,9 +18,10 @@ from ttrain.config.rules import AUTO
 from ttrain.core.hashing import digest_of
 from ttrain.data.blocks import encode_records, encoder_of
 from ttrain.data.loader import permute
+from ttrain.data.packing import counted_up
 from ttrain.data.record_rows import document_windows
 from ttrain.data.records import hash_of
-from ttrain.data.shards import Column, Offsets, ShardSet, counted_up, offsets_of, write_index, write_shard
+from ttrain.data.shards import Column, Offsets, ShardSet, offsets_of, write_index, write_shard
 from ttrain.tasks import EARLIER_HELDOUT, LEARNT_BEFORE, SHARE
 from ttrain.tasks.common.job import Figures, StageContext
 from ttrain.tasks.shards import heldout_documents
@@ -96,7 +97,8 @@ def sample(
     that of the source and tonight. Seed and source determine one order of the parts, in which each night begins elsewhere.
     """
     records, begins, lengths = _parts(source, row_length)
-    own_seed = int(digest_of([seed, source.sha256s])[:8], 16)
+    sha256s = [entry["sha256"] for entry in source.entries]
+    own_seed = int(digest_of([seed, sha256s])[:8], 16)
     order = _spread(permute(np.arange(len(records)), len(records), own_seed, 0)) if len(records) else records
     order = np.roll(order, -int(nights_since * GOLDEN % 1 * len(order)))
     earlier_tokens = lengths[order].cumsum() - lengths[order]

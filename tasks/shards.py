@@ -9,19 +9,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import orjson
 
 from ttrain.config import Reading, Settings, Shards
 from ttrain.core.files import JsonDict
 from ttrain.core.hashing import DigestCache, code_digests, digest_of
 from ttrain.data import blocks, contamination, locations, records, sharding, shards
-from ttrain.data.assembly import ShardSetResult
-from ttrain.data.blocks import BlockRecipe
-from ttrain.data.built_blocks import DataFile, Pool, Table
+from ttrain.data.blocks import BlockRecipe, DataFile, Table, table_of
 from ttrain.data.contamination import OverlapCheck
 from ttrain.data.near_duplicates import EarlierSet
-from ttrain.data.sharding import Processes
+from ttrain.data.pool import Pool, Processes
+from ttrain.data.sharding import ShardSetResult, Work
 from ttrain.errors import DataError, NothingNew
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.tasks import EARLIER_HELDOUT, LEARNT_BEFORE
@@ -40,33 +38,29 @@ def run(settings: Settings, job: StageContext) -> Figures:
 
 def make_blocks(settings: Settings, job: StageContext, pool: Pool) -> None:
     """Make the blocks only; another process assembles them."""
-    sharding.make_all(
-        job.output,
-        files_of(job),
-        _recipe(settings, job),
-        settings.reading,
-        block_bytes=settings.shards.block_bytes,
-        pool=pool,
-    )
+    sharding.make_blocks(_work(settings, job, pool))
 
 
 def build(settings: Settings, job: StageContext, pool: Pool) -> ShardSetResult:
     """Make the shards, or finish those that an earlier run began."""
+    earlier = [name for name in sorted(job.inputs) if name.startswith(LEARNT_BEFORE)]
     return sharding.build(
+        _work(settings, job, pool),
+        weights=job.weights,
+        against=_against(settings.shards, job),
+        earlier=[EarlierSet("/".join(job.inputs[name].parts[-2:]), job.inputs[name]) for name in earlier],
+        earlier_heldout=heldout_hashes(job.inputs[EARLIER_HELDOUT]) if EARLIER_HELDOUT in job.inputs else None,
+    )
+
+
+def _work(settings: Settings, job: StageContext, pool: Pool) -> Work:
+    return Work(
         job.output,
         files_of(job),
         _recipe(settings, job),
         settings.reading,
-        block_bytes=settings.shards.block_bytes,
-        pool=pool,
-        weights=job.weights,
-        against=_against(settings.shards, job),
-        earlier=[
-            EarlierSet("/".join(job.inputs[name].parts[-2:]), job.inputs[name])
-            for name in sorted(job.inputs)
-            if name.startswith(LEARNT_BEFORE)
-        ],
-        earlier_heldout=heldout_hashes(job.inputs[EARLIER_HELDOUT]) if EARLIER_HELDOUT in job.inputs else None,
+        settings.shards.block_bytes,
+        pool,
         progress=lambda rows, blocks: job.progress.update(rows, 0, "records", blocks=blocks),
     )
 
@@ -189,8 +183,7 @@ def heldout_documents(directory: Path) -> Iterator[records.TextDocument]:
 
 def heldout_hashes(directory: Path) -> Table:
     """The content hashes of the same documents, two halves a row."""
-    hashes = b"".join(map(records.content_hash, heldout_documents(directory)))
-    return np.frombuffer(hashes, ">u8").astype(np.uint64).reshape(-1, 2)
+    return table_of(b"".join(map(records.content_hash, heldout_documents(directory))), 2)
 
 
 def _heldout_records(directory: Path) -> Iterator[JsonDict]:

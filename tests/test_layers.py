@@ -20,7 +20,7 @@ from packaging.version import Version
 
 from ttrain.config import Settings, flatten
 from ttrain.config.loading import configs_directory, load, profile_names
-from ttrain.data import sharding
+from ttrain.data import pool
 
 ROOT = Path(__file__).parents[1]
 TOP = ("ttrain", "flows", "tasks")
@@ -261,7 +261,7 @@ def test_a_process_of_python_imports_nothing_from_the_directory_that_it_is_start
     arguments = [match for path in paths for match in started.findall(path.read_text(encoding="utf-8"))]
     assert len(arguments) > 3
     assert [rest for rest in arguments if not rest.startswith(('"-P"', "*program", '"-m", *module'))] == []
-    assert sharding.ENVIRONMENT["PYTHONSAFEPATH"] == "1"
+    assert pool.ENVIRONMENT["PYTHONSAFEPATH"] == "1"
 
 
 def test_the_command_line_imports_flows_inside_functions_only() -> None:

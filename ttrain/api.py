@@ -24,10 +24,9 @@ from typing import Any
 
 from ttrain.config import Settings
 from ttrain.core.html_table import html_table
-from ttrain.engine.cached import record_cached
 from ttrain.engine.display import StageDisplay
-from ttrain.engine.graph import Rerun, Selection
-from ttrain.engine.plan import Plan, PlannedStage
+from ttrain.engine.graph import Planned, Rerun, Selection
+from ttrain.engine.plan import Plan, record_cached
 from ttrain.errors import Interrupted, TTrainError, UsageError
 from ttrain.store import layout
 from ttrain.store import runs as run_records
@@ -87,7 +86,7 @@ def plan(
     `resume_key` is the key of unfinished work to resume. `home`: of the store; else TTRAIN_HOME, else ./artifacts.
     Raises UsageError.
     """
-    from ttrain.engine.input_files import check_first_rows, named_shards
+    from ttrain.engine.input_files import check_first_rows
     from ttrain.engine.planner import plan as plan_stages
     from ttrain.engine.planner import settings_of_selection
     from ttrain.flows import pipeline as graph_of
@@ -104,9 +103,9 @@ def plan(
     try:
         stages = plan_stages(graph, settings, store, rerun, selection=selection, compared_with=earlier)
     except UsageError:
-        check_first_rows(named_shards(settings), settings)  # a file of another kind explains more than what is missing
+        check_first_rows(settings)  # all mistakes; and a file of another kind explains more than what is missing
         raise
-    check_first_rows([stage.stage for stage in stages if stage.state == "run"], settings)
+    check_first_rows(settings, [planned.stage for planned in stages if planned.state == "run"])
     name = str(earlier["run"]) if earlier else ""
     return Plan(pipeline, settings, store, graph, stages, selection, rerun, name)
 
@@ -299,4 +298,4 @@ def _quiet_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-__all__ = ["Plan", "PlannedStage", "Run", "Runs", "TTrainError", "load", "load_settings", "plan", "run", "runs"]
+__all__ = ["Plan", "Planned", "Run", "Runs", "TTrainError", "load", "load_settings", "plan", "run", "runs"]

@@ -2,9 +2,20 @@
 
     .venv/bin/python configs/quickstart/make.py     # in the checkout; the file that ships was made by CPython 3.11.7
 
-A row has a set (pretrain, code, sft or lora), a group, which is held out as a whole, and the row itself. Twins such as
-`heapq` and `_heapq` are one group. What is left of repetition between groups is removed: items by word 8-grams, documents
-by the search of `shards.decontaminate`. With neither, 21 % of the held-out docstrings stood in the training part word
+A row has a set, such as "sft" or "sft_heldout", and is else as the data set has it:
+
+    pretrain    docstrings and the language reference
+    sft         questions about functions, classes and modules, answered from signatures and docstrings
+    dpo         pairs of answers to questions of these chats: the right answer, and that to another question about the same
+                object. The right one is the longer in half of the pairs.
+    lora        letters of the European alphabets as Unicode describes them: U+00E9, its name, case and UTF-8 bytes.
+                SFT has nothing like it, the form of an answer is learnable in a few hundred rows, and the letters
+                asked for in the held-out rows are others than those of the training rows (and so are their capitals).
+
+Groups are held out as a whole, so that the held-out part asks about unseen code: a module with its
+twins, such as `heapq` and `_heapq`, a topic of the reference, a letter with its capital. What is left
+of repetition between groups is removed: items by word 8-grams, documents by the search of
+`shards.decontaminate`. With neither, 21 % of the held-out docstrings stood in the training part word
 for word; with the twins together 6 % still did, with the 8-grams alone 11 of 626.
 
 Every choice depends on the sha256 of a name, never on a random state, on set order or on which modules are imported: the
@@ -17,21 +28,25 @@ import json
 import re
 import sys
 import unicodedata
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 from chats import chats_about
-from reading import DocumentedItem, group_of, order, pick, plain, read_python
+from reading import DocumentedItem, order, pick, read_python
 
 from ttrain.data import python_docs
 from ttrain.data.contamination import GramIndex
 
-CHAT_ROWS = 10_000  # of 36,000: the quickstart takes 4,220
-CODE_BYTES = 1_200_000  # of 8 MB
+CHAT_ROWS = 10_000  # of 36,000
+TAKEN_CHATS = 4_000  # by the quickstart; pairs are made of these
+HELDOUT_FRACTION, HELDOUT_FLOOR_BYTES = 0.055, 100_000  # of the documents
+HELDOUT_CHATS, HELDOUT_PAIRS, HELDOUT_LETTERS = 220, 300, 100
+OBJECT = re.compile(r"`([^`]+)`")  # the first name in a chat's first question
 NGRAM_WORDS = 8
 SHARE = 0.5  # of the 13-grams of a document, from which another contains it
 DOCUMENT_BYTES = 2_000  # about three rows of 256 tokens; longer texts are cut between paragraphs
@@ -41,17 +56,12 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    items, code, unreadable = read_python()
+    items, unreadable = read_python()
     distinct = drop_exact(items)
     originals = drop_near(distinct)
     packed = pack_documents(originals)
     documents = drop_contained(packed)
-    rows = {
-        "pretrain": documents,
-        "code": list(first_bytes(clean_code(code, documents), CODE_BYTES)),
-        "sft": list(islice(chats_about(originals), CHAT_ROWS)),
-        "lora": make_letters(),
-    }
+    rows = split_parts(documents, list(islice(chats_about(originals), CHAT_ROWS)), make_letters())
     lines = [json.dumps({"set": name, **row}, ensure_ascii=False) + "\n" for name, part in rows.items() for row in part]
     data = "".join(lines).encode()
     file = Path(sys.argv[1]) if len(sys.argv) > 1 else python_docs.text_file()
@@ -61,6 +71,80 @@ def main() -> None:
         print(f"{name}: {len(part):,} rows, {python_docs.count_bytes(part):,} bytes of text")
     print(f"left out: {unreadable} unreadable files, {len(items) - len(distinct)} repeated items, ", end="")
     print(f"{len(distinct) - len(originals)} copies by 8-grams, {len(packed) - len(documents)} documents within others")
+
+
+def split_parts(documents: list[Row], chats: list[Row], letters: list[Row]) -> dict[str, list[Row]]:
+    """The rows of each data set and of its held-out part, without their groups."""
+    groups = choose_groups(documents, HELDOUT_FRACTION)
+    pretrain, pretrain_heldout = split(documents, groups)
+    sft, heldout_chats = split(chats, groups)
+    answers = {answer for row in sft[:TAKEN_CHATS] for answer in answers_of(row)}
+    unseen_chats = [row for row in heldout_chats if answers.isdisjoint(answers_of(row))]
+    lora, lora_heldout = split(letters, {row["group"] for row in letters[:HELDOUT_LETTERS]})
+    parts = {
+        "pretrain": pretrain,
+        "pretrain_heldout": pretrain_heldout,
+        "sft": sft,
+        "sft_heldout": unseen_chats[:HELDOUT_CHATS],
+        "dpo": make_pairs(sft[:TAKEN_CHATS]),
+        "dpo_heldout": islice(make_pairs(unseen_chats), HELDOUT_PAIRS),
+        "lora": lora,
+        "lora_heldout": lora_heldout[:HELDOUT_LETTERS],
+    }
+    return {name: [without_group(row) for row in part] for name, part in parts.items()}
+
+
+def without_group(row: Row) -> Row:
+    return {name: value for name, value in row.items() if name != "group"}
+
+
+def choose_groups(documents: Iterable[Row], heldout_fraction: float) -> set[str]:
+    """Whole groups in hashed order until fraction and floor are reached; none larger than a quarter of the aim."""
+    group_bytes: Counter[str] = Counter()
+    for row in documents:
+        group_bytes[row["group"]] += python_docs.count_bytes([row])
+    aim = max(HELDOUT_FLOOR_BYTES, heldout_fraction * group_bytes.total())
+    chosen: set[str] = set()
+    for group in sorted(group_bytes, key=lambda group: sha256(group.encode()).digest()):
+        if sum(group_bytes[name] for name in chosen) < aim and group_bytes[group] <= aim / 4:
+            chosen.add(group)
+    return chosen
+
+
+def split(rows: Iterable[Row], groups: set[str]) -> tuple[list[Row], list[Row]]:
+    """(training rows, rows of the held-out groups)."""
+    parts: tuple[list[Row], list[Row]] = [], []
+    for row in rows:
+        parts[row["group"] in groups].append(row)
+    return parts
+
+
+def answers_of(row: Row) -> list[str]:
+    return [message["content"] for message in row["messages"] if message["role"] == "assistant"]
+
+
+def make_pairs(chats: Iterable[Row]) -> Iterator[Row]:
+    """Pairs of answers to each question that has a wrong answer: the right one, and that to another question about the same
+    object, within these chats. Neither is the beginning of the other, and the right one is the longer in half of the pairs.
+    """
+    turns = [turn for row in chats for turn in turns_of(row)]
+    answers: dict[str, dict[str, None]] = defaultdict(dict)
+    for subject, _, answer, _ in turns:
+        answers[subject][answer] = None
+    for subject, prompt, answer, source in turns:
+        others = (other for other in answers[subject] if not (other.startswith(answer) or answer.startswith(other)))
+        rejected = min(others, key=lambda other: sha256(f"{prompt[-1]['content']}{other}".encode()).digest(), default=None)
+        if rejected is not None:
+            yield {"prompt": prompt, "chosen": answer, "rejected": rejected, "source": source}
+
+
+def turns_of(row: Row) -> Iterator[tuple[str, list[Row], str, str]]:
+    """(the object that the chat is about, all before the answer, answer, source) of each answer; none without a name."""
+    messages = row["messages"]
+    if named := OBJECT.search(next(turn["content"] for turn in messages if turn["role"] == "user")):
+        for number, turn in enumerate(messages):
+            if turn["role"] == "assistant":
+                yield named[1], messages[:number], turn["content"], row["source"]
 
 
 def drop_exact(items: list[DocumentedItem]) -> list[DocumentedItem]:
@@ -157,29 +241,6 @@ def contained_documents(documents: list[Row]) -> set[int]:
         if is_copy and not (is_mutual and (len(texts[text]), text) > (len(texts[record]), record)):
             contained.add(text)
     return contained
-
-
-def clean_code(code: dict[str, list[str]], documents: list[Row]) -> list[Row]:
-    """Source of the modules, shuffled by hash; pieces that share an 8-gram with a document of another group are left out."""
-    groups_of: dict[str, set[str]] = defaultdict(set)
-    for row in documents:
-        for gram in shingles(row["text"]):
-            groups_of[gram].add(row["group"])
-    return shuffled(
-        {"group": group_of(module), "text": plain(piece), "source": f"code:{module}"}
-        for module, pieces in code.items()
-        for whole in pieces
-        for piece in pack(whole.split("\n\n"))
-        if all(groups_of.get(gram, set()) <= {group_of(module)} for gram in shingles(piece))
-    )
-
-
-def first_bytes(rows: Iterable[Row], most_bytes: int) -> Iterator[Row]:
-    for row in rows:
-        most_bytes -= len(row["text"].encode())
-        if most_bytes < 0:
-            break
-        yield row
 
 
 def make_letters() -> list[Row]:

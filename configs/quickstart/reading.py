@@ -25,11 +25,10 @@ SKIPPED_FOLDERS |= {"idlelib", "turtledemo", "lib-dynload"}
 SKIPPED_EXTENSIONS = {"_tkinter", "readline"}  # importing them accesses a display or the terminal
 
 
-def read_python() -> tuple[list[DocumentedItem], dict[str, list[str]], int]:
-    """All items, the source code by modules, and the number of files that could not be parsed."""
+def read_python() -> tuple[list[DocumentedItem], int]:
+    """All items, and the number of files that could not be parsed."""
     root = Path(sysconfig.get_path("stdlib"))
     items: dict[tuple[str, str], DocumentedItem] = {}
-    code: dict[str, list[str]] = {}
     unreadable = 0
     for path in source_files(root):
         module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
@@ -42,10 +41,9 @@ def read_python() -> tuple[list[DocumentedItem], dict[str, list[str]], int]:
         else:
             for item in items_of(tree, module):
                 items.setdefault((item.module, item.qualname), item)
-            code[module] = list(code_pieces(tree, source))
     for item in runtime_items():
         items.setdefault((item.module, item.qualname), item)
-    return reference_items(root) + [item for item in items.values() if len(item.doc.split()) >= 3], code, unreadable
+    return reference_items(root) + [item for item in items.values() if len(item.doc.split()) >= 3], unreadable
 
 
 def source_files(root: Path) -> Iterator[Path]:
@@ -192,14 +190,6 @@ def reference_items(root: Path) -> list[DocumentedItem]:
 
 def clean_paragraphs(text: str) -> list[str]:
     return [paragraph.strip("\n") for paragraph in re.split(r"\n{2,}", plain(text)) if paragraph.strip()]
-
-
-def code_pieces(tree: ast.Module, source: str) -> Iterator[str]:
-    """Top-level functions and classes with their decorators."""
-    lines = source.split("\n")  # as ast counts them: splitlines would cut at form feeds too
-    for node in definitions(tree).values():
-        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-        yield "\n".join(lines[first - 1 : node.end_lineno])
 
 
 # Modules that repeat another module's documentation under an unrelated name.

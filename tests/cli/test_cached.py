@@ -14,8 +14,8 @@ from support.planned_homes import House
 
 from ttrain import api
 from ttrain.core.files import read_json
-from ttrain.engine.cached import record_cached
 from ttrain.engine.labels import Labels
+from ttrain.engine.plan import record_cached
 
 HEAVY = (
     "torch", "transformers", "tokenizers", "peft", "pyarrow", "numpy", "prefect", "mlflow", "sqlalchemy", "filelock",

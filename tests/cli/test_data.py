@@ -103,15 +103,6 @@ def test_texts_of_answers_that_are_not_read_are_counted_and_printed(run: Run, tm
     assert re.search(r"not read: chats.jsonl +rows *\nthinking +3", run("data", "check", "chats.jsonl").out)
 
 
-def test_pairs_are_checked(run: Run, tmp_path: Path) -> None:
-    good = {"prompt": "Q", "chosen": "one", "rejected": "other"}
-    write(tmp_path / "pairs.jsonl", [*[{**good, "prompt": f"{n}"} for n in range(300)], {**good, "chosen": "other"}])
-    found = run("data", "check", "pairs.jsonl", "--json").json
-    assert (found["kind"], found["kept"]) == ("pairs", 300)
-    [reason] = found["rejected"]
-    assert reason == "'chosen' and 'rejected' are equal; write two different answers, or leave the row out"
-
-
 def test_control_characters_of_bad_rows_do_not_reach_the_terminal(run: Run, tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [{ESCAPES: 1}, {"messages": [{"role": ESCAPES, "content": "a"}]}, ESCAPES.encode()])
     (tmp_path / ESCAPES).write_bytes((tmp_path / "a.jsonl").read_bytes())

@@ -93,7 +93,7 @@ def test_the_table_says_what_was_left_out_and_what_the_items_can_show(
 ) -> None:
     text = said(capsys, "pretrain", "pretrain", "--choices", "words.jsonl")
     assert text.startswith(f"pretrain = full-1:pretrain, {'3' * 12}\n")
-    for reason, line in (("fewer than two choices", 9), ("answer is out of range", 10)):
+    for reason, line in (("choices are not two or more different texts", 9), ("answer is no choice", 10)):
         assert f"words: 1 row left out: {reason} ({here / 'words.jsonl'}:{line})" in text
     assert "pretrain (1) - pretrain (2)" in text and "not judged (8 of 20 items)" in text
 
@@ -215,7 +215,7 @@ def test_suites_add_figures_to_the_stage_and_change_none_and_decide_by_their_own
     perplexity = evaluation.metric("prose/perplexity/base")
     assert (perplexity.shown, len(perplexity.records)) == ("exp", found["counts"]["prose/items"])
     rules = Promotion(metric="prose/perplexity/base", min_samples=2)
-    worse = replace(perplexity, sums=tuple(1.1 * nats for nats in perplexity.sums), recorded=perplexity.value**1.1)
+    worse = replace(perplexity, sums=tuple(1.1 * nats for nats in perplexity.sums))
     decision = decide(perplexity, worse, rules)
     assert decision.promote and decision.interval is not None
     assert decision.interval[0] < worse.value - perplexity.value < decision.interval[1]

@@ -6,6 +6,7 @@ An existing tokenizer's own chat template: the mask where the answers are, whate
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import time
 from dataclasses import replace
@@ -15,20 +16,17 @@ from typing import Any
 import pytest
 from support.chat_templates import CHATML, make, take
 from support.shard_sets import build, write_lines
-from tokenizers import Tokenizer
 
 from ttrain.data import existing
 from ttrain.data.blocks import BlockRecipe
 from ttrain.data.chat import encode_chat, encode_chats, prompt_ids
-from ttrain.data.chat_templates import Message
+from ttrain.data.chat_templates import Message, Messages
 from ttrain.data.encoder import Encoder
 from ttrain.data.jinja_templates import ROLES
 from ttrain.data.records import Conversation, parse_conversation
 from ttrain.data.tokenizer import save, train
 from ttrain.errors import DataError, UsageError
 from ttrain.tasks import SHARDS
-
-NAMES = {"system": "System：", "user": "User：", "assistant": "Assistant：", "tool": "Tool："}
 
 PIECES = (
     "the fox", " jumps", "\n", "  ", "über", "日本語", "\u3000", "🙂", "e\u0301", "{{ x }}", "{% if %}", "<", "|>", "",
@@ -60,19 +58,43 @@ def in_transformers(directory: Path) -> Any:
     return AutoTokenizer.from_pretrained(directory, local_files_only=True)
 
 
-def as_string(encoder: Encoder, ids: list[int]) -> str:
-    """With the special tokens in it."""
-    return in_transformers(encoder.directory).decode(ids, skip_special_tokens=False)
+def shown(encoder: Encoder, ids: list[int]) -> str:
+    """The string, special tokens in it."""
+    return str(in_transformers(encoder.directory).decode(ids, skip_special_tokens=False))
 
 
-def random_chat(chance: random.Random) -> tuple[Message, ...]:
+def learnt_ids(encoder: Encoder, turns: Messages) -> list[int]:
+    return list(itertools.compress(*encode_chat(encoder, turns)))
+
+
+def learnt(encoder: Encoder, turns: Messages) -> str:
+    return shown(encoder, learnt_ids(encoder, turns))
+
+
+def chat_of(*turns: tuple[str, str]) -> Messages:
+    return tuple(itertools.starmap(Message, turns))
+
+
+def exchange(question: str, answer: str) -> Messages:
+    return chat_of(("user", question), ("assistant", answer))
+
+
+def by_transformers(encoder: Encoder, turns: Any, **more: Any) -> tuple[list[int], list[bool]]:
+    """(ids, live) of turns, which may be rows."""
+    rows = turns if isinstance(turns, list) else as_dicts(turns)
+    wanted = {"return_assistant_tokens_mask": True, "return_dict": True, "tokenize": True}
+    found = in_transformers(encoder.directory).apply_chat_template(rows, **wanted, **more)
+    return found["input_ids"], [bool(live) for live in found["assistant_masks"]]
+
+
+def random_chat(chance: random.Random) -> Messages:
     """Any roles in any order, with at least one answer."""
     turns = chance.choices(ROLES, k=chance.randint(0, 6))
     turns.insert(chance.randint(0, len(turns)), "assistant")
     return tuple(Message(role, "".join(chance.choices(PIECES, k=chance.randint(0, 6)))) for role in turns)
 
 
-def as_dicts(messages: tuple[Message, ...]) -> list[dict[str, str]]:
+def as_dicts(messages: Messages) -> list[dict[str, str]]:
     return [{"role": message.role, "content": message.content} for message in messages]
 
 
@@ -80,14 +102,9 @@ def test_ids_and_mask_equal_what_transformers_renders_from_the_template(fox_enco
     chance = random.Random(1)
     for _ in range(50):
         messages = random_chat(chance)
-        rendered = opened.apply_chat_template(
-            as_dicts(messages), return_assistant_tokens_mask=True, return_dict=True, tokenize=True
-        )
-        ids, live = encode_chat(fox_encoder, messages)
-        assert ids == rendered["input_ids"], messages
-        assert [int(token) for token in live] == rendered["assistant_masks"], messages
-        rendered = opened.apply_chat_template(as_dicts(messages), add_generation_prompt=True, return_dict=True)
-        assert prompt_ids(fox_encoder, messages) == rendered["input_ids"]
+        assert encode_chat(fox_encoder, messages) == by_transformers(fox_encoder, messages), messages
+        prompt = opened.apply_chat_template(as_dicts(messages), add_generation_prompt=True, return_dict=True)
+        assert prompt_ids(fox_encoder, messages) == prompt["input_ids"]
 
 
 def test_many_chats_are_encoded_as_each_alone(fox_encoder: Encoder, tinyseek: Encoder) -> None:
@@ -101,8 +118,8 @@ def test_many_chats_are_encoded_as_each_alone(fox_encoder: Encoder, tinyseek: En
 
 
 def test_an_answer_that_is_not_learnt_changes_the_mask_and_no_token(fox_encoder: Encoder, tinyseek: Encoder) -> None:
-    turns = (Message("user", "the fox"), Message("assistant", "jumps"), Message("user", "and"), Message("assistant", "over"))
-    context = (turns[0], Message("assistant", "jumps", in_loss=False), *turns[2:])
+    turns = (*exchange("the fox", "jumps"), *exchange("and", "over"))
+    context = (turns[0], replace(turns[1], in_loss=False), *turns[2:])
     for used in (fox_encoder, tinyseek):
         ids, live = encode_chat(used, turns)
         same_ids, fewer = encode_chat(used, context)
@@ -131,19 +148,15 @@ def tool_row() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("first", [0, 1], ids=["with a system turn", "without"])
-def test_calls_equal_those_of_transformers(fox_encoder: Encoder, opened: Any, tinyseek: Encoder, first: int) -> None:
+def test_calls_equal_those_of_transformers(fox_encoder: Encoder, tinyseek: Encoder, first: int) -> None:
     row = tool_row()
     row["messages"] = row["messages"][first:]
     parsed = parse_conversation(row)
     assert isinstance(parsed, Conversation)
-    ids, live = encode_chat(fox_encoder, parsed.messages)
-    rendered = opened.apply_chat_template(
-        row["messages"], tools=row["tools"], return_assistant_tokens_mask=True, return_dict=True, tokenize=True
-    )
-    assert ids == rendered["input_ids"]
-    assert [int(token) for token in live] == rendered["assistant_masks"]
+    expected = by_transformers(fox_encoder, row["messages"], tools=row["tools"])
+    assert encode_chat(fox_encoder, parsed.messages) == expected
     string = in_transformers(tinyseek.directory).apply_chat_template(row["messages"], tools=row["tools"], tokenize=False)
-    assert string == as_string(tinyseek, encode_chat(tinyseek, parsed.messages)[0])
+    assert string == shown(tinyseek, encode_chat(tinyseek, parsed.messages)[0])
 
 
 def test_tinyseek_is_the_string_of_its_scripts_and_its_mask_is_transformers(tinyseek: Encoder) -> None:
@@ -151,40 +164,34 @@ def test_tinyseek_is_the_string_of_its_scripts_and_its_mask_is_transformers(tiny
     for _ in range(20):
         messages = random_chat(chance)
         ends = {role: "<|im_end|>" if role == "assistant" else "\n" for role in ROLES}
-        golden = "".join(NAMES[turn.role] + turn.content + ends[turn.role] for turn in messages)
-        assert as_string(tinyseek, encode_chat(tinyseek, messages)[0]) == golden
+        golden = "".join(f"{turn.role.capitalize()}：{turn.content}{ends[turn.role]}" for turn in messages)
+        assert shown(tinyseek, encode_chat(tinyseek, messages)[0]) == golden
         assert opened.apply_chat_template(as_dicts(messages), tokenize=False) == golden
-    messages = (Message("user", "the"), Message("assistant", "fox"), Message("assistant", " "), Message("tool", "x"))
-    rendered = opened.apply_chat_template(as_dicts(messages), return_assistant_tokens_mask=True, return_dict=True)
-    ids, live = encode_chat(tinyseek, messages)
-    assert (rendered["input_ids"], rendered["assistant_masks"]) == (ids, [int(alive) for alive in live])
-    assert as_string(tinyseek, [number for number, alive in zip(ids, live, strict=True) if alive]) == "fox<|im_end|>"
-    messages = (Message("user", "你好"), Message("assistant", "您好！\n"))
+    messages = chat_of(("user", "the"), ("assistant", "fox"), ("assistant", " "), ("tool", "x"))
+    assert encode_chat(tinyseek, messages) == by_transformers(tinyseek, messages)
+    assert learnt(tinyseek, messages) == "fox<|im_end|>"
+    messages = exchange("你好", "您好！\n")
     ids, prompt = encode_chat(tinyseek, messages)[0], prompt_ids(tinyseek, messages[:1])
-    pieces = [number for piece in tinyseek.encode(("User：", "你好", "\n", "Assistant：", "您好！\n")) for number in piece]
-    assert ids == [*pieces, tinyseek.end_id], "each piece is encoded alone"
-    assert as_string(tinyseek, prompt) == "User：你好\nAssistant：" and prompt == ids[: len(prompt)]
+    pieces = tinyseek.encode(("User：", "你好", "\n", "Assistant：", "您好！\n"))
+    assert ids == [*itertools.chain.from_iterable(pieces), tinyseek.end_id], "each piece is encoded alone"
+    assert shown(tinyseek, prompt) == "User：你好\nAssistant：" and prompt == ids[: len(prompt)]
 
 
 def test_an_unknown_role_is_an_error_in_every_template(fox_encoder: Encoder, tinyseek: Encoder) -> None:
     for opened in (fox_encoder, tinyseek):
         with pytest.raises(DataError, match="unknown role 'User'"):
-            encode_chats(opened, [(Message("User", "x"), Message("assistant", "y"))])
+            encode_chats(opened, [chat_of(("User", "x"), ("assistant", "y"))])
         with pytest.raises(Exception, match="unknown role User"):
             in_transformers(opened.directory).apply_chat_template([{"role": "User", "content": "x"}])
 
 
 def test_a_small_chat_is_laid_out_by_hand(fox_encoder: Encoder) -> None:
-    turns = (("system", "S"), ("user", "U"), ("assistant", "A"), ("assistant", " "), ("tool", "T"))
-    messages = tuple(Message(*turn) for turn in turns)
+    messages = chat_of(("system", "S"), ("user", "U"), ("assistant", "A"), ("assistant", " "), ("tool", "T"))
     ids, live = encode_chat(fox_encoder, messages)
     expected = [fox_encoder.bos_id]
     for message in messages:
-        expected += [
-            fox_encoder.special(f"<|{message.role}|>"),
-            *fox_encoder.encode([message.content])[0],
-            fox_encoder.end_id,
-        ]
+        text = fox_encoder.encode([message.content])[0]
+        expected += [fox_encoder.special(f"<|{message.role}|>"), *text, fox_encoder.end_id]
     assert ids == expected
     assert live == [False] * 8 + [True, True] + [False] * 6, "an answer with what stops it, unless it is blank"
     assert prompt_ids(fox_encoder, messages[:2]) == ids[:8]
@@ -210,25 +217,11 @@ def chatml_encoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
     return take(tmp_path_factory.mktemp("chatml"), request.param)
 
 
-def shown(encoder: Encoder, ids: list[int]) -> str:
-    """The string, special tokens in it."""
-    opened = Tokenizer.from_file(str(encoder.directory / "tokenizer.json"))
-    return str(opened.decode(ids, skip_special_tokens=False))
+TALK = (Message("system", "S"), *exchange("the fox?", "jumps"), *exchange(" \n", "over\n"))
+BLANKS = (Message("system", ""), *exchange("", ""), Message("assistant", " "), *exchange("", "fox"), Message("user", ""))
 
 
-def learnt(encoder: Encoder, turns: tuple[Message, ...]) -> str:
-    ids, live = encode_chat(encoder, turns)
-    return shown(encoder, [number for number, alive in zip(ids, live, strict=True) if alive])
-
-
-TALK = (Message("system", "S"), Message("user", "the fox?"), Message("assistant", "jumps"), Message("user", " \n"),
-        Message("assistant", "over\n"))  # fmt: skip
-BLANKS = tuple(Message(role, content) for role, content in (
-    ("system", ""), ("user", ""), ("assistant", ""), ("assistant", " "), ("user", ""), ("assistant", "fox"), ("user", ""),
-))  # fmt: skip
-
-
-def chatml(turns: tuple[Message, ...]) -> str:
+def chatml(turns: Messages) -> str:
     return "".join(f"<|im_start|>{turn.role}\n{turn.content}<|im_end|>\n" for turn in turns)
 
 
@@ -240,56 +233,46 @@ def test_the_string_is_the_templates_and_the_answers_with_their_ends_are_live(ch
         assert learnt(chatml_encoder, turns) == answers
     many = [(ids.tolist(), live.tolist()) for ids, live in encode_chats(chatml_encoder, [TALK, TALK[:3]])]
     assert many == [encode_chat(chatml_encoder, TALK), encode_chat(chatml_encoder, TALK[:3])]
-    context = tuple(Message(turn.role, turn.content, in_loss=turn.content != "jumps") for turn in TALK)
+    context = tuple(replace(turn, in_loss=turn.content != "jumps") for turn in TALK)
     assert encode_chat(chatml_encoder, context)[0] == encode_chat(chatml_encoder, TALK)[0]
     assert learnt(chatml_encoder, context) == "over\n<|im_end|>", "an answer that is not learnt"
 
 
 def test_a_chat_of_thousands_of_turns_takes_time_in_proportion(chatml_encoder: Encoder) -> None:
-    turns = tuple(Message(("user", "assistant")[number % 2], f"fox {number}") for number in range(8_000))
+    turns = exchange("fox", "the fox") * 4_000
     began = time.process_time()
     ids, live = encode_chat(chatml_encoder, turns)
-    assert time.process_time() - began < 5, (
-        "0.2 s by the end, 0.5 s by generation, which transformers tracks in quadratic time"
-    )
+    assert time.process_time() - began < 5, "0.2 s by the end, 0.5 s by generation"
     assert ids.count(chatml_encoder.end_id) == 8_000
-    assert sum(alive for number, alive in zip(ids, live, strict=True) if number == chatml_encoder.end_id) == 4_000
+    assert list(itertools.compress(ids, live)).count(chatml_encoder.end_id) == 4_000
 
 
 def test_ids_and_mask_are_those_of_transformers_where_nothing_is_forged(tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
     encoder = take(tmp_path, MARKED)
-    opened = AutoTokenizer.from_pretrained(encoder.directory, local_files_only=True)
-    turns = [{"role": turn.role, "content": turn.content} for turn in TALK[:3]]
-    rendered = opened.apply_chat_template(turns, return_assistant_tokens_mask=True, return_dict=True)
-    ids, live = encode_chat(encoder, TALK[:3])
-    assert (ids, [int(alive) for alive in live]) == (rendered["input_ids"], rendered["assistant_masks"])
-    prompt = opened.apply_chat_template(turns[:2], add_generation_prompt=True, return_dict=True)
-    assert prompt_ids(encoder, TALK[:2]) == prompt["input_ids"]
+    assert encode_chat(encoder, TALK[:3]) == by_transformers(encoder, TALK[:3])
+    prompt, _ = by_transformers(encoder, TALK[:2], add_generation_prompt=True)
+    assert prompt_ids(encoder, TALK[:2]) == prompt
 
 
 @pytest.mark.parametrize("forged", FORGED)
 def test_forged_markers_add_no_special_token_and_do_not_move_the_mask(chatml_encoder: Encoder, forged: str) -> None:
     def specials(role: str, content: str) -> list[tuple[int, bool]]:
-        turns = (Message(role, content), Message("user", "Hi"), Message("assistant", "Hello"))
-        ids, live = encode_chat(chatml_encoder, turns)
-        found = chatml_encoder.special_ids()
-        return [(number, alive) for number, alive in zip(ids, live, strict=True) if number in found]
+        turns = ((Message(role, content)), *exchange("Hi", "Hello"))
+        found = zip(*encode_chat(chatml_encoder, turns), strict=True)
+        return [pair for pair in found if pair[0] in chatml_encoder.special_ids()]
 
     for role in ("system", "user", "assistant"):
         assert specials(role, f"before {forged} after") == specials(role, forged) == specials(role, "plain")
         assert len(specials(role, forged)) == 6, "one pair a turn"
-    ids, live = encode_chat(chatml_encoder, (Message("user", forged), Message("assistant", "Hello")))
-    scored = [number for number, alive in zip(ids, live, strict=True) if alive]
+    ids, _ = encode_chat(chatml_encoder, exchange(forged, "Hello"))
+    scored = learnt_ids(chatml_encoder, exchange(forged, "Hello"))
     assert scored == [*chatml_encoder.encode(["Hello"])[0], chatml_encoder.end_id]
     assert forged in shown(chatml_encoder, ids)
     answer = len(scored) + len(chatml_encoder.encode(["\n"])[0])
     assert prompt_ids(chatml_encoder, (Message("user", forged),)) == ids[:-answer]
 
 
-PADDED = (Message("user", " x\ty \n"), Message("assistant", "\nfox "))
-STRIPPED = (Message("user", "x\ty"), Message("assistant", "fox"))
+PADDED, STRIPPED = exchange(" x\ty \n", "\nfox "), exchange("x\ty", "fox")
 NOT_EMPTY = CHATML.replace("in messages %}", "in messages if message['content'] %}")
 DAY = "\n{% set today = strftime_now('%d %b %Y, %Y-%m-%d') %}{{ today + '!' }}\n" + CHATML
 FREEDOMS = {
@@ -302,7 +285,7 @@ FREEDOMS = {
 
 
 @pytest.mark.parametrize(("template", "turns", "string"), FREEDOMS.values(), ids=FREEDOMS)
-def test_a_template_is_followed_that(tmp_path: Path, template: str, turns: tuple[Message, ...], string: str) -> None:
+def test_a_template_is_followed_that(tmp_path: Path, template: str, turns: Messages, string: str) -> None:
     encoder = take(tmp_path, template)
     assert shown(encoder, encode_chat(encoder, turns)[0]) == string
     assert learnt(encoder, turns) == turns[-1].content.strip() + "<|im_end|>"
@@ -320,17 +303,15 @@ def test_a_prompt_that_training_never_shows_is_told(tmp_path: Path, caplog: pyte
     assert "generation prompt differs from the text before the answers in training" in caplog.text
 
 
+NO_END = "no special token ends the answers"
 BODY = "'<|im_start|>' + message['role'] + '\n' + message['content']"
 
 
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        ("{% for message in messages %}{{ message['content'] + '\n' }}{% endfor %}", "no special token ends the answers"),
-        (
-            MARKED.replace("+ '<|im_end|>' }}{% endgeneration %}", "}}{% endgeneration %}{{ '<|im_end|>' }}"),
-            "no special token ends the answers",
-        ),
+        ("{% for message in messages %}{{ message['content'] + '\n' }}{% endfor %}", NO_END),
+        (MARKED.replace("+ '<|im_end|>' }}{% endgeneration %}", "}}{% endgeneration %}{{ '<|im_end|>' }}"), NO_END),
         ("{{ '<|im_start|>' + messages[0]['content'] + '<|im_end|>' }}", "role 'assistant' 0 times"),
         (CHATML + "{{ messages[-1]['content'] }}", "role 'assistant' 2 times"),
         ("{% for message in messages | reverse %}{{ " + BODY + " + '<|im_end|>' }}{% endfor %}", "of the previous turn"),
@@ -340,7 +321,7 @@ BODY = "'<|im_start|>' + message['role'] + '\n' + message['content']"
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}" + CHATML, "unsafe"),
         ("{% for x in range(10**9) %}{% endfor %}" + CHATML, "too big"),
     ],
-)
+)  # fmt: skip
 def test_a_template_that_cannot_be_used_is_refused_with_its_reason(tmp_path: Path, template: str, reason: str) -> None:
     with pytest.raises(DataError, match=r"^tokenizer\.template is 'own'.*; set tokenizer\.template=ttrain") as refused:
         take(tmp_path, template)
@@ -361,9 +342,9 @@ MEOW = "{% if 'cat' in messages[0]['content'] %}{{ 'meow' }}{% endif %}"
 )
 def test_a_content_that_the_template_changes_is_refused(tmp_path: Path, template: str, content: str, reason: str) -> None:
     encoder = take(tmp_path, template)
-    encode_chat(encoder, (Message("user", "a dog"), Message("assistant", "x")))
+    encode_chat(encoder, exchange("a dog", "x"))
     with pytest.raises(DataError, match=r"set tokenizer\.template=ttrain") as refused:
-        encode_chat(encoder, (Message("user", content), Message("assistant", "x")))
+        encode_chat(encoder, exchange(content, "x"))
     assert reason in str(refused.value)
 
 
@@ -371,7 +352,7 @@ def test_a_template_without_a_place_for_a_role_is_refused_by_its_roles(tmp_path:
     guard = "{% if message['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     encoder = take(tmp_path, CHATML.replace("in messages %}", "in messages %}" + guard))
     with pytest.raises(DataError, match="does not render the turns user, tool, assistant: no tools"):
-        encode_chat(encoder, (Message("user", "x"), Message("tool", "y"), Message("assistant", "z")))
+        encode_chat(encoder, chat_of(("user", "x"), ("tool", "y"), ("assistant", "z")))
 
 
 def test_without_a_template_own_is_refused(tmp_path: Path) -> None:
@@ -397,30 +378,29 @@ ROWS = [
 ]  # fmt: skip
 
 
-def reasoned(**change: bool) -> tuple[Message, ...]:
+def reasoned(**change: bool) -> Messages:
     parsed = parse_conversation({"messages": ROWS})
     assert isinstance(parsed, Conversation)
     return tuple(replace(turn, **change) if turn.thought else turn for turn in parsed.messages)
 
 
 def test_reasoning_is_text_before_the_answer_and_trained_on_unless_it_is_masked(
-    fox_encoder: Encoder, opened: Any, tinyseek: Encoder
+    fox_encoder: Encoder, tinyseek: Encoder
 ) -> None:
     turns = reasoned()
     assert turns[-1].content == THOUGHT + "A fox"
-    assert tuple(Message.from_json(turn.to_json()) for turn in reasoned(thought_in_loss=False)) == reasoned(
-        thought_in_loss=False
-    )
+    masked = reasoned(thought_in_loss=False)
+    assert tuple(Message.from_json(turn.to_json()) for turn in masked) == masked
     plain = tuple(Message(turn.role, turn.content) for turn in turns)
     for encoder in (fox_encoder, tinyseek):
         ids, live = encode_chat(encoder, turns)
         assert (ids, live) == encode_chat(encoder, plain)
-        same_ids, fewer = encode_chat(encoder, reasoned(thought_in_loss=False))
+        same_ids, fewer = encode_chat(encoder, masked)
         assert same_ids == ids and sum(fewer) < sum(live)
-        scored = [number for number, alive in zip(ids, fewer, strict=True) if alive]
+        scored = learnt_ids(encoder, masked)
         assert encoder.decode(scored) == "A dogA fox" and scored.count(encoder.end_id) == 2
     answered = tuple(turn for turn in plain if "<|im_end|>" not in turn.content)
-    assert encode_chat(fox_encoder, answered)[0] == opened.apply_chat_template(as_dicts(answered), return_dict=False)
+    assert encode_chat(fox_encoder, answered)[0] == by_transformers(fox_encoder, answered)[0]
 
 
 @pytest.mark.parametrize("template", [REASONING, CHATML], ids=["by the field", "without the field"])

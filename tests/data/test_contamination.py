@@ -31,11 +31,6 @@ POEM = "床前明月光，疑是地上霜。舉頭望明月，低頭思故鄉。
 QUESTION, ANSWER = "Which river does the old wooden bridge of the village cross?", "The upper Rhine"
 
 
-def grams_of(words: Sequence[str]) -> set[tuple[str, ...]]:
-    """The n-grams of an item or a document, one by one."""
-    return {tuple(words[at : at + 13]) for at in range(len(words) - 12)}
-
-
 def test_words_are_the_same_whatever_case_width_and_punctuation() -> None:
     assert words_of("Ｔhe  CAFÉ,\n(1)") == words_of("the cafe\u0301 1") == ["the", "café", "1"]
     assert words_of("—… 🙂 \u200b\0") == [] and words_of("你好，Welt！") == ["你", "好", "welt"]
@@ -61,8 +56,10 @@ def test_what_is_found_is_what_a_naive_search_finds(seed: int) -> None:
         expected = {}
         for item, words in enumerate(items):
             size = min(13, len(words))
-            wanted = grams_of(words) or {tuple(words)}
-            found = wanted & {tuple(document[at : at + size]) for at in range(len(document) - size + 1)}
+            wanted, held = (
+                {tuple(text[at : at + size]) for at in range(len(text) - size + 1)} for text in (words, document)
+            )
+            found = wanted & held
             if found and len(words) >= contamination.FEWEST_WORDS:
                 expected[item] = len(found) / len(wanted)
         found_any |= bool(expected)
@@ -204,7 +201,6 @@ def items_of(task: str, kind: str, rows: Sequence[Any], directory: Path, **more:
     [
         ("choices", {"question": QUESTION, "choices": ["Danube", ANSWER], "answer": 1}),
         ("last_word", {"context": "The old wooden bridge of the village crosses the", "target": " Rhine"}),
-        ("generation", {"question": QUESTION, "answer": ANSWER}),
         ("text", {"text": POEM}),
         ("chats", {"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]}),
     ],
@@ -213,14 +209,14 @@ def test_items_that_training_documents_hold_are_told_apart(tmp_path: Path, kind:
     fillers = [json.loads(json.dumps(row).replace("Rhine", f"Elbe {n}").replace("\\u5e8a", f"{n}")) for n in range(2)]
     rows = [{**fillers[0], "lang": "en"}, {**row, "lang": "en"}, {**fillers[1], "lang": "zh"}]
     items = items_of("task", kind, rows, tmp_path)
-    found, _ = contamination.read_items(str(write_lines(tmp_path / "row.jsonl", [row])), "row")
-    apart = run.mark_overlaps(items, {found[0].digest})
+    [found], _ = contamination.read_items(str(write_lines(tmp_path / "row.jsonl", [row])), "row")
+    apart = run.mark_overlaps(items, {found.digest})
     assert apart.groups == {**items.groups, "overlap=yes": (1,), "overlap=no": (0, 2)}
     assert apart.digests == items.digests
     assert run.mark_overlaps(items, {"other"}) is items
-    if kind in ("choices", "last_word", "generation"):  # worked examples are no part of what is looked for
+    if kind in ("choices", "last_word"):  # worked examples are no part of what is looked for
         shown = items_of("task", kind, rows, tmp_path, shots=1)
-        assert run.mark_overlaps(shown, {found[0].digest}).groups["overlap=yes"] == (1,)
+        assert run.mark_overlaps(shown, {found.digest}).groups["overlap=yes"] == (1,)
 
 
 def test_the_evaluation_tells_items_apart_that_its_shards_hold(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.tiny_data import NumberedRows, write_shards
 
-from ttrain.data import packing
 from ttrain.data.packing import IGNORE, Array, Batch, Counts, Intervals, MixedRows, best_fit
 from ttrain.data.record_rows import ChatRows, DocumentRows, SeparateDocumentRows
 from ttrain.data.shards import ShardSet
@@ -95,7 +94,7 @@ def test_document_rows_equal_a_naive_loop(
 @pytest.mark.parametrize("together", [4, 1 << 18])
 def test_packed_rows_hold_whole_windows_of_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: int) -> None:
     """The rows of one document each, several in a row, as full as best fit makes them, each with its own positions."""
-    monkeypatch.setattr("ttrain.data.record_rows.PACKED_TOGETHER", together)
+    monkeypatch.setattr("ttrain.data.packing.PACKED_TOGETHER", together)
     documents = some_documents(5, 30, 12)
     shards = shard_set(tmp_path, documents, 50)
     packed, alone = SeparateDocumentRows(shards, 8, PAD, packed=True), SeparateDocumentRows(shards, 8, PAD)
@@ -256,15 +255,12 @@ def test_masks_equal_a_state_machine_token_by_token(pairs: Pairs, records: list[
 
 
 @settings(max_examples=100, deadline=None)
-@given(look_back=st.sampled_from([1, 3, 65_536]), records=records_of_markers, place=st.integers(0, 200))
-@example(look_back=65_536, records=[[1, 5], [5, 5]], place=3)  # what the record before left open
-def test_a_row_that_begins_inside_a_region_knows_it(look_back: int, records: list[list[int]], place: int) -> None:
+@given(records=records_of_markers, place=st.integers(0, 200))
+@example(records=[[1, 5], [5, 5]], place=3)  # what the record before left open
+def test_a_row_that_begins_inside_a_region_knows_it(records: list[list[int]], place: int) -> None:
     ids, starts, masks = np.concatenate(records), begins(records), Intervals(PAIRS)
     place %= len(ids)
-    first = int(np.flatnonzero(starts[: place + 1])[-1])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "LOOK_BACK", look_back)
-        opened = masks.opened(lambda start, end: ids[start:end], first, place)
+    opened = masks.opened(ids[int(np.flatnonzero(starts[: place + 1])[-1]) : place])
     found = masks.masked(ids[place:], starts[place:], opened)
     assert found.tolist() == masks.masked(ids, starts)[place:].tolist()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -47,10 +48,10 @@ SYSTEM_LAST = "{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' +
 TEMPLATES = {"chatml": CHATML, "inst": INST, "thought": THOUGHT, "marked": MARKED, "ttrain": None, "tinyseek": None}
 
 
-def metaspace(scheme: str) -> Tokenizer:
+def metaspace() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
-    tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
     return with_byte_fallback(tokenizer)
 
 
@@ -96,11 +97,8 @@ def word_pieces() -> Tokenizer:
 
 KINDS: dict[str, Callable[[], Tokenizer]] = {
     "byte level": byte_level,
-    "lstrip": lambda: byte_level(lstrip=True),
     "rstrip": lambda: byte_level(rstrip=True),
-    "metaspace, first": lambda: metaspace("first"),
-    "metaspace, always": lambda: metaspace("always"),
-    "metaspace, never": lambda: metaspace("never"),
+    "metaspace, first": metaspace,
     "legacy llama": legacy_llama,
     "word pieces": word_pieces,
 }
@@ -169,12 +167,8 @@ def test_a_text_that_spells_a_special_token_stays_text(kind: str, template: str,
     assert specials(forged) == specials("plain")
 
 
-TWO_ANSWERS = (
-    Message("user", "Sky?"),
-    Message("assistant", "Blue."),
-    Message("user", "Sea?"),
-    Message("assistant", "Deep."),
-)
+ROLES, TEXTS = ["user", "assistant"] * 2, ["Sky?", "Blue.", "Sea?", "Deep."]
+TWO_ANSWERS = tuple(map(Message, ROLES, TEXTS))
 
 
 @pytest.mark.parametrize(
@@ -196,10 +190,6 @@ def test_all_that_the_template_writes_behind_the_prompt_is_trained_on(
     encoder = install(tmp_path, tokenizer_of("byte level"), template)
     ids, live = chat.encode_chat(encoder, TWO_ANSWERS)
     opened = Tokenizer.from_file(str(encoder.directory / "tokenizer.json"))
-    runs: list[list[int]] = []
-    for number, (token, is_live) in enumerate(zip(ids, live, strict=True)):
-        if is_live and not (number and live[number - 1]):
-            runs.append([])
-        if is_live:
-            runs[-1].append(token)
+    parts = itertools.groupby(zip(ids, live, strict=True), key=lambda pair: pair[1])
+    runs = [[token for token, _ in part] for is_live, part in parts if is_live]
     assert [opened.decode(run, skip_special_tokens=False) for run in runs] == trained_on

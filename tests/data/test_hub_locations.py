@@ -11,7 +11,7 @@ from support.located_files import CONVERTED, NEW, OLD, ROW, expand
 from support.streamed_files import read
 from support.web import FakeHub, served_hub
 
-from ttrain.data import locations, remote
+from ttrain.data import locations, streams
 from ttrain.errors import DataError, UsageError
 
 
@@ -20,7 +20,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of the Hub, without a network."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    remote.listing.cache_clear()
+    locations.listing.cache_clear()
     return tmp_path / "hub"
 
 
@@ -60,32 +60,29 @@ def test_a_data_set_is_its_training_split_at_a_commit_that_is_asked_for_once(onl
     assert len(online.site.asked) == asked, "one process sees one commit"
 
 
-@pytest.mark.parametrize(
-    ("pattern", "commit", "names"),
-    [
-        ("/constraints.jsonl", NEW, ["constraints.jsonl"]),
-        ("/data", NEW, ["data/test.jsonl", *NAMES[1:3]]),
-        ("/data/t*0*.jsonl", NEW, NAMES[1:3]),
-        ("/*.jsonl", NEW, ["constraints.jsonl", "strain.jsonl"]),
-        ("@v1", OLD, ["only.jsonl.gz"]),
-        (f"@{OLD}/only.jsonl.gz", OLD, ["only.jsonl.gz"]),
-        ("@refs/convert/parquet", CONVERTED, ["default/train/0.parquet"]),
-        ("@refs%2Fconvert%2Fparquet/default/test", CONVERTED, ["default/test/0.parquet"]),
-    ],
-)
-def test_files_of_a_data_set_are_named_by_path_or_glob(online: FakeHub, pattern: str, commit: str, names: list[str]) -> None:
-    assert expand(f"hf://owner/some-set{pattern}") == [f"hf://owner/some-set@{commit}/{name}" for name in names]
+FILES = {
+    "/constraints.jsonl": (NEW, ["constraints.jsonl"]),
+    "/data": (NEW, ["data/test.jsonl", *NAMES[1:3]]),
+    "/data/t*0*.jsonl": (NEW, NAMES[1:3]),
+    "@v1": (OLD, ["only.jsonl.gz"]),
+    f"@{OLD}/only.jsonl.gz": (OLD, ["only.jsonl.gz"]),
+    "@refs/convert/parquet": (CONVERTED, ["default/train/0.parquet"]),
+    "@refs%2Fconvert%2Fparquet/default/test": (CONVERTED, ["default/test/0.parquet"]),
+}
+
+
+def test_files_of_a_data_set_are_named_by_path_or_glob(online: FakeHub) -> None:
+    for pattern, (commit, names) in FILES.items():
+        assert expand(f"hf://owner/some-set{pattern}") == [f"hf://owner/some-set@{commit}/{name}" for name in names]
 
 
 @pytest.mark.parametrize(
     ("pattern", "says"),
     [
         ("hf://owner/other", "no data set owner/other.*hf auth login"),
-        ("hf://owner/gated", "no data set owner/gated"),
         ("hf://owner/some-set@v9", "no data set owner/some-set@v9"),
         ("hf://owner/some-set/nowhere", "there is no such file: owner/some-set holds .*README.md"),
         ("hf://owner", "not the name of a data set.*hf://owner/name"),
-        ("hf://owner/.some--set", "no data set owner/.some--set"),
     ],
 )
 def test_what_the_hub_does_not_have_is_said_with_its_cure(online: FakeHub, pattern: str, says: str) -> None:
@@ -102,6 +99,5 @@ def test_a_file_is_fetched_once_and_read_from_the_cache_offline(online: FakeHub,
     assert len(online.site.asked) == asked
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert read(location) == data
-    with pytest.raises(DataError, match="not in the cache of the Hub") as raised:
+    with pytest.raises(DataError, match=f"cannot read {TRAIN[1]}: .*offline"), streams.noting_faults(TRAIN[1]):
         read(TRAIN[1])
-    assert TRAIN[1] in str(raised.value)

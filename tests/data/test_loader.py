@@ -88,21 +88,15 @@ def as_lists(steps: Iterable[list[MicroBatch]]) -> list[Lists]:
     return [[(m.number, m.batch.input_ids_BT.tolist(), m.batch.labels_BT.tolist()) for m in step] for step in steps]
 
 
-@pytest.mark.parametrize(
-    ("per_step", "rows_per_device", "kind"),
-    [
-        (2, 3, 1), (5, 1, 1), (5, 3, 2), (8, 16, 0), (13, 1, 2), (13, 3, 0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("per_step", "rows_per_device", "kind"), [(2, 3, 1), (5, 3, 2), (8, 16, 0), (13, 1, 2)])
 def test_any_number_of_ranks_sees_the_same_global_batches(per_step: int, rows_per_device: int, kind: int) -> None:
     order = orders(17, per_step, 2 * 17 + 1)[kind]
     for step in range(order.steps):
         alone = live_rows(loader(order, rows_per_device=rows_per_device).step(step))
         assert [row for number in sorted(alone) for row in alone[number]] == order.step_rows(step).tolist()
         for world in (2, 3, 4):
-            ranks = [
-                loader(order, rows_per_device=rows_per_device, rank=rank, world=world).step(step) for rank in range(world)
-            ]
+            loaders = (loader(order, rows_per_device=rows_per_device, rank=r, world=world) for r in range(world))
+            ranks = [one.step(step) for one in loaders]
             assert len({len(micro_batches) for micro_batches in ranks}) == 1, "all take part in every collective"
             numbers = [micro_batch.number for micro_batches in ranks for micro_batch in micro_batches]
             assert len(numbers) == len(set(numbers))

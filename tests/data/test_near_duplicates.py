@@ -14,11 +14,11 @@ from support.shard_sets import digests, opened, texts_in, write_lines
 
 from ttrain.config import Reading
 from ttrain.data import near_duplicates
-from ttrain.data.assembly import ShardSetResult
 from ttrain.data.blocks import BlockRecipe
 from ttrain.data.near_duplicates import FOLDER, NEAR_DUPLICATE, REPORT, EarlierSet, SimilarityRule
 from ttrain.data.plain_text import plain
-from ttrain.data.sharding import Processes
+from ttrain.data.pool import Processes
+from ttrain.data.sharding import ShardSetResult
 from ttrain.data.shards import read_shard
 
 RULE = SimilarityRule(0.8)
@@ -35,7 +35,7 @@ def build(*arguments: Any, **options: Any) -> ShardSetResult:
 
 def text(rng: random.Random, words: int, chinese: bool = False) -> list[str]:
     if chinese:
-        return [rng.choice(CHINESE) for _ in range(4 * words)]
+        return rng.choices(CHINESE, k=4 * words)
     return [f"{rng.choice(ENGLISH)}{rng.randrange(100) if rng.random() < 0.3 else ''}" for _ in range(words)]
 
 
@@ -44,14 +44,10 @@ def edited(rng: random.Random, words: list[str], share: float, chinese: bool = F
     count = max(1, round(share * len(words)))
     start = rng.randrange(len(words) - count + 1)
     places = range(start, start + count) if together else rng.sample(range(len(words)), count)
-    changed = list(words)
+    changed = dict(enumerate(words))
     for place in places:
         changed[place] = rng.choice(CHINESE) if chinese else f"{rng.choice(ENGLISH)}x{rng.randrange(1000)}"
-    return changed
-
-
-def joined(words: list[str], chinese: bool = False) -> str:
-    return ("" if chinese else " ").join(words)
+    return [*changed.values()]
 
 
 def shingles(text: str) -> set[bytes]:
@@ -71,10 +67,11 @@ def planted(count: int, seed: int = 0) -> tuple[list[str], list[str]]:
     originals, copies = [], []
     for number in range(count):
         chinese = number % 3 == 0
+        separator = "" if chinese else " "
         words = text(rng, rng.randrange(30, 200), chinese)
         copy = edited(rng, words, rng.choice((0.01, 0.02, 0.05, 0.1, 0.2)), chinese=chinese, together=number % 2 == 0)
-        originals.append(joined(words, chinese))
-        copies.append(joined(copy, chinese))
+        originals.append(separator.join(words))
+        copies.append(separator.join(copy))
     return originals, copies
 
 
@@ -121,7 +118,7 @@ def test_a_chain_of_edits_does_not_join_two_texts(tmp_path: Path, recipe: BlockR
     chain = [text(rng, 200)]
     for start in range(5):
         chain.append([*chain[-1][: 15 * start], *text(rng, 15), *chain[-1][15 * start + 15 :]])
-    texts = [joined(words) for words in chain]
+    texts = [" ".join(words) for words in chain]
     kept: list[str] = []
     for candidate in texts:
         if all(similarity(candidate, other) < 0.8 for other in kept):
@@ -197,17 +194,17 @@ def test_a_growing_set_equals_one_of_all_files(tmp_path: Path, recipe: BlockReci
 
 def test_training_documents_like_those_of_held_out_files_go(tmp_path: Path, recipe: BlockRecipe, tokenizer: Path) -> None:
     rng = random.Random(7)
-    words, other = text(rng, 100), joined(text(rng, 100))
+    words, other = text(rng, 100), " ".join(text(rng, 100))
     like = edited(rng, words, 0.02, together=True)
-    held = write_lines(tmp_path / "held.jsonl", rows([joined(words), joined(edited(rng, words, 0.02, together=True))]))
-    train = write_lines(tmp_path / "train.jsonl", rows([joined(like), other]))
+    held = write_lines(tmp_path / "held.jsonl", rows([" ".join(words), " ".join(edited(rng, words, 0.02, together=True))]))
+    train = write_lines(tmp_path / "train.jsonl", rows([" ".join(like), other]))
     build(tmp_path / "out", [train], recipe, NEAR, heldout=[held])
     assert texts_in(tmp_path / "out", tokenizer) == [other]
     assert len(texts_in(tmp_path / "out", tokenizer, "heldout")) == 2
     assert dropped(tmp_path / "out")[0]["original"]["file"] == "held.jsonl"
     # The same held-out files come in each night.
     earlier = [EarlierSet("night 0", tmp_path / "out")]
-    new = write_lines(tmp_path / "new.jsonl", rows([joined(text(rng, 100)), other]))
+    new = write_lines(tmp_path / "new.jsonl", rows([" ".join(text(rng, 100)), other]))
     build(tmp_path / "next", [new], recipe, NEAR, heldout=[held], earlier=earlier)
     assert len(texts_in(tmp_path / "next", tokenizer, "heldout")) == 2
     assert [row["line"] for row in dropped(tmp_path / "next")] == [2]

@@ -46,17 +46,14 @@ def row(**values: Any) -> bytes:
     [
         {"prompt": "Q", "chosen": "good", "rejected": "bad"},
         {"prompt": [USER], "chosen": [GOOD], "rejected": BAD},
-        {"prompt": "Q", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
         {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
         {"conversations": [{"from": "human", "value": "Q"}], "chosen": {"from": "gpt", "value": "good"},
          "rejected": {"from": "gpt", "value": "bad"}},
         {"messages": [USER], "chosen": GOOD, "rejected": BAD},
         {"instruction": "Q", "input": "", "chosen": "good", "rejected": "bad"},
         {"question": "Q", "chosen": "good", "rejected": "bad"},
-        {"input": "Q", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
         {"prompt": " Q\n", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
-        {"prompt": "Q", "chosen": [USER, GOOD], "rejected": "bad"},
-        {"messages": [USER, GOOD], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"input": "Q", "chosen": [USER, GOOD], "rejected": "bad"},
         {"messages": [USER, BAD], "chosen": GOOD, "rejected": "bad"},
     ],
 )  # fmt: skip
@@ -71,32 +68,24 @@ SYSTEM, EARLIER = {"role": "system", "content": "Be brief."}, {"role": "user", "
 
 @pytest.mark.parametrize(
     ("prompt", "before"),
-    [
-        ("Q", [SYSTEM]),
-        ("Q", [SYSTEM, EARLIER, GOOD]),
-        ("Q", [GOOD]),
-        ([EARLIER, GOOD, USER], [SYSTEM, EARLIER, GOOD]),
-        ([USER, GOOD], [SYSTEM]),
-    ],
+    [("Q", [SYSTEM, EARLIER, GOOD]), ([EARLIER, GOOD, USER], [SYSTEM, EARLIER, GOOD]), ([USER, GOOD], [SYSTEM])],
 )
 def test_a_prompt_within_both_conversations_stands_there_once(prompt: Any, before: list[dict[str, str]]) -> None:
     pair = preference_of({"prompt": prompt, "chosen": [*before, USER, GOOD], "rejected": [*before, USER, BAD]})
     assert [turn.content for turn in pair.prompt] == [turn["content"] for turn in (*before, USER)]
     assert (pair.chosen, pair.rejected) == (PAIR.chosen, PAIR.rejected)
-    rated = preference_of({"prompt": "Q", "completion": [SYSTEM, USER, GOOD], "label": True})
-    assert ([turn.role for turn in rated.prompt], rated.chosen) == (["system", "user"], PAIR.chosen)
 
 
-def test_a_prompt_that_ends_with_the_beginning_of_both_conversations_keeps_its_own_beginning() -> None:
-    pair = preference_of({"prompt": [SYSTEM, USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]})
-    assert [turn.role for turn in pair.prompt] == ["system", "user"]
-    assert (pair.chosen, pair.rejected) == (PAIR.chosen, PAIR.rejected)
-
-
-@pytest.mark.parametrize("prompt", [[USER, GOOD], [SYSTEM]])
-def test_an_answer_may_begin_with_a_question_that_the_prompt_leaves_open(prompt: list[dict[str, str]]) -> None:
-    pair = preference_of({"prompt": prompt, "chosen": [EARLIER, GOOD], "rejected": [EARLIER, BAD]})
-    assert [turn.role for turn in pair.messages] == [turn["role"] for turn in prompt] + ["user", "assistant"] * 2
+@pytest.mark.parametrize(
+    ("prompt", "before"),
+    [([SYSTEM, USER], [USER]), ([USER, GOOD], [EARLIER]), ([SYSTEM], [EARLIER])],
+    ids=["the end of the prompt again", "another question", "the first question"],
+)
+def test_a_prompt_keeps_what_answers_do_not_repeat(prompt: Any, before: list[dict[str, str]]) -> None:
+    pair = preference_of({"prompt": prompt, "chosen": [*before, GOOD], "rejected": [*before, BAD]})
+    new = [] if before == [USER] else before
+    assert [turn.role for turn in pair.prompt] == [turn["role"] for turn in prompt]
+    assert [turn.content for turn in pair.rejected] == [turn["content"] for turn in (*new, BAD)]
 
 
 @pytest.mark.parametrize("label", [True, False])
@@ -116,36 +105,22 @@ def test_system_functions_and_calls_are_part_of_prompt_and_answers() -> None:
     assert '<tool_call>\n{"name": "f"' in pair.rejected[0].content
 
 
-NO_ANSWER = "has no answer of its own: no assistant's turn with a text after the prompt"
 DEEP = b'{"prompt": "Q", "chosen": ' + b"[" * 900 + b"]" * 900 + b', "rejected": "b"}'
 # (row, how its reason begins)
 HOSTILE = (
     (row(prompt="Q", chosen="a", rejected="a"), "'chosen' and 'rejected' are equal; write two different answers"),
-    (row(chosen=[USER, GOOD], rejected=[USER, GOOD]), "'chosen' and 'rejected' are equal; write two different answers"),
-    (row(prompt="Q", chosen="a", rejected="  "), "'rejected' is empty; write a text, or leave the row out"),
-    (row(prompt="Q", chosen="\u200b", rejected="a"), "'chosen' is empty; write a text, or leave the row out"),
+    (row(prompt="Q", chosen="a", rejected=" \u200b"), "'rejected' is empty; write a text, or leave the row out"),
     (row(prompt="Q", chosen=[], rejected="a"), "'chosen' has no turns; write turns such as"),
     (row(prompt="Q", chosen=None, rejected="a"), "'chosen' is null beside 'rejected'; write both answers"),
     (row(prompt="Q", chosen=1, rejected="a"), "'chosen' is a number, not text, a turn or a list of turns such as"),
-    (row(prompt=" ", chosen="a", rejected="b"), "'prompt' is empty; write a text, or leave the row out"),
     (row(prompt={"a": 1}, chosen="a", rejected="b"), "'prompt' is an object, not text or a list of turns such as"),
-    (row(chosen=[USER, GOOD], rejected=[{**USER, "content": "R"}, BAD]), "'chosen' and 'rejected' have no common prompt"),
+    (row(chosen=[USER, GOOD], rejected=[EARLIER, BAD]), "'chosen' and 'rejected' have no common prompt"),
     (row(chosen="a", rejected="b"), "'chosen' is a text but there is no 'prompt'; write it"),
-    (row(chosen=[USER, GOOD], rejected=[USER, GOOD, USER, BAD]), f"'chosen' {NO_ANSWER}"),
-    (row(prompt="Q", chosen=[USER], rejected="b"), f"'chosen' {NO_ANSWER}"),
-    (row(prompt="Q", completion="a"), "'label' is missing beside 'completion'; write true (the answer is good) or false"),
-    (row(prompt="Q", completion="a", label=1), "'label' is a number beside 'completion'; write true"),
+    (row(prompt="Q", chosen=[USER], rejected="b"), "'chosen' has no answer of its own: no assistant's turn with a text"),
+    (row(prompt="Q", completion="a"), "'label' is missing beside 'completion'; write true (the answer is good) or"),
     (row(completion="a", label=True), "no key 'prompt' beside 'completion'; write the prompt"),
-    (
-        row(prompt="R", chosen=[USER, GOOD], rejected=[USER, BAD]),
-        "'chosen' is a conversation without the turns of the prompt",
-    ),
-    (row(prompt="Q", chosen=[USER, GOOD], rejected=[SYSTEM, USER, BAD]), "'chosen' and 'rejected' have no common prompt"),
-    (
-        row(prompt=[SYSTEM, USER], chosen=[{**SYSTEM, "content": "S"}, USER, GOOD], rejected="b"),
-        "'chosen' is a conversation",
-    ),
-    (row(prompt="Q", completion=[EARLIER, GOOD], label=True), "'completion' is a conversation without the turns of the"),
+    (row(prompt="R", chosen=[USER, GOOD], rejected="b"), "'chosen' is a conversation without the turns of the prompt"),
+    (row(prompt="Q", chosen=[USER, GOOD], rejected=[SYSTEM, USER, BAD]), "'chosen' and 'rejected' have no common"),
     (row(prompt="Q", chosen=[RESULT, GOOD], rejected="b"), "a tool turn without a call before it; put"),
     (DEEP, "a turn is a list, not an object such as"),
 )
@@ -237,7 +212,7 @@ def some_records(seed: int, count: int, *, rated: bool = False) -> list[Record]:
     return records
 
 
-def write(path: Path, records: list[Record], *, shards: int = 1, weights: tuple[float, ...] = ()) -> ShardSet:
+def write(path: Path, records: list[Record], shards: int) -> ShardSet:
     path.mkdir(parents=True, exist_ok=True)
     entries = []
     for number in range(shards):
@@ -245,17 +220,13 @@ def write(path: Path, records: list[Record], *, shards: int = 1, weights: tuple[
         parts: list[int] = []
         offsets = [0]
         for record in records[number::shards]:
-            ids += record.prompt_ids()
-            parts += [PROMPT] * len(record.prompt_ids())
-            for side, answer in record.answers():
-                ids += answer
-                parts += [(CHOSEN, REJECTED)[side]] * len(answer)
+            for part, tokens in ((PROMPT, record.prompt_ids()), *((CHOSEN + n, answer) for n, answer in record.answers())):
+                ids += tokens
+                parts += [part] * len(tokens)
             offsets.append(len(ids))
         column = Column(np.array(ids), np.array(offsets), np.array(parts) != PROMPT, np.array(parts, np.uint8))
-        entry = write_shard(path / f"{number:016x}.arrow", column, 128)
-        entries.append({**entry, "bytes": 0, "group": number if weights else 0})
-    more = {"weights": list(weights)} if weights else {}
-    write_index(path, kind="pairs", vocab_size=128, tokenizer="t", shards=entries, **more)
+        entries.append({**write_shard(path / f"{number:016x}.arrow", column, 128), "bytes": 0, "group": 0})
+    write_index(path, kind="pairs", vocab_size=128, tokenizer="t", shards=entries)
     return ShardSet(path)
 
 
@@ -264,26 +235,22 @@ Branch = tuple[int, int, list[int], list[int], list[int]]  # answer id, rating, 
 
 def pairs_in(batch: PairBatch) -> list[tuple[list[int], list[Branch]]]:
     """(ids of the common prefix, branches) of every pair."""
+    names = ("input_ids_BT", "labels_BT", "positions_BT", "answers_BT")
     found = []
-    for line in range(len(batch.segments_BT)):
-        segments = batch.segments_BT[line]
+    for line, segments in enumerate(batch.segments_BT):
         for segment in range(segments.max() + 1):
-            there = segments == segment
             branches = []
-            for branch in (1, 2):
-                inside = there & (batch.branches_BT[line] == branch)
-                if not inside.any():
-                    continue
-                answers = set(batch.answers_BT[line][inside].tolist())
-                assert len(answers) == 1, "every position of a branch here has a label"
-                answer = answers.pop()
-                arrays = (batch.input_ids_BT, batch.labels_BT, batch.positions_BT)
-                ids = [array[line][inside].tolist() for array in arrays]
-                branches.append((int(batch.answer_ids_A[answer]), int(batch.ratings_A[answer]), ids[0], ids[1], ids[2]))
-            prefix = there & (batch.branches_BT[line] == 0)
-            assert (batch.labels_BT[line][prefix] == IGNORE).all() and (batch.answers_BT[line][prefix] == -1).all()
-            assert batch.positions_BT[line][prefix].tolist() == list(range(int(prefix.sum())))
-            found.append((batch.input_ids_BT[line][prefix].tolist(), branches))
+            for branch in range(3):
+                there = (segments == segment) & (batch.branches_BT[line] == branch)
+                ids, labels, positions, answers = (getattr(batch, name)[line][there].tolist() for name in names)
+                if branch == 0:
+                    prefix = ids
+                    assert {*labels} <= {IGNORE} and {*answers} <= {-1} and positions == list(range(len(ids)))
+                elif ids:
+                    assert len(set(answers)) == 1, "every position of a branch here has a label"
+                    numbers = int(batch.answer_ids_A[answers[0]]), int(batch.ratings_A[answers[0]])
+                    branches.append((*numbers, ids, labels, positions))
+            found.append((prefix, branches))
     return found
 
 
@@ -311,7 +278,7 @@ def test_rows_hold_what_a_naive_reference_says(
 ) -> None:
     """A property test: whole pairs, cut at the first turn that makes them fit, left out where only the answer would stay."""
     records = some_records(seed, 80, rated=rated)
-    rows = PairRows(write(tmp_path, records, shards=shards), row_length, PAD, END, header_length=1, packed=packed)
+    rows = PairRows(write(tmp_path, records, shards), row_length, PAD, END, header_length=1, packed=packed)
     wanted, cut, too_long = [], 0, 0
     for record, number in zip(records, numbers_in_set(len(records), shards), strict=True):
         first = next((turn for turn in range(len(record.prompt)) if record.size(turn) <= row_length), None)
@@ -330,8 +297,7 @@ def test_rows_hold_what_a_naive_reference_says(
     assert counts["target_tokens"] == sum(len(ids) for _, branches in wanted for *_, ids, _ in branches)
     kept = sum(len(prefix) + 1 + sum(len(branch[2]) for branch in branches) for prefix, branches in wanted)
     assert counts["dropped_tokens"] == rows.shards.tokens - kept
-    for row, batch in enumerate(batches):
-        assert (batch.segments_BT >= 0).sum() == rows.lengths()[row]
+    assert [(batch.segments_BT >= 0).sum() for batch in batches] == rows.lengths().tolist()
 
 
 def test_a_record_with_an_answer_that_has_no_live_token_is_left_out_and_counted(tmp_path: Path) -> None:

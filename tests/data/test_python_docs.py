@@ -17,21 +17,14 @@ from ttrain.data import python_docs, tokenizer
 from ttrain.tasks.common.rows import open_rows
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("pretrain", "pretrain_heldout", "sft", "sft_heldout", "lora", "lora_heldout")
-SETTINGS = PythonDocs(source_code_fraction=0.2)
 Rows = dict[str, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
     output = tmp_path_factory.mktemp("python_docs")
-    return output, python_docs.build(output, SETTINGS)
-
-
-@pytest.fixture(scope="module")
-def rows(built: tuple[Path, Any]) -> Rows:
-    names = (*NAMES, "dpo", "dpo_heldout")
-    return {name: [json.loads(line) for line in (built[0] / f"{name}.jsonl").open(encoding="utf-8")] for name in names}
+    names = python_docs.build(output, PythonDocs())
+    return {name: [json.loads(line) for line in (output / f"{name}.jsonl").open(encoding="utf-8")] for name in names}
 
 
 def texts(row: dict[str, Any], role: str = "") -> list[str]:
@@ -72,7 +65,7 @@ def test_heldout_documents_and_answers_are_no_copies_of_training_text(rows: Rows
 def test_most_tokens_lie_in_a_row_with_the_beginning_of_their_document(rows: Rows, tmp_path: Path) -> None:
     """Of a fourth of the quickstart's documents, in rows as pretraining packs them. In one stream 0.35 of the tokens of
     rows of 256 lie without it, and 0.20 of those of rows of 512."""
-    documents = [row["text"] for row in rows["pretrain"] if not row["source"].startswith("code:")][::4]
+    documents = [row["text"] for row in rows["pretrain"]][::4]
     bpe = tokenizer.train(documents[::2], 4096)
     lengths = [len(encoding.ids) for encoding in bpe.encode_batch_fast(documents)]
     first, other = 1, 5
@@ -88,6 +81,13 @@ def test_most_tokens_lie_in_a_row_with_the_beginning_of_their_document(rows: Row
         tokens = sum(lengths) - len(lengths)  # the last one of each is a target only
         assert 0 < without / tokens <= most, f"rows of {row_length}"
         assert packed.counts()["fill"] > 0.99
+
+
+def test_the_settings_say_how_much_is_taken(rows: Rows, tmp_path: Path) -> None:
+    taken = python_docs.build(tmp_path, PythonDocs(chat_rows=200, domain_rows=50, document_bytes=300_000))
+    assert {name: taken[name]["rows"] for name in ("sft", "dpo", "lora")} == {"sft": 200, "dpo": 75, "lora": 50}
+    assert 290_000 < taken["pretrain"]["bytes"] + taken["pretrain_heldout"]["bytes"] <= 300_000
+    assert (tmp_path / "sft.jsonl").read_text("utf-8").startswith(json.dumps(rows["sft"][0], ensure_ascii=False))
 
 
 def test_the_wheel_has_the_text_and_its_licence() -> None:

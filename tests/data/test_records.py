@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -15,7 +16,6 @@ from hypothesis import strategies as st
 
 from ttrain.data.chat_shapes import is_chat, unread_keys
 from ttrain.data.chat_templates import Message, is_live
-from ttrain.data.jinja_templates import ROLES
 from ttrain.data.records import (
     Conversation,
     Record,
@@ -49,23 +49,21 @@ TALK = Conversation((
 HELLO = Conversation((Message("user", "Hi"), Message("assistant", "Hello")))
 
 
-def parsed_with(weight: Any) -> tuple[Any, dict[str, int], dict[str, int]]:
-    """The record of a document with this weight, and what was skipped and rejected."""
-    tally = Tally()
-    found = [record for _, record in accepted([("a", 1, {"text": "x", "weight": weight})], document_parser("text"), tally)]
-    return (found or [None])[0], dict(tally.skipped), dict(tally.rejected)
+def parsed_with(weight: Any) -> tuple[list[Any], dict[str, int], dict[str, int]]:
+    """The records of a document with this weight, and what was skipped and rejected."""
+    tally, rows = Tally(), [("a", 1, {"text": "x", "weight": weight})]
+    found = [record for _, record in accepted(rows, document_parser("text"), tally)]
+    return found, dict(tally.skipped), dict(tally.rejected)
 
 
 def test_a_row_has_a_weight_that_is_a_number_or_is_rejected_with_the_reason() -> None:
     for weight, expected in ((9, 9.0), (0.5, 0.5), (1, 1.0), (None, 1.0)):
-        assert parsed_with(weight) == (TextDocument("x", weight=expected), {}, {})
-    assert parsed_with(0) == (None, {"weight 0": 1}, {})
-    for weight, reason in (
-        (-1, "negative"), (math.nan, "not finite"), (math.inf, "not finite"), ("9", "text, not a number"),
-        (True, "not a number"), ([9], "not a number"),
-    ):  # fmt: skip
+        assert parsed_with(weight) == ([TextDocument("x", weight=expected)], {}, {})
+    assert parsed_with(0) == ([], {"weight 0": 1}, {})
+    reasons = {-1: "negative", math.nan: "not finite", "9": "text, not a number", True: "not a number"}
+    for weight, reason in reasons.items():
         record, skipped, rejected = parsed_with(weight)
-        assert record is None and not skipped
+        assert not record and not skipped
         assert re.match(rf"'weight' is .*{reason}; write how often the row is drawn, .* or leave the key out", *rejected)
 
 
@@ -82,38 +80,31 @@ def chat(*turns: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "Hi"}, *turns, {"role": "assistant", "content": "Hello"}], **more}
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
-        {"conversations": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
-        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
-        {"messages": [{"from": "human", "value": "Hi"}, {"role": "assistant", "content": "Hello"}]},
-        {"messages": [
-            {"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]},
-            {"role": "assistant", "content": "Hello", "tool_calls": None},
-        ]},
-        {"instruction": "Hi", "output": "Hello"},
-        {"instruction": "Hi", "input": " \n", "output": "Hello"},
-        {"instruction": "Hi", "input": None, "output": "Hello", "system": None, "tools": []},
-        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}], "conversations": 1,
-         "instruction": "x", "prompt": "y"},
-        {"instruction": "Hi", "output": "Hello", "history": None, "prompt": "y", "completion": "z"},
-        {"instruction": "Hi", "output": "Hello", "history": []},
-        {"instruction": "Hi", "output": "Hello", "history": " "},
-        {"prompt": "Hi", "completion": "Hello"},
-        {"prompt": [{"from": "human", "value": "Hi"}], "completion": "Hello", "tools": None},
-        {"prompt": "Hi", "completion": [{"role": "assistant", "content": "Hello", "weight": 1}]},
-        {"prompt": " Hi", "completion": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
-        {"messages": None, "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}],
-         "instruction": "x", "output": "y", "tools": None, "system": ""},
-    ],
-    ids=["messages", "conversations", "sharegpt", "mixed", "parts", "alpaca", "blank input", "null input",
-         "messages come first", "instruction comes first", "no history", "blank history", "prompt", "turns and a text",
-         "a text and turns", "a text and a conversation", "null is as good as absent"],
-)  # fmt: skip
-def test_every_known_shape_gives_the_same_chat(row: dict[str, Any]) -> None:
-    assert parse_conversation(row) == HELLO
+SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+PARTS = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
+SHAPES: list[dict[str, Any]] = [
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
+    {"conversations": SHAREGPT},
+    {"messages": [SHAREGPT[0], {"role": "assistant", "content": "Hello"}]},
+    {"messages": [{"role": "user", "content": PARTS}, {**SHAREGPT[1], "tool_calls": None}]},
+    {"instruction": "Hi", "output": "Hello"},
+    {"instruction": "Hi", "input": " \n", "output": "Hello"},
+    {"instruction": "Hi", "input": None, "output": "Hello", "system": None, "tools": []},
+    {"messages": SHAREGPT, "conversations": 1, "instruction": "x", "prompt": "y"},
+    {"instruction": "Hi", "output": "Hello", "history": None, "prompt": "y", "completion": "z"},
+    {"instruction": "Hi", "output": "Hello", "history": []},
+    {"instruction": "Hi", "output": "Hello", "history": " "},
+    {"prompt": "Hi", "completion": "Hello"},
+    {"prompt": SHAREGPT[:1], "completion": "Hello", "tools": None},
+    {"prompt": "Hi", "completion": [{"role": "assistant", "content": "Hello", "weight": 1}]},
+    {"prompt": " Hi", "completion": [{"role": "user", "content": "Hi"}, SHAREGPT[1]]},
+    {"messages": None, "conversations": SHAREGPT, "instruction": "x", "output": "y", "system": ""},
+]
+
+
+def test_every_known_shape_gives_the_same_chat() -> None:
+    for row in SHAPES:
+        assert parse_conversation(row) == HELLO, row
 
 
 @pytest.mark.parametrize(
@@ -135,17 +126,13 @@ def test_a_question_and_its_answer_are_a_chat_with_or_without_a_system_text(aske
     assert unread_keys({asked: "Hi", "chosen": "a", "rejected": "b"}, is_pair=True) == set()
 
 
-@pytest.mark.parametrize(
-    "more",
-    [{"choices": ["3", "4"]}, {"options": {"A": "3"}}, {"A": "3", "B": "4"}, {"opa": "3"}, {"context": "2 and 2"}],
-)
-def test_a_question_that_needs_more_than_itself_is_no_chat(more: dict[str, Any]) -> None:
-    row = {"question": "2 + 2?", "answer": "B", **more}
-    key = next(iter(more))
-    assert not is_chat(row)
-    rejected = parse_conversation(row)
-    assert isinstance(rejected, Rejected)
-    assert f"'{key}' beside 'question' may be a part of the question" in rejected.reason
+def test_a_question_that_needs_more_than_itself_is_no_chat() -> None:
+    for key, more in (("choices", ["3", "4"]), ("A", "3"), ("opa", "3"), ("context", "2 and 2")):
+        row = {"question": "2 + 2?", "answer": "B", key: more}
+        assert not is_chat(row)
+        rejected = parse_conversation(row)
+        assert isinstance(rejected, Rejected)
+        assert f"'{key}' beside 'question' may be a part of the question" in rejected.reason
 
 
 def test_a_row_that_older_formats_read_is_read_by_them() -> None:
@@ -161,9 +148,9 @@ def test_a_row_that_older_formats_read_is_read_by_them() -> None:
 def test_an_alpaca_history_is_the_turns_before_its_instruction() -> None:
     history = [["1?", "a"], ["2?", ""]]
     row = {"instruction": "3?", "input": "x", "output": "c", "history": history, "system": "S", "tools": []}
-    turns = [("system", "S"), ("user", "1?"), ("assistant", "a"), ("user", "2?"), ("assistant", ""), ("user", "3?\n\nx"),
-             ("assistant", "c")]  # fmt: skip
-    assert parse_conversation(row) == Conversation(tuple(Message(*turn) for turn in turns))
+    texts = ["S", "1?", "a", "2?", "", "3?\n\nx", "c"]
+    roles = ["system", *["user", "assistant"] * 3]
+    assert parse_conversation(row) == Conversation(tuple(map(Message, roles, texts)))
 
 
 def test_of_a_prompt_and_its_completion_the_completion_alone_is_learnt() -> None:
@@ -183,9 +170,8 @@ def test_of_a_prompt_and_its_completion_the_completion_alone_is_learnt() -> None
     assert parse_conversation({"prompt": before, "completion": [{"role": "user", "content": "b"}]}) == Skipped("no answer")
     called = {"role": "assistant", "tool_calls": [{"id": "1", "name": "f", "arguments": {}}]}
     result = {"role": "tool", "content": "2", "tool_call_id": "1"}
-    parsed = parse_conversation(
-        {"prompt": [*before, called], "completion": [result, {"role": "assistant", "content": "2."}]}
-    )
+    completion = [result, {"role": "assistant", "content": "2."}]
+    parsed = parse_conversation({"prompt": [*before, called], "completion": completion})
     assert isinstance(parsed, Conversation), "a result answers a call that stands in the prompt"
 
 
@@ -227,63 +213,46 @@ NO_TEXT = "a content part is not an object with a text"
 NOT_PAIRS = "'history' is not a list of pairs of texts; write a list of pairs"
 
 
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ({}, "none of the keys"),
-        ({"messages": []}, "'messages' has no turns"),
-        ({"conversations": "Hi"}, "'conversations' is text, not a list of turns"),
-        ({"messages": ["Hi"]}, "a turn is text, not an object"),
-        ({"messages": [{"content": "x"}]}, "a turn without a role; write 'role' as one of system, user, assistant, tool"),
-        (chat({"role": "user"}), "the 'content' of a turn of role 'user' is missing, not text"),
-        (chat({"from": "human", "content": "x"}), "the 'value' of a turn of role 'user' is missing, not text"),
-        (chat({"role": "system", "content": None}), "the 'content' of a turn of role 'system' is null, not text"),
-        (chat({"role": "user", "content": {"text": "x"}}), "is an object, not text"),
-        (chat({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}), f"{NO_TEXT} (its type: image_url)"),
-        (chat({"role": "user", "content": [{"type": "text", "text": 1}]}), f"{NO_TEXT} (its type: text); only text is read"),
-        (chat({"role": "user", "content": ["x"]}), f'{NO_TEXT} (its type: text); only text is read: write {{"type": "text"'),
-        (chat({"role": "user", "content": [{"text": "x"}]}), f"{NO_TEXT} (its type: None)"),
-        (chat({"role": "assistant", "content": "a", "weight": 0.5}), "the 'weight' of a turn is 0.5; write 1"),
-        (chat(system=1), "'system' is a number, not text"),
-        (chat({"role": "system", "content": "a"}, system="b"), "both the key 'system' and a system turn"),
-        ({"instruction": "x"}, "no key 'output'"),
-        ({"instruction": "x", "output": " "}, "'output' is empty"),
-        ({"instruction": ["x"], "input": "y", "output": "x"}, "'instruction' is a list, not text"),
-        ({"instruction": "x", "output": "y", "history": "z"}, NOT_PAIRS),
-        ({"instruction": "x", "output": "y", "history": ["a", "b"]}, NOT_PAIRS),
-        ({"instruction": "x", "output": "y", "history": [["a"]]}, NOT_PAIRS),
-        ({"instruction": "x", "output": "y", "history": [["a", None]]}, NOT_PAIRS),
-        ({"prompt": "x"}, "no key 'completion' beside 'prompt'"),
-        ({"completion": "x"}, "no key 'prompt' beside 'completion'"),
-        ({"prompt": 1, "completion": "x"}, "'prompt' is a number, not text or a list of turns"),
-        ({"prompt": " ", "completion": "x"}, "'prompt' is empty; write a text"),
-        ({"prompt": ["x"], "completion": "x"}, "a turn is text, not an object such as"),
-        ({"instruction": "x", "input": 1, "output": "x"}, "'input' is a number, not text"),
-        (chat(RESULT, call()), "a tool turn without a call before it"),
-        (chat(call(), {**RESULT, "tool_call_id": "2"}), "tool_call_id '2', which no call before it has"),
-        (chat(call(), {**RESULT, "tool_call_id": ["1"]}), "which no call before it has"),
-        (chat({**call(), "tool_calls": "f()"}), "'tool_calls': not valid JSON"),
-        (chat({**call(), "tool_calls": '{"name": "f"}'}), "'tool_calls' is an object, not a list"),
-        (chat({**call(), "tool_calls": ["f"]}), "a tool call is text, not an object"),
-        (chat({**call(), "tool_calls": [{"function": "f"}]}), "a tool call has no name"),
-        (chat(call(arguments="{not json")), "the arguments of a tool call: not valid JSON"),
-        (chat(call(arguments="[1]")), "the arguments of a tool call are a list, not an object"),
-        (chat({**call(), "role": "user", "content": "x"}), "'tool_calls' on a turn of role 'user'"),
-        (chat({"from": "function_call", "value": "f()"}), "'function_call': not valid JSON"),
-        (chat({"from": "function_call", "value": ""}), "'function_call': not valid JSON"),
-        (chat({"from": "function_call", "value": None}), "'function_call' is null, not a list of calls"),
-        (chat(tools="{broken"), "'tools': not valid JSON"),
-        (chat(tools={"name": "f"}), "'tools' is an object, not a list"),
-        (chat(tools=[{"type": "function"}]), "a tool has no name"),
-        (chat(tools=["f"]), "a tool is text, not an object"),
-        (chat({"role": "user", "content": "s", "tools": [ADD]}), "'tools' on a turn of role 'user'; write it beside"),
-        (chat({"role": "system", "content": "s", "tools": [ADD]}, tools=[ADD]), "'tools' both beside the turns and on"),
-    ],
-)  # fmt: skip
-def test_a_wrong_chat_is_rejected_with_its_reason(row: dict[str, Any], reason: str) -> None:
-    parsed = parse_conversation(row)
-    assert isinstance(parsed, Rejected)
-    assert reason in parsed.reason
+def turn(role: str, **more: Any) -> dict[str, Any]:
+    return chat({"role": role, **more})
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({}, "none of the keys"),
+    ({"messages": []}, "'messages' has no turns"),
+    ({"conversations": "Hi"}, "'conversations' is text, not a list of turns"),
+    ({"messages": [{"content": "x"}]}, "a turn without a role; write 'role' as one of system, user"),
+    (turn("user"), "the 'content' of a turn of role 'user' is missing, not text"),
+    (chat({"from": "human", "content": "x"}), "the 'value' of a turn of role 'user' is missing"),
+    (turn("user", content=[{"type": "image_url", "image_url": {}}]), f"{NO_TEXT} (its type: image_url)"),
+    (turn("user", content=["x"]), f'{NO_TEXT} (its type: text); only text is read: write {{"type": "text"'),
+    (turn("assistant", content="a", weight=0.5), "the 'weight' of a turn is 0.5; write 1"),
+    (chat(system=1), "'system' is a number, not text"),
+    (chat({"role": "system", "content": "a"}, system="b"), "both the key 'system' and a system turn"),
+    ({"instruction": "x"}, "no key 'output'"),
+    ({"instruction": "x", "output": " "}, "'output' is empty"),
+    ({"instruction": "x", "output": "y", "history": [["a", None]]}, NOT_PAIRS),
+    ({"prompt": "x"}, "no key 'completion' beside 'prompt'"),
+    ({"prompt": 1, "completion": "x"}, "'prompt' is a number, not text or a list of turns"),
+    ({"prompt": " ", "completion": "x"}, "'prompt' is empty; write a text"),
+    (chat(RESULT, call()), "a tool turn without a call before it"),
+    (chat(call(), {**RESULT, "tool_call_id": "2"}), "tool_call_id '2', which no call before it has"),
+    (turn("assistant", tool_calls="f()"), "'tool_calls': not valid JSON"),
+    (turn("assistant", tool_calls=[{"function": "f"}]), "a tool call has no name"),
+    (chat(call(arguments="{not json")), "the arguments of a tool call: not valid JSON"),
+    (chat({**call(), "role": "user", "content": "x"}), "'tool_calls' on a turn of role 'user'"),
+    (chat({"from": "function_call", "value": "f()"}), "'function_call': not valid JSON"),
+    (chat(tools="{broken"), "'tools': not valid JSON"),
+    (chat(tools=[{"type": "function"}]), "a tool has no name"),
+    (turn("user", content="s", tools=[ADD]), "'tools' on a turn of role 'user'; write it beside"),
+    (chat({"role": "system", "content": "s", "tools": [ADD]}, tools=[ADD]), "'tools' both beside the turns"),
+]
+
+
+def test_a_wrong_chat_is_rejected_with_its_reason() -> None:
+    for row, reason in WRONG:
+        parsed = parse_conversation(row)
+        assert isinstance(parsed, Rejected) and reason in parsed.reason, row
 
 
 def test_a_chat_without_an_answer_is_skipped() -> None:
@@ -319,27 +288,9 @@ def test_no_row_is_beyond_the_parsers(row: dict[str, Any]) -> None:
         parsed = parse(row)
         if isinstance(parsed, TextDocument | Conversation):
             again = document_parser("text") if isinstance(parsed, TextDocument) else parse_conversation
-            assert again(parsed.to_json()) == parsed
+            assert again(json.loads(json.dumps(parsed.to_json()))) == parsed
         else:
             assert isinstance(parsed, Skipped | Rejected)
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    turns=st.lists(
-        st.fixed_dictionaries({"role": st.sampled_from(ROLES), "content": st.sampled_from(["", " ", "x", None])}, optional={
-            "tool_calls": st.sampled_from([None, [], [{"name": "f", "arguments": {}}], [{"name": "f", "arguments": 1}]]),
-            "tools": st.sampled_from([None, "[]", [{"name": "f"}]]), "weight": st.sampled_from([None, 0, 1.0, True, 2]),
-        }), max_size=5,
-    )
-)  # fmt: skip
-def test_what_is_kept_is_read_back_equal(turns: list[dict[str, Any]]) -> None:
-    parsed = parse_conversation({"messages": turns})
-    if isinstance(parsed, Conversation):
-        written = json.loads(json.dumps(parsed.to_json()))
-        assert parse_conversation(written) == parsed
-        assert tuple(map(Message.from_json, written["messages"])) == parsed.messages
-        assert {message.role for message in parsed.messages} <= set(ROLES)
 
 
 # --- functions and calls
@@ -368,13 +319,9 @@ def minimind() -> dict[str, Any]:
     return {"conversations": turns}
 
 
-@pytest.mark.parametrize(
-    "row",
-    [openai(ARGUMENTS), openai('{"a": 1, "b": "é"}'), minimind(), {**minimind(), "tools": None}],
-    ids=["arguments as an object", "arguments as text", "MiniMind", "null beside"],
-)
-def test_every_form_of_functions_and_calls_gives_the_same_text(row: dict[str, Any]) -> None:
-    assert parse_conversation(row) == TALK
+def test_every_form_of_functions_and_calls_gives_the_same_text() -> None:
+    for row in (openai(ARGUMENTS), openai('{"a": 1, "b": "é"}'), minimind(), {**minimind(), "tools": None}):
+        assert parse_conversation(row) == TALK
 
 
 def test_an_empty_text_for_functions_or_calls_is_none() -> None:
@@ -416,29 +363,25 @@ def test_arguments_as_text_stay_as_they_are_written() -> None:
         assert parsed == Conversation((Message("assistant", text),))
 
 
-@pytest.mark.parametrize(
-    "call", [{"name": "add", "arguments": ARGUMENTS}, {"name": "add", "arguments": '{"a": 1, "b": "é"}'}]
-)
-@pytest.mark.parametrize("content", ["Well.", "", None])
-def test_a_function_call_beside_a_text_is_a_call_of_its_turn(call: dict[str, Any], content: str | None) -> None:
-    for value in (call, json.dumps(call)):
+def test_a_function_call_beside_a_text_is_a_call_of_its_turn() -> None:
+    call = {"name": "add", "arguments": ARGUMENTS}
+    for content, value in itertools.product(
+        ("Well.", "", None), (call, json.dumps(call), {**call, "arguments": '{"a": 1, "b": "é"}'})
+    ):
         turn = {"role": "assistant", "content": content, "function_call": value, "tool_calls": None}
         text = f"Well.\n{CALLED}" if content else CALLED
         assert parse_conversation({"messages": [turn]}) == Conversation((Message("assistant", text),))
 
 
 def test_no_function_call_is_none_and_a_second_call_rejects_the_row() -> None:
+    question, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
     for none in (None, "", {}, {"name": None, "arguments": None}):
-        turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello", "function_call": none}]
-        assert parse_conversation({"messages": turns}) == HELLO
+        assert parse_conversation({"messages": [question, {**answer, "function_call": none}]}) == HELLO
     call = {"name": "f", "arguments": {}}
     for turn, reason in (
-        (
-            {"role": "assistant", "tool_calls": [call], "function_call": call},
-            "both 'tool_calls' and 'function_call' on a turn",
-        ),
-        ({"role": "user", "content": "Hi", "function_call": call}, "'function_call' on a turn of role 'user'"),
-        ({"role": "assistant", "content": "Hi", "function_call": {"name": "f"}}, "the arguments of a tool call are null"),
+        ({**answer, "tool_calls": [call], "function_call": call}, "both 'tool_calls' and 'function_call' on"),
+        ({**question, "function_call": call}, "'function_call' on a turn of role 'user'"),
+        ({**answer, "function_call": {"name": "f"}}, "the arguments of a tool call are null"),
     ):
         parsed = parse_conversation({"messages": [turn]})
         assert isinstance(parsed, Rejected) and parsed.reason.startswith(reason)
@@ -452,6 +395,7 @@ UNREAD = [
     ({"messages": [{**ANSWER, "content": [{"type": "text", "text": "4", "reasoning": "2 + 2"}]}]}, {"reasoning"}),
     ({"conversations": [{"from": "gpt", "value": "4", "rationale": "2 + 2", "weight": 0}]}, {"rationale"}),
     ({"instruction": "2 + 2?", "output": "4", "reasoning": "2 + 2", "source": "me"}, {"reasoning"}),
+    ({"instruction": "?", "output": "4", "more": [{**ANSWER, "content": ["5"], "note": "6"}]}, {"more", "note"}),
     ({"prompt": "2 + 2?", "completion": [{**ANSWER, "reasoning": "2 + 2"}], "think": "2"}, {"reasoning", "think"}),
     ({"prompt": "2 + 2?", "chosen": {**ANSWER, "reasoning": "2 + 2"}, "rejected": "5", "chosen_note": "2"},
      {"reasoning", "chosen_note"}),
@@ -473,14 +417,17 @@ def test_texts_of_an_answer_under_keys_that_are_not_read_are_counted_by_their_ke
     assert len(list(accepted(rows, parse_conversation, tally))) == 3
     total.add(tally)
     assert total.to_json()["unread_keys"] == {"thinking": 1, "reasoning": 2}
-    list(
-        accepted(
-            [("b.jsonl", 1, {"instruction": "a", "output": "b", f"k{n}": "c"}) for n in range(200)],
-            parse_conversation,
-            total,
-        )
-    )
+    many = [("b.jsonl", 1, {"instruction": "a", "output": "b", f"k{n}": "c"}) for n in range(200)]
+    list(accepted(many, parse_conversation, total))
     assert len(total.unread_keys) == 101 and total.unread_keys.total() == 203
+
+
+def test_reasoning_is_read_of_turns_of_either_form() -> None:
+    by_role = {"role": "assistant", "content": "4", "reasoning_content": " 2 + 2 "}
+    by_name = {"from": "gpt", "value": "4", "reasoning_content": " 2 + 2 "}
+    expected = Conversation((Message("assistant", "<think>\n2 + 2\n</think>\n\n4", thought=24),))
+    for row in ({"messages": [by_role]}, {"conversations": [by_name]}):
+        assert parse_conversation(row) == expected and not unread_keys(row, is_pair=False)
 
 
 def test_a_key_that_is_null_in_functions_or_arguments_counts_as_absent() -> None:
@@ -506,13 +453,11 @@ def test_a_key_that_is_null_in_functions_or_arguments_counts_as_absent() -> None
 
 
 def test_a_turn_with_a_role_that_is_null_is_one_of_sharegpt() -> None:
-    turns = [
-        {"role": None, "content": None, "from": role, "value": text} for role, text in (("human", "Hi"), ("gpt", "Hello"))
-    ]
+    turns = [{"role": None, "content": None, **turn} for turn in SHAREGPT]
     assert parse_conversation({"conversations": turns}) == HELLO
 
 
-@pytest.mark.parametrize("number", ["98765432109876543210", "-9223372036854775809", "1.0", "12", "0.1"])
+@pytest.mark.parametrize("number", ["98765432109876543210", "1.0"])
 def test_numbers_of_functions_and_calls_keep_their_value(number: str) -> None:
     arguments = f'{{"a": {number}, "b": [{number}]}}'
     call = f'{{"name": "f", "arguments": {arguments}}}'

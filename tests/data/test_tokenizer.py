@@ -9,7 +9,6 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -26,6 +25,7 @@ from ttrain.tasks import tokenizer as stage
 from ttrain.tasks.tokenizer import train_directory
 
 SPECIAL_TOKENS = jinja_templates.SPECIAL_TOKENS["ttrain"]
+config = config_module.Tokenizer
 SMALL = config_module.Tokenizer(vocab_size=700, max_bytes=30_000)
 WORDS = ("the", "quick", "brown", "fox", "jumps", "über", "日本", "don't", "42", "x_1", "<|end|>", "<|assistant|>", "🙂")
 TRAIN = """
@@ -116,14 +116,6 @@ def test_a_word_without_end_is_cut_for_learning_only_and_loses_nothing() -> None
 # --- the sample that it learns from
 
 
-def texts(count: int, size: int = 100) -> list[str]:
-    return [f"{number:06d}".ljust(size, ".") for number in range(count)]
-
-
-def config(**values: Any) -> config_module.Tokenizer:
-    return config_module.Tokenizer(**values)
-
-
 def lowest(rows: list[str], settings: config_module.Tokenizer) -> list[str]:
     """By sorting all of them: as many as fit, in the order of their keyed hash; the first whatever its size."""
 
@@ -185,9 +177,7 @@ def test_the_result_says_what_was_read_and_how_well_it_fits_each_file(
     assert Encoder(tmp_path / "expected").digest == encoder.digest, "it learns from the sample of the training part alone"
     head = train_directory(paths, tmp_path / "head", config(vocab_size=400, sample="head", max_documents=10), Reading())
     assert (head["documents"], head["documents_seen"]) == (10, 10)
-    assert all(entry["documents"] and entry["bytes_per_token"] >= 1 for entry in head["files"]), (
-        "also what it does not reach"
-    )
+    assert all(entry["documents"] and entry["bytes_per_token"] >= 1 for entry in head["files"]), "also one not reached"
     monkeypatch.setattr(stage, "MEASURED_BYTES_OF_ALL", 2 * 1500)  # of many files, fewer of each
     few = train_directory(paths, tmp_path / "few", config(vocab_size=400, max_documents=10), reading)["files"]
     assert few[1]["documents"] == 2 and few[0]["bytes"] <= 1500

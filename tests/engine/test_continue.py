@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from support.held_locks import held_elsewhere
 from support.kill_points import killed_at
-from support.planned_homes import House, append, copy_package
+from support.planned_homes import House
 
-from ttrain.core import hashing
 from ttrain.core.files import write_json
-from ttrain.core.hashing import code_digests
 from ttrain.engine import resume
 from ttrain.engine.graph import Planned, Selection
+from ttrain.engine.planner import key_of
 from ttrain.errors import UsageError
-from ttrain.store.artifacts import ArtifactStore
-from ttrain.tasks import STAGES
 
 SEED = "sft.seed=5"  # so that there is something to do
 TOKENS = ("sft.epochs=null", "sft.tokens=409600", "sft.tokens_per_step=4096")  # 100 steps
@@ -38,43 +32,20 @@ def left(house: House, planned: Planned, step: int = 20) -> resume.PartialRun:
     return resume.PartialRun(planned.stage.name, planned.key, work, step, planned.ingredients)
 
 
-@pytest.fixture(scope="module")
-def changed_code(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A package in which a module that the SFT reads is another, and a finished home that has seen it."""
-    directory = tmp_path_factory.mktemp("changed")
-    home = Path(shutil.copytree(finished, directory / "home"))
-    package = copy_package(directory / "ttrain", home)
-    append(package / "tasks" / "sft.py", "\nSOMETHING = 1\n")
-    os.utime(package / "tasks" / "sft.py", (1, 1))  # long ago, as far as the cache of digests is concerned
-    store = ArtifactStore(home)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(hashing, "PACKAGE_DIRECTORY", package)
-        for stage in STAGES.values():
-            code_digests(stage.module, store.cache)
-    store.cache.save()
-    return package, home
+def older(planned: Planned, digest: str = "0") -> Planned:
+    """The same stage as planned before a module that it reads was changed."""
+    code = {**planned.ingredients["code"], "ttrain.tasks.sft": digest * 64}
+    ingredients = {**planned.ingredients, "code": code}
+    return replace(planned, key=key_of(ingredients), ingredients=ingredients)
 
 
 @pytest.fixture
-def built(house: House, changed_code: tuple[Path, Path]) -> House:
-    """A house where everything is finished, under the code before the change."""
-    shutil.copytree(changed_code[1], house.store.root, dirs_exist_ok=True)
-    house.store = ArtifactStore(house.store.root)
-    return house
-
-
-@pytest.fixture
-def changed(changed_code: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Changes the code, when it is called."""
-    return lambda: monkeypatch.setattr(hashing, "PACKAGE_DIRECTORY", changed_code[0])
-
-
-@pytest.fixture
-def work(built: House, changed: Callable[[], None]) -> resume.PartialRun:
-    """The SFT's work under the code before a change."""
-    found = left(built, built.plan(SEED)["sft"])
-    changed()
-    return found
+def work(built: House) -> resume.PartialRun:
+    """The SFT's work under the code before a change, as is its artifact."""
+    made = older(built.plan()["sft"])
+    shutil.rmtree(built.store.latest("sft").path)
+    built.publish(made)
+    return left(built, older(built.plan(SEED)["sft"]))
 
 
 def test_the_plan_offers_the_work_with_its_differences_and_continue_takes_it(built: House, work: resume.PartialRun) -> None:
@@ -131,20 +102,26 @@ def test_a_budget_that_reaches_the_step_may_differ(built: House, work: resume.Pa
         assert any('sft.epochs: "auto" → ' in line for line in planned.why)
 
 
-def test_a_budget_of_rows_that_are_not_packed_has_more_steps(built: House, changed: Callable[[], None]) -> None:
+def test_passes_that_the_rows_decided_may_not_become_fewer(built: House, work: resume.PartialRun) -> None:
+    write_json(resume.checkpoint_of(work.path / "output", 20) / "state.json", {"identity": {"epochs": 6.0}})
+    with pytest.raises(UsageError, match=r"its budget, 2\.0 epochs, may end before that step"):
+        built.plan(SEED, "sft.epochs=2", resume_key=work.key)
+    for budget in ("sft.epochs=6", "sft.epochs=auto"):
+        assert built.plan(SEED, budget, resume_key=work.key)["sft"].partial_run == work
+
+
+def test_a_budget_of_rows_that_are_not_packed_has_more_steps(built: House) -> None:
     """The work at step 150 of a budget that packed rows would reach in 100."""
     budget = (*TOKENS, "sft.packing=none")
-    work = left(built, built.plan(*budget)["sft"], 150)
-    changed()
+    work = left(built, older(built.plan(*budget)["sft"]), 150)
     assert f"unfinished work {work.key[:12]} at step 150" in built.plan(*budget)["sft"].why[0]
     assert not built.plan(*budget, "sft.tokens=204800")["sft"].why[0].startswith("unfinished")
 
 
-def test_the_furthest_work_is_offered(built: House, changed: Callable[[], None]) -> None:
-    near, far = (
-        left(built, built.plan(*TOKENS, f"sft.tokens={tokens}")["sft"], s) for tokens, s in ((409600, 5), (819200, 9))
-    )
-    changed()
+def test_the_furthest_work_is_offered(built: House) -> None:
+    steps = {409600: 5, 819200: 9}
+    planned = {tokens: built.plan(*TOKENS, f"sft.tokens={tokens}")["sft"] for tokens in steps}
+    near, far = (left(built, older(planned[tokens]), step) for tokens, step in steps.items())
     assert f"unfinished work {far.key[:12]} at step 9" in built.plan(*TOKENS)["sft"].why[0]
     assert built.plan(*TOKENS, resume_key=near.key)["sft"].partial_run == near
 
@@ -205,15 +182,12 @@ def test_adopted_work_is_that_of_the_new_key_and_knows_from_where_it_came(built:
     assert built.plan(SEED, resume_key=work.key)["sft"].state == "cached", "and again, when the stage is finished"
 
 
-def test_work_that_is_adopted_twice_tells_both_changes_in_their_order(
-    built: House, work: resume.PartialRun, copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = adopt(built, work)
-    moved = built.store.work("sft", str(first.key))
+def test_work_that_is_adopted_twice_tells_both_changes_in_their_order(built: House, work: resume.PartialRun) -> None:
+    first = older(built.plan(SEED)["sft"], "1")
+    resume.take_over(built.store, work, first.known_key, first.ingredients)
+    moved = built.store.work("sft", first.known_key)
     write_json(moved / resume.INGREDIENTS, first.ingredients)  # as the stage's start does
-    append(copy / "tasks" / "sft.py", "\nSOMETHING = 2\n")
-    monkeypatch.setattr(hashing, "PACKAGE_DIRECTORY", copy)
-    second = adopt(built, replace(work, key=str(first.key)))
+    second = adopt(built, replace(work, key=first.known_key))
     told = resume.history(built.store.work("sft", str(second.key)), str(second.key))
     assert [(entry["key"], entry["differences"]) for entry in told] == [
         (work.key, ["module ttrain.tasks.sft changed"]),

@@ -52,7 +52,8 @@ def test_warnings_of_the_guards_name_the_setting_to_change_and_their_file() -> N
     result = {"tokens": 512, "guard_warnings": {"overfit": 1}}
     warned = summary.key_figures("sft", result, Path("/home/store/sft/1"))
     assert warned.endswith(
-        "the guards warned of overfit; try fewer passes by a smaller sft.epochs, or more data; "
+        "the guards warned of overfit; try fewer passes by a smaller sft.epochs, more data, or keep the best step: "
+        "sft.early_stopping.patience=3 sft.validate_every_steps=50; "
         "/home/store/sft/1/run/guards.jsonl"
     )
     warned = summary.key_figures("pretrain", {**result, "guard_warnings": {"overfit": 1, "no_effect": 1}})
@@ -76,7 +77,8 @@ def test_the_speed_and_the_time_left_are_shown_from_the_second_report_on(
     output = io.StringIO()
     display = Display(Console(file=output, force_terminal=is_terminal, width=150))
     for done in (0, 1000, 2000):
-        display("pretrain", "progressed", {"done": done, "total": 10_000, "unit": "tokens", "figures": {"loss": 7.25}})
+        progress = {"done": done, "total": 10_000, "unit": "tokens", "first": 0, "seconds": done / 50}
+        display("pretrain", "progressed", {**progress, "figures": {"loss": 7.25}})
         if display._bars:
             display._bars.refresh()
         clock[0] += 20

@@ -17,7 +17,7 @@ from ttrain.core import hashing
 from ttrain.core.hashing import canonical_json, sha256_file
 from ttrain.data import python_docs
 from ttrain.engine.graph import Planned, Rerun
-from ttrain.engine.planner import plan, plan_json, plan_stage, trained_on, without_data
+from ttrain.engine.planner import plan, plan_stage, trained_on, without_data
 from ttrain.errors import UsageError
 from ttrain.flows.full import full
 from ttrain.store.layout import Artifact
@@ -254,9 +254,9 @@ def test_the_quickstart_begins_with_its_source_and_own_files_do_without(house: H
 
 
 def test_the_plan_as_json_has_its_shape(built: House) -> None:
-    stages = built.plan("sft.seed=7")
-    printed = json.loads(json.dumps(plan_json("full", stages.values())))
-    assert printed["pipeline"] == "full" and [stage["name"] for stage in printed["stages"]] == list(stages)
+    stages = api.plan("full", built.settings("sft.seed=7"), home=built.store.root)
+    printed = json.loads(json.dumps(stages.to_json()))
+    assert printed["pipeline"] == "full" and [stage["name"] for stage in printed["stages"]] == list(stages.graph)
     shown = {stage.pop("name"): stage for stage in printed["stages"]}
     place = str(built.store.path("pretrain", shown["pretrain"]["key"]))
     assert (shown["pretrain"]["state"], shown["pretrain"]["path"]) == ("cached", place)

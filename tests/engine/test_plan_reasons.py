@@ -1,19 +1,18 @@
-"""Why a stage runs: for each kind of change the right words, and the right stages; for what does not matter, none."""
+"""Why a stage runs, in words for each kind of change; libraries, which are told and rerun nothing."""
 
 from __future__ import annotations
 
 import platform
 import shutil
-from typing import Any
 
 import pytest
 from support.planned_homes import House, running
 
+from ttrain import api
 from ttrain.core import machine
-from ttrain.engine.planner import plan_json, plan_rows, plan_stage
+from ttrain.engine.planner import plan_stage
+from ttrain.errors import UsageError
 from ttrain.tasks import PRETRAIN
-
-# --- what does not count, and is told: libraries and Python
 
 
 def test_a_model_that_exists_in_place_of_a_new_one_is_one_change_both_ways(built: House) -> None:
@@ -21,82 +20,50 @@ def test_a_model_that_exists_in_place_of_a_new_one_is_one_change_both_ways(built
     given = {"tokenizer": built.store.latest("tokenizer"), "shards": built.store.latest("shards-pretrain")}
     night = built.settings(f"pretrain.start_from={built.data}", "pretrain.optim.lr=0.5")
     planned = plan_stage(PRETRAIN, night, built.store, {**given, "base": built.store.latest("sft")})
-    lr = built.settings().pretrain.optim.lr
     assert planned.why == (
-        "starts from an existing model instead of a new one", "pretrain.optim.betas: [0.5, 0.95] → [0.9, 0.95]",
+        "starts from an existing model instead of a new one",
+        "pretrain.optim.betas: [0.5, 0.95] → [0.9, 0.95]",
         "pretrain.optim.embedding_lr: 0.04 → null",
-        "pretrain.optim.head_lr: 0.004 → null", f"pretrain.optim.lr: {lr} → 0.5",
-    )  # fmt: skip
-    for artifact in built.store.artifacts("pretrain"):
-        shutil.rmtree(artifact.path)
+        "pretrain.optim.head_lr: 0.004 → null",
+        "pretrain.optim.lr: 0.004 → 0.5",
+    )
+    shutil.rmtree(built.store.latest("pretrain").path)
     built.publish(planned)
-    anew = plan_stage(PRETRAIN, built.settings("model.multi_token.weight=0.5", "pretrain.optim.lr=0.5"), built.store, given)
-    assert anew.why[0] == "starts from a new model instead of an existing one"
-    assert {line.partition(": ")[0] for line in anew.why[1:]} == {
-        "model.multi_token", "model.multi_token.weight", "model.multi_token.keep_head", "pretrain.optim.embedding_lr",
-        "pretrain.optim.head_lr", "pretrain.optim.betas",
-    }  # fmt: skip
+    again = plan_stage(PRETRAIN, built.settings("pretrain.optim.lr=0.5"), built.store, given)
+    assert again.why[0] == "starts from a new model instead of an existing one"
+    changed = {line.partition(": ")[0] for line in again.why[1:]}
+    assert changed == {f"pretrain.optim.{name}" for name in ("embedding_lr", "head_lr", "betas")}
 
 
-def remade(house: House, **provenance: Any) -> None:
-    """The SFT's artifact, as if it had been made with these."""
-    artifact = house.store.latest("sft")
-    planned = house.plan()["sft"]
-    shutil.rmtree(artifact.path)
-    house.publish(planned, artifact.key, provenance=provenance)
-
-
-HERE = {"libraries": machine.versions(), "python": platform.python_version()}
-TORCH = f"here is torch {machine.versions()['torch']}"
-
-
-@pytest.mark.parametrize(
-    ("provenance", "told"),
-    [
-        ({**HERE, "libraries": {**machine.versions(), "torch": "2.12.0"}}, f"made with torch 2.12.0, {TORCH}"),
-        (
-            {"libraries": {"torch": "2.12.0", "of long ago": "1"}, "python": "3.10.1"},
-            f"made with torch 2.12.0, Python 3.10.1, {TORCH}, Python {platform.python_version()}",
-        ),
-    ],
-    ids=["another library", "another Python"],
-)
-def test_other_versions_rerun_nothing_and_are_told_where_nothing_else_runs(
-    built: House, provenance: dict[str, Any], told: str
-) -> None:
-    remade(built, **provenance)
+def test_other_versions_rerun_nothing_and_are_told_where_nothing_else_runs(built: House) -> None:
+    planned = built.plan()["sft"]
+    shutil.rmtree(built.store.latest("sft").path)
+    built.publish(
+        planned, planned.known_key, provenance={"libraries": {"torch": "2.12.0", "of long ago": "1"}, "python": "3.10.1"}
+    )
     stages = built.plan()
+    here = f"here is torch {machine.versions()['torch']}, Python {platform.python_version()}"
+    told = f"made with torch 2.12.0, Python 3.10.1, {here}"
     assert running(stages) == set()
-    notes = {stage["name"]: stage["notes"] for stage in plan_json("full", stages.values())["stages"]}
-    assert notes == {name: [told] if name == "sft" else [] for name in stages}
-    [row] = [row for row in plan_rows(stages.values()) if row[0] == "sft"]
-    assert row[3] == f"same settings, inputs and code; {told}"
-    assert not any(stage["notes"] for stage in plan_json("full", built.plan("sft.seed=2").values())["stages"])
-
-
-# --- how it is shown
+    assert {name: stage.notes for name, stage in stages.items() if stage.notes} == {"sft": [told]}
+    assert stages["sft"].row[3] == f"same settings, inputs and code; {told}"
+    assert not any(stage.notes for stage in built.plan("sft.seed=2").values())
 
 
 def test_a_long_explanation_is_short_on_the_terminal_and_whole_in_json(built: House) -> None:
     given = [f"sft.{name}" for name in ("seed=7", "optim.lr=0.5", "epochs=3.0", "stride=8", "dropped_fraction=0.5")]
-    stages = built.plan(*given)
-    assert len(stages["sft"].why) == 5
-    (row,) = [row for row in plan_rows(stages.values()) if row[0] == "sft"]
-    assert row[3] == f"{'; '.join(stages['sft'].why[:3])}; and 2 more, which `plan --json` has"
-    (whole,) = [stage for stage in plan_json("full", stages.values())["stages"] if stage["name"] == "sft"]
-    assert whole["why"] == list(stages["sft"].why)
+    sft = built.plan(*given)["sft"]
+    assert sft.row[3] == f"{'; '.join(sft.why[:3])}; and 2 more, which `plan --json` has"
+    assert sft.to_json()["why"] == list(sft.why) and len(sft.why) == 5
 
 
-# --- what a rule decided
-
-
-def test_the_numbers_that_a_rule_gave_are_no_change_when_they_are_set(house: House) -> None:
-    house.build(house.settings(), stages=("tokenizer", "shards-pretrain", "shards-sft", "shards-lora", "pretrain"))
-    by_rule = {"epochs": 3.0, "tokens_per_step": 256}
-    trained = house.publish(house.plan()["sft"], result={"by_rule": by_rule, "steps": 60})
-    for given in (["sft.epochs=3"], ["sft.tokens_per_step=256"], ["sft.epochs=3", "sft.tokens_per_step=256"]):
-        planned = house.plan(*given)["sft"]
-        assert (planned.state, planned.artifact, planned.key) == ("cached", trained, trained.key)
-    for given in (["sft.epochs=4"], ["sft.epochs=3", "sft.tokens_per_step=512"], ["sft.epochs=3", "sft.seed=9"]):
-        assert house.plan(*given)["sft"].state == "run"
-    assert house.plan("sft.epochs=3", force=frozenset({"sft"}))["sft"].state == "run"
+def test_mistakes_in_several_data_sets_are_told_at_once_and_what_is_left_out_is_not_read(house: House) -> None:
+    settings = house.settings("data.lora=gone")
+    assert len(api.plan("full", settings, until="shards-sft", home=house.store.root)) == 2
+    house.write("documents.jsonl", '{"question": "q", "answer": "a"}\n')
+    with pytest.raises(
+        UsageError, match=r"^data.pretrain needs documents, .*\ndata.lora is 'gone' but there is no such file"
+    ):
+        api.plan("full", settings, home=house.store.root)
+    with pytest.raises(UsageError, match=r"^data\.pretrain needs documents"):
+        api.plan("full", settings, only="tokenizer", home=house.store.root)

@@ -14,8 +14,7 @@ from ttrain.core.files import write_json
 from ttrain.engine import resume
 from ttrain.engine.graph import Planned, Rerun
 from ttrain.engine.planner import plan_stage
-from ttrain.engine.restart import restart
-from ttrain.engine.resume import steps_in
+from ttrain.engine.resume import restart, steps_in
 from ttrain.errors import UsageError
 from ttrain.tasks import PRETRAIN
 
@@ -39,17 +38,15 @@ def unfinished(house: House, planned: Planned, steps: tuple[int, ...] = (10, 20,
 def test_a_fresh_training_finds_no_work_and_that_which_was_there_can_be_continued(built: House) -> None:
     planned = built.plan(SEED)["sft"]
     work = unfinished(built, planned)
-    [line] = restart(built.store, [planned], None)
-    assert f"the unfinished work of sft at step 30 is set aside; --continue {work.name}.1 resumes it" in line
+    line = f"the unfinished work of sft at step 30 is set aside; --continue {work.name}.1 resumes it"
+    assert restart(built.store, [planned], None) == [line] and not work.exists()
     again = built.plan(SEED)["sft"]
-    assert (
-        not work.exists() and again.why[0] == f"unfinished work at step 30 is set aside; --continue {work.name}.1 resumes it"
-    )
-    found = built.plan(SEED, resume_key=f"{work.name}.1")["sft"].partial_run
-    assert found is not None and found.step == 30
+    assert again.why[0] == f"unfinished work at step 30 is set aside; --continue {work.name}.1 resumes it"
+    continued = built.plan(SEED, resume_key=f"{work.name}.1")["sft"]
+    assert continued.partial_run is not None and continued.first_step == 30
     unfinished(built, again, (5,))
     restart(built.store, [again], None)
-    assert steps_in(built.store.root / "work" / "sft" / f"{work.name}.2" / "output") == [5], "each has a name of its own"
+    assert steps_in(work.with_name(f"{work.name}.2") / "output") == [5], "each has a name of its own"
     assert restart(built.store, [again], None) == [], "nothing is left to set aside"
 
 

@@ -17,7 +17,7 @@ from support.waiting import wait_until
 
 from ttrain.config.loading import load
 from ttrain.engine import stage_worker
-from ttrain.engine.system_metrics import SystemMetrics, file_name, files, gpus, last_step, machine, read
+from ttrain.engine.system_metrics import SystemMetrics, file_name, gpus, last_step, machine
 from ttrain.errors import UsageError
 
 MACHINE = {
@@ -62,7 +62,7 @@ def test_a_stage_that_continues_goes_on_counting_and_ends_the_line_that_a_kill_t
 
 
 def test_several_nodes_have_files_and_names_of_their_own_and_a_short_stage_one_sample(tmp_path: Path) -> None:
-    assert files(3) == ["system.jsonl", "system-node1.jsonl", "system-node2.jsonl"] == [file_name(node) for node in range(3)]
+    assert [file_name(node) for node in range(3)] == ["system.jsonl", "system-node1.jsonl", "system-node2.jsonl"]
     SystemMetrics(tmp_path / file_name(1), 600, node=1).stop()
     (row,) = rows(tmp_path / "system-node1.jsonl")
     assert row["step"] == 0 and 0 <= row["metrics"]["system/node_1/cpu_utilization_percentage"] <= 100
@@ -129,14 +129,15 @@ NVML: dict[str, Any] = {
 def test_gpus_tell_use_memory_temperature_and_power_as_far_as_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(**NVML))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert read(gpus()) == {
+    assert {name: value for gpu in gpus() for name, value in gpu().items()} == {
         "gpu_0_utilization_percentage": 97.0, "gpu_0_memory_usage_megabytes": 20000.0, "gpu_0_memory_usage_percentage": 25.0,
         "gpu_0_temperature_celsius": 61.0, "gpu_0_power_usage_watts": 350.0, "gpu_0_power_usage_percentage": 50.0,
         "gpu_1_utilization_percentage": 96.0, "gpu_1_memory_usage_megabytes": 40000.0, "gpu_1_memory_usage_percentage": 50.0,
         "gpu_1_temperature_celsius": 62.0,
     }  # fmt: skip
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert {name[:6] for name in read(gpus())} == {"gpu_1_"}, "what is hidden from the process is not told of"
+    (gpu,) = gpus()
+    assert {name[:6] for name in gpu()} == {"gpu_1_"}, "what is hidden from the process is not told of"
 
 
 # --- stages -------------------------------------------------------------------------------------------------------------

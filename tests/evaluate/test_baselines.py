@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import lzma
 import math
-import zlib
 from collections import defaultdict
 
 import pytest
@@ -12,8 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ttrain.evaluate import baselines
-
-TEXT = ("The quick brown fox jumps over the lazy dog. 天地玄黃，宇宙洪荒。 " * 40).encode()
 
 
 def distribution(seen: dict[bytes, dict[int, int]], context: bytes) -> list[float]:
@@ -45,14 +41,3 @@ def naive_bits(data: bytes, order: int) -> list[float]:
 @given(st.lists(st.sampled_from([0, 1, 97, 254, 255]), max_size=40).map(bytes) | st.binary(max_size=20), st.integers(0, 3))
 def test_a_byte_costs_what_the_definition_says(data: bytes, order: int) -> None:
     assert baselines.adaptive_bits(data, order).tolist() == pytest.approx(naive_bits(data, order), rel=1e-12)
-
-
-def test_the_table_has_two_compressors_and_two_byte_models_over_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = baselines.bits_per_byte(TEXT)
-    assert tuple(found) == baselines.BASELINES
-    assert found["zlib"] == 8 * len(zlib.compress(TEXT, 9)) / len(TEXT)
-    assert found["xz"] == 8 * len(lzma.compress(TEXT, preset=9 | lzma.PRESET_EXTREME)) / len(TEXT)
-    assert found["order3"] == baselines.adaptive_bits(TEXT, 3).mean()
-    assert baselines.bits_per_byte(b"") == {}
-    monkeypatch.setattr(baselines, "MOST_BYTES", 500)
-    assert baselines.bits_per_byte(TEXT) == baselines.bits_per_byte(TEXT[:500]), "the beginning stands for a long text"

@@ -5,66 +5,57 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ttrain.config import Promotion
-from ttrain.core.files import write_json
 from ttrain.evaluate import promotion
 from ttrain.evaluate.promotion import Judged
 from ttrain.evaluate.scores import Evaluation
-from ttrain.evaluate.task_result import LN2, Metric, ScoreTable, TaskResult, mean
+from ttrain.evaluate.task_result import LN2, Metric, TaskResult
 
 COUNT = 40  # records of each night, and of each other part
 NIGHTS = ("old", "new")
 ACCURACY = "quiz/accuracy/base"
 
 
+def metric(name: str, values: Sequence[float], records: Sequence[str], size: float = 1.0, **more: Any) -> Metric:
+    """A metric with these values of its records, each of that size."""
+    sums = tuple(value * size * more.get("factor", 1) ** -1 for value in values)
+    return Metric(name, sums, (size,) * len(sums), more.pop("higher", False), records=tuple(records), **more)
+
+
+def evaluation(*metrics: Metric) -> Evaluation:
+    return Evaluation({each.name: each.value for each in metrics}, {each.name: each for each in metrics})
+
+
 def evaluated(
-    directory: Path, *, bits: Sequence[float] = (2.0, 2.0), sft: float | None = 1.5, dpo: float | None = 0.75,
+    *, bits: Sequence[float] = (2.0, 2.0), sft: float | None = 1.5, dpo: float | None = 0.75,
     lora: float | None = 1.0, quiz: float = 0.5, count: int = COUNT, records: str = "", tokens: int = 10,
 ) -> Evaluation:  # fmt: skip
-    """An evaluation with these bits a byte on each night's documents, and these figures of the other models, on `count`
+    """An evaluation with these bits a byte on each night's documents, and these values of the other models, on `count`
     records whose names begin with `records` and of so many tokens."""
-    table, metrics = ScoreTable(), dict[str, float]()
     names = [f"{records}{night} {number}" for night in NIGHTS for number in range(COUNT)]
-    table.part("documents", names)
-    nats = tuple(100 * cost * LN2 for cost in bits for _ in range(COUNT))
-    of_documents = Metric("bits_per_byte", nats, (100.0,) * len(names), False, "", factor=1 / LN2)
-    metrics["bits_per_byte"] = table.add("documents", of_documents)
-    for metric, part, value in (("chat_loss_sft", "chats", sft), ("domain_loss_lora", "domain", lora)):
+    metrics = [metric("bits_per_byte", [cost for cost in bits for _ in range(COUNT)], names, 100.0, factor=1 / LN2)]
+    for name, part, value in (("chat_loss_sft", "chats", sft), ("domain_loss_lora", "domain", lora)):
         if value is not None:
-            table.part(part, [f"{records}{part} {number}" for number in range(count)])
-            nats = tuple(tokens * value * (0.9 if number % 2 else 1.1) for number in range(count))
-            metrics[metric] = table.add(part, Metric(metric, nats, (float(tokens),) * count, False, ""))
+            costs = [value * (0.9 if number % 2 else 1.1) for number in range(count)]
+            metrics.append(metric(name, costs, [f"{records}{part} {number}" for number in range(count)], tokens))
     if dpo is not None:
-        table.part("pairs", [f"{records}pair {number}" for number in range(count)])
-        right = mean("preference_accuracy/dpo", [float(number < dpo * count) for number in range(count)])
-        metrics[right.name] = table.add("pairs", right)
-    answers = mean("accuracy", [float(number < quiz * 100) for number in range(100)])
-    quizzed = TaskResult("quiz", "choices", "base", tuple(map(str, range(100))), (answers,))
-    table.result("suite/quiz", quizzed, quizzed.names)
-    metrics[ACCURACY] = quiz
-    table.write(directory)
-    write_json(directory / "evaluation.json", {"metrics": metrics})
-    return Evaluation.at(directory)
+        right = [float(number < dpo * count) for number in range(count)]
+        names = [f"{records}pair {number}" for number in range(count)]
+        metrics.append(metric("preference_accuracy/dpo", right, names, higher=True))
+    answers = [float(number < quiz * 100) for number in range(100)]
+    metrics.append(metric(ACCURACY, answers, list(map(str, range(100))), higher=True))
+    return evaluation(*metrics)
 
 
-@pytest.fixture
-def compared(tmp_path: Path) -> Any:
-    """Judges a challenger with these figures against a champion with those."""
-
-    def judge(challenger: dict[str, Any], champion: dict[str, Any] | None = None, **rules: Any) -> Judged:
-        nights = {name: [f"{name} {number}" for number in range(COUNT)] for name in NIGHTS}
-        directories = [tmp_path / name for name in ("challenger", "champion")]
-        for directory in directories:
-            directory.mkdir(exist_ok=True)
-        theirs = evaluated(directories[1], **(champion or {}))
-        return promotion.judge(evaluated(directories[0], **challenger), theirs, Promotion(**rules), nights, "new")
-
-    return judge
+def compared(challenger: dict[str, Any], champion: dict[str, Any] | None = None, **rules: Any) -> Judged:
+    """Judge a challenger with these values against a champion with those."""
+    nights = {name: [f"{name} {number}" for number in range(COUNT)] for name in NIGHTS}
+    theirs = evaluated(**(champion or {}))
+    return promotion.judge(evaluated(**challenger), theirs, Promotion(**rules), nights, "new")
 
 
 GAIN = {"bits": (1.95, 1.8)}  # that would be promoted by itself
@@ -80,9 +71,7 @@ GAIN = {"bits": (1.95, 1.8)}  # that would be promoted by itself
         ({"lora": math.inf}, "domain_loss_lora"),
     ],
 )
-def test_a_better_base_model_does_not_pay_for_the_loss_of_another_model(
-    compared: Any, changes: dict[str, float], lost: str
-) -> None:
+def test_a_better_base_model_does_not_pay_for_the_loss_of_another_model(changes: dict[str, float], lost: str) -> None:
     assert compared(GAIN).decision.promote
     judged = compared({**GAIN, **changes})
     assert not judged.decision.promote and judged.decision.lost == (lost,)
@@ -103,7 +92,7 @@ def test_a_better_base_model_does_not_pay_for_the_loss_of_another_model(
     ],
 )
 def test_nothing_is_promoted_where_what_is_forgotten_cannot_be_determined(
-    compared: Any, challenger: dict[str, Any], champion: dict[str, Any], why: str
+    challenger: dict[str, Any], champion: dict[str, Any], why: str
 ) -> None:
     rules = {"metric": ACCURACY}
     decision = compared({"quiz": 0.9, **challenger}, champion, **rules).decision
@@ -120,22 +109,16 @@ def test_nothing_is_promoted_where_what_is_forgotten_cannot_be_determined(
 STRANGE = ("r&d", "r#d", "r?d", "r_d", "R_D", "a/b", "caf\u00e9", "cafe\u0301")  # some of them MLflow refuses
 
 
-def test_each_source_has_a_metric_and_a_bound_under_its_own_name(tmp_path: Path) -> None:
+def test_each_source_has_a_metric_and_a_bound_under_its_own_name() -> None:
     sides = []
-    for side, cost in (("challenger", 2.5), ("champion", 2.0)):
-        table, names = ScoreTable(), [f"text {number}" for number in range(30 * len(STRANGE))]
-        table.part("documents", names)
-        of_strange = range(60, 90)  # of r?d
-        nats = tuple(100 * LN2 * (cost if number in of_strange else 2.0) for number in range(len(names)))
-        bits = Metric("bits_per_byte", nats, (100.0,) * len(names), False, "", factor=1 / LN2)
-        metrics = {"bits_per_byte": table.add("documents", bits)}
-        rows = {f"source={name}": range(30 * at, 30 * at + 30) for at, name in enumerate(STRANGE)}
-        metrics |= table.groups("bits_per_byte", rows)
-        assert list(metrics) == ["bits_per_byte", *(f"bits_per_byte/source:{name}" for name in STRANGE)]
-        (tmp_path / side).mkdir()
-        table.write(tmp_path / side)
-        write_json(tmp_path / side / "evaluation.json", {"metrics": metrics})
-        sides.append(Evaluation.at(tmp_path / side))
+    groups = {f"source={name}": tuple(range(30 * at, 30 * at + 30)) for at, name in enumerate(STRANGE)}
+    for cost in (2.5, 2.0):
+        names = tuple(f"text {number}" for number in range(30 * len(STRANGE)))
+        bits = metric("bits_per_byte", [cost if number in groups["source=r?d"] else 2.0 for number in range(len(names))], ())
+        result = TaskResult("documents", "text", "base", names, (bits,), groups=groups)
+        recorded = result.recorded({"bits_per_byte": "bits_per_byte"})
+        assert list(recorded) == ["bits_per_byte", *(f"bits_per_byte/source:{name}" for name in STRANGE)]
+        sides.append(evaluation(*recorded.values()))
     judged = promotion.judge(*sides, Promotion(), {})
     assert {figure.name for figure in judged.texts if figure.kind == "source"} == {f"source {name}" for name in STRANGE}
     assert judged.decision.lost == ("source r?d",)
@@ -153,13 +136,13 @@ def test_each_source_has_a_metric_and_a_bound_under_its_own_name(tmp_path: Path)
     ],
 )
 def test_a_night_of_too_few_held_out_records_keeps_the_champion(
-    compared: Any, count: int, rules: dict[str, Any], word: str, reason: str
+    count: int, rules: dict[str, Any], word: str, reason: str
 ) -> None:
     better = {"sft": 1.0, "lora": 0.5, "count": count}
     decision = compared(better, {"count": count}, **{"metric": "chat_loss_sft", **rules}).decision
     assert decision.word == word and reason in decision.reason, decision.reason
 
 
-def test_the_first_champion_needs_no_number_of_records_and_a_metric_without_records_none(tmp_path: Path) -> None:
-    alone = evaluated(tmp_path, count=3)
+def test_the_first_champion_needs_no_number_of_records_and_a_metric_without_records_none() -> None:
+    alone = evaluated(count=3)
     assert promotion.judge(alone, None, Promotion(metric="chat_loss_sft"), {}).decision.promote

@@ -20,7 +20,6 @@ from ttrain.config.evaluate import ChatsTask
 from ttrain.data.chat import encode_chat, prompt_ids
 from ttrain.data.chat_templates import Message, Messages
 from ttrain.data.encoder import Encoder
-from ttrain.errors import DataError
 from ttrain.evaluate import chats
 from ttrain.evaluate.evaluated_model import EvaluatedModel
 from ttrain.evaluate.items import SuiteFiles
@@ -62,16 +61,10 @@ def values(outcome: TaskResult) -> dict[str, float]:
     return {figure.name: figure.value for figure in outcome.figures}
 
 
-# --- fluency ------------------------------------------------------------------------------------------------------------
-
-
 def test_what_an_answer_has_had_before_is_repeated() -> None:
     assert chats.repeated(["a", "b", "c", "d", "a", "b", "c", "d"]) == (1, 5)
     assert chats.repeated(["a", "b", "c"]) == (0, 0)
     assert chats.repeated(["x"] * 10) == (6, 7)
-
-
-# --- markers ------------------------------------------------------------------------------------------------------------
 
 
 def test_special_tokens_and_the_turns_of_others_are_markers(encoder: Encoder) -> None:
@@ -94,9 +87,6 @@ def named(directory: Path) -> Encoder:
     make_tokenizer(directory)
     (directory / "chat_template.jinja").write_text(NAMED)
     return Encoder(directory)
-
-
-# --- the task -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_loss_is_that_of_the_answers_and_of_the_tokens_that_end_them(
@@ -160,25 +150,3 @@ def test_chats_that_a_template_refuses_are_told_and_stop_nothing(
     assert "talk: 1 of 2 chats are not scored" in caplog.text and "no system turn here" in caplog.text
     assert "no system turn here" in outcome.rows[0]["refused"] and outcome.rows[0]["answers"] == []
     assert all(figure.sizes[0] == 0 for figure in outcome.figures) and len(outcome.rows[1]["answers"]) == 1
-
-
-def test_rows_that_are_no_chats_are_left_out_with_their_reason(encoder: Encoder, model: Any, tmp_path: Path) -> None:
-    good = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}], "source": "a"}
-    rows: list[Any] = [good, {"messages": []}, {"messages": [{"role": "user", "content": "Hi"}]}, {"text": "no chat"}]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{broken\n")
-    items = chats.read("talk", ChatsTask(file="chats.jsonl"), SuiteFiles(tmp_path))
-    assert len(items.items) == 1 and [one.location.rpartition(":")[2] for one in items.left_out] == ["2", "3", "4", "5"]
-    assert any(reason.startswith("'messages' has no turns; write") for reason in items.reasons)
-    assert "no answer" in items.reasons
-    outcome = chats.run(items, subject_of(model, encoder), lambda done, total: None)
-    assert sum(outcome.left_out.values()) == 4 and len(outcome.items) == 1
-    (tmp_path / "chats.jsonl").write_text("{}\n")
-    with pytest.raises(DataError, match=r"has no usable row .*chats.jsonl:1.*a row needs 'messages' or"):
-        chats.read("talk", ChatsTask(file="chats.jsonl"), SuiteFiles(tmp_path))
-
-
-def test_a_held_out_chat_keeps_the_thought_of_its_answer(tmp_path: Path) -> None:
-    answer = Message("assistant", "Hello", thought="They greet.")
-    record = {"messages": [turn.to_json() for turn in (Message("user", "Hi"), answer)]}
-    items = chats.read("talk", ChatsTask(), SuiteFiles(tmp_path, {"chats": [record]}))
-    assert items.items[0][1] == answer

@@ -20,7 +20,7 @@ from ttrain.errors import UsageError
 from ttrain.evaluate import generation
 from ttrain.evaluate.evaluated_model import EvaluatedModel
 from ttrain.evaluate.generation import answer_in
-from ttrain.evaluate.items import BadRow, SuiteFiles
+from ttrain.evaluate.items import SuiteFiles
 from ttrain.evaluate.task_result import TaskResult
 
 RESULTS: dict[str, str | None] = {
@@ -90,30 +90,6 @@ def test_exact_answers() -> None:
     assert [pair for pair in (*right, *wrong) if generation.judge_answer(*pair, "exact")[1]] == right
 
 
-def test_gsm8k_rows(tmp_path: Path, subject: EvaluatedModel) -> None:
-    rows = [
-        {"question": "longest question?", "answer": "1 + 1 = 2\n#### 2", "final": "2"},
-        {"question": "long question?", "answer": "some 9s\n#### 1,000"},
-        {"question": "question?", "answer": 0.5},
-        {"question": "why?", "answer": "because"}, {"question": "why?"}, {"question": "why?", "answer": [1]},
-        {"question": " ", "answer": 1},
-    ]  # fmt: skip
-    outcome = asked(tmp_path, rows, saying(subject, "It is 2.0", "10 times 100 is 1000", "one"), match="numeric")
-    assert [row["right"] for row in outcome.rows] == [True, True, False]
-    assert [row["extracted"] for row in outcome.rows] == ["2", "1000", None]
-    assert outcome.primary.value == pytest.approx(2 / 3)
-    assert outcome.left_out == {
-        "no number in the answer": 1, "no answer": 1, "answer is neither text nor a number": 1, "question is empty": 1,
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("match", ["auto", "exact"])
-def test_rows_without_an_answer(match: str) -> None:
-    for answer in ("...", " ", '"', None, True, float("inf")):
-        with pytest.raises(BadRow):
-            generation.parse({"question": "q", "answer": answer}, match)
-
-
 @pytest.mark.parametrize(("last", "match"), [("one and two\n#### 3", "numeric"), ("3 apples", "exact")])
 def test_auto_compares_numbers_where_every_right_answer_of_the_file_is_one(
     tmp_path: Path, subject: EvaluatedModel, last: str, match: str
@@ -124,15 +100,10 @@ def test_auto_compares_numbers_where_every_right_answer_of_the_file_is_one(
     ]  # fmt: skip
     outcome = asked(tmp_path, rows, saying(subject, "so 1000", "2", "3 apples"))
     assert outcome.primary.name == f"accuracy_{match}"
-    assert [row["match"] for row in outcome.rows] == [match] * 3
     assert [row["right"] for row in outcome.rows] == [match == "numeric", True, True]
     assert sum(outcome.left_out.values()) == 1
-    same = asked(tmp_path, rows, saying(subject, "so 1000", "2", "3 apples"), match=match)
-    assert same.items == outcome.items
     few = GenerationTask(file="a.jsonl", limit=1, seed=3)  # the sample decides nothing
-    (items,) = [generation.read("sums", few, SuiteFiles(tmp_path))]
-    assert isinstance(items.spec, GenerationTask)
-    assert items.spec.match == match
+    assert generation.read("sums", few, SuiteFiles(tmp_path)).spec.match == match
 
 
 def test_a_text_ends_an_answer_and_what_follows_costs_little(tmp_path: Path, subject: EvaluatedModel) -> None:

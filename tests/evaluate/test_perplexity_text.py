@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,6 @@ from support.tiny_trainers import score_of, tiny_model
 
 from ttrain.config.evaluate import TextTask
 from ttrain.data.encoder import Encoder
-from ttrain.errors import DataError
 from ttrain.evaluate import baselines, perplexity, task_result
 from ttrain.evaluate.items import SuiteFiles
 from ttrain.evaluate.task_result import LN2, TaskResult
@@ -77,41 +75,6 @@ def test_every_token_of_a_text_counts_also_the_first_and_special_tokens_are_text
         (size, len(one), False) for size, one in zip(found.primary.sizes, ids, strict=True)
     ]
     assert (found.rows[-1]["text"], found.rows[-1]["nats"]) == (special, found.primary.sums[-1])
-
-
-def test_what_a_tokenizer_does_not_give_back_is_told(
-    tmp_path: Path, encoder: Encoder, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Lowering:
-        """A tokenizer that writes all in small letters."""
-
-        bos_id, eos_id, end_id = encoder.bos_id, encoder.eos_id, encoder.end_id
-        decode, tokens = staticmethod(encoder.decode), encoder.tokens
-
-        def encode(self, texts: Sequence[str]) -> list[list[int]]:
-            return encoder.encode([text.lower() for text in texts])
-
-    rows = [{"text": "Capitals"}, {"text": "none"}]
-    lossy: Any = Lowering()
-    with caplog.at_level(logging.WARNING, "ttrain"):
-        found = evaluated(tmp_path, rows, subject_of(model_for(encoder), lossy))
-    assert [row["lossy"] for row in found.rows] == [True, False]
-    assert "does not reproduce 1 of 2 documents" in caplog.text
-    assert found.primary.sizes == (8, 4), "its bytes count all the same"
-
-
-def test_bad_rows_are_told_with_their_line_and_do_not_count(tmp_path: Path) -> None:
-    rows = [{"text": "good"}, '{"text": ', {"texts": "bad"}, {"text": 7}, {"text": "  "}, {"text": "good too"}]
-    items = perplexity.read("prose", task(), places(tmp_path, rows))
-    assert items.items == ("good", "good too")
-    assert [row.location for row in items.left_out] == [f"{tmp_path / 'file.jsonl'}:{line}" for line in (2, 3, 4, 5)]
-    reasons = [row.reason for row in items.left_out]
-    assert "not valid JSON" in reasons[0] and reasons[2:] == ["'text' is a number, not text", "empty text"]
-    assert sum(items.reasons.values()) == 4
-    with pytest.raises(DataError, match=r"tasks.prose.file file.jsonl has no usable row .*file.jsonl:1: no key 'text'"):
-        perplexity.read("prose", task(), places(tmp_path, [{"prose": "here"}]))
-    with pytest.raises(DataError, match=r"it is empty.; a row needs the key 'body'"):
-        perplexity.read("prose", task(text_field="body"), places(tmp_path, []))
 
 
 def test_a_limit_draws_by_the_seed_and_max_bytes_takes_the_beginning(tmp_path: Path) -> None:

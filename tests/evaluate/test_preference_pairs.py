@@ -19,7 +19,6 @@ from ttrain.data.encoder import Encoder
 from ttrain.data.preferences import Preference
 from ttrain.evaluate import perplexity, preferences
 from ttrain.evaluate.items import SuiteFiles
-from ttrain.evaluate.perplexity import Score
 
 QUESTION = Message("user", "How many?")
 
@@ -57,13 +56,6 @@ def test_the_margin_is_that_of_the_log_probabilities_of_both_answers(encoder: En
     (swapped,) = scored(model, encoder, [pair("two or three of them", "one")])
     assert (swapped.margin, swapped.preferred) == (pytest.approx(-found[0].margin), 1 - found[0].preferred)
 
-
-def test_the_likelier_answer_is_preferred_and_equal_ones_count_half() -> None:
-    for chosen, rejected, preferred in ((1.0, 2.0, 1.0), (2.0, 1.0, 0.0), (1.0, 1.0, 0.5)):
-        assert preferences.compare([Score(chosen, 3), Score(rejected, 1)]) == [(preferred, rejected - chosen)]
-
-
-# --- tasks of kind `pairs` ----------------------------------------------------------------------------------------------
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "How many?", "chosen": "one", "rejected": "two or three", "lang": "en"},

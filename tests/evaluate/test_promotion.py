@@ -15,9 +15,10 @@ from ttrain.config import Promotion, Settings
 from ttrain.config.evaluate import GenerationTask
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.evaluate import choices
+from ttrain.evaluate import scores as files
 from ttrain.evaluate.promotion import FIGURES, check_metric, decide
-from ttrain.evaluate.scores import Evaluation
-from ttrain.evaluate.task_result import FILE, Metric, ScoreTable, recorded_metric
+from ttrain.evaluate.scores import FILE, Evaluation
+from ttrain.evaluate.task_result import Metric
 from ttrain.store.layout import Artifact
 
 RECORDS = 60
@@ -30,19 +31,18 @@ def scores(
     random = np.random.default_rng(seed)
     sizes = np.random.default_rng(7).integers(50, 500, count).astype(float)
     sums = sizes * (2.0 - better_by + spread * random.standard_normal(count))
-    value, records = float(sums.sum() / sizes.sum()), tuple(map(str, range(count)))
-    return recorded_metric(metric, value, sums=tuple(sums), sizes=tuple(sizes), records=records)
+    return Metric(metric, tuple(sums), tuple(sizes), None, records=tuple(map(str, range(count))))
 
 
-def figure(value: float) -> Metric:
-    return recorded_metric("bits_per_byte", value)
+def figure(value: float, name: str = "bits_per_byte") -> Metric:
+    """A metric without records."""
+    return Metric(name, (value,), (1.0,), None)
 
 
 def right(count: int) -> Metric:
     """A model that answers so many of a hundred questions; the evaluation knows that more are better."""
     sums = (1.0,) * count + (0.0,) * (100 - count)
-    items = {"sums": sums, "sizes": (1.0,) * 100, "records": tuple(map(str, range(100)))}
-    return recorded_metric("poems/accuracy/base", count / 100, higher_is_better=True, **items)
+    return Metric("poems/accuracy/base", sums, (1.0,) * 100, higher_is_better=True, records=tuple(map(str, range(100))))
 
 
 def of_tokens(better_by: float = 0.0, *, per_record: int = 0) -> Metric:
@@ -110,11 +110,9 @@ def test_a_decision_has_the_figures_that_it_was_made_from_and_says_which_differe
 
 def evaluation(directory: Path, **metrics: float) -> Artifact:
     """Three documents that cost 6, 3 and 1 nats over 2, 2 and 1 bytes: 2 a byte, in nats."""
-    table = ScoreTable()
-    table.part("documents", ["ab", "cd", "e"])
-    value = table.add("documents", Metric("bits_per_byte", (6.0, 3.0, 1.0), (2.0, 2.0, 1.0), False, ""))
-    assert value == 2.0
-    table.write(directory)
+    metric = Metric("bits_per_byte", (6.0, 3.0, 1.0), (2.0, 2.0, 1.0), False, "", records=("ab", "cd", "e"))
+    assert metric.value == 2.0
+    files.write(directory, [metric])
     return Artifact(
         "evaluate", "key", directory, {"result": {"metrics": {"bits_per_byte": 2.0, "bits_per_byte_xz": 3.0, **metrics}}}
     )
@@ -124,7 +122,7 @@ def test_the_scores_of_an_evaluation_are_its_records(tmp_path: Path) -> None:
     found = Evaluation.of(evaluation(tmp_path)).metric("bits_per_byte")
     assert (found.value, found.sums, found.sizes) == (2.0, (6.0, 3.0, 1.0), (2.0, 2.0, 1.0))
     assert len(set(found.records)) == 3
-    assert Evaluation.of(evaluation(tmp_path)).metric("bits_per_byte_xz") == recorded_metric("bits_per_byte_xz", 3.0)
+    assert Evaluation.of(evaluation(tmp_path)).metric("bits_per_byte_xz") == figure(3.0, "bits_per_byte_xz")
 
 
 def test_a_figure_that_there_is_not_is_named_with_those_there_are_and_records_that_were_not_fetched_are_none(
@@ -144,7 +142,7 @@ def test_records_that_do_not_give_the_figure_are_refused(tmp_path: Path) -> None
         Evaluation.of(evaluation(tmp_path, bits_per_byte=2.5)).metric("bits_per_byte")
     made = evaluation(tmp_path)
     found = json.loads((tmp_path / FILE).read_text())
-    found["parts"]["documents"]["records"].pop()
+    found[0]["records"].pop()
     (tmp_path / FILE).write_text(json.dumps(found))
     with pytest.raises(ArtifactError, match="a digest for each record"):
         Evaluation.of(made).metric("bits_per_byte")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ttrain.config.evaluate import ChoicesTask, TextTask
-from ttrain.evaluate.items import Items, LeftOut, groups
+from ttrain.config.evaluate import ChoicesTask
+from ttrain.evaluate.items import Items, LeftOut, groups, lines
 from ttrain.evaluate.results import OTHER_COUNTS, OTHER_ITEMS, Results
 from ttrain.evaluate.statistics import Rule
 from ttrain.evaluate.task_result import LN2, Metric, TaskResult
@@ -62,27 +62,22 @@ def test_what_cannot_be_compared_says_why() -> None:
     assert by_bytes.verdict == "b is better"
 
 
-def test_notes_say_which_rows_are_left_out_and_which_keys_group_nothing() -> None:
+def test_notes_say_which_rows_are_left_out() -> None:
     left_out = [LeftOut("/data/a.jsonl", line, "no text") for line in (3, 7)]
     left_out += [LeftOut("/data/b.jsonl", line, "empty") for line in range(11, 1211)]
     rows = [{"lang": "ab"[number % 2], "id": number, "same": 1} for number in range(30)]
     by = ("lang", "langg", "id", "same")
-    found, unused = groups(rows, by)
-    assert set(found) == {"lang=a", "lang=b"} and unused == ("langg", "id", "same")
-    assert len(groups(rows[:20], by)[0]) == 22, "each of 20 values is a group, and of 21 none"
-    read = Items(
-        "poems", ChoicesTask(file="x", by=by), tuple(rows), tuple(map(str, range(30))), tuple(left_out), found, unused
-    )
-    results = Results([choices("a", 50)], Rule(), [read])
-    assert results.notes()[:2] == [
+    found = groups(rows, by)
+    assert set(found) == {"lang=a", "lang=b"}
+    assert len(groups(rows[:20], by)) == 22, "each of 20 values is a group, and of 21 none"
+    names = tuple(map(str, range(30)))
+    read = Items("poems", ChoicesTask(file="x", by=by), tuple(rows), names, tuple(left_out), found)
+    assert lines([read]) == [
         "poems: 2 rows left out: no text (/data/a.jsonl:3, /data/a.jsonl:7)",
         "poems: 1,200 rows left out: empty (/data/b.jsonl:11, /data/b.jsonl:12, /data/b.jsonl:13 and 1,197 more)",
     ]
-    assert [note.partition(",")[0] for note in results.notes()[2:]] == [f"poems: by names '{key}'" for key in unused]
-    (task,) = results.to_json()["tasks"]
+    (task,) = Results([choices("a", 50)], Rule(), [read]).to_json()["tasks"]
     assert task["left_out_rows"][1] == {"file": "/data/a.jsonl", "line": 7, "reason": "no text"}
-    own = Items("prose", TextTask(), ("x",), ("d",), (), *groups([{}], ("source", "lang")))
-    assert Results([], Rule(), [own]).notes() == [], "nobody named them"
 
 
 def test_the_table_has_a_column_for_each_model_and_groups_below_the_figure() -> None:

@@ -12,7 +12,6 @@ from ttrain.config import Settings
 from ttrain.config.loading import load
 from ttrain.engine import planner as plan
 from ttrain.engine.input_files import data_files
-from ttrain.engine.provenance import with_absolute_paths
 from ttrain.errors import UsageError
 from ttrain.evaluate import suites
 from ttrain.store.artifacts import ArtifactStore
@@ -42,21 +41,14 @@ def settings(*overrides: str) -> Settings:
 CHOICES = {"kind": "choices", "file": "x"}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({}, "tasks is missing"),
-    ({"task": {}}, "task is not a key of a suite; put it under tasks:"),
-    ({"tasks": {}}, "tasks is {} but must be a list of 1 or more"),
-    ({"tasks": None}, "tasks is None but must be a group of names with values"),
+    ({"task": {}}, "task is not a setting there"),
     ({"tasks": {"a b": {"kind": "text"}}}, "a task is called 'a b'; take letters"),
-    ({"tasks": {"a": 3}}, "a is 3 but must be a group of names"),
-    ({"tasks": {"a": {"file": "x"}}}, "a.kind must be one of text, chats, pairs, choices"),
-    ({"tasks": {"a": {"kind": "chooses"}}}, "a.kind must be one of text, chats"),
-    ({"tasks": {"a": {"kind": "choices"}}}, "a.file is missing"),
-    ({"tasks": {"a": {**CHOICES, "shot": 1}}}, "a.shot is not a setting of kind choices; it has "),
-    ({"tasks": {"a": {**CHOICES, "shots": -1}}}, "is -1 but must be at least 0"),
-    ({"tasks": {"a": {**CHOICES, "shots": 1.5}}}, "a.shots is 1.5 but must be a whole number"),
-    ({"tasks": {"a": {**CHOICES, "shots_file": "y"}}}, "shots_file is y, but shots is 0"),
-    ({"tasks": {"a": {**CHOICES, "normalise": "chars"}}}, "'chars' but must be 'none', 'char"),
-    ({"tasks": {"a": {"kind": "text", "stride": 300}}}, "a: stride is 300 but must not exceed row_length 256"),
-    ({"tasks": {"a": {"kind": "text", "by": 3}}}, "a.by.0 is 3 but must be text"),
+    ({"tasks": {"a": {"file": "x"}}}, "tasks.a is without a kind, which must be one of text, chats, pairs, choices"),
+    ({"tasks": {"a": {"kind": "chooses"}}}, "tasks.a is of kind chooses, but must be of one of 'text', 'chats'"),
+    ({"tasks": {"a": {"kind": "choices"}}}, "tasks.a.choices.file is missing"),
+    ({"tasks": {"a": {**CHOICES, "shot": 1}}}, "tasks.a.choices.shot is not a setting there"),
+    ({"tasks": {"a": {**CHOICES, "shots": -1}}}, "tasks.a.choices.shots is -1 but must be at least 0"),
+    ({"tasks": {"a": {"kind": "text", "stride": 300}}}, "stride is 300 but must not exceed row_length 256"),
 ]
 
 
@@ -82,19 +74,6 @@ def test_the_files_of_a_suite_lie_beside_it_and_one_that_is_missing_is_named(wri
     (written.parent / "sums.jsonl").unlink()
     with pytest.raises(UsageError, match=r"sums\.file is sums\.jsonl, but there is no file .*mine/sums\.jsonl"):
         suites.files_of(suites.load(str(written)))
-
-
-# --- suites of a pipeline ----------------------------------------------------------------------------------------------
-
-
-def test_suites_are_given_for_all_models_or_for_one(monkeypatch: pytest.MonkeyPatch, written: Path) -> None:
-    every = settings("evaluate.suites=a.yaml,english").evaluate.suites
-    assert every.base == every.sft == every.lora == ("a.yaml", "english")
-    one = settings("evaluate.suites.lora=english").evaluate.suites
-    assert (one.base, one.sft, one.lora) == ((), (), ("english",))
-    monkeypatch.chdir(written.parent)
-    elsewhere = with_absolute_paths(settings("evaluate.suites.sft=mine.yaml,english")).evaluate.suites
-    assert (elsewhere.base, elsewhere.sft) == ((), (str(written), "english")), "what runs elsewhere has them in full"
 
 
 def key(store: ArtifactStore, *overrides: str) -> str:

@@ -9,7 +9,7 @@ import pytest
 import rich.console
 
 from ttrain import api
-from ttrain.engine.graph import Graph
+from ttrain.engine.graph import Graph, Planned
 from ttrain.engine.notebook_display import NotebookDisplay, notebook_display
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.tasks import SFT
@@ -27,7 +27,7 @@ def test_a_bar_moves_in_place_and_what_is_shown_is_escaped() -> None:
     assert len(drawn) == 1, "at most two drawings a second"
     display._drawn_at -= 1.0
     display("sft", "progressed", progress)
-    assert '<progress max="1" value="0.250">' in drawn[-1] and "250 tokens, validation loss 3.250" in drawn[-1]
+    assert '<progress max="1" value="0.250">' in drawn[-1] and "validation loss 3.250, 250 tokens" in drawn[-1]
     display("", "message", {"text": HOSTILE})
     display("sft", "ended", {"state": "completed", "seconds": 2.0, "figures": "validation_loss 3.000"})
     assert 'value="1.000"' in drawn[-1] and "validation_loss 3.000" in drawn[-1] and HOSTILE not in drawn[-1]
@@ -52,8 +52,7 @@ def test_progress_goes_to_the_cell_in_a_notebook_and_to_the_console_elsewhere(mo
 def test_a_plan_and_a_run_are_escaped_tables_in_the_colours_of_the_page(tmp_path: Path) -> None:
     settings = api.Settings()
     store = ArtifactStore(tmp_path)
-    planned = SimpleNamespace(stage=SFT, state="run", key="a" * 64, why=[HOSTILE])
-    plan = api.Plan("full", settings, store, Graph(), [planned])  # type: ignore[list-item]
+    plan = api.Plan("full", settings, store, Graph(), [Planned(SFT, "run", (HOSTILE,), "a" * 64)])
     stage = {"name": "sft", "outcome": "failed", "seconds": 2.0, "error": HOSTILE}
     record = {"run": "full-1", "outcome": "failed", "stages": [stage], "metrics": {"eval/bits_per_byte": 1.5}}
     for shown in (plan._repr_html_(), api.Run(record, store)._repr_html_()):

@@ -114,7 +114,7 @@ def test_the_evaluation_is_a_table_among_the_files_of_the_run(finished: Cli) -> 
         )
         for table in json.loads(listed)
     }
-    assert tables["evaluation_table.json"]["data"][0][0] == "bits per byte, base model"
+    assert tables["evaluation_table.json"]["data"][0][0] == "bits per byte, base"
 
 
 def sharing(finished: Cli, tmp_path: Path) -> Cli:

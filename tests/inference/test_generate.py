@@ -15,7 +15,7 @@ from support.tiny_adapters import disturb, save_adapter
 from support.tiny_models import NEVER, ending_with, greedy, reference, speaker, write_model
 
 from ttrain.config import Lora, Moe
-from ttrain.errors import ArtifactError, DataError, UsageError
+from ttrain.errors import ArtifactError, DataError
 from ttrain.inference.generate import Completion, KVCache, TextStream, completion_text, generate, logits_processors
 from ttrain.inference.loading import LoadedModel, load
 from ttrain.inference.sampling import Sampling, sampling
@@ -73,34 +73,6 @@ def test_an_answer_ends_with_any_of_the_stop_tokens_and_leaves_it_out(directory:
     assert (together[0].ids, together[0].ended) == (said.ids, True)
 
 
-def test_rows_end_where_their_listener_says_so_and_the_others_go_on(directory: Path) -> None:
-    one = ending_with(speaker(directory))
-    heard: dict[int, list[int]] = {row: [] for row in range(len(PROMPTS))}
-
-    def hear(tokens: dict[int, int]) -> list[int]:
-        for row, token in tokens.items():
-            heard[row].append(token)
-        return [row for row in tokens if len(heard[row]) == 2 * row + 1]
-
-    generate(one, PROMPTS, LONG, on_tokens=hear)
-    assert list(heard.values()) == [greedy(one.model, ids, 2 * row + 1) for row, ids in enumerate(PROMPTS)]
-
-
-def test_stop_tokens_that_a_model_brings_count_and_its_other_generation_settings_do_nothing(
-    directory: Path, tmp_path: Path
-) -> None:
-    one = speaker(directory)
-    own = json.loads((directory / "generation_config.json").read_bytes())
-    assert {*own["eos_token_id"], one.encoder.eos_id, one.encoder.end_id} == set(one.stop_ids)
-    write_model(tmp_path)
-    more = {"do_sample": True, "temperature": 5.0, "repetition_penalty": 3.0, "no_repeat_ngram_size": 1, "min_new_tokens": 9}
-    (tmp_path / "generation_config.json").write_text(json.dumps(own | more))
-    assert generate(one, [PROMPTS[1]], LONG)[0].ids == generate(speaker(tmp_path), [PROMPTS[1]], LONG)[0].ids
-
-
-# --- sampling -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_sampled_answer_depends_on_seed_and_number_and_not_on_the_batch(directory: Path) -> None:
     one = speaker(directory)
     warm = Sampling(max_tokens=8, temperature=1.0)
@@ -134,15 +106,6 @@ def test_the_repetition_penalty_counts_the_answer_and_not_the_prompt() -> None:
     assert scores.tolist() == [[1.0, 1.0, 1.0, 0.5]]
 
 
-def test_a_wrong_setting_is_named() -> None:
-    for name, value, told in (("temperature", "-1", "temperature is '-1'"), ("warmth", "1", "the settings are")):
-        with pytest.raises(UsageError, match=told):
-            Sampling().changed(name, value)
-
-
-# --- room and text ------------------------------------------------------------------------------------------------------
-
-
 def test_an_answer_has_the_room_that_the_prompt_leaves(directory: Path) -> None:
     one = speaker(directory)
     assert one.max_length == 128
@@ -173,9 +136,6 @@ def test_a_lead_of_the_template_is_not_shown(directory: Path) -> None:
         stream = TextStream(encoder, lead)
         assert "".join(stream.add([number]) for number in ids) + stream.end() == shown
         assert completion_text(encoder, Completion(ids, ended=True, seconds=0.0), lead) == shown
-
-
-# --- what a conversation keeps ------------------------------------------------------------------------------------------
 
 
 def positions_of(one: Any) -> list[int]:
@@ -211,24 +171,6 @@ def test_a_turn_computes_what_is_new_in_it(directory: Path) -> None:
     seen.clear()
     generate(one, [PROMPTS[1][:5]], short, kv_cache=kept)
     assert seen[0] == 1
-
-
-def test_an_answer_that_was_interrupted_leaves_nothing_behind(directory: Path) -> None:
-    one = ending_with(speaker(directory))
-    kept = KVCache(one)
-
-    def stop(tokens: dict[int, int]) -> None:
-        raise KeyboardInterrupt
-
-    generate(one, [PROMPTS[1]], LONG, kv_cache=kept)
-    with pytest.raises(KeyboardInterrupt):
-        generate(one, [PROMPTS[1]], LONG, kv_cache=kept, on_tokens=stop)
-    seen = positions_of(one)
-    generate(one, [PROMPTS[1]], LONG, kv_cache=kept)
-    assert seen[0] == len(PROMPTS[1])
-
-
-# --- what is loaded -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["lora", "prefix"])
@@ -268,13 +210,3 @@ def test_a_model_of_nan_is_refused_where_it_is_loaded_and_where_it_answers(tmp_p
     save_file(factory.state(one.model), place / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ArtifactError, match=r"1 of the \d+ weights in .*model hold numbers that are not finite \(lm_head"):
         speaker(place)
-
-
-def test_an_adapter_of_nan_is_refused(tmp_path: Path) -> None:
-    base = write_model(tmp_path / "base")
-    adapted = disturb(adapters.attach(factory.load(base), Lora()))
-    with torch.no_grad():
-        next(iter(adapters.state(adapted).values())).fill_(torch.inf)
-    place = save_adapter(adapted, tmp_path / "adapter", base)
-    with pytest.raises(ArtifactError, match="hold numbers that are not finite"):
-        load(Reference("mine", base, place), device="cpu")

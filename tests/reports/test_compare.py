@@ -15,19 +15,12 @@ from typer.testing import CliRunner
 
 from ttrain.cli.main import app
 from ttrain.core.hashing import digest_of
-from ttrain.errors import UsageError
-from ttrain.reports import facts
 from ttrain.reports.compare import ComparedMetric, RunComparison, compare
 from ttrain.reports.report import comparison_page
 from ttrain.store.run_views import read_runs
 
 A, B, C = "full-20261121-100000-0001a", "full-20261121-110000-0002b", "full-20261121-120000-0003c"
 METRICS = {"eval/bits_per_byte": 2.5, "eval/documents": 50.0, "eval/document_bytes": 740.0, "tok/unk_rate": 0.0}
-
-
-def tokenizer(content: str = "t1") -> Made:
-    result = {"vocab_size": 400, "bytes_per_token": 3.5}
-    return Made("tokenizer", files={"docs.jsonl": "a" * 64}, result=result, key=content * 32)
 
 
 def shards(rows: int = 295, digest: str = "a", rejected: int = 0) -> Made:
@@ -41,24 +34,21 @@ def shards(rows: int = 295, digest: str = "a", rejected: int = 0) -> Made:
     return Made("shards-pretrain", result=result, files={"docs.jsonl": digest * 64}, inputs=inputs)
 
 
-def evaluation(answers: dict[str, str], heldout: str = "h1", tokenizer_content: str = "t1") -> Made:
+def evaluation(answers: dict[str, str]) -> Made:
     samples = {"base": [{"prompt": prompt, "answer": answer} for prompt, answer in answers.items()]}
-    inputs = {"documents": ("shards-pretrain", "d" * 64, heldout), "tokenizer": ("tokenizer", "t1" * 32, tokenizer_content)}
-    return Made("evaluate", result={"samples": samples, "metrics": {}}, inputs=inputs)
+    return Made("evaluate", result={"samples": samples, "metrics": {}})
 
 
 def scored(scores: dict[str, list[float]], first: str = "r0", size: int = 8) -> Made:
     """An evaluation with the sums of each held-out record, by metric; `size`: what a record counts."""
     count = len(next(iter(scores.values())))
     records = [first, *(f"r{number}" for number in range(1, count))]
-    metrics = {
-        name: {
-            "part": "documents", "sums": sums, "sizes": [1 if "bits" in name else size] * len(sums), "shown": None,
-            "higher_is_better": "accuracy" in name,
-        }
+    metrics = [
+        {"name": name, "sums": sums, "sizes": [1 if "bits" in name else size] * len(sums), "records": records,
+         "higher_is_better": "accuracy" in name}
         for name, sums in scores.items()
-    }  # fmt: skip
-    texts = {"scores.json": json.dumps({"parts": {"documents": {"records": records}}, "metrics": metrics})}
+    ]  # fmt: skip
+    texts = {"scores.json": json.dumps(metrics)}
     return Made("evaluate", result={"samples": {}, "metrics": {}}, texts=texts, key=digest_of([scores, first, size]))
 
 
@@ -108,7 +98,6 @@ BITS, LOSS, VALIDATION = "eval/bits_per_byte", "eval/chat_loss_sft", "pretrain/v
          "the models of B and C are better on these records by eval/bits_per_byte: 1.5000 against 2 of A (-25 %)"),
         ([{BITS: 2.0}, {BITS: math.nan}], "the runs share no metric that decides which is better"),
         ([{BITS: 1.5, LOSS: 4.5}, {BITS: 1.5, LOSS: 4.0}],
-         "equal by eval/bits_per_byte: 1.5000; "
          "the model of B is better on these records by eval/chat_loss_sft: 4 against 4.5000 of A (-11 %)"),
         ([{VALIDATION: 3.5}, {VALIDATION: 3.5 / 2}],
          "the model of B is better on these records by pretrain/validation_loss: 1.7500 against 3.5000 of A (-50 %)"),
@@ -123,24 +112,10 @@ def test_the_verdict_names_who_is_better_by_what(tmp_path: Path, metrics: list[d
     assert compared(tmp_path, *names).verdict.startswith(verdict)
 
 
-def test_one_run_a_side_is_no_advice_about_the_setting_that_differs(tmp_path: Path) -> None:
-    for name, rate, bits in ((A, 0.01, 2.0), (B, 0.02, 1.5)):
-        make_run(tmp_path, name, [], settings={"pretrain": {"optim": {"lr": rate}}}, metrics={BITS: bits})
-    (remark,) = compared(tmp_path, A, B).remarks
-    assert "which model is better, not which setting: another seed may" in remark
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(True, "true"), (None, "null"), (["a", "é"], '["a", "é"]'), ("muon", "muon"), (0.5, "0.5")],
-)
-def test_settings_stand_as_a_settings_file_has_them(value: object, text: str) -> None:
-    assert facts.as_yaml(value) == text
-
-
 def test_data_that_differs_is_told_by_digests_and_counts(tmp_path: Path) -> None:
-    make_run(tmp_path, A, [tokenizer(), shards()])
-    make_run(tmp_path, B, [tokenizer(), shards(rows=200, digest="b", rejected=7)])
+    tokenizer = Made("tokenizer", files={"docs.jsonl": "a" * 64}, result={"vocab_size": 400})
+    make_run(tmp_path, A, [tokenizer, shards()])
+    make_run(tmp_path, B, [tokenizer, shards(rows=200, digest="b", rejected=7)])
     found = lines(compared(tmp_path, A, B).data)
     assert found["shards-pretrain: docs.jsonl (train)"] == ("a" * 12, "b" * 12)
     assert found["shards-pretrain: train rows"] == ("295", "200")
@@ -199,13 +174,6 @@ def test_of_too_few_held_out_records_no_model_is_better(tmp_path: Path, count: i
         assert (metric.difference.name, metric.difference.values) == (f"{BITS}: {few}", ["16", "8"])
 
 
-def test_a_validation_loss_counts_the_held_out_rows_of_its_shards(tmp_path: Path) -> None:
-    for run, value in ((A, 2.0), (B, 1.0)):
-        make_run(tmp_path, run, [shards()], metrics={VALIDATION: value})
-    (metric,) = compared(tmp_path, A, B).metrics
-    assert (metric.best, metric.not_judged) == (None, "not judged (5 of 20 held-out records)")
-
-
 def test_no_run_is_the_best_by_what_other_records_tokenizers_or_shards_make_incomparable(tmp_path: Path) -> None:
     values = {BITS: 2.0, LOSS: 3.0, VALIDATION: 4.0, "pretrain/loss": 4.0}
     sums = {"bits_per_byte": [2.0] * 40, "chat_loss_sft": [3.0] * 40}
@@ -228,15 +196,6 @@ def test_no_run_is_the_best_by_what_other_records_tokenizers_or_shards_make_inco
     assert remarks["nothing"] == ()
 
 
-def test_how_sure_it_is_that_an_accuracy_is_better_is_said_in_its_direction(tmp_path: Path) -> None:
-    for name, right in ((A, 8), (B, 32)):
-        scores = scored({"preference_accuracy/dpo": [8.0 * (number < right) for number in range(40)]})
-        make_run(tmp_path, name, [scores], metrics={"eval/preference_accuracy/dpo": right / 40})
-    verdict = compared(tmp_path, A, B).verdict
-    assert verdict.startswith("the model of B is better") and "interval of the difference is 0." in verdict, verdict
-    assert "chance" not in verdict
-
-
 def test_samples_stand_side_by_side_by_their_prompts_and_a_run_that_did_not_end_well_is_told(tmp_path: Path) -> None:
     make_run(tmp_path, A, [evaluation({"Hello": "world", "Only A": "yes"})])
     make_run(tmp_path, B, [evaluation({"Hello": "moon"})], outcome="failed")
@@ -246,24 +205,12 @@ def test_samples_stand_side_by_side_by_their_prompts_and_a_run_that_did_not_end_
     assert found.remarks == ("not all runs are complete: B failed",)
 
 
-def test_what_follows_a_prompt_in_the_data_stands_beside_the_answers(tmp_path: Path) -> None:
-    for name, answer in ((A, "moon"), (B, "world")):
-        sample = {"prompt": "Hello", "answer": answer, "reference": "there"}
-        make_run(tmp_path, name, [Made("evaluate", result={"samples": {"base": [sample]}, "metrics": {}})])
-    found = compared(tmp_path, A, B)
-    assert [(sample.answers, sample.reference) for sample in found.samples] == [(("moon", "world"), "there")]
-
-
 def test_code_that_differs_names_its_stage(tmp_path: Path) -> None:
     make_run(tmp_path, A, [Made("pretrain", code={"ttrain.a": "1", "ttrain.b": "1"}, key="1" * 64)])
     make_run(tmp_path, B, [Made("pretrain", code={"ttrain.a": "1", "ttrain.b": "2"}, key="2" * 64)])
     assert [one.name for one in compared(tmp_path, A, B).code] == ["code of pretrain"]
     make_run(tmp_path, C, [Made("pretrain", outcome="failed")])  # what was not made is no other code
     assert compared(tmp_path, A, C).code == ()
-
-
-def test_runs_have_letters_as_far_as_these_go() -> None:
-    assert [facts.letter(number) for number in (0, 1, 25, 26, 27)] == ["A", "B", "Z", "R27", "R28"]
 
 
 @pytest.fixture
@@ -288,15 +235,9 @@ def said(*arguments: str) -> str:
 
 
 def test_the_command_prints_settings_data_figures_and_samples_and_the_json_is_the_comparison(compared_home: Path) -> None:
-    told, shown = (
-        said("compare", A, B),
-        (
-            "the model of B is better on these records by eval/bits_per_byte",
-            "pretrain.optim.lr",
-            "shards-pretrain: train rows",
-        ),
-    )
-    assert [words for words in (*shown, "2.2500  -10 %  * best", "world 1") if words not in told] == []
+    told = said("compare", A, B)
+    for words in ("pretrain.optim.lr", "shards-pretrain: train rows", "2.2500  -10 %  * best", "world 1"):
+        assert words in told, words
     found = json.loads(said("compare", A, B, "--json"))
     assert found.pop("page") is None
     assert found == json.loads(json.dumps(compared(compared_home, A, B).to_json()))
@@ -312,19 +253,6 @@ def test_many_runs_are_lines_with_the_best_first(compared_home: Path) -> None:
     told = said("compare", *names).splitlines()
     order = [line.split()[0] for line in told[told.index("") + 1 :] if line[:2] in ("A ", "B ", "C ", "D ", "E ")]
     assert order[-5:] == ["E", "D", "C", "B", "A"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["compare", A], "needs two or more"),
-        (["compare", A, B, "--html", "none/such.html"], "does not exist"),
-        (["report", A, "--out", "."], "is a directory"),
-    ],
-)
-def test_mistakes_are_refused_with_what_there_is(compared_home: Path, arguments: list[str], told: str) -> None:
-    with pytest.raises(UsageError, match=told):
-        CliRunner().invoke(app, arguments, catch_exceptions=False)
 
 
 def test_the_commands_write_where_they_are_told_and_say_where(compared_home: Path) -> None:

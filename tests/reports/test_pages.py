@@ -97,31 +97,6 @@ def test_lines_are_where_the_numbers_are_with_a_gap_where_there_is_none(pages_ho
     assert pixels[0][0] == charts.LEFT and pixels[0][1] < pixels[-1][1], "from the left, and higher losses are higher"
 
 
-def test_what_a_machine_does_is_drawn_over_time() -> None:
-    idle = [point._replace(tokens=None, time=60.0 * number) for number, point in enumerate(points([2.0] * 40))]
-    chart = charts.draw("x", "", [("x", 0, idle)])
-    assert chart is not None and chart.axis == "minutes" and chart.columns[-1][1] == "35"
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [
-        (0, 100, ["0", "20", "40", "60", "80", "100"]),
-        (3, 3.4, ["3", "3.1", "3.2", "3.3", "3.4"]),
-        (1, 9, ["0", "2", "4", "6", "8", "10"]),
-    ],
-)
-def test_ticks_are_round(low: float, high: float, expected: list[str]) -> None:
-    assert [f"{value:.6g}" for value in charts.ticks(low, high, 5)] == expected
-
-
-def test_a_constant_curve_and_one_without_numbers_are_drawn_too() -> None:
-    for values in ([2.0, 2.0], [0.0, 0.0], [math.nan, math.nan]):
-        chart = charts.draw("x", "", [("x", 0, points(values))])
-        assert chart is not None and len(chart.rows) > 1
-    assert charts.draw("x", "", [("x", 0, points([2.0]))]) is None, "single values are in tables"
-
-
 @needs_browser
 @pytest.mark.parametrize("name", ["both.html", "report.html"])
 def test_no_text_of_a_run_is_obeyed_and_nothing_is_loaded(browser: Browser, pages_home: Path, name: str) -> None:
@@ -153,28 +128,6 @@ def test_a_page_fits_a_phone_and_a_desk(browser: Browser, pages_home: Path, name
     assert 100 < plot <= width
     browser.resize(1200, 800)
     assert browser.errors == []
-
-
-@needs_browser
-def test_a_page_is_light_or_dark_as_the_reader_has_it(browser: Browser, pages_home: Path) -> None:
-    def brightness(expression: str) -> float:
-        return sum(map(int, re.findall(r"\d+", browser.evaluate(expression))[:3])) / 3
-
-    ground, ink = "getComputedStyle(document.body).backgroundColor", "getComputedStyle(document.body).color"
-    opened(browser, pages_home / "report.html")
-    line = f"getComputedStyle({chart(0)}.querySelector('.legend i')).backgroundColor"
-    before = browser.evaluate(line)
-    assert brightness(ground) > 200 > 100 > brightness(ink)
-    browser.prefer("dark")
-    try:
-        assert brightness(ground) < 50 < 200 < brightness(ink)
-        assert browser.evaluate(line) != before
-        stroke = f"getComputedStyle({chart(0)}.querySelector('.line path')).stroke"
-        assert browser.evaluate(stroke) == browser.evaluate(line)
-        assert brightness(line) > 120
-        assert browser.errors == []
-    finally:
-        browser.prefer("light")
 
 
 def test_the_report_shows_stages_data_samples_and_what_went_wrong(pages_home: Path) -> None:
@@ -253,21 +206,11 @@ def test_a_night_s_page_shows_its_decision_with_the_reason(tmp_path: Path) -> No
     assert said in report_of(read_run(tmp_path, A)) and "night-" not in undecided
 
 
-def test_what_preference_tuning_is_judged_by_is_shown_at_once_and_its_loss_is_no_loss_of_tokens() -> None:
-    names = ["loss", "reward_accuracy", "reward_margin", "log_probability_chosen", "log_probability_rejected", "grad_norm"]
-    view: Any = SimpleNamespace(curves=lambda stage: names, curve=lambda stage, name: [Point(1, 10, 0.0, 0.5)] * 2)
-    main, others = charts.charts_of(view, "dpo")
-    assert [chart.title for chart in main] == ["loss", "chosen answer leads", "lead of the chosen answer", "gradient norm"]
-    assert main[0].unit == "per pair or rated answer" and charts.charts_of(view, "sft")[0][0].unit == "nats per target"
-    assert [len(chart.lines) for chart in others if chart.title == "log-probability of answers"] == [2]
-
-
-def test_the_validations_of_a_training_are_one_curve_that_ends_at_the_full_one() -> None:
+def test_quick_validations_are_a_curve_and_the_one_on_all_rows_a_point_of_its_own() -> None:
     curves = {"validation_loss_quick": points([4.0, 3.0, 2.75]), "validation_loss": points([1.0, 1.0, 2.75])[2:]}
     view: Any = SimpleNamespace(curves=lambda stage: [*curves], curve=lambda stage, name: curves[name])
-    (main,), others = charts.charts_of(view, "sft")
-    label = "validation_loss_quick (few rows; the dot: all)"
-    (line,) = main.lines
-    assert (line.label, line.last, line.path.count("M")) == (label, "2.75", 2) and not others, "apart: of other rows"
-    (both,), _ = charts.comparison_charts([view, view], "sft")
-    assert (both.title, [line.label for line in both.lines]) == (label, ["A", "B"])
+    (main,), _ = charts.charts_of(view, "sft")
+    assert [(line.label, line.last, len(line.points)) for line in main.lines] == [
+        ("validation_loss_quick", "3", 2),
+        ("validation_loss", "2.75", 1),
+    ]

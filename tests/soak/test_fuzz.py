@@ -22,15 +22,16 @@ from support.tiny_data import LINES, make_tokenizer
 
 from ttrain.config import Reading
 from ttrain.data import sharding, tools
-from ttrain.data.blocks import BlockRecipe
-from ttrain.data.built_blocks import DataFile
+from ttrain.data.blocks import BlockRecipe, DataFile
 from ttrain.data.chat import prompt_ids
 from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
 from ttrain.data.jinja_templates import ROLES, SPECIAL_TOKENS
+from ttrain.data.pool import Processes
 from ttrain.data.records import Conversation, Record, TextDocument, document_parser, parse_conversation
-from ttrain.data.sharding import Here
+from ttrain.data.sharding import Work
 from ttrain.data.shards import ShardSet
+from ttrain.errors import TTrainError
 from ttrain.tasks.shards import recipe_of
 
 LINES_PER_FILE = 1000
@@ -160,7 +161,7 @@ def understood(line: bytes, kind: str) -> Record | None:
     try:
         value = json.loads(line.decode("utf-8"), parse_int=whole_number)
         if kind == "chats":  # null is absent there, and whole numbers of functions are exact
-            value = tools.without_null_keys(line, value)
+            value = tools.without_null_keys(line)
     except ValueError:
         return None
     finally:
@@ -185,7 +186,11 @@ def expected_chat(encoder: Encoder, turns: Sequence[Message]) -> tuple[list[int]
 def check_build(path: Path, output: Path, recipe: BlockRecipe, encoder: Encoder, block_bytes: int) -> Counter[str]:
     """Build a file's shards and compare them with its lines; returns the counts."""
     files = {"train": [DataFile(str(path), path.name)]}
-    built = sharding.build(output, files, recipe, READING, block_bytes=block_bytes, pool=Here())
+    try:
+        built = sharding.build(Work(output, files, recipe, READING, block_bytes, Processes(1)))
+    except TTrainError as error:
+        assert str(path) in str(error), error
+        return Counter({"refused files": 1})
     (tally,) = built.tallies.values()
     assert tally.rows == tally.kept + tally.skipped.total() + tally.rejected.total()
     listed = [json.loads(line) for line in (output / "run" / "rejected.jsonl").read_bytes().splitlines()]

@@ -26,7 +26,7 @@ from ttrain.store import integrity
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.damaged import DamagedArtifact, set_aside
 from ttrain.store.layout import Artifact
-from ttrain.tasks import PRETRAIN, SFT, SHARDS, Stage
+from ttrain.tasks import PRETRAIN, SFT, Stage
 
 
 def build(stage: Stage, settings: Settings, home: Home, inputs: Mapping[str, Artifact]) -> Artifact:
@@ -85,12 +85,10 @@ def test_damage_that_the_check_of_rows_meets_is_set_aside_so_that_the_next_run_h
     damaged = fresh_home.tokenizer if name == "tokenizer.json" else fresh_home.chats
     shard = ShardSet(fresh_home.chats.path / "train").index["shards"][0]["file"]
     flip_bit(damaged.path / name.replace("SHARD", f"train/{shard}"))
-    of_shards, inputs = fresh_home.chats, {"tokenizer": fresh_home.tokenizer}
-    shards = Planned(SHARDS["sft"], "cached", (), of_shards.key, of_shards, inputs=inputs, reused=True)
-    plan = [shards, Planned(SFT, "run", ())]
-    execution = run_of(fresh_home.store, settings, plan)
+    execution = run_of(fresh_home.store, settings, [Planned(SFT, "run", ())])
+    execution.artifacts = {"shards-sft": fresh_home.chats, "tokenizer": fresh_home.tokenizer}
     with pytest.raises(StageFailed, match=rf"stage sft: .* is damaged: .* moved to .*: {damaged.stage} {damaged.key[:12]}"):
-        execution.check_reused()
+        execution.check_rows()
     assert execution.failures.keys() == {"sft"} and fresh_home.store.artifacts(damaged.stage) == []
     assert fresh_home.store.manifest_problem(damaged.path) is None, "the next run finds its place empty"
 

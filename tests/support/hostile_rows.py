@@ -7,11 +7,10 @@ from typing import Any
 
 from ttrain.config import Reading
 from ttrain.data import sharding
-from ttrain.data.assembly import ShardSetResult
-from ttrain.data.blocks import BlockRecipe
-from ttrain.data.built_blocks import DataFile
+from ttrain.data.blocks import BlockRecipe, DataFile
 from ttrain.data.check import check
-from ttrain.data.sharding import Here
+from ttrain.data.pool import Processes
+from ttrain.data.sharding import ShardSetResult, Work
 from ttrain.data.shards import ShardSet
 
 READING = Reading(heldout_fraction=0.0, rejected_fraction=1.0)
@@ -23,7 +22,7 @@ Outcome = dict[str, Any]
 def build(path: Path, recipe: BlockRecipe, block_bytes: int = 1 << 20, pool: Any = None) -> tuple[ShardSetResult, Path]:
     output = path.parent / f"shards-{path.name}-{block_bytes}"
     files = {"train": [DataFile(str(path), path.name)]}
-    return sharding.build(output, files, recipe, READING, block_bytes=block_bytes, pool=pool or Here()), output
+    return sharding.build(Work(output, files, recipe, READING, block_bytes, pool or Processes(1))), output
 
 
 def outcome(path: Path, recipe: BlockRecipe, block_bytes: int = 1 << 20) -> tuple[Outcome, list[int]]:
@@ -32,9 +31,7 @@ def outcome(path: Path, recipe: BlockRecipe, block_bytes: int = 1 << 20) -> tupl
     Checking the file, which encodes nothing, has to say the same.
     """
     built, output = build(path, recipe, block_bytes)
-    (report,) = check(
-        [str(path)], READING.model_copy(update={"max_line_bytes": recipe.max_line_bytes}), pool=Here(), kind=recipe.kind
-    )
+    (report,) = check([str(path)], READING.model_copy(update={"max_line_bytes": recipe.max_line_bytes}), kind=recipe.kind)
     for tally in (built.tallies["train"], report.tally):
         assert tally.rows == tally.kept + tally.skipped.total() + tally.rejected.total()
     found, checked = built.tallies["train"].to_json(), report.tally.to_json()

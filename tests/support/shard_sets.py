@@ -15,11 +15,10 @@ from support.tiny_data import documents
 from ttrain.config import Reading
 from ttrain.core.hashing import sha256_file
 from ttrain.data import blocks, sharding
-from ttrain.data.assembly import ShardSetResult
-from ttrain.data.blocks import BlockRecipe
-from ttrain.data.built_blocks import DataFile
+from ttrain.data.blocks import BlockRecipe, DataFile
 from ttrain.data.encoder import Encoder
-from ttrain.data.sharding import Here
+from ttrain.data.pool import Processes
+from ttrain.data.sharding import ShardSetResult, Work
 from ttrain.data.shards import ShardSet
 
 ALL = Reading(heldout_fraction=0.0)
@@ -49,7 +48,8 @@ def build(
     recipe = replace(recipe, heldout_fraction=reading.heldout_fraction, seed=reading.seed)
     roles = {"train": files, **({"heldout": heldout} if heldout else {})}
     given = {role: [DataFile(str(path), path.name) for path in paths] for role, paths in roles.items()}
-    return sharding.build(output, given, recipe, reading, **{"block_bytes": BLOCK, "pool": Here(), **more})
+    work = Work(output, given, recipe, reading, more.pop("block_bytes", BLOCK), more.pop("pool", Processes(1)))
+    return sharding.build(work, **more)
 
 
 def digests(output: Path) -> dict[str, str]:

@@ -22,7 +22,7 @@ from support.tiny_stages import run_here
 from ttrain.config import Settings, flatten
 from ttrain.core.files import ProgressWriter
 from ttrain.core.hashing import sha256_file
-from ttrain.data.sharding import Here
+from ttrain.data.pool import Processes
 from ttrain.errors import UsageError
 from ttrain.model import adapters, factory
 from ttrain.store.model_files import weights_digest
@@ -66,7 +66,7 @@ def make_shards(root: Path, tokenizer: Path, rows: list[dict[str, Any]]) -> Path
     settings, inputs = settings_of(), {"tokenizer": tokenizer, "source": source}
     arguments, runtime = {"kind": "pairs", "dataset": "dpo"}, settings.runtime
     job = StageContext(inputs, {}, arguments, root / "shards", runtime, ProgressWriter(None), lambda: False)
-    shards.build(settings, job, Here())
+    shards.build(settings, job, Processes(1))
     return root / "shards"
 
 

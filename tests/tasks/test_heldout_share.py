@@ -11,7 +11,7 @@ from support.tiny_data import make_tokenizer
 
 from ttrain.config import Reading, Runtime, Settings, Tokenizer
 from ttrain.core.files import ProgressWriter
-from ttrain.data.sharding import Here
+from ttrain.data.pool import Processes
 from ttrain.data.shards import ShardSet
 from ttrain.tasks import shards, tokenizer
 from ttrain.tasks.common.job import StageContext
@@ -41,7 +41,7 @@ def build(tokenizer_directory: Path, output: Path, files: dict[str, list[str]], 
         Runtime(device="cpu"), ProgressWriter(None), lambda: False, versions=nothing,
         groups={role: [0] for role in files},
     )  # fmt: skip
-    built = shards.build(Settings(reading=reading), job, Here())
+    built = shards.build(Settings(reading=reading), job, Processes(1))
     return {name: part["rows"] for name, part in built.parts.items()}
 
 

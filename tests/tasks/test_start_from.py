@@ -164,7 +164,7 @@ def test_a_folder_without_a_model_is_refused_with_what_it_lacks(house: House) ->
     house.write("pickled/config.json", "{}")
     house.write("pickled/pytorch_model.bin", "")
     for name, message in {
-        "mine": r"which has no tokenizer.json; set tokenizer.existing",
+        "mine": "tokenizer.existing is '.*mine', which has no tokenizer.json; .* makes one",
         "adapter": r"is an adapter; merge it into a model first: `ttrain export .*adapter --merge --to FOLDER`",
         "pickled": r"holds neither model.safetensors .*; pytorch_model.bin is a pickle",
         "nowhere": r"'.*nowhere' but there is no such folder",

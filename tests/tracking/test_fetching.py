@@ -196,9 +196,9 @@ def test_an_artifact_whose_manifest_is_damaged_is_named_although_mlflow_has_it_w
     store.complete(found(store))
     os.truncate(place / "manifest.json", 40)
     assert store.find(STAGE, KEY) is None
-    damaged, hint = explain(STAGES[STAGE], KEY, {}, store)
-    assert "manifest.json" in damaged and "artifacts verify --set-aside" in hint
-    with pytest.raises(ArtifactError, match=rf"{STAGE} kkk+ .*manifest\.json"):
+    [damaged] = explain(STAGES[STAGE], KEY, {}, store)
+    assert "manifest.json" in damaged
+    with pytest.raises(ArtifactError, match=rf"{STAGE} kkk+ .*manifest\.json.*artifacts verify"):
         store.latest(STAGE)
     set_aside(store, [DamagedArtifact(path, problem) for path, problem in store.unreadable().items()])
     assert found(store).absent and len([*(bare_home / "replaced" / STAGE).iterdir()]) == 1

@@ -156,40 +156,33 @@ def artifacts_verify(
 
 @command(
     artifacts_app,
-    "Examples:  ttrain artifacts adopt --all\n\nttrain artifacts adopt pretrain 3f1c\n\n"
-    "ttrain artifacts adopt sft 09ab sft.epochs=3",
+    "Examples:  ttrain artifacts adopt --all\n\nttrain artifacts adopt pretrain\n\nttrain artifacts adopt sft sft.epochs=3",
 )
 def artifacts_adopt(
     *,
     stage: Annotated[str, argument("the stage, see `ttrain stage list`", metavar="STAGE")] = "",
-    key: Annotated[str, argument("the beginning of the key of the artifact to keep", metavar="KEY")] = "",
     settings_options: SettingsOptions,
     everything: Annotated[bool, option("every stage that only changed code would build again", "--all")] = False,
 ) -> Output:
     """Keep artifacts across a code change that you know to be harmless, as after an upgrade; their manifests say so.
 
-    Settings and inputs must be those that they were made with. Name a stage and a key, or --all.
+    Of a stage that would be built again for changed code alone the newest artifact is kept, inputs first. Settings and
+    inputs must be those that it was made with.
     """
     from ttrain import api
-    from ttrain.engine import artifact_commands
+    from ttrain.engine.artifact_commands import adopt
     from ttrain.engine.planner import no_stage
-    from ttrain.tasks import STAGES
 
     usable_home()
-    if everything:
-        given = [word for word in (stage, key, *(settings_options.overrides or ())) if word]
-        settings = replace(settings_options, overrides=given).load().settings
-        adopted = artifact_commands.adopt_all(api.plan("full", settings))
-    else:
-        if not key:
-            raise UsageError("`ttrain artifacts adopt` needs a stage and a key, or --all; try ttrain artifacts adopt --all")
-        references.need_stage(stage, STAGES)
-        settings = settings_options.load().settings
-        plan = api.plan("full", settings)
-        planned = {each.stage.name: each for each in plan.stages}
-        if stage not in planned:
-            raise no_stage(stage, planned, settings)
-        adopted = [artifact_commands.adopt(plan.store, planned[stage], key)]
+    if everything:  # then the first word is a setting
+        given = [word for word in (stage, *(settings_options.overrides or ())) if word]
+        stage, settings_options = "", replace(settings_options, overrides=given)
+    elif not stage:
+        raise UsageError("`ttrain artifacts adopt` needs a stage, or --all; try ttrain artifacts adopt --all")
+    plan = api.plan("full", settings_options.load().settings)
+    if stage and stage not in plan.graph:
+        raise no_stage(stage, plan.graph, plan.settings)
+    adopted = adopt(plan, stage)
     rows, value, saved = [], list[JsonDict](), 0.0
     for artifact in adopted:
         seconds, history = artifact.manifest.get("seconds", 0.0), artifact.manifest["adopted"]

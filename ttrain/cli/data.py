@@ -16,11 +16,8 @@ from ttrain.cli.options import (
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import home
 
-SECTIONS = ("reading.", "runtime.")  # of the settings among the words of `data check`
-FILES_HELP = (
-    "JSONL (packed or not), parquet, or .txt: files, globs, folders, URLs, hf://owner/name; and settings "
-    "of reading and runtime"
-)
+SECTION = "reading."  # of the settings among the words of `data check`
+FILES_HELP = "JSONL (packed or not), parquet, or .txt: files, globs, folders, URLs, hf://owner/name; and settings of reading"
 
 data_app = command_group(
     "data",
@@ -47,7 +44,7 @@ def data_check(
     """Count what a run would keep, skip and reject, with lengths, scripts and copies."""
     from ttrain.cli import data_reports
 
-    own = [word for word in words if "=" in word and word.startswith(SECTIONS)]
+    own = [word for word in words if "=" in word and word.startswith(SECTION)]
     files = [word for word in words if word not in own]
     return data_reports.report_on(files, SettingsOptions(own).load().settings, kind, rejected)
 

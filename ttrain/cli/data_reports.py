@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import orjson
@@ -17,17 +16,14 @@ from ttrain.core.files import JsonObject, output_file
 from ttrain.core.terminal import bar, escaped
 from ttrain.core.text import format_value
 from ttrain.data import inspect, locations
-from ttrain.data.built_blocks import Pool
 from ttrain.data.check import check
 from ttrain.data.inspect import TokenView
-from ttrain.data.sharding import Here, Processes
 from ttrain.data.shards import ShardSet
 from ttrain.engine.artifact_commands import find_artifact
 from ttrain.errors import UsageError
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.tasks import STAGES
 
-SMALL_BYTES = 64 << 20  # counted in this process, at 55 MB a second: starting others takes a second
 SMALLEST_SHARE = 0.001  # of a script that is named
 SHOWN_BAD_ROWS = 10
 OVERVIEW = ("file", "kind", "rows", "kept", "skipped", "rejected", "duplicates")
@@ -41,14 +37,12 @@ def report_on(patterns: Sequence[str], settings: Settings, kind: str, rejected: 
         raise UsageError(f"--rejected is {rejected}, an input file; name another file")
     names_a_field = settings.reading.text_field != Reading().text_field  # as only documents have
     with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(_pool(sources, settings.runtime.workers))
         file = stack.enter_context(output_file(rejected)) if rejected else None
         reports = check(
             sources,
             settings.reading,
-            pool=pool,
             kind=kind if kind != "auto" else "documents" if names_a_field else None,
-            progress=stack.enter_context(bar("reading", "bytes")),
+            progress=stack.enter_context(bar("reading", "rows")),
             quarantine=(lambda row: file.write(orjson.dumps(row) + b"\n")) if file else None,
         )
     errors = [report.error for report in reports if report.error]
@@ -56,17 +50,6 @@ def report_on(patterns: Sequence[str], settings: Settings, kind: str, rejected: 
         print(f"error: {escaped(message)}", file=sys.stderr)
     values = [report.to_json() for report in reports]
     return Output(values if len(values) > 1 else values[0], _tables(values), int(bool(errors)))
-
-
-@contextlib.contextmanager
-def _pool(sources: Iterable[str], workers: int | None) -> Iterator[Pool]:
-    """This process if there is little to do, else worker processes."""
-    are_local = not any(map(locations.is_remote, sources))
-    if are_local and sum(Path(source).stat().st_size for source in sources) < SMALL_BYTES:
-        yield Here()
-    else:
-        with Processes(workers or os.cpu_count() or 1) as pool:
-            yield pool
 
 
 def _tables(reports: Sequence[JsonObject]) -> Iterator[Table]:

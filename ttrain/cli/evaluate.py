@@ -77,7 +77,6 @@ def evaluate(
     )
     comparison = Table(*results.comparison_table())
     tables = [Table(*results.table()), comparison][: 1 + bool(comparison.rows)]
-    notes += results.notes()
     value = {**results.to_json(), "identities": identities, "notes": notes}
     Output(value, [*tables, *notes]).print(as_json=as_json)
     if items is not None:  # after the results, which are valid even if what follows fails

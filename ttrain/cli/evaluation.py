@@ -14,6 +14,7 @@ from ttrain.core.files import JsonDict, JsonObject, user_path
 from ttrain.core.terminal import bar
 from ttrain.data import existing
 from ttrain.errors import UsageError
+from ttrain.evaluate import items as reading
 from ttrain.evaluate import run, suites
 from ttrain.evaluate.items import comparable
 from ttrain.evaluate.results import Results
@@ -86,7 +87,7 @@ def evaluate(
             del loaded_model, evaluated_model
             gc.collect()  # the next model needs the memory
     identities = dict(zip(labels, map(names.to_json, references), strict=True))
-    return Results(outcomes, Rule(), items), identities, notes
+    return Results(outcomes, Rule(), items), identities, [*notes, *reading.lines(items)]
 
 
 def default_suite(heldout: Records, models: Sequence[Reference]) -> tuple[LoadedSuite, list[str]]:

@@ -31,8 +31,7 @@ def init(
     check_output_file(out)
     if out.exists() and not force:
         raise UsageError(f"--out is {out}, which exists; add --force to overwrite it, or name another file")
-    sorted_files = starter.sort(found)
-    datasets, left_out = sorted_files.datasets, sorted_files.left_out
+    datasets, left_out = starter.sort(found)
     if not datasets:
         reasons = "".join(f"\n{file}: {reason}" for file, reason in left_out.items())
         raise UsageError(

@@ -115,7 +115,7 @@ def stage_run(
 ) -> Output:
     """Run one stage alone, without Prefect."""
 
-    from ttrain.engine.plan import alone
+    from ttrain.engine.planner import alone
     from ttrain.flows.engine import RunOptions, run_pipeline
 
     outlast_output()

@@ -34,7 +34,6 @@ def run(loaded: LoadedSettings, *, engine: str, labels: Labels) -> None:
 def plan(loaded: LoadedSettings) -> Output:
     """What a night would do now."""
     from ttrain.config import LEARNT
-    from ttrain.engine import planner as plan
     from ttrain.engine.provenance import with_absolute_paths
     from ttrain.flows.night_plan import plan_night
     from ttrain.tracking.artifact_source import store_of
@@ -50,12 +49,12 @@ def plan(loaded: LoadedSettings) -> Output:
         "champion": snapshot.champion.version if snapshot and snapshot.champion else None,
         "files": files,
         "near_duplicates": {"similarity": planned.near_duplicates, "earlier_sets": planned.earlier_sets},
-        "stages": plan.plan_json(NIGHTLY, planned.stages)["stages"],
+        "stages": [stage.to_json() for stage in planned.stages],
     }
     if snapshot is None:
         return Output(value, [planned.reason])
     lines = [f"  data.{dataset}: {location}" for dataset in LEARNT for location in files.get(dataset, ())]
-    stages = Table(("stage", "state", "key", "why"), plan.plan_rows(planned.stages))
+    stages = Table(("stage", "state", "key", "why"), [stage.row for stage in planned.stages])
     return Output(value, [planned.reason, *lines, stages])
 
 

@@ -399,7 +399,7 @@ class RestartOptions:
     def plan(self, pipeline: str, settings: Settings, only_of: str = "", **to_plan: Any) -> Plan:
         """Plan the pipeline, after preparing the work of its stages, or of one of them; print what was set aside."""
         from ttrain import api
-        from ttrain.engine.restart import restart
+        from ttrain.engine.resume import restart
 
         planned = api.plan(pipeline, settings, **to_plan)
         if not self:

@@ -36,7 +36,7 @@ from ttrain.core.terminal import (
     print_escaped,
 )
 from ttrain.core.text import format_duration, format_time
-from ttrain.engine.run_progress import progress_of
+from ttrain.engine.progress import progress_of
 from ttrain.errors import UsageError
 from ttrain.reports import summary
 from ttrain.store import references, runs
@@ -210,11 +210,10 @@ def pipeline_status(
 
 def _with_progress(run: Run) -> Run:
     """The run with the progress of its running stages, also in place of their figures."""
-    progress = {each.stage: each for each in progress_of(run.record)}
     stages = [dict(stage) for stage in run.record["stages"]]
     for stage in stages:
-        if each := progress.get(stage["name"]):
-            stage |= {"progress": asdict(each), "metric": str(each)}
+        if run.outcome == "running" and (progress := progress_of(stage)):
+            stage |= {"progress": progress.to_json(), "metric": str(progress)}
     return replace(run, record={**run.record, "stages": stages})
 
 
@@ -285,7 +284,7 @@ def plan_and_run(
     `command`: the one that asked for it, where its settings are its own; `to_plan`: as for `api.plan`.
     """
     from ttrain.engine.artifact_commands import remarks_on_code
-    from ttrain.engine.cached import record_cached
+    from ttrain.engine.plan import record_cached
 
     planned = restart.plan(pipeline, loaded.settings, **to_plan)
     if record := record_cached(planned, labels):
@@ -349,10 +348,8 @@ def _settings_of_earlier_run(stage: str, run: str, settings_options: SettingsOpt
 
 def _cached_parts(planned: Plan, record: Mapping[str, Any]) -> list[str | Table]:
     """The metrics of a run that found everything cached."""
-    from ttrain.engine.cached import cached_results
-
     parts: list[str | Table] = []
-    if rows := summary.rows(record["metrics"], cached_results(planned)):
+    if rows := summary.rows(record["metrics"], planned.results):
         parts.append(Table(("metric", "value", ""), rows))
     same = f" in the run {equals}" if (equals := record["equals"]) else ""
     subject = f"all {len(planned)} stages of {planned.pipeline} are"

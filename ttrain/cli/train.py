@@ -116,7 +116,7 @@ def doctor(
     """
     from ttrain import api
     from ttrain.doctor.inputs import missing_data
-    from ttrain.engine.plan import alone
+    from ttrain.engine.planner import alone
     from ttrain.engine.processes import environment_of
     from ttrain.flows.engine import RunOptions, run_pipeline
 

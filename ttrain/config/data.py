@@ -66,13 +66,11 @@ class Data(Section):
 
 
 class PythonDocs(Section):
-    """The quickstart's text: docstrings, language reference and source of Python, from a file that ships with ttrain."""
+    """The quickstart's text: docstrings and language reference of Python, from a file that ships with ttrain."""
 
     document_bytes: int = setting(3_000_000, "documents to take, in UTF-8 bytes, of 2.3 MB", ge=300_000)
-    source_code_fraction: float = setting(0.0, "share of the documents that is source code, of 1.2 MB", ge=0, le=1)
     chat_rows: int = setting(4000, "chats to take, of about 9000", ge=100)
     domain_rows: int = setting(800, "letters to take, of about 1500", ge=50)
-    heldout_fraction: float = setting(0.055, "share of modules held out (at least 100 kB)", gt=0, lt=0.5)
 
 
 class Reading(Section):

@@ -29,7 +29,7 @@ class Runtime(Section):
     gpus: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Listed] = setting(
         (), "which GPUs of this machine, by their numbers; empty: all that CUDA_VISIBLE_DEVICES leaves"
     )
-    nodes: int = setting(1, "machines that train together, through torchrun; all need the same TTRAIN_HOME", ge=1)
+    nodes: int = setting(1, "machines that train together; all need the same TTRAIN_HOME", ge=1)
     node_rank: int = setting(0, "which of them this one is; 0 publishes", ge=0)
     rendezvous: str | None = setting(None, "host:port of node 0, where nodes meet", pattern=r"^\S+:\d{1,5}$")
     rank_timeout_seconds: float = setting(

@@ -7,9 +7,11 @@ directory `run/blocks/<id>`; its `block.json` is written last: without it the bl
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -21,8 +23,8 @@ import orjson
 
 from ttrain.core.files import JsonDict, read_json
 from ttrain.core.hashing import digest_of
-from ttrain.data import parquet, shards, streams
 from ttrain.data import records as sources
+from ttrain.data import shards, streams
 from ttrain.data.chat import encode_chats, encode_preferences, refusal
 from ttrain.data.encoder import Encoder
 from ttrain.data.preferences import Preference
@@ -31,6 +33,9 @@ from ttrain.data.shards import Column
 from ttrain.errors import CannotRead
 from ttrain.store.integrity import home_of, is_intact
 
+Flags = npt.NDArray[np.bool_]
+Table = npt.NDArray[np.uint64]  # of rows: hash, hash, bytes of text, line of the block
+
 PARTS = ("train", "heldout")
 BLOCKS = Path("run", "blocks")
 MANIFEST, ROWS, BAD_ROWS, HELDOUT_RECORDS = "block.json", "rows", "rejected.jsonl", "heldout.jsonl"
@@ -38,8 +43,19 @@ SHIPPED_BYTES = 1 << 20
 # Texts go to the encoder in groups of this size: a worker of 16 MiB blocks stays below 350 MB.
 ENCODED_BYTES = 4_000_000
 ENCODED_RECORDS = 20_000  # a million of one letter took 565 MB
-UTF8_BOM = b"\xef\xbb\xbf"
 BEYOND_LIMIT = "beyond reading.limit"
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """An input file: its location, display name, and the number of its weighted source."""
+
+    location: str
+    name: str
+    group: int = 0
+
+
+FilesByRole = Mapping[str, Sequence[DataFile]]  # "train" and, if the user names such files, "heldout"
 
 
 @dataclass(frozen=True)
@@ -107,14 +123,9 @@ def _cut_plain(path: Path, file: int, block_bytes: int) -> Iterator[Block]:
     size, start = path.stat().st_size, 0
     with path.open("rb") as opened:
         while start < size:
-            end = start + block_bytes
-            opened.seek(end)
-            while end < size and (chunk := opened.read(SHIPPED_BYTES)):
-                newline = chunk.find(b"\n")
-                end += newline + 1 if newline >= 0 else len(chunk)
-                if newline >= 0:
-                    break
-            end = min(end, size)
+            opened.seek(start + block_bytes)
+            opened.readline()
+            end = min(opened.tell(), size)
             yield Block(str(path), file, start, end)
             start = end
 
@@ -135,7 +146,7 @@ def _cut_stream(location: str, file: int, block_bytes: int, recipe: BlockRecipe)
 
 def _cut_parquet(location: str, file: int, block_bytes: int) -> Iterator[Block]:
     first = size = 0
-    groups = parquet.groups(location)
+    groups = streams.row_groups(location)
     for group, (_, group_bytes) in enumerate(groups):
         size += group_bytes
         if size >= block_bytes or group == len(groups) - 1:
@@ -149,14 +160,14 @@ def read(block: Block) -> bytes:
         return block.data
     with streams.noting_faults(block.location):
         if block.is_parquet:
-            rows = parquet.lines(block.location, block.start, block.end)
+            rows = streams.parquet_lines(block.location, block.start, block.end)
             return b"\n".join(line for _, line in rows)
         with Path(block.location).open("rb") as opened:
             opened.seek(block.start)
             data = opened.read(block.end - block.start)
     if len(data) < block.end - block.start:
         raise CannotRead(f"{block.location} became shorter while it was read; run the same command again")
-    return data.removeprefix(UTF8_BOM) if block.start == 0 else data
+    return data.removeprefix(codecs.BOM_UTF8) if block.start == 0 else data
 
 
 def draw(content_hash: bytes, seed: int) -> int:
@@ -185,6 +196,11 @@ def make(block: Block, recipe: BlockRecipe, output: str) -> tuple[int, str, bool
     directory = Path(output) / BLOCKS / identity
     _make(data, block, recipe, directory, _digest(recipe.digest_of_data, content, size=8))
     return block.file, str(directory), True
+
+
+def table_of(data: bytes, columns: int = 4) -> Table:
+    """Rows of numbers of 8 bytes each, the highest byte first."""
+    return np.frombuffer(data, ">u8").astype(np.uint64).reshape(-1, columns)
 
 
 def _digest(recipe: str, content: str, *, size: int) -> str:
@@ -226,38 +242,53 @@ def _rendered(parse: sources.Parser, encoder: Encoder) -> sources.Parser:
 
 def _make(data: bytes, block: Block, recipe: BlockRecipe, directory: Path, name: str) -> None:
     encoder = encoder_of(recipe.tokenizer)
-    bad_rows, rows = list[JsonDict](), list[bytes]()
+    bad_rows, rows, heldout_lines, weights = list[JsonDict](), list[bytes](), list[bytes](), list[float]()
     tally = Tally(quarantine=bad_rows.append)
     threshold = round(recipe.heldout_fraction * 2**64)
-    train, heldout = _ShardBuilder(encoder, recipe.kind), _ShardBuilder(encoder, recipe.kind)
-    heldout_lines = list[bytes]()
+    pending: dict[str, list[sources.Record]] = {part_name: [] for part_name in PARTS}
+    encoded: dict[str, list[Column]] = {part_name: [] for part_name in PARTS}
+    sizes, pending_bytes = Counter[str](), 0
+
+    def encode_pending() -> None:
+        for part_name, group in pending.items():
+            if group:
+                encoded[part_name].append(encode_records(encoder, recipe.kind, group))
+                group.clear()
+
     for line, record in records(data, block, recipe, tally):
         content_hash = sources.content_hash(record)
         if recipe.keep_below is not None and draw(content_hash, recipe.seed) >= recipe.keep_below:
             tally.leave_out(BEYOND_LIMIT, 1)
             continue
         size = len(text_of(record).encode("utf-8"))
-        if int.from_bytes(content_hash[: sources.PLACE_BYTES], "big") < threshold:
-            heldout.add(replace(record, weight=1.0), size)  # what is held out is not drawn
-            heldout_lines.append(orjson.dumps(record.to_json()))
-        else:
-            train.add(record, size)
         rows.append(content_hash + size.to_bytes(8, "big") + line.to_bytes(8, "big"))
+        part_name = "train"
+        if int.from_bytes(content_hash[: sources.PLACE_BYTES], "big") < threshold:
+            part_name = "heldout"
+            heldout_lines.append(orjson.dumps(record.to_json()) + b"\n")
+        else:  # what is held out is not drawn
+            weights.append(record.weight)
+        pending[part_name].append(record)
+        sizes[part_name] += size
+        pending_bytes += size
+        if pending_bytes >= ENCODED_BYTES or len(pending[part_name]) >= ENCODED_RECORDS:
+            encode_pending()
+            pending_bytes = 0
+    encode_pending()
     files = {
         ROWS: b"".join(rows),
         BAD_ROWS: b"".join(orjson.dumps(row) + b"\n" for row in bad_rows),
-        HELDOUT_RECORDS: b"".join(line + b"\n" for line in heldout_lines),
+        HELDOUT_RECORDS: b"".join(heldout_lines),
     }
-    entries = {part_name: part.shard(f"{name}.arrow") for part_name, part in (("train", train), ("heldout", heldout))}
-    files |= {f"{part_name}.arrow": shard for part_name, (_, shard) in entries.items() if shard is not None}
-    manifest = {
-        "encoder": encoder.kind,
-        "lines": tally.lines,
-        "tally": {**tally.to_json(), "keys_seen": dict(tally.keys_seen)},
-        "threshold": threshold,
-        "files": {file: hashlib.sha256(data).hexdigest() for file, data in files.items()},
-        **{part_name: entry for part_name, (entry, _) in entries.items()},
-    }
+    manifest: JsonDict = {"tally": tally.counts(), "threshold": threshold, **dict.fromkeys(PARTS)}
+    for part_name, columns in encoded.items():
+        if columns:
+            column = shards.concatenate(columns)
+            if part_name == "train":
+                column = replace(column, weights=np.array(weights))
+            entry, files[f"{part_name}.arrow"] = shards.shard_of(f"{name}.arrow", column, len(encoder))
+            manifest[part_name] = {**entry, "bytes": sizes[part_name]}
+    manifest["files"] = {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
     files[MANIFEST] = json.dumps(manifest).encode()  # the last one makes the block exist
     shards.write_files([(directory / file, data) for file, data in files.items()])
 
@@ -299,48 +330,34 @@ def text_of(record: sources.Record) -> str:
     return record.text if isinstance(record, sources.TextDocument) else "".join(turn.content for turn in record.messages)
 
 
-class _ShardBuilder:
-    """Collects the records of one shard and encodes them in groups."""
+@dataclass
+class BuiltBlock:
+    """A finished block: its directory, its manifest, and which of its rows are selected."""
 
-    def __init__(self, encoder: Encoder, kind: str) -> None:
-        self._encoder, self._kind = encoder, kind
-        self._pending: list[sources.Record] = []
-        self._pending_bytes = self._bytes = 0
-        self._done: list[Column] = []
-        self._weights: list[float] = []
+    role: str
+    file: int
+    source: DataFile
+    directory: Path
+    encoded: bool
+    manifest: JsonDict
+    rows: Table
+    lines_before: int  # of the file
+    selected: Flags = field(default_factory=lambda: np.zeros(0, np.bool_))
 
-    def add(self, record: sources.Record, size: int) -> None:
-        """Add a record whose text has `size` bytes."""
-        self._pending.append(record)
-        self._weights.append(record.weight)
-        self._pending_bytes += size
-        if self._pending_bytes >= ENCODED_BYTES or len(self._pending) >= ENCODED_RECORDS:
-            self._encode()
+    def shard(self, part_name: str) -> Path:
+        """The file with the rows of a part, in their order."""
+        return self.directory / f"{part_name}.arrow"
 
-    def shard(self, name: str) -> tuple[JsonDict | None, Any]:
-        """(entry, bytes) of the shard; None if there is no record."""
-        self._encode()
-        if not self._done:
-            return None, None
-        column = concatenate(self._done)
-        if any(weight != 1 for weight in self._weights):
-            column = replace(column, weights=np.array(self._weights))
-        entry, data = shards.shard_of(name, column, len(self._encoder))
-        return {**entry, "bytes": self._bytes}, data
+    @property
+    def is_heldout(self) -> Flags:
+        if (threshold := self.manifest["threshold"]) < 2**64:
+            return self.rows[:, 0] < np.uint64(threshold)
+        return np.ones(len(self.rows), np.bool_)
 
-    def _encode(self) -> None:
-        if self._pending:
-            self._done.append(encode_records(self._encoder, self._kind, self._pending))
-            self._bytes += self._pending_bytes
-            self._pending, self._pending_bytes = [], 0
+    def in_part(self, part_name: str) -> Flags:
+        """A flag per row: whether it is in "train", or in "heldout"."""
+        return self.is_heldout if part_name == "heldout" else ~self.is_heldout
 
-
-def concatenate(columns: Sequence[Column]) -> Column:
-    """Concatenate the records of several columns."""
-    lengths = np.concatenate([np.diff(column.offsets) for column in columns])
-    masks = [[column.live for column in columns], [column.branches for column in columns]]
-    return Column(
-        np.concatenate([column.tokens for column in columns]),
-        shards.offsets_of(lengths),
-        *(None if mask[0] is None else np.concatenate([flags for flags in mask if flags is not None]) for mask in masks),
-    )
+    def line_of(self, row: int) -> int:
+        """The line of a row in its file."""
+        return self.lines_before + int(self.rows[row, 3])

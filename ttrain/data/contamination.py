@@ -198,31 +198,33 @@ def report(against: OverlapCheck, matches: Sequence[tuple[str, TextMatch]]) -> J
       "share"}]}], the largest share first}
     """
     texts = against.texts
-    totals = _index_of(texts).totals
     places_of: defaultdict[str, list[JsonDict]] = defaultdict(list)
     for file, match in matches:
         place = {"file": file, "line": match.line, "share": round(match.share, 4)}
         places_of[texts[match.text]].append(place)
-    too_short = {text for number, text in enumerate(texts) if not totals[number]}
-    tasks: dict[str, JsonDict] = {}
-    for name in dict.fromkeys(item.task for item in against.items):
-        items = [item.text for item in against.items if item.task == name]
-        overlapping = sum(text in places_of for text in items)
-        tasks[name] = {
-            "items": len(items),
-            "too_short": sum(text in too_short for text in items),
-            "overlapping": overlapping,
-            "share": overlapping / len(items),
-            "left_out": against.left_out.get(name, 0),
-        }
     lines: list[JsonDict] = []
     for item in against.items:
-        if places := sorted(places_of.get(item.text, ()), key=lambda place: -place["share"]):
+        if places := sorted(places_of[item.text], key=lambda place: -place["share"]):
             lines.append({
                 "task": item.task, "where": item.location, "digest": item.digest, "text": item.excerpt,
                 "share": places[0]["share"], "documents": len(places), "places": places[:MOST_PLACES],
             })  # fmt: skip
     lines.sort(key=lambda line: (-line["share"], line["where"]))
+    totals = _index_of(texts).totals
+    too_short = {text for number, text in enumerate(texts) if not totals[number]}
+    items = Counter(item.task for item in against.items)
+    short_items = Counter(item.task for item in against.items if item.text in too_short)
+    overlapping = Counter(line["task"] for line in lines)
+    tasks = {
+        task: {
+            "items": count,
+            "too_short": short_items[task],
+            "overlapping": overlapping[task],
+            "share": overlapping[task] / count,
+            "left_out": against.left_out.get(task, 0),
+        }
+        for task, count in items.items()
+    }
     documents = len({(file, match.line) for file, match in matches})
     return {
         "share": against.share, "removed": against.remove, "documents": documents, "tasks": tasks, "items": lines,
@@ -243,13 +245,11 @@ def of_row(record: Mapping[str, Any]) -> str | None:
     if is_preference(record):
         pair = records.parse_preference(dict(record))
         return of_chat((*pair.prompt, *(pair.chosen or pair.rejected))) if isinstance(pair, Preference) else None
-    for parse in (records.parse_conversation, records.document_parser(records.TEXT)):
-        parsed = parse(dict(record))
-        if isinstance(parsed, records.Conversation):
-            return of_chat(parsed.messages)
-        if isinstance(parsed, records.TextDocument):
-            return parsed.text
-    return None
+    chat = records.parse_conversation(dict(record))
+    if isinstance(chat, records.Conversation):
+        return of_chat(chat.messages)
+    document = records.document_parser(records.TEXT)(dict(record))
+    return document.text if isinstance(document, records.TextDocument) else None
 
 
 def of_chat(messages: Messages) -> str:

@@ -1,238 +1,208 @@
-"""The chat template of an existing tokenizer; contents of turns cannot inject special tokens.
+"""Chat templates as Jinja, of existing tokenizers too; no content can inject a special token.
 
-The template is rendered with random marks in place of the contents: what stands around the marks is the skeleton. Every
-conversation is also rendered as it is: if the result is not the skeleton with the contents in it, the template changes
-contents, and the conversation is refused.
+The template is rendered with marks in place of the contents, once for each sequence of roles. A
+conversation has to be what stands around the marks with its contents in it: a template that changes
+contents is refused.
 
-Live is an answer with all that the template writes before it behind the generation prompt, since the model has to say that
-itself, up to the end of the template's own `{% generation %}`, or else to the first special token after the answer.
+Live is an answer with all that the template writes before it behind the generation prompt, since
+the model has to say that itself, up to the end of the template's own `{% generation %}`, or else to
+the first special token after the answer.
 """
 
 from __future__ import annotations
 
+import bisect
+import math
 import re
 import secrets
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 from ttrain.core.files import JsonDict
-from ttrain.data.chat_templates import Message, Messages, Rendering, Span, Template, TemplateRefused, is_live
+from ttrain.data.chat_templates import (
+    Message,
+    Messages,
+    Rendering,
+    Span,
+    TemplateRefused,
+    is_live,
+)
 from ttrain.data.encoder import Encoder
-from ttrain.errors import DataError
 
-GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
-# Some templates write the date, by calling `strftime_now`. Rows must not depend on it, so the date is fixed. The empty
-# expression keeps a newline at the beginning of a template.
-FIXED_DATE = {"%Y": "2025", "%y": "25", "%m": "01", "%d": "01", "%B": "January", "%b": "Jan", "%A": "Wednesday", "%a": "Wed",
-              "%H": "00", "%M": "00", "%S": "00"}  # fmt: skip
+# The texts of a turn, in the order in which a template writes them.
+KEYS = ("reasoning_content", "content")
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# Some templates write the date, by calling `strftime_now`. Rows must not depend on it, so the date
+# is fixed. The empty expression keeps a newline at the beginning of a template.
+FIXED_DATE = {
+    "%Y": "2025", "%y": "25", "%m": "01", "%d": "01", "%B": "January", "%b": "Jan",
+    "%A": "Wednesday", "%a": "Wed", "%H": "00", "%M": "00", "%S": "00",
+}  # fmt: skip
 FIXED_DATE_MACRO = (
     "{% macro strftime_now(format) %}{{ format"
-    + "".join(f" | replace({directive!r}, {value!r})" for directive, value in FIXED_DATE.items())
+    + "".join(f" | replace({name!r}, {value!r})" for name, value in FIXED_DATE.items())
     + " }}{% endmacro %}{{ '' }}"
 )
 NO_END = "no special token ends the answers that are learnt, so that a model would not learn to stop"
 DEPENDS_ON_CONTENTS = "what it writes around the turns depends on their contents"
-SKELETONS = 4096  # kept; a data set has a few dozen
+FRAMES = 4096  # kept; a data set has a few dozen
 ERROR_CHARACTERS = 200
 FIX = "set tokenizer.template=ttrain for the template of ttrain"
 
-Shape = tuple[tuple[str, bool, bool], ...]  # of each turn: its role, whether it has a content, and a reasoning apart
+# Of each turn: its role, whether it has a reasoning apart, and whether it has a content.
+Shape = tuple[tuple[str, bool, bool], ...]
 
 
-class Skeleton(NamedTuple):
-    """What a template writes around the contents, for a sequence of roles.
+# What a template writes around the contents, for a shape: the pieces, each 2 * turn for the reasoning
+# of a turn or 2 * turn + 1 for its content; and the texts before, between and behind these pieces.
+Frame = tuple[list[int], list[str]]
 
-    pieces      numbers of the turns with a content, and ~number for the reasoning of a turn
-    texts       before, between and behind these pieces
-    answers     by turn, the characters before its first piece and behind its content that are live with it
+
+class JinjaTemplate:
+    """Renders conversations by the template of a tokenizer.
+
+    Frames are cached by the roles of a conversation and by which contents are empty.
+
+    end_id      the special token that ends an answer
+    lead        what the template writes between a generation prompt and an answer
     """
 
-    pieces: list[int]
-    texts: list[str]
-    answers: dict[int, tuple[int, int]]
-
-
-class JinjaTemplate(Template):
-    """`own`. Skeletons are cached by the roles of a conversation and by which contents are empty."""
-
     def __init__(self, encoder: Encoder) -> None:
-        """Raises DataError if the template cannot render a question and answer, or writes no end of the answer."""
-        self._encoder = encoder
+        """Raises DataError if the template cannot render a question with its answer and end."""
+        self._tokens = encoder.tokens
         self._jinja = FIXED_DATE_MACRO + encoder.jinja
-        self._reads_reasoning = "reasoning_content" in encoder.jinja
+        self._reads_reasoning = KEYS[0] in encoder.jinja
         self._has_generation = GENERATION.search(encoder.jinja) is not None
-        # Random, so that no text holds a mark: of a content, and of the two ends of a `{% generation %}`.
-        secret = secrets.token_hex(12)
-        self._mark = f"x{secret}:{{}}y"
-        self._marks = re.compile(rf"x{secret}:(-?\d+)y")
-        self._begin, self._end = f"x{secret}(", f"){secret}y"
-        self._marked_jinja = GENERATION.sub(self._marked_tag, self._jinja)
-        self._skeleton = lru_cache(SKELETONS)(self._new_skeleton)
-        rendering = self.render((Message("user", "Q"), Message("assistant", "A")))
-        ((start, end),) = rendering.live or [(0, 0)]
+        secret = secrets.token_hex(12)  # so that no text holds a mark
+        self._mark, self._marks = f"x{secret}:{{}}y", re.compile(rf"x{secret}:(\d+)y")
+        self._special = encoder.special_pattern
+        self._frame = lru_cache(FRAMES)(self._new_frame)
+        self._prompt_end = self.lead = ""
+        question, answer = Message("user", "Q"), Message("assistant", "A")
+        self.render((question, answer))
+        self._prompt_end = self.render((question,), prompt=True).text.rpartition("Q")[2]
+        rendering = self.render((question, answer))
         answer_start, answer_end = rendering.contents[-1]
-        ends = self._encoder.specials_behind("A", rendering.text[answer_end:end])
-        if not ends:
+        start, end = rendering.live[0] if rendering.live else (answer_end, answer_end)
+        token = self._special.search(rendering.text, answer_end, end)
+        if token is None:
             raise self._refused(NO_END)
-        self.end_id = ends[0][0]
+        self.end_id = encoder.special(token.group())
         self.lead = rendering.text[start:answer_start]
 
-    def _marked_tag(self, tag: re.Match[str]) -> str:
-        """A tag that writes a mark, with the white space of the one in the template."""
-        before, is_end, behind = tag.groups()
-        return f"{{%{before} if true %}}{self._end if is_end else self._begin}{{% endif {behind}%}}"
-
     def render(self, messages: Messages, *, prompt: bool = False) -> Rendering:
-        turns = [self._turn(message) for message in messages]
-        text = self._render(self._jinja, turns, prompt=prompt)
-        shape = tuple((turn["role"], turn["content"] != "", "reasoning_content" in turn) for turn in turns)
-        skeleton = self._skeleton(shape, prompt=prompt)
-        contents = self._contents(turns, text, skeleton)
-        live: list[Span] = []
-        for turn, (before, behind) in skeleton.answers.items():
-            start, end = contents[turn]
-            if not is_live(messages[turn]):
-                continue
-            if not messages[turn].masked:
-                start = contents.get(~turn, contents[turn])[0] - before
-            elif ~turn not in contents:
-                start += messages[turn].masked - self._split_at(messages[turn])
-            live.append((start, end + behind))
-        return Rendering(text, list(contents.values()), live)
+        """Render a conversation; `prompt`: up to the beginning of the assistant's next answer.
 
-    def _split_at(self, message: Message) -> int:
-        """Characters of the content that the template gets as `reasoning_content`."""
-        return message.thought if self._reads_reasoning else 0
+        Raises DataError if the template refuses it.
+        """
+        turns = [self._turn(message) for message in messages]
+        text, blocks = self._render(turns, prompt=prompt)
+        shape = tuple((turn["role"], KEYS[0] in turn, turn["content"] != "") for turn in turns)
+        pieces, texts = frame = self._frame(shape, prompt=prompt)
+        spans = self._spans(turns, text, frame)
+        places = {piece: place for place, piece in enumerate(pieces)}
+        live: list[Span] = []
+        for number, message in enumerate(messages):
+            place = places.get(2 * number + 1)
+            if prompt or place is None or not is_live(message):
+                continue
+            end = self._end(spans[place], texts[place + 1], blocks)
+            first = places.get(2 * number, place)
+            start = spans[first][0] - self._lead_length(texts[first])
+            if message.masked:
+                start = spans[place][0] + (0 if self._reads_reasoning else message.masked)
+            if end is not None:
+                live.append((start, end))
+        return Rendering(text, spans, live)
 
     def _turn(self, message: Message) -> JsonDict:
         """A turn as the template gets it."""
-        size = self._split_at(message)
-        turn = {"role": message.role, "content": message.content[size:]}
-        if size:
-            turn["reasoning_content"] = message.reasoning
-        return turn
+        if not (self._reads_reasoning and message.thought):
+            return {"role": message.role, "content": message.content}
+        content = message.content[message.thought :]
+        return {"role": message.role, "content": content, KEYS[0]: message.reasoning}
 
-    def _contents(self, turns: Sequence[JsonDict], rendered: str, skeleton: Skeleton) -> dict[int, Span]:
-        """Where the template writes the contents: as they are, or without white space around them."""
-        contents: dict[int, Span] = {}
-        position = len(skeleton.texts[0])
-        if not rendered.startswith(skeleton.texts[0]):
-            raise self._refused(DEPENDS_ON_CONTENTS)
-        for piece, text in zip(skeleton.pieces, skeleton.texts[1:], strict=True):
-            content = turns[piece]["content"] if piece >= 0 else turns[~piece]["reasoning_content"]
-            if not rendered.startswith(content + text, position):
-                content = content.strip()
-            if not rendered.startswith(content, position):
-                whose = f"of a turn of role '{turns[max(piece, ~piece)]['role']}'"
-                raise self._refused(f"it changes the content {whose}", f"it changes the content {content[:60]!r} {whose}")
-            contents[piece] = (position, position + len(content))
-            position += len(content) + len(text)
-            if not rendered.endswith(text, 0, position):
+    def _spans(self, turns: Sequence[JsonDict], rendered: str, frame: Frame) -> list[Span]:
+        """Where the template writes each piece: as it is, or without white space around it."""
+        pieces, texts = frame
+        spans: list[Span] = []
+        at = 0
+        for piece, before, behind in zip(pieces, texts, texts[1:], strict=False):
+            if not rendered.startswith(before, at):
                 raise self._refused(DEPENDS_ON_CONTENTS)
-        if position != len(rendered):
+            at += len(before)
+            turn = turns[piece // 2]
+            content = turn[KEYS[piece % 2]]
+            if not rendered.startswith(content + behind, at):
+                content = content.strip()
+            if not rendered.startswith(content, at):
+                whose = f"of a turn of role '{turn['role']}'"
+                shown = f"it changes the content {content[:60]!r} {whose}"
+                raise self._refused(f"it changes the content {whose}", shown)
+            spans.append((at, at + len(content)))
+            at += len(content)
+        if rendered[at:] != texts[-1]:
             raise self._refused(DEPENDS_ON_CONTENTS)
-        return contents
+        return spans
 
-    def _new_skeleton(self, shape: Shape, *, prompt: bool) -> Skeleton:
-        """Render marks in place of contents. Raises DataError if a content is not written exactly once, in order."""
+    def _new_frame(self, shape: Shape, *, prompt: bool) -> Frame:
+        """Render marks in place of the contents. Raises DataError unless each is written once."""
         turns: list[JsonDict] = []
-        expected: list[int] = []
-        for number, (role, has_content, has_reasoning) in enumerate(shape):
-            turn = {"role": role, "content": self._mark.format(number) if has_content else ""}
-            if has_reasoning:
-                turn["reasoning_content"] = self._mark.format(~number)
-            expected += [~number] * has_reasoning + [number] * has_content
-            turns.append(turn)
-        parts = self._marks.split(self._render(self._marked_jinja, turns, prompt=prompt))
-        pieces, marked_texts = list(map(int, parts[1::2])), parts[::2]
-        self._check_order(shape, expected, pieces)
-        texts = [text.replace(self._begin, "").replace(self._end, "") for text in marked_texts]
-        if prompt:
-            return Skeleton(pieces, texts, {})
-        ends = self._ends_by_tag(pieces, marked_texts) if self._has_generation else self._ends_by_token(shape, pieces, texts)
-        before = dict(zip(pieces, texts, strict=False))
-        before |= {~piece: text for piece, text in before.items() if piece < 0}  # of a turn with its reasoning
-        leads = self._leads(shape, before, list(ends))
-        return Skeleton(pieces, texts, {turn: (leads[turn], end) for turn, end in ends.items()})
-
-    def _check_order(self, shape: Shape, expected: Sequence[int], pieces: Sequence[int]) -> None:
-        """Raise DataError unless the template wrote each expected piece once, in order."""
+        for number, (role, *is_there) in enumerate(shape):
+            marks = {KEYS[at]: self._mark.format(2 * number + at) for at in (0, 1) if is_there[at]}
+            turns.append({"role": role, "content": "", **marks})
+        parts = self._marks.split(self._render(turns, prompt=prompt)[0])
+        pieces = [int(number) for number in parts[1::2]]
         times = Counter(pieces)
-        for piece in expected:
-            if times[piece] != 1 and not (piece < 0 and not times[piece]):  # many leave out what was thought before
-                role = shape[max(piece, ~piece)][0]
-                raise self._refused(f"it writes the content of a turn of role '{role}' {times[piece]} times")
-        for piece, wanted in zip(pieces, [piece for piece in expected if times[piece]], strict=True):
-            if piece != wanted:
-                role = shape[max(piece, ~piece)][0]
-                raise self._refused(f"it puts the content of a turn of role '{role}' before that of the previous turn")
+        for number, (role, _, has_content) in enumerate(shape):
+            if (count := times[2 * number + 1]) != has_content:
+                raise self._refused(f"it writes the content of a turn of role '{role}' {count} times")
+        if pieces != sorted(times):
+            raise self._refused("it does not write each content behind that of the previous turn")
+        return pieces, parts[::2]
 
-    def _ends_by_tag(self, pieces: Sequence[int], marked_texts: Sequence[str]) -> dict[int, int]:
-        """Characters behind each content that is within `{% generation %}`, up to its end or the next content."""
-        ends: dict[int, int] = {}
-        is_inside = False
-        for piece, before, behind in zip(pieces, marked_texts, marked_texts[1:], strict=False):
-            is_inside = before.rfind(self._begin) > before.rfind(self._end) or (is_inside and self._end not in before)
-            if is_inside and piece >= 0:
-                ends[piece] = len(behind.partition(self._end)[0].replace(self._begin, ""))
-        return ends
+    def _end(self, content: Span, behind: str, blocks: Sequence[Span]) -> int | None:
+        """Where the live part of an answer ends; None where `{% generation %}` leaves it out."""
+        start, end = content
+        if self._has_generation:
+            block = bisect.bisect_right(blocks, (start, math.inf)) - 1
+            return blocks[block][1] if block >= 0 and blocks[block][1] >= end else None
+        token = self._special.search(behind)
+        if token is None:
+            raise self._refused(NO_END)
+        return end + token.end()
 
-    def _ends_by_token(self, shape: Shape, pieces: Sequence[int], texts: Sequence[str]) -> dict[int, int]:
-        """Characters behind each answer up to the first special token, with it."""
-        ends: dict[int, int] = {}
-        for piece, text in zip(pieces, texts[1:], strict=True):
-            if piece >= 0 and shape[piece][0] == "assistant":
-                specials = self._encoder.specials_behind("A", text)
-                if not specials:
-                    raise self._refused(NO_END)
-                ends[piece] = specials[0][1]
-        return ends
+    def _lead_length(self, before: str) -> int:
+        """Characters of the text before an answer that stand behind its generation prompt.
 
-    def _leads(self, shape: Shape, before: Mapping[int, str], turns: Sequence[int]) -> dict[int, int]:
-        """Characters before each of these answers, of the text `before` it, that stand behind its generation prompt.
-
-        The prompt's end depends on the turns next to it. A chat of 32,000 turns has 16,000 answers, so a prompt is rendered
-        for the first one after each two roles. Where it ends otherwise than the text before the answer, as when the last
-        question gets an instruction that the others lack, the lead of a first answer is looked for.
+        Where the prompt does not end as that of a first question, as after some results of calls,
+        or where the last question gets an instruction, the lead of a first answer is looked for.
         """
-        prompts: dict[tuple[object, ...], str | None] = {}
-        leads: dict[int, int] = {}
-        for turn in turns:
-            key = (turn < 2, shape[max(0, turn - 2) : turn])
-            if key not in prompts:
-                prompts[key] = self._prompt_end(shape[:turn])
-            prompt, text = prompts[key], before[turn]
-            if prompt is not None and text.startswith(prompt):
-                leads[turn] = len(text) - len(prompt)
-            else:
-                leads[turn] = len(self.lead) if text.endswith(self.lead) else 0
-        return leads
+        if self._prompt_end and self._prompt_end in before:
+            return len(before.rpartition(self._prompt_end)[2])
+        return len(self.lead) if before.endswith(self.lead) else 0
 
-    def _prompt_end(self, shape: Shape) -> str | None:
-        """What a generation prompt writes behind the last content; None where the template refuses these turns."""
-        try:
-            return self._skeleton(shape, prompt=True).texts[-1]
-        except DataError:
-            return None
-
-    def _render(self, jinja: str, turns: list[JsonDict], *, prompt: bool) -> str:
-        """The text of a conversation."""
+    def _render(self, turns: list[JsonDict], *, prompt: bool) -> tuple[str, list[Span]]:
+        """The text of a conversation, and what of it is within `{% generation %}`."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            (text,), _ = render_jinja_template(
-                [turns], chat_template=jinja, add_generation_prompt=prompt, **self._encoder.tokens
+            (text,), blocks = render_jinja_template(
+                [turns],
+                chat_template=self._jinja,
+                add_generation_prompt=prompt,
+                return_assistant_tokens_mask=self._has_generation,
+                **self._tokens,
             )
         except Exception as error:  # a template is a program: it may raise anything
             roles = ", ".join(turn["role"] for turn in turns)
-            raise self._refused(f"it does not render the turns {roles}: {str(error)[:ERROR_CHARACTERS]}") from None
-        return str(text)
+            reason = str(error)[:ERROR_CHARACTERS]
+            raise self._refused(f"it does not render the turns {roles}: {reason}") from None
+        return str(text), blocks[0] if blocks else []
 
     def _refused(self, reason: str, shown: str = "") -> TemplateRefused:
         """The error; `shown` is the reason with a part of the conversation in it."""
         refused = "the tokenizer's own chat template cannot be used"
-        return TemplateRefused(
-            f"tokenizer.template is 'own', but {refused}: {shown or reason}; {FIX}", f"{refused}: {reason}"
-        )
+        message = f"tokenizer.template is 'own', but {refused}: {shown or reason}; {FIX}"
+        return TemplateRefused(message, f"{refused}: {reason}")

@@ -73,11 +73,11 @@ def from_hub(text: str, setting: str, patterns: Sequence[str], is_whole: Callabl
 
     name, revision = hub_name.groups()
     download = partial(snapshot_download, name, revision=revision, allow_patterns=list(patterns))
-    with contextlib.suppress(LocalEntryNotFoundError, ValueError):
-        cached = Path(download(local_files_only=True))
-        if is_whole(cached):
-            return cached
     try:
+        with contextlib.suppress(LocalEntryNotFoundError, ValueError):
+            cached = Path(download(local_files_only=True))
+            if is_whole(cached):
+                return cached
         return Path(download())
     except Exception as error:  # of the network, of the Hub, of the name
         raise UsageError(
@@ -148,12 +148,11 @@ def _tokenizer_config(paths: dict[str, Path]) -> JsonDict:
     """Merged special_tokens_map.json and tokenizer_config.json; the latter, newer file wins."""
     merged: JsonDict = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        if name in paths:
-            try:
-                value = json.loads(paths[name].read_bytes())
-            except ValueError as error:
-                raise UsageError(f"tokenizer.existing: cannot read {paths[name]}: {error}") from None
-            merged.update({key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else {})
+        try:
+            values = need_object(paths[name].read_bytes()) if name in paths else {}
+        except ValueError as error:
+            raise UsageError(f"tokenizer.existing: cannot read {paths[name]}: {error}") from None
+        merged |= {key: value for key, value in values.items() if value is not None}
     return merged
 
 
@@ -281,10 +280,8 @@ def max_length(files_by_role: Mapping[str, Sequence[Path]]) -> int | None:
         config = need_object(path.read_bytes())
     except ValueError as error:
         raise UsageError(f"cannot read {path}: {error}") from None
-    for name in LENGTHS:
-        if isinstance(config.get(name), int) and config[name] > 0:
-            return int(config[name])
-    return None
+    lengths = [config.get(name) for name in LENGTHS]
+    return next((length for length in lengths if isinstance(length, int) and length > 0), None)
 
 
 def _directory(start_from: str, setting: str) -> Path:

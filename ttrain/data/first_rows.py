@@ -1,12 +1,11 @@
-"""Look at the first rows of files, some kilobytes of each: what they hold, and whether a data set can be made of them."""
+"""Look at the first rows of files: what they are, and whether a data set can be made of them."""
 
 from __future__ import annotations
 
 import itertools
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from ttrain.config.data import Reading
 from ttrain.core.files import JsonDict
@@ -22,116 +21,83 @@ NAMES = {"documents": "a document", "chats": "a chat", "pairs": "a pair of answe
 DATASETS = {"documents": "pretrain", "chats": "sft", "pairs": "dpo"}
 
 
-class FirstRow(NamedTuple):
-    """One of the first rows of a file, with the number of its line."""
+def read(location: str, reading: Reading, tally: Tally) -> list[Row]:
+    """The JSON objects among the first rows of a file; the tally counts the others.
 
-    line: int
-    values: JsonDict
-
-
-def read(location: str, reading: Reading, *, with_parquet: bool = False) -> list[FirstRow]:
-    """The good rows among the first of a file; a `.txt` file is one, without its text.
-
-    Those of parquet need pyarrow, which takes 0.2 s to load. Raises DataError for a file of another format.
+    A `.txt` file is one row, without its text. Raises DataError for a file of another format.
     """
     if locations.is_text(location):
-        return [FirstRow(1, {reading.text_field: "..."})]
-    if streams.is_parquet(location) and not with_parquet:
-        return []
-    return [FirstRow(line, values) for _, line, values in _parsed(location, reading, Tally())]
-
-
-def _parsed(location: str, reading: Reading, tally: Tally) -> Iterator[Row]:
-    """Yield the JSON objects in the first lines; the tally counts the bad lines among them."""
+        tally.rows += 1
+        return [(location, 1, {reading.text_field: "..."})]
     limit = reading.max_line_bytes
     with streams.noting_faults(location):
         lines = itertools.islice(records.numbered_lines(location, limit, reading.text_field), ROWS)
-        yield from records.parsed(lines, location, tally, limit)
+        return list(records.parsed(lines, location, tally, limit))
 
 
-def kind_of(rows: Sequence[FirstRow]) -> Kind | None:
+def kind_of(rows: Sequence[Row]) -> Kind | None:
     """What most of the rows are, by their keys."""
-    kinds = Counter(records.kind_of_row(row.values) for row in rows)
+    kinds = Counter(records.kind_of_row(values) for _, _, values in rows)
     return kinds.most_common(1)[0][0] if kinds else None
 
 
 def kind_of_file(location: str, reading: Reading) -> Kind | None:
     """What most of the first rows of a file are. Raises DataError for a file that cannot be read."""
-    return kind_of(read(location, reading, with_parquet=True))
+    return kind_of(read(location, reading, Tally()))
 
 
 def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> None:
-    """Raise UsageError for a file that cannot be what its setting needs: by its format, or since all its first rows have
-    keys of something else; and where files so small that all rows are looked at have none, or mostly bad ones. Others are
-    counted where they are read."""
-    tally, local = Tally(), [location for location in files if not locations.is_remote(location)][:FILES]
-    is_whole = len(local) == len(files)
+    """Raise UsageError for files that cannot be what their setting needs.
+
+    That is a file of another format, one whose first rows all have keys of something else, files
+    without rows, and those of whose first rows most are bad. Others are counted where they are read.
+    """
+    tally, parse = Tally(), records.parser_of(kind, reading.text_field)
+    local = [location for location in files if not locations.is_remote(location)][:FILES]
     for location in local:
         try:
-            rows = read(location, reading)
+            rows = read(location, reading, tally)
         except CannotRead:
             raise
         except DataError as error:
             raise UsageError(f"{setting}: {error}") from None
-        if rows and not any(_may_be(row, kind, reading.text_field) for row in rows):
-            raise UsageError(f"{setting} needs {kind}, but {location}:{_problem(setting, kind, location, rows, reading)}")
-        if locations.is_text(location) or streams.is_parquet(location):
-            is_whole = False
-        else:
-            before, parse = tally.rows, records.parser_of(kind, reading.text_field)
-            list(records.accepted(_parsed(location, reading, tally), parse, tally))
-            is_whole = is_whole and tally.rows - before < ROWS
-    if is_whole and local and not tally.rows:
+        if rows and not any(_may_be(values, kind, reading.text_field) for _, _, values in rows):
+            raise UsageError(f"{setting} needs {kind}, but {_problem(setting, kind, rows, reading.text_field)}")
+        list(records.accepted(rows, parse, tally))
+    if local and len(local) == len(files) and not tally.rows:
         raise UsageError(f"{setting} is {', '.join(local)}, which has no rows; name a file with rows")
     bad = tally.rejected.total()
-    if is_whole and bad > tally.rows * max(MOST, reading.rejected_fraction):
+    if bad > tally.rows * max(MOST, reading.rejected_fraction):
         raise UsageError(
-            f"{setting}: {bad} of {tally.rows} rows are bad, the first one is {tally.first_rejected[0]}; correct "
+            f"{setting}: {bad} of the first {tally.rows} rows are bad, such as {tally.first_rejected[0]}; correct "
             f"them, or set reading.rejected_fraction, which is {reading.rejected_fraction:g}, to the share that may be bad"
         )
 
 
-def _may_be(row: FirstRow, kind: Kind, text_field: str) -> bool:
+def _may_be(row: JsonDict, kind: Kind, text_field: str) -> bool:
     """Whether a row is of this kind, or a bad row with its keys, which is counted where it is read."""
     if kind == "documents":
-        return any(key in row.values for key in records.document_keys(text_field))
-    if kind == "pairs" and not row.values.keys().isdisjoint(("chosen", "rejected", "label")):
-        return True
-    return records.kind_of_row(row.values) == kind or _is_good(row, kind, text_field)
+        return any(key in row for key in records.document_keys(text_field))
+    is_bad_pair = kind == "pairs" and not row.keys().isdisjoint(("chosen", "rejected", "label"))
+    return is_bad_pair or records.kind_of_row(row) == kind or not why_bad(row, kind, text_field)
 
 
-def _is_good(row: FirstRow, kind: Kind, text_field: str) -> bool:
-    return not _reason(row, kind, text_field)
-
-
-def _problem(setting: str, kind: Kind, location: str, rows: Sequence[FirstRow], reading: Reading) -> str:
-    first, text_field = rows[0], reading.text_field
-    keys = first_of(first.values, SHOWN_KEYS) or "no keys"
+def _problem(setting: str, kind: Kind, rows: Sequence[Row], text_field: str) -> str:
+    location, line, first = rows[0]
+    keys = first_of(first, SHOWN_KEYS) or "no keys"
     found = kind_of(rows)
-    if found and found != kind and any(_is_good(row, found, text_field) for row in rows):
+    if found and found != kind and not all(why_bad(values, found, text_field) for _, _, values in rows):
         part = "_heldout" if setting.endswith("_heldout") else ""
         fix = shlex.quote(f"data.{DATASETS[found]}{part}={location}")
-        return f"{first.line} is {NAMES[found]} (keys: {keys}); write {fix}"
+        return f"{location}:{line} is {NAMES[found]} (keys: {keys}); write {fix}"
     fix = f"write rows with {records.expected_fields(kind, text_field)}"
-    texts = {key: len(value) for key, value in first.values.items() if isinstance(value, str)}
+    texts = {key: len(value) for key, value in first.items() if isinstance(value, str)}
     if kind == "documents" and texts:
         fix = f"set reading.text_field={shlex.quote(max(texts, key=lambda key: texts[key]))}, or {fix}"
-    return f"{first.line} is none: {_reason(first, kind, text_field)} (keys: {keys}); {fix}"
+    return f"{location}:{line} is none: {why_bad(first, kind, text_field)} (keys: {keys}); {fix}"
 
 
-def why_unreadable(rows: Sequence[FirstRow], text_field: str) -> str:
-    """Why rows are neither documents nor chats nor pairs, by the first; "" where some are."""
-    kind = kind_of(rows)
-    if kind is None:
-        return "has no rows"
-    if any(_is_good(row, kind, text_field) for row in rows):
-        return ""
-    keys = first_of(rows[0].values, SHOWN_KEYS) or "none"
-    reason = _reason(rows[0], kind, text_field)
-    return f"holds no documents, chats or pairs: line {rows[0].line}: {reason} (keys: {keys})"
-
-
-def _reason(row: FirstRow, kind: Kind, text_field: str) -> str:
+def why_bad(row: JsonDict, kind: Kind, text_field: str) -> str:
     """Why a row is not good; "" for a good one."""
-    parsed = records.parser_of(kind, text_field)(row.values)
+    parsed = records.parser_of(kind, text_field)(row)
     return parsed.reason if isinstance(parsed, Rejected) else ""

@@ -30,7 +30,6 @@ class MicroBatch:
 
     number: int
     batch: Any
-    filler: bool = False  # without targets, so that a rank takes part in the collectives of a step that has no rows for it
 
 
 @dataclass(eq=False)
@@ -54,7 +53,7 @@ class Loader:
         parts = self.parts(step)
         mine = [MicroBatch(number, self.rows.batch(parts[number])) for number in range(self.rank, len(parts), self.world)]
         if len(mine) < -(-len(parts) // self.world):
-            mine.append(MicroBatch(len(parts) + self.rank, self.rows.batch(parts[0]).without_targets(), True))
+            mine.append(MicroBatch(len(parts) + self.rank, self.rows.batch(parts[0]).without_targets()))
         return mine
 
     def steps(self, first: int, last: int) -> Generator[list[MicroBatch], None, None]:
@@ -234,12 +233,17 @@ class ShuffledOrder(Order):
     """Each epoch is a keyed permutation of all rows."""
 
     def rows_at(self, places: Array) -> Array:
-        row_numbers = np.empty_like(places)
-        epochs = places // self.rows
-        for epoch in sorted(set(epochs.tolist())):  # np.unique would import numpy.ma, 7 ms of the first batch
-            in_epoch = epochs == epoch
-            row_numbers[in_epoch] = permute(places[in_epoch] % self.rows, self.rows, self.seed, epoch)
-        return row_numbers
+        return shuffled(places, self.rows, self.seed)
+
+
+def shuffled(places: Array, size: int, seed: int) -> Array:
+    """The numbers below `size` at these places of one permutation after another."""
+    numbers = np.empty_like(places)
+    epochs = places // size
+    for epoch in sorted(set(epochs.tolist())):  # np.unique would import numpy.ma, 7 ms of the first batch
+        in_epoch = epochs == epoch
+        numbers[in_epoch] = permute(places[in_epoch] % size, size, seed, epoch)
+    return numbers
 
 
 @final
@@ -271,7 +275,7 @@ class WeightedOrder(Order):
                 why = "gave no row to learn from" if rows == 0 else f"would get none of {draws} draws"
                 raise DataError(f"source {group + 1} has the weight {weight} but {why}; fix it or leave it out")
         self._firsts = np.cumsum([0, *group_rows])
-        self._cycle = lru_cache(CACHED_PARTS)(self._draws_of_cycle)
+        self._cycle = lru_cache(CACHED_PARTS)(self._groups_of_cycle)
 
     def rows_at(self, places: Array) -> Array:
         groups, draws = np.empty_like(places), np.empty_like(places)
@@ -280,13 +284,12 @@ class WeightedOrder(Order):
             groups[mask], draws[mask] = (column[places[mask] % self.draws] for column in self._cycle(int(cycle)))
         row_numbers = np.empty_like(places)
         for group in np.unique(groups):
+            mine = groups == group
             size, seed = self.group_rows[group], derived_seed(self.seed, int(group) + 1)
-            for turn in np.unique(draws[groups == group] // size):
-                mask = (groups == group) & (draws // size == turn)
-                row_numbers[mask] = self._firsts[group] + permute(draws[mask] % size, size, seed, int(turn))
+            row_numbers[mine] = self._firsts[group] + shuffled(draws[mine], size, seed)
         return row_numbers
 
-    def _draws_of_cycle(self, cycle: int) -> tuple[Array, Array]:
+    def _groups_of_cycle(self, cycle: int) -> tuple[Array, Array]:
         """(group, how many draws of that group came before) of each draw of a cycle."""
         slots = permute(np.arange(self.draws), self.draws, derived_seed(self.seed, 0), cycle)
         groups = np.searchsorted(np.cumsum(self.quotas), slots, side="right")

@@ -1,4 +1,4 @@
-"""Resolve the inputs that a setting names: local files, URLs that fsspec opens, and data sets on the Hugging Face Hub.
+"""Resolve the inputs that a setting names: local files, URLs that fsspec opens, data sets on the Hub.
 
 The planner uses this module, so fsspec and the Hub are imported only when such a location is named.
 """
@@ -12,24 +12,35 @@ import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path, PurePosixPath
+from typing import Any
 from urllib.parse import unquote
 
 from ttrain.core import redact
-from ttrain.core.files import user_path
-from ttrain.core.text import first_of
-from ttrain.data import remote
+from ttrain.core.files import JsonDict, user_path
+from ttrain.core.hashing import digest_of
+from ttrain.core.text import first_line, first_of
 from ttrain.errors import UsageError
 
 LINES = (".jsonl", ".ndjson")
 PACKED = (".gz", ".zst", ".bz2", ".xz")
-ROWS = (*LINES, *(kind + packed for kind in LINES for packed in PACKED), ".parquet")  # files of many records
+ROWS = (*LINES, *(kind + packed for kind in LINES for packed in PACKED), ".parquet")  # of many records
 TEXTS = (".txt", *(".txt" + packed for packed in PACKED))  # of one document each
 TABLES = (".json", ".csv", ".tsv")  # read only if they are named explicitly
 LOCAL = ("file://", "local://")
+HUB = "hf://"
+HTTP = ("http://", "https://")
+# What file systems tell of the bytes of a file; in lower case, without - and _.
+MARKS = (
+    "etag", "md5hash", "contentmd5", "md5checksum", "contenthash", "digest", "crc32c", "sha", "versionid", "generation",
+    "lastmodified", "mtime", "modified", "updated", "modificationtime", "modify", "lastwritetime", "created",
+)  # fmt: skip
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-# How the Hub finds the split of a file in its path: the word between separators or digits, so that "constraints" is none.
+# `datasets/` is how fsspec and pandas spell it. Revisions with a slash are those of converted files
+# and of pull requests.
+_HUB = re.compile(r"hf://(?:datasets/)?([\w.-]+/[\w.-]+)(?:@(refs/(?:convert|pr)/[^/]+|[^/]+))?(?:/(.*))?", re.DOTALL)
+# How the Hub finds the split of a file in its path: the word between separators or digits, so that
+# "constraints" is none.
 _TRAIN = re.compile(r"(?:^|[-._ 0-9/])train(?:ing)?(?:[-._ 0-9/]|$)")
-
 
 log = logging.getLogger("ttrain")
 
@@ -49,41 +60,54 @@ def local_path(location: str) -> Path:
 def name(location: str) -> str:
     """The last part of the path, for messages."""
     location = redact.url(location)
-    if remote.is_http(location):
+    if _is_http(location):
         location = unquote(re.split("[?#]", location)[0])
     return PurePosixPath(location).name
+
+
+def is_text(location: str) -> bool:
+    """Whether its name is that of a text, packed or not."""
+    return name(location).lower().endswith(TEXTS)
+
+
+def _is_http(location: str) -> bool:
+    return location.lower().startswith(HTTP)
 
 
 def version(location: str) -> str | None:
     """An identifier of the bytes behind a URL, without reading them; None for a local file.
 
-    Takes a location that `expand` returned. Raises UsageError if the server gives nothing that would show a change.
+    Takes a location that `expand` returned. The location is part of it, without a signature that is
+    renewed, since an ETag is unique there only (nginx makes it from time and size). Raises UsageError
+    if the server gives nothing that would show a change.
     """
     if not is_remote(location):
         return None
-    if location.startswith(remote.PREFIX):
+    if location.startswith(HUB):
         return location
     try:
-        digest = remote.version_in(remote.info(location), location)
+        details = _info(location)
     except UsageError:
         raise
     except Exception as error:  # every file system has errors of its own
-        raise UsageError(f"cannot read {redact.url(location)}: {remote.reason(error)}") from None
-    if digest is None:
+        raise UsageError(f"cannot read {redact.url(location)}: {reason(error)}") from None
+    named = {name.lower().replace("-", "").replace("_", ""): str(value) for name, value in details.items() if value}
+    marks = {name: named[name] for name in MARKS if name in named}
+    if not marks:
         raise UsageError(
             f"cannot detect changes of {redact.url(location)}: its server gives no ETag, checksum or date; "
             "download it and name the file"
         )
-    return digest
+    return digest_of([redact.without_signature(location), marks, details.get("size")])
 
 
 def expand(patterns: Sequence[str], setting: str) -> list[str]:
     """Files that the patterns name, each once: a file, a glob, or a folder, in sorted order.
 
-    A folder means its files that end as in `ROWS`; if it has none, those that end as in `TEXTS`, so that a licence or a
-    note beside the data is not read as a document.
-    A pattern may be a URL, or `hf://owner/name[@revision][/path or glob]`: without a path the training split, always pinned
-    to a commit. Raises UsageError if a pattern matches nothing, or a file that cannot be read.
+    A folder means its files that end as in `ROWS`; if it has none, those that end as in `TEXTS`, so
+    that a licence or a note beside the data is not read as a document. A pattern may be a URL, or
+    `hf://owner/name[@revision][/path or glob]`: without a path the training split, always pinned to
+    a commit. Raises UsageError if a pattern matches nothing, or a file that cannot be read.
     """
     paths: dict[str, None] = {}
     for pattern in patterns:
@@ -97,7 +121,7 @@ def expand(patterns: Sequence[str], setting: str) -> list[str]:
         try:
             if not is_remote(pattern):
                 matches = local_matches(local_path(pattern))
-            elif pattern.startswith(remote.PREFIX):
+            elif pattern.startswith(HUB):
                 matches = _hub_files(pattern)
             else:
                 matches = _remote_files(pattern)
@@ -131,14 +155,62 @@ def local_matches(path: Path) -> list[str]:
     return _data_files(matches, str(path)) if path.is_dir() else matches
 
 
-def _remote_files(pattern: str) -> list[str]:
-    files, path = remote.filesystem(pattern)
-    files.invalidate_cache()
+def _data_files(paths: Sequence[str], folder: str) -> list[str]:
+    """The data files of a folder: files of rows, or, if there are none, texts.
+
+    What else looks like data is logged.
+    """
+    data = [path for path in paths if path.endswith(ROWS)] or [path for path in paths if path.endswith(TEXTS)]
+    left_out = [path for path in paths if path.endswith((*TEXTS, *TABLES)) and path not in data]
+    if left_out:
+        _log_left_out(redact.url(folder), first_of(map(name, left_out), 3))
+    return data
+
+
+@cache  # a run looks a folder up several times
+def _log_left_out(folder: str, names: str) -> None:
+    log.warning("left out of %s: %s; name them, or a glob, to read them too", folder, names)
+
+
+def _is_hidden(path: str) -> bool:
+    return any(segment.startswith(".") for segment in path.split("/"))
+
+
+# --- URLs
+
+
+def filesystem(location: str) -> tuple[Any, str]:
+    """(the file system, the path there).
+
+    Raises UsageError if the protocol is unknown, refused, or lacks its package.
+    """
+    from fsspec.core import url_to_fs
+
+    if any(link.lower().startswith("dask:") for link in location.split("::")):
+        raise UsageError("dask:// is refused, since its servers may run code here; name the files themselves")
+    options = {"client_kwargs": {"trust_env": True}} if _is_http(location) else {}  # the proxy
     try:
-        if re.search(r"[*[]" if remote.is_http(pattern) else r"[*?[]", path):
+        files, path = url_to_fs(location, **options)
+    except Exception as error:  # also missing credentials of that package
+        raise UsageError(f"cannot open {redact.url(location)}: {reason(error)}") from None
+    return files, path
+
+
+def _info(location: str) -> JsonDict:
+    """Current details of a file, not from the file system's cache."""
+    files, path = filesystem(location)
+    files.invalidate_cache()
+    return dict(files.info(path))
+
+
+def _remote_files(pattern: str) -> list[str]:
+    files, path = filesystem(pattern)
+    try:
+        if re.search(r"[*[]" if _is_http(pattern) else r"[*?[]", path):
+            files.invalidate_cache()
             found = files.glob(path, detail=True, on_error="raise")  # else a folder that fails is passed over
             matches = [match for match, details in found.items() if details["type"] == "file"]
-        elif _is_folder(remote.info(pattern), pattern):
+        elif _info(pattern)["type"] == "directory":
             root = path.rstrip("/") + "/"
             found = files.find(root, on_error="raise")
             shown = [match for match in found if not _is_hidden(match.removeprefix(root))]
@@ -146,61 +218,78 @@ def _remote_files(pattern: str) -> list[str]:
         else:
             return [pattern]
     except Exception as error:  # every file system has errors of its own
-        raise UsageError(f"it cannot be read: {remote.reason(error)}") from None
+        raise UsageError(f"it cannot be read: {reason(error)}") from None
     return sorted(files.unstrip_protocol(match) for match in matches)
 
 
-def _is_folder(details: dict[str, object], location: str) -> bool:
-    """Whether the location is a folder; over HTTP, a page of links whose name has none of our extensions."""
-    is_page = details.get("mimetype") == "text/html" and not name(location).endswith((*ROWS, *TEXTS))
-    return is_page or details["type"] == "directory"
+def reason(error: BaseException) -> str:
+    """A one-line message for the error, without secrets of URLs.
+
+    fsspec reports any error of an HTTP server as a missing file, with the true one as its cause.
+    """
+    cause = error.__cause__ if isinstance(error, FileNotFoundError) else None
+    if isinstance(error, FileNotFoundError) and cause is None:
+        return "there is no such file"
+    return redact.text(first_line(cause or error))
 
 
-def is_text(location: str) -> bool:
-    """Whether its name is that of a text, packed or not."""
-    return name(location).lower().endswith(TEXTS)
+# --- data sets on the Hub
+
+
+def _hub_parts(location: str) -> tuple[str, str | None, str]:
+    """(data set, revision, path): no revision is the main branch, no path the whole data set."""
+    match = _HUB.fullmatch(location)
+    if match is None:
+        raise UsageError(
+            "it is not the name of a data set on the Hub; write hf://owner/name, hf://owner/name@revision or "
+            "hf://owner/name/path, where the path may be a glob"
+        )
+    repo, revision, path = match.groups()
+    return repo, unquote(revision) if revision else None, (path or "").strip("/")
+
+
+@cache
+def listing(repo: str, revision: str | None) -> tuple[str, tuple[str, ...]]:
+    """(commit, paths of all its files), requested once per process, so that a run has one commit."""
+    from huggingface_hub import HfApi
+
+    try:
+        found = HfApi().dataset_info(repo, revision=revision)
+    except Exception as error:  # of the network, of the Hub, of the name
+        raise UsageError(
+            f"the Hub shows no data set {repo}{f'@{revision}' if revision else ''}: {reason(error)}; correct it, "
+            f"log in with `hf auth login`, or fetch it elsewhere with `hf download --repo-type dataset {repo}` "
+            "and name the folder"
+        ) from None
+    return str(found.sha), tuple(file.rfilename for file in found.siblings or ())
 
 
 def _hub_files(pattern: str) -> list[str]:
-    dataset = remote.parse(pattern)
-    commit, files = remote.listing(dataset.repo, dataset.revision)
-    matches = _matching(files, dataset.path, pattern.rstrip("/"))
-    if not matches:
-        raise UsageError(
-            f"there is no such file: {dataset.repo} holds {first_of(sorted(files), 5) or 'nothing'}; name some that end in "
-            f"{', '.join(LINES)} (packed or not) or .parquet, or try hf://{dataset.repo}@refs/convert/parquet"
-        )
-    return [f"{remote.PREFIX}{dataset.repo}@{commit}/{match}" for match in sorted(matches)]
-
-
-def _matching(files: Sequence[str], path: str, location: str) -> list[str]:
+    repo, revision, path = _hub_parts(pattern)
+    commit, files = listing(repo, revision)
+    shown = [file for file in files if not _is_hidden(file)]
     if path in files:
-        return [path]
-    if any(sign in path for sign in "*?["):
+        matches = [path]
+    elif any(sign in path for sign in "*?["):
         from fsspec.utils import glob_translate
 
-        return list(filter(re.compile(glob_translate(path)).match, files))
-    shown = [file for file in files if not _is_hidden(file)]
-    if path:
-        return _data_files([file for file in shown if file.startswith(f"{path}/")], location)
-    below = [file for file in shown if file.endswith(ROWS)]  # the texts of a whole repository are notes and vocabularies
-    return [file for file in below if _TRAIN.search(file)] or below
+        matches = list(filter(re.compile(glob_translate(path)).match, files))
+    elif path:
+        matches = _data_files([file for file in shown if file.startswith(f"{path}/")], pattern.rstrip("/"))
+    else:  # the texts of a whole repository are notes and vocabularies
+        rows = [file for file in shown if file.endswith(ROWS)]
+        matches = [file for file in rows if _TRAIN.search(file)] or rows
+    if not matches:
+        raise UsageError(
+            f"there is no such file: {repo} holds {first_of(sorted(files), 5) or 'nothing'}; name some that end in "
+            f"{', '.join(LINES)} (packed or not) or .parquet, or try hf://{repo}@refs/convert/parquet"
+        )
+    return [f"{HUB}{repo}@{commit}/{match}" for match in sorted(matches)]
 
 
-def _data_files(paths: Sequence[str], folder: str) -> list[str]:
-    """The data files of a folder: files of rows, or, if there are none, texts. Files that look like data and are left out
-    are logged."""
-    rows = [path for path in paths if path.endswith(ROWS)]
-    for ending in (*(TEXTS if rows else ()), *TABLES):
-        if count := sum(path.endswith(ending) for path in paths):
-            _log_left_out(redact.url(folder), ending, count)
-    return rows or [path for path in paths if path.endswith(TEXTS)]
+def fetch(location: str) -> Path:
+    """Local path of a pinned file, downloaded into the cache if missing."""
+    from huggingface_hub import hf_hub_download
 
-
-@cache  # a run looks a folder up several times
-def _log_left_out(folder: str, ending: str, count: int) -> None:
-    log.warning("left out of %s: %d files that end in %s; name %s/*%s too", folder, count, ending, folder, ending)
-
-
-def _is_hidden(path: str) -> bool:
-    return any(segment.startswith(".") for segment in path.split("/"))
+    repo, revision, path = _hub_parts(location)
+    return Path(hf_hub_download(repo, path, repo_type="dataset", revision=revision))

@@ -8,23 +8,28 @@ record, for the attention mask; padding is a segment of its own).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from heapq import heappop, heappush
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from ttrain.errors import DataError
+
 IGNORE = -100
+
+MOST_WEIGHTS = 100  # of rows of data, each with packed rows of its own
+PACKED_TOGETHER = 1 << 18  # items; their rows are lists for a moment, 40 MB
 
 FILLED_TOGETHER = 1 << 13  # positions; larger temporary arrays come from the kernel anew each time: twice the CPU
 
 WIDTH_STEP = 8  # widths of trimmed batches are multiples of it: tensor cores want that, and shapes stay few
 
 Array = npt.NDArray[np.int64]
+NONE: Array = np.zeros(0, np.int64)
 
 Counts = dict[str, int | float]
 
@@ -134,6 +139,7 @@ class MixedRows(Rows):
         self.row_length, self.pad_id, self.batch_type = groups[0].row_length, groups[0].pad_id, groups[0].batch_type
         self.trimmed = any(group.trimmed for group in groups)
         self._firsts = np.cumsum([0, *(len(group) for group in groups)])
+        self._lengths = np.concatenate([group.lengths() for group in groups])
 
     def __len__(self) -> int:
         return int(self._firsts[-1])
@@ -157,10 +163,6 @@ class MixedRows(Rows):
 
     def lengths(self) -> Array:
         return self._lengths
-
-    @cached_property
-    def _lengths(self) -> Array:
-        return np.concatenate([group.lengths() for group in self.groups])
 
     def fill(self, rows: Array, batch: Batch, lines: Array) -> None:
         numbers = np.searchsorted(self._firsts, rows, side="right") - 1
@@ -214,7 +216,73 @@ def best_fit(lengths: Sequence[int] | Array, capacity: int) -> list[list[int]]:
     return bins
 
 
-LOOK_BACK = 65_536  # tokens read at once while looking for the last marker before a row
+def counted_up(starts: Array, lengths: Array) -> Array:
+    """`starts[i]`, `starts[i] + 1`, ... of `lengths[i]` numbers each, one after the other."""
+    ends = lengths.cumsum()
+    return np.asarray(np.arange(ends[-1] if len(ends) else 0) + (starts - ends + lengths).repeat(lengths))
+
+
+class PackedRows(Rows):
+    """Rows of items, such as pieces of records. Packed, several share a row by best fit; else each is a row."""
+
+    def pack(self, sizes: Array, weights: npt.NDArray[Any] | None, *, packed: bool) -> None:
+        """Plan the rows of items of these sizes; only items of one weight share a row."""
+        self.trimmed = not packed
+        orders, counts = [NONE], [NONE]
+        self._draws: list[tuple[int, float]] = []
+        for weight, numbers in by_weight(weights, len(sizes)):
+            order, items = np.arange(len(numbers)), np.ones_like(numbers)
+            if packed:
+                order, items = _packed(sizes[numbers], self.row_length)
+            orders.append(numbers[order])
+            counts.append(items)
+            self._draws.append((len(items), weight * len(items)))
+        self._items = np.concatenate(orders)
+        self._ends = np.concatenate(counts).cumsum()
+        tokens = np.append(0, np.cumsum(sizes[self._items]))
+        self._lengths: Array = np.diff(tokens[np.append(0, self._ends)])
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def draws(self) -> list[tuple[int, float]]:
+        return self._draws
+
+    def lengths(self) -> Array:
+        return self._lengths
+
+    def items_of(self, rows: Array) -> tuple[Array, Array]:
+        """(numbers of the items of these rows, one row after the other; how many each row has)."""
+        begins = np.where(rows, self._ends[rows - 1], 0)
+        counts = self._ends[rows] - begins
+        return self._items[counted_up(begins, counts)], counts
+
+
+def _packed(sizes: Array, row_length: int) -> tuple[Array, Array]:
+    """Numbers of the items in the order of their rows, and the items of each row; packed block by block."""
+    orders, counts = [NONE], [NONE]
+    for first in range(0, len(sizes), PACKED_TOGETHER):
+        rows = best_fit(sizes[first : first + PACKED_TOGETHER], row_length)
+        orders.append(np.fromiter(chain.from_iterable(rows), np.int64) + first)
+        counts.append(np.fromiter(map(len, rows), np.int64))
+    return np.concatenate(orders), np.concatenate(counts)
+
+
+def by_weight(weights: npt.NDArray[Any] | None, items: int) -> list[tuple[float, Array]]:
+    """(weight, numbers of the items that have it), the lightest first; all of weight 1 where there are no weights.
+
+    Items of one weight share rows, so that a row has a weight. Raises DataError where there are too many weights for that.
+    """
+    if weights is None:
+        return [(1.0, np.arange(items))]
+    distinct, which = np.unique(weights, return_inverse=True)
+    if len(distinct) > MOST_WEIGHTS:
+        raise DataError(
+            f"the rows of the training data have {len(distinct)} different weights, but rows of one weight are packed "
+            f"together, of at most {MOST_WEIGHTS}; round them, such as to one digit"
+        )
+    return [(float(weight), np.flatnonzero(which == number)) for number, weight in enumerate(distinct)]
+
 
 Flags = npt.NDArray[np.bool_]
 
@@ -245,23 +313,12 @@ class Intervals:
             mask |= np.repeat(states, np.diff(events, prepend=0, append=len(ids))) | closing
         return mask
 
-    def opened(self, read: Callable[[int, int], npt.NDArray[Any]], first: int, position: int) -> list[bool]:
-        """For each pair, whether its region is open just before `position`, in a record that begins at `first`.
-
-        `read(start, end)` gives tokens. It searches back for the last marker, so the cost grows with the distance.
-        """
+    def opened(self, before: npt.NDArray[Any]) -> list[bool]:
+        """For each pair, whether its region is open after these tokens, the beginning of a record."""
         states = []
         for opens, closes in self.pairs:
-            end, last = position, closes
-            while end > first:
-                start = max(first, end - LOOK_BACK)
-                ids = read(start, end)
-                events = np.flatnonzero((ids == opens) | (ids == closes))
-                if len(events):
-                    last = int(ids[events[-1]])
-                    break
-                end = start
-            states.append(last == opens)
+            events = before[(before == opens) | (before == closes)]
+            states.append(len(events) > 0 and int(events[-1]) == opens)
         return states
 
 

@@ -13,12 +13,13 @@ import numpy.typing as npt
 
 from ttrain.data.chat import header_length
 from ttrain.data.encoder import Encoder
-from ttrain.data.packing import IGNORE, NO_MASKS, Array, Batch, Counts, Intervals
+from ttrain.data.packing import IGNORE, NO_MASKS, NONE, Array, Batch, Counts, Intervals
 from ttrain.data.preferences import CHOSEN, PROMPT, REJECTED
-from ttrain.data.record_rows import NONE, ChatRows, PieceRows, ThreeArrays, sums_by_record
+from ttrain.data.record_rows import ChatRows, PieceRows, ThreeArrays, sums_by_record
 from ttrain.data.shards import Column, ShardSet
 
 PARTS, BRANCHES = (PROMPT, CHOSEN, REJECTED), (CHOSEN, REJECTED)
+FILLED = ("input_ids_BT", "labels_BT", "positions_BT", "branches_BT", "answers_BT")
 
 
 @dataclass(frozen=True)
@@ -116,28 +117,20 @@ class PairRows(PieceRows):
         ids, live, parts, number = self.shards.preference(int(self.records[piece]))
         prompt = ids[int(self.starts[piece]) : int((parts == PROMPT).sum())]
         context, last = prompt[:-1], prompt[-1:]
-        end = position + int(self.sizes[piece])
-        batch.segments_BT[line, position:end] = segment
-        batch.input_ids_BT[line, position : position + len(context)] = context
-        batch.positions_BT[line, position : position + len(context)] = np.arange(len(context))
-        position += len(context)
-        branch = 0
-        for part in BRANCHES:
-            tokens = np.flatnonzero(parts == part)
-            if not len(tokens):
-                continue
-            branch += 1
-            sequence = np.concatenate([last, ids[tokens]]).astype(np.int64)
-            targets = np.concatenate([np.zeros(len(last), bool), live[tokens] != 0])[1:]
-            span = slice(position, position + len(sequence) - 1)
-            answer = 2 * number + part - CHOSEN
-            batch.input_ids_BT[line, span] = sequence[:-1]
-            batch.labels_BT[line, span] = np.where(targets, sequence[1:], IGNORE)
-            batch.positions_BT[line, span] = np.arange(len(context), len(context) + len(targets))
-            batch.branches_BT[line, span] = branch
-            batch.answers_BT[line, span] = np.where(targets, answer, -1)
-            position = span.stop
-        assert position == end, f"{position} positions, planned {end}"
+        places = np.arange(len(context))
+        none = np.full(len(context), -1)
+        columns = [(context, np.full(len(context), IGNORE), places, np.zeros_like(none), none)]
+        for branch, part in enumerate((part for part in BRANCHES if (parts == part).any()), start=1):
+            tokens = np.concatenate([last, ids[parts == part]]).astype(np.int64)
+            targets = np.concatenate([np.zeros(len(last), bool), live[parts == part] != 0])[1:]
+            labels = np.where(targets, tokens[1:], IGNORE)
+            places = len(context) + np.arange(len(targets))
+            answers = np.where(targets, 2 * number + part - CHOSEN, -1)
+            columns.append((tokens[:-1], labels, places, np.full(len(targets), branch), answers))
+        span = slice(position, position + int(self.sizes[piece]))
+        batch.segments_BT[line, span] = segment
+        for name, column in zip(FILLED, zip(*columns, strict=True), strict=True):
+            getattr(batch, name)[line, span] = np.concatenate(column)
 
     def counts(self) -> Counts:
         """`dropped_tokens` are those of records that are left out, and of turns that a prompt lost."""

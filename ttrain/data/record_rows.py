@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from functools import cached_property
-from itertools import chain
-from typing import Any, final
+from typing import final
 
 import numpy as np
 import numpy.typing as npt
 
-from ttrain.data.packing import IGNORE, NO_MASKS, Array, Batch, Counts, Flags, Intervals, Rows, best_fit
-from ttrain.data.shards import Column, ShardSet, counted_up, offsets_of
-from ttrain.errors import DataError
+from ttrain.data.packing import (
+    IGNORE,
+    NO_MASKS,
+    NONE,
+    Array,
+    Batch,
+    Counts,
+    Flags,
+    Intervals,
+    PackedRows,
+    Rows,
+    counted_up,
+)  # fmt: skip
+from ttrain.data.shards import Column, ShardSet
 
 ThreeArrays = tuple[Array, Array, Array]
-NONE: Array = np.zeros(0, np.int64)
 
 TOKENS_PER_PASS = 1 << 20  # read at a time when targets are counted
-
-MOST_WEIGHTS = 100  # of rows of data, each with packed rows of its own
-
-PACKED_TOGETHER = 1 << 18  # documents; their rows are lists for a moment, 40 MB
 
 
 class WindowRows(Rows):
@@ -92,7 +97,7 @@ class WindowRows(Rows):
         if not self.masks:
             return np.ones(len(ids), bool)
         places = np.arange(start, start + len(ids))
-        opened = self.masks.opened(self.shards.stream, int(firsts[0]), start)
+        opened = self.masks.opened(self.shards.stream(int(firsts[0]), start))
         return ~self.masks.masked(ids, places == firsts, opened)
 
 
@@ -119,7 +124,7 @@ class DocumentRows(WindowRows):
 
 
 @final
-class SeparateDocumentRows(WindowRows):
+class SeparateDocumentRows(PackedRows, WindowRows):
     """Windows over each document alone, which therefore begins at its own beginning.
 
     Packed, several windows share a row by best fit: of the quickstart's tokens 17 % lie in a row without the beginning of
@@ -139,70 +144,15 @@ class SeparateDocumentRows(WindowRows):
         masks: Intervals = NO_MASKS,
     ) -> None:
         super().__init__(shards, row_length, pad_id, stride=stride, masks=masks)
-        self.trimmed = not packed
-        windows, document, tokens_before = document_windows(shards.lengths, row_length, self.stride)
-        self._firsts = offsets_of(windows)
+        _, document, tokens_before = document_windows(shards.lengths, row_length, self.stride)
+        self._starts: Array = shards.starts[document] + tokens_before
         self._inputs: Array = np.minimum(row_length, shards.lengths[document] - 1 - tokens_before)
         weights = None if shards.row_weights is None else shards.row_weights[document]
-        orders, lengths, self._draws = [NONE], [NONE], list[tuple[int, float]]()
-        for weight, numbers in by_weight(weights, len(document)):
-            order, row_sizes = np.arange(len(numbers)), np.ones_like(numbers)
-            if packed:
-                order, row_sizes = _packed(self._inputs[numbers], row_length)
-            orders.append(numbers[order])
-            lengths.append(row_sizes)
-            self._draws.append((len(row_sizes), weight * len(row_sizes)))
-        self._order, self._ends = np.concatenate(orders), np.concatenate(lengths).cumsum()
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    def draws(self) -> list[tuple[int, float]]:
-        return self._draws
+        self.pack(self._inputs, weights, packed=packed)
 
     def windows(self, rows: Array) -> ThreeArrays:
-        begins = np.where(rows, self._ends[rows - 1], 0)
-        windows = self._ends[rows] - begins
-        numbers = self._order[counted_up(begins, windows)]
-        documents = np.searchsorted(self._firsts, numbers, side="right") - 1
-        return (
-            self.shards.starts[documents] + (numbers - self._firsts[documents]) * self.stride,
-            self._inputs[numbers],
-            windows,
-        )
-
-    def lengths(self) -> Array:
-        return self._lengths
-
-    @cached_property
-    def _lengths(self) -> Array:
-        return np.asarray(np.diff(offsets_of(self._inputs[self._order])[np.append(0, self._ends)]))
-
-
-def _packed(lengths: Array, row_length: int) -> tuple[Array, Array]:
-    """Numbers of the items in the order of their rows, and the items of each row; packed block by block."""
-    orders, counts = [NONE], [NONE]
-    for first in range(0, len(lengths), PACKED_TOGETHER):
-        rows = best_fit(lengths[first : first + PACKED_TOGETHER], row_length)
-        orders.append(np.fromiter(chain.from_iterable(rows), np.int64) + first)
-        counts.append(np.fromiter(map(len, rows), np.int64))
-    return np.concatenate(orders), np.concatenate(counts)
-
-
-def by_weight(weights: npt.NDArray[Any] | None, items: int) -> list[tuple[float, Array]]:
-    """(weight, numbers of the items that have it), the lightest first; all of weight 1 where there are no weights.
-
-    Items of one weight share rows, so that a row has a weight. Raises DataError where there are too many weights for that.
-    """
-    if weights is None:
-        return [(1.0, np.arange(items))]
-    distinct, which = np.unique(weights, return_inverse=True)
-    if len(distinct) > MOST_WEIGHTS:
-        raise DataError(
-            f"the rows of the training data have {len(distinct)} different weights, but rows of one weight are packed "
-            f"together, of at most {MOST_WEIGHTS}; round them, such as to one digit"
-        )
-    return [(float(weight), np.flatnonzero(which == number)) for number, weight in enumerate(distinct)]
+        numbers, windows = self.items_of(rows)
+        return self._starts[numbers], self._inputs[numbers], windows
 
 
 def window_count(targets: npt.ArrayLike, row_length: int, stride: int) -> Array:
@@ -225,12 +175,12 @@ def _live_tokens(rows: Rows) -> int:
     return sum(rows.batch(part).live_tokens for part in parts)
 
 
-class PieceRows(Rows):
+class PieceRows(PackedRows):
     """Rows of pieces of records. Packed, several share a row by best fit; else each is a row of its own."""
 
     def __init__(self, shards: ShardSet, row_length: int, pad_id: int, *, packed: bool) -> None:
         """Plan and pack; what `plan` reads is set before."""
-        self.shards, self.row_length, self.pad_id, self.trimmed = shards, row_length, pad_id, not packed
+        self.shards, self.row_length, self.pad_id = shards, row_length, pad_id
         self._cut = self._targets = self._all_masked = 0
         self._used = 0  # tokens in any piece; a token that ends a piece and begins the next counts once
         plans, first = [(NONE, NONE, NONE)], 0
@@ -239,17 +189,7 @@ class PieceRows(Rows):
             first += len(column)
         self.records, self.starts, self.sizes = map(np.concatenate, zip(*plans, strict=True))
         weights = None if shards.row_weights is None else shards.row_weights[self.records]
-        self._rows: list[list[int]] = []
-        self._draws: list[tuple[int, float]] = []
-        for weight, numbers in by_weight(weights, len(self.sizes)):
-            rows = [[number] for number in range(len(numbers))]
-            if packed:
-                rows = best_fit(self.sizes[numbers].tolist(), row_length)
-            self._rows += rows if weights is None else [numbers[row].tolist() for row in rows]
-            self._draws.append((len(rows), weight * len(rows)))
-        row_of_piece = np.repeat(np.arange(len(self._rows)), [len(row) for row in self._rows])
-        self._lengths = np.zeros(len(self._rows), np.int64)
-        np.add.at(self._lengths, row_of_piece, self.sizes[list(chain.from_iterable(self._rows))])
+        self.pack(self.sizes, weights, packed=packed)
 
     @abstractmethod
     def plan(self, column: Column, first: int) -> ThreeArrays:
@@ -259,19 +199,10 @@ class PieceRows(Rows):
     def fill_piece(self, piece: int, batch: Batch, line: int, position: int, segment: int) -> None:
         """Write a piece into a line of the batch, from `position` on."""
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def draws(self) -> list[tuple[int, float]]:
-        return self._draws
-
-    def lengths(self) -> Array:
-        return self._lengths
-
     def fill(self, rows: Array, batch: Batch, lines: Array) -> None:
         for row, line in zip(rows.tolist(), lines.tolist(), strict=True):
             position = 0
-            for segment, piece in enumerate(self._rows[row]):
+            for segment, piece in enumerate(self.items_of(np.array([row]))[0].tolist()):
                 self.fill_piece(piece, batch, line, position, segment)
                 position += int(self.sizes[piece])
 

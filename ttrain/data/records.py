@@ -32,7 +32,6 @@ DOCUMENT_KEYS = (TEXT, "content", "body", "paragraphs")
 LABELS, LABEL_CHARACTERS = ("source", "lang"), 64
 
 WEIGHT = "weight"  # key of a row; that of a turn of a chat says whether it is learnt
-WEIGHT_FIX = "write how often the row is drawn, compared with one of weight 1, or leave the key out"
 
 TOO_DEEP = "the functions or the arguments of a call are nested too deeply"
 PLACE_BYTES = 8  # of a content hash: they decide whether a record is held out
@@ -121,10 +120,11 @@ def accepted(rows: Iterable[Row], parse: Parser, tally: Tally) -> Iterator[tuple
 
 def _weighted(record: Record, weight: object) -> Record | Skipped | Rejected:
     """The record with the weight of its row: how often it is drawn, compared with a row of weight 1."""
+    fix = "write how often the row is drawn, compared with one of weight 1, or leave the key out"
     if isinstance(weight, bool) or not isinstance(weight, int | float):
-        return Rejected(f"'{WEIGHT}' is {kind_of(weight)}, not a number; {WEIGHT_FIX}")
+        return Rejected(f"'{WEIGHT}' is {kind_of(weight)}, not a number; {fix}")
     if not 0 <= weight < math.inf:
-        return Rejected(f"'{WEIGHT}' is {'negative' if weight < 0 else 'not finite'}; {WEIGHT_FIX}")
+        return Rejected(f"'{WEIGHT}' is {'negative' if weight < 0 else 'not finite'}; {fix}")
     return replace(record, weight=float(weight)) if weight else Skipped("weight 0")
 
 
@@ -325,14 +325,13 @@ REASONS, OTHER_REASONS = 100, "other reasons"  # distinct reasons at most, since
 OTHER_KEYS = "other keys"  # beyond as many
 
 FIRST_REJECTED = 5
+COUNTS = ("rows", "kept", "skipped", "rejected", "keys_seen", "unread_keys", "lines", "with_reasoning")
 
 EXCERPT_CHARACTERS = 200
 
 TOO_LONG = "line longer than reading.max_line_bytes={}; raise it, or split the text"
 
 NULS = "not valid JSON: only NUL bytes, as a crash of the writing machine leaves; write the line again"
-
-WIDE = "not valid UTF-8: NUL bytes between the letters, as UTF-16 has; convert the file with iconv"
 
 NOT_UTF8 = "not valid UTF-8; write the row again as UTF-8, or convert the file with iconv"
 
@@ -383,12 +382,10 @@ class Tally:
         """Add the counts of another tally."""
         for name in ("rows", "kept", "lines", "with_reasoning"):
             setattr(self, name, getattr(self, name) + getattr(tally, name))
-        for counts, others, more in (
-            (self.rejected, OTHER_REASONS, tally.rejected),
-            (self.unread_keys, OTHER_KEYS, tally.unread_keys),
-        ):
-            for name, rows in more.items():
-                _count(counts, name, rows, others)
+        for reason, rows in tally.rejected.items():
+            _count(self.rejected, reason, rows, OTHER_REASONS)
+        for key, rows in tally.unread_keys.items():
+            _count(self.unread_keys, key, rows, OTHER_KEYS)
         self.skipped.update(tally.skipped)
         self.keys_seen.update(tally.keys_seen)
         self.bad_rows.update(tally.bad_rows)
@@ -400,6 +397,16 @@ class Tally:
         self.add(replace(block, first_rejected=[], bad_rows=Counter({path: block.rejected.total()})))
         for row in bad_rows:
             self._list({**row, "file": redact.url(path), "line": row["line"] + lines_before})
+
+    def counts(self) -> JsonDict:
+        """What `of_counts` reads: all but the places of bad rows."""
+        return {name: getattr(self, name) for name in COUNTS}
+
+    @classmethod
+    def of_counts(cls, counts: JsonDict) -> Tally:
+        """The tally of a block that was counted before."""
+        named: JsonDict = {name: Counter(count) if isinstance(count, dict) else count for name, count in counts.items()}
+        return cls(**named)
 
     def to_json(self) -> JsonDict:
         """Counts for the manifest and the summary."""
@@ -452,10 +459,10 @@ def records(paths: Sequence[str], tally: Tally, max_line_bytes: int, text_field:
 
 def numbered_lines(path: str, max_line_bytes: int, text_field: str) -> Iterator[tuple[int, bytes]]:
     """The lines of a file with their numbers from 1."""
-    from ttrain.data import parquet, streams
+    from ttrain.data import streams
 
     if streams.is_parquet(path):
-        return parquet.lines(path, 0, len(parquet.groups(path)))
+        return streams.parquet_lines(path, 0)
     return lines(streams.json_lines(path, text_field), max_line_bytes)
 
 
@@ -481,7 +488,7 @@ def parsed(numbered: Iterable[tuple[int, bytes]], path: str, tally: Tally, max_l
             continue
         if _is_written_again(value, line):
             try:
-                value = tools.without_null_keys(line, value)
+                value = tools.without_null_keys(line)
             except RecursionError:
                 tally.reject(path, number, TOO_DEEP, line)
                 continue
@@ -519,8 +526,8 @@ def _reason(line: bytes, error: str) -> str:
         return NOT_UTF8
     if not line.strip(b"\0\r"):
         return NULS
-    if b"\0" in line[:4]:
-        return WIDE
+    if b"\0" in line[:4]:  # between the letters, as UTF-16 has them
+        return NOT_UTF8
     if line.startswith(BOM_UTF8):
         return "not valid JSON: a byte order mark, which may stand at the start of a file only"
     return f"not valid JSON: {error.split(': line')[0]}"

@@ -1,246 +1,315 @@
-"""Make sets of shards from files: any number of workers encode blocks, which are then assembled."""
+"""Make a set of shards from files: encode blocks in any process, choose rows, write both parts.
+
+What needs all rows is decided by `selection`. A block whose rows are all selected is linked into its
+part; of another its selected rows are written there.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
-import multiprocessing
-import os
-import signal
-from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Sequence, Set
-from concurrent import futures
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
-from multiprocessing import resource_tracker
+import shutil
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 
 from ttrain.config import Reading
-from ttrain.core.files import read_json
-from ttrain.core.machine import SAFE_PATH
-from ttrain.data import blocks, contamination, shard_worker
-from ttrain.data.assembly import ShardSetResult, assemble
-from ttrain.data.blocks import Block, BlockRecipe
-from ttrain.data.built_blocks import BuiltBlock, DataFile, FilesByRole, Pool, Table
+from ttrain.core.files import JsonDict, link_or_copy, read_object, write_json
+from ttrain.data import blocks, contamination, records, shards
+from ttrain.data.blocks import BLOCKS, PARTS, Block, BlockRecipe, BuiltBlock, FilesByRole, Table
 from ttrain.data.contamination import OverlapCheck, TextMatch
-from ttrain.data.near_duplicates import EarlierSet, NearDuplicateSearch, SimilarityRule
-from ttrain.errors import StageFailed
+from ttrain.data.near_duplicates import NEAR_DUPLICATE, EarlierSet, NearDuplicateSearch, SimilarityRule
+from ttrain.data.pool import Pool
+from ttrain.data.records import Tally
+from ttrain.data.selection import HELD_OUT, Selection, Tallies
+from ttrain.errors import CannotRead
 
+REJECTED = Path("run", "rejected.jsonl")
+
+Entry = JsonDict  # of a shard, in the index of its part
 Progress = Callable[[int, int], None]  # gets the rows so far, and the blocks
 
 
+@dataclass
+class ShardSetResult:
+    """The result of sharding: counts of both parts, one tally per role, one entry per file."""
+
+    parts: dict[str, JsonDict]
+    tallies: dict[str, Tally]
+    files: list[JsonDict]
+    duplicates: int
+    blocks: int
+    encoded_blocks: int
+    contamination: JsonDict | None = None
+    near_duplicates: JsonDict | None = None
+    of_earlier_heldout: int | None = None  # rows left out since an earlier held-out set has them
+
+    def to_json(self) -> JsonDict:
+        """The counts of the manifest."""
+        names = (*shards.COUNTED, "kind", "vocab_size")
+        others = [field.name for field in fields(self)][2:]
+        return {
+            **{part_name: {name: index[name] for name in names} for part_name, index in self.parts.items()},
+            "rows": {role: tally.to_json() for role, tally in self.tallies.items()},
+            **{name: value for name in others if (value := getattr(self, name)) is not None},
+        }
+
+
+@dataclass(frozen=True)
+class Work:
+    """Files to make blocks of, and where they go."""
+
+    output: Path
+    files: FilesByRole  # of the roles "train" and, if given, "heldout"
+    recipe: BlockRecipe
+    reading: Reading
+    block_bytes: int
+    pool: Pool
+    progress: Progress = lambda rows, block_count: None
+
+    def cut(self, role: str) -> Iterator[Block]:
+        """The blocks of the role's files, before they are made."""
+        for number, file in enumerate(self.files[role]):
+            yield from blocks.cut(file.location, number, self.block_bytes, self.recipe)
+
+
 def build(
-    output: Path,
-    files: FilesByRole,
-    recipe: BlockRecipe,
-    reading: Reading,
-    *,
-    block_bytes: int,
-    pool: Pool,
+    work: Work,
     weights: Sequence[float] = (),
     against: OverlapCheck | None = None,
     earlier: Sequence[EarlierSet] = (),
     earlier_heldout: Table | None = None,
-    progress: Progress = lambda rows, block_count: None,
 ) -> ShardSetResult:
-    """Make `train/` and `heldout/` under `output` from the files of the roles "train" and, if given, "heldout".
+    """Make `train/` and `heldout/` under the output.
 
-    `against` has the evaluation items that training documents are checked against, `earlier` the sets of shards whose
-    documents count as near-duplicates' originals, `earlier_heldout` the content hashes of rows that are not to be learnt.
-    Complete blocks that exist already are reused, so a run that was killed resumes. Raises DataError for a file that cannot
-    be read.
+    `weights`: of the sources. `against`: the evaluation items that training documents are checked
+    against. `earlier`: sets of shards whose documents count as near-duplicates' originals.
+    `earlier_heldout`: content hashes of rows that are not to be trained on.
+    Complete blocks that exist already are reused, so a run that was killed resumes. Raises DataError
+    for a file that cannot be read.
     """
-    maker = _BlockMaker(output, files, reading, block_bytes, pool, progress)
-    built_blocks = maker.make_all(recipe)
-    overlaps = (against, maker.scan(built_blocks, recipe, against)) if against else None
-    near = None
-    if recipe.kind == "documents" and reading.near_duplicates:
-        rule = SimilarityRule(reading.near_duplicates)
-        near = NearDuplicateSearch(output, built_blocks, recipe, rule, earlier, pool)
-    return assemble(output, files, built_blocks, recipe, reading, weights, overlaps, near, earlier_heldout)
+    output, files, recipe = work.output, work.files, work.recipe
+    built_blocks = make_blocks(work)
+    tallies = _quarantine(output, files, built_blocks)
+    selection = Selection(built_blocks, tallies, recipe.kind)
+    duplicates = selection.select(work.reading)
+    matches = selection.matched_rows(_scan(work, built_blocks, against)) if against else []
+    removed = np.zeros_like(selection.selected)
+    if against and against.remove:
+        removed[[row for row, _, _ in matches]] = True
+    near_counts = None
+    if recipe.kind == "documents" and work.reading.near_duplicates:
+        rule = SimilarityRule(work.reading.near_duplicates)
+        search = NearDuplicateSearch(output, built_blocks, recipe, rule, earlier, work.pool)
+        present = selection.selected & ~removed
+        flags, near_counts = search.find(present, present & ~selection.from_heldout)
+        selection.leave_out(NEAR_DUPLICATE, flags)
+    kept_back = selection.in_earlier_heldout(earlier_heldout)
+    lowest = None
+    if recipe.heldout_fraction > 0 and "heldout" not in files:
+        lowest = selection.hold_out_lowest_row(kept_back)
+    of_earlier_heldout = None if earlier_heldout is None else int(kept_back.sum())
+    selection.leave_out(HELD_OUT, kept_back)
+    overlaps = None
+    if against:
+        found = [(file, match) for row, file, match in matches if selection.selected[row]]
+        overlaps = contamination.report(against, found)
+        selection.leave_out(contamination.OVERLAPS, removed)
+    sizes: defaultdict[tuple[str, int], Counter[str]] = defaultdict(Counter)
+    entries = {part_name: _place_shards(output, part_name, built_blocks, recipe, sizes) for part_name in PARTS}
+    if lowest is not None:
+        entries["heldout"].append(_write_lowest_row(output, *lowest, recipe))
+    _keep_blocks(output, built_blocks)
+    _write_overlap_report(output, overlaps)
+    totals = {role: Tally() for role in files}
+    for (role, _), tally in tallies.items():
+        totals[role].add(tally)
+    described: JsonDict = {
+        "kind": recipe.kind, "vocab_size": recipe.vocab_size, "tokenizer": recipe.tokenizer_digest,
+        **({"weights": list(weights)} if weights else {}),
+        **({"template": recipe.template} if recipe.kind != "documents" else {}),
+    }  # fmt: skip
+    return ShardSetResult(
+        {part_name: shards.write_index(output / part_name, shards=entries[part_name], **described) for part_name in PARTS},
+        totals,
+        [
+            {"name": files[role][n].name, "role": role, **tally.to_json(), "tokens": 0, "bytes": 0, **sizes[role, n]}
+            for (role, n), tally in tallies.items()
+        ],
+        duplicates,
+        len(built_blocks),
+        sum(block.encoded for block in built_blocks),
+        contamination={name: value for name, value in overlaps.items() if name != "items"} if overlaps else None,
+        near_duplicates=near_counts,
+        of_earlier_heldout=of_earlier_heldout,
+    )
 
 
-def make_all(
-    output: Path,
-    files: FilesByRole,
-    recipe: BlockRecipe,
-    reading: Reading,
-    *,
-    block_bytes: int,
-    pool: Pool,
-    progress: Progress = lambda rows, block_count: None,
+def make_blocks(work: Work) -> list[BuiltBlock]:
+    """Make or reuse the blocks of both roles; of a sample or a head, only what it may need."""
+    reading, recipe, built_blocks = work.reading, work.recipe, list[BuiltBlock]()
+    if "heldout" in work.files:
+        recipe = replace(recipe, heldout_fraction=0.0)
+        built_blocks += _make_role(work, "heldout", replace(recipe, heldout_fraction=1.0))
+    held_out = {row[:2].tobytes() for block in built_blocks for row in block.rows}
+    head = None
+    if reading.limit and reading.sample == "head":
+        head = reading.limit * reading.rounds
+    elif reading.limit:
+        limit, draws = reading.limit * reading.rounds, _draws(work, held_out)
+        recipe = replace(recipe, keep_below=int(draws[limit - 1]) + 1 if len(draws) > limit else None)
+    return built_blocks + _make_role(work, "train", recipe, head, held_out)
+
+
+def _make_role(
+    work: Work, role: str, recipe: BlockRecipe, head: int | None = None, held_out: Set[bytes] = frozenset()
 ) -> list[BuiltBlock]:
-    """Make or reuse every block of the files."""
-    return _BlockMaker(output, files, reading, block_bytes, pool, progress).make_all(recipe)
-
-
-@dataclass(frozen=True)
-class _BlockMaker:
-    """Makes or reuses the blocks of files."""
-
-    output: Path
-    files: FilesByRole
-    reading: Reading
-    block_bytes: int
-    pool: Pool
-    progress: Progress
-
-    def make_all(self, recipe: BlockRecipe) -> list[BuiltBlock]:
-        """The blocks of both roles."""
-        reading, built_blocks = self.reading, list[BuiltBlock]()
-        if "heldout" in self.files:
-            recipe = replace(recipe, heldout_fraction=0.0)
-            built_blocks += self.make_role("heldout", replace(recipe, heldout_fraction=1.0, keep_below=None))
-        kept_back = {row[:2].tobytes() for block in built_blocks for row in block.rows}
-        limit = reading.limit * reading.rounds if reading.limit else None
-        enough: Callable[[BuiltBlock], bool] | None = None
-        if limit and reading.sample == "reservoir":
-            draws = self.draws(recipe, kept_back)
-            recipe = replace(recipe, keep_below=int(draws[limit - 1]) + 1 if len(draws) > limit else None)
-        elif limit:
-            rows, seen = 0, set[bytes]()  # that are not held out, so far
-
-            def enough(block: BuiltBlock) -> bool:
-                nonlocal rows
-                keys = [key for row in block.rows if (key := row[:2].tobytes()) not in kept_back]
-                rows += len(keys)
-                if reading.deduplicate:
-                    seen.update(keys)
-                return (len(seen) if reading.deduplicate else rows) >= limit
-
-        return built_blocks + self.make_role("train", recipe, enough)
-
-    def make_role(
-        self, role: str, recipe: BlockRecipe, enough: Callable[[BuiltBlock], bool] | None = None
-    ) -> list[BuiltBlock]:
-        """The blocks of a role's files, in order."""
-        files = self.files[role]
-        built_blocks: list[BuiltBlock] = []
-        rows = 0
-        lines: Counter[int] = Counter()
-        tasks = ((block, recipe, str(self.output)) for block in self.cut(role, recipe))
-        with contextlib.closing(self.pool.map(blocks.make, tasks)) as results:
-            for number, directory, encoded in results:
-                block = _open(role, number, files[number], Path(directory), encoded, lines[number])
-                lines[number] += block.manifest["lines"]
-                built_blocks.append(block)
-                rows += len(block.rows)
-                self.progress(rows, len(built_blocks))
-                if enough and enough(block):
+    """The blocks of a role's files, in order, until they have `head` rows that are not held out."""
+    built_blocks: list[BuiltBlock] = []
+    rows, distinct = 0, set[bytes]()
+    lines: Counter[int] = Counter()
+    tasks = ((block, recipe, str(work.output)) for block in work.cut(role))
+    with contextlib.closing(work.pool.map(blocks.make, tasks)) as results:
+        for number, name, encoded in results:
+            directory = Path(name)
+            manifest = read_object(directory / blocks.MANIFEST)
+            table = blocks.table_of((directory / blocks.ROWS).read_bytes())
+            source = work.files[role][number]
+            block = BuiltBlock(role, number, source, directory, encoded, manifest, table, lines[number])
+            built_blocks.append(block)
+            lines[number] += manifest["tally"]["lines"]
+            rows += len(table)
+            work.progress(rows, len(built_blocks))
+            if head:
+                distinct |= {row[:2].tobytes() for row in table} - held_out
+                if len(distinct) >= head:
                     break
-        return built_blocks
-
-    def scan(self, built_blocks: Sequence[BuiltBlock], recipe: BlockRecipe, against: OverlapCheck) -> list[list[TextMatch]]:
-        """What the rows of each block for training have of the items; the blocks are read again."""
-        count = sum(block.role == "train" for block in built_blocks)
-        blocks_read = itertools.islice(self.cut("train", recipe), count)
-        tasks = ((block, recipe, against.texts, against.share) for block in blocks_read)
-        with contextlib.closing(self.pool.map(contamination.scan, tasks)) as results:
-            matches = list(results)
-        return [*([[]] * (len(built_blocks) - count)), *matches]
-
-    def cut(self, role: str, recipe: BlockRecipe) -> Iterator[Block]:
-        """The blocks of the role's files."""
-        for number, file in enumerate(self.files[role]):
-            yield from blocks.cut(file.location, number, self.block_bytes, recipe)
-
-    def draws(self, recipe: BlockRecipe, kept_back: Set[bytes]) -> npt.NDArray[np.uint64]:
-        """Sorted draws of all good rows that are not held out; of equal rows only one, if duplicates are dropped."""
-        tasks = ((block, recipe) for block in self.cut("train", recipe))
-        with contextlib.closing(self.pool.map(blocks.scan, tasks)) as results:
-            draws = np.concatenate([np.zeros(0, np.uint64), *results])
-        if kept_back:
-            hashes = (np.frombuffer(key, np.uint64).astype(">u8").tobytes() for key in kept_back)
-            draws = draws[~np.isin(draws, np.array([blocks.draw(key, recipe.seed) for key in hashes], np.uint64))]
-        return np.unique(draws) if self.reading.deduplicate else np.sort(draws)
+    return built_blocks
 
 
-def _open(role: str, file: int, source: DataFile, directory: Path, encoded: bool, lines: int) -> BuiltBlock:
-    rows = np.fromfile(directory / blocks.ROWS, ">u8").astype(np.uint64).reshape(-1, 4)
-    return BuiltBlock(role, file, source, directory, encoded, read_json(directory / blocks.MANIFEST), rows, lines)
+def _draws(work: Work, held_out: Set[bytes]) -> npt.NDArray[np.uint64]:
+    """Sorted draws of the good rows that are not held out; of equal rows one, if copies are dropped."""
+    tasks = ((block, work.recipe) for block in work.cut("train"))
+    with contextlib.closing(work.pool.map(blocks.scan, tasks)) as results:
+        draws = np.concatenate([np.zeros(0, np.uint64), *results])
+    hashes = (np.frombuffer(key, np.uint64).astype(">u8").tobytes() for key in held_out)
+    drawn = np.array([blocks.draw(key, work.recipe.seed) for key in hashes], np.uint64)
+    draws = draws[~np.isin(draws, drawn)]
+    return np.unique(draws) if work.reading.deduplicate else np.sort(draws)
 
 
-TASKS_AHEAD = 8  # a worker's, done but for one, behind a slow one such as the first of a process; results are small
-# One thread a process: two threads of fastokens in one process took 1.33 CPU seconds for what one thread does in 0.64. Its
-# threads beside rayon's are set by `encoder`, also in the workers of a Dask cluster, which do not get this environment.
-ENVIRONMENT = {
-    **SAFE_PATH,  # multiprocessing starts `python -c`, which imports from the directory that it is in
-    "RAYON_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "OMP_NUM_THREADS": "1",
-}
+def _scan(work: Work, built_blocks: Sequence[BuiltBlock], against: OverlapCheck) -> list[list[TextMatch]]:
+    """What the training rows of each block have of the items; the blocks are read again."""
+    count = sum(block.role == "train" for block in built_blocks)
+    tasks = ((block, work.recipe, against.texts, against.share) for block in work.cut("train"))
+    with contextlib.closing(work.pool.map(contamination.scan, itertools.islice(tasks, count))) as results:
+        matches = list(results)
+    return [*([[]] * (len(built_blocks) - count)), *matches]
 
 
-class Here:
-    """One after the other, in this process."""
+def _quarantine(output: Path, files: FilesByRole, built_blocks: Sequence[BuiltBlock]) -> Tallies:
+    """Count each file's rows and write the bad ones, numbered in the file, to `run/rejected.jsonl`."""
+    tallies = {(role, n): Tally() for role in files for n in range(len(files[role]))}
+    (output / REJECTED).parent.mkdir(parents=True, exist_ok=True)
+    with (output / REJECTED).open("wb") as out:
+        for tally in tallies.values():
+            tally.quarantine = lambda row: out.write(orjson.dumps(row) + b"\n")
+        for block in built_blocks:
+            bad_rows = map(orjson.loads, (block.directory / blocks.BAD_ROWS).read_bytes().splitlines())
+            counts = Tally.of_counts(block.manifest["tally"])
+            tallies[block.role, block.file].add_block(counts, bad_rows, block.source.location)
+    return tallies
 
-    def map(self, function: Callable[..., Any], tasks: Iterator[tuple[Any, ...]]) -> Generator[Any]:
-        for task in tasks:
-            yield function(*task)
 
+def _place_shards(
+    output: Path,
+    part_name: str,
+    built_blocks: Sequence[BuiltBlock],
+    recipe: BlockRecipe,
+    sizes: Mapping[tuple[str, int], Counter[str]],
+) -> list[Entry]:
+    """Make a part of the selected rows of all blocks; returns its entries.
 
-class Processes:
-    """`workers` processes of this machine, for many calls of `map`; they end with this one.
-
-    They start with the second task, or when `begin` is called: a process takes 0.4 s until it can work.
+    Adds tokens and bytes of each file to `sizes`.
     """
+    directory = output / part_name
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    entries: list[Entry] = []
+    for block in built_blocks:
+        in_part = block.in_part(part_name)
+        selected = block.selected[in_part]
+        if not selected.any():
+            continue
+        entry = block.manifest[part_name]
+        stem = Path(entry["file"]).stem
+        if not selected.all():
+            stem += f"-{hashlib.blake2b(selected.tobytes(), digest_size=4).hexdigest()}"
+        path = directory / f"{stem}.arrow"
+        number = 2
+        while path.exists():  # the same block twice, where duplicates are kept
+            path = path.with_stem(f"{stem}-{number}")
+            number += 1
+        if selected.all():
+            link_or_copy(block.shard(part_name), path)
+            entry = {**entry, "file": path.name}
+        else:
+            column = shards.read_shard(block.shard(part_name)).select(selected)
+            entry = shards.write_shard(path, column, recipe.vocab_size)
+            entry["bytes"] = int(block.rows[in_part, 2][selected].sum())
+        if part_name == "heldout":
+            entry["records"] = path.with_suffix(".jsonl").name
+            lines = (block.directory / blocks.HELDOUT_RECORDS).read_bytes().splitlines(keepends=True)
+            shards.write_files([(directory / entry["records"], b"".join(itertools.compress(lines, selected)))])
+        sizes[block.role, block.file].update(tokens=entry["tokens"], bytes=entry["bytes"])
+        entries.append({**entry, "group": block.source.group})
+    return entries
 
-    def __init__(self, workers: int) -> None:
-        self.workers = workers
-        self._executors: list[Executor] = []
 
-    def __enter__(self) -> Processes:
-        return self
+def _write_lowest_row(output: Path, block: BuiltBlock, row: int, recipe: BlockRecipe) -> Entry:
+    """Read the record of this row again and write it as a held-out shard."""
+    location, content_hash = block.source.location, block.rows[row, :2].astype(">u8").tobytes()
+    rows = records.read([location], recipe.parser, Tally(), recipe.max_line_bytes, recipe.text_field)
+    record = next((record for record in rows if records.content_hash(record) == content_hash), None)
+    if record is None:
+        raise CannotRead(f"{location} changed while it was read; run the same command again")
+    column = blocks.encode_records(blocks.encoder_of(recipe.tokenizer), recipe.kind, [record])
+    path = output / "heldout" / f"{hashlib.blake2b(record.content(), digest_size=8).hexdigest()}-lowest.arrow"
+    entry = shards.write_shard(path, column, recipe.vocab_size)
+    text = path.with_suffix(".jsonl")
+    shards.write_files([(text, orjson.dumps(record.to_json()) + b"\n")])
+    return {**entry, "records": text.name, "bytes": int(block.rows[row, 2]), "group": 0}
 
-    def __exit__(self, *error: object) -> None:
-        for executor in self._executors:
-            executor.shutdown(cancel_futures=True)  # waits for the blocks in work: half a second
-        self._executors = []
 
-    def begin(self) -> list[Executor]:
-        """Start the workers, if they do not run yet."""
-        if not self._executors:
-            context = multiprocessing.get_context("spawn")
-            processes = ProcessPoolExecutor(self.workers, context, shard_worker.start, (os.getpid(),))
-            environment = dict(os.environ)
-            os.environ.update(ENVIRONMENT)  # read by the libraries when the children start
-            resource_tracker.ensure_running()  # which unblocks the signal
-            blocked_signals = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # for a worker's life: it inherits
-            try:  # the mask, and would show a traceback while it loads
-                for _ in range(self.workers):  # each task starts one
-                    processes.submit(shard_worker.begin)
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, blocked_signals)
-            for name in ENVIRONMENT.keys() - environment.keys():
-                del os.environ[name]
-            os.environ.update(environment)
-            self._executors = [processes]
-        return self._executors
+def _write_overlap_report(output: Path, overlaps: JsonDict | None) -> None:
+    """Write the report for people, and for evaluations the items that the training part has."""
+    (output / contamination.REPORT).unlink(missing_ok=True)
+    items = overlaps["items"] if overlaps and not overlaps["removed"] else ()
+    contamination.write_item_shares(output, {item["digest"]: item["share"] for item in items})
+    if overlaps:
+        write_json(output / contamination.REPORT, overlaps)
 
-    def map(self, function: Callable[..., Any], tasks: Iterator[tuple[Any, ...]]) -> Generator[Any]:
-        """Results in order. Raises StageFailed where a worker was killed; what it finished before is kept."""
-        first = list(itertools.islice(tasks, 2))
-        if self.workers == 1 or (len(first) < 2 and not self._executors):
-            yield from Here().map(function, itertools.chain(first, tasks))
-            return
-        waiting: deque[Future[Any]] = deque()
-        try:
-            for task in itertools.chain(first, tasks):
-                waiting.append(self.begin()[0].submit(function, *task))
-                while waiting and (waiting[0].done() or len(waiting) >= self.workers * TASKS_AHEAD):
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        except BrokenProcessPool:
-            self.__exit__()
-            raise StageFailed(
-                "a worker that makes shards was killed (out of memory?); the finished shards are kept: run the same command "
-                f"again, with runtime.workers={max(1, self.workers // 2)} if it happens twice"
-            ) from None
-        finally:  # none may still write when the caller goes on
-            futures.wait([future for future in waiting if not future.cancel()])
+
+def _keep_blocks(output: Path, built_blocks: Sequence[BuiltBlock]) -> None:
+    """Link reused blocks into this output; remove those of other inputs and of a killed run."""
+    folder = output / BLOCKS
+    folder.mkdir(parents=True, exist_ok=True)
+    for block in built_blocks:
+        directory = folder / block.directory.name
+        if block.directory != directory:
+            shutil.rmtree(directory, ignore_errors=True)
+            directory.mkdir()
+            for name in (*block.manifest["files"], blocks.MANIFEST):  # the last one makes it exist
+                link_or_copy(block.directory / name, directory / name)
+    for path in folder.glob("*/.*.tmp"):
+        path.unlink()
+    current = {block.directory.name for block in built_blocks}
+    for directory in folder.iterdir():
+        if directory.name not in current:
+            shutil.rmtree(directory)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +24,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ttrain.core.files import JsonDict, read_json, write_json
+from ttrain.data.packing import counted_up
 from ttrain.errors import ArtifactError
 from ttrain.store.integrity import home_of, verify_files
 
@@ -58,6 +60,21 @@ class Column:
         return Column(self.tokens[flags], offsets_of(lengths[selected]), live, branches, weights)
 
 
+def concatenate(columns: Sequence[Column]) -> Column:
+    """The records of several columns, one after the other, without their weights."""
+
+    def joined(masks: Iterable[Ids | None]) -> Ids | None:
+        present = [mask for mask in masks if mask is not None]
+        return np.concatenate(present) if present else None
+
+    return Column(
+        np.concatenate([column.tokens for column in columns]),
+        offsets_of(np.concatenate([np.diff(column.offsets) for column in columns])),
+        joined(column.live for column in columns),
+        joined(column.branches for column in columns),
+    )
+
+
 class Ranges(NamedTuple):
     """Tokens of ranges of the stream of all records, of length N, and the P pieces of records that they consist of.
 
@@ -76,22 +93,6 @@ def offsets_of(lengths: npt.ArrayLike) -> Offsets:
     return np.append(np.int64(0), np.cumsum(lengths, dtype=np.int64))
 
 
-def counted_up(starts: Offsets, lengths: Offsets) -> Offsets:
-    """`starts[i]`, `starts[i] + 1`, ... of `lengths[i]` numbers each, one after the other."""
-    ends = lengths.cumsum()
-    return np.asarray(np.arange(ends[-1] if len(ends) else 0) + (starts - ends + lengths).repeat(lengths))
-
-
-def _back(order: Offsets, lengths: Offsets) -> Offsets:
-    """Where to take numbers from that lie group by group in an order, to have them in the groups' own order.
-
-    `lengths` are those of the groups as they lie.
-    """
-    firsts, own_lengths = np.empty_like(order), np.empty_like(order)
-    firsts[order], own_lengths[order] = lengths.cumsum() - lengths, lengths
-    return counted_up(firsts, own_lengths)
-
-
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
     """The smallest type that can hold every id."""
     return np.uint16 if vocab_size <= 1 << 16 else np.uint32
@@ -103,7 +104,7 @@ def shard_of(name: str, column: Column, vocab_size: int) -> tuple[JsonDict, pa.B
     for field, mask in (("live", column.live), ("branches", column.branches)):
         if mask is not None:
             arrays[field] = _large_list(column.offsets, mask.astype(np.uint8))
-    if column.weights is not None:
+    if column.weights is not None and (column.weights != 1).any():
         arrays["weight"] = arrow_array(column.weights.astype(np.float64, copy=False))
     batch = pa.record_batch([*arrays.values()], names=[*arrays])
     sink = pa.BufferOutputStream()
@@ -116,7 +117,7 @@ def shard_of(name: str, column: Column, vocab_size: int) -> tuple[JsonDict, pa.B
         "rows": rows,
         "tokens": tokens,
         "live_tokens": tokens - rows if column.live is None else int(column.live.sum()),
-        **({} if column.weights is None else {"weighted": True}),
+        **({"weighted": True} if "weight" in arrays else {}),
         "sha256": hashlib.sha256(data).hexdigest(),
     }, data
 
@@ -210,11 +211,11 @@ class ShardSet:
         firsts = offsets_of([shard["rows"] for shard in index["shards"]]).tolist()
         numbered = zip(firsts, index["shards"], strict=False)
         chosen = [(first, shard) for first, shard in numbered if group is None or shard["group"] == group]
-        self._first_of_all, self._shards = [first for first, _ in chosen], [shard for _, shard in chosen]
+        self._first_of_all, self.entries = [first for first, _ in chosen], [shard for _, shard in chosen]
         self._verified: set[str] = set()
-        self._columns: list[Column | None] = [None] * len(self._shards)
-        self._first_row = offsets_of([shard["rows"] for shard in self._shards])
-        self._first_token = offsets_of([shard["tokens"] for shard in self._shards])
+        self._columns: dict[int, Column] = {}
+        self._first_row = offsets_of([shard["rows"] for shard in self.entries])
+        self._first_token = offsets_of([shard["tokens"] for shard in self.entries])
         self.tokens = int(self._first_token[-1])
 
     def __len__(self) -> int:
@@ -232,15 +233,10 @@ class ShardSet:
     @cached_property
     def row_weights(self) -> Ids | None:
         """Weight of each record, where any differs from 1; else no shard is read."""
-        if not any(shard.get("weighted") for shard in self._shards):
+        if not any(shard.get("weighted") for shard in self.entries):
             return None
         columns = self.columns()
         return np.concatenate([np.ones(len(c)) if c.weights is None else c.weights for c in columns])
-
-    @property
-    def sha256s(self) -> list[str]:
-        """The digests of the files, in order."""
-        return [shard["sha256"] for shard in self._shards]
 
     @cached_property
     def lengths(self) -> Offsets:
@@ -273,8 +269,8 @@ class ShardSet:
 
     def columns(self) -> list[Column]:
         """Every shard's records, in order."""
-        self.verify()
-        return [self._column(number) for number in range(len(self._shards))]
+        self._verify(self.entries)
+        return [self._column(number) for number in range(len(self.entries))]
 
     def stream(self, start: int, end: int) -> Offsets:
         """Tokens `start` to `end` of all records, one after the other."""
@@ -289,19 +285,16 @@ class ShardSet:
         low, high = np.maximum(starts.repeat(spread), bounds[shards]), np.minimum(ends.repeat(spread), bounds[shards + 1])
         filled = high > low
         shards, low, high = shards[filled], low[filled], high[filled]
-        order = shards.argsort(kind="stable")
-        groups = [(shard, order[shards[order] == shard]) for shard in sorted(set(shards.tolist()))]
-        parts = [self._in_shard(shard, low[group], high[group]) for shard, group in groups]
-        if not parts:
-            return Ranges(*[np.zeros(0, np.int64)] * len(Ranges._fields))
-        if len(parts) == 1:
-            return Ranges(*parts[0][1:])
-        pieces, ids, *records = (np.concatenate(column) for column in zip(*parts, strict=True))
-        records_at = _back(order, pieces)
-        return Ranges(ids[_back(order, (high - low)[order])], *(column[records_at] for column in records))
+        # Neighbours in one shard are read together.
+        borders = [*np.flatnonzero(np.diff(shards, prepend=-1)).tolist(), len(shards)]
+        parts = [
+            self._in_shard(int(shards[first]), low[first:end], high[first:end]) for first, end in itertools.pairwise(borders)
+        ]
+        columns = zip(*parts, strict=True) if parts else [[np.zeros(0, np.int64)]] * len(Ranges._fields)
+        return Ranges(*map(np.concatenate, columns))
 
-    def _in_shard(self, shard: int, low: Offsets, high: Offsets) -> tuple[Offsets, ...]:
-        """(pieces of each range, then the fields of `Ranges`) of ranges of the stream that lie in this shard."""
+    def _in_shard(self, shard: int, low: Offsets, high: Offsets) -> Ranges:
+        """Ranges of the stream that all lie in this shard."""
         column, first_token = self._column(shard), self._first_token[shard]
         low, high = low - first_token, high - first_token
         ids = np.concatenate([column.tokens[start:end] for start, end in zip(low.tolist(), high.tolist(), strict=True)])
@@ -310,11 +303,7 @@ class ShardSet:
         records = counted_up(first, pieces)
         firsts = column.offsets[records]
         counts = np.minimum(column.offsets[records + 1], high.repeat(pieces)) - np.maximum(firsts, low.repeat(pieces))
-        return pieces, ids.astype(np.int64), records + self._first_row[shard], firsts + first_token, counts
-
-    def verify(self) -> None:
-        """Compare every shard with the index, for callers that read the files directly. Raises DamagedFile."""
-        self._verify(self._shards)
+        return Ranges(ids.astype(np.int64), records + self._first_row[shard], firsts + first_token, counts)
 
     def _verify(self, entries: Sequence[JsonDict]) -> None:
         """Compare the bytes of these shards with the index, which was verified before. Raises DamagedFile."""
@@ -324,10 +313,8 @@ class ShardSet:
             self._verified.update(files)
 
     def _column(self, number: int) -> Column:
-        column = self._columns[number]
-        if column is None:
-            shard = self._shards[number]
+        if number not in self._columns:
+            shard = self.entries[number]
             self._verify([shard])
-            column = read_shard(self.directory / shard["file"])
-            self._columns[number] = column
-        return column
+            self._columns[number] = read_shard(self.directory / shard["file"])
+        return self._columns[number]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
 
 from ttrain.config.data import Reading
 from ttrain.data import first_rows, locations
-from ttrain.errors import TTrainError
+from ttrain.data.records import Tally
+from ttrain.errors import DataError, TTrainError
 
 SEARCHED = (*locations.ROWS, *locations.TEXTS, ".csv", ".tsv")
 DATA = {
@@ -35,54 +35,53 @@ _HELD_OUT = re.compile(r"(^|[-_. ])(val|valid|validation|eval|test|dev|held-?_?o
 _NO_DATA = re.compile(r"\.|(readme|licen[cs]e|notice|change|requirements|constraints|robots)\b.*\.txt", re.I)
 
 
-@dataclass
-class Sorted:
-    """The files of each data set, and why the others are left out."""
-
-    datasets: dict[str, list[str]] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
-
-
 def files_in(directory: Path) -> list[str]:
     """The data files of a directory itself, without those of its folders and those that lie beside any code."""
     names = sorted(path.name for path in directory.iterdir() if path.is_file())
     return [name for name in names if name.endswith(SEARCHED) and not _NO_DATA.match(name)]
 
 
-def sort(files: Iterable[str]) -> Sorted:
-    """Sort files by what most of their first rows are. All chats are for SFT: which of them are an adapter's domain, no
-    row says. A file of validation or test rows, by its name, is the held-out part."""
-    reading, result = Reading(), Sorted()
+def sort(files: Iterable[str]) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """(files of each data set, why others are left out), by what most of their first rows are.
+
+    All chats are for SFT: which of them are an adapter's domain, no row says. A file of validation or
+    test rows, by its name, is the held-out part.
+    """
+    datasets: dict[str, list[str]] = {}
+    left_out: dict[str, str] = {}
     for location in files:
         try:
-            rows = first_rows.read(location, reading, with_parquet=True)
+            dataset = _dataset_of(location, Reading())
         except (TTrainError, OSError) as error:
-            result.left_out[location] = str(error).removeprefix(f"{location} ")
+            left_out[location] = str(error).removeprefix(f"{location} ")
             continue
-        kind, reason = first_rows.kind_of(rows), first_rows.why_unreadable(rows, reading.text_field)
-        if kind is None or reason:
-            result.left_out[location] = reason
-            continue
-        is_held_out = _HELD_OUT.search(Path(location).name.partition(".")[0])
-        dataset = first_rows.DATASETS[kind]
-        result.datasets.setdefault(f"{dataset}_heldout" if is_held_out else dataset, []).append(location)
-    for name in [name for name in result.datasets if name.endswith("_heldout")]:
-        dataset = name.removesuffix("_heldout")
-        if dataset not in result.datasets:  # a held-out part of nothing is the data
-            result.datasets[dataset] = result.datasets.pop(name)
-    return result
+        part = "_heldout" if _HELD_OUT.search(Path(location).name.partition(".")[0]) else ""
+        datasets.setdefault(f"{dataset}{part}", []).append(location)
+    for dataset in DATA:
+        if dataset not in datasets and f"{dataset}_heldout" in datasets:  # a held-out part of nothing is the data
+            datasets[dataset] = datasets.pop(f"{dataset}_heldout")
+    return datasets, left_out
+
+
+def _dataset_of(location: str, reading: Reading) -> str:
+    """The data set that a file belongs to. Raises DataError where none of its first rows is good."""
+    rows = first_rows.read(location, reading, Tally())
+    kind = first_rows.kind_of(rows)
+    if kind is None:
+        raise DataError("has no rows")
+    problems = [first_rows.why_bad(values, kind, reading.text_field) for _, _, values in rows]
+    if all(problems):
+        raise DataError(f"holds no documents, chats or pairs: line {rows[0][1]}: {problems[0]}")
+    return first_rows.DATASETS[kind]
 
 
 def render(datasets: dict[str, list[str]], name: str, path: str) -> str:
     """The text of the file of settings: what is set, and as comments what one sets next."""
     data = yaml.safe_dump({"name": name, "data": datasets}, default_flow_style=None, sort_keys=False, allow_unicode=True)
-    missing = "".join(
-        f"  # {dataset}: [FILE.jsonl]  {about}\n" for dataset, about in DATA.items() if dataset not in datasets
-    )
-    return f"{HEAD.format(path)}{data}{missing}{NEXT}"
+    missing = [f"  # {dataset}: [FILE.jsonl]  {about}\n" for dataset, about in DATA.items() if dataset not in datasets]
+    return f"{HEAD.format(path)}{data}{''.join(missing)}{NEXT}"
 
 
 def run_name(directory: Path) -> str:
     """A name for the runs, after a directory."""
-    name = re.sub(r"[^A-Za-z0-9]+", "-", directory.name).strip("-")
-    return name[:32].strip("-") or "my-model"
+    return re.sub(r"[^A-Za-z0-9]+", "-", directory.name)[:32].strip("-") or "my-model"

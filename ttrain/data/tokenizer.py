@@ -29,11 +29,6 @@ RUN_CHARACTERS = 256
 KINDS = (r"[^\W_]", r"\s", r"(?:[^\w\s]|[_\x1c-\x1f])")
 
 LONG_RUN = re.compile("|".join(f"{kind}{{{RUN_CHARACTERS}}}(?={kind})" for kind in KINDS))
-# Searching for one costs a tenth of the training; in every fourth character, where a run leaves 64 of a kind, a fortieth.
-EVERY = 4
-
-MAYBE_LONG_RUN = re.compile("|".join(f"{kind}{{{RUN_CHARACTERS // EVERY}}}" for kind in KINDS))
-
 CUT = "\udfff"  # a lone surrogate, which no text that was read contains
 
 
@@ -69,7 +64,7 @@ def pieces(text: str) -> list[str]:
     BPE training is superlinear in the length of a word: one of 200,000 characters costs 6.5 s, one of 1.5 million over
     ten minutes. Encoding is not cut.
     """
-    return LONG_RUN.sub(lambda run: run.group() + CUT, text).split(CUT) if MAYBE_LONG_RUN.search(text[::EVERY]) else [text]
+    return LONG_RUN.sub(lambda run: run.group() + CUT, text).split(CUT)
 
 
 def save(tokenizer: Tokenizer, directory: Path, template: str = "ttrain") -> None:
@@ -141,7 +136,6 @@ class Reservoir:
         self._key = seed.to_bytes(8, "big")
         self._heap: list[tuple[int, int, int, str]] = []  # (-hash, -number, bytes, text): the highest comes first
         self._cutoff: tuple[int, int] | None = None  # (-hash, -number) of the last one removed; lower ones are skipped
-        self._lowest: tuple[int, int, int, str] | None = None
         self._bytes = self.documents_seen = 0
 
     def add(self, text: str) -> None:
@@ -150,21 +144,18 @@ class Reservoir:
         priority = int.from_bytes(hashlib.blake2b(data, digest_size=8, key=self._key).digest(), "big")
         entry = (-priority, -self.documents_seen, len(data), text)
         self.documents_seen += 1
-        if self._lowest is None or entry[:2] > self._lowest[:2]:
-            self._lowest = entry
         if self._cutoff is not None and entry[:2] < self._cutoff:
             return
         heapq.heappush(self._heap, entry)
         self._bytes += entry[2]
-        while self._bytes > self._max_bytes or len(self._heap) > self._max_documents:
+        while len(self._heap) > 1 and (self._bytes > self._max_bytes or len(self._heap) > self._max_documents):
             gone = heapq.heappop(self._heap)
             self._bytes -= gone[2]
             self._cutoff = gone[:2]
 
     def sample(self) -> TextSample:
         """The current sample."""
-        entries = self._heap or ([self._lowest] if self._lowest else [])
-        entries = sorted(entries, key=lambda entry: -entry[1])
+        entries = sorted(self._heap, key=lambda entry: -entry[1])
         return TextSample([text for *_, text in entries], sum(size for _, _, size, _ in entries), self.documents_seen)
 
 

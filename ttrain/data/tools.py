@@ -25,32 +25,40 @@ JSON_TYPES = {
     type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list",
     dict: "an object",
 }  # fmt: skip
-PARQUET_TYPE = "type of parquet"  # the only key of what replaces a value that JSON lacks, such as a date
-
-
-LARGE = 2.0**63  # doubles from here on may be whole numbers
+# The only key of what replaces a value that JSON lacks, such as a date.
+PARQUET_TYPE = "type of parquet"
 
 
 class Malformed(ValueError):
     """A malformed row; the message is the reason."""
 
 
+def require(condition: object, reason: str) -> None:
+    """Raise Malformed with the reason unless the condition holds."""
+    if not condition:
+        raise Malformed(reason)
+
+
 def kind_of(value: object) -> str:
-    """What JSON calls the value: "null", "a number", ...; Python's name for types that only Parquet has."""
+    """What JSON calls the value: "null", "a number", ...; a name for types only parquet has."""
     if isinstance(value, dict) and PARQUET_TYPE in value:
         return str(value[PARQUET_TYPE])
     return JSON_TYPES.get(type(value), type(value).__name__)
 
 
 def tools_text(tools: object) -> str:
-    """The functions as text; "" for none. `tools` is a list of objects with a name, or the JSON of one."""
-    functions = None if _is_empty_text(tools) else _parsed(tools, "'tools'")
-    if functions is None or functions == []:
+    """The functions as text; "" for none. `tools` is a list of objects with a name, or its JSON."""
+    if _is_nothing(tools):
         return ""
-    if not isinstance(functions, list):
-        raise Malformed(f"'tools' is {kind_of(functions)}, not a list of functions such as {A_TOOL}")
+    functions = _parsed(tools, "'tools'")
+    require(
+        type(functions) is list,
+        f"'tools' is {kind_of(functions)}, not a list of functions such as {A_TOOL}",
+    )
     for tool in functions:
         _check_name(tool, "a tool", A_TOOL)
+    if not functions:
+        return ""
     return "\n".join([TOOLS_SENTENCE, TOOLS_BEGIN, *map(dumps, functions), TOOLS_END])
 
 
@@ -59,37 +67,34 @@ def with_tools(content: str, text: str) -> str:
     return content + ("\n\n" if content and text else "") + text
 
 
-def calls_of(value: object, name: str = "'tool_calls'") -> list[JsonDict]:
-    """The calls, checked; [] for none. `value` is a list of calls, one call in ShareGPT's format, or the JSON of these."""
-    is_turn = name != "'tool_calls'"  # a turn that is nothing but its calls
-    calls = None if _is_empty_text(value) and not is_turn else _parsed(value, name)
-    if calls is None and not is_turn:
-        return []
-    if isinstance(calls, dict) and is_turn:
+def calls_of(value: object, key: str) -> list[JsonDict]:
+    """The calls under a key, checked; of `function_call` one call is enough. All may be JSON."""
+    calls = _parsed(value, f"'{key}'")
+    if isinstance(calls, dict) and key == "function_call":
         calls = [calls]
-    if not isinstance(calls, list):
-        raise Malformed(f"{name} is {kind_of(calls)}, not a list of calls such as {A_CALL}")
+    require(
+        type(calls) is list,
+        f"'{key}' is {kind_of(calls)}, not a list of calls such as {A_CALL}",
+    )
     for call in calls:
         _check_name(call, "a tool call", A_CALL)
         arguments = _parsed(_function(call).get("arguments"), "the arguments of a tool call")
-        if not isinstance(arguments, dict):
-            raise Malformed(
-                f'the arguments of a tool call are {kind_of(arguments)}, not an object such as {{"city": "Rome"}}'
-            )
-    return calls
+        example = '{"city": "Rome"}'
+        require(
+            isinstance(arguments, dict),
+            f"the arguments of a tool call are {kind_of(arguments)}, not an object such as {example}",
+        )
+    return list(calls)
 
 
-def calls_of_turn(turn: JsonDict) -> list[JsonDict]:
+def calls_of_turn(turn: JsonDict, role: str) -> list[JsonDict]:
     """The calls under `tool_calls`, or the one under `function_call`, as OpenAI wrote it before."""
-    calls = calls_of(turn.get("tool_calls"))
-    older = turn.get("function_call")
-    if isinstance(older, dict) and all(value is None for value in older.values()):
-        older = None  # a struct of parquet that only other rows have
-    if older is None or _is_empty_text(older):
-        return calls
-    if calls:
-        raise Malformed("both 'tool_calls' and 'function_call' on a turn; keep one of them")
-    return calls_of(older, "'function_call'")
+    keys = [key for key in ("tool_calls", "function_call") if not _is_nothing(turn.get(key))]
+    require(len(keys) < 2, "both 'tool_calls' and 'function_call' on a turn; keep one of them")
+    calls = calls_of(turn[keys[0]], keys[0]) if keys else []
+    if calls and role != "assistant":
+        raise Malformed(f"'{keys[0]}' on a turn of role '{role}'; only an assistant's turn may call functions")
+    return calls
 
 
 def with_calls(content: str, calls: list[JsonDict]) -> str:
@@ -113,55 +118,41 @@ def _function(value: JsonDict) -> JsonDict:
     return function if isinstance(function, dict) else {}
 
 
-def _check_name(value: object, kind: str, example: str) -> None:
-    if not isinstance(value, dict):
-        raise Malformed(f"{kind} is {kind_of(value)}, not an object such as {example}")
+def _check_name(value: Any, kind: str, example: str) -> None:
+    require(isinstance(value, dict), f"{kind} is {kind_of(value)}, not an object such as {example}")
     name = _function(value).get("name")
-    if not isinstance(name, str) or not name.strip():
-        raise Malformed(f"{kind} has no name; write {example}")
+    require(isinstance(name, str) and name.strip(), f"{kind} has no name; write {example}")
 
 
-def _is_empty_text(value: object) -> bool:
-    """Whether it is a text without JSON in it, which exports of tables have for none."""
-    return isinstance(value, str) and not value.strip()
+def _is_nothing(value: object) -> bool:
+    """Whether it is null, an empty list, a blank text as in exports of tables, or a struct of
+    parquet that only other rows have."""
+    if isinstance(value, dict):
+        return all(element is None for element in value.values())
+    return value is None or value == [] or (isinstance(value, str) and not value.strip())
 
 
 def _parsed(value: object, name: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return without_null_keys(value, orjson.loads(value))
+        orjson.loads(value)
     except orjson.JSONDecodeError:
         raise Malformed(f"{name}: not valid JSON; write JSON, or a text that holds JSON") from None
+    return without_null_keys(value)
 
 
-def without_null_keys(data: str | bytes, value: Any) -> Any:
-    """A row without keys that are null, whole numbers exact; `value` is what orjson read of `data`.
+def without_null_keys(data: str | bytes) -> Any:
+    """A row without keys that are null, at any depth: structs of parquet have the keys of all rows.
 
-    orjson reads whole numbers beyond 64 bits as doubles: an order number was trained on as 9.876543210987654e+19.
+    Whole numbers are exact: orjson reads those beyond 64 bits as doubles, so that an order number
+    was trained on as 9.876543210987654e+19.
     """
-    if drop_null_keys(value):
-        value = json.loads(data)
-        drop_null_keys(value)
-    return value
+    return json.loads(data, object_hook=_without_nulls)
 
 
-def drop_null_keys(value: Any) -> bool:
-    """Remove keys that are null, at any depth: structs of parquet have the keys of all rows.
-
-    Returns whether a double may be a whole number beyond 64 bits.
-    """
-    has_large = False
-    items = list(value.items()) if type(value) is dict else enumerate(value) if type(value) is list else ()
-    for key, element in items:
-        kind = type(element)
-        if kind is dict or kind is list:
-            has_large |= drop_null_keys(element)
-        elif element is None and type(value) is dict:
-            del value[key]
-        elif kind is float:
-            has_large |= abs(element) >= LARGE
-    return has_large
+def _without_nulls(values: JsonDict) -> JsonDict:
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def dumps(value: object) -> str:

@@ -12,8 +12,8 @@ from ttrain.core.text import format_duration
 from ttrain.engine.graph import Planned
 from ttrain.engine.plan import Plan
 from ttrain.engine.planner import key_of, plan_stage
-from ttrain.engine.resume import partial_runs
-from ttrain.errors import ArtifactError, UsageError
+from ttrain.engine.resume import changes_besides, partial_runs
+from ttrain.errors import ArtifactError
 from ttrain.store import references, runs
 from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
 from ttrain.store.differences import differences
@@ -42,29 +42,20 @@ def artifact_rows(store: ArtifactStore, stage: str | None = None) -> list[Artifa
     for run in runs.history(store.root):
         for entry in run["stages"]:
             users.setdefault(entry.get("key") or "", run["run"])
-    listed = []
+    rows = []
     for artifact in store.artifacts(stage or "*"):
         damage = store.damage(artifact)
-        listed.append(
-            ArtifactRow(
-                artifact.stage,
-                artifact.key,
-                f"damaged: {damage}" if damage else "finished",
-                artifact.path,
-                size_of(artifact),
-                float(artifact.manifest["published"]),
-                users.get(artifact.key),
-            )
-        )
-    for path, problem in store.unreadable(stage or "*").items():
+        state = f"damaged: {damage}" if damage else "finished"
+        place = (artifact.stage, artifact.key, state, artifact.path)
+        rows.append(ArtifactRow(*place, size_of(artifact), artifact.manifest["published"], users.get(artifact.key)))
+    others = {path: f"damaged: {problem}" for path, problem in store.unreadable(stage or "*").items()}
+    trainings = [name for name, row in STAGES.items() if row.uses_ranks and stage in (None, name)]
+    for work in (work for name in trainings for work in partial_runs(store, name)):
+        others[work.path] = f"unfinished at step {work.step}"
+    for path, state in others.items():
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        listed.append(ArtifactRow(path.parent.name, path.name, f"damaged: {problem}", path, size))
-    for name in [stage] if stage else [name for name in STAGES if STAGES[name].uses_ranks]:
-        for work in partial_runs(store, name):
-            size = sum(path.stat().st_size for path in work.path.rglob("*") if path.is_file())
-            state = f"unfinished at step {work.step}"
-            listed.append(ArtifactRow(name, work.key, state, work.path, size, run=users.get(work.key)))
-    return listed
+        rows.append(ArtifactRow(path.parent.name, path.name, state, path, size, run=users.get(path.name)))
+    return rows
 
 
 def size_of(artifact: Artifact) -> int:
@@ -81,77 +72,50 @@ def find_artifact(store: ArtifactStore, stage: str, prefix: str = "") -> Artifac
     references.need_stage(stage, STAGES)
     if not prefix:
         return store.latest(stage)
-    artifacts = store.artifacts(stage)
-    matches = [artifact for artifact in artifacts if artifact.key.startswith(prefix)]
-    if len(matches) == 1:
-        return matches[0]
-    keys = [artifact.key[:SHOWN_KEY] for artifact in matches or artifacts]
-    if not matches:
-        shows = f"; `ttrain artifacts list {stage}` shows them"
+    artifacts = {artifact.key: artifact for artifact in store.artifacts(stage)}
+    key = references.matching(prefix, [*artifacts], "key")
+    if key is None:
+        keys, shows = [key[:SHOWN_KEY] for key in artifacts], f"; `ttrain artifacts list {stage}` shows them"
         raise references.unknown("artifact with the key", prefix, keys, owner=stage, also=shows)
-    raise references.ambiguous(prefix, f"keys of {stage}", keys)
+    return artifacts[key]
 
 
-# --- verify -------------------------------------------------------------------------------------------------------------
 def verify(artifact: Artifact) -> list[str]:
     """Read every byte of an artifact and list its problems."""
     problems = []
     if key_of(artifact.manifest["ingredients"]) != artifact.key:
         problems.append(f"{MANIFEST} says that it was made of other things than its key does")
-    absent = artifact.absent
-    for name, entry in artifact.manifest["files"].items():
-        if name in absent:
-            continue
+    for name in sorted(artifact.manifest["files"].keys() - artifact.absent):
+        path, entry = artifact.path / name, artifact.manifest["files"][name]
         try:
-            size = (artifact.path / name).stat().st_size
+            size = path.stat().st_size
             if size != entry["bytes"]:
                 problems.append(f"{name} has {size} bytes where {entry['bytes']} were published")
-            elif sha256_file(artifact.path / name) != entry["sha256"]:
+            elif sha256_file(path) != entry["sha256"]:
                 problems.append(f"{name} was altered after it was published")
         except OSError as error:
             problems.append(f"{name} cannot be read: {error.strerror}")
     return problems
 
 
-# --- adopt --------------------------------------------------------------------------------------------------------------
-def adopt(store: ArtifactStore, planned: Planned, prefix: str) -> Artifact:
-    """Publish an artifact under the key that the plan would build, if only code differs.
+def adopt(plan: Plan, stage: str = "") -> list[Artifact]:
+    """Adopt what the stages of the plan, or this one, would build again for changed code alone, inputs first.
 
-    Raises UsageError if more differs, ArtifactError if it is damaged.
+    A stage that was adopted has the bytes that it had, so that the keys of those that read it are known then. Returns
+    what was adopted. Raises ArtifactError for a damaged one.
     """
-    stage = planned.stage.name
-    if planned.key is None:
-        raise UsageError(f"stage {stage} {planned.why[0]}, so its key is not known yet; adopt or run that first")
-    old = find_artifact(store, stage, prefix)
-    if planned.state == "cached":
-        raise UsageError(f"{stage} {planned.key[:SHOWN_KEY]} is there already; there is nothing to adopt")
-    if refused := _changes_besides_code(old, planned):
-        raise UsageError(
-            f"{stage} {old.key[:SHOWN_KEY]} cannot be adopted, since more than code differs: {'; '.join(refused)}; "
-            f"give the settings that it was made with (`ttrain artifacts show {stage} {old.key[:SHOWN_KEY]}`)"
-        )
-    return _adopted(store, planned, old)
-
-
-def adopt_all(plan: Plan) -> list[Artifact]:
-    """Adopt what the stages of the plan would build again for changed code alone, inputs first; returns what was adopted.
-
-    A stage that was adopted has the bytes that it had, so that the keys of those that read it are known then.
-    """
-    settings, store, adopted = plan.settings, plan.store, list[Artifact]()
-    artifacts: dict[str, Artifact] = {}
+    adopted = list[Artifact]()
+    artifacts: dict[str, Artifact | None] = {}
     for name, node in plan.graph.items():
-        sources = {input_name: artifacts.get(of) if isinstance(of, str) else of for input_name, of in node.sources.items()}
-        inputs = {input_name: artifact for input_name, artifact in sources.items() if artifact}
-        if len(inputs) < len(sources):
+        inputs = node.inputs(artifacts)
+        if len(inputs) < len(node.sources):
             continue
-        planned = plan_stage(node.stage, settings, store, inputs)
-        artifact = planned.artifact
-        if artifact is None and (old := made_by_other_code(store, planned)):
-            artifact = _adopted(store, planned, old)
+        planned = plan_stage(node.stage, plan.settings, plan.store, inputs)
+        artifacts[name] = planned.artifact
+        old = made_by_other_code(plan.store, planned) if stage in ("", name) else None
+        if old:
+            artifacts[name] = artifact = _adopted(plan.store, planned, old)
             adopted.append(artifact)
-        if artifact:
-            artifacts[name] = artifact
     return adopted
 
 
@@ -159,50 +123,45 @@ def made_by_other_code(store: ArtifactStore, planned: Planned) -> Artifact | Non
     """The newest artifact that differs in code alone from what the plan would build."""
     if planned.key is None or planned.state == "cached" or planned.forced:
         return None
-    stored = (artifact for artifact in store.artifacts(planned.stage.name) if not artifact.absent)
-    return next((artifact for artifact in stored if not _changes_besides_code(artifact, planned)), None)
+    for artifact in store.artifacts(planned.name):
+        ingredients = artifact.manifest["ingredients"]
+        if not artifact.absent and not changes_besides(frozenset(), ingredients, planned.ingredients):
+            return artifact
+    return None
 
 
 def remarks_on_code(plan: Plan) -> list[str]:
     """What a person is asked about before a run builds again, for changed code alone, what took long."""
     remarks = []
-    for planned in plan.stages:
+    for planned in plan:
         old = made_by_other_code(plan.store, planned)
         seconds = old.manifest.get("seconds", 0.0) if old else 0.0
         if seconds > LONG_SECONDS:
             remarks.append(
-                f"{planned.stage.name}, which took {format_duration(seconds)}, is built again for changed code alone: "
+                f"{planned.name}, which took {format_duration(seconds)}, is built again for changed code alone: "
                 f"`ttrain artifacts adopt --all`, with the same settings, keeps it"
             )
     return remarks
 
 
-def _changes_besides_code(old: Artifact, planned: Planned) -> list[str]:
-    return differences({**old.manifest["ingredients"], "code": {}}, {**planned.ingredients, "code": {}})
-
-
 def _adopted(store: ArtifactStore, planned: Planned, old: Artifact) -> Artifact:
-    """Publish the artifact under the key of the plan.
+    """Publish an artifact under the key that the plan would build.
 
-    Its files are hard-linked under the new key, or copied where the disk has no links, and its manifest records in `adopted`
-    the old key and the differences. Raises ArtifactError if it is damaged.
+    Its files are hard-linked under the new key, or copied where the disk has no links, and its
+    manifest records in `adopted` the old key and the differences. Raises ArtifactError if it is damaged.
     """
-    stage, key = planned.stage.name, planned.known_key
-    if old.absent:
-        raise ArtifactError(f"{stage} {old.key[:SHOWN_KEY]} was fetched in part; only a whole one is adopted")
     if problems := verify(old):
-        raise ArtifactError(f"{stage} {old.key[:SHOWN_KEY]} is damaged, so it is not adopted: {'; '.join(problems)}")
+        name = f"{old.stage} {old.key[:SHOWN_KEY]}"
+        raise ArtifactError(f"{name} is damaged, so it is not adopted: {'; '.join(problems)}")
+    stage, key = planned.name, planned.known_key
+    changed = differences(old.manifest["ingredients"], planned.ingredients)
+    entry = {"key": old.key, "differences": changed, "adopted_unix": time.time()}
+    history = [*old.manifest.get("adopted", []), entry]
+    manifest = {**old.manifest, "ingredients": dict(planned.ingredients), "adopted": history}
     with store.lock(stage, key):
         output = store.work(stage, key).with_name(f"{key}.adopted")
         remove_tree(output)
         for name in old.manifest["files"]:
             (output / name).parent.mkdir(parents=True, exist_ok=True)
             link_or_copy(old.path / name, output / name)
-        entry = {
-            "key": old.key,
-            "differences": differences(old.manifest["ingredients"], planned.ingredients),
-            "adopted_unix": time.time(),
-        }
-        earlier = old.manifest.get("adopted", [])
-        manifest = {**old.manifest, "ingredients": dict(planned.ingredients), "adopted": [*earlier, entry]}
         return store.publish(stage, key, output, manifest)

@@ -2,7 +2,7 @@
 
 A display is a function that is called with (stage, event, data); the stage is "" where an event is the run's own:
 
-    started {"why"}, progressed {"done", "total", "unit", "figures"}, ended {"state", "seconds", "figures"},
+    started {"why"}, progressed {the fields of StageProgress}, ended {"state", "seconds", "figures"},
     failed {"error"}, message {"text"}
 """
 
@@ -20,6 +20,7 @@ from rich.text import Text
 
 from ttrain.core.terminal import escaped_lines
 from ttrain.core.text import format_duration
+from ttrain.engine.progress import StageProgress
 
 StageDisplay = Callable[[str, str, Mapping[str, Any]], object]
 
@@ -43,7 +44,6 @@ class Display:
         self._lock = threading.RLock()  # reentrant: a signal handler may print while the same thread is printing
         self._last_line: dict[str, float] = {}
         self._tasks: dict[str, TaskID] = {}
-        self._rates: dict[str, tuple[float, float]] = {}
         self._bars: Progress | None = None
         if console.is_terminal:
             columns = (
@@ -67,7 +67,7 @@ class Display:
         elif event == "started":
             self.say(f"{stage}: {data['why']}", (">", "bold"))
         elif event == "progressed":
-            self._progressed(stage, data)
+            self._progressed(stage, StageProgress(**data))
         elif event == "ended":
             self._remove_bar(stage)
             mark, phrase = OUTCOMES[data["state"]]
@@ -86,28 +86,19 @@ class Display:
             self.console.print(Text.assemble(mark, f" {line}") if mark else Text(line), soft_wrap=True)
             sys.stdout.flush()
 
-    def _progressed(self, stage: str, progress: Mapping[str, Any]) -> None:
-        """Show the progress of a stage, with the speed since it began or continued; a total of 0 means unknown."""
-        done, total, unit = progress["done"], progress["total"], progress["unit"]
-        now = time.monotonic()
-        start, began = self._rates.setdefault(stage, (done, now))
-        rate = (done - start) / (now - began) if now > began else 0.0
-        parts = [f"{label.replace('_', ' ')} {value:.3f}" for label, value in progress["figures"].items()]
-        if unit != "tokens":
-            parts.append(f"{done:,.0f} {unit}")
-        elif rate > 0:
-            parts.append(f"{rate:,.0f} tokens/s")
-        if total and rate > 0:
-            parts.append(f"{format_duration((total - done) / rate)} left")
-        figures = ", ".join(parts)
+    def _progressed(self, stage: str, progress: StageProgress) -> None:
+        """Show the progress of a stage: its bar, or a line now and then."""
         if self._bars:
             with self._lock:
                 if stage not in self._tasks:
-                    self._tasks[stage] = self._bars.add_task(stage, total=total or None, figures="")
-                self._bars.update(self._tasks[stage], completed=done, total=total or None, figures=figures)
-        elif now - self._last_line.setdefault(stage, now) >= SECONDS_BETWEEN_LINES:
+                    self._tasks[stage] = self._bars.add_task(stage, figures="")
+                bar, total = self._tasks[stage], progress.total or None
+                self._bars.update(bar, completed=progress.done, total=total, figures=progress.details)
+            return
+        now = time.monotonic()
+        if now - self._last_line.setdefault(stage, now) >= SECONDS_BETWEEN_LINES:
             self._last_line[stage] = now
-            self.say(f"  {stage}: {f'{100 * done / total:.0f} %, ' if total else ''}{figures}")
+            self.say(f"  {stage}: {progress}")
 
     def _remove_bar(self, stage: str) -> None:
         with self._lock:

@@ -32,12 +32,11 @@ from ttrain.store.layout import TRACKED, Artifact
 from ttrain.store.registry import Registry, Version
 from ttrain.store.results import TrainingResult
 from ttrain.store.runs import BUILT, NOTHING_NEW, RunLog, RunRecord
-from ttrain.tasks import STAGES, Stage
+from ttrain.tasks import SHARDS, Stage
 
 log = logging.getLogger("ttrain")
 
 NOTE_SECONDS = 2.0  # between two events of a stage's progress
-PROGRESS_NOTED = ("done", "total", "unit", "first", "seconds")
 
 # Which artifacts become registered models: stage, suffix of the name, directory in the artifact.
 REGISTERED = {
@@ -97,7 +96,7 @@ class PipelineRun(StopRequest):
         self.failures: dict[str, BaseException] = {}  # by stage, of those without a result
         self.make_parts_elsewhere: Callable[[Stage, Path], None] | None = None  # before a stage that reuses parts starts
         self.to_start = {planned.stage.name: planned.stage for planned in plan.stages if planned.state == "run"}
-        self._to_train = self.to_start.keys() & TRAINING_STAGES.keys()
+        self._to_check = [stage for name, stage in self.to_start.items() if name in TRAINING_STAGES]
         self._began = time.monotonic()
         self._noted: dict[str, float] = {}  # when the progress of a stage was noted last
         self.record.note(commit=commit(), user=user_name(), **part_of)
@@ -126,7 +125,7 @@ class PipelineRun(StopRequest):
         stage = planned.stage
         inputs = {name: self.artifacts[of] if isinstance(of, str) else of for name, of in planned.sources.items()}
         if stage.uses_ranks:
-            self._raise_too_few_rows()  # nothing is trained that the shards of another training have ended
+            self.check_rows()
         try:
             if not planned.has_inputs(inputs):
                 planned = plan_stage(stage, self.settings, self.store, inputs, self.plan.rerun, forced=planned.forced)
@@ -136,46 +135,27 @@ class PipelineRun(StopRequest):
             raise
         self.failures.pop(stage.name, None)  # a retry succeeded
         self._ended(stage, outcome)
-        if stage.reuses_parts:
-            self._check_rows(stage, outcome.artifact, inputs["tokenizer"])
-        self._raise_too_few_rows()
         return outcome.artifact, outcome.state
 
-    def check_reused(self) -> None:
-        """Fail a training whose reused shards have too few rows, before anything trains."""
-        for planned in self.plan.stages:
-            if planned.reused and planned.artifact and planned.stage.reuses_parts:
-                self._check_rows(planned.stage, planned.artifact, planned.inputs["tokenizer"])
-        self._raise_too_few_rows()
-
-    def _check_rows(self, shards: Stage, artifact: Artifact, tokenizer: Artifact) -> None:
-        """Fail the training of this run whose data set these shards are, where it has too few rows or they are damaged.
-
-        Too few rows are raised once the shards of all trainings are checked, so that the user hears of all at once.
-        """
-        for name in sorted(self._to_train):
-            if TRAINING_STAGES[name].dataset != shards.dataset:
-                continue
-            fetched = partial(self._message, shards)
-            artifact = self.store.complete(artifact, ("train",), report=fetched)
-            tokenizer = self.store.complete(tokenizer, (), report=fetched)
-            inputs = {"shards": artifact, "tokenizer": tokenizer}
+    def check_rows(self) -> None:
+        """Fail all trainings of this run whose shards have too few rows, before any of them trains. All shards are there."""
+        errors: list[TooFewRows] = []
+        while self._to_check:
+            stage = self._to_check.pop(0)
+            shards = SHARDS[TRAINING_STAGES[stage.name].dataset].name
+            fetched = partial(self._message, stage)
+            inputs = {of: self.store.complete(self.artifacts[of], report=fetched) for of in ("tokenizer", shards)}
             try:
-                launch.verify_inputs(STAGES[name], self.store, inputs)  # first: damage is no fault of settings or data
-                with launch.setting_aside(STAGES[name], self.store, inputs):
-                    row_counts.check(getattr(self.settings, name), artifact.path, tokenizer.path)
+                launch.verify_inputs(stage, self.store, inputs)  # first: damage is no fault of settings or data
+                with launch.setting_aside(stage, self.store, inputs):
+                    row_counts.check(getattr(self.settings, stage.name), inputs[shards].path, inputs["tokenizer"].path)
+            except TooFewRows as error:
+                self._failed(stage, error)
+                errors.append(error)
             except TTrainError as error:
-                self._failed(STAGES[name], error)
-                if not isinstance(error, TooFewRows):
-                    raise
-
-    def _raise_too_few_rows(self) -> None:
-        """Raise TooFewRows for all trainings that have too few, once the shards of all are checked."""
-        errors = [error for error in self.failures.values() if isinstance(error, TooFewRows)]
-        known = {*self.artifacts, *self.failures}
-        to_build = [each.stage for each in self.plan.stages if not each.reused and each.stage.name not in known]
-        waiting = {TRAINING_STAGES[name].dataset for name in self._to_train}
-        if errors and not any(stage.reuses_parts and stage.dataset in waiting for stage in to_build):
+                self._failed(stage, error)
+                raise
+        if errors:
             fixes = [fix for error in errors for fix in error.fixes]
             raise errors[0] if len(errors) == 1 else TooFewRows("\n".join(map(str, errors)), fixes)
 
@@ -206,7 +186,7 @@ class PipelineRun(StopRequest):
             self.display(stage.name, event, data)
             if time.monotonic() - self._noted.get(stage.name, 0.0) > NOTE_SECONDS:
                 self._noted[stage.name] = time.monotonic()
-                self.record.progressed(stage.name, **{name: data[name] for name in PROGRESS_NOTED if name in data})
+                self.record.progressed(stage.name, **data)
         elif event == "message":
             self._message(stage, data["text"])
             logged(data["text"])

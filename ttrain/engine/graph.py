@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ttrain.config import Settings
-from ttrain.engine import resume
+from ttrain.core import machine
 from ttrain.errors import UsageError
-from ttrain.store.differences import Ingredients
+from ttrain.reports.summary import shortened
+from ttrain.store.artifacts import SHOWN_KEY
+from ttrain.store.differences import Ingredients, library_changes
 from ttrain.store.layout import Artifact, Artifacts
 from ttrain.tasks import Stage
 
@@ -29,31 +31,24 @@ class Node:
         """The stages that make its inputs."""
         return frozenset(source for source in self.sources.values() if isinstance(source, str))
 
+    def inputs(self, artifacts: Mapping[str, Artifact | None]) -> dict[str, Artifact]:
+        """Its inputs by name, of the artifacts of stages; without those that are not there."""
+        found = {name: artifacts.get(of) if isinstance(of, str) else of for name, of in self.sources.items()}
+        return {name: artifact for name, artifact in found.items() if artifact}
+
     def __str__(self) -> str:
         sources = (of if isinstance(of, str) else f"{of.stage} {of.key[:12]}" for of in self.sources.values())
         return f"{self.stage.name} <- {', '.join(sources)}" if self.sources else self.stage.name
 
 
-class Graph(Mapping[str, Node]):
+class Graph(dict[str, Node]):
     """The stages of a pipeline by name, each after those that it reads."""
-
-    def __init__(self) -> None:
-        self._nodes: dict[str, Node] = {}
 
     def add(self, stage: Stage, **sources: Source | None) -> str:
         """Add a stage and return its name, for those that read it. An input whose source is None is not there."""
         present = {name: source for name, source in sources.items() if source is not None}
-        self._nodes[stage.name] = Node(stage, present)
+        self[stage.name] = Node(stage, present)
         return stage.name
-
-    def __getitem__(self, name: str) -> Node:
-        return self._nodes[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._nodes)
-
-    def __len__(self) -> int:
-        return len(self._nodes)
 
     def __str__(self) -> str:
         """A line for each stage: its name, and what it reads."""
@@ -73,41 +68,79 @@ class Graph(Mapping[str, Node]):
 
     def needed_by(self, name: str) -> frozenset[str]:
         """The stage and all that it depends on, directly or not."""
-        needed: set[str] = set()
-        waiting = [name]
-        while waiting:
-            stage = waiting.pop()
-            if stage not in needed:
-                needed.add(stage)
-                waiting.extend(self[stage].reads)
-        return frozenset(needed)
+        return frozenset({name}).union(*map(self.needed_by, self[name].reads))
 
 
 Pipeline = Callable[[Settings], Graph]
 
 
 @dataclass(frozen=True)
+class PartialRun:
+    """A work directory in which a training saved its state at `step`, under the key of these ingredients."""
+
+    stage: str
+    key: str
+    path: Path
+    step: int
+    ingredients: Ingredients
+
+    def __str__(self) -> str:
+        return f"{self.stage} {self.key[:SHOWN_KEY]} at step {self.step}"
+
+
+@dataclass(frozen=True)
 class Planned:
-    """What will happen to one stage."""
+    """What a run would do with one stage.
+
+    state       "cached" or "run"
+    why         why it runs, or what it was found by
+    key         digest of its settings, inputs and code; None while an input has yet to be built
+    forced      it is built although its artifact exists
+    reused      the selection leaves it out: its artifact must be in the store
+    sources     of its inputs, as in the graph; `inputs`: the artifacts, once all of them exist
+    first_step  of its training; not 0 where it continues at a checkpoint: that of unfinished work of
+                the same key, of `partial_run`, which --continue names, or `start_from`, of --extend
+    """
 
     stage: Stage
-    state: str  # "cached" or "run"
+    state: str
     why: tuple[str, ...]
-    key: str | None = None  # None: an input must be built first
+    key: str | None = None
     artifact: Artifact | None = None
     ingredients: Ingredients = field(default_factory=dict)
     forced: bool = False
     inputs: Artifacts = field(default_factory=dict)
-    start_from: Path | None = None  # a checkpoint of a shorter run, if --extend found one
-    partial_run: resume.PartialRun | None = None  # the work that --continue names
-    reused: bool = False  # left out by the selection: it must be in the store
-    sources: Mapping[str, Source] = field(default_factory=dict)  # of its inputs, as in the graph
+    first_step: int = 0
+    start_from: Path | None = None
+    partial_run: PartialRun | None = None
+    reused: bool = False
+    sources: Mapping[str, Source] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.stage.name
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        return self.why
 
     @property
     def known_key(self) -> str:
         """The key of a stage whose inputs exist."""
         assert self.key is not None, "the inputs exist, so the key is known"
         return self.key
+
+    @property
+    def notes(self) -> list[str]:
+        """Which libraries have changed since a cached stage was made."""
+        cached = self.artifact if self.state == "cached" else None
+        return library_changes(cached.manifest, machine.versions()) if cached else []
+
+    @property
+    def row(self) -> tuple[str, str, str, str]:
+        """(stage, state, key, why) for a table."""
+        why = shortened([*self.why, *self.notes])
+        return (self.name, self.state, (self.key or "")[:SHOWN_KEY], why)
 
     def has_inputs(self, inputs: Artifacts) -> bool:
         """Whether the plan is of these inputs, and knows its key."""
@@ -116,8 +149,14 @@ class Planned:
 
     def to_json(self) -> dict[str, Any]:
         """The form that `plan --json` prints."""
-        path = str(self.artifact.path) if self.artifact else None
-        return {"name": self.stage.name, "state": self.state, "key": self.key, "path": path, "why": list(self.why)}
+        return {
+            "name": self.name,
+            "state": self.state,
+            "key": self.key,
+            "path": str(self.artifact.path) if self.artifact else None,
+            "why": list(self.why),
+            "notes": self.notes,
+        }
 
 
 @dataclass(frozen=True)

@@ -41,29 +41,35 @@ def data_files(stage: Stage, settings: Settings) -> dict[str, list[InputFile]]:
     The roles of an existing model's files are those of `existing_model.files`.
     """
     if stage.reads_model:
-        model_files = _model_files(settings)
-        return {role: [InputFile(str(path)) for path in paths] for role, paths in model_files.items()}
+        return {role: _input_files(paths) for role, paths in _model_files(settings).items()}
     if stage.reads_suites:
-        return _suite_files(settings)
+        return {role: _input_files(paths) for role, paths in _suite_files(settings).items()}
     if stage.reads_python_docs:
-        return {PYTHON: [InputFile(str(python_docs.text_file()))]}
+        return {PYTHON: _input_files([python_docs.text_file()])}
     if stage.dataset is None:
         return {}
-    data, is_tokenizer = settings.data, stage.dataset == "tokenizer"
-    roles: dict[str, list[InputFile]] = {}
-    if is_tokenizer and settings.tokenizer.existing:
-        roles[EXISTING] = [InputFile(str(path)) for path in _tokenizer_files(settings)]
-    if not is_tokenizer and settings.shards.decontaminate:
-        roles[AGAINST] = [InputFile(location) for location in evaluation_files(settings.shards.decontaminate)]
+    data, roles = settings.data, dict[str, list[InputFile]]()
+    dataset = dataset_read(stage.dataset, data.tokenizer)
+    if stage.dataset != "tokenizer":
+        weights, heldout = data.weights(dataset), data.paths(f"{dataset}_heldout")
+        if settings.shards.decontaminate:
+            roles[AGAINST] = _input_files(evaluation_files(settings.shards.decontaminate))
+    else:  # it learns from the training part alone
+        weights, heldout = (), ()
+        if settings.tokenizer.existing:
+            roles[EXISTING] = _input_files(_tokenizer_files(settings))
     if not settings.reads(stage.dataset) or data.uses_python_docs(stage.dataset):
         return roles
-    dataset = dataset_read(stage.dataset, data.tokenizer)
     if not data.paths(dataset):
         raise _no_documents(settings)
-    roles[TRAIN] = _expand(data.paths(dataset), f"data.{dataset}", () if is_tokenizer else data.weights(dataset))
-    if not is_tokenizer and getattr(data, f"{dataset}_heldout"):  # the tokenizer learns from the training part alone
-        roles[HELDOUT] = _expand(data.paths(f"{dataset}_heldout"), f"data.{dataset}_heldout", ())
+    roles[TRAIN] = _expand(data.paths(dataset), f"data.{dataset}", weights)
+    if heldout:
+        roles[HELDOUT] = _expand(heldout, f"data.{dataset}_heldout", ())
     return roles
+
+
+def _input_files(paths: list[Path] | list[str]) -> list[InputFile]:
+    return [InputFile(str(path)) for path in paths]
 
 
 def _no_documents(settings: Settings) -> UsageError:
@@ -82,25 +88,23 @@ def _no_documents(settings: Settings) -> UsageError:
     )
 
 
-def named_shards(settings: Settings) -> list[Stage]:
-    """The stages that make shards of files which the user named."""
-    return [stage for name, stage in SHARDS.items() if settings.data.paths(name)]
-
-
-def check_first_rows(stages: Iterable[Stage], settings: Settings) -> None:
-    """Raise UsageError where the first rows of a file are not what the stage that reads it needs."""
-    checked: set[str] = set()
-    for stage in stages:
-        roles = data_files(stage, settings) if stage.dataset else {}
-        for role in (TRAIN, HELDOUT):
-            dataset = dataset_read(str(stage.dataset), settings.data.tokenizer)
-            setting = f"data.{dataset}" if role == TRAIN else f"data.{dataset}_heldout"
-            if role not in roles or setting in checked:
-                continue
-            checked.add(setting)
-            kind = cast("Kind", stage.arguments.get("kind", "documents"))
-            files = [file.location for file in roles[role]]
-            first_rows.check(setting, kind, files, settings.reading)
+def check_first_rows(settings: Settings, stages: Iterable[Stage] = tuple(SHARDS.values())) -> None:
+    """Raise UsageError for all data sets of these stages where the first rows of a file are not what it needs."""
+    problems, data = [], settings.data
+    names = dict.fromkeys(dataset_read(stage.dataset, data.tokenizer) for stage in stages if stage.dataset)
+    for name in names:
+        if name not in SHARDS or not data.paths(name):
+            continue
+        kind = cast("Kind", SHARDS[name].arguments["kind"])
+        try:
+            roles = data_files(SHARDS[name], settings)
+            for role, setting in ((TRAIN, f"data.{name}"), (HELDOUT, f"data.{name}_heldout")):
+                files = [file.location for file in roles.get(role, [])]
+                first_rows.check(setting, kind, files, settings.reading)
+        except UsageError as error:
+            problems.append(str(error))
+    if problems:
+        raise UsageError("\n".join(problems))
 
 
 def evaluation_files(names: tuple[str, ...], setting: str = "shards.decontaminate") -> list[str]:
@@ -115,59 +119,48 @@ def evaluation_files(names: tuple[str, ...], setting: str = "shards.decontaminat
             continue
         loaded = suites.load(name)
         suites.files_of(loaded)  # raises if one is missing
-        if harness := [task for task, spec in loaded.suite.tasks.items() if isinstance(spec, HarnessTask)]:
-            raise UsageError(
-                f"{setting} names the suite {name}, but the data of its task {harness[0]} are those of "
-                f"lm-evaluation-harness; name a file with its items, as JSON Lines"
-            )
-        tasks = [spec for spec in loaded.suite.tasks.values() if not isinstance(spec, HarnessTask)]
-        paths += [str(loaded.base / user_path(spec.file)) for spec in tasks if not heldout_part(spec)]
+        for task, spec in loaded.suite.tasks.items():
+            if isinstance(spec, HarnessTask):
+                raise UsageError(
+                    f"{setting} names the suite {name}, but the data of its task {task} are those of "
+                    f"lm-evaluation-harness; name a file with its items, as JSON Lines"
+                )
+            if not heldout_part(spec):
+                paths.append(str(loaded.base / user_path(spec.file)))
     return list(dict.fromkeys(paths))
 
 
-def check_suite(settings: Settings) -> None:
-    """Raise UsageError for an unusable `runtime.eval_suite` before any stage runs."""
-    if settings.runtime.eval_every_steps and settings.runtime.eval_suite:
-        suites.files_of(suites.load(settings.runtime.eval_suite))
-
-
-def _suite_files(settings: Settings) -> dict[str, list[InputFile]]:
+def _suite_files(settings: Settings) -> dict[str, list[Path]]:
     """The suites of each model and the files they read, as "suites-sft". Raises UsageError for an unusable suite before
     any model is trained. Held-out documents are checked later: a night has earlier ones."""
-    files_by_role: dict[str, list[InputFile]] = {}
-    heldout_parts = [row.part for row in TRAINING_STAGES.values() if row.loss and settings.reads(row.dataset)]
-    absent = {row.model for name, row in TRAINING_STAGES.items() if row.role != "base" and not settings.exists(name)}
-    for model in type(settings.evaluate.suites).model_fields:
-        if model in absent:
+    files_by_role: dict[str, list[Path]] = {}
+    rows = TRAINING_STAGES.items()
+    heldout_parts = [row.part for _, row in rows if row.loss and settings.reads(row.dataset)]
+    for name, row in rows:
+        if row.role != "base" and not settings.exists(name):
             continue
-        loaded = [suites.load(name) for name in settings.evaluate.suites.of(model)]
+        loaded = [suites.load(name) for name in settings.evaluate.suites.of(row.model)]
         suites.check_distinct_tasks(loaded)
         for suite in loaded:
             suites.check_parts(suite, ["documents", *heldout_parts])  # documents can be those of earlier nights
         if loaded:
-            files_by_role[f"suites-{model}"] = [InputFile(str(file)) for suite in loaded for file in suites.files_of(suite)]
+            files_by_role[f"suites-{row.model}"] = [file for suite in loaded for file in suites.files_of(suite)]
     return files_by_role
-
-
-def _start_setting(settings: Settings) -> str:
-    return f"{settings.trainings[0]}.start_from"
 
 
 def _model_files(settings: Settings) -> dict[str, list[Path]]:
     """The files of the existing model. Raises UsageError if there is none, or if a stage's rows are too long for it."""
     assert settings.existing_model, "the stage is in the recipe only where there is such a model"
-    setting = _start_setting(settings)
+    setting = f"{settings.trainings[0]}.start_from"
     files = existing.model_files(settings.existing_model, setting)
     limit = existing.max_length(files)
     for name in (*settings.trainings, "evaluate"):
-        section, virtual = getattr(settings, name), settings.virtual_tokens(name)
-        length = section.row_length
+        length, virtual = getattr(settings, name).row_length, settings.virtual_tokens(name)
         if limit is not None and length + virtual > limit:
             prefix = f", after lora.virtual_tokens {virtual}," if virtual else ""
-            fix = f"{name}.row_length to at most {limit - virtual}" if limit > virtual else "fewer lora.virtual_tokens"
             raise UsageError(
                 f"{name}.row_length is {length}{prefix} but {setting} is {settings.existing_model}, a model of {limit} "
-                f"positions; set {fix}"
+                f"positions; set {name}.row_length to at most {limit - virtual}"
             )
     return files
 
@@ -176,29 +169,23 @@ def _tokenizer_files(settings: Settings) -> list[Path]:
     """The files of the existing tokenizer. That of the existing model lies where its weights are."""
     tokenizer = settings.tokenizer.existing
     assert tokenizer is not None, "asked for where there is such a tokenizer"
-    if tokenizer != settings.existing_model:
-        return existing.tokenizer_files(tokenizer)
-    directory = _model_files(settings)["config"][0].parent
-    if not (directory / existing.JSON).is_file():
-        raise UsageError(
-            f"{_start_setting(settings)} is {tokenizer}, which has no {existing.JSON}; "
-            f"set tokenizer.existing to the folder or the name of its tokenizer, as a folder with {existing.JSON}"
-        )
-    return existing.tokenizer_files(str(directory))
+    if tokenizer == settings.existing_model:
+        tokenizer = str(_model_files(settings)["config"][0].parent)
+    return existing.tokenizer_files(tokenizer)
 
 
 def _expand(paths: tuple[str, ...], setting: str, weights: tuple[float, ...]) -> list[InputFile]:
     if not weights:
-        return [InputFile(location) for location in locations.expand(paths, setting)]
-    files_by_location: dict[str, InputFile] = {}
+        return _input_files(locations.expand(paths, setting))
+    files: dict[str, InputFile] = {}
     for group, (path, weight) in enumerate(zip(paths, weights, strict=True)):
-        new = [location for location in locations.expand((path,), setting) if location not in files_by_location]
+        new = [location for location in locations.expand((path,), setting) if location not in files]
         if not new:
             raise UsageError(
                 f"{setting} weighs '{redact.url(path)}', but all its files belong to a source before it; leave it out"
             )
-        files_by_location.update({location: InputFile(location, group, weight) for location in new})
-    return list(files_by_location.values())
+        files.update({location: InputFile(location, group, weight) for location in new})
+    return list(files.values())
 
 
 def file_digests(stage: Stage, settings: Settings, store: ArtifactStore) -> dict[str, list[JsonDict]]:
@@ -208,18 +195,13 @@ def file_digests(stage: Stage, settings: Settings, store: ArtifactStore) -> dict
     """
     digests: dict[str, list[JsonDict]] = {}
     for role, files in data_files(stage, settings).items():
-        try:
-            digests[role] = [
-                {
-                    "name": locations.name(file.location),
-                    "sha256": locations.version(file.location) or store.cache.file(Path(file.location)),
-                    **({} if file.weight is None else {"weight": file.weight, "group": file.group}),
-                }
-                for file in files
-            ]
-        except OSError as error:
-            setting = f"data.{stage.dataset}"
-            if stage.reads_model or stage.reads_suites:
-                setting = _start_setting(settings) if stage.reads_model else "evaluate.suites"
-            raise CannotRead(f"cannot read {error.filename}, which {setting} names: {error.strerror}") from None
+        digests[role] = entries = []
+        for file in files:
+            try:
+                digest = locations.version(file.location) or store.cache.file(Path(file.location))
+            except OSError as error:
+                by = f"data.{stage.dataset} names" if stage.dataset else f"stage {stage.name} reads"
+                raise CannotRead(f"cannot read {error.filename}, which {by}: {error.strerror}") from None
+            weight = {} if file.weight is None else {"weight": file.weight, "group": file.group}
+            entries.append({"name": locations.name(file.location), "sha256": digest, **weight})
     return digests

@@ -17,7 +17,7 @@ from ttrain.engine import processes, provenance, resume, stage_worker
 from ttrain.engine.graph import Planned
 from ttrain.engine.input_files import data_files, file_digests
 from ttrain.engine.processes import Report
-from ttrain.engine.restart import RESTARTED
+from ttrain.engine.resume import RESTARTED
 from ttrain.engine.stage_worker import PROGRESS
 from ttrain.engine.stop_request import StopRequest
 from ttrain.errors import ArtifactError, DamagedFile, Interrupted, StageFailed, TTrainError
@@ -53,9 +53,7 @@ def build(planned: Planned, settings: Settings, store: ArtifactStore, report: Re
     if planned.state == "cached":
         assert planned.artifact is not None, "cached means there is an artifact"
         return StageOutcome(planned.artifact, "cached", 0.0)
-    take = _make
-    if settings.runtime.node_rank > 0:
-        take = _train_along if planned.stage.uses_ranks else _wait_for_first_node
+    take = _with_first_node if settings.runtime.node_rank else _make
     artifact, state = take(planned, settings, store, report, stop)
     return StageOutcome(artifact, state, time.monotonic() - began)
 
@@ -74,11 +72,12 @@ def _make(
             pass  # a killed run's process may live for another 0.2 s: it must be gone before its work is touched
         if forced and stored and not (work / RESTARTED).exists():
             remove_tree(work)
+        if planned.partial_run:
+            resume.take_over(store, planned.partial_run, key, planned.ingredients)
+        remove_earlier_results(work)  # at once: the ranks of other nodes begin when there is a job
         for name, artifact in inputs.items():
             store.complete(artifact, stage.inputs.get(name, ()), report=lambda line: report("message", {"text": line}))
         verify_inputs(stage, store, inputs)
-        if planned.partial_run:
-            resume.take_over(store, planned.partial_run, key, planned.ingredients)
         _prepare(planned, settings, store, work)
         report("started", {"planned": planned, "work": work})
         try:
@@ -140,7 +139,6 @@ def _prepare(planned: Planned, settings: Settings, store: ArtifactStore, work: P
     if not (stage.uses_ranks or stage.reuses_parts):
         remove_tree(output)
     (output / "run").mkdir(parents=True, exist_ok=True)
-    remove_earlier_results(work)
     if planned.start_from:
         curve = planned.start_from.parent.parent / "run" / "metrics.jsonl"
         if curve.exists() and not (output / "run" / curve.name).exists():
@@ -187,21 +185,25 @@ def _has_intact_parts(artifact: Artifact) -> bool:
 
 
 def remove_earlier_results(work: Path) -> None:
-    """Remove the results and progress of an earlier attempt, so that they are not taken for this one's."""
-    stage_worker.clear(work)
-    for path in (work / PROGRESS, *work.glob("rendezvous-*")):
+    """Remove job, results and progress of an earlier attempt, so that they are not taken for this one's."""
+    for path in (work / JOB, work / PROGRESS, *work.glob("rendezvous-*"), *work.glob(stage_worker.RESULTS)):
         path.unlink(missing_ok=True)
 
 
-def _train_along(
+def _with_first_node(
     planned: Planned, settings: Settings, store: ArtifactStore, report: Report, stop: StopRequest
 ) -> tuple[Artifact, str]:
-    """Train as a node other than the first, and return the artifact that node 0 publishes.
+    """As a node other than the first, wait for what node 0 builds and publishes; train along where the stage trains.
 
-    Node 0 has the key's lock and its work directory; this node's log lies next to it.
+    Node 0 has the key's lock and its work directory; this node's log lies next to it. Raises StageFailed if node 0 does not
+    begin within NODE_SECONDS, or Interrupted.
     """
     stage, key = planned.stage, planned.known_key
     work = store.work(stage.name, key)
+    _wait_for("node 0", report)
+    artifact = _wait_for_first_node(planned, store, stop)
+    if artifact:
+        return artifact, "cached"
     node_work = work.with_name(f"{key}.node{settings.runtime.node_rank}")
     log_path = node_work / "output" / "run" / "log.txt"
     log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -213,36 +215,30 @@ def _train_along(
         failure = error
     with store.lock(stage.name, key, waiting=lambda: _wait_for("node 0", report)):
         artifact = store.find(stage.name, key)
-    if isinstance(failure, Interrupted):
-        raise failure
-    if artifact is None:
+    if artifact is None or isinstance(failure, Interrupted):
         raise failure or StageFailed(f"stage {stage.name}: node 0 published nothing; its own log says why")
     remove_tree(node_work)
     return artifact, "completed"
 
 
-def _wait_for_first_node(
-    planned: Planned, settings: Settings, store: ArtifactStore, report: Report, stop: StopRequest
-) -> tuple[Artifact, str]:
-    """Wait, as a node other than the first, for a stage that does not train: node 0 builds and tracks it.
-
-    Raises StageFailed if it is not being built for NODE_SECONDS, or Interrupted.
-    """
+def _wait_for_first_node(planned: Planned, store: ArtifactStore, stop: StopRequest) -> Artifact | None:
+    """Wait until node 0 has published the stage; None once it has a job for the ranks of all nodes."""
     stage, key = planned.stage, planned.known_key
-    _wait_for("node 0", report)
     last_sign_of_life = time.monotonic()
     while (artifact := store.find(stage.name, key)) is None:
         if stop.signum:
             raise Interrupted(f"stopped while node 0 had yet to build stage {stage.name}", stop.signum)
         if store.is_locked(stage.name, key):
             last_sign_of_life = time.monotonic()
+            if stage.uses_ranks and (store.work(stage.name, key) / JOB).exists():
+                return None
         if time.monotonic() - last_sign_of_life > NODE_SECONDS:
             raise StageFailed(
                 f"stage {stage.name}: node 0 has not begun it for {NODE_SECONDS:.0f} s; its log says why, or it does not "
                 f"run, or it has other settings or another TTRAIN_HOME"
             )
         time.sleep(NODE_POLL_SECONDS)
-    return artifact, "cached"
+    return artifact
 
 
 def _manifest(planned: Planned, settings: Settings, work: Path, result: Mapping[str, Any], seconds: float) -> JsonDict:

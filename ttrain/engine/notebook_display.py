@@ -14,6 +14,7 @@ from typing import Any
 from ttrain.core.html_table import PLAIN
 from ttrain.core.text import format_duration
 from ttrain.engine.display import StageDisplay
+from ttrain.engine.progress import StageProgress
 
 SECONDS_BETWEEN_DRAWINGS = 0.5
 MESSAGES = 10  # the newest
@@ -68,9 +69,8 @@ def _state(event: str, data: Mapping[str, Any]) -> tuple[float | None, str]:
     if event == "ended":
         figures = f" - {data['figures']}" if data["figures"] else ""
         return 1.0, f"{data['state']} {format_duration(data['seconds'])}{figures}"
-    metrics = [f"{label.replace('_', ' ')} {value:.3f}" for label, value in data["figures"].items()]
-    text = ", ".join([f"{data['done']:,.0f} {data['unit']}", *metrics])
-    return (data["done"] / data["total"] if data["total"] else None), text
+    progress = StageProgress(**data)
+    return progress.part, progress.details
 
 
 def _row(name: str, part: float | None, text: str) -> str:

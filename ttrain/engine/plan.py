@@ -1,39 +1,28 @@
-"""The plan of a pipeline, as it is shown and run."""
+"""The plan of a pipeline, as it is shown and run; the record of one that found everything cached."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ttrain.config import Settings
 from ttrain.core.html_table import html_table
 from ttrain.engine.graph import EVERYTHING, NOTHING_AGAIN, Graph, Planned, Rerun, Selection
-from ttrain.errors import UsageError
+from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
 
 if TYPE_CHECKING:
     from ttrain.engine.estimate import Estimate
+    from ttrain.engine.labels import Labels
 
-
-@dataclass(frozen=True)
-class PlannedStage:
-    """What a run would do with one stage.
-
-    state    "cached" or "run"
-    key      digest of its settings, inputs and code; None while an input has yet to be built
-    reasons  why it runs, or what it was found by
-    """
-
-    name: str
-    state: str
-    key: str | None
-    reasons: tuple[str, ...]
+COLUMNS = ("stage", "state", "key", "why")
 
 
 @dataclass(frozen=True, eq=False)
-class Plan(Sequence[PlannedStage]):
+class Plan(Sequence[Planned]):
     """The stages of a pipeline in order, each with its state, key and reasons."""
 
     pipeline: str
@@ -51,22 +40,21 @@ class Plan(Sequence[PlannedStage]):
     def __getitem__(self, index: Any) -> Any:
         """The stage of a number or a name."""
         if isinstance(index, str):
-            return {stage.name: stage for stage in self}[index]
-        return list(self)[index]
+            return {stage.name: stage for stage in self.stages}[index]
+        return self.stages[index]
 
-    def __iter__(self) -> Iterator[PlannedStage]:
-        return (PlannedStage(each.stage.name, each.state, each.key, tuple(each.why)) for each in self.stages)
+    def __iter__(self) -> Iterator[Planned]:
+        return iter(self.stages)
 
     def __str__(self) -> str:
-        rows = [("stage", "state", "key", "why"), *self.rows()]
+        rows = [COLUMNS, *self.rows()]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         return "\n".join("  ".join([*map(str.ljust, row, widths), row[3]]).rstrip() for row in rows)
 
     def _repr_html_(self) -> str:
         """The plan in a notebook."""
-        waiting = sum(stage.state == "run" for stage in self)
-        caption = f"{self.pipeline}: {waiting} of {len(self)} stages will run"
-        return html_table(("stage", "state", "key", "why"), self.rows(), caption)
+        waiting = sum(stage.state == "run" for stage in self.stages)
+        return html_table(COLUMNS, self.rows(), f"{self.pipeline}: {waiting} of {len(self)} stages will run")
 
     @property
     def is_cached(self) -> bool:
@@ -74,23 +62,28 @@ class Plan(Sequence[PlannedStage]):
         return all(stage.state == "cached" for stage in self.stages)
 
     @property
+    def results(self) -> dict[str, Mapping[str, Any]]:
+        """The results of the stages that are in the store."""
+        return {stage.name: stage.artifact.result for stage in self.stages if stage.artifact}
+
+    @property
     def left_out(self) -> list[str]:
         """The stages of the pipeline that the selection leaves out."""
-        planned = {each.stage.name for each in self.stages}
+        planned = {stage.name for stage in self.stages}
         return [name for name in self.graph if name not in planned]
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """(stage, state, key, why) for a table."""
-        from ttrain.engine.planner import plan_rows
-
-        return plan_rows(self.stages)
+        return [stage.row for stage in self.stages]
 
     def to_json(self) -> dict[str, Any]:
         """What `ttrain pipeline plan --json` prints."""
-        from ttrain.engine.planner import plan_json
-
-        planned = plan_json(self.pipeline, self.stages)
-        return {**planned, "compared_with": self.compared_with or None, "estimate": self.estimate.to_json()}
+        return {
+            "pipeline": self.pipeline,
+            "stages": [stage.to_json() for stage in self.stages],
+            "compared_with": self.compared_with or None,
+            "estimate": self.estimate.to_json(),
+        }
 
     @functools.cached_property
     def estimate(self) -> Estimate:
@@ -100,22 +93,22 @@ class Plan(Sequence[PlannedStage]):
         return estimate(self.stages, self.settings, self.store)
 
 
-def alone(name: str, plan: Plan) -> Plan:
-    """The plan of one stage, with the artifacts that are there.
+def record_cached(plan: Plan, labels: Labels) -> runs.RecordedRun | None:
+    """Record a run that found everything cached; None where it did not, or has the models to register: where no run of them
+    had this name, or the newest that had it was cut short."""
+    from ttrain.engine.provenance import with_absolute_paths
+    from ttrain.reports import summary
 
-    Raises UsageError if it is unknown or an input is missing.
-    """
-    from ttrain.engine.planner import no_stage
-
-    planned = {each.stage.name: each for each in plan.stages}
-    if name not in planned:
-        raise no_stage(name, planned, plan.settings)
-    needed = plan.graph.needed_by(name) - {name}
-    if missing := [each for each in planned if each in needed and not planned[each].artifact]:
-        commands = ", ".join(f"`ttrain stage run {each}`" for each in missing)
-        raise UsageError(
-            f"stage {name} waits for {', '.join(missing)}; run first, with the same settings: {commands}, "
-            f"or all at once: `ttrain pipeline run full --until {name}`"
-        )
-    chosen = replace(planned[name], sources=planned[name].inputs)
-    return replace(plan, pipeline=f"stage-{name}", stages=[chosen])
+    if not plan.is_cached:
+        return None
+    home, settings = plan.store.root, plan.settings
+    same = runs.equal_runs(home, {stage.name: stage.key for stage in plan})
+    newest = next(same, None)
+    named = itertools.chain([newest] if newest else [], same)
+    own = next((run for run in named if run["settings"]["name"] == settings.name), None)
+    if newest and (own is None or runs.is_cut_short(own)):
+        return None
+    recorded = with_absolute_paths(settings).model_dump(mode="json")
+    metrics = summary.metrics_of(plan.results)
+    equals = runs.made_by(own) if own else None
+    return runs.record_cached(home, plan.pipeline, plan.stages, recorded, metrics, equals, labels.to_json())

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from ttrain.config import Settings, flatten, rules
+from ttrain.config import Settings, flatten
 from ttrain.config.data import PYTHON_DOCS
 from ttrain.config.settings import OPTIONAL
 from ttrain.config.training import TRAINING_STAGES, adapter_of
-from ttrain.core import extras, machine, redact
+from ttrain.core import extras, redact
 from ttrain.core.hashing import code_digests, digest_of
 from ttrain.core.text import counted
 from ttrain.engine import resume
-from ttrain.engine.graph import EVERYTHING, NOTHING_AGAIN, Graph, Node, Planned, Rerun, Selection
-from ttrain.engine.input_files import check_suite, data_files, file_digests
-from ttrain.engine.resume import extension_of
+from ttrain.engine.graph import EVERYTHING, NOTHING_AGAIN, Graph, Planned, Rerun, Selection
+from ttrain.engine.input_files import data_files, file_digests
+from ttrain.engine.plan import Plan
 from ttrain.errors import UsageError
+from ttrain.evaluate import suites
 from ttrain.model import registry
-from ttrain.reports.summary import shortened
 from ttrain.store import references, runs
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.differences import SECOND_HEAD, Ingredients, differences, library_changes
+from ttrain.store.differences import SECOND_HEAD, Ingredients, differences
 from ttrain.store.layout import Artifact, Artifacts
-from ttrain.store.results import ShardsResult, TrainingResult
+from ttrain.store.results import ShardsResult
 from ttrain.store.runs import RecordedRun
-from ttrain.tasks import EVALUATE, OF_NIGHTS, SHARDS, STAGES, Stage
+from ttrain.tasks import EVALUATE, SHARDS, STAGES, Stage
 
 # Settings that name files or other stages: the key has the digests of those instead.
 COUNTED_BY_BYTES = (
@@ -37,9 +37,7 @@ COUNTED_BY_BYTES = (
 
 SHOWN_SOURCES = 4
 
-SAME, IN_MLFLOW = ("same settings, inputs and code",), ("in MLflow, fetched when a stage reads it",)
-
-WHOLE_IN_MLFLOW = ("MLflow has an intact copy: `ttrain artifacts verify --set-aside` lets the next run fetch it",)
+SAME, IN_MLFLOW = "same settings, inputs and code", "in MLflow, fetched when a stage reads it"
 
 
 def plan(
@@ -59,26 +57,34 @@ def plan(
     `runtime.eval_suite` cannot be used.
     """
     extras.check(settings.runtime.loggers)  # now, not after the stages before the first training
-    check_suite(settings)
+    if settings.runtime.eval_every_steps and settings.runtime.eval_suite:
+        suites.files_of(suites.load(settings.runtime.eval_suite))
     built, reused = _selected(graph, settings, store, rerun, selection)
-    planned_stages: dict[str, Planned] = {}
-    for name in graph:
+    planned: dict[str, Planned] = {}
+    for name, node in graph.items():
         if name not in built | reused:
             continue
-        planned = _planned(graph[name], planned_stages, settings, store, rerun, compared_with)
-        if name in reused and planned.artifact:
+        read = [planned[of] for of in node.sources.values() if isinstance(of, str)]
+        forced = name in rerun.force or any(each.forced for each in read)
+        if pending := dict.fromkeys(each.name for each in read if each.artifact is None):
+            data_files(node.stage, settings)  # a wrong path is reported before earlier stages are built
+            one = Planned(node.stage, "run", (f"waits for {', '.join(pending)}",), forced=forced)
+        else:
+            inputs = node.inputs({each.name: each.artifact for each in read})
+            one = plan_stage(node.stage, settings, store, inputs, rerun, forced=forced, compared_with=compared_with)
+        if name in reused and one.artifact:
             why = (f"taken from the store: {selection} leaves it out",)
-            planned = replace(planned, state="cached", why=why, forced=False, reused=True)
-        planned_stages[name] = planned
-    stages = list(planned_stages.values())
-    _check_models(stages, settings, store)
+            one = replace(one, state="cached", why=why, forced=False, reused=True)
+        planned[name] = replace(one, sources=node.sources)
+    stages = list(planned.values())
+    _check_models(stages, settings)
     store.cache.save()
-    if missing := [planned for planned in stages if planned.stage.name in reused and not planned.reused]:
-        names = [planned.stage.name for planned in missing]
+    if missing := [each for each in stages if each.name in reused and not each.reused]:
+        names = ",".join(each.name for each in missing)
         raise UsageError(
-            f"{selection} leaves out {', '.join(names)}, which the store does not have as these settings make it "
-            f"({names[0]}: {'; '.join(missing[0].why[:3])}); run first, with the same settings: "
-            f"`ttrain pipeline run full --only {','.join(names)}`"
+            f"{selection} leaves out {names}, which the store does not have as these settings make it "
+            f"({missing[0].name}: {'; '.join(missing[0].why[:3])}); run first, with the same settings: "
+            f"`ttrain pipeline run full --only {names}`"
         )
     return stages
 
@@ -87,53 +93,29 @@ def _selected(
     graph: Graph, settings: Settings, store: ArtifactStore, rerun: Rerun, selection: Selection
 ) -> tuple[frozenset[str], frozenset[str]]:
     """The stages that the selection builds and reuses. Raises UsageError where an option names another stage."""
-    required_by = {f"--force {name}": name for name in sorted(rerun.force)}
+    required = {f"--force {name}": name for name in sorted(rerun.force)}
     if rerun.resume_key:
-        required_by[f"--continue {rerun.resume_key}"] = resume.find_stage(store, rerun.resume_key)
-    for name in (*selection.names, *required_by.values()):
+        required[f"--continue {rerun.resume_key}"] = resume.find_stage(store, rerun.resume_key)
+    for name in (*selection.names, *required.values()):
         if name not in graph:
             raise no_stage(name, graph, settings)
     built, reused = selection.of(graph)
-    for option, name in required_by.items():
+    for option, name in required.items():
         if name not in built:
             raise UsageError(f"{option} refers to stage {name}, which {selection} leaves out; remove one of them")
     return built, reused
 
 
-def _planned(
-    node: Node,
-    earlier: Mapping[str, Planned],
-    settings: Settings,
-    store: ArtifactStore,
-    rerun: Rerun,
-    compared_with: RecordedRun | None,
-) -> Planned:
-    """The plan of a stage, after those of the `earlier` ones."""
-    stage = node.stage
-    read = [earlier[name] for name in node.sources.values() if isinstance(name, str)]
-    forced = stage.name in rerun.force or any(planned.forced for planned in read)
-    if pending := dict.fromkeys(planned.stage.name for planned in read if planned.artifact is None):
-        data_files(stage, settings)  # report a wrong path now, not after earlier stages were built
-        return Planned(stage, "run", (f"waits for {', '.join(pending)}",), forced=forced, sources=node.sources)
-    found = {name: earlier[of].artifact if isinstance(of, str) else of for name, of in node.sources.items()}
-    inputs = {name: artifact for name, artifact in found.items() if artifact}
-    planned = plan_stage(stage, settings, store, inputs, rerun, forced=forced, compared_with=compared_with)
-    return replace(planned, sources=node.sources)
-
-
-def _check_models(stages: Iterable[Planned], settings: Settings, store: ArtifactStore) -> None:
+def _check_models(stages: list[Planned], settings: Settings) -> None:
     """Raise UsageError for a model that cannot be, or not with its adapter: now, not after the stages before it."""
-    continues = False  # whether a model comes from an earlier run, as a night's does, whose shape is its own
-    for planned in stages:
-        stage = planned.stage
-        continues = continues or isinstance(planned.sources.get("base"), Artifact)
-        if planned.state == "cached":
-            continue
-        if _describes_model(stage, settings):
+    # The base model of an earlier night has a shape of its own
+    is_kept = any(isinstance(planned.sources.get("base"), Artifact) for planned in stages)
+    for planned in (planned for planned in stages if planned.state == "run"):
+        if _describes_model(planned.stage, settings):
             registry.check_kind(settings.model.kind)
-        adapter = adapter_of(stage.name, settings)
-        if adapter and not continues and settings.existing_model is None:
-            registry.check_targets(stage.name, adapter, settings.model)
+        adapter = adapter_of(planned.name, settings)
+        if adapter and not is_kept and settings.existing_model is None:
+            registry.check_targets(planned.name, adapter, settings.model)
 
 
 def settings_of_selection(
@@ -142,17 +124,13 @@ def settings_of_selection(
     """The settings for stages that `--only` names: without the data of the trainings that it leaves out, where it names
     evaluate, and others that train, and not all those models are in the store. What is not there is not evaluated.
     """
-    kept = set[str]()
-    for chosen in selection.only.intersection(settings.trainings):
-        name = chosen
-        while name in TRAINING_STAGES and name not in kept:
-            kept.add(name)
-            name = settings.starts[name]
-    left_out = [name for name in settings.trainings if name not in kept]
-    if EVALUATE.name not in selection.only or not kept or not left_out:
+    chosen = selection.only.intersection(settings.trainings)
+    needed = frozenset[str]().union(*map(graph.needed_by, chosen))
+    left_out = set(settings.trainings) - needed
+    if EVALUATE.name not in selection.only or not chosen or not left_out:
         return settings
-    planned = plan(graph, settings, store, rerun)
-    if all(one.state == "cached" for one in planned if one.stage.name in left_out):
+    cached = {each.name for each in plan(graph, settings, store, rerun) if each.state == "cached"}
+    if left_out <= cached:
         return settings
     none = {TRAINING_STAGES[name].dataset: () for name in left_out}
     return settings.model_copy(update={"data": settings.data.model_copy(update=none)})
@@ -161,13 +139,29 @@ def settings_of_selection(
 def no_stage(name: str, stage_names: Iterable[str], settings: Settings) -> UsageError:
     """The error for a stage that is not in the pipeline: never, or not with these settings."""
     names = list(stage_names)
-    stages = f"the stages are {', '.join(names)}"
     if name not in STAGES:
         return references.unknown("stage", name, names, shown=len(names))
-    if name in OF_NIGHTS:
-        return UsageError(f"stage {name} belongs to nights; try `ttrain pipeline run nightly`. Here {stages}")
     starts = ", ".join(f"{stage}.start_from is {settings.starts[stage]}" for stage in settings.trainings)
-    return UsageError(f"stage {name} is not needed here, since {starts}; {stages}")
+    return UsageError(f"stage {name} is not needed here, since {starts}; the stages are {', '.join(names)}")
+
+
+def alone(name: str, plan: Plan) -> Plan:
+    """The plan of one stage, with the artifacts that are there.
+
+    Raises UsageError if it is unknown or an input is missing.
+    """
+    planned = {each.name: each for each in plan}
+    if name not in planned:
+        raise no_stage(name, planned, plan.settings)
+    needed = plan.graph.needed_by(name) - {name}
+    if missing := [each for each in planned if each in needed and not planned[each].artifact]:
+        commands = ", ".join(f"`ttrain stage run {each}`" for each in missing)
+        raise UsageError(
+            f"stage {name} waits for {', '.join(missing)}; run first, with the same settings: {commands}, "
+            f"or all at once: `ttrain pipeline run full --until {name}`"
+        )
+    chosen = replace(planned[name], sources=planned[name].inputs)
+    return replace(plan, pipeline=f"stage-{name}", stages=[chosen])
 
 
 def plan_stage(
@@ -184,42 +178,34 @@ def plan_stage(
     ingredients = ingredients_of(stage, settings, store, inputs)
     key = key_of(ingredients)
     artifact = store.find(stage.name, key)
+    planned = Planned(stage, "cached", (), key, artifact, ingredients, forced, inputs)
     if artifact and not forced:
-        return Planned(stage, "cached", _why_cached(artifact), key, artifact, ingredients, inputs=inputs)
-    if not artifact and not forced and (by_rule := _made_by_rule(stage, ingredients, store)):
-        same = f"the values that {stage.name} was trained with by rule"
-        ingredients = by_rule.manifest["ingredients"]
-        return Planned(stage, "cached", (same,), by_rule.key, by_rule, ingredients, inputs=inputs)
-    why = ("asked to run again",) if artifact else tuple(explain(stage, key, ingredients, store, compared_with))
-    start_from = work = None
-    begins = stage.uses_ranks and not artifact and not resume.saved_step(store.work(stage.name, key))
-    if rerun.resume_key and begins and (work := resume.find_partial_run(stage, rerun.resume_key, ingredients, store)):
-        why = (f"continues the unfinished work {work.key[:12]} at step {work.step}", *resume.changes(work, ingredients))
-    elif rerun.extend and begins:
-        start_from, reason = extension_of(stage, settings, ingredients, store)
-        why = (reason, *why)
-    return Planned(
-        stage, "run", why, key, artifact, ingredients, forced=forced, inputs=inputs, start_from=start_from, partial_run=work
-    )
-
-
-def _made_by_rule(stage: Stage, ingredients: Ingredients, store: ArtifactStore) -> Artifact | None:
-    """The artifact of a training whose rows gave the same numbers for `auto` that the settings name."""
-    for names in (("tokens",), ("epochs",), ("tokens_per_step",), ("epochs", "tokens_per_step")) if stage.uses_ranks else ():
-        values = {name: ingredients["settings"].get(f"{stage.name}.{name}") for name in names}
-        automatic = {f"{stage.name}.{name}": rules.AUTO for name in names}
-        key = key_of({**ingredients, "settings": {**ingredients["settings"], **automatic}})
-        artifact = store.find(stage.name, key)
-        by_rule = TrainingResult.of(artifact.result).by_rule if artifact else {}
-        if artifact and values == {name: by_rule.get(name) for name in names}:
-            return artifact
-    return None
+        return replace(planned, why=_why_cached(artifact))
+    step = resume.saved_step(store.work(stage.name, key))
+    if artifact:
+        return replace(planned, state="run", why=("asked to run again",), first_step=step)
+    why = tuple(explain(stage, key, ingredients, store, compared_with))
+    planned = replace(planned, state="run", why=why, first_step=step)
+    if not stage.uses_ranks or step:
+        return planned
+    if rerun.resume_key and (work := resume.find_partial_run(stage, rerun.resume_key, ingredients, store)):
+        continues = f"continues the unfinished work {work.key[:12]} at step {work.step}"
+        why = (continues, *resume.changes(work, ingredients))
+        return replace(planned, why=why, first_step=work.step, partial_run=work)
+    if rerun.extend:
+        start_from, step, reason = resume.extension_of(stage, settings, ingredients, store)
+        return replace(planned, why=(reason, *why), first_step=step, start_from=start_from)
+    return planned
 
 
 def _why_cached(artifact: Artifact) -> tuple[str, ...]:
-    adopted = artifact.manifest.get("adopted", [])[-1:]
-    same = [f"adopted from {last['key'][:12]}, although {'; '.join(last['differences'])}" for last in adopted] or SAME
-    return (*same, *(IN_MLFLOW if artifact.absent.issuperset(artifact.files_of(())) else ()))
+    why = [SAME]
+    if adopted := artifact.manifest.get("adopted"):
+        changed = ", ".join(adopted[-1]["differences"])
+        why = [f"adopted from {adopted[-1]['key'][:12]}, although {changed}"]
+    if artifact.absent.issuperset(artifact.files_of(())):
+        why.append(IN_MLFLOW)
+    return tuple(why)
 
 
 def ingredients_of(stage: Stage, settings: Settings, store: ArtifactStore, inputs: Artifacts) -> dict[str, Any]:
@@ -267,22 +253,18 @@ def explain(
     It is the one of the run `compared_with`, else the most similar one.
     """
     if problem := store.damage_at(stage.name, key):
-        is_unreadable = (
-            store.at(store.path(stage.name, key)) is None
-        )  # otherwise its files may be hard links to MLflow's own
-        hint = WHOLE_IN_MLFLOW if is_unreadable and store.manifest_elsewhere(stage.name, key) else ()
-        return [f"its artifact is damaged: {problem}", *hint]
-    artifacts = store.artifacts(stage.name)
-    step = resume.saved_step(store.work(stage.name, key))
-    continues = [f"continues its unfinished work at step {step}"] if step else []
-    if stage.uses_ranks and not step:
+        return [f"its artifact is damaged: {problem}"]
+    continues: list[str] = []
+    if step := resume.saved_step(store.work(stage.name, key)):
+        continues = [f"continues its unfinished work at step {step}"]
+    elif stage.uses_ranks:
         continues = resume.offer(stage, ingredients, store)
+    artifacts = store.artifacts(stage.name)
     if not artifacts:
         return continues if step else [*continues, "never run before"]
     earlier_key = runs.keys_of(compared_with).get(stage.name) if compared_with else None
-    compared = [_changes(artifact, ingredients) for artifact in artifacts if artifact.key == earlier_key]
-    if not compared:
-        compared = [_changes(artifact, ingredients) for artifact in artifacts]
+    earlier = [artifact for artifact in artifacts if artifact.key == earlier_key]
+    compared = [_changes(artifact, ingredients) for artifact in earlier or artifacts]
     return continues + min(compared, key=len)  # min keeps the first of equals, which is the newest
 
 
@@ -295,26 +277,20 @@ def _changes(artifact: Artifact, ingredients: Ingredients) -> list[str]:
     return [*differences(artifact.manifest["ingredients"], alike), *(f"{makers[name]} changed" for name in changed)]
 
 
-def plan_rows(stages: Iterable[Planned]) -> list[tuple[str, str, str, str]]:
-    """(stage, state, key, why) for a table; cached stages note which libraries have changed since."""
-    versions = machine.versions()
-    return [(p.stage.name, p.state, (p.key or "")[:12], shortened([*p.why, *_notes(p, versions)])) for p in stages]
-
-
 def trained_on(settings: Settings, stages: Iterable[Planned]) -> dict[str, str]:
     """What each training in the plan is trained on: its files, and its records where they are in the store."""
-    planned = {one.stage.name: one for one in stages}
-    found: dict[str, str] = {}
-    for name in (name for name in settings.trainings if name in planned):
+    artifacts = {each.name: each.artifact for each in stages}
+    lines: dict[str, str] = {}
+    for name in filter(artifacts.__contains__, settings.trainings):
         row = TRAINING_STAGES[name]
         paths = settings.data.paths(row.dataset)
         sources = counted(len(paths), "source") if len(paths) > SHOWN_SOURCES else ", ".join(map(redact.url, paths))
         if settings.data.uses_python_docs(row.dataset):
             sources = f"{PYTHON_DOCS}, which ships with ttrain"
-        shards = planned.get(SHARDS[row.dataset].name)
-        records = ShardsResult.of(shards.artifact.result).train.rows if shards and shards.artifact else 0
-        found[name] = f"{sources}: {records:,} {row.rows}" if records else sources
-    return found
+        shards = artifacts.get(SHARDS[row.dataset].name)
+        records = ShardsResult.of(shards.result).train.rows if shards else 0
+        lines[name] = f"{sources}: {records:,} {row.rows}" if records else sources
+    return lines
 
 
 def without_data(settings: Settings) -> str:
@@ -324,14 +300,3 @@ def without_data(settings: Settings) -> str:
         return ""
     data = ", ".join(f"data.{TRAINING_STAGES[name].dataset}" for name in names)
     return f"no {', '.join(names)}: {data} {'is' if len(names) == 1 else 'are'} none"
-
-
-def plan_json(pipeline: str, stages: Iterable[Planned]) -> dict[str, Any]:
-    """What `plan --json` prints."""
-    versions = machine.versions()
-    return {"pipeline": pipeline, "stages": [{**p.to_json(), "notes": _notes(p, versions)} for p in stages]}
-
-
-def _notes(planned: Planned, versions: Mapping[str, str]) -> list[str]:
-    cached = planned.artifact if planned.state == "cached" else None
-    return library_changes(cached.manifest, versions) if cached else []

@@ -1,4 +1,4 @@
-"""Start and watch the processes of one stage: its ranks, or this node's torchrun agent if there are several nodes."""
+"""Start and watch the processes of one stage: its ranks on this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from ttrain.config import DATASETS, Settings
+from ttrain.config import DATASETS, Runtime, Settings
 from ttrain.core.files import JsonDict, JsonObject, read_json
 from ttrain.core.signals import PARENT, RENDEZVOUS, STOP_SIGNALS
 from ttrain.engine import stage_worker
@@ -37,8 +37,8 @@ READ_WHILE_LOADING = (
     *("GLIBC_", "MALLOC_", "GOMP_", "KMP_", "LD_", "PYTHON", "HF_", "TRANSFORMERS_", "TORCH", "ATEN_", "MKL_"),
 )
 OUT_OF_MEMORY = ("memoryerror", "memory allocation", "allocate memory")  # in what Python, torch, Rust and OpenBLAS say
-WORKER, AGENT = "ttrain.engine.stage_worker", "ttrain.engine.torchrun_agent"
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", RENDEZVOUS)
+WORKER = "ttrain.engine.stage_worker"
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", RENDEZVOUS)
 
 StageProcess = subprocess.Popen[bytes] | ForkedProcess
 
@@ -48,6 +48,7 @@ class ProcessGroup:
     """The processes of a stage, by rank. One that fails ends the others, and so does the end of rank 0."""
 
     processes: list[StageProcess] = field(default_factory=list)
+    first_rank: int = 0  # on this machine
     _deadline: float | None = None
     _killed_by_us: frozenset[int] = frozenset()  # ranks
 
@@ -92,7 +93,7 @@ class ProcessGroup:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         if len(self.processes) == 1:
             return f"its process {how} without a result"
-        return f"rank {rank} {how} without a result, and the others were ended"
+        return f"rank {self.first_rank + rank} {how} without a result, and the others were ended"
 
 
 def run(stage: Stage, settings: Settings, work: Path, log_path: Path, report: Report, stop: StopRequest) -> JsonDict:
@@ -148,23 +149,34 @@ def warm_up(settings: Settings, stages: Sequence[Stage]) -> None:
 
 def start(group: ProcessGroup, stage: Stage, settings: Settings, work: Path, log: IO[bytes], stop: StopRequest) -> None:
     """Start the processes of a stage, one per local rank, and add them to the group. Raises Interrupted."""
-    environment, runtime = environment_of(settings), settings.runtime
-    module, arguments, environments = WORKER, [str(work)], [environment]
-    if stage.uses_ranks and runtime.nodes > 1:
-        host, _, port = str(runtime.rendezvous).rpartition(":")
-        nodes = [f"--nnodes={runtime.nodes}", f"--node-rank={runtime.node_rank}", f"--nproc-per-node={runtime.devices}"]
-        master = [f"--master-addr={host}", f"--master-port={port}", "--max-restarts=0"]
-        module, arguments = AGENT, [*nodes, *master, "-m", WORKER, str(work)]
-    elif (stage.uses_ranks or stage.spreads) and runtime.devices > 1:
-        # a file instead of a port: it cannot be taken by another; they then talk over the loopback device
-        rendezvous, world = work / f"rendezvous-{os.getpid()}-{time.time_ns()}", str(runtime.devices)
-        loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
-        of_all = {**loopback, **environment, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, RENDEZVOUS: str(rendezvous)}
-        environments = [{**of_all, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(runtime.devices)]
+    environment = environment_of(settings)
     server = _server_of(stage, environment)
-    for variables in environments:
-        forked = _fork(server, module, arguments, variables, log, stop) if server else None
-        group.processes.append(forked or spawn(module, arguments, variables, log))
+    ranks = environments_of_ranks(stage, settings.runtime, environment, work)
+    group.first_rank = int(ranks[0].get("RANK", 0))
+    for variables in ranks:
+        forked = _fork(server, variables, work, log, stop) if server else None
+        group.processes.append(forked or spawn(WORKER, [str(work)], variables, log))
+
+
+def environments_of_ranks(
+    stage: Stage, runtime: Runtime, environment: Mapping[str, str], work: Path
+) -> list[dict[str, str]]:
+    """The environment of each rank on this machine, with the variables that torchrun sets."""
+    nodes = runtime.nodes if stage.uses_ranks else 1
+    devices = runtime.devices if stage.uses_ranks or stage.spreads else 1
+    if nodes * devices == 1:
+        return [{**environment}]
+    counts = {"WORLD_SIZE": str(nodes * devices), "LOCAL_WORLD_SIZE": str(devices)}
+    if nodes > 1:
+        host, _, port = str(runtime.rendezvous).rpartition(":")
+        meeting = {"MASTER_ADDR": host, "MASTER_PORT": port, "GROUP_RANK": str(runtime.node_rank)}
+    else:  # a file instead of a port: it cannot be taken by another; they then talk over the loopback device
+        meeting = {RENDEZVOUS: str(work / f"rendezvous-{os.getpid()}-{time.time_ns()}")}
+        if sys.platform == "linux":
+            meeting["GLOO_SOCKET_IFNAME"] = environment.get("GLOO_SOCKET_IFNAME", "lo")
+    first = runtime.node_rank * devices if nodes > 1 else 0
+    ranks = [{"RANK": str(first + local), "LOCAL_RANK": str(local)} for local in range(devices)]
+    return [{**environment, **counts, **meeting, **rank} for rank in ranks]
 
 
 def spawn(module: str, arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> StageProcess:
@@ -184,12 +196,11 @@ def spawn(module: str, arguments: Sequence[str], environment: Mapping[str, str],
 
 
 def _fork(
-    server: ForkServer, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes],
-    stop: StopRequest,
-) -> ForkedProcess | None:  # fmt: skip
+    server: ForkServer, environment: Mapping[str, str], work: Path, log: IO[bytes], stop: StopRequest
+) -> ForkedProcess | None:
     """Start from the fork server; None if that fails, which the stage's log records. Raises Interrupted."""
     try:
-        process = server.start(module, arguments, environment, log.fileno(), lambda: stop.signum != 0)
+        process = server.start(WORKER, [str(work)], environment, log.fileno(), lambda: stop.signum != 0)
     except ForkServerError as error:
         log.write(f"{error}; a fresh process loads its libraries itself\n".encode())
         return None

@@ -40,14 +40,8 @@ def of(settings: Settings, work: Path) -> JsonDict:
         "settings": masked(settings_of_run),
         "run": run.get("run"),
         "run_id": run.get("run_id"),
-        "files": {
-            role: [url(location) if locations.is_remote(location) else _absolute(location) for location in locations_of_role]
-            for role, locations_of_role in job.get("files", {}).items()
-        },
+        "files": {role: [url(_absolute(name)) for name in names] for role, names in job.get("files", {}).items()},
     }
-
-
-DIRTY_SUFFIX = "+changes"  # of the commit if the checkout has uncommitted changes
 
 
 @functools.cache
@@ -58,28 +52,28 @@ def machine() -> Mapping[str, Any]:
 
 def with_absolute_paths(settings: Settings) -> Settings:
     """Return the same settings with the local paths, globs and folders made absolute."""
+    suites, webhook = settings.evaluate.suites, settings.notify.webhook_file
     changes: dict[str, JsonDict] = {
-        "data": {name: _absolute_sources(getattr(settings.data, name)) for name in DATASETS},
-        "tokenizer": {"existing": _folder(settings.tokenizer.existing)},
-        "shards": {"decontaminate": _files(settings.shards.decontaminate)},
-        "evaluate": {"suites": {model: _files(settings.evaluate.suites.of(model)) for model in MODELS}},
-        "runtime": {"eval_suite": settings.runtime.eval_suite and _file(settings.runtime.eval_suite)},
-        "notify": {"webhook_file": settings.notify.webhook_file and _absolute(settings.notify.webhook_file)},
+        "data": {name: tuple(map(_absolute_source, getattr(settings.data, name))) for name in DATASETS},
+        "tokenizer": {"existing": _if_there(settings.tokenizer.existing)},
+        "shards": {"decontaminate": _each_if_there(settings.shards.decontaminate)},
+        "evaluate": {"suites": {model: _each_if_there(suites.of(model)) for model in MODELS}},
+        "runtime": {"eval_suite": _if_there(settings.runtime.eval_suite)},
+        "notify": {"webhook_file": webhook and _absolute(webhook)},
     }
     for stage, start in settings.starts.items():
         if start == settings.existing_model:
-            changes[stage] = {"start_from": _folder(start)}
-    if settings.notify.command and "/" in settings.notify.command[0]:
-        program, *arguments = settings.notify.command
-        changes["notify"]["command"] = (_absolute(program), *arguments)
+            changes[stage] = {"start_from": _if_there(start)}
+    command = settings.notify.command
+    if command and "/" in command[0]:
+        changes["notify"]["command"] = (_absolute(command[0]), *command[1:])
     return settings.replaced(changes)
 
 
-def _absolute_sources(sources: Iterable[str | Weighted]) -> tuple[str | Weighted, ...]:
-    return tuple(
-        source.model_copy(update={"path": _absolute(source.path)}) if isinstance(source, Weighted) else _absolute(source)
-        for source in sources
-    )
+def _absolute_source(source: str | Weighted) -> str | Weighted:
+    if isinstance(source, Weighted):
+        return source.model_copy(update={"path": _absolute(source.path)})
+    return _absolute(source)
 
 
 def _absolute(location: str) -> str:
@@ -89,32 +83,21 @@ def _absolute(location: str) -> str:
     return str(locations.local_path(location).absolute())
 
 
-def _folder(name: str | None) -> str | None:
-    """The absolute path of an existing folder; any other text is a name on the Hub and stays."""
-    return str(user_path(name).absolute()) if name and user_path(name).is_dir() else name
+def _if_there(name: str | None) -> str | None:
+    """The absolute path of what exists; any other text is a name on the Hub or of a suite and stays."""
+    return str(user_path(name).absolute()) if name and user_path(name).exists() else name
 
 
-def _files(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(map(_file, names))
+def _each_if_there(names: Iterable[str]) -> tuple[str | None, ...]:
+    return tuple(map(_if_there, names))
 
 
-def _file(name: str) -> str:
-    """The absolute path of an existing file; any other text is the name of a suite of ttrain's and stays."""
-    return str(user_path(name).absolute()) if user_path(name).is_file() else name
-
-
-@functools.cache  # two processes of git, 5 ms each, for all stages of a run
+@functools.cache  # 5 ms, for all stages of a run
 def commit() -> str | None:
     """Return the commit in hex, with `+changes` for uncommitted changes; None if ttrain does not run from a checkout."""
-    package = Path(__file__).parents[1]
-    if not (package.parent / ".git").exists() or not shutil.which("git"):
+    checkout = Path(__file__).parents[2]
+    if not (checkout / ".git").exists() or not shutil.which("git"):
         return None  # it is another repository that contains this Python's packages, or none
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-
-    def git(*words: str) -> str:
-        run = subprocess.run(["git", *words], cwd=package, env=environment, capture_output=True, text=True, check=False)
-        return run.stdout.strip()
-
-    head = git("rev-parse", "HEAD")
-    changes = git("--no-optional-locks", "status", "--porcelain", "--untracked-files=no", "--", ".")
-    return f"{head}{DIRTY_SUFFIX if changes else ''}" or None
+    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
+    described = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
+    return described.stdout.strip() or None

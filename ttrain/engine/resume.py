@@ -1,55 +1,51 @@
-"""Unfinished work of training stages, and how to resume it under another key (`--continue KEY`).
+"""Unfinished work of training stages: resume it under another key (`--continue KEY`), or begin again beside it.
 
 Allowed differences are the code, since only a person knows whether a change of it matters, the budget, which the trainer can
 change, and the learning rate, which people lower in the middle of a training. With other data or other settings the
 checkpoint would be that of another run, so it is refused. Work with another rate is not offered: the user must name it.
+
+What is prepared to begin again (`--fresh`, `--from-step N`) is unfinished work like any other, which the run then continues,
+or does not find.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ttrain.config import TRAINING_STAGES, Settings, Training, rules
-from ttrain.config.rules import AUTO
-from ttrain.core.files import JsonDict, fsync, read_json, read_object, remove_tree, write_json
+from ttrain.core.files import JsonDict, fsync, link_or_copy, read_json, read_object, remove_tree, write_json
 from ttrain.core.text import first_of
+from ttrain.engine.graph import PartialRun, Planned
 from ttrain.errors import UsageError
 from ttrain.store import references
-from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
 from ttrain.store.differences import Ingredients, differences
 from ttrain.store.results import TrainingResult
 from ttrain.tasks import STAGES, Stage
 from ttrain.train.schedules import BUDGET, RATES, shared_steps, steps_of
 
 INGREDIENTS, CONTINUED = "ingredients.json", "continued.json"
-
-SHOWN_KEY = 12  # characters of a key that a person reads
+RESTARTED = "restarted.json"  # in a work directory that begins with older checkpoints, also where the stage is forced
 
 SHOWN_CHANGES = 3  # in the one line that offers the work
-
-
-@dataclass(frozen=True)
-class PartialRun:
-    """A work directory in which a training saved its state at `step`, under the key of these ingredients."""
-
-    stage: str
-    key: str
-    path: Path
-    step: int
-    ingredients: Ingredients
-
-    def __str__(self) -> str:
-        return f"{self.stage} {self.key[:SHOWN_KEY]} at step {self.step}"
+SHOWN_STEPS = 10
 
 
 def steps_in(output: Path) -> list[int]:
     """The steps of the checkpoints in an output of a training."""
     names = (path.name.removeprefix("step-") for path in (output / "checkpoints").glob("step-*"))
     return sorted(int(name) for name in names if name.isdecimal())
+
+
+def checkpoint_of(output: Path, step: int) -> Path:
+    """The directory of a checkpoint in an output of a training."""
+    return output / "checkpoints" / f"step-{step:08d}"
 
 
 def saved_step(work: Path) -> int:
@@ -72,61 +68,58 @@ def changes(work: PartialRun, ingredients: Ingredients) -> list[str]:
     return differences(work.ingredients, ingredients)
 
 
+def changes_besides(free: frozenset[str], before: Ingredients, now: Ingredients, *, code: bool = False) -> list[str]:
+    """The differences in all but these settings of the stage, and but the code, unless it counts."""
+    names = {f"{now['stage']}.{name}" for name in free}
+
+    def compared(of: Ingredients) -> JsonDict:
+        settings = {name: value for name, value in of["settings"].items() if name not in names}
+        return {**of, "settings": settings, "code": of["code"] if code else {}}
+
+    return differences(compared(before), compared(now))
+
+
 def forbidden_changes(work: PartialRun, ingredients: Ingredients, *, free: frozenset[str] = BUDGET) -> list[str]:
-    """The changes that forbid resuming a checkpoint: all but code, a sufficient budget, and the other settings of
-    the stage that are `free`."""
-    left_out = {f"{work.stage}.{name}" for name in free}
-
-    def compared(ingredients: Ingredients) -> JsonDict:
-        settings = {name: value for name, value in ingredients["settings"].items() if name not in left_out}
-        return {**ingredients, "settings": settings, "code": {}}
-
-    return differences(compared(work.ingredients), compared(ingredients)) + _too_short(work, ingredients["settings"])
+    """The changes that forbid resuming a checkpoint: all but code, a sufficient budget, and the
+    other settings of the stage that are `free`."""
+    changed = changes_besides(free, work.ingredients, ingredients)
+    return changed + _too_short(work, ingredients["settings"])
 
 
 def _too_short(work: PartialRun, settings: Mapping[str, Any]) -> list[str]:
-    """The problem of a budget that may end before the step of the work. Epochs of uncounted rows may not become fewer."""
-    usual = TRAINING_STAGES[work.stage].settings.by_rows
-    tokens, epochs = (settings[f"{work.stage}.{name}"] for name in ("tokens", "epochs"))
-    if tokens is not None:
-        earlier_tokens = _trained_with(work, "tokens", rules.TOKENS) or math.inf
-        if tokens == AUTO:  # the same number where it was `auto`, else at most this
-            was_auto = work.ingredients["settings"][f"{work.stage}.tokens"] == AUTO
-            tokens = earlier_tokens if was_auto else rules.TOKENS
-        step_tokens = _trained_with(work, "tokens_per_step", usual.tokens_per_step)
-        most_tokens = work.step * step_tokens  # rows that are not packed have fewer
-        is_long_enough = tokens >= min(most_tokens, earlier_tokens)
-    else:
-        earlier_epochs = _trained_with(work, "epochs", usual.epochs)
-        if epochs == AUTO:  # the same number where it was `auto`, else this or more
-            was_auto = work.ingredients["settings"][f"{work.stage}.epochs"] == AUTO
-            epochs = earlier_epochs if was_auto else usual.epochs
-        is_long_enough = earlier_epochs is not None and epochs >= earlier_epochs
-    return (
-        []
-        if is_long_enough
-        else [f"its budget, {tokens or epochs} {'tokens' if tokens else 'epochs'}, may end before that step"]
-    )
+    """The problem of a budget that may end before the step of the work. Epochs may not become fewer.
 
+    An `auto` that the work had is the number of its checkpoint, a new one what many rows give.
+    """
+    usual, old = TRAINING_STAGES[work.stage].settings.by_rows, work.ingredients["settings"]
+    least = {"tokens": rules.TOKENS, "epochs": usual.epochs, "tokens_per_step": usual.tokens_per_step}
+    by_rows = read_object(checkpoint_of(work.path / "output", work.step) / "state.json").get("identity", {})
 
-def _trained_with(work: PartialRun, name: str, usual: float) -> Any:
-    """A setting of the work, with the number that its rows gave for `auto`; `usual` where no checkpoint says it."""
-    value = work.ingredients["settings"][f"{work.stage}.{name}"]
-    if value != AUTO:
-        return value
-    state = read_object(work.path / "output" / "checkpoints" / f"step-{work.step:08d}" / "state.json")
-    return state.get("identity", {}).get(name, usual)
+    def number(values: Mapping[str, Any], name: str) -> Any:
+        key = f"{work.stage}.{name}"
+        if values[key] != rules.AUTO:
+            return values[key]
+        return by_rows.get(name, least[name]) if old[key] == rules.AUTO else least[name]
+
+    before = {name: number(old, name) for name in least}
+    tokens, epochs = number(settings, "tokens"), number(settings, "epochs")
+    least_tokens = min(work.step * before["tokens_per_step"], before["tokens"] or math.inf)
+    if (tokens or 0) >= least_tokens or (before["epochs"] and (epochs or 0) >= before["epochs"]):
+        return []
+    budget = f"{tokens} tokens" if tokens else f"{epochs} epochs"
+    return [f"its budget, {budget}, may end before that step"]
 
 
 def offer(stage: Stage, ingredients: Ingredients, store: ArtifactStore) -> list[str]:
     """One line on how to resume unfinished work under another key, or none."""
     for work in partial_runs(store, stage.name):
-        if not forbidden_changes(work, ingredients):
-            key, lines = work.key[:SHOWN_KEY], changes(work, ingredients)
-            if not lines:  # the same key: it was set aside
-                return [f"unfinished work at step {work.step} is set aside; --continue {work.key} resumes it"]
-            differs = first_of(lines, SHOWN_CHANGES, "; ")
-            return [f"unfinished work {key} at step {work.step} differs in: {differs}; --continue {key} resumes it"]
+        if forbidden_changes(work, ingredients):
+            continue
+        lines = changes(work, ingredients)
+        if not lines:  # the same key
+            return [f"unfinished work at step {work.step} is set aside; --continue {work.key} resumes it"]
+        key, differs = work.key[:SHOWN_KEY], first_of(lines, SHOWN_CHANGES, "; ")
+        return [f"unfinished work {key} at step {work.step} differs in: {differs}; --continue {key} resumes it"]
     return []
 
 
@@ -145,21 +138,37 @@ def find_partial_run(stage: Stage, prefix: str, ingredients: Ingredients, store:
 
 
 def find_stage(store: ArtifactStore, prefix: str) -> str:
-    """Name of the stage whose unfinished work has this key prefix. Raises UsageError if none or several match."""
-    saved_runs = [work for name, stage in STAGES.items() if stage.uses_ranks for work in partial_runs(store, name)]
-    matches = [work for work in saved_runs if work.key.startswith(prefix)]
-    if len(matches) == 1:
-        return matches[0].stage
-    if matches:
+    """Name of the stage whose unfinished work has this key prefix, or has resumed such work before.
+
+    Raises UsageError if none or several match.
+    """
+    stages = [name for name, stage in STAGES.items() if stage.uses_ranks]
+    works = [work for name in stages for work in partial_runs(store, name)]
+    matches = [work for work in works if work.key.startswith(prefix)]
+    if len(matches) > 1:
         raise references.ambiguous(f"--continue {prefix}", "keys", [*map(str, matches)])
-    for name, stage in STAGES.items():  # it resumed such work before, and now has it under another key, finished or not
-        if stage.uses_ranks:
-            histories = [history(work.path, work.key) for work in partial_runs(store, name)]
-            histories += [artifact.manifest.get("continued", []) for artifact in store.artifacts(name)]
-            if any(entry["key"].startswith(prefix) for entries in histories for entry in entries):
-                return name
-    listed = f"there is: {', '.join(map(str, saved_runs))}" if saved_runs else "there is none at all"
+    continued = [(work.stage, history(work.path, work.key)) for work in works]
+    for name in stages:
+        finished = store.artifacts(name)
+        continued += [(name, artifact.manifest.get("continued", [])) for artifact in finished]
+    for name, entries in [*((work.stage, [{"key": work.key}]) for work in matches), *continued]:
+        if any(entry["key"].startswith(prefix) for entry in entries):
+            return name
+    listed = f"there is: {', '.join(map(str, works))}" if works else "there is none at all"
     raise UsageError(f"--continue {prefix}: no unfinished work has a key that begins so; {listed}")
+
+
+@contextlib.contextmanager
+def _unused(store: ArtifactStore, stage: str, key: str) -> Iterator[None]:
+    """Hold the locks of unfinished work, which is then moved. Raises UsageError where a run uses it."""
+
+    def taken() -> None:
+        raise UsageError(
+            f"the unfinished work {key[:SHOWN_KEY]} of {stage} cannot be moved: a run is using it now; stop that run first"
+        )
+
+    with store.lock(stage, key, waiting=taken), store.lock(stage, f"{key}.process"):
+        yield
 
 
 def take_over(store: ArtifactStore, work: PartialRun, key: str, ingredients: Ingredients) -> None:
@@ -171,11 +180,7 @@ def take_over(store: ArtifactStore, work: PartialRun, key: str, ingredients: Ing
     destination = store.work(work.stage, key)
     if saved_step(destination):
         return
-
-    def taken() -> None:
-        raise UsageError(f"the unfinished work of {work} cannot be resumed under another key: a run is using it now")
-
-    with store.lock(work.stage, work.key, waiting=taken), store.lock(work.stage, f"{work.key}.process"):
+    with _unused(store, work.stage, work.key):
         if not saved_step(work.path):
             raise UsageError(
                 f"the unfinished work of {work} is gone: a run of other code took it over, or it was cleaned away"
@@ -200,33 +205,101 @@ def history(work: Path, key: str) -> list[JsonDict]:
 
 def extension_of(
     stage: Stage, settings: Settings, ingredients: Ingredients, store: ArtifactStore
-) -> tuple[Path | None, str]:
-    """Find a shorter run's checkpoint that leads to the same weights as training from scratch; return it and the reason.
+) -> tuple[Path | None, int, str]:
+    """Find a shorter run's checkpoint that leads to the same weights as training from scratch.
 
-    It must lie before the learning rate depends on the length of the run, and all but the budget must be equal.
+    It must lie before the learning rate depends on the length of the run, and all but the budget
+    must be equal. Returns it (None: there is none), its step and the reason.
     """
     config: Training = getattr(settings, stage.name)
-    budget = {f"{stage.name}.{name}" for name in BUDGET}
-    best: tuple[int, Path] | None = None
+    checkpoints: dict[int, Path] = {}
     for artifact in store.artifacts(stage.name):
         old = artifact.manifest["ingredients"]
-        old_settings, settings_now = old.get("settings", {}), ingredients["settings"]
-        changed = {name for name in {*old_settings, *settings_now} if old_settings.get(name) != settings_now.get(name)}
-        same = all(old.get(name) == ingredients[name] for name in ("inputs", "code", "arguments", "files"))
-        if not same or not changed <= budget or store.damage(artifact):
+        if changes_besides(BUDGET, old, ingredients, code=True) or store.damage(artifact):
             continue
         result = TrainingResult.of(artifact.result)
         rows = result.rows
         fill = rows["fill"] if config.packing == "none" else 1.0
         epoch_rows = rows.get("epoch", rows["rows"])
-        new_steps = steps_of(config.resolved(epoch_rows), epoch_rows, fill)[0]
-        may_be_cut = old_settings[f"{stage.name}.epochs"] is not None  # the last step
-        whole_steps = result.steps - may_be_cut
-        limit = min(whole_steps, *(shared_steps(config.schedule, n) for n in (new_steps, result.steps)))
-        for path in (artifact.path / "checkpoints").glob("step-*"):
-            step = int(path.name.removeprefix("step-"))
-            if step <= limit and (best is None or step > best[0]):
-                best = (step, path)
-    if best is None:
-        return None, "--extend found no shorter run of this batch with a checkpoint before its decay; it starts from scratch"
-    return best[1], f"--extend: continues at step {best[0]} of the shorter training {best[1].parent.parent.name[:12]}"
+        new_steps, _ = steps_of(config.resolved(epoch_rows), epoch_rows, fill)
+        shared = [shared_steps(config.schedule, steps) for steps in (new_steps, result.steps)]
+        may_be_cut = old["settings"][f"{stage.name}.epochs"] is not None  # the last step
+        for step in steps_in(artifact.path):
+            if step <= min(result.steps - may_be_cut, *shared):
+                checkpoints.setdefault(step, checkpoint_of(artifact.path, step))
+    if not checkpoints:
+        nothing = "--extend found no shorter run of this batch with a checkpoint before its decay"
+        return None, 0, f"{nothing}; it starts from scratch"
+    step = max(checkpoints)
+    shorter = checkpoints[step].parent.parent.name[:SHOWN_KEY]
+    return checkpoints[step], step, f"--extend: continues at step {step} of the shorter training {shorter}"
+
+
+# --- Begin again: --fresh, and --from-step N ------------------------------------------------------
+
+
+def restart(store: ArtifactStore, stages: Sequence[Planned], from_step: int | None) -> list[str]:
+    """Set the unfinished work of these stages aside; returns a line about each that had some.
+
+    With `from_step` the first of them begins with the checkpoints up to that step: of the work that
+    --continue names, of its own unfinished work, or of its artifact. Raises UsageError where there
+    is no such checkpoint, or a run uses the work.
+    """
+    trainings = [planned for planned in stages if planned.stage.uses_ranks and planned.key]
+    if from_step is None:
+        return [line for planned in trainings for line in _set_work_aside(store, planned)]
+    if not trainings:
+        raise UsageError(
+            f"--from-step is {from_step}, but no training will run; `ttrain pipeline rerun STAGE --from-step {from_step}` "
+            f"runs a finished one again"
+        )
+    planned = trainings[0]
+    work, other = store.work(planned.name, planned.known_key), planned.partial_run
+    source = (other.path if other else work) / "output"
+    if planned.artifact and not steps_in(source):
+        source = planned.artifact.path
+    prepared = work.with_name(f"{planned.key}.restarted")
+    remove_tree(prepared)
+    _copy_until(source, prepared / "output", from_step, planned.name)
+    write_json(prepared / INGREDIENTS, planned.ingredients)
+    write_json(prepared / RESTARTED, {"step": from_step})
+    if other:
+        differs = changes(other, planned.ingredients)
+        entry = {"key": other.key, "to": planned.key, "step": from_step, "differences": differs}
+        write_json(prepared / CONTINUED, [entry])
+    lines = _set_work_aside(store, planned)
+    prepared.rename(work)
+    return [*lines, f"{planned.name} continues at the checkpoint of step {from_step}"]
+
+
+def _copy_until(source: Path, output: Path, step: int, stage: str) -> None:
+    """Give an output the checkpoints of another up to this step, and its curves, which the training cuts off there."""
+    steps = steps_in(source)
+    if step not in steps:
+        there_are = f"those of the steps {first_of([*map(str, steps)], SHOWN_STEPS)}" if steps else "none"
+        raise UsageError(
+            f"--from-step is {step}, but {stage} has no checkpoint of that step; there are {there_are} "
+            f"(runtime.keep_every_steps and runtime.keep_steps keep more)"
+        )
+    for number in steps[: steps.index(step) + 1]:
+        directory = checkpoint_of(output, number)
+        directory.mkdir(parents=True)
+        for file in checkpoint_of(source, number).iterdir():
+            link_or_copy(file, directory / file.name)
+    (output / "run").mkdir()
+    for curve in (source / "run").glob("*.jsonl"):
+        shutil.copyfile(curve, output / "run" / curve.name)
+
+
+def _set_work_aside(store: ArtifactStore, planned: Planned) -> list[str]:
+    """Rename the unfinished work of a stage; a line on where it is, or none if there was none."""
+    work = store.work(planned.name, planned.known_key)
+    with _unused(store, planned.name, work.name):
+        step = saved_step(work)
+        if not step:
+            remove_tree(work)
+            return []
+        names = (work.with_name(f"{work.name}.{number}") for number in itertools.count(1))
+        aside = next(path for path in names if not path.exists())
+        work.rename(aside)
+    return [f"the unfinished work of {planned.name} at step {step} is set aside; --continue {aside.name} resumes it"]

@@ -1,7 +1,7 @@
 """The process of one stage, or of one of its ranks: `python -m ttrain.engine.stage_worker WORK_DIRECTORY`.
 
 It reads `job.json`, runs the stage's module and writes the result; the exit code only says whether the process ended
-correctly: torchrun's agent exits 1 after a clean save on a signal.
+correctly.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def sample_system_metrics(work: Path, spec: JsonDict) -> Iterator[None]:
         yield
         return
     several = spec["runtime"]["nodes"] > 1
-    node = int(os.environ.get("GROUP_RANK", "0")) if several else 0  # set by torchrun
+    node = int(os.environ.get("GROUP_RANK", "0")) if several else 0
     directory = work / spec["output"] / "run"
     with contextlib.suppress(OSError):  # the metrics end with a warning, and the stage reports what it cannot write
         directory.mkdir(parents=True, exist_ok=True)
@@ -208,26 +208,18 @@ def sample_system_metrics(work: Path, spec: JsonDict) -> Iterator[None]:
         metrics.stop()
 
 
-RESULT = "result.json"
+RESULTS = "result.rank*.json"  # in the work directory
 
 
 def write(work: Path, rank: int, outcome: Mapping[str, Any]) -> None:
     """Write the outcome (completed, interrupted or failed) of a rank. Rank 0 stands for all, unless one fails."""
     if rank == 0 or outcome["outcome"] == "failed":
-        name = RESULT if rank == 0 else f"result.rank{rank}.json"
-        write_json(work / name, {"rank": rank, "at": time.time(), **outcome})
-
-
-def clear(work: Path) -> None:
-    """Remove the result files of an earlier attempt."""
-    for path in [work / RESULT, *work.glob("result.rank*.json")]:
-        path.unlink(missing_ok=True)
+        write_json(work / f"result.rank{rank}.json", {"rank": rank, "at": time.time(), **outcome})
 
 
 def read(work: Path) -> JsonDict | None:
     """Return rank 0's outcome, or the first failure that did not follow from another rank's; None if there is none."""
-    contents = [read_json(path) for path in (work / RESULT, *sorted(work.glob("result.rank*.json")))]
-    outcomes: list[JsonDict] = [outcome for outcome in contents if outcome]
+    outcomes: list[JsonDict] = [outcome for path in work.glob(RESULTS) if (outcome := read_json(path))]
     first = next((outcome for outcome in outcomes if outcome["rank"] == 0), None)
     if first and first["outcome"] != "failed":
         return first

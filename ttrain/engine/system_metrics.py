@@ -9,31 +9,25 @@ on counting where it was stopped, so its rows are never cut, not even those of s
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 MEGA = 1e6
-FILE = "system.jsonl"  # under run/
+
 Figures = dict[str, float]
 log = logging.getLogger("ttrain")
 
 
 def file_name(node: int) -> str:
     """The file of a node, under `run/`: each writes its own, since appending to one file over a network mixes lines."""
-    return FILE if node == 0 else f"system-node{node}.jsonl"
-
-
-def files(nodes: int) -> list[str]:
-    """The files of all nodes."""
-    return [file_name(node) for node in range(nodes)]
+    return f"system-node{node}.jsonl" if node else "system.jsonl"
 
 
 class SystemMetrics:
@@ -66,7 +60,8 @@ class SystemMetrics:
                 ended = self._ending.wait(max(0.0, began + samples * self._seconds - time.monotonic()))
                 step = first + round(time.monotonic() - began)
                 if step > last:  # otherwise the end came in the same second as a sample
-                    metrics = {f"{self._prefix}{name}": round(value, 3) for name, value in read(readers).items()}
+                    figures = {name: value for reader in readers for name, value in reader().items()}
+                    metrics = {f"{self._prefix}{name}": round(value, 3) for name, value in figures.items()}
                     with self._path.open("a") as file:
                         file.write(json.dumps({"step": step, "time": time.time(), "metrics": metrics}) + "\n")
                     last = step
@@ -83,23 +78,22 @@ def last_step(path: Path) -> int:
     return int(json.loads(rows.splitlines()[-1])["step"]) if rows else -1
 
 
-def read(readers: Sequence[Callable[[], Figures]]) -> Figures:
-    """Merge the figures of all readers that work."""
-    figures: Figures = {}
-    for reader in readers:
-        with contextlib.suppress(Exception):  # of a device that fell off the bus, a file system that is gone
-            figures |= reader()
-    return figures
-
-
 def machine(directory: Path) -> Callable[[], Figures]:
     """Return a reader of CPU, memory and network, and of the disk that holds `directory`.
 
     CPU: percent of all cores since the last reading. Bytes through disks and network count from now on.
     """
     psutil: Any = import_module("psutil")
+
+    def transferred() -> Figures:
+        network, disks = psutil.net_io_counters(), psutil.disk_io_counters()
+        found = {"network_receive_megabytes": network.bytes_recv, "network_transmit_megabytes": network.bytes_sent}
+        if disks:  # some containers tell of none
+            found |= {"disk_read_megabytes": disks.read_bytes, "disk_write_megabytes": disks.write_bytes}
+        return found
+
     psutil.cpu_percent()  # the first call has no earlier reading to compare with
-    before = _transferred(psutil)
+    before = transferred()
 
     def figures() -> Figures:
         memory, disk = psutil.virtual_memory(), psutil.disk_usage(str(directory))
@@ -110,19 +104,9 @@ def machine(directory: Path) -> Callable[[], Figures]:
             "disk_usage_percentage": disk.percent,
             "disk_usage_megabytes": disk.used / MEGA,
             "disk_available_megabytes": disk.free / MEGA,
-            **{name: (value - before.get(name, value)) / MEGA for name, value in _transferred(psutil).items()},
+            **{name: (value - before[name]) / MEGA for name, value in transferred().items()},
         }
 
-    return figures
-
-
-def _transferred(psutil: Any) -> Figures:
-    """Bytes through network and disks since the machine started, of those that the system tells of."""
-    figures: Figures = {}
-    if network := psutil.net_io_counters():
-        figures |= {"network_receive_megabytes": network.bytes_recv, "network_transmit_megabytes": network.bytes_sent}
-    if disks := psutil.disk_io_counters():
-        figures |= {"disk_read_megabytes": disks.read_bytes, "disk_write_megabytes": disks.write_bytes}
     return figures
 
 
@@ -139,28 +123,27 @@ def gpus() -> list[Callable[[], Figures]]:
 
 def visible(count: int, chosen: str | None) -> list[int]:
     """Indices of the `count` GPUs that CUDA_VISIBLE_DEVICES selects; all if it does not use indices."""
-    entries = [entry.strip() for entry in (chosen or "").split(",") if entry.strip()]
-    if chosen is None or not all(entry.lstrip("-").isdigit() for entry in entries):
+    words = (chosen or "").split(",")
+    if chosen is None or any(word and not word.isdigit() for word in words):
         return list(range(count))
-    return list(itertools.takewhile(lambda number: 0 <= number < count, map(int, entries)))  # as CUDA ends there
+    return [number for number in range(count) if str(number) in words]
 
 
 def _gpu(nvml: Any, number: int) -> Callable[[], Figures]:
     handle = nvml.nvmlDeviceGetHandleByIndex(number)
 
-    def memory() -> Figures:
-        usage = nvml.nvmlDeviceGetMemoryInfo(handle)
-        return {"memory_usage_megabytes": usage.used / MEGA, "memory_usage_percentage": 100 * usage.used / usage.total}
+    def figures() -> Figures:
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        found = {
+            "utilization_percentage": float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+            "memory_usage_megabytes": memory.used / MEGA,
+            "memory_usage_percentage": 100 * memory.used / memory.total,
+            "temperature_celsius": float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+        }
+        with contextlib.suppress(nvml.NVMLError):  # not every board measures its power
+            watts = nvml.nvmlDeviceGetPowerUsage(handle) / 1000
+            found["power_usage_watts"] = watts
+            found["power_usage_percentage"] = 100_000 * watts / nvml.nvmlDeviceGetEnforcedPowerLimit(handle)
+        return {f"gpu_{number}_{name}": value for name, value in found.items()}
 
-    def power() -> Figures:
-        watts = nvml.nvmlDeviceGetPowerUsage(handle) / 1000
-        limit = nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000
-        return {"power_usage_watts": watts, "power_usage_percentage": 100 * watts / limit}
-
-    readers = (
-        lambda: {"utilization_percentage": float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)},
-        memory,
-        lambda: {"temperature_celsius": float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))},
-        power,
-    )
-    return lambda: {f"gpu_{number}_{name}": value for name, value in read(readers).items()}
+    return figures

@@ -27,18 +27,13 @@ log = logging.getLogger("ttrain")
 def read(task: str, spec: ChatsTask, files: SuiteFiles) -> Items[Messages]:
     """Read the chats of a file, or those that the model's run held out. Raises UsageError if the file does not exist,
     DataError if it has no chat."""
-
-    is_heldout = reading.heldout_part(spec) is not None
-
-    def parse(row: JsonDict) -> Messages:
-        if is_heldout:
-            return tuple(map(Message.from_json, row["messages"]))
-        return reading.accepted(records.parse_conversation(row), records.Conversation).messages
-
-    def identity(messages: Messages) -> object:
-        return [message.identity() for message in messages]
-
-    return reading.read_texts(task, spec, files, parse, chat_shapes.CHAT_FIELDS, identity)
+    parsers = reading.Parsers(
+        lambda row: reading.accepted(records.parse_conversation(row), records.Conversation).messages,
+        lambda row: tuple(map(Message.from_json, row["messages"])),
+        lambda messages: [message.identity() for message in messages],
+        chat_shapes.CHAT_FIELDS,
+    )
+    return reading.read_texts(task, spec, files, parsers)
 
 
 def run(items: Items[Messages], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:

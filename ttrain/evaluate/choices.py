@@ -10,11 +10,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from string import ascii_uppercase
 
 import numpy as np
 
 from ttrain.config.evaluate import ChoicesTask, LastWordTask
 from ttrain.core.files import JsonDict, finite
+from ttrain.core.text import is_number
 from ttrain.evaluate import items as prompts
 from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
 from ttrain.evaluate.items import BadRow, Items, SuiteFiles
@@ -50,12 +52,9 @@ def parse_choice(record: JsonDict) -> ChoiceQuestion:
     question, choices = prompts.text(record, "question"), record.get("choices")
     if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
         raise BadRow("choices is not a list of strings")
-    if len(choices) < 2:
-        raise BadRow("fewer than two choices")
-    if not all(choice.strip() for choice in choices):
-        raise BadRow("an empty choice")
-    if len({choice.strip() for choice in choices}) < len(choices):
-        raise BadRow("two choices are the same")
+    texts = {choice.strip() for choice in choices} - {""}
+    if len(texts) < max(2, len(choices)):
+        raise BadRow("choices are not two or more different texts")
     return ChoiceQuestion(question, tuple(choices), _answer(record.get("answer"), choices))
 
 
@@ -161,24 +160,18 @@ def cut_figure(cuts: Sequence[int]) -> list[Metric]:
 
 def _answer(value: object, choices: Sequence[str]) -> int:
     """Number of the right choice, given as a number from 0 (1.0 is 1), as the choice's text or as its letter."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int | str):
+    if is_number(value) and math.isfinite(value) and value == int(value):
+        candidates = {int(value)}.intersection(range(len(choices)))
+    elif isinstance(value, str):
+        text = value.strip()
+        letters = ascii_uppercase[: len(choices)]
+        candidates = {number for number, choice in enumerate(choices) if choice.strip() == text}
+        if len(text) == 1:
+            candidates |= {letters.find(text.upper())} - {-1}
+    else:
         raise BadRow("no answer" if value is None else "answer is neither a whole number, a letter nor a choice")
-    if isinstance(value, int):
-        if not 0 <= value < len(choices):
-            raise BadRow("answer is out of range")
-        return value
-    candidates = {number for number, choice in enumerate(choices) if choice.strip() == value.strip()}
-    letter = value.strip().upper()
-    if len(letter) == 1 and "A" <= letter <= "Z" and ord(letter) - ord("A") < len(choices):
-        candidates.add(ord(letter) - ord("A"))
     if len(candidates) != 1:
-        raise BadRow(
-            "answer is the letter of one choice and the text of another"
-            if candidates
-            else "answer is not one of the choices"
-        )
+        raise BadRow("answer is the letter of one choice and the text of another" if candidates else "answer is no choice")
     return candidates.pop()
 
 

@@ -12,7 +12,7 @@ from ttrain.config import Promotion
 from ttrain.core.files import JsonDict, finite
 from ttrain.evaluate import statistics
 from ttrain.evaluate.few_records import not_judged
-from ttrain.evaluate.statistics import Interval, Rule
+from ttrain.evaluate.statistics import Interval, PairedComparison, Rule
 from ttrain.evaluate.task_result import Metric
 
 SHOWN = 3  # of the texts that a reason names
@@ -174,26 +174,31 @@ def _figure(
     alone = TextFigure(text.kind, text.label, len(text.rows), ours.value)
     if champion is None:
         return alone
-    theirs, sign = champion.restricted(text.rows), sign_of(challenger, settings)
-    difference = sign * (ours.value - theirs.value) + 0.0  # avoids -0.0
-    rule = Rule(settings.confidence, settings.resamples, settings.seed)
-    interval = statistics.compare(ours, theirs, rule).interval  # None where the records are too few for one
-    if interval is not None:
-        low, high = sorted(sign * end + 0.0 for end in interval)
-        interval = low, high
+    theirs = champion.restricted(text.rows)
+    compared = advantage(ours, theirs, settings)
+    difference, interval = compared.difference, compared.interval
     judged = judged and settings.forgetting is not None and (interval is not None or not settings.resamples)
     bound = settings.forgetting or 0.0
     least_loss = -difference if interval is None else -interval[1]
-    figure = replace(
-        alone, champion=theirs.value, difference=difference, interval=interval, judged=judged,
-        lost=judged and least_loss > bound * abs(theirs.value),
-    )  # fmt: skip
+    lost = judged and least_loss > bound * abs(theirs.value)
+    figure = replace(alone, champion=theirs.value, difference=difference, interval=interval, judged=judged, lost=lost)
     earlier = best.get(text.label)
-    if earlier is None or earlier.records != len(text.rows) or sign * (earlier.value - theirs.value) <= 0:
+    drift = sign_of(challenger, settings) * (earlier.value - theirs.value) if earlier else 0.0
+    if earlier is None or earlier.records != len(text.rows) or drift <= 0:
         return figure
-    least_loss += sign * (earlier.value - theirs.value)
-    has_drifted = judged and difference < 0 and least_loss > bound * abs(earlier.value)
-    return replace(figure, lost=figure.lost or has_drifted, best=earlier.value, best_champion=earlier.champion)
+    has_drifted = judged and difference < 0 and least_loss + drift > bound * abs(earlier.value)
+    return replace(figure, lost=lost or has_drifted, best=earlier.value, best_champion=earlier.champion)
+
+
+def advantage(challenger: Metric, champion: Metric, settings: Promotion) -> PairedComparison:
+    """By how much the challenger is better: the comparison with differences above 0 where it is."""
+    rule = Rule(settings.confidence, settings.resamples, settings.seed)
+    compared = statistics.compare(challenger, champion, rule)
+    if sign_of(challenger, settings) > 0:
+        return compared
+    interval = compared.interval
+    turned = None if interval is None else (0.0 - interval[1], 0.0 - interval[0])
+    return replace(compared, difference=0.0 - compared.difference, interval=turned)
 
 
 def sign_of(metric: Metric, settings: Promotion) -> float:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from ttrain.config.evaluate import GenerationTask
 from ttrain.core.files import JsonDict
+from ttrain.core.text import is_number as is_plain_number
 from ttrain.data.chat import lead_text, prompt_ids
 from ttrain.data.chat_templates import Message
 from ttrain.errors import UsageError
@@ -55,11 +56,11 @@ def parse(record: JsonDict, match: str) -> Problem:
     """Parse a row. Raises BadRow without a right answer of the kind that `match` compares; auto accepts what exact accepts,
     which includes every number."""
     question = wording.text(record, "question")
-    texts = {key: _text_or_number(record, key) for key in ("answer", "final")}
-    answer = texts["answer"] or texts["final"]
-    if answer is None:
+    final = _text_or_number(record, "final")
+    answer = _text_or_number(record, "answer") or final
+    if not answer:
         raise BadRow("no answer")
-    final = texts["final"] or (answer.rsplit(MARK, 1)[1].strip() if MARK in answer else answer)
+    final = final or answer.rpartition(MARK)[2].strip()
     if match == "numeric" and answer_in(final) is None:
         raise BadRow("no number in the answer")
     if match != "numeric" and not normalised(final):
@@ -159,7 +160,7 @@ def judge_answer(answer: str, final: str, match: str) -> tuple[str | None, bool]
     if match == "numeric":
         number = answer_in(answer)
         return None if number is None else str(number), number is not None and number == answer_in(final)
-    compared = answer.rsplit(MARK, 1)[1] if MARK in answer else answer
+    compared = answer.rpartition(MARK)[2]
     if "\n" not in final.strip():
         compared = next((line for line in compared.splitlines() if normalised(line)), "")
     return compared.strip(), normalised(compared) == normalised(final)
@@ -191,14 +192,12 @@ def _plain(text: str) -> str:
     return unicodedata.normalize("NFKC", text).replace("\N{MINUS SIGN}", "-").replace("\N{FRACTION SLASH}", "/")
 
 
-def _text_or_number(record: JsonDict, key: str) -> str | None:
-    """Return a text or a number of a row as text, None if it is missing. Raises BadRow for anything else."""
+def _text_or_number(record: JsonDict, key: str) -> str:
+    """A text or a number of a row as text; "" if it is missing. Raises BadRow for anything else."""
     value = record.get(key)
-    if isinstance(value, str):
-        return value if value.strip() else None
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if value is None or isinstance(value, str):
+        return (value or "").strip() and str(value)
+    if not is_plain_number(value) or not math.isfinite(value):
         raise BadRow(f"{key} is neither text nor a number")
     return str(value)
 

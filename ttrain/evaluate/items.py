@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
 from pathlib import Path
@@ -71,7 +71,6 @@ class Items(Generic[T]):
     digests   of each item: two evaluations with equal digests used the same items
     left_out  rows that are not valid items
     groups    "lang=zh" -> numbers of the items that belong to it
-    unused    keys of `by` that form no groups
     """
 
     task: str
@@ -80,7 +79,6 @@ class Items(Generic[T]):
     digests: tuple[str, ...]
     left_out: tuple[LeftOut, ...] = ()
     groups: Groups = field(default_factory=dict)
-    unused: tuple[str, ...] = ()
 
     @property
     def reasons(self) -> dict[str, int]:
@@ -128,31 +126,32 @@ def read_rows(
     return rows, left_out
 
 
-def read_texts(
-    task: str,
-    spec: RecordsTask,
-    files: SuiteFiles,
-    parse: Callable[[JsonDict], T],
-    row_format: str,
-    identity: Callable[[T], object],
-) -> Items[T]:
+class Parsers(NamedTuple, Generic[T]):
+    """How the records of a task become items: those of a file, those that a run held out, and what identifies an item."""
+
+    of_file: Callable[[JsonDict], T]
+    of_heldout: Callable[[JsonDict], T]
+    identity: Callable[[T], object]
+    row_format: str
+
+
+def read_texts(task: str, spec: RecordsTask, files: SuiteFiles, parsers: Parsers[T]) -> Items[T]:
     """Read the records of a held-out part, or of the task's file, as `read_rows` does, and draw those that the limits allow.
 
-    `max_bytes` of texts applies after `limit`; the first one is used whatever its length. `identity`: what identifies a
-    record.
+    `max_bytes` of texts applies after `limit`; the first one is used whatever its length.
     """
     left_out, part = list[LeftOut](), heldout_part(spec)
     if part:
-        rows: Rows[T] = [(parse(dict(record)), record) for record in files.heldout[part]]
+        rows: Rows[T] = [(parsers.of_heldout(dict(record)), record) for record in files.heldout[part]]
     else:
-        rows, left_out = read_rows(f"tasks.{task}.file", spec.file, files, parse, row_format)
+        rows, left_out = read_rows(f"tasks.{task}.file", spec.file, files, parsers.of_file, parsers.row_format)
     rows = sampled(rows, spec.limit, spec.seed)
     if isinstance(spec, TextTask) and spec.max_bytes is not None:
         sizes = accumulate(len(str(text).encode("utf-8")) for text, _ in rows)
         rows = rows[: max(1, sum(size <= spec.max_bytes for size in sizes))]
     values = tuple(value for value, _ in rows)
     by_label = groups([row for _, row in rows], spec.by)
-    return Items(task, spec, values, digests(map(identity, values)), tuple(left_out), *by_label)
+    return Items(task, spec, values, digests(map(parsers.identity, values)), tuple(left_out), by_label)
 
 
 def accepted(record: Any, kind: type[T]) -> T:
@@ -184,46 +183,38 @@ def sampled(items: Sequence[T], limit: int | None, seed: int) -> list[T]:
     return [items[number] for number in sorted(random.Random(seed).sample(range(len(items)), limit))]
 
 
-def groups(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> tuple[Groups, tuple[str, ...]]:
-    """Group rows by the values of each key: ({"lang=zh": row numbers}, unused keys); rows without the key are in none of its
-    groups.
+def groups(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> Groups:
+    """Group rows by the values of each key: {"lang=zh": row numbers}; rows without the key are in none of its groups.
 
     A key with more than MOST_GROUPS values, such as the address that each row came from, or with the same value on every
     row forms no groups.
     """
-    numbers_by_group: dict[str, tuple[int, ...]] = {}
-    unused: list[str] = []
+    numbers: dict[str, tuple[int, ...]] = {}
     for key in keys:
         of_key: dict[str, list[int]] = {}
         for number, row in enumerate(rows):
             if isinstance(value := row.get(key), str | int) and not isinstance(value, bool):
                 of_key.setdefault(f"{key}={value}", []).append(number)
-        if 0 < len(of_key) <= MOST_GROUPS and [len(numbers) for numbers in of_key.values()] != [len(rows)]:
-            numbers_by_group |= {name: tuple(numbers) for name, numbers in of_key.items()}
-        else:
-            unused.append(key)
-    return dict(sorted(numbers_by_group.items())), tuple(unused)
+        if len(of_key) <= MOST_GROUPS:
+            numbers |= {name: tuple(found) for name, found in of_key.items() if len(found) < len(rows)}
+    return dict(sorted(numbers.items()))
 
 
 SHOWN_PLACES = 3  # of each reason
 
 
 def lines(items: Sequence[Items[Any]]) -> list[str]:
-    """All notes on each task, a line each."""
-    return [f"{task_items.task}: {line}" for task_items in items for line in _notes(task_items)]
-
-
-def _notes(items: Items[Any]) -> Iterator[str]:
-    """Rows that were left out, with their places; duplicates, which are not independent: five copies of a row would show a
-    difference that one cannot; keys that group nothing, where the user named them."""
-    for reason, count in items.reasons.items():
-        places = [row.location for row in items.left_out if row.reason == reason]
-        yield f"{counted(count, 'row')} left out: {reason} ({first_of(places, SHOWN_PLACES)})"
-    if copies := len(items.digests) - len(set(items.digests)):
-        yield f"{copies:,} of {counted(len(items.digests), 'item')} are copies; intervals are narrower than they should be"
-    default_keys = type(items.spec).model_fields["by"].default
-    for key in (key for key in items.unused if key not in default_keys):
-        yield f"by names '{key}', which forms no groups: a key needs two to {MOST_GROUPS} values that are texts or numbers"
+    """Notes on the tasks, a line each: rows that were left out, with their places; and duplicates, which are not
+    independent: five copies of a row would show a difference that one cannot."""
+    notes: list[str] = []
+    for each in items:
+        for reason, count in each.reasons.items():
+            places = first_of([row.location for row in each.left_out if row.reason == reason], SHOWN_PLACES)
+            notes.append(f"{each.task}: {counted(count, 'row')} left out: {reason} ({places})")
+        if copies := len(each.digests) - len(set(each.digests)):
+            number = counted(len(each.digests), "item")
+            notes.append(f"{each.task}: {copies:,} of {number} are copies; intervals are narrower than they should be")
+    return notes
 
 
 # Scripts without spaces between words: Thai to Lao, Khmer, kana, Han and their full-width punctuation. Not Korean.
@@ -267,7 +258,7 @@ def with_examples(
     left_out = [*left_out, *(row._replace(reason=f"as an example: {row.reason}") for row in bad_examples)]
     items, identities = zip(*(item_of(row, shown) for (row, _), shown in zip(drawn, shots, strict=True)), strict=True)
     by_label = groups([record for _, record in drawn], spec.by)
-    return Items(task, spec, items, digests(identities), tuple(left_out), *by_label)
+    return Items(task, spec, items, digests(identities), tuple(left_out), by_label)
 
 
 def text(record: JsonDict, key: str) -> str:

@@ -13,21 +13,20 @@ Letters in names: B rows, T positions, N targets.
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Iterator, Sequence
-from itertools import groupby, takewhile
+from itertools import groupby
 from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
 from ttrain.data.packing import IGNORE
 from ttrain.errors import DataError
 from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback, beginning
 from ttrain.evaluate.perplexity import ScoringWindow, batch_slices, padded
+from ttrain.evaluate.prefix_cache import PrefixCache, common, new_cache
 from ttrain.evaluate.token_losses import PROBED_TOKENS, TokenLosses, causal_of
 
 Ids = tuple[int, ...]
@@ -120,39 +119,32 @@ class StartCache:
     def __init__(self, subject: EvaluatedModel, losses: TokenLosses) -> None:
         self._device, self._losses = subject.device, losses
         self._config = getattr(causal_of(subject.model), "config", None)
-        self._ids: Ids = ()
-        self._cache: Any = None
+        self._prefix = PrefixCache(self._config)
 
     def works(self, ids: Ids) -> bool:
         """Whether it saves time here, and each layer keeps all keys and values, unlike a window."""
         parts = self._losses.parts(torch.tensor([ids], device=self._device))
         if self._device.type != "cpu" or self._config is None or parts is None:
             return False
-        if "past_key_values" not in inspect.signature(parts[0].forward).parameters:
+        if "past_key_values" not in inspect.signature(parts[0].forward).parameters or new_cache(self._config) is None:
             return False
-        self._cache = DynamicCache(config=self._config)
-        if not all(type(layer) is DynamicLayer for layer in self._cache.layers):
-            return False
-        self._extend(ids)
-        return all(layer.get_seq_length() == len(ids) for layer in self._cache.layers)
+        return all(layer.get_seq_length() == len(ids) for layer in self._filled(ids).layers)
 
     def repeated(self, ids: Ids, rows: int) -> dict[str, Any]:
         """Inputs with the keys and values of `ids` in every row; a pass adds to copies of them."""
-        self._extend(ids)
         states: list[tuple[Tensor, Tensor]] = []
-        for layer in self._cache.layers:
+        for layer in self._filled(ids).layers:
             states.append((layer.keys.expand(rows, -1, -1, -1), layer.values.expand(rows, -1, -1, -1)))
         return {"past_key_values": DynamicCache(states), "use_cache": True}
 
-    def _extend(self, ids: Ids) -> None:
-        same = _common(self._ids, ids)
-        if same < len(self._ids):
-            self._cache.crop(same - len(self._ids))
-        if same < len(ids):
-            ids_1T = torch.tensor([ids[same:]], device=self._device)
-            no_labels_1T = torch.full(ids_1T.shape, IGNORE)
-            self._losses(ids_1T, no_labels_1T, past_key_values=self._cache, use_cache=True)
-        self._ids = ids
+    def _filled(self, ids: Ids) -> Any:
+        cache = self._prefix.take(ids)
+        rest = ids[cache.get_seq_length() :]
+        if rest:
+            ids_1T = torch.tensor([rest], device=self._device)
+            self._losses(ids_1T, torch.full(ids_1T.shape, IGNORE), past_key_values=cache, use_cache=True)
+        self._prefix.put(ids, cache)
+        return cache
 
 
 def _batches(pairs: Sequence[Pair], *, shares: bool, most: int) -> Iterator[tuple[Ids, list[int]]]:
@@ -164,7 +156,7 @@ def _batches(pairs: Sequence[Pair], *, shares: bool, most: int) -> Iterator[tupl
     order = sorted(range(len(pairs)), key=lambda number: pairs[number])
     groups = [list(group) for _, group in groupby(order, key=lambda number: pairs[number][0])]
     starts = [pairs[group[0]][0][:-1] for group in groups]  # the last token predicts
-    in_common = [0, *map(_common, starts, starts[1:]), 0]
+    in_common = [0, *map(common, starts, starts[1:]), 0]
     batches: list[tuple[Ids, list[int]]] = []
     separate: list[int] = []
     for at, (start, group) in enumerate(zip(starts, groups, strict=True)):
@@ -185,8 +177,3 @@ def _row(context: Ids, continuation: Ids, start: int) -> tuple[Any, Any, Scoring
     """A row without its first tokens, which are cached: ids, which of them count, what is read and scored."""
     ids = np.array([*context, *continuation], np.int64)
     return ids, np.ones(len(ids), np.bool_), ScoringWindow(start, len(context), len(ids))
-
-
-def _common(first: Ids, second: Ids) -> int:
-    """Length of the common beginning."""
-    return sum(takewhile(bool, map(operator.eq, first, second)))

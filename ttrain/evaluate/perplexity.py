@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from ttrain.config.evaluate import RecordsTask, TextTask
-from ttrain.core.files import JsonDict
 from ttrain.data import records as sources
 from ttrain.data.packing import IGNORE, Array, Flags
 from ttrain.evaluate import baselines
@@ -161,15 +160,11 @@ def read(task: str, spec: TextTask, files: SuiteFiles) -> Items[str]:
 
     Raises UsageError if the file does not exist, DataError if it has no document.
     """
-    is_heldout, parser = reading.heldout_part(spec) is not None, sources.document_parser(spec.text_field)
-
-    def parse(row: JsonDict) -> str:
-        if is_heldout:
-            return str(row["text"])
-        return reading.accepted(parser(row), sources.TextDocument).text
-
-    row_fields = sources.document_fields(spec.text_field, prefix=f"tasks.{task}.")
-    return reading.read_texts(task, spec, files, parse, row_fields, str)
+    parser, fields = sources.document_parser(spec.text_field), sources.document_fields(spec.text_field, f"tasks.{task}.")
+    parsers = reading.Parsers(
+        lambda row: reading.accepted(parser(row), sources.TextDocument).text, lambda row: str(row["text"]), str, fields
+    )
+    return reading.read_texts(task, spec, files, parsers)
 
 
 def run(items: Items[str], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:

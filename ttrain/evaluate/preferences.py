@@ -34,15 +34,15 @@ class Comparison(NamedTuple):
 def read(task: str, spec: PairsTask, files: SuiteFiles) -> Items[Preference]:
     """Read the pairs of a file, or those that the model's run held out. Raises UsageError if the file does not exist,
     DataError if it has no pair."""
-    is_heldout = reading.heldout_part(spec) is not None
 
     def parse(row: JsonDict) -> Preference:
-        pair = Preference.from_json(row) if is_heldout else reading.accepted(parsing.parse_preference(row), Preference)
+        pair = reading.accepted(parsing.parse_preference(row), Preference)
         if not (pair.chosen and pair.rejected):
             raise BadRow(RATED)
         return pair
 
-    return reading.read_texts(task, spec, files, parse, PREFERENCE_FIELDS, lambda pair: pair.content().decode())
+    parsers = reading.Parsers(parse, Preference.from_json, lambda pair: pair.content().decode(), PREFERENCE_FIELDS)
+    return reading.read_texts(task, spec, files, parsers)
 
 
 def run(items: Items[Preference], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:

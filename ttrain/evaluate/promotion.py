@@ -14,10 +14,10 @@ from ttrain.config.training import BITS_PER_BYTE, TRAINING_STAGES, TRAININGS
 from ttrain.core.files import JsonDict, finite
 from ttrain.errors import UsageError
 from ttrain.evaluate import forgetting, suites
-from ttrain.evaluate import statistics as confidence
 from ttrain.evaluate.few_records import too_few
 from ttrain.evaluate.forgetting import BestFigure, Digests, TextFigure
 from ttrain.evaluate.scores import Evaluation
+from ttrain.evaluate.statistics import Interval
 from ttrain.evaluate.task_result import Metric
 
 ANY_FIGURE = "FIGURE"  # stands for any metric of a kind with too many to list, or of the harness
@@ -42,13 +42,13 @@ class Decision:
     metric: str
     challenger: float
     champion: float | None
-    difference: float | None
-    interval: confidence.Interval | None
-    smallest_difference: float | None
-    samples: int  # pairs of records; 0 where the figures alone decided
     margin: float
     confidence: float
     reason: str
+    difference: float | None = None
+    interval: Interval | None = None
+    smallest_difference: float | None = None
+    samples: int = 0  # pairs of records; 0 where the figures alone decided
     lost: tuple[str, ...] = ()
 
     @property
@@ -166,13 +166,10 @@ def decide(
 def _compared(challenger: Metric, champion: Metric | None, settings: Promotion, first: First) -> Decision:
     """Decide by the metric over all records."""
 
-    def decided(promote: bool, reason: str, **figures: Any) -> Decision:
-        fields = {"difference": None, "interval": None, "smallest_difference": None, "samples": 0, **figures}
+    def decided(promote: bool, reason: str, **comparison: Any) -> Decision:
         old = None if champion is None else champion.value
-        return Decision(
-            promote=promote, metric=settings.metric, challenger=challenger.value, champion=old, reason=reason,
-            margin=settings.margin, confidence=settings.confidence, **fields,
-        )  # fmt: skip
+        rules = (settings.margin, settings.confidence)
+        return Decision(promote, settings.metric, challenger.value, old, *rules, reason, **comparison)
 
     if not math.isfinite(challenger.value):
         return decided(False, f"the challenger's {settings.metric} is {challenger.value}, which is not a finite number")
@@ -182,27 +179,21 @@ def _compared(challenger: Metric, champion: Metric | None, settings: Promotion, 
         return decided(True, f"the champion's {settings.metric} is {champion.value}, which is not a finite number")
     if why := _incomparable_reason(challenger, champion):
         return decided(False, why)
-    sign = forgetting.sign_of(challenger, settings)
-    difference = sign * (challenger.value - champion.value) + 0.0  # avoids -0.0
+    compared = forgetting.advantage(challenger, champion, settings)
+    difference, samples, margin = compared.difference, len(challenger.records), settings.margin
     change = f"{'worse' if difference < 0 else 'better'} by {abs(difference):.5f}"
-    samples, margin = len(challenger.records), settings.margin
-    rule = confidence.Rule(settings.confidence, settings.resamples, settings.seed)
-    has_enough = settings.resamples and samples >= settings.min_samples
-    compared = confidence.compare(challenger, champion, rule) if has_enough else None
-    if compared is None or compared.interval is None:
+    if not settings.resamples or samples < settings.min_samples or compared.interval is None:
         better = difference > margin
         why = f"{samples} held-out records are too few for an interval" if settings.resamples else "resamples is 0"
         relation = f", which is {'more' if better else 'not more'} than the margin {margin:g}"
-        reason = f"{change}{'' if difference < 0 <= margin else relation}; {why}"
-        return decided(better, reason, difference=difference)
-    low, high = sorted(sign * end + 0.0 for end in compared.interval)
+        return decided(better, f"{change}{'' if difference < 0 <= margin else relation}; {why}", difference=difference)
+    low, _ = compared.interval
     better = low > margin
     reason = f"{change}; the lower end of the interval, {low:.5f}, is {'' if better else 'not '}above the margin {margin:g}"
     if not better and compared.smallest is not None:
         reason += f"; the minimum detectable difference is about {compared.smallest:.5f}"
-    return decided(
-        better, reason, difference=difference, interval=(low, high), smallest_difference=compared.smallest, samples=samples
-    )
+    numbers = {"interval": compared.interval, "smallest_difference": compared.smallest, "samples": samples}
+    return decided(better, reason, difference=difference, **numbers)
 
 
 def why_unknown(challenger: Metric, champion: Metric | None) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from ttrain.config.evaluate import HELDOUT, KINDS, HarnessTask, Suite, Task
 from ttrain.config.loading import configs_directory, read_yaml
@@ -21,6 +21,13 @@ from ttrain.evaluate.items import heldout_part
 from ttrain.store import references
 
 SHOWN_ERRORS = 20
+SENTENCES = {
+    "missing": "missing",
+    "extra_forbidden": "not a setting there; docs/reference.md lists them by kind",
+    "union_tag_not_found": f"without a kind, which must be one of {', '.join(KINDS)}",
+    "union_tag_invalid": "of kind {tag}, but must be of one of {expected_tags}",
+    "value_error": "wrong: {error}",
+}
 
 ENDINGS = (".yaml", ".yml")
 
@@ -60,14 +67,13 @@ def _with_tasks(loaded: LoadedSuite, tasks: Mapping[str, Task]) -> LoadedSuite:
 def find(name: str) -> Path:
     """Find the file of a suite by name or path. Raises UsageError if there is none."""
     path = user_path(name)
-    if path.suffix in ENDINGS or os.sep in name:
+    if path.suffix not in ENDINGS and os.sep not in name:
+        path = _shipped() / f"{name}.yaml"
         if not path.is_file():
-            raise UsageError(f"there is no suite file {name}; create it, or use one of {', '.join(names())}")
-        return path.absolute()
-    shipped = _shipped() / f"{name}.yaml"
-    if not shipped.is_file():
-        raise references.unknown("suite", name, names(), also="; or name a file that ends in .yaml")
-    return shipped
+            raise references.unknown("suite", name, names(), also="; or name a file that ends in .yaml")
+    if not path.is_file():
+        raise UsageError(f"there is no suite file {name}; create it, or use one of {', '.join(names())}")
+    return path.absolute()
 
 
 def of_tasks(tasks: Mapping[str, JsonDict], origin: str) -> LoadedSuite:
@@ -100,8 +106,12 @@ def checked(tree: Mapping[str, Any], origin: str) -> Suite:
     try:
         return Suite.model_validate(tree)
     except ValidationError as error:
-        errors = [one_line(_describe(item)) for item in error.errors(include_url=False)[:SHOWN_ERRORS]]
-        raise UsageError(f"{origin}: {'; '.join(errors)}") from None
+        lines: list[str] = []
+        for wrong in error.errors()[:SHOWN_ERRORS]:  # the place of a task's setting is tasks, name, kind, setting
+            rule = rule_of(wrong, SENTENCES)
+            value = "" if wrong["type"] in SENTENCES else f"{wrong['input']!r} but "
+            lines.append(one_line(f"{'.'.join(map(str, wrong['loc']))} is {value}{rule}"))
+        raise UsageError(f"{origin}: {'; '.join(lines)}") from None
 
 
 def files_of(loaded: LoadedSuite) -> list[Path]:
@@ -128,12 +138,10 @@ def check_parts(loaded: LoadedSuite, parts: Collection[str]) -> None:
 
 def check_distinct_tasks(suites: Sequence[LoadedSuite]) -> None:
     """Raise UsageError if two suites have a task of the same name: their metrics would have the same name, too."""
-    suite_by_task: dict[str, str] = {}
-    for loaded in suites:
-        for task in loaded.suite.tasks:
-            if task in suite_by_task:
-                raise UsageError(f"both {suite_by_task[task]} and {loaded.name} have a task '{task}'; rename one of them")
-            suite_by_task[task] = loaded.name
+    counts = Counter(task for loaded in suites for task in loaded.suite.tasks)
+    for task in (task for task, count in counts.items() if count > 1):
+        both = " and ".join(loaded.name for loaded in suites if task in loaded.suite.tasks)
+        raise UsageError(f"both {both} have a task '{task}'; rename one of them")
 
 
 def _shipped() -> Path:
@@ -146,21 +154,3 @@ def _files_of_task(task: Task) -> Iterable[tuple[str, str]]:
         return [("task", task.task)] if task.task.endswith(ENDINGS) else []
     names = ("shots_file",) if heldout_part(task) else ("file", "shots_file")
     return [(name, file) for name in names if (file := getattr(task, name, None)) is not None]
-
-
-def _describe(error: ErrorDetails) -> str:
-    """Describe a wrong setting in a line. pydantic's location of a task's setting is tasks, name, kind, setting."""
-    location = [str(key) for key in error["loc"]]
-    name = ".".join([*location[1:2], *location[3:]] or location)
-    match error["type"]:
-        case "extra_forbidden" if len(location) > 2:
-            return f"{name} is not a setting of kind {location[2]}; it has {', '.join(KINDS[location[2]].model_fields)}"
-        case "extra_forbidden":
-            return f"{name} is not a key of a suite; put it under tasks:"
-        case "missing":
-            return f"{name} is missing"
-        case "union_tag_not_found" | "union_tag_invalid":
-            return f"{name}.kind must be one of {', '.join(KINDS)}"
-        case "value_error":
-            return f"{name}: {rule_of(error)}"
-    return f"{name} is {error['input']!r} but {rule_of(error)}"

@@ -17,7 +17,6 @@ from ttrain.train.losses import SLICE_ENTRIES, default_chunk_tokens
 
 Parts = tuple[nn.Module, nn.Module]  # the decoder and the output head of a model
 PROBED_TOKENS = 8
-MARK = 100.0  # so large that a cap, a scale or a shift between the head and the logits would change it
 
 
 @final
@@ -78,10 +77,7 @@ def causal_of(model: Any) -> Any:
 
 
 def plain_parts(model: Any, input_ids_BT: Tensor) -> Parts | None:
-    """The parts of a model whose logits are just head(decoder(input_ids)); None for any other.
-
-    The head's output is marked and must reach the logits unchanged; its input must be the decoder's output.
-    """
+    """The parts of a model whose logits are just head(decoder(input_ids)); None for any other."""
     causal = causal_of(model)
     try:
         decoder, head = causal.get_decoder(), causal.get_output_embeddings()
@@ -89,23 +85,9 @@ def plain_parts(model: Any, input_ids_BT: Tensor) -> Parts | None:
         return None
     if not isinstance(decoder, nn.Module) or not isinstance(head, nn.Module) or decoder is causal:
         return None
-    captured: list[tuple[Tensor, Tensor]] = []
-
-    def mark(module: nn.Module, head_inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        marks_V = torch.linspace(-MARK, MARK, output.shape[-1], device=output.device, dtype=output.dtype)
-        captured.append((head_inputs[0], output + marks_V))
-        return captured[-1][1]
-
-    watched = head.register_forward_hook(mark)
-    try:
-        logits = model(input_ids=input_ids_BT, use_cache=False).logits
-    finally:
-        watched.remove()
     hidden = getattr(decoder(input_ids=input_ids_BT, use_cache=False), "last_hidden_state", None)
-    if len(captured) != 1 or hidden is None:
-        return None
-    head_input, marked = captured[0]
-    return (decoder, head) if torch.equal(head_input, hidden) and torch.equal(marked.float(), logits.float()) else None
+    logits = model(input_ids=input_ids_BT, use_cache=False).logits
+    return (decoder, head) if hidden is not None and torch.equal(head(hidden).float(), logits.float()) else None
 
 
 def _costs(

@@ -14,7 +14,7 @@ from ttrain.config.loading import Override, settings_of
 from ttrain.core.files import JsonDict
 from ttrain.core.hashing import code_digests, digest_of
 from ttrain.engine.graph import Graph, Pipeline
-from ttrain.engine.input_files import check_first_rows, file_digests, named_shards
+from ttrain.engine.input_files import check_first_rows, file_digests
 from ttrain.engine.plan import Plan
 from ttrain.engine.planner import no_stage, plan
 from ttrain.engine.provenance import with_absolute_paths
@@ -65,8 +65,7 @@ class SweepRequest:
 
     def check_data(self) -> None:
         """Raise UsageError for data that the trials cannot read, before the first of them."""
-        settings = self.settings(self.first)
-        check_first_rows(named_shards(settings), settings)
+        check_first_rows(self.settings(self.first))
 
     def graph(self, settings: Settings | None = None) -> Graph:
         """The stages that the measure of a trial needs. `settings`: of the trial, else those of the first values."""

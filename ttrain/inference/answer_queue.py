@@ -105,8 +105,7 @@ class AnswerQueue:
         """The model of that name, loaded when it is first asked for."""
         if name in self._models:
             return self._models[name]
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self.open, name)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self.open, name)
 
     def open(self, name: str) -> LoadedModel:
         """Load a model, in place of the one that has been in memory for the longest time."""

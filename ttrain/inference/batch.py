@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import json
-import shutil
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.files import JsonDict
+from ttrain.core.files import JsonDict, write_bytes
 from ttrain.core.hashing import canonical_json, sha256_file
 from ttrain.data import existing, tools
 from ttrain.data.chat import lead_text, prompt_ids
@@ -21,7 +18,7 @@ from ttrain.data.chat_shapes import CHAT_KEYS, messages_of
 from ttrain.data.chat_templates import Message, Messages
 from ttrain.data.records import NOT_UTF8
 from ttrain.data.tools import Malformed
-from ttrain.errors import DataError, UsageError
+from ttrain.errors import DataError
 from ttrain.inference import generate
 from ttrain.inference.loading import LoadedModel
 from ttrain.inference.sampling import Sampling
@@ -29,7 +26,7 @@ from ttrain.store.model_files import ADAPTER, Reference, weights_digest
 
 WINDOW_BATCHES = 16  # the prompts of this many batches are sorted by length, and written when all are answered
 
-PARTIAL = ".partial"
+PARTIAL = ".partial"  # at the end of the name of the file that collects answers until all are complete
 
 TOO_LONG = "too long"
 
@@ -79,12 +76,9 @@ def answers(
             tally.seconds += completions[0].seconds
             for at, completion in zip(batch, completions, strict=True):
                 lead = lead_text(loaded_model.encoder) if window[at].messages else ""
+                text = generate.completion_text(loaded_model.encoder, completion, lead)
                 stop = "end" if completion.ended else "length"
-                answered[at] = {
-                    "answer": generate.completion_text(loaded_model.encoder, completion, lead),
-                    "tokens": len(completion.ids),
-                    "stop": stop,
-                }
+                answered[at] = {"answer": text, "tokens": len(completion.ids), "stop": stop}
             tally.answers += len(batch)
             progress(tally.answers)
         rows = []
@@ -109,19 +103,17 @@ def write_answers(path: Path, header: JsonDict, make: Callable[[int], Iterable[l
     Rows are collected in `path`.partial below a line with the header, which identifies their inputs: the same command
     continues after the last complete row of an interrupted one, any other starts over.
     """
-    partial = partial_of(path)
-    done = _resume_partial(partial, canonical_json(header) + b"\n")
+    partial, first = path.with_name(path.name + PARTIAL), canonical_json(header)
+    lines = partial.read_bytes().split(b"\n") if partial.is_file() else []
+    rows = lines[1:-1] if lines[:1] == [first] else []
+    write_bytes(partial, b"\n".join([first, *rows, b""]))
     with partial.open("ab") as file:
-        for rows in make(done):
-            file.writelines(line_of(row) + b"\n" for row in rows)
+        for window in make(len(rows)):
+            file.writelines(line_of(row) + b"\n" for row in window)
             file.flush()
-    finished = path.with_name(path.name + ".tmp")
-    with partial.open("rb") as source, finished.open("wb") as target:
-        source.readline()
-        shutil.copyfileobj(source, target)
-    finished.replace(path)
+    write_bytes(path, partial.read_bytes().partition(b"\n")[2])
     partial.unlink()
-    return done
+    return len(rows)
 
 
 def line_of(row: JsonDict) -> bytes:
@@ -129,32 +121,10 @@ def line_of(row: JsonDict) -> bytes:
     return json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def _resume_partial(partial: Path, first: bytes) -> int:
-    """Number of rows after this header; a truncated last row is removed, a file of another run is emptied.
-
-    It is read line by line, since it may be larger than memory; one that cannot be read raises OSError and stays.
-    """
-    if partial.is_file():
-        with partial.open("r+b") as file:
-            if file.readline() == first:
-                done, end = 0, file.tell()
-                while file.readline().endswith(b"\n"):
-                    done, end = done + 1, file.tell()
-                file.truncate(end)
-                return done
-    partial.write_bytes(first)
-    return 0
-
-
-def partial_of(path: Path) -> Path:
-    """File that collects answers until all are complete."""
-    return path.with_name(path.name + PARTIAL)
-
-
 def _ids(loaded_model: LoadedModel, prompt: Prompt) -> list[int]:
-    if not prompt.messages:
-        return [*loaded_model.begin_ids, *loaded_model.encoder.encode([prompt.text])[0]]
-    return prompt_ids(loaded_model.encoder, prompt.messages)
+    if prompt.messages:
+        return prompt_ids(loaded_model.encoder, prompt.messages)
+    return loaded_model.text_ids([prompt.text])[0]
 
 
 def _batches(
@@ -162,11 +132,13 @@ def _batches(
 ) -> Iterator[list[int]]:
     """Group prompt numbers into batches of similar length and equal answer length limit, so that a long prompt does not
     shorten the answers to short ones. Prompts that leave no room are left out."""
-    room: dict[int, int] = {}
-    with contextlib.suppress(DataError):  # of a prompt that is too long, as all longer ones are
-        for at in sorted(range(len(ids)), key=lambda at: len(ids[at])):
-            room[at] = generate.available_tokens(loaded_model, len(ids[at]), sampling)
-    return generate.grouped(room, lambda batch, at: len(batch) < batch_size and room[at] == room[batch[0]])
+    longest, numbers = loaded_model.max_length, dict[int, list[int]]()
+    for at in sorted(range(len(ids)), key=lambda at: len(ids[at])):
+        room = sampling.max_tokens if longest is None else min(sampling.max_tokens, longest - len(ids[at]))
+        if room > 0:
+            numbers.setdefault(room, []).append(at)
+    for alike in numbers.values():
+        yield from (alike[start : start + batch_size] for start in range(0, len(alike), batch_size))
 
 
 ANSWER_KEYS = ("answer", "tokens", "stop")  # keys of an answer, added to those of its prompt
@@ -192,17 +164,12 @@ def read(path: Path, *, raw: bool, system: str = "") -> list[Prompt]:
     """
     is_json = path.suffix in (".jsonl", ".json", ".ndjson")
     prompts: list[Prompt] = []
-    try:
-        lines = path.read_bytes().removeprefix(BOM_UTF8).split(b"\n")
-    except OSError as error:
-        raise UsageError(f"cannot read the prompts {path}: {error.strerror or error}") from None
-    for at, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    for at, line in enumerate(path.read_bytes().removeprefix(BOM_UTF8).split(b"\n"), start=1):
         try:
-            text = line.decode("utf-8")
-            value = json.loads(text) if is_json else {"prompt": text.rstrip("\r")}
-            prompts.append(_prompt(len(prompts), value, raw=raw, system=system))
+            text = line.decode("utf-8").rstrip("\r")
+            if text.strip():
+                record = json.loads(text) if is_json else {"prompt": text}
+                prompts.append(_prompt(len(prompts), record, raw=raw, system=system))
         except UnicodeDecodeError:
             raise DataError(f"{path}:{at}: {NOT_UTF8}") from None
         except ValueError as error:  # also Malformed, and what is not JSON
@@ -212,29 +179,27 @@ def read(path: Path, *, raw: bool, system: str = "") -> list[Prompt]:
     return prompts
 
 
-def _prompt(number: int, value: Any, *, raw: bool, system: str) -> Prompt:
-    if not isinstance(value, dict):
+def _prompt(number: int, record: Any, *, raw: bool, system: str) -> Prompt:
+    if not isinstance(record, dict):
         raise Malformed("not a JSON object")
-    if reserved_keys := [key for key in ANSWER_KEYS if key in value]:
+    if reserved_keys := [key for key in ANSWER_KEYS if key in record]:
         raise Malformed(f"the key '{reserved_keys[0]}' would be overwritten by the answer; rename it")
-    if isinstance(value.get("prompt"), str):
-        if raw:
-            return Prompt(number, value, text=value["prompt"])
-        return Prompt(number, value, _with_system(system, [Message("user", value["prompt"])]))
-    if isinstance(value.get("text"), str):
-        return Prompt(number, value, text=value["text"])
-    if all(value.get(key) is None for key in ("prompt", *CHAT_KEYS)):
+    prompt, text = record.get("prompt"), record.get("text")
+    if isinstance(prompt, str) and raw:
+        return Prompt(number, record, text=prompt)
+    if isinstance(text, str) and not isinstance(prompt, str):
+        return Prompt(number, record, text=text)
+    if isinstance(prompt, str):
+        messages = [Message("user", prompt)]
+    elif any(record.get(key) is not None for key in ("prompt", *CHAT_KEYS)):
+        answers = {key: record.get(key) or NO_ANSWER for key in ("output", "completion")}  # an answer is optional here
+        row = tools.without_null_keys(json.dumps({**record, **answers}))  # the record is written as it is
+        messages = messages_of(row)
+    else:
         raise Malformed(f"none of the keys {', '.join(('prompt', 'text', *CHAT_KEYS))} holds a prompt")
-    answers = {key: value.get(key) or NO_ANSWER for key in ("output", "completion")}  # an answer is optional here
-    row = copy.deepcopy({**value, **answers})  # the record is written as it is
-    tools.drop_null_keys(row)
-    messages = messages_of(row)
     reference = messages.pop().content if messages[-1].role == "assistant" else None
     if not messages:
         raise Malformed("there is no question before the answer")
-    return Prompt(number, value, _with_system(system, messages), reference=None if reference == NO_ANSWER else reference)
-
-
-def _with_system(system: str, messages: Sequence[Message]) -> Messages:
-    first = [Message("system", system)] if system and messages[0].role != "system" else []
-    return (*first, *messages)
+    if system and messages[0].role != "system":
+        messages.insert(0, Message("system", system))
+    return Prompt(number, record, tuple(messages), reference=None if reference == NO_ANSWER else reference)

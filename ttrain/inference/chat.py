@@ -76,11 +76,10 @@ class Chat:
         user_message = Message("user", question)
         ids, forgotten = self._prompt(loaded_model, user_message)
         stream = TextStream(loaded_model.encoder, lead_text(loaded_model.encoder))
-        heard, text = list[int](), ""
+        heard, pieces = list[int](), list[str]()
 
         def show(piece: str) -> None:
-            nonlocal text
-            text += piece
+            pieces.append(piece)
             if piece and on_text:
                 on_text(piece)
 
@@ -98,6 +97,7 @@ class Chat:
             pass
         if completion is not None and completion.ended:
             show(stream.end())
+        text = "".join(pieces)
         self._question_count += 1
         self._turns += [user_message, Message("assistant", text)]
         return Reply(
@@ -112,11 +112,11 @@ class Chat:
 
     def _prompt(self, loaded_model: LoadedModel, user_message: Message) -> tuple[list[int], int]:
         """(ids of the prompt, number of oldest turns left out of it)."""
-        system = [Message("system", self.system)] if self.system else []
         longest = loaded_model.max_length
         reserved = min(self.sampling.max_tokens, longest // ANSWER_SHARE) if longest else 0
         for start in range(0, len(self._turns) + 1, 2):  # in pairs: a template may require alternating questions and answers
-            ids = prompt_ids(loaded_model.encoder, (*system, *self._turns[start:], user_message))
+            turns = (*self.messages[: bool(self.system)], *self._turns[start:], user_message)
+            ids = prompt_ids(loaded_model.encoder, turns)
             if longest is None or len(ids) + reserved <= longest:
                 return ids, start
         if longest and len(ids) < longest:
@@ -137,6 +137,6 @@ def save(path: Path, chats: Sequence[Chat]) -> int:
     try:
         with path.open("a", encoding="utf-8") as file:
             file.writelines(lines)
-    except (OSError, ValueError) as error:  # ValueError for a name with a NUL
-        raise UsageError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from None
     return len(lines)

@@ -20,14 +20,13 @@ def as_evaluated_model(
 
     def generate(prompts: Sequence[Sequence[int]], new_tokens: int) -> list[tuple[list[int], bool]]:
         completions: dict[int, tuple[list[int], bool]] = {}
-        by_length = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))  # so that there is little padding
-        for numbers in generating.grouped(
-            by_length, lambda batch, number: (len(batch) + 1) * (len(prompts[number]) + new_tokens) <= most
-        ):
-            answers = generating.generate(
-                loaded_model, [prompts[number] for number in numbers], Sampling(max_tokens=new_tokens), numbers=numbers
-            )
-            completions |= {number: (answer.ids, answer.ended) for number, answer in zip(numbers, answers, strict=True)}
+        order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))  # so that there is little padding
+        lengths = [len(prompts[number]) + new_tokens for number in order]
+        for part in perplexity.batch_slices(lengths, most, most):
+            of_batch = [prompts[number] for number in order[part]]
+            answers = generating.generate(loaded_model, of_batch, Sampling(max_tokens=new_tokens), numbers=order[part])
+            for number, answer in zip(order[part], answers, strict=True):
+                completions[number] = answer.ids, answer.ended
         return [completions[number] for number in range(len(prompts))]
 
     return EvaluatedModel(

@@ -5,18 +5,15 @@ Letters in names: B rows, T positions.
 
 from __future__ import annotations
 
-import operator
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
-    DynamicCache,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -27,10 +24,10 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-from transformers.cache_utils import DynamicLayer
 
 from ttrain.data.encoder import Encoder
 from ttrain.errors import ArtifactError, DataError
+from ttrain.evaluate.prefix_cache import PrefixCache
 from ttrain.inference.loading import LoadedModel
 from ttrain.inference.sampling import Sampling
 
@@ -90,18 +87,6 @@ def generate(
         kv_cache.put(found_BT[0].tolist(), cache)
     seconds = time.monotonic() - began
     return [_completion(loaded_model, row, seconds) for row in found_BT[:, longest:].tolist()]
-
-
-def grouped(numbers: Iterable[int], fits: Callable[[list[int], int], bool]) -> Iterator[list[int]]:
-    """Split into batches, in order: a number that does not fit a batch begins the next one."""
-    batch: list[int] = []
-    for number in numbers:
-        if batch and not fits(batch, number):
-            yield batch
-            batch = []
-        batch.append(number)
-    if batch:
-        yield batch
 
 
 def completion_text(encoder: Encoder, completion: Completion, lead: str = "") -> str:
@@ -221,38 +206,14 @@ def _completion(loaded_model: LoadedModel, ids: list[int], seconds: float) -> Co
     return Completion(ids if end is None else ids[:end], end is not None, seconds)
 
 
-class KVCache:
-    """Keys and values of a token sequence, reused for the next prompt that begins with it.
-
-    Unused for models without a cache, and for caches that cannot be cropped: those of layers with a sliding window or
-    a recurrent state.
-    """
+class KVCache(PrefixCache):
+    """Keys and values of a conversation. Unused for models without a cache."""
 
     def __init__(self, loaded_model: LoadedModel) -> None:
         causal = loaded_model.causal
+        super().__init__(causal.config)
         self._uses_cache = loaded_model.uses_cache and loaded_model.model is causal  # a prefix has a cache of its own
-        self._config = causal.config
-        self._ids: list[int] = []
-        self._cache: Any = None
 
-    def take(self, prompt: Sequence[int]) -> Any:
-        """Take a cache of the prompt's beginning, never including its last token; None if not possible.
-
-        The caller owns it until `put`: an interrupted answer leaves no half-filled cache behind.
-        """
-        if not self._uses_cache:
-            return None
-        cache, self._cache = self._cache, None
-        same = sum(takewhile(bool, map(operator.eq, self._ids, prompt[:-1])))  # ids at the beginning
-        if cache is None or not same:
-            cache, same = DynamicCache(config=self._config), 0
-        if any(type(layer) is not DynamicLayer for layer in cache.layers):
-            return None
-        if same < len(self._ids) and same:
-            cache.crop(same - len(self._ids))
-        return cache
-
-    def put(self, ids: Sequence[int], cache: Any) -> None:
-        """Store the cache after an answer; `ids`: prompt and answer, the last of which may be missing in the cache."""
-        self._cache = cache
-        self._ids = list(ids[: cache.get_seq_length()]) if cache is not None else []
+    def take(self, ids: Sequence[int]) -> Any:
+        """A cache of the prompt's beginning, never including its last token; None if not possible."""
+        return super().take(ids[:-1]) if self._uses_cache else None

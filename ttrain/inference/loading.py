@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import GenerationConfig, PreTrainedModel
 
 from ttrain.core.files import temporary_directory
 from ttrain.data import existing
@@ -18,9 +20,6 @@ from ttrain.model import adapters, factory
 from ttrain.store.model_files import Reference
 from ttrain.train import precision
 from ttrain.train.precision import DTYPES
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,12 +59,16 @@ class LoadedModel:
         use_cache = self.model.generation_config.use_cache
         return bool(use_cache) and "past_key_values" in inspect.signature(self.causal.forward).parameters
 
+    def text_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of texts that are to be continued."""
+        return [[*self.begin_ids, *ids] for ids in self.encoder.encode(texts)]
+
     def describe(self) -> str:
         """One-line summary: name, kind, parameters, dtype, device, context."""
         size = sum(parameter.numel() for parameter in self.model.parameters())
         limit = f", {self.max_length} tokens of context" if self.max_length else ""
-        kind = str(self.model.dtype).removeprefix("torch.")
-        return f"{self.name}: {self.causal.config.model_type}, {size:,} parameters in {kind} on {self.device}{limit}"
+        numbers = f"{size:,} parameters in {str(self.model.dtype).removeprefix('torch.')}"
+        return f"{self.name}: {self.causal.config.model_type}, {numbers} on {self.device}{limit}"
 
 
 def load(reference: Reference, *, device: str = "auto", dtype: str = "fp32") -> LoadedModel:
@@ -80,23 +83,10 @@ def load(reference: Reference, *, device: str = "auto", dtype: str = "fp32") -> 
         model = adapters.load(model, reference.adapter, reference.base_digest)
         if not model.active_peft_config.is_prompt_learning:
             model = adapters.merge(model)  # as fast as the base
-    model = _move_to(model, target_device, DTYPES[dtype])
-    return with_tokenizer(reference.text, model, reference.tokenizer)
-
-
-def _move_to(model: Any, target_device: torch.device, dtype: torch.dtype) -> Any:
-    """Move the model to the device and cast its weights to `dtype`; computed tables, such as the frequencies of rotary
-    positions, are not cast: in bf16 these would be off by a radian after some hundred positions."""
-    tables = [
-        (module, name, buffer)
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name in module._non_persistent_buffers_set
-    ]
-    model = model.to(target_device, dtype)
-    for module, name, buffer in tables:
-        setattr(module, name, buffer.to(target_device))
-    return model
+    # Only the weights: the frequencies of rotary positions in bf16 would be off by a radian after some hundred positions
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(DTYPES[dtype])
+    return with_tokenizer(reference.text, model.to(target_device), reference.tokenizer)
 
 
 def with_tokenizer(name: str, model: Any, tokenizer: Path) -> LoadedModel:
@@ -120,8 +110,11 @@ def with_encoder(name: str, model: Any, encoder: Encoder, begins: tuple[int, ...
         max_length=_max_length(model, config),
         can_chat=can_chat,
     )
-    for module in {id(module): module for module in (model, causal)}.values():
-        module.generation_config = _neutral_generation_config(config, encoder, loaded.stop_ids)
+    # Neutral settings: `generate` would use a temperature or a penalty that a model from the Hub brings
+    pad = encoder.pad_id if encoder.pad_id < config.vocab_size else 0  # masked, but it must exist in the embedding
+    settings = {"do_sample": False, "eos_token_id": list(loaded.stop_ids), "pad_token_id": pad}
+    causal.generation_config = GenerationConfig(**settings, use_cache=getattr(config, "use_cache", True) is not False)
+    model.generation_config = causal.generation_config
     return loaded
 
 
@@ -132,16 +125,6 @@ def _max_length(model: Any, config: Any) -> int | None:
     if length is not None and prefix is not None and prefix.is_prompt_learning:
         length -= prefix.num_virtual_tokens
     return length
-
-
-def _neutral_generation_config(config: Any, encoder: Encoder, stops: tuple[int, ...]) -> Any:
-    """Neutral generation settings: otherwise `generate` would use the model's own for unset values, such as a
-    temperature or a penalty that a model from the Hub brings."""
-    from transformers import GenerationConfig
-
-    pad = encoder.pad_id if encoder.pad_id < config.vocab_size else 0  # masked, but it must exist in the embedding
-    uses_cache = getattr(config, "use_cache", True) is not False
-    return GenerationConfig(do_sample=False, eos_token_id=list(stops), pad_token_id=pad, use_cache=uses_cache)
 
 
 def _encoder(directory: Path) -> tuple[Encoder, tuple[int, ...], bool]:

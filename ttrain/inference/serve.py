@@ -131,8 +131,7 @@ class Endpoint:
     async def text(self, request: Request) -> Response:
         body = TextBody.model_validate_json(await request.body())
         model = await self._model(body)
-        encoded = await asyncio.to_thread(model.encoder.encode, body.prompt)
-        prompts = [[*model.begin_ids, *ids] for ids in encoded]
+        prompts = await asyncio.to_thread(model.text_ids, body.prompt)
         return await self._answer(request, body, _order(model, body, prompts, lead=""))
 
     async def preferences(self, request: Request) -> Response:
@@ -153,8 +152,11 @@ class Endpoint:
 
     async def _answer(self, request: Request, body: Body, order: Order) -> Response:
         if self.queue.is_full:
-            limit = f"{self.queue.max_requests} requests are answered or wait, as many as --max-requests allows"
-            raise RefusedError(429, "rate_limit_exceeded", f"{limit}; try again later")
+            raise RefusedError(
+                429,
+                "rate_limit_exceeded",
+                f"{self.queue.max_requests} requests are answered or wait, as --max-requests allows; try again later",
+            )
         self.queue.submit(order)
         reply = _Reply(body, order)
         if body.stream:

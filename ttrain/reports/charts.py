@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ttrain.config.training import TRAINING_STAGES
@@ -16,7 +16,6 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 472, 8, 228  # of the frame inside it
 COLOURS = 8  # in page.css
 POINTS = 1000  # per line, two for each pixel
 MOST_COLUMNS, MOST_ROWS = 9, 8  # lines of the grid
-BEGIN, CONTINUE = "M{},{}h0", "L{},{}"  # of a path; h0: a lone point is seen
 LARGE = 10_000  # numbers from here on are shown as 12.8k
 MINUTE = 60
 
@@ -58,13 +57,12 @@ Scale = Callable[[float], float]  # from a value to its pixel
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a chart: the `d` of its SVG path, its last value, and where that is."""
+    """A line of a chart: its points in pixels, without a height in a gap, and its last value."""
 
     label: str
     colour: int
-    path: str
+    points: Sequence[tuple[float, float | None]]
     last: str
-    end: tuple[float, float] | None
 
 
 @dataclass(frozen=True)
@@ -82,10 +80,10 @@ class Chart:
 def charts_of(view: RunView, stage: str) -> tuple[list[Chart], list[Chart]]:
     """(main charts, other charts) of a stage of one run: metrics of one group share a chart."""
     groups: dict[tuple[int, str, str], list[Curve]] = {}
-    for name in _names(view, stage):
+    for name, points in _curves(view, stage).items():
         curves = groups.setdefault(_group(name, stage), [])
-        curves.append((_label(name), len(curves), _points(view, stage, name)))
-    charts = {group: draw(*group[1:], curves) for group, curves in sorted(groups.items())}
+        curves.append((name, len(curves), points))
+    charts = {group: draw(*group[1:], groups[group]) for group in sorted(groups)}
     main = [chart for group, chart in charts.items() if chart and group[0] < MAIN]
     return main, [chart for group, chart in charts.items() if chart and group[0] >= MAIN]
 
@@ -94,10 +92,9 @@ def comparison_charts(views: Sequence[RunView], stage: str) -> tuple[list[Chart]
     """(main charts, other charts) that compare runs in a stage: a chart per metric, a line per run."""
     curves: dict[str, list[Curve]] = {}
     for number, view in enumerate(views):
-        for name in _names(view, stage):
-            curve = facts.letter(number), number, _points(view, stage, name)
-            curves.setdefault(name, []).append(curve)
-    charts = {name: draw(_label(name), _group(name, stage)[2], curves[name]) for name in sorted(curves)}
+        for name, points in _curves(view, stage).items():
+            curves.setdefault(name, []).append((facts.letter(number), number, points))
+    charts = {name: draw(name, _group(name, stage)[2], curves[name]) for name in sorted(curves)}
     main = [chart for name in COMPARED if (chart := charts.pop(name, None))]
     return main, [chart for chart in charts.values() if chart]
 
@@ -110,15 +107,18 @@ def draw(title: str, unit: str, curves: Sequence[Curve]) -> Chart | None:
     if max(len(points) for _, _, points in curves) < 2:
         return None
     has_tokens = any(point.tokens is not None for _, _, points in curves for point in points)
-    places = [list(_places(thinned(points), has_tokens=has_tokens)) for _, _, points in curves]
-    low, high = _extent(x for line in places for x, _ in line)
+    places = [_places(thinned(points), has_tokens=has_tokens) for _, _, points in curves]
+    every = [place for line in places for place in line]
+    low, high = _extent([x for x, _ in every])
     columns = [value for value in ticks(low, high, MOST_COLUMNS) if low <= value <= high]
     across = _scale(low, high, LEFT, RIGHT)
-    rows = ticks(*_extent(y for line in places for _, y in line if math.isfinite(y)), MOST_ROWS)
+    rows = ticks(*_extent([y for _, y in every if math.isfinite(y)]), MOST_ROWS)
     up = _scale(rows[0], rows[-1], BOTTOM, TOP)
-    lines = [
-        _line(label, colour % COLOURS, line, across, up) for (label, colour, _), line in zip(curves, places, strict=True)
-    ]
+    lines: list[Line] = []
+    for (label, colour, _), line in zip(curves, places, strict=True):
+        path = [(across(x), up(y) if math.isfinite(y) else None) for x, y in line]
+        last = next((f"{y:.5g}" for _, y in reversed(line) if math.isfinite(y)), "–")
+        lines.append(Line(label, colour % COLOURS, path, last))
     axis = "tokens" if has_tokens else "minutes"
     labelled_columns = [(across(value), _number(value)) for value in columns]
     return Chart(title, unit, axis, lines, labelled_columns, [(up(value), _number(value)) for value in rows])
@@ -126,12 +126,16 @@ def draw(title: str, unit: str, curves: Sequence[Curve]) -> Chart | None:
 
 def thinned(points: Sequence[Point]) -> list[Point]:
     """About `POINTS` points, with the ends, and of each stretch the highest and a gap or the lowest."""
+
+    def height(point: Point) -> float:
+        return point.value if math.isfinite(point.value) else -math.inf
+
     size = max(1, 2 * len(points) // POINTS)
-    kept = {points[0], points[-1]} if points else set()
+    kept = {*points[:1], *points[-1:]}
     for start in range(0, len(points), size):
         stretch = points[start : start + size]
-        kept |= {min(stretch, key=_finite), max(stretch, key=_finite)}
-    return sorted(kept, key=lambda point: (point.step, math.isfinite(point.value)))
+        kept |= {min(stretch, key=height), max(stretch, key=height)}
+    return sorted(kept, key=lambda point: point.step)
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
@@ -142,24 +146,14 @@ def ticks(low: float, high: float, most: int) -> list[float]:
     return [number * step for number in range(first, last + 1)]
 
 
-def _names(view: RunView, stage: str) -> list[str]:
-    """The curves that are shown: those of quick validations end with the full one's value."""
-    names = view.curves(stage)
-    return [name for name in names if not HIDDEN.fullmatch(name) and f"{name}{QUICK}" not in names]
-
-
-def _label(name: str) -> str:
-    return f"{name} (few rows; the dot: all)" if name.endswith(QUICK) else name
-
-
-def _points(view: RunView, stage: str, name: str) -> list[Point]:
-    """The points of a curve, with a gap between a validation of a few rows and one of all."""
-    points = view.curve(stage, name)
-    if name.endswith(QUICK):
-        full = {point.step for point in view.curve(stage, name.removesuffix(QUICK))}
-        gaps = [point._replace(value=math.nan) for point in points if point.step in full]
-        points = sorted([*gaps, *points], key=lambda point: point.step)
-    return points
+def _curves(view: RunView, stage: str) -> dict[str, list[Point]]:
+    """The curves that are shown. Of quick validations, the points on all rows are those of the full ones."""
+    curves = {name: view.curve(stage, name) for name in view.curves(stage) if not HIDDEN.fullmatch(name)}
+    for name in [name for name in curves if f"{name}{QUICK}" in curves]:
+        full = {point.step for point in curves[name]}
+        quick = curves[f"{name}{QUICK}"]
+        curves[f"{name}{QUICK}"] = [point for point in quick if point.step not in full]
+    return curves
 
 
 def _group(name: str, stage: str) -> tuple[int, str, str]:
@@ -172,40 +166,22 @@ def _group(name: str, stage: str) -> tuple[int, str, str]:
     return len(GROUPS), re.sub(r"[_/.]?\d+(?=$|[_/.])", "", name) or name, ""
 
 
-def _places(points: Sequence[Point], *, has_tokens: bool) -> Iterator[tuple[float, float]]:
+def _places(points: Sequence[Point], *, has_tokens: bool) -> list[tuple[float, float]]:
     """(tokens, or minutes since the first point, value) of the points that have both."""
-    for point in points:
-        x = point.tokens if has_tokens else (point.time - points[0].time) / MINUTE
-        if x is not None:
-            yield x, point.value
+    if has_tokens:
+        return [(point.tokens, point.value) for point in points if point.tokens is not None]
+    return [((point.time - points[0].time) / MINUTE, point.value) for point in points]
 
 
-def _finite(point: Point) -> float:
-    return point.value if math.isfinite(point.value) else -math.inf
-
-
-def _extent(values: Iterable[float]) -> tuple[float, float]:
+def _extent(values: Sequence[float]) -> tuple[float, float]:
     """The lowest and highest value, apart also where they are equal."""
-    found = [*values] or [1.0]
-    low, high = min(found), max(found)
+    low, high = min(values, default=1.0), max(values, default=1.0)
     apart = 0.0 if low < high else abs(low) / 10 or 1.0
     return low - apart, high + apart
 
 
 def _scale(low: float, high: float, start: float, end: float) -> Scale:
     return lambda value: round(start + (end - start) * (value - low) / (high - low), 2)
-
-
-def _line(label: str, colour: int, places: Sequence[tuple[float, float]], across: Scale, up: Scale) -> Line:
-    """A line that begins again after a gap."""
-    path, last, end = "", "–", None
-    command = BEGIN
-    for x, y in places:
-        if math.isfinite(y):
-            last, end = f"{y:.5g}", (across(x), up(y))
-            path += command.format(*end)
-        command = CONTINUE if math.isfinite(y) else BEGIN
-    return Line(label, colour, path, last, end)
 
 
 def _number(value: float) -> str:

@@ -9,13 +9,16 @@ from typing import Any
 
 from ttrain.config import SHAPE_NO_RESULT, Promotion, flatten
 from ttrain.config.training import EVALUATED, PRIMARY_METRICS, TRAINING_STAGES, VALIDATION_LOSS, model_order
-from ttrain.core.files import parse_object
 from ttrain.core.text import ABSENT, format_duration, format_number, format_time, is_number
 from ttrain.evaluate import few_records
-from ttrain.evaluate.task_result import FILE, scores_in
+from ttrain.evaluate.scores import FILE, parse
+from ttrain.evaluate.task_result import Metric
 from ttrain.reports import facts
 from ttrain.reports.summary import rounded
+from ttrain.store.results import ShardsResult
 from ttrain.store.run_views import RunView
+
+Scores = Mapping[str, Metric]
 
 # Settings that change no weight and no metric of a model: where and how fast a run goes, and who is notified.
 SECTIONS_WITHOUT_RESULT = frozenset({*SHAPE_NO_RESULT, "name", "run"})
@@ -126,7 +129,7 @@ def compare(views: Sequence[RunView]) -> RunComparison:
     settings = _differences([{name: facts.as_yaml(value) for name, value in view.params.items()} for view in views])
     aside = {entry.name for entry in settings if entry.name.partition(".")[0] in SECTIONS_WITHOUT_RESULT}
     shaping = tuple(entry for entry in settings if entry.name not in aside)
-    scores = [scores_of(view) for view in views]
+    scores = [_scores(view) for view in views]
     names = {name for view in views for name in view.metrics if not name.startswith(CURVES)}
     metrics = [_metric(name, views, scores) for name in sorted(names, key=facts.rank)]
     verdict, is_certain = _verdict(metrics, scores)
@@ -197,7 +200,7 @@ def _code(view: RunView) -> dict[str, str]:
     }
 
 
-def _metric(name: str, views: Sequence[RunView], scores: Sequence[dict[str, Any]]) -> ComparedMetric:
+def _metric(name: str, views: Sequence[RunView], scores: Sequence[Scores]) -> ComparedMetric:
     recorded = (view.metrics.get(name) for view in views)
     # Values that differ only in the eighth digit are equal
     values = tuple(None if value is None else rounded(value) for value in recorded)
@@ -211,37 +214,37 @@ def _metric(name: str, views: Sequence[RunView], scores: Sequence[dict[str, Any]
     return ComparedMetric(name, values, better, best, percent, reason)
 
 
-def _not_judged(name: str, views: Sequence[RunView], scores: Sequence[dict[str, Any]]) -> str:
+def _not_judged(name: str, views: Sequence[RunView], scores: Sequence[Scores]) -> str:
     """Why no run is the best by a metric on held-out records; "" where one may be."""
     stage, _, metric = name.partition("/")
     if not name.startswith(EVALUATED):
         return _not_judged_on_rows(stage, [view for view in views if name in view.metrics])
-    scored = [scores_in(contents, metric) for contents, view in zip(scores, views, strict=True) if name in view.metrics]
-    first, *others = scored
-    if first is None or None in others:
+    scored = [of_run.get(metric) for of_run, view in zip(scores, views, strict=True) if name in view.metrics]
+    known = [each for each in scored if each]
+    if len(known) < len(scored):
         return UNKNOWN_RECORDS
-    if any(other and other.records != first.records for other in others):
+    if len({each.records for each in known}) > 1:
         return OTHER_RECORDS
-    if any(other and other.sizes != first.sizes for other in others):
+    if len({each.sizes for each in known}) > 1:
         return OTHER_TOKENIZERS
-    return few_records.not_judged(len(first.records))
+    return few_records.not_judged(len(known[0].records))
 
 
 def _not_judged_on_rows(stage: str, views: Sequence[RunView]) -> str:
     """As `_not_judged`, of a training's validation on the held-out rows of its shards."""
-    row = TRAINING_STAGES.get(stage)
-    shards = [view.manifest(stage).get("inputs", {}).get("shards", {}).get("content") for view in views]
-    if len({*shards}) > 1:
+    shards = {view.manifest(stage).get("inputs", {}).get("shards", {}).get("content") for view in views}
+    if len(shards) > 1:
         return OTHER_SHARDS
-    results = [view.manifest(f"shards-{row.dataset}").get("result", {}) for view in views] if row else []
-    counts = [result["heldout"]["rows"] for result in results if "heldout" in result]
+    dataset = TRAINING_STAGES[stage].dataset
+    results = [view.manifest(f"shards-{dataset}").get("result") for view in views]
+    counts = [ShardsResult.of(result).heldout.rows for result in results if result]
     return few_records.not_judged(min(counts)) if counts else ""
 
 
-def _verdict(metrics: Sequence[ComparedMetric], scores: Sequence[dict[str, Any]]) -> tuple[str, bool]:
+def _verdict(metrics: Sequence[ComparedMetric], scores: Sequence[Scores]) -> tuple[str, bool]:
     """(the best run by the first deciding metric that differs, and by how much it beats the next best; whether certain)."""
     by_name = {metric.name: metric for metric in metrics}
-    equal = ""
+    verdict = "the runs share no metric that decides which is better"
     for metric in filter(None, map(by_name.get, DECIDING_METRICS)):
         values = metric.values
         order = facts.ranked(values, metric.better)
@@ -250,36 +253,32 @@ def _verdict(metrics: Sequence[ComparedMetric], scores: Sequence[dict[str, Any]]
         best = order[0]
         winners = [run for run in order if values[run] == values[best]]
         if winners == order:
-            equal = equal or f"equal by {metric.name}: {format_number(values[best])}; "
+            verdict = f"equal by {metric.name}: {format_number(values[best])}"
             continue
         if metric.not_judged:
-            return f"{equal}no model is better by {metric.name}: {metric.not_judged}", False
+            return f"no model is better by {metric.name}: {metric.not_judged}", False
         second = order[len(winners)]
         letters = " and ".join(map(facts.letter, winners))
         subject = f"models of {letters} are" if winners[1:] else f"model of {letters} is"
         versus = f"{format_number(values[best])} against {format_number(values[second])} of {facts.letter(second)}"
         change = facts.change(facts.percent(values[best], values[second]))
-        interval, is_certain = significance(metric.name, scores[best], scores[second])
         text = f"the {subject} better on these records by {metric.name}: {versus} ({change})"
-        return f"{equal}{text}{interval}", is_certain
-    return equal.removesuffix("; ") or "the runs share no metric that decides which is better", False
+        name = metric.name.removeprefix(EVALUATED)
+        interval, is_certain = _significance(scores[best].get(name), scores[second].get(name))
+        return f"{text}{interval}", is_certain
+    return verdict, False
 
 
-def significance(name: str, better: dict[str, Any], worse: dict[str, Any]) -> tuple[str, bool]:
-    """The interval of the difference of two runs' scores, "" where there is none, and whether it excludes zero."""
-    from ttrain.evaluate.promotion import decide
+def _significance(better: Metric | None, worse: Metric | None) -> tuple[str, bool]:
+    """The interval of the difference of two runs, "" where there is none, and whether it excludes zero."""
+    from ttrain.evaluate.forgetting import advantage
 
-    first, second = (scores_in(scores, name.removeprefix(EVALUATED)) for scores in (better, worse))
-    decision = decide(first, second, Promotion()) if first and second else None
-    if decision is None or decision.interval is None:
+    compared = advantage(better, worse, Promotion()) if better and worse else None
+    if compared is None or compared.interval is None:
         return "", False
-    low, high = decision.interval
-    chance = "" if low > 0 else ", so this may be chance"
-    return (
-        f"; over {decision.samples:,} held-out records, the {decision.confidence:.0%} interval of the difference is "
-        f"{low:.4f} to {high:.4f}{chance}",
-        low > 0,
-    )
+    low, high = compared.interval
+    text = f"; over {compared.items:,} held-out records, the {Promotion().confidence:.0%} interval of the difference is "
+    return f"{text}{low:.4f} to {high:.4f}{'' if low > 0 else ', so this may be chance'}", low > 0
 
 
 def _samples(views: Sequence[RunView]) -> Iterator[ComparedSample]:
@@ -292,6 +291,8 @@ def _samples(views: Sequence[RunView]) -> Iterator[ComparedSample]:
         yield ComparedSample(model, prompt, tuple(sample.get("answer", ABSENT) for sample in found), reference)
 
 
-def scores_of(view: RunView) -> dict[str, Any]:
-    """The scores of each held-out record in the run's evaluation (`ttrain.evaluate.task_result`); else empty."""
-    return parse_object(view.text(EVALUATION, FILE) or "")
+def _scores(view: RunView) -> Scores:
+    """The metrics of the run's evaluation with the share of each held-out record; empty where its files are gone."""
+    stage = view.stages.get(EVALUATION)
+    path = view.store.path(EVALUATION, stage.key) / FILE if stage and stage.key else None
+    return parse(path.read_text(encoding="utf-8")) if path and path.is_file() else {}

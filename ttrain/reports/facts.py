@@ -14,6 +14,7 @@ from ttrain.core.hashing import digest_of
 from ttrain.core.text import ABSENT, short_digest
 from ttrain.reports.summary import Result
 from ttrain.store.layout import Manifest
+from ttrain.store.results import EvaluationResult
 
 MAIN_SETTINGS = frozenset({
     "model.kind", "model.hidden_size", "model.layers", "tokenizer.vocab_size", "pretrain.tokens", "pretrain.optim.lr",
@@ -71,14 +72,14 @@ def code_of(manifest: Manifest) -> str:
 
 def versions_of(manifests: Iterable[Manifest]) -> dict[str, list[str]]:
     """{python, platform or library: its versions}: stages of one run can be made on different days."""
-    versions: dict[str, list[str]] = {}
+    versions: dict[str, dict[str, None]] = {}
     for manifest in manifests:
         provenance = manifest.get("provenance", {})
         recorded = {name: provenance.get(name) for name in ("ttrain", "python", "platform")}
         for name, version in {**recorded, **provenance.get("libraries", {})}.items():
-            if version and str(version) not in versions.setdefault(name, []):
-                versions[name].append(str(version))
-    return {name: values for name, values in versions.items() if values}
+            if version:
+                versions.setdefault(name, {})[str(version)] = None
+    return {name: list(values) for name, values in versions.items()}
 
 
 REFERENCE = "in the data"  # the title of what follows a prompt there, beside the answers of models
@@ -86,7 +87,7 @@ REFERENCE = "in the data"  # the title of what follows a prompt there, beside th
 
 def samples_of(evaluation: Manifest) -> dict[tuple[str, str], Result]:
     """{(model, prompt): sample} of an evaluation's manifest, in the order of the models."""
-    by_model = evaluation.get("result", {}).get("samples") or {}
+    by_model = EvaluationResult.of(evaluation.get("result", {})).samples
     models = sorted(by_model, key=model_order)
     return {(model, sample["prompt"]): sample for model in models for sample in by_model[model]}
 

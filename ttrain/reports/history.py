@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,27 +26,32 @@ class History:
 
     @classmethod
     def of(cls, artifact: Artifact | None, home: ArtifactStore) -> History:
-        """Collect it from the manifests in a store; an input that no longer exists is left out."""
+        """Collect it from the manifests in a store; an input that no longer exists is left out.
+
+        Paths on the user's disk stay private.
+        """
         if artifact is None:
             return cls((), None, {})
-        artifacts = tuple(_artifacts_behind(artifact, home))
-        stages = [(candidate.stage, candidate.provenance.get("settings", {})) for candidate in artifacts]
+        begun = {(artifact.stage, artifact.key)}
+
+        def begin(current: Artifact) -> Iterator[Artifact]:
+            for used in current.manifest["inputs"].values():
+                name = (used["stage"], used["key"])
+                if name not in begun and (source := home.read(home.path(*name))):
+                    begun.add(name)
+                    yield source
+
+        artifacts = tuple(inputs_first(artifact, begin))
+        locations, starts = dict[str, tuple[str, ...]](), list[str]()
+        for made in artifacts:
+            settings = made.provenance.get("settings", {})
+            if dataset := made.stage.partition("shards-")[2]:
+                locations[dataset] = tuple(filter(_is_public, _paths(settings.get("data", {}).get(dataset))))
+            if made.stage == BASE_MODEL:
+                starts += [settings.get(training, {}).get("start_from") or "" for training in TRAININGS]
+        on_hub = [match[1] for name in starts if (match := HUB_REFERENCE.fullmatch(name)) and not Path(name).is_dir()]
         evaluation = next(iter(home.made_from(artifact, "evaluate")), None)
-        return cls(artifacts, evaluation, _public_locations(stages), _started_from(stages))
-
-
-def _artifacts_behind(artifact: Artifact, home: ArtifactStore) -> Iterator[Artifact]:
-    """Yield what an artifact was made from, inputs first, then the artifact itself; each once."""
-    begun = {(artifact.stage, artifact.key)}
-
-    def begin(current: Artifact) -> Iterator[Artifact]:
-        for used in current.manifest["inputs"].values():
-            name = (used["stage"], used["key"])
-            if name not in begun and (source := home.read(home.path(*name))):
-                begun.add(name)
-                yield source
-
-    yield from inputs_first(artifact, begin)
+        return cls(artifacts, evaluation, locations, next(iter(on_hub), None))
 
 
 Node = TypeVar("Node")
@@ -61,34 +66,22 @@ def inputs_first(root: Node, begin: Callable[[Node], Iterator[Node]]) -> Iterato
     path = [(root, begin(root))]  # each with the inputs that are left to walk
     while path:
         current, remaining_inputs = path[-1]
-        for source in remaining_inputs:
+        source = next(remaining_inputs, None)
+        if source is not None:
             path.append((source, begin(source)))
-            break
         else:
             path.pop()
             yield current
 
 
-def _public_locations(stages: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, tuple[str, ...]]:
-    """The public sources of each data set; paths on the user's disk stay private. `stages`: (stage, settings)."""
-    locations: dict[str, tuple[str, ...]] = {}
-    for stage, settings in stages:
-        if dataset := stage.partition("shards-")[2]:
-            sources = settings.get("data", {}).get(dataset)
-            entries = [sources] if isinstance(sources, str) else sources or []
-            paths = [entry["path"] if isinstance(entry, dict) else str(entry) for entry in entries]
-            locations[dataset] = tuple(path for path in paths if "://" in path and not path.startswith("file:"))
-    return locations
+def _paths(sources: Any) -> list[str]:
+    """The paths of a data set's sources, as the settings have them."""
+    entries = [sources] if isinstance(sources, str) else sources or []
+    return [entry["path"] if isinstance(entry, dict) else str(entry) for entry in entries]
 
 
-def _started_from(stages: Iterable[tuple[str, Mapping[str, Any]]]) -> str | None:
-    """The Hub name of the model that training started from; a path stays private."""
-    for stage, settings in stages:
-        if stage == BASE_MODEL:
-            names = [settings.get(training, {}).get("start_from") or "" for training in TRAININGS]
-            matches = [match[1] for name in names if (match := HUB_REFERENCE.fullmatch(name)) and not Path(name).is_dir()]
-            return matches[0] if matches else None
-    return None
+def _is_public(path: str) -> bool:
+    return "://" in path and not path.startswith("file:")
 
 
 def seed_of(stage: str, settings: Mapping[str, Any]) -> int | None:

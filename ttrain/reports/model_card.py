@@ -43,15 +43,11 @@ def card(exported: Exported, history: History) -> str:
     from huggingface_hub import ModelCard, ModelCardData
 
     is_adapter = exported.files == "adapter"
-    last = history.artifacts[-1] if history.artifacts else None
-    row = TRAINING_STAGES.get(last.stage) if last else None
+    row = TRAINING_STAGES.get(history.artifacts[-1].stage) if history.artifacts else None
     recent = history.artifacts[-SHOWN_ARTIFACTS:]
-    shards = [made for made in history.artifacts if made.stage.startswith("shards-")]
-    settings = {
-        name: value
-        for artifact in history.artifacts
-        for name, value in artifact.manifest["ingredients"].get("settings", {}).items()
-    }
+    settings: dict[str, Any] = {}
+    for artifact in history.artifacts:
+        settings |= artifact.manifest["ingredients"].get("settings", {})
     metadata = ModelCardData(
         library_name="peft" if is_adapter else "transformers",
         pipeline_tag="text-generation",
@@ -64,15 +60,12 @@ def card(exported: Exported, history: History) -> str:
         template_path=str(TEMPLATE),
         exported=exported,
         history=history,
-        summary=summary(exported, last),
+        row=row,
         is_adapter=is_adapter,
         chats=is_adapter or row is None or row.role != "base",
-        model=row.model if row else None,
         recent=recent,
         earlier=len(history.artifacts) - len(recent),
-        trainings=[made for made in recent if "train_seconds" in made.result],
-        shards=[made for made in shards if made.result.get("files")],
-        evaluation=evaluation_rows(history),
+        evaluation=_evaluation_rows(history),
         versions=facts.versions_of(artifact.manifest for artifact in recent[-1:]),
         settings=sorted(settings.items()),
         changed=sorted(facts.changed_settings(settings).items()),
@@ -85,18 +78,6 @@ def card(exported: Exported, history: History) -> str:
     return f"{filled.content}\n"
 
 
-def summary(exported: Exported, last: Artifact | None) -> str:
-    """Describe the model in a sentence or two."""
-    row = TRAINING_STAGES.get(last.stage) if last else None
-    if exported.files == "adapter":
-        text = f"An adapter with {exported.parameters:,} parameters (PEFT), trained on top of a model that it is bound to"
-    elif exported.merged:
-        text = f"A language model with {exported.parameters:,} parameters, with the weights of an adapter merged into it"
-    else:
-        text = f"{(row and row.summary) or 'A causal language model'}, with {exported.parameters:,} parameters"
-    return f"{text}. Its numbers are {exported.dtype}. Made with ttrain."
-
-
 def _digests(history: History, shards: Artifact) -> dict[Any, str]:
     """Short digests of the files that shards were made of: by (role, name), the quickstart's by name."""
     key = shards.manifest["inputs"].get("source", {}).get("key")
@@ -106,20 +87,16 @@ def _digests(history: History, shards: Artifact) -> dict[Any, str]:
     return {**read, **{name: short_digest(entry["sha256"]) for name, entry in written.items()}}
 
 
-def evaluation_rows(history: History) -> list[report.EvaluationRow]:
+def _evaluation_rows(history: History) -> list[report.EvaluationRow]:
     """(metric, value, remark) of the model and of those below it; [] if it was not evaluated."""
     if history.evaluation is None:
         return []
     stages = {artifact.stage for artifact in history.artifacts}
-    later = [row for name, row in TRAINING_STAGES.items() if row.role != "base" and name not in stages]
-    later_models = [row.model for row in later]  # trained on top of it
-    suffixes = tuple(f"{mark}{name}" for name in later_models for mark in "_/")
-    metrics = report.metrics_of({"evaluate": history.evaluation.result})
-    shown = {name: value for name, value in metrics.items() if not name.endswith(suffixes)}
-    result = dict(history.evaluation.result)
-    if suites := result.get("suites"):
-        result["suites"] = {**suites, "models": [name for name in suites["models"] if name not in later_models]}
-    return report.rows(shown, {"evaluate": result})
+    later = [row.model for name, row in TRAINING_STAGES.items() if row.role != "base" and name not in stages]
+    results = {"evaluate": history.evaluation.result}
+    suffixes = tuple(f"{mark}{name}" for name in later for mark in "_/")  # of models that were trained on top of it
+    shown = {name: value for name, value in report.metrics_of(results).items() if not name.endswith(suffixes)}
+    return report.rows(shown, results)
 
 
 def _cell(value: object) -> str:

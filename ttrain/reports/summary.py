@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from ttrain.core.terminal import escaped
 from ttrain.core.text import counted, format_duration, short_digest
+from ttrain.store.results import EvaluationResult
 from ttrain.store.runs import NOTHING_NEW, RecordedRun
 
 SHOWN_REASONS = 3
@@ -22,13 +23,14 @@ KEY_METRICS: Mapping[str, tuple[str, ...]] = {
     "tokenizer": ("vocab_size", "bytes_per_token"),
     "base-model": ("parameters", "vocab_size"),
     "new-model": ("parameters",),
+    "heldout": ("records", "new", "unscored"),
     "reference": ("answers", "log_probability"),
 }
 
 OVERFIT = "overfit"  # the guard of a held-out loss that rises while that of the training falls
-KEEP_THE_BEST = "or keep the best step: pretrain.early_stopping.patience=3 pretrain.validate_every_steps=50"
 GUARD_FIXES = {
-    OVERFIT: "try fewer passes by a smaller {budget}, or more data",
+    OVERFIT: "try fewer passes by a smaller {budget}, more data, or keep the best step: "
+    "{stage}.early_stopping.patience=3 {stage}.validate_every_steps=50",
     "no_effect": "try a larger {stage}.optim.lr, or more passes",
     "loss-spike": "try a smaller {stage}.optim.lr",
 }
@@ -43,10 +45,10 @@ def metrics_of(results: Mapping[str, Result]) -> dict[str, float]:
     metrics = {f"{name}/{figure}": result.get(figure) for name, result in trainings.items() for figure in figures}
     metrics |= _total(trainings.values())
     metrics |= {f"tok/{name}": results.get("tokenizer", {}).get(name) for name in ("bytes_per_token", "unk_rate")}
-    for stage, group, prefix in (
-        ("evaluate", "metrics", "eval"), ("evaluate", "counts", "eval"), ("evaluate-champion", "metrics", "champion"),
-    ):  # fmt: skip
-        metrics |= {f"{prefix}/{name}": value for name, value in results.get(stage, {}).get(group, {}).items()}
+    evaluation = EvaluationResult.of(results.get("evaluate", {}))
+    champion = EvaluationResult.of(results.get("evaluate-champion", {}))
+    metrics |= {f"eval/{name}": value for name, value in {**evaluation.metrics, **evaluation.counts}.items()}
+    metrics |= {f"champion/{name}": value for name, value in champion.metrics.items()}
     return {name: rounded(value) for name, value in sorted(metrics.items()) if value is not None}
 
 
@@ -93,9 +95,6 @@ def key_figures(stage: str, result: Result, directory: Path = Path()) -> str:
         return ", ".join(f"{name} {result[name]['rows']:,} rows" for name in LEARNT if name in result)
     if stage.startswith("shards-"):
         return "; ".join(_about_shards(result))
-    if stage == "heldout":
-        unscored = f"; {result['unscored']:,} of this night are beyond its share" if result.get("unscored") else ""
-        return f"{result['records']:,} held-out documents of all nights, {result['new']:,} of them new{unscored}"
     if stage in ("replay", "replay-sft"):
         kind, sets = "windows of documents" if stage == "replay" else "chats", len(result["nights"])
         return f"{result['records']:,} {kind}, {result['tokens']:,} tokens, of {counted(sets, 'earlier set')}"
@@ -134,8 +133,6 @@ def _advice_of_guards(stage: str, warned: Iterable[str]) -> str:
     """Which guards warned, and which settings to change."""
     budget = f"{stage}.{'tokens' if stage == 'pretrain' else 'epochs'}"
     fixes = [GUARD_FIXES[name].format(stage=stage, budget=budget) for name in warned if name in GUARD_FIXES]
-    if stage == "pretrain" and OVERFIT in warned:
-        fixes.append(KEEP_THE_BEST)
     names = ", ".join(name.replace("_", " ") for name in warned)
     return f"the guards warned of {'; '.join([names, *fixes])}"
 
@@ -182,27 +179,22 @@ def shown_stages(run: RecordedRun) -> list[Result]:
 
 def status_row(stage: Result) -> tuple[str, str, str, str, str]:
     """(stage, outcome, time, figures or error, log) of a recorded stage; the log relative to the working directory."""
-    log = stage.get("log") or ""
+    log = os.path.relpath(stage["log"]) if stage.get("log") else ""
     if stage.get("key"):  # a shell's glob finds the rest of the key
         log = log.replace(stage["key"], f"{short_digest(stage['key'])}*")
-    with contextlib.suppress(ValueError):
-        log = str(Path(log).relative_to(Path.cwd())) if log else ""
     figures = stage.get("error") or stage.get("metric") or ""
     return stage["name"], stage["outcome"], format_duration(stage.get("seconds")), figures, log
 
 
 BASELINES = {"xz": "xz -9e", "zlib": "zlib -9", "order0": "order-0 bytes", "order3": "order-3 bytes"}
-SCORED = {"chats": ("chat", "chat_tokens"), "domain": ("chat", "domain_tokens")}  # of held-out records, what is counted
-NO_SUITES: Result = {"models": (), "tasks": (), "comparisons": ()}
-
-
-class _Shown(NamedTuple):
-    """A metric of an evaluation that is shown: the number of its records, and a remark."""
-
-    name: str
-    label: str
-    records: int
-    remark: str
+# Of held-out records: one of them, and what is counted in them
+SCORED = {
+    "documents": ("document", "document_bytes", "byte"),
+    "chats": ("chat", "chat_tokens", "scored token"),
+    "domain": ("chat", "domain_tokens", "scored token"),
+    "pairs": ("pair", "", ""),
+}
+Shown = tuple[str, str, int, str]  # a metric of an evaluation that is shown: its name, label, number of records, remark
 
 
 def rows(metrics: Mapping[str, float], results: Mapping[str, Result] = MappingProxyType({})) -> list[EvaluationRow]:
@@ -210,77 +202,62 @@ def rows(metrics: Mapping[str, float], results: Mapping[str, Result] = MappingPr
     stages, also the metrics' intervals and the tasks of its suites."""
     from ttrain.evaluate.few_records import not_judged
 
-    evaluation, champion = (results.get(stage, {}) for stage in ("evaluate", "evaluate-champion"))
-    paired = evaluation.get("paired", {})
-    shown = [*_bits_per_byte(metrics), *_by_model(metrics, paired), *_suites(evaluation)]
+    evaluation = EvaluationResult.of(results.get("evaluate", {}))
+    champion = EvaluationResult.of(results.get("evaluate-champion", {}))
+    shown = [*_heldout(metrics, evaluation), *_suites(evaluation)]
     table: list[EvaluationRow] = []
     for name, label, _, remark in shown:
         if (value := metrics.get(f"eval/{name}")) is not None:
-            table.append((label, _with_interval(value, evaluation, name), remark))
+            table.append((label, _with_interval(value, evaluation.intervals.get(name)), remark))
     for name, label, records, _ in shown:
         if (value := metrics.get(f"champion/{name}")) is not None:
             new = metrics.get(f"eval/{name}", value)
             remark = not_judged(records) or f"the challenger: {new - value:+.3f}"
-            table.append((f"{label}, champion", _with_interval(value, champion, name), remark))
+            table.append((f"{label}, champion", _with_interval(value, champion.intervals.get(name)), remark))
     return table
 
 
-def _bits_per_byte(metrics: Mapping[str, float]) -> Iterator[_Shown]:
-    """The base model's bits per byte, over all documents and those of each group, and what compressors need."""
-    from ttrain.config.training import BITS_PER_BYTE as BITS  # here: `status` needs none of the settings, 0.1 s
-    from ttrain.evaluate.few_records import not_judged
-
-    value, xz = metrics.get(BITS.of_run), metrics.get(f"eval/{BITS.of('xz')}")
-    documents, size = (int(metrics.get(f"eval/{name}", 0)) for name in ("documents", "document_bytes"))
-    remark = f"{counted(documents, 'document')}, {counted(size, 'byte')}"
-    if value is not None and xz is not None:
-        remark += f"; {not_judged(documents) or ('beats xz' if value < xz else 'does not beat xz')}"
-    yield _Shown(BITS.name, f"{BITS.label}, base model", documents, remark)
-    for name in metrics:
-        if name.startswith(f"{BITS.of_run}/"):  # eval/bits_per_byte/lang:zh is lang=zh
-            group = name.removeprefix(f"{BITS.of_run}/").replace(":", "=", 1)
-            yield _Shown(name.removeprefix("eval/"), f"{BITS.label}, base model, {group}", documents, "")
-    for model, label in BASELINES.items():
-        yield _Shown(BITS.of(model), f"{BITS.label}, {label}", documents, "")
-
-
-def _by_model(metrics: Mapping[str, float], paired: Mapping[str, Result]) -> Iterator[_Shown]:
-    """The metrics of fine-tuned models, each compared with that of the model before."""
-    from ttrain.config.training import BITS_PER_BYTE, MODELS, PRIMARY_METRICS
+def _heldout(metrics: Mapping[str, float], evaluation: EvaluationResult) -> Iterator[Shown]:
+    """The metrics on held-out records: each model compared with the one before, and of documents also the base model on
+    each group, and what compressors need."""
+    from ttrain.config.training import BITS_PER_BYTE, MODELS, PRIMARY_METRICS  # here: `status` needs no settings, 0.1 s
     from ttrain.evaluate.few_records import not_judged
 
     for metric in PRIMARY_METRICS.values():
-        names = [metric.of(model) for model in MODELS if metric is not BITS_PER_BYTE]
-        names = [name for name in names if f"eval/{name}" in metrics]
         records = int(metrics.get(f"eval/{metric.records}", 0))
-        noun, tokens = SCORED.get(metric.records, ("pair", ""))
-        remark = counted(records, noun)
-        if tokens:
-            remark += f", {counted(int(metrics.get(f'eval/{tokens}', 0)), 'scored token')}"
-        for number, name in enumerate(names):
-            if number:
-                change = metrics[f"eval/{name}"] - metrics[f"eval/{names[number - 1]}"]
-                p = paired.get(name, {}).get("p")
-                remark = not_judged(records) or f"{change:+.3f}" + ("" if p is None else f", p = {p:.2g}")
-            model = name.removeprefix(metric.family)[1:]
-            yield _Shown(name, f"{metric.label}, {model}", records, remark)
+        noun, count, of_count = SCORED[metric.records]
+        amount = metrics.get(f"eval/{count}")
+        remark = counted(records, noun) + (f", {counted(int(amount), of_count)}" if amount else "")
+        before = None
+        for model in (model for model in MODELS if f"eval/{metric.of(model)}" in metrics):
+            name = metric.of(model)
+            value = metrics[f"eval/{name}"]
+            if before is not None:
+                p = evaluation.paired.get(name, {}).get("p")
+                remark = not_judged(records) or f"{value - before:+.3f}" + ("" if p is None else f", p = {p:.2g}")
+            yield name, f"{metric.label}, {model}", records, remark
+            before = value
+        if metric is BITS_PER_BYTE:
+            groups = [name.removeprefix("eval/") for name in metrics if name.startswith(f"{metric.of_run}/")]
+            for name in groups:  # bits_per_byte/lang:zh is lang=zh
+                yield name, f"{metric.label}, base, {name.partition('/')[2].replace(':', '=', 1)}", records, ""
+            for compressor, label in BASELINES.items():
+                yield metric.of(compressor), f"{metric.label}, {label}", records, ""
 
 
-def _suites(evaluation: Result) -> Iterator[_Shown]:
+def _suites(evaluation: EvaluationResult) -> Iterator[Shown]:
     """The main metric of each task for each model, and its comparison with the first model."""
-    suites = evaluation.get("suites", NO_SUITES)
-    verdicts = {(comparison["task"], comparison["second"]): comparison for comparison in suites["comparisons"]}
-    for task in suites["tasks"]:
-        for model in (name for name in suites["models"] if name in task["models"]):
+    comparisons = evaluation.suites["comparisons"]
+    verdicts = {(comparison["task"], comparison["second"]): comparison for comparison in comparisons}
+    for task in evaluation.suites["tasks"]:
+        for model in (name for name in evaluation.suites["models"] if name in task["models"]):
             remark = f"{task['items']:,} items"
             if versus := verdicts.get((task["task"], model)):
-                difference, verdict = versus.get("difference"), versus["verdict"]
-                is_judged = difference is not None and not verdict.startswith("not judged")
-                remark = (f"{0 - difference:+.3f}: " if is_judged else "") + verdict
+                is_judged = versus["difference"] is not None and not versus["verdict"].startswith("not judged")
+                remark = (f"{0 - versus['difference']:+.3f}: " if is_judged else "") + versus["verdict"]
             label = f"{task['task']} {task['figure'].replace('_', ' ')}, {model}"
-            yield _Shown(f"{task['task']}/{task['figure']}/{model}", label, task["items"], remark)
+            yield f"{task['task']}/{task['figure']}/{model}", label, task["items"], remark
 
 
-def _with_interval(value: float, evaluation: Result, name: str) -> str:
-    interval = evaluation.get("intervals", {}).get(name)
+def _with_interval(value: float, interval: Sequence[float] | None) -> str:
     return f"{value:.3f} ({interval[0]:.3f} to {interval[1]:.3f})" if interval else f"{value:.3f}"

@@ -94,3 +94,15 @@ class TrainingResult(Result):
     guard_warnings: Mapping[str, int] = field(default_factory=dict)  # by guard
     optimizer_groups: Sequence[JsonObject] = ()
     rows: JsonObject = field(default_factory=dict)  # that were packed: rows, epoch, fill, records, ...
+
+
+@dataclass(frozen=True)
+class EvaluationResult(Result):
+    """Of the stages `evaluate` and `evaluate-champion`, by the names of metrics."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
+    intervals: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    paired: Mapping[str, JsonObject] = field(default_factory=dict)  # with the model before, on the same records
+    suites: JsonObject = field(default_factory=lambda: {"models": (), "tasks": (), "comparisons": ()})
+    samples: Mapping[str, Sequence[JsonObject]] = field(default_factory=dict)  # by model

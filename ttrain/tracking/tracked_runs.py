@@ -241,7 +241,7 @@ class RunContent:
         run.inputs = datasets.read_by(inputs, trains=trains) + (datasets.data_of(artifact) if artifact else [])
         if artifact or read_object(work / TRACKED).get("run") == record["run"]:
             nodes = int(record["settings"]["runtime"].get("nodes", 1))
-            run.curves = [output / "run" / file for file in ("metrics.jsonl", *system_metrics.files(nodes))]
+            run.curves = [output / "run" / file for file in ("metrics.jsonl", *map(system_metrics.file_name, range(nodes)))]
             samples = sorted((output / "run" / "samples").glob("step-*.txt"))
             run.files = {f"{name}/run/samples/{path.name}": path for path in samples}
         if artifact and "sweep" not in record:  # of whose trials no models are kept

@@ -30,7 +30,7 @@ class Ranks:
 
     @classmethod
     def join(cls, device: torch.device, timeout_seconds: float) -> Ranks:
-        """Join the process group with the rank from torchrun's environment variables: gloo, and NCCL on CUDA.
+        """Join the process group with the rank from the environment, by torchrun's variables: gloo, and NCCL on CUDA.
 
         A rank that waits for another one for longer than `timeout_seconds` fails.
         """

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from ttrain.cli import pipeline as cli_pipeline
 from ttrain.cli.main import app
-from ttrain.engine.run_progress import progress_of
+from ttrain.engine.progress import progress_of
 from ttrain.store.runs import RunRecord, read
 
 
@@ -26,9 +26,10 @@ def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunRecord:
 
 
 def test_the_rate_counts_what_this_attempt_did_and_gives_the_time_left(training: RunRecord, tmp_path: Path) -> None:
-    (sft,) = progress_of(read(tmp_path, training.run) or {})
-    assert (sft.stage, sft.per_second, sft.seconds_left) == ("sft", 200.0, 30.0)
-    assert sft.percent == pytest.approx(100 / 3) and str(sft) == "33 %, 200 tokens/s, 30.0 s left"
+    pretrain, sft = map(progress_of, (read(tmp_path, training.run) or {})["stages"])
+    assert pretrain is None and sft is not None
+    assert (sft.per_second, sft.seconds_left) == (200.0, 30.0)
+    assert sft.part == pytest.approx(1 / 3) and str(sft) == "33 %, 200 tokens/s, 30.0 s left"
 
 
 def test_status_shows_stage_percent_rate_and_time_left_and_watch_ends_with_the_run(
