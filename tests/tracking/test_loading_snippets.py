@@ -1,4 +1,4 @@
-"""A registered model's directory opens with MLflow alone, in a process without ttrain, and says what it says in ttrain."""
+"""What MLflow needs to open a registered model alone. That it does, without ttrain: full/test_lineage_pipeline.py."""
 
 from collections.abc import Mapping
 from pathlib import Path
