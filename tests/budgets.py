@@ -4,8 +4,6 @@ A package within its budget may grow up to it, one that is over its budget may o
 docstrings, since long lines do not hide them.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import sys

@@ -3,8 +3,6 @@
 What needs a finished pipeline is run by full/test_readme.py.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -17,20 +15,16 @@ import pytest
 import yaml
 from support import reference
 from support.snippets import OUTPUT, PAGES, ROOT, SHELL, Command, Snippet, commands, shell_lines, snippets
-from support.tiny_data import make_tokenizer
 from support.tiny_trainers import tiny_model
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from ttrain.config import Reading, Settings
-from ttrain.config.loading import load
-from ttrain.data import contamination, sharding
-from ttrain.data.blocks import DataFile
-from ttrain.data.pool import Processes
+from ttrain.config import Settings
+from ttrain.config.loading import load, settable_keys
+from ttrain.data import contamination
 from ttrain.data.preferences import is_preference, preference_of
 from ttrain.errors import TTrainError
 from ttrain.evaluate import suites
-from ttrain.tasks.shards import recipe_of
 
 PROGRAMS = {  # of others, on the pages for convenience
     "make", "python", "python3", "uv", "git", "pip", "llama-cli", "printf", "mlflow", "export", "createdb", "prefect",
@@ -53,8 +47,6 @@ def test_no_block_is_left_out_and_no_fence_is_open() -> None:
             assert first in {"ttrain", *PROGRAMS} or first.startswith("#") or ASSIGNED.match(first), (snippet.name, line)
     assert len(commands()) > 120
 
-
-# --- links and form
 
 LINK = re.compile(r"\]\(([^()\s#]*)(?:#([\w-]+))?\)")
 
@@ -89,9 +81,6 @@ def test_lines_are_wrapped_at_100_columns(page: str) -> None:
     assert [line for line in lines if len(line) > 100] == []
 
 
-# --- commands
-
-
 def parsed(words: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
     """(its whole name, its parameters) of a command, as the command line reads it; nothing runs."""
     from ttrain.cli.main import app
@@ -123,7 +112,8 @@ def test_a_command_has_the_arguments_that_a_page_gives_it_and_settings_that_exis
         return  # the settings of a task are its own
     overrides, profiles = (values.get(key) or () for key in ("overrides", "profile"))
     if name in ("ttrain pipeline run", "ttrain pipeline plan", "ttrain stage run", "ttrain doctor", "ttrain config show"):
-        load(list(overrides), files=values.get("config") or (), profiles=profiles, environment={})
+        loaded = load(list(overrides), files=values.get("config") or (), profiles=profiles, environment={})
+        assert len(loaded.sources) >= len(overrides)
 
 
 def test_a_wrong_command_or_setting_would_fail(directory: Path) -> None:
@@ -145,19 +135,17 @@ def prose(page: str) -> str:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_settings_and_commands_within_sentences_exist(page: str) -> None:
-    known = set(reference.setting_names())
+    known = settable_keys(Settings)
     commands_known = {name for name, _ in reference.leaf_commands()}
     groups = {name.rpartition(" ")[0] for name in commands_known}
     for span in SPAN.findall(prose(page)):
         if (setting := SETTING.fullmatch(span)) and not span.endswith((".json", ".safetensors")):
             name = f"{setting[1]}{setting[2]}"
-            assert name in known or name.startswith("model.fields."), f"{page}: {span}"
+            is_known = any(f"{key}.".startswith(f"{name}.") for key in known)
+            assert is_known or name.startswith("model.fields."), f"{page}: {span}"
         elif span.startswith("ttrain ") and span[7].islower():
             command = re.sub("^ttrain train ", "ttrain train task ", span)
             assert any(f"{command} ".startswith(f"{name} ") for name in commands_known) or span in groups, f"{page}: {span}"
-
-
-# --- data formats
 
 
 @pytest.mark.parametrize("snippet", snippets("yaml"), **IDS)
@@ -174,7 +162,7 @@ def test_yaml_is_settings_or_a_suite_or_a_manifest(snippet: Snippet, tmp_path: P
     if "tasks" in first:
         assert set(suites.load(str(path)).suite.tasks) == set(first["tasks"])
     else:
-        load((), files=[path], environment={})
+        assert load((), files=[path], environment={}).settings
 
 
 @pytest.mark.parametrize("snippet", snippets("json", "toml"), **IDS)
@@ -184,9 +172,6 @@ def test_json_is_an_item_and_toml_is_toml(snippet: Snippet) -> None:
     for line in snippet.text.splitlines() if snippet.language == "json" else ():
         row = json.loads(line)
         assert preference_of(row) if is_preference(row) else contamination.of_row(row) is not None
-
-
-# --- Python
 
 
 def page_code(page: str, holds: str) -> str:
@@ -239,28 +224,3 @@ def test_the_tutorial_s_script_makes_data_that_its_settings_name(tmp_path: Path)
     assert set(documents[0]) == {"text", "source"} and set(chats[0]) == {"instruction", "output"}
     (settings,) = [yaml.safe_load(snippet.text) for snippet in snippets("yaml") if snippet.page == "docs/tutorial.md"]
     assert (tmp_path / settings["data"]["sft"]).is_file()
-
-
-# --- what opens an artifact
-
-ARTIFACTS = (ROOT / "artifacts/README.md").read_text(encoding="utf-8")
-
-
-def test_shards_open_as_the_page_of_artifacts_says(tmp_path: Path) -> None:
-    import pyarrow.ipc
-
-    make_tokenizer(tmp_path / "tokenizer")
-    (tmp_path / "rows.jsonl").write_text('{"text": "One."}\n{"text": "Two."}\n', encoding="utf-8")
-    reading = Reading(heldout_fraction=0.0)
-    recipe = recipe_of(reading, tmp_path / "tokenizer", "documents")
-    files = {"train": [DataFile(str(tmp_path / "rows.jsonl"), "rows.jsonl")]}
-    sharding.build(sharding.Work(tmp_path / "shards", files, recipe, reading, 1 << 20, Processes(1)))
-    (opener,) = re.findall(r"^\| `shards-\*` \| `(.*?)`", ARTIFACTS, flags=re.MULTILINE)
-    (entry,) = json.loads((tmp_path / "shards/train/index.json").read_bytes())["shards"]
-    place = str(tmp_path / "shards" / "train" / entry["file"])
-    call = opener.replace("<artifact>/train/<file>", repr(place))
-    assert place in call
-    assert eval(call, {"pyarrow": pyarrow}).read_all().num_rows == 2
-    import datasets
-
-    assert datasets.load_dataset("arrow", data_files=place, cache_dir=str(tmp_path / "cache"))["train"].num_rows == 2

@@ -1,15 +1,10 @@
 """What is beside the code for those who install and contribute: pins, image, services, workflow."""
 
-from __future__ import annotations
-
 import re
-import shutil
-import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
@@ -36,15 +31,6 @@ def test_the_image_copies_what_a_wheel_is_made_of_and_runs_as_a_user() -> None:
     assert text.index("\nUSER ttrain") < text.index("ENTRYPOINT")
     (extras,) = re.findall(r"ARG EXTRAS=(.*)", text)
     assert {*extras.split(",")} <= PROJECT["project"]["optional-dependencies"].keys()
-
-
-@pytest.mark.skipif(shutil.which("docker") is None, reason="no docker command")
-def test_docker_reads_the_services() -> None:
-    environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "POSTGRES_PASSWORD": "x", "PREFECT_AUTH": "a:b"}
-    command = ["docker", "compose", "--file", str(ROOT / "compose.yaml"), "config", "--quiet"]
-    if subprocess.run(["docker", "compose", "version"], capture_output=True, env=environment).returncode:
-        pytest.skip("no docker compose")
-    assert subprocess.run(command, capture_output=True, text=True, env=environment).stderr == ""
 
 
 def test_services_listen_on_this_machine_alone_and_need_passwords() -> None:

@@ -1,7 +1,5 @@
 """docs/reference.md is what the code says; TTRAIN_WRITE_REFERENCE=1 rewrites it."""
 
-from __future__ import annotations
-
 import os
 
 from support import reference

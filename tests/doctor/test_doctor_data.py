@@ -1,7 +1,5 @@
 """`ttrain doctor`: labels and tokenizers that are sound pass, and the fault that is planted in one of them is found."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +10,7 @@ import pytest
 from doctor.test_doctor import ok
 from support.chat_templates import CHATML, take
 from support.shard_sets import ALL, build, write_lines
-from support.tiny_data import LINES, NumberedRows, chats, make_shards, make_tokenizer, write_shards
+from support.tiny_data import LINES, NumberedRows, make_shards, make_tokenizer, write_shards
 from support.tiny_stages import Home, stage_settings
 from support.tiny_trainers import settings_of_training
 
@@ -66,8 +64,6 @@ def records_of(conversations: Sequence[Messages]) -> list[dict[str, Any]]:
 
 
 class Spoilt(Rows):
-    """Rows whose labels are changed by `spoil(ids, labels, segments)`, in place."""
-
     def __init__(self, rows: Rows, spoil: Callable[[Any, Any, Any], None]) -> None:
         self.rows, self.spoil, self.row_length, self.pad_id = rows, spoil, rows.row_length, rows.pad_id
 
@@ -139,22 +135,7 @@ def test_labels_of_chats_are_the_answers_with_their_ends(talks: Data) -> None:
     assert not ok(labels.labels(replace(talks, records=talks.records[1:])))
 
 
-def test_an_answer_longer_than_a_row_may_be_learnt_in_parts(talks: Data, tmp_path: Path) -> None:
-    make_shards(tmp_path, talks.encoder, "chats", 3)
-    rows = open_rows(tmp_path / "heldout", talks.encoder, settings_of_training(row_length=16), heldout=True)
-    conversations = records_of(chats(12, seed=1))
-    assert rows.counts()["cut_records"]
-    cut = replace(talks, rows=rows, heldout=rows, records=conversations)
-    assert ok(labels.labels(cut))
-    assert not ok(labels.labels(replace(cut, records=conversations[:1])))
-
-
-# --- the tokenizer ----------------------------------------------------------------------------------------------------
-
-
 class Lossy(Encoder):
-    """Drops characters of four bytes, and notes the texts."""
-
     tried: set[str]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -163,8 +144,6 @@ class Lossy(Encoder):
 
 
 class Forgeable(Encoder):
-    """Reads special tokens out of a text."""
-
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode_markup(texts[0])] if len(texts) == 1 else super().encode(texts)
 
@@ -181,9 +160,6 @@ def test_a_tokenizer_that_loses_characters_or_reads_special_tokens_is_found(
     assert ok(labels.round_trip(data))
     found = labels.round_trip(replace(data, encoder=Forgeable(documents.encoder.directory)))
     assert not ok(found) and "text that spells <|" in found.measured
-
-
-# --- what a stage reads ---
 
 
 def test_a_stage_reads_the_store_and_a_base_that_no_run_trained_has_random_weights(tmp_path: Path) -> None:
@@ -204,7 +180,6 @@ def test_a_stage_reads_the_store_and_a_base_that_no_run_trained_has_random_weigh
 def test_pairs_too_long_for_a_row_are_named_before_a_run_trains_what_dpo_starts_from(
     tmp_path: Path, documents: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a base that there is not yet."""
     pairs = [{"prompt": f"Is {n} even?", "chosen": "yes", "rejected": "no"} for n in range(60)]
     file, tokenizer = write_lines(tmp_path / "dpo.jsonl", pairs), documents.encoder.directory
     sizes = stage_settings(rows_per_device=2).model_dump(mode="json")
@@ -222,7 +197,7 @@ def test_pairs_too_long_for_a_row_are_named_before_a_run_trains_what_dpo_starts_
     found = model.learns(with_references(learner).changed(optim=Optim(lr=1e-2)))
     assert ok(found) and "loss 0.6931 to 0." in found.measured, "ln 2 of two equal models"
     long = settings.model_copy(update={"dpo": settings.dpo.model_copy(update={"row_length": 8})})
-    with pytest.raises(DataError, match=r"are longer than dpo\.row_length 8"):
+    with pytest.raises(DataError, match=r"dpo\.row_length 8"):
         next(run.examine("dpo", replace(plan, settings=long)))
 
 

@@ -1,7 +1,5 @@
 """Every architecture and every adapter passes the checks of `ttrain doctor`, in tiny sizes."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -69,8 +67,6 @@ TRAINED: list[tuple[str, str]] = [
 
 @dataclass
 class Subject:
-    """A model, or an adapter on one, as the stages keep it."""
-
     model: Any
     weights_file: str = WEIGHTS
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -106,7 +102,7 @@ def learner_of(case: tuple[str, str]) -> Learner:
     return Learner(config, Runtime(device="cpu", rows_per_device=4), partial(build, *case), language, ROWS, FP32)
 
 
-def ok(check: Finding | None) -> None:
+def assert_ok(check: Finding | None) -> None:
     assert check is not None
     assert check.ok, check.measured
 
@@ -114,9 +110,9 @@ def ok(check: Finding | None) -> None:
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_it_sees_neither_the_future_nor_other_records_and_starts_at_knowing_nothing(case: tuple[str, str]) -> None:
     learner = learner_of(case)
-    ok(model.future(learner))
-    ok(model.documents(learner))
-    ok(model.first_loss(learner))
+    assert_ok(model.future(learner))
+    assert_ok(model.documents(learner))
+    assert_ok(model.first_loss(learner))
 
 
 @pytest.fixture(scope="module")
@@ -135,17 +131,16 @@ def steps_of_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, 
 def test_how_rows_are_divided_does_not_matter(
     case: tuple[str, str], steps_of_ranks: dict[tuple[str, str], list[model.Step]]
 ) -> None:
-    ok(model.accumulation(learner_of(case)))
+    assert_ok(model.accumulation(learner_of(case)))
     sample = unevenly_masked(select_rows(ROWS, model.ROWS))
     alone = model.first_step(learner_of(case), sample, Ranks(0, 1, CPU), rows_per_device=1)
-    ok(model._agreement(alone, steps_of_ranks[case], "one process and two"))
+    assert_ok(model._agreement(alone, steps_of_ranks[case], "one process and two"))
 
 
 @pytest.mark.parametrize("case", TRAINED, ids=case_id)
 def test_it_resumes_to_the_bit_and_learns(case: tuple[str, str]) -> None:
-    """With dropout, and with the noise of routers that have it."""
-    ok(model.resume(learner_of(case)))
-    ok(model.learns(learner_of(case)))
+    assert_ok(model.resume(learner_of(case)))
+    assert_ok(model.learns(learner_of(case)))
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -156,14 +151,13 @@ def test_experts_in_groups_do_not_look_like_a_leak(name: str) -> None:
     learner = Learner(
         settings_of_training(), Runtime(device="cpu"), lambda: Subject(tiny_model(**many)), language, ROWS, FP32
     )
-    ok(model.future(learner))
+    assert_ok(model.future(learner))
 
 
 OPENED = [name for name in MODELS if name != "llama with experts"]  # which are opened with two heads
 
 
 def test_a_checkpoint_of_every_architecture_opens_without_ttrain(tmp_path: Path) -> None:
-    """Of a training after a step, its optimizer's state and all beside it."""
     config, expected, directories = settings_of_training(optim=Optim(lr=2e-2)), [], []
     for name in OPENED:
         subject, place = build(name, ""), tmp_path / name.replace(" ", "-")

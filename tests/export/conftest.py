@@ -1,7 +1,5 @@
 """A home with trained models, which all exports read."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import ModuleType
 
@@ -18,7 +16,6 @@ from ttrain.tasks import LORA, PRETRAIN, SFT, Stage, lora, pretrain, sft
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> ArtifactStore:
-    """A pretrained model, an SFT model and an adapter, by the real stages, with their manifests."""
     home = Home.make(tmp_path_factory.mktemp("home"))
     tree = stage_settings(3, checkpoint_every_steps=100).model_dump()
     few_steps = {stage: {**tree[stage], "tokens_per_step": 1024} for stage in ("sft", "lora")}

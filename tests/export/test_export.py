@@ -1,11 +1,6 @@
 """Exports: exact bits or an error that names the tensor, a target that is whole or untouched."""
 
-from __future__ import annotations
-
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +14,7 @@ from ttrain.core.files import temporary_path
 from ttrain.data.encoder import Encoder
 from ttrain.errors import ArtifactError, TTrainError, UsageError
 from ttrain.export import export as exporting
-from ttrain.export.export import Request, export, size_of
+from ttrain.export.export import Request, export
 from ttrain.lineage.names import resolve
 from ttrain.model import adapters, factory
 from ttrain.store.artifacts import ArtifactStore
@@ -29,7 +24,6 @@ pytestmark = pytest.mark.usefixtures("use_trained_home")
 
 
 def everything(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a model's directory."""
     return {name: tensor for file in weight_files(directory) for name, tensor in load_file(file).items()}
 
 
@@ -143,7 +137,7 @@ def test_the_second_head_is_left_out_unless_it_is_asked_for(tmp_path: Path) -> N
     save_file({"weight": weight}, model / SECOND_HEAD)
     done = export(resolve(str(model)), tmp_path / "without", Request())
     assert SECOND_HEAD not in done.files
-    assert "its second head is left out" in done.remarks[0]
+    assert "second head" in done.remarks[0]
     export(resolve(str(model)), tmp_path / "with", Request(keep_head=True))
     assert torch.equal(load_file(tmp_path / "with" / SECOND_HEAD)["weight"], weight.to(torch.bfloat16))
     assert resolve(str(tmp_path / "with")).second_head == tmp_path / "with" / SECOND_HEAD
@@ -152,19 +146,19 @@ def test_the_second_head_is_left_out_unless_it_is_asked_for(tmp_path: Path) -> N
 def test_a_target_is_replaced_only_when_asked_and_only_if_it_is_a_model(tmp_path: Path, trained: ArtifactStore) -> None:
     reference, out = resolve("lora"), tmp_path / "out"
     export(reference, out, Request())
-    with pytest.raises(UsageError, match="which is not empty; choose another directory, or replace it with --force"):
+    with pytest.raises(UsageError, match="--force"):
         export(reference, out, Request())
     export(resolve("sft"), out, Request(force=True))
     assert not (out / ADAPTER).exists()
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.tex").touch()
-    with pytest.raises(UsageError, match="holds no model; --force replaces models only"):
+    with pytest.raises(UsageError, match=r"no model.*--force"):
         export(reference, other, Request(force=True))
-    with pytest.raises(UsageError, match="which is a file"):
+    with pytest.raises(UsageError, match="a file"):
         export(reference, other / "thesis.tex", Request())
     for place in (reference.model / "x", trained.root / "store" / "x", reference.model):
-        with pytest.raises(UsageError, match="choose a directory of its own"):
+        with pytest.raises(UsageError, match="directory of its own"):
             export(reference, place, Request(force=True))
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -183,55 +177,28 @@ def test_what_lies_beside_a_model_is_never_replaced(tmp_path: Path) -> None:
         assert (out / mine).read_text() == "precious"
 
 
-def test_a_target_that_is_a_link_is_the_directory_it_leads_to(tmp_path: Path) -> None:
-    real, link = tmp_path / "real", tmp_path / "link"
-    real.mkdir()
-    link.symlink_to(real)
-    for force in (False, True):
-        export(resolve("lora"), link, Request(force=force))
-    assert link.is_symlink() and (real / ADAPTER).is_file()
+def test_merging_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"'sft' .*--merge"):
+        export(resolve("sft"), tmp_path / "out", Request(merge=True))
+    prefix = tmp_path / "prefix"
+    prefix.mkdir()
+    (prefix / "adapter_config.json").write_text('{"peft_type": "PREFIX_TUNING"}')
+    with pytest.raises(UsageError, match="no weights"):
+        export(replace(resolve("lora"), adapter=prefix), tmp_path / "out", Request(merge=True))
 
 
-def test_a_target_is_whole_or_as_it_was_and_what_a_killed_export_left_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reference, out = resolve("lora"), tmp_path / "out"
     export(reference, out, Request())
     before = {path.name: path.read_bytes() for path in out.iterdir()}
 
     def full_disk(*_: object, **__: object) -> int:
         (temporary_path(out) / ADAPTER).write_bytes(b"half")
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        raise SafetensorError("No space left on device (os error 28)")
 
-    with monkeypatch.context() as patch, pytest.raises(SafetensorError, match="No space left"):
+    with monkeypatch.context() as patch, pytest.raises(SafetensorError, match="No space"):
         patch.setattr(exporting, "write_tensors", full_disk)
         export(reference, out, Request(force=True))
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
-        pass
-    for number in (gone.pid, os.getppid()):
-        (tmp_path / f".out.{number}.tmp").mkdir()
-    out.rename(tmp_path / f".out.replaced-{gone.pid}")  # killed before the new one had the name
-    with pytest.raises(UsageError, match="not empty"):
-        export(reference, out, Request())
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     export(reference, out, Request(force=True))
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f".out.{os.getppid()}.tmp", "out"]
-
-
-def test_merging_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="'sft' is a full model, not an adapter; leave --merge out"):
-        export(resolve("sft"), tmp_path / "out", Request(merge=True))
-    prefix = tmp_path / "prefix"
-    prefix.mkdir()
-    (prefix / "adapter_config.json").write_text('{"peft_type": "PREFIX_TUNING"}')
-    with pytest.raises(UsageError, match="which adds positions and no weights"):
-        export(replace(resolve("lora"), adapter=prefix), tmp_path / "out", Request(merge=True))
-
-
-def test_sizes_are_decimal() -> None:
-    sizes = {"5GB": 5 * 10**9, "1.5 mb": 1_500_000, "40KB": 40_000}
-    assert {text: size_of(text) for text in sizes} == sizes
-    for text in ("", "5", "GB", "0GB", "-1GB", "5TB", "5GiB", "0.0001KB", "9" * 308 + "GB"):
-        with pytest.raises(UsageError, match="for example 5GB"):
-            size_of(text)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

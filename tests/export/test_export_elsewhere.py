@@ -1,7 +1,5 @@
 """What other programs make of an export: transformers in a process without ttrain, and llama.cpp's converter."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -44,7 +42,6 @@ assert not [name for name in sys.modules if name.split(".")[0] == "ttrain"]
 
 
 def code_of(directory: Path, base: Path) -> str:
-    """The example on the card of an export."""
     text = (directory / "README.md").read_text(encoding="utf-8").partition("```python")[2].partition("```")[0]
     return text.replace("THIS_DIRECTORY", str(directory)).replace("BASE", str(base))
 
@@ -66,7 +63,6 @@ def said_elsewhere(asked: list[tuple[Path, Path | None, str, bool]]) -> list[lis
 
 @pytest.mark.soak
 def test_an_export_says_the_same_tokens_in_a_process_without_ttrain(tmp_path: Path) -> None:
-    """Full and merged models, an adapter, experts, and a shape that transformers does not have."""
     references = {
         "full": resolve("sft"),
         "merged": resolve("lora"),
@@ -135,12 +131,12 @@ def test_the_converter_is_told_how_a_tokenizer_that_it_does_not_know_splits_word
 
 def test_a_converter_that_fails_is_quoted_and_nothing_is_exported(tmp_path: Path, llama_cpp: Path) -> None:
     (llama_cpp / exporting.SCRIPT).write_text("raise SystemExit('this architecture is not supported')")
-    with pytest.raises(TTrainError, match=r"(?s)made no GGUF file; leave --gguf out.*this architecture is not supported"):
+    with pytest.raises(TTrainError, match=r"(?s)--gguf.*architecture is not supported"):
         export(resolve("sft"), tmp_path / "out", Request(gguf=llama_cpp))
     assert not (tmp_path / "out").exists()
-    with pytest.raises(UsageError, match=r"git clone --depth 1 https://github\.com/ggml-org/llama\.cpp"):
+    with pytest.raises(UsageError, match=r"git clone"):
         export(resolve("sft"), tmp_path / "out", Request(gguf=tmp_path))
-    with pytest.raises(UsageError, match="make it part of its base with --merge"):
+    with pytest.raises(UsageError, match="--merge"):
         export(resolve("lora"), tmp_path / "out", Request(gguf=llama_cpp))
 
 

@@ -1,53 +1,49 @@
-"""`ttrain export --push` against a Hub of our own."""
-
-from __future__ import annotations
+"""`ttrain export --push`, with the client of the Hub replaced by one of the same methods."""
 
 from pathlib import Path
+from unittest.mock import Mock, create_autospec
 
 import pytest
-from support.hub import Hub
+from huggingface_hub import HfApi
+from huggingface_hub.errors import LocalTokenNotFoundError
 
 from ttrain.errors import TTrainError, UsageError
 from ttrain.export import export as exporting
 from ttrain.export.export import Export
 
+FILES = {"model.safetensors": 7, "README.md": 6}
+
 
 @pytest.fixture
 def exported(tmp_path: Path) -> Export:
-    directory = tmp_path / "out"
-    directory.mkdir()
-    for name, data in {"model.safetensors": b"weights", "README.md": b"# card", "notes.txt": b"of the user"}.items():
-        (directory / name).write_bytes(data)
-    return Export(directory, "model", "bfloat16", 7, {"model.safetensors": 7, "README.md": 6}, ())
+    (tmp_path / "notes.txt").write_text("of the user")
+    return Export(tmp_path, "model", "bfloat16", 7, FILES, ())
 
 
-def test_an_upload_has_the_files_of_the_export_and_a_new_repository_is_private(
-    exported: Export, hub: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub)
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    assert exporting.push(exported, "me/mine").startswith(f"{hub}/me/mine/commit/")
-    assert Hub.uploaded == {"model.safetensors": b"weights", "README.md": b"# card"}
-    assert [request["name"] for request in Hub.created] == ["mine"]
-    assert Hub.created[0].get("private") is True or Hub.created[0].get("visibility") == "private"
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    client = create_autospec(HfApi, instance=True)
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: client)
+    return client
 
 
-@pytest.mark.parametrize("token", ["hf_wrong", None])
-def test_a_refused_upload_says_what_to_do_and_keeps_the_export(
-    exported: Export, hub: str, token: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub)
-    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    if token:
-        monkeypatch.setenv("HF_TOKEN", token)
-    with pytest.raises(TTrainError, match=r"me/mine could not be uploaded: .*HF_TOKEN") as refused:
+def test_an_upload_has_the_files_of_the_export_and_a_new_repository_is_private(exported: Export, hub: Mock) -> None:
+    hub.upload_folder.return_value.commit_url = "https://hub.example/me/mine/commit/1"
+    assert exporting.push(exported, "me/mine") == "https://hub.example/me/mine/commit/1"
+    hub.create_repo.assert_called_once_with("me/mine", private=True, exist_ok=True)
+    sent = hub.upload_folder.call_args.kwargs
+    assert (sent["folder_path"], sent["allow_patterns"]) == (exported.directory, [*FILES])
+
+
+@pytest.mark.parametrize("error", [LocalTokenNotFoundError("no token"), ConnectionError("no route")])
+def test_a_refused_upload_says_what_to_do_and_keeps_the_export(exported: Export, hub: Mock, error: Exception) -> None:
+    hub.create_repo.side_effect = error
+    with pytest.raises(TTrainError, match=rf"me/mine .*{error}.*HF_TOKEN"):
         exporting.push(exported, "me/mine")
-    assert "hf_wrong" not in str(refused.value) and (exported.directory / "model.safetensors").is_file()
-    assert not Hub.uploaded
+    assert not hub.upload_folder.called and exported.directory.is_dir()
 
 
 def test_a_name_that_is_no_repository_is_refused_first() -> None:
     for name in ("mine", "a/b/c", "me/../x", "", "me/mine!"):
-        with pytest.raises(UsageError, match=r"--push is .* but must be OWNER/NAME"):
+        with pytest.raises(UsageError, match=r"--push .*OWNER/NAME"):
             exporting.check_repository(name)

@@ -1,7 +1,5 @@
 """Plans, runs and their progress as a notebook shows them."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A user's own packages `flows` and `tasks` and ttrain's do not meet, wherever they are and whoever imports first."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

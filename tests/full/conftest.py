@@ -1,7 +1,5 @@
 """A finished run, copies of it, and empty homes for the tests of this folder."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil
@@ -58,8 +56,6 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture
 def copy_of(finished: Cli, tmp_path: Path) -> Callable[..., Cli]:
-    """A copied home with copied data, to change at will."""
-
     def copy(name: str = "copy") -> Cli:
         shutil.copytree(finished.data, tmp_path / name / "data")
         shutil.copytree(finished.home, tmp_path / name / "home")
@@ -92,10 +88,16 @@ def prefect_database(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture
-def fresh(tmp_path: Path, prefect_database: Path) -> Cli:
-    """An empty home but for the digests of the modules and Prefect's database, and the corpus."""
+def empty(tmp_path: Path) -> Cli:
+    """An empty home but for the digests of the modules, and the corpus."""
     write_corpus(tmp_path / "data")
     remember_modules(tmp_path / "home")
-    (tmp_path / "home" / "prefect").mkdir(parents=True)
-    shutil.copy(prefect_database, tmp_path / "home" / "prefect")
     return Cli(tmp_path / "home", tmp_path / "data")
+
+
+@pytest.fixture
+def fresh(empty: Cli, prefect_database: Path) -> Cli:
+    """The same with Prefect's database."""
+    (empty.home / "prefect").mkdir()
+    shutil.copy(prefect_database, empty.home / "prefect")
+    return empty

@@ -1,7 +1,5 @@
 """Shards made on a Dask cluster, through Prefect, are the shards that one process makes."""
 
-from __future__ import annotations
-
 import socket
 import ssl
 from pathlib import Path
@@ -35,7 +33,6 @@ def test_nobody_without_the_keys_of_the_cluster_reaches_its_scheduler() -> None:
 
 @pytest.mark.soak
 def test_a_pipeline_that_makes_its_shards_on_dask_has_those_of_one_that_does_not(fresh: Cli, tmp_path: Path) -> None:
-    """Of many blocks, which two workers make and the stages put together."""
     alone = Cli(tmp_path / "alone", fresh.data)
     alone.here(*SHARDS, "--engine", "none")
     said = fresh(*SHARDS, "runtime.sharding=dask", "runtime.workers=2")

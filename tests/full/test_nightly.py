@@ -1,7 +1,5 @@
 """Nights on a real store, with real training, a real MLflow and real kills."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import multiprocessing
@@ -58,7 +56,6 @@ def house(finished: Cli, tmp_path_factory: pytest.TempPathFactory) -> Cli:
 
 @pytest.fixture(scope="module")
 def second(house: Cli) -> Cli:
-    """Then new documents came, the next night learnt them, and others came after it."""
     add_similar_documents(house, "docs-3", 3)
     house.output = house.here("pipeline", "run", "nightly", *NONE)  # type: ignore[attr-defined]
     add_similar_documents(house, "docs-4", 4)
@@ -67,8 +64,6 @@ def second(house: Cli) -> Cli:
 
 @pytest.fixture
 def copy(second: Cli, tmp_path: Path) -> Callable[[], Cli]:
-    """The house after two nights, to change at will."""
-
     def copied() -> Cli:
         shutil.copytree(second.data, tmp_path / "data")
         shutil.copytree(second.home, tmp_path / "home")
@@ -179,7 +174,6 @@ def killed(cli: Cli, number: int, when: str) -> int | None:
 
 @pytest.fixture
 def before_second(copy: Callable[[], Cli]) -> Cli:
-    """As before the second night's record was written: its stages are finished, the first champion is champion."""
     cli = copy()
     (cli.data / "docs-4.jsonl").unlink()
     (cli.home / "nightly" / NAME / "night-000002.json").unlink()

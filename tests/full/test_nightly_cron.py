@@ -1,7 +1,5 @@
 """A night that a cron starts: it trains on what is new, is compared with the champion, and becomes champion."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The whole pipeline on the user's own files, through a real Prefect server and a real MLflow store."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -112,7 +110,6 @@ def test_mlflow_holds_one_parent_with_a_child_per_stage(finished: Any) -> None:
 
 
 def test_a_run_with_one_change_is_compared_with_the_first_in_mlflow(finished: Any, copy_of: CliFactory) -> None:
-    """In a copied home, which is all cached, and whose original stays untouched."""
     cli = Cli(copy_of().home, finished.data)
     original = [finished.home / "store", finished.home / "mlflow" / "artifacts"]
     before = [snapshot(directory) for directory in original]

@@ -1,7 +1,5 @@
 """What Prefect is told of a run, when it tries a stage again, and that none of it is needed."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from types import SimpleNamespace
@@ -23,7 +21,6 @@ WITHOUT_PREFECT = (
 
 
 def newest_run(cli: Cli) -> tuple[Any, ...]:
-    """(id, name, state) of the newest flow run."""
     query = "select id, name, state_name from flow_run order by created desc limit 1"
     [found] = cli.rows("prefect", query)
     return found
@@ -87,22 +84,6 @@ def test_a_stage_s_task_has_its_attempts_with_longer_and_longer_waits_and_no_cac
     assert not tries_again(task, None, Failed(data=StageFailed("bad.jsonl:3", "DataError")))
     run.signum = 15
     assert not tries_again(task, None, Failed(data=StageFailed("its process was killed")))
-
-
-def test_a_stage_that_ends_otherwise_than_by_its_own_word_fails_the_run() -> None:
-    """Such as by a mistake in the task around it: Prefect knows of it, the run's own record does not."""
-    from prefect.states import Completed, Failed
-
-    from ttrain.errors import TTrainError
-    from ttrain.flows.engine import check_all_completed
-
-    futures = [SimpleNamespace(state=state) for state in (Completed(), Failed(message="AttributeError: x"))]
-    run: Any = SimpleNamespace(signum=0, failures={})
-    with pytest.raises(TTrainError, match="Failed: AttributeError: x"):
-        check_all_completed(run, futures)
-    check_all_completed(run, futures[:1])
-    run.failures = {"sft": StageFailed("told already")}
-    check_all_completed(run, futures)
 
 
 def test_a_flow_run_has_the_name_of_the_settings_and_the_users_tags() -> None:

@@ -1,7 +1,5 @@
 """Commands and snippets of the pages, run on a finished pipeline. That all others parse is shown by test_documents.py."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil
@@ -68,11 +66,11 @@ OF_README = {name.removeprefix("ttrain ") for name in {*COMMANDS} - {*DATA} - SE
 @pytest.mark.parametrize("command", sorted({*OF_README, *OTHER_PAGES}))
 def test_a_command_of_a_page_works(command: str, finished: Any, tmp_path: Path) -> None:
     shards = finished.here("artifacts", "path", "shards-pretrain", settings=False).strip() if "NESTED" in command else ""
-    run_on(finished, [word.replace("NESTED", shards) for word in shlex.split(command)], tmp_path)
+    said = run_on(finished, [word.replace("NESTED", shards) for word in shlex.split(command)], tmp_path)
+    assert said and "Traceback" not in said
 
 
-def run_on(finished: Cli, words: list[str], tmp_path: Path) -> None:
-    """Run a command where the files are that pages name, in the finished home; of pipelines their plan."""
+def run_on(finished: Cli, words: list[str], tmp_path: Path) -> str:
     for name, source in (("docs", "docs-1"), ("chats", "chats"), ("domain", "domain")):
         (tmp_path / f"{name}.jsonl").write_bytes((finished.data / f"{source}.jsonl").read_bytes())
     (tmp_path / "my.yaml").write_text("name: mine\n", encoding="utf-8")
@@ -94,9 +92,9 @@ def run_on(finished: Cli, words: list[str], tmp_path: Path) -> None:
         words[1:3] = ["plan", "full"]
     elif words[:2] == ["stage", "run"]:
         code = 2  # in an empty home its inputs are missing, and it says so
-    said = cli.here(*words, settings=False, code=code)
-    assert said and "Traceback" not in said
+    said: str = cli.here(*words, settings=False, code=code)
     assert code == 0 or "waits for" in said
+    return said
 
 
 def test_the_commands_of_the_page_of_data_work_one_after_the_other(finished: Any, tmp_path: Path) -> None:
@@ -109,11 +107,7 @@ def test_the_commands_of_the_page_of_data_work_one_after_the_other(finished: Any
         assert cli.in_process(*shlex.split(command)[1:], settings=False)
 
 
-# --- what opens a model or an artifact
-
-
-def python(code: str, cli: Cli, *arguments: str) -> None:
-    """Run the code where neither ttrain's settings nor its folder are."""
+def assert_runs(code: str, cli: Cli, *arguments: str) -> None:
     database = f"sqlite:///{cli.home / 'mlflow' / 'mlflow.db'}"
     environment = {**cli.environment, "MLFLOW_TRACKING_URI": database}
     command: Sequence[str] = [sys.executable, "-P", "-c", code, *arguments]
@@ -127,13 +121,13 @@ def test_the_page_of_tracking_opens_registered_models(finished: Any, tmp_path: P
     shutil.copytree(finished.home / "mlflow", tmp_path / "home" / "mlflow")  # MLflow notes what was opened
     moved = Cli(tmp_path / "home", finished.data)
     prepare(moved.home)  # which points a copied home's places at itself
-    python(snippet.text.replace("quickstart", "tiny-test").replace("-sft/3", "-sft/1"), moved)
+    assert_runs(snippet.text.replace("quickstart", "tiny-test").replace("-sft/3", "-sft/1"), moved)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("stage", ["tokenizer", "pretrain", "lora", "evaluate"])
 def test_an_artifact_opens_as_its_page_says(stage: str, finished: Any) -> None:
-    """Shards: test_documents.py."""
+
     page = (ROOT / "artifacts/README.md").read_text(encoding="utf-8")
     (cell,) = re.findall(rf"^\| [^|]*`{stage}`[^|]* \| (.*) \|$", page, flags=re.MULTILINE)
     place = finished.here("artifacts", "path", stage, settings=False).strip()
@@ -145,4 +139,6 @@ def test_an_artifact_opens_as_its_page_says(stage: str, finished: Any) -> None:
     model = f"{finished.here('artifacts', 'path', 'sft', settings=False).strip()}/model"
     call = call.replace("<model of sft>", f"AutoModelForCausalLM.from_pretrained({model!r})")
     call = re.sub(r"<artifact>([/\w]*)", lambda match: repr(f"{place}{match[1]}"), call)
-    python(f"from peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n{call}", finished)
+    assert_runs(
+        f"from peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n{call}", finished
+    )

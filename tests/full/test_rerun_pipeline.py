@@ -1,6 +1,4 @@
-"""What was killed is run again under other code. A failed stage: test_pipeline.py, a forced one: test_fetching_pipeline."""
-
-from __future__ import annotations
+"""What was killed is run again under other code. A failed stage: test_pipeline.py."""
 
 import shutil
 from collections.abc import Callable
@@ -18,7 +16,6 @@ LONGER = "pretrain.tokens=61440"  # 120 steps
 @pytest.mark.long
 @pytest.mark.soak
 def test_work_that_older_code_began_goes_on_under_the_new(copy_of: Callable[..., Any], tmp_path: Path) -> None:
-    """A training is killed, a module that it reads is changed, and the checkpoint is kept all the same."""
     cli = copy_of()
     process = cli.start("stage", "run", "pretrain", LONGER)
     wait_until(cli.checkpoints, 240)

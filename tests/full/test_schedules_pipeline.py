@@ -1,7 +1,5 @@
 """Schedules on a real Prefect server, served by the real command: a cron fires, slots run once, a stop leaves no process."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal

@@ -1,11 +1,7 @@
 """`ttrain sweep` as a user runs it: killed and continued, side by side; what its record and MLflow have of it."""
 
-from __future__ import annotations
-
 import json
 import shlex
-import signal
-import sqlite3
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -28,19 +24,15 @@ def sweeps(cli: Cli, command: str, *arguments: str) -> Any:
 
 
 def trials_of(cli: Cli) -> list[dict[str, Any]]:
-    """Records of all runs of trials, the oldest first."""
     return [record for record in reversed(runs.history(cli.home)) if "sweep" in record]
 
 
 def built(cli: Cli) -> Counter[str]:
-    """How often each stage was built by a trial."""
     stages = [stage for record in trials_of(cli) for stage in record["stages"]]
     return Counter(stage["name"] for stage in stages if stage["outcome"] == "completed")
 
 
 def kill_in_trial(cli: Cli, process: subprocess.Popen[str], number: int) -> None:
-    """SIGKILL once the trial has saved a checkpoint of its training."""
-
     def has_saved() -> bool:
         assert process.poll() is None, process.stdout and process.stdout.read()
         stages = [stage for run in trials_of(cli) if run["sweep"]["trial"] == number for stage in run["stages"]]
@@ -51,18 +43,8 @@ def kill_in_trial(cli: Cli, process: subprocess.Popen[str], number: int) -> None
     kill_at_work(process)
 
 
-def tracked(cli: Cli) -> list[dict[str, Any]]:
-    """MLflow's runs with their tags."""
-    with sqlite3.connect(cli.home / "mlflow" / "mlflow.db") as database:
-        runs = database.execute("select run_uuid, name, status from runs where lifecycle_stage = 'active'").fetchall()
-        tags = database.execute("select run_uuid, key, value from tags").fetchall()
-    found = [{"id": run, "name": name, "status": status} for run, name, status in runs]
-    return [{**run, **{key: value for owner, key, value in tags if owner == run["id"]}} for run in found]
-
-
 @pytest.mark.soak
 def test_a_sweep_that_is_killed_goes_on_inside_its_trial_and_its_best_is_what_the_pipeline_makes(fresh: Cli) -> None:
-    """Trial 2 is killed in its middle; then the same command, which repeats nothing that was finished."""
     command = ("sweep", "full", "pretrain.optim.lr=log(1e-6,1e-2,3)", ADAMW, LONGER, "--sampler", "grid")
     kill_in_trial(fresh, fresh.start(*command), 2)
     stopped = sweeps(fresh, "show")
@@ -70,7 +52,7 @@ def test_a_sweep_that_is_killed_goes_on_inside_its_trial_and_its_best_is_what_th
     assert [trial["outcome"] for trial in stopped["trials"]] == ["completed", "running"]
 
     said = fresh(*command)
-    assert "2 of 3 goes on" in said
+    assert "2 of 3" in said
     shown = sweeps(fresh, "show")
     assert [(trial["number"], trial["outcome"]) for trial in shown["trials"]] == [(n, "completed") for n in (1, 2, 3)]
     values = [trial["value"] for trial in shown["trials"]]
@@ -80,18 +62,16 @@ def test_a_sweep_that_is_killed_goes_on_inside_its_trial_and_its_best_is_what_th
     (continued,) = [s for s in trials_of(fresh)[2]["stages"] if s["name"] == "pretrain"]
     assert continued["resumed_from_step"] > 0
 
-    runs = tracked(fresh)
-    (parent,) = [run for run in runs if run["name"] == shown["sweep"]]
-    children = [run for run in runs if run.get("ttrain.trial") and "ttrain.stage" not in run]
-    assert {run["status"] for run in runs} == {"FINISHED"}
-    assert sorted(run["ttrain.trial"] for run in children) == ["1", "2", "3"]
-    assert {run["mlflow.parentRunId"] for run in children} == {parent["id"]}
-    with sqlite3.connect(fresh.home / "mlflow" / "mlflow.db") as database:
-        doubled = "select count(*) from (select 1 from metrics group by run_uuid, key, step having count(*) > 1)"
-        assert database.execute(doubled).fetchone() == (0,)
-        assert database.execute("select count(*) from model_versions").fetchone() == (0,)
-        latest = f"select key, value from latest_metrics where run_uuid = '{parent['id']}'"
-        figures = dict(database.execute(latest).fetchall())
+    query = """select trial.value, parent.value from tags trial join tags parent using (run_uuid)
+    where trial.key = 'ttrain.trial' and parent.key = 'mlflow.parentRunId'
+    and run_uuid not in (select run_uuid from tags where key = 'ttrain.stage')"""
+    children = dict(fresh.rows("mlflow", query))
+    [parent] = {*children.values()}
+    assert sorted(children) == ["1", "2", "3"]
+    assert set(fresh.rows("mlflow", "select status from runs")) == {("FINISHED",)}
+    doubled = "select count(*) from (select 1 from metrics group by run_uuid, key, step having count(*) > 1)"
+    assert fresh.rows("mlflow", doubled) == fresh.rows("mlflow", "select count(*) from model_versions") == [(0,)]
+    figures = dict(fresh.rows("mlflow", "select key, value from latest_metrics where run_uuid = ?", parent))
     best = next(trial["metrics"] for trial in trials_of(fresh)[::-1] if trial["sweep"]["trial"] == 3)
     assert {name: figures[name] for name in best} == pytest.approx(best) and figures["sweep/best_trial"] == 3
 
@@ -116,31 +96,3 @@ def test_trials_side_by_side_build_what_they_share_once_and_give_what_one_after_
         overlaps = sum(a < end and start < b for n, (a, b) in enumerate(starts) for start, end in starts[:n])
         assert (overlaps > 0) == (name == "beside")
     assert found["beside"] == found["after"]
-
-
-@pytest.mark.soak
-def test_trials_that_diverge_are_bad_and_that_are_stopped_go_on(fresh: Cli) -> None:
-    decays = "pretrain.optim.weight_decay=choice(0.0,0.01,1e30)"
-    command = ("sweep", "full", decays, ADAMW, "pretrain.optim.lr=0.02", LONGER, "--sampler", "grid")
-    process = fresh.start(*command)
-    wait_until(lambda: process.poll() is not None or any(r["sweep"]["trial"] == 2 for r in trials_of(fresh)), 240)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=120) == 130
-    assert sweeps(fresh, "show")["outcome"] == "interrupted"
-    fresh(*command)
-    shown = sweeps(fresh, "show")
-    assert [trial["outcome"] for trial in shown["trials"]] == ["completed", "completed", "diverged"]
-    assert "is not finite" in shown["trials"][2]["error"]
-    assert shown["best"]["values"]["pretrain.optim.weight_decay"] in (0.0, 0.01)
-
-
-@pytest.mark.soak
-def test_a_fault_that_no_trial_would_escape_ends_the_sweep_at_once(fresh: Cli) -> None:
-    (fresh.data / "docs-1.jsonl").write_text('{"text": "one"}\n' * 20 + "not JSON\n" * 500, encoding="utf-8")
-    said = fresh("sweep", "full", "pretrain.optim.muon_lr=choice(0.01,0.02)", code=1)
-    assert len(trials_of(fresh)) == 1
-    assert "docs-1.jsonl" in said
-    write_corpus(fresh.data.with_name("again"))
-    (fresh.data.with_name("again") / "docs-1.jsonl").rename(fresh.data / "docs-1.jsonl")
-    fresh("sweep", "full", "pretrain.optim.muon_lr=choice(0.01,0.02)")
-    assert [trial["outcome"] for trial in sweeps(fresh, "show")["trials"]] == ["completed"] * 2

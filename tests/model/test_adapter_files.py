@@ -1,7 +1,5 @@
 """The files of adapters: what they hold, who opens them, and how adapters are shown, switched and merged."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -22,7 +20,6 @@ from ttrain.store.model_files import weights_digest
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """A base and an adapter that moves it, on disk, by the id of the case; with the logits that they give."""
     root, found = tmp_path_factory.mktemp("saved"), {}
     for (shape, kind), name in zip(CASES, CASE_IDS, strict=True):
         place = root / name.replace(" ", "-")
@@ -87,7 +84,7 @@ def test_a_base_in_shards_has_a_digest_too_and_a_changed_shard_is_refused(tmp_pa
     assert torch.equal(logits(adapters.load(factory.load(base), adapter, weights_digest(base))), logits(model))
     shard = sorted(base.glob("model-*.safetensors"))[0]
     save_file({name: tensor + 1 for name, tensor in load_file(shard).items()}, shard, metadata={"format": "pt"})
-    with pytest.raises(ArtifactError, match="was trained on the base"):
+    with pytest.raises(ArtifactError, match="trained on"):
         adapters.load(factory.load(base), adapter, weights_digest(base))
 
 
@@ -107,9 +104,6 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(saved: Any, tmp_path: P
         adapters.load(factory.load(case["base"]), spoilt, weights_digest(case["base"]))
 
 
-# --- several of them, and none ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["lora on experts", "prefix on llama"])
 def test_switching_restores_the_logits_of_each_adapter_and_of_the_base(saved: Any, tmp_path: Path, name: str) -> None:
     case = saved[name]
@@ -123,15 +117,5 @@ def test_switching_restores_the_logits_of_each_adapter_and_of_the_base(saved: An
         assert not any(p.requires_grad for p in model.parameters())
         with model.disable_adapter():
             torch.testing.assert_close(logits(model), case["before"], rtol=0, atol=1e-6)
-    with pytest.raises(UsageError, match="no adapter 'third'; there are first, second"):
+    with pytest.raises(UsageError, match=r"'third'.*first, second"):
         adapters.switch(model, "third")
-
-
-def test_another_kind_of_adapter_cannot_stand_beside(saved: Any) -> None:
-    case = saved["lora on llama"]
-    digest = weights_digest(case["base"])
-    model = adapters.load(factory.load(case["base"]), case["adapter"], digest)
-    with pytest.raises(UsageError, match="cannot be loaded together with default"):
-        adapters.add(model, saved["prefix on llama"]["adapter"], digest, "second")
-    with pytest.raises(UsageError, match="an adapter 'default' already"):
-        adapters.add(model, case["adapter"], digest, "default")

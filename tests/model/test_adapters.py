@@ -1,7 +1,5 @@
 """Adapters of every kind on every shape: what they touch, what they leave alone, and how they train."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from importlib.util import find_spec
@@ -33,8 +31,6 @@ MLP = {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
 
 
 class HeldAdapter(Held):
-    """The adapter's weights of a model."""
-
     def state(self) -> dict[str, Tensor]:
         return adapters.state(self.model)  # type: ignore[arg-type]
 
@@ -42,15 +38,13 @@ class HeldAdapter(Held):
         factory.overwrite(adapters.state(self.model), weights)  # type: ignore[arg-type]
 
 
-# --- targets ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("error::FutureWarning")
 def test_nothing_that_a_library_will_drop_is_used_to_attach_an_adapter_or_to_load_it(kind: str, tmp_path: Path) -> None:
     base = save_base(tiny_model(), tmp_path / "base")
-    adapter = save_adapter(adapters.attach(tiny_model(), settings(kind=kind)), tmp_path / "adapter", base)
-    adapters.load(factory.load(base), adapter, weights_digest(base))
+    model = adapters.attach(tiny_model(), settings(kind=kind))
+    loaded = adapters.load(factory.load(base), save_adapter(model, tmp_path / "adapter", base), weights_digest(base))
+    assert same(adapters.state(model), adapters.state(loaded))
 
 
 def without_layer(names: Any) -> set[str]:
@@ -125,9 +119,6 @@ def test_what_peft_cannot_do_to_stacked_experts_is_refused_with_the_cure(change:
         adapters.attach(tiny_model(**SHAPES["experts"]), settings(**change))
 
 
-# --- training -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("shape", "kind"), CASES, ids=CASE_IDS)
 def test_training_moves_every_tensor_of_the_adapter_and_none_of_the_base(shape: str, kind: str) -> None:
     base = tiny_model(**SHAPES[shape])
@@ -185,9 +176,6 @@ def test_a_compiled_adapter_is_trained_to_the_same_weights(kind: str) -> None:
     assert distance(*found) < 1e-4 * distance(before, found[0])
 
 
-# --- the stage -----------------------------------------------------------------------------------------------------------
-
-
 def test_the_stage_leaves_an_adapter_and_continues_to_the_same_bytes(stage_home: Home, tmp_path: Path) -> None:
     words = stage_home.tokenizer.path
     base = save_base(tiny_model(vocab=len(Encoder(words))), tmp_path / "base" / "model")
@@ -210,9 +198,6 @@ def test_the_stage_leaves_an_adapter_and_continues_to_the_same_bytes(stage_home:
     assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == "ttrain-pretrain"
     model = adapters.load(factory.load(base), adapter, before)
     assert not torch.allclose(logits(model), logits(factory.load(base)), atol=1e-4)
-
-
-# --- a base in few bits -------------------------------------------------------------------------------------------------
 
 
 def test_int8_and_dora_are_refused_together() -> None:

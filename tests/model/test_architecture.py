@@ -1,7 +1,5 @@
 """Settings of a model: presets by layer, fields that only an architecture knows, and what enters the key."""
 
-from __future__ import annotations
-
 import json
 from itertools import product
 from pathlib import Path
@@ -75,9 +73,6 @@ def test_a_preset_is_not_in_the_key_but_its_sizes_are() -> None:
     assert Settings.model_validate(settings.model_dump(mode="json")) == settings
 
 
-# --- fields -------------------------------------------------------------------------------------------------------------
-
-
 def test_fields_of_an_architecture_come_from_every_layer(tmp_path: Path) -> None:
     path = settings_file(tmp_path, "model: {kind: gpt2, fields: {resid_pdrop: 0.1, embd_pdrop: 0.2, summary_type: mean}}")
     loaded = load(
@@ -106,7 +101,6 @@ TINYSEEK = {
 
 
 def test_a_model_config_of_tinyseek_alone_is_its_model_and_may_be_overridden(tmp_path: Path) -> None:
-    """With all names that TinySeek's own has."""
     theirs = {**TINYSEEK, "vocab_size": 500, "hidden": 24}
     path = settings_file(tmp_path, json.dumps(theirs), "model_config.json")
     settings = load(["model.layers=5"], files=[path], environment={}).settings

@@ -1,7 +1,5 @@
 """Models and adapters: strict when loaded. What a position sees: tests/doctor."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path
@@ -17,8 +15,6 @@ from support.tiny_trainers import tiny_model
 from ttrain.errors import ArtifactError
 from ttrain.model import factory
 
-# --- loading ------------------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_tied_embedding_is_saved_once(tmp_path: Path, tied: bool) -> None:
@@ -33,11 +29,11 @@ def test_no_pickle_beside_a_model_is_loaded(tmp_path: Path) -> None:
     directory = save_base(tiny_model(), tmp_path / "model")
     (directory / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "elsewhere"}')
     (directory / "adapter_model.bin").write_bytes(b"a pickle")
-    with pytest.raises(ArtifactError, match="holds a model and an adapter; move the adapter_config"):
+    with pytest.raises(ArtifactError, match="adapter_config"):
         factory.load(directory)
     (directory / "adapter_config.json").unlink()
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
-    with pytest.raises(ArtifactError, match="cannot load a model from"):
+    with pytest.raises(ArtifactError, match="cannot load"):
         factory.load(directory)
 
 
@@ -68,7 +64,7 @@ def test_a_model_without_one_of_its_files_or_with_a_torn_one_is_refused(tmp_path
         weights.write_bytes(weights.read_bytes()[:-7])
     else:
         (directory / name).unlink()
-    with pytest.raises(ArtifactError, match="cannot load a model from"):
+    with pytest.raises(ArtifactError, match="cannot load"):
         factory.load(directory)
 
 
@@ -84,9 +80,6 @@ def test_code_beside_weights_is_never_run_whatever_the_next_line_of_input_is(
         f"open({str(ran)!r}, 'w').close()\nfrom transformers import LlamaConfig as Theirs, LlamaForCausalLM as Model\n"
     )
     monkeypatch.setattr("sys.stdin", io.StringIO("y\ny\n"))
-    with pytest.raises(ArtifactError, match="which ttrain never runs"):
+    with pytest.raises(ArtifactError, match="never runs"):
         factory.load(directory)
     assert not ran.exists()
-
-
-# --- what stages leave ---------------------------------------------------------------------------------------------------

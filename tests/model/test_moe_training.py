@@ -1,31 +1,23 @@
 """Mixtures of experts in training: balance, biases, ranks, stages, Muon."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.comparing import copies, distance, same
-from support.tiny_adapters import save_base
-from support.tiny_data import VOCAB, NumberedRows
+from support.comparing import copies, distance
+from support.tiny_data import NumberedRows
 from support.tiny_mixtures import BIASED, blocks, spread_routers, tiny_moe
 from support.tiny_trainers import ALONE, PLAIN, Recorder, in_ranks, make_trainer, settings_of_training, tiny_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
-from ttrain.config import Lora, Optim, Schedule
+from ttrain.config import Optim, Schedule
 from ttrain.errors import UsageError
-from ttrain.model import adapters
 from ttrain.train.distributed import Ranks
 from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.moe import Routers
 from ttrain.train.optim import MOMENTUM, Muon
 from ttrain.train.training_options import Cadence, Speed
-
-# --- training -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_logged_loss_is_the_sum_of_its_logged_parts() -> None:
@@ -47,7 +39,6 @@ def trained(
     kind: str, ranks: Ranks = ALONE, how: Speed = PLAIN, *, steps: int = 2, optim: Optim | None = None,
     **options: Any,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Any]]:  # fmt: skip
-    """Weights before and after, and curve."""
     model, recorder = tiny_moe(kind, balance=0.1, bias_rate=0.02 if kind in BIASED else 0.0), Recorder()
     changes: dict[str, Any] = {"optim": optim, "schedule": Schedule(kind="constant", warmup_steps=0)} if optim else {}
     config = settings_of_training(tokens=steps * 96, **changes)
@@ -63,32 +54,19 @@ MUON = Optim(kind="muon", muon_lr=0.1, weight_decay=0)
 
 @pytest.fixture(scope="module")
 def of_rank(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What two ranks have: replicated, sharded, and sharded after a step of Muon, in this order."""
+    """What two sharded ranks have, and what after a step of Muon. Replicated ones: tests/doctor."""
+    sharded = Speed(parallel="fsdp")
 
     def work(ranks: Ranks) -> Any:
-        sharded = Speed(parallel="fsdp")
-        return (
-            trained("glm4_moe", ranks, rows_per_device=1), trained("ernie4_5_moe", ranks, sharded),
-            trained("glm4_moe", ranks, sharded, steps=1, optim=MUON),
-        )  # fmt: skip
+        return trained("ernie4_5_moe", ranks, sharded), trained("glm4_moe", ranks, sharded, steps=1, optim=MUON)
 
     return in_ranks(2, tmp_path_factory.mktemp("ranks"), work)
-
-
-def test_two_ranks_train_the_experts_as_one_does(of_rank: Any) -> None:
-    _, alone, curve = trained("glm4_moe", rows_per_device=1)
-    for (_, weights, _), *_ in of_rank:
-        assert distance(weights, alone) < 1e-5
-    names = [name for name in curve[0] if name.startswith(("moe_load", "moe_dropped", "moe_max"))]
-    assert [[line[name] for name in names] for line in of_rank[0][0][2]] == [
-        [line[name] for name in names] for line in curve
-    ]
 
 
 def test_sharded_ranks_move_the_biases_as_one_does(of_rank: Any) -> None:
     """ernie4_5_moe keeps them among its parameters, which are cut; the other among its buffers, which are whole."""
     _, alone, _ = trained("ernie4_5_moe")
-    _, found, _ = of_rank[0][1]
+    _, found, _ = of_rank[0][0]
     assert distance(alone, found) < 1e-5
     biases = [name for name in found if name.endswith("e_score_correction_bias")]
     assert len(biases) == 2 and all(torch.equal(alone[name], found[name]) for name in biases)
@@ -96,20 +74,10 @@ def test_sharded_ranks_move_the_biases_as_one_does(of_rank: Any) -> None:
 
 def test_a_sharded_step_of_muon_orthogonalises_whole_matrices(of_rank: Any) -> None:
     moves = []
-    for before, after, _ in (trained("glm4_moe", steps=1, optim=MUON), of_rank[0][2]):
+    for before, after, _ in (trained("glm4_moe", steps=1, optim=MUON), of_rank[0][1]):
         moves.append({name: after[name] - tensor for name, tensor in before.items() if after[name].ndim > 1})
     moved = {name: distance({name: moves[0][name]}, {name: moves[1][name]}) for name in moves[0]}
     assert max(moved.values()) < 1e-4, moved
-
-
-def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit_with_its_biases(tmp_path: Path) -> None:
-    """Which are among the parameters of this kind; of the other one: tests/doctor."""
-    kind = "ernie4_5_moe"
-    _, expected, curve = trained(kind, steps=7)
-    trained(kind, steps=7, directory=tmp_path, stop_after=4, cadence=Cadence(log=3, checkpoint=100))
-    _, found, rest = trained(kind, steps=7, directory=tmp_path)
-    assert same(expected, found)
-    assert rest == curve[-len(rest) :] and 0 < len(rest) < len(curve)
 
 
 @pytest.mark.parametrize("kind", BIASED)
@@ -134,17 +102,6 @@ def test_a_step_that_is_skipped_moves_no_bias() -> None:
     assert all(bias is not None and not bias.any() for bias in Routers(model).biases)
 
 
-def test_a_finished_model_holds_its_biases_and_opens_with_transformers(tmp_path: Path) -> None:
-    model = tiny_moe("ernie4_5_moe", bias_rate=0.05)
-    make_trainer(settings_of_training(tokens=96), model, NumberedRows(60)).fit()
-    loaded = AutoModelForCausalLM.from_pretrained(save_base(model, tmp_path / "model"))
-    assert loaded.config.router_bias_rate == 0.05, "a stage that starts from it goes on in the same way"
-    assert all(bias is not None and bias.any() for bias in Routers(loaded).biases)
-    ids = torch.randint(9, VOCAB, (2, 16))
-    with torch.no_grad():
-        assert torch.allclose(loaded.eval()(input_ids=ids).logits, model.eval()(input_ids=ids).logits, atol=1e-6)
-
-
 def last_max_load(kind: str, **settings: float) -> float:
     """The fullest expert of any layer, as a multiple of the mean, at the end of a run whose routers have favourites."""
     model, recorder = tiny_moe(kind, **settings), Recorder()
@@ -166,25 +123,13 @@ def test_balancing_lowers_the_load_of_the_fullest_expert(kind: str, balanced: di
     assert found < 1.35 < 1.5 < free, (found, free)
 
 
-def test_an_adapter_leaves_routers_and_biases_as_they_are() -> None:
-    base = tiny_moe("glm4_moe", bias_rate=0.05)
-    model = adapters.attach(base, Lora(rank=2, targets=("q_proj", "v_proj")))
-    before, recorder = copies({name: t for name, t in model.state_dict().items() if "lora" not in name}), Recorder()
-    make_trainer(settings_of_training(tokens=2 * 96), model, NumberedRows(60), callbacks=[recorder]).fit()
-    assert same(before, {name: t for name, t in model.state_dict().items() if "lora" not in name})
-    assert "loss_balance" not in recorder.records[0].metrics and "moe_max_load" in recorder.records[0].metrics
-
-
 def test_a_balance_without_a_router_to_watch_and_a_bias_rate_without_a_bias_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"no router that can be observed; set model.moe.balance=0"):
+    with pytest.raises(UsageError, match=r"model\.moe\.balance=0"):
         LanguageModeling(settings_of_training(), tiny_model(kind="hunyuan_v1_moe", moe={"experts": 4}))
     model = tiny_moe("mixtral")
     model.config.router_bias_rate = 0.1
-    with pytest.raises(UsageError, match="the routers of MixtralForCausalLM have no bias"):
+    with pytest.raises(UsageError, match=r"MixtralForCausalLM.*bias"):
         LanguageModeling(settings_of_training(), model)
-
-
-# --- Muon ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(3, 6, 4), (3, 4, 6)])

@@ -1,7 +1,5 @@
 """A second head for the token after the next: its labels, its loss, where its weights lie, and what goes on with it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +7,17 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.comparing import curve, same
+from support.comparing import curve
 from support.tiny_data import VOCAB, NumberedRows
 from support.tiny_stages import Home, run_here, stage_settings
 from support.tiny_trainers import CPU, settings_of_training, tiny_model
-from torch import nn
 from transformers import AutoModelForCausalLM
 
-from ttrain.config import Lora, Optim
+from ttrain.config import Optim
 from ttrain.config.model import Moe, MultiToken
 from ttrain.data.packing import IGNORE, Batch
 from ttrain.errors import ArtifactError
-from ttrain.model import adapters, multi_token
+from ttrain.model import multi_token
 from ttrain.store.model_files import SECOND_HEAD
 from ttrain.tasks import sft
 from ttrain.train import optim
@@ -28,13 +25,9 @@ from ttrain.train.language_modeling import LanguageModeling
 
 
 def two_heads(weight: float = 0.3, **settings: Any) -> Any:
-    """A tiny model with a second head."""
     model = tiny_model(**settings)
     multi_token.attach(model, MultiToken(weight=weight), seed=1)
     return model
-
-
-# --- labels and loss ----------------------------------------------------------------------------------------------------
 
 
 def by_hand(model: Any, batch: Batch) -> tuple[float, float]:
@@ -74,21 +67,12 @@ def test_the_loss_is_that_of_both_heads_by_hand(settings: dict[str, Any], chunk:
     assert float(alone.total) == pytest.approx(first, rel=1e-5) and not alone.parts, "validation is of the next tokens alone"
 
 
-def test_without_the_second_head_the_model_begins_with_the_same_numbers() -> None:
-    alone, both = tiny_model().state_dict(), two_heads().state_dict()
-    assert same(alone, {name: tensor for name, tensor in both.items() if not name.startswith("multi_token")})
-    assert both["multi_token.weight"].std() == pytest.approx(0.02, rel=0.1)
-
-
 def test_the_head_is_trained_as_the_first_one_is() -> None:
     model = LanguageModeling(settings_of_training(), two_heads(tie_embeddings=False)).build_model()
     groups = optim.build(model, Optim(kind="muon")).optimizers
     by_name = dict(model.named_parameters())
     (adamw,) = [group for o in groups for group in o.param_groups if group["weight_decay"] == 0]
     assert any(p is by_name["model.multi_token.weight"] for p in adamw["params"]), "AdamW, without decay, never Muon"
-
-
-# --- weights; that they resume, and are the same on two ranks: tests/doctor ---------------------------------------------
 
 
 def test_a_head_with_a_bias_is_loaded_and_trained_and_one_of_another_size_refused_by_name(tmp_path: Path) -> None:
@@ -102,19 +86,8 @@ def test_a_head_with_a_bias_is_loaded_and_trained_and_one_of_another_size_refuse
     task.train_step(task.build_model().train(), batch, CPU).total.backward()  # type: ignore[no-untyped-call]
     assert float(model.multi_token.bias.grad.abs().max()) > 0
     save_file({"weight": torch.randn(VOCAB + 1, 16)}, tmp_path / SECOND_HEAD)
-    with pytest.raises(ArtifactError, match=r"mis-shaped: weight is \[62, 16\] but must be \[61, 16\]"):
+    with pytest.raises(ArtifactError, match=r"weight.*\[62, 16\].*\[61, 16\]"):
         multi_token.attach_from(tiny_model(), tmp_path)
-
-
-def test_an_adapter_leaves_the_second_head_out() -> None:
-    model = adapters.attach(tiny_model(), Lora(rank=2, targets=("q_proj",)))
-    head = nn.Linear(16, VOCAB)
-    model.get_base_model().multi_token = head
-    task = LanguageModeling(settings_of_training(), model)
-    assert not task.train_step(task.build_model(), NumberedRows(2).batch([0, 1]), CPU).parts
-
-
-# --- whole stages -------------------------------------------------------------------------------------------------------
 
 
 SHORT = {"epochs": None, "tokens": 3 * 256}
@@ -122,7 +95,6 @@ SHORT = {"epochs": None, "tokens": 3 * 256}
 
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "dropped"])
 def test_stages_keep_the_head_beside_the_model_or_drop_it(keep: bool, stage_home: Home, tmp_path: Path) -> None:
-    """And where it is kept, experts that are balanced as the base was."""
     settings = stage_settings(steps=2)
     changes: dict[str, Any] = {"multi_token": MultiToken(weight=0.5, keep_head=keep)}
     if keep:

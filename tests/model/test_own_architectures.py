@@ -1,7 +1,5 @@
 """Shapes that transformers does not have: what they compute and generate. What a position sees: tests/doctor."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -29,9 +27,6 @@ def model(request: pytest.FixtureRequest) -> Any:
     return tiny_model(**request.param).eval()
 
 
-# --- Moyun --------------------------------------------------------------------------------------------------------------
-
-
 def test_positions_are_sines_and_cosines_in_turn_and_no_parameter() -> None:
     model = tiny_model(kind="moyun")
     table = model.model.positions.table
@@ -46,9 +41,9 @@ def test_positions_are_sines_and_cosines_in_turn_and_no_parameter() -> None:
 def test_a_text_longer_than_the_table_is_refused() -> None:
     model = tiny_model(kind="moyun", max_length=16).eval()
     model(random_ids(1, 1, 16))
-    with pytest.raises(ValueError, match=r"position 16 is beyond the 16 that the model has"):
+    with pytest.raises(ValueError, match=r"position 16"):
         model(random_ids(1, 1, 17))
-    with pytest.raises(ValueError, match=r"position 16 is beyond the 16"):
+    with pytest.raises(ValueError, match=r"position 16"):
         model.generate(random_ids(1, 1, 10), max_new_tokens=20, do_sample=False, eos_token_id=[0])
 
 
@@ -82,9 +77,6 @@ def test_moyun_is_torchs_encoder_with_a_causal_mask(implementation: str) -> None
         torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 
-# --- TinySeek -----------------------------------------------------------------------------------------------------------
-
-
 def router_of(model: Any) -> Any:
     return model.model.layers[0].mlp.gate
 
@@ -105,25 +97,6 @@ def test_noise_of_the_size_that_its_weight_says_moves_routes_in_training_only() 
     model = tiny_model(kind="tinyseek", moe=EXPERTS, fields={"router_noise": False}).train()
     assert [name for name in factory.state(model) if "noise" in name] == []
     assert torch.equal(model(random_ids(1, 1, T)).logits, model(random_ids(1, 1, T)).logits)
-
-
-def test_experts_in_groups_compute_what_they_do_one_by_one() -> None:
-    model = tiny_model(**SHAPES["tinyseek"])
-    moe, x = model.model.layers[0].mlp, torch.randn(1, 50, 16)
-    with torch.no_grad():
-        moe.experts.up_proj_bias.normal_()
-        moe.experts.down_proj_bias.normal_()
-    moe.gate.noise_scale = 0.0
-    found = []
-    for implementation in ("grouped_mm", "eager"):
-        model.set_experts_implementation(implementation)
-        moe.zero_grad()
-        out = moe(x)
-        out.square().sum().backward()
-        found.append((out.detach(), *(parameter.grad.clone() for parameter in moe.parameters())))
-    assert all(float(tensor.abs().max()) > 0 for tensor in found[0][:1])
-    for grouped, plain in zip(*found, strict=True):
-        torch.testing.assert_close(grouped, plain, rtol=1e-4, atol=1e-5)
 
 
 def turned(x: Tensor, position: int) -> Tensor:
@@ -189,9 +162,6 @@ def test_tinyseek_gives_the_logits_of_a_slow_reference(share_layers: bool, exper
             xs = [normalized(layer.post_mlp_layernorm, x + through_experts(layer.mlp, x)) for x in xs]
         assert len(model.model.layers) == (1 if share_layers else 2)
         torch.testing.assert_close(model(ids).logits[0], model.lm_head(torch.stack(xs)), rtol=1e-4, atol=1e-4)
-
-
-# --- both ---------------------------------------------------------------------------------------------------------------
 
 
 def test_a_cache_and_padding_on_the_left_change_neither_logits_nor_what_is_generated(model: Any) -> None:

@@ -1,7 +1,6 @@
 """Architectures by name: each takes the settings' sizes, keeps to its record of a row, learns, and opens again."""
 
-from __future__ import annotations
-
+import contextlib
 import json
 import re
 import sys
@@ -10,34 +9,25 @@ from typing import Any
 
 import pytest
 import torch
-from support.planned_homes import House
 from support.tiny_adapters import save_base
 from support.tiny_data import VOCAB
 from support.tiny_trainers import settings_of_training, tiny_model
 from torch.nn import functional as F
 
 from ttrain.config import Lora, Model
-from ttrain.engine.graph import Graph
-from ttrain.engine.planner import plan
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.model import factory, registry
 from ttrain.model.architecture import build_config
 from ttrain.model.factory import residual_weights
-from ttrain.tasks import LORA
 from ttrain.train.language_modeling import LanguageModeling, NextTokenLoss
 from ttrain.train.losses import token_loss_sum
 
 IDS = {"bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 0}
 WINDOW = {"sliding_window": 5}
-# What differs in how transformers makes it: names of sizes, learnt positions, eager attention only, windows in some or all
-# layers, chunks, sinks, a soft cap, several norms, experts, an architecture of our own.
 ARCHITECTURES: tuple[dict[str, Any], ...] = (
-    {"kind": "llama"}, {"kind": "gpt2"}, {"kind": "gpt_neox"}, {"kind": "opt"}, {"kind": "phi3", "fields": WINDOW},
-    {"kind": "mistral", "fields": WINDOW}, {"kind": "gemma2", "fields": WINDOW},
-    {"kind": "gemma3_text", "layers": 6, "fields": WINDOW},
-    {"kind": "gpt_oss", "fields": {**WINDOW, "num_local_experts": 4}},
-    {"kind": "llama4_text", "fields": {"attention_chunk_size": 5}},
-    {"kind": "olmo2"}, {"kind": "mixtral"}, {"kind": "moyun"},
+    {"kind": "llama"}, {"kind": "gpt2"}, {"kind": "gpt_neox"}, {"kind": "gemma3_text", "layers": 6, "fields": WINDOW},
+    {"kind": "mistral", "fields": WINDOW}, {"kind": "gpt_oss", "fields": {**WINDOW, "num_local_experts": 4}},
+    {"kind": "llama4_text", "fields": {"attention_chunk_size": 5}}, {"kind": "mixtral"}, {"kind": "moyun"},
 )  # fmt: skip
 
 
@@ -45,14 +35,11 @@ def model_of(options: dict[str, Any]) -> Any:
     return tiny_model(**{"hidden_size": 32, **options}).eval()
 
 
-# --- rows of several records ----------------------------------------------------------------------------------------------
-
 LENGTHS = (9, 8, 7)
 T = sum(LENGTHS)
 
 
 def packed() -> tuple[torch.Tensor, ...]:
-    """One row of three records: input ids, positions, segments, labels; the last of a record has none."""
     ids = torch.randint(9, VOCAB, (1, T), generator=torch.Generator().manual_seed(1))
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     segments = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))[None]
@@ -98,18 +85,9 @@ def test_a_training_step_reaches_every_parameter_the_same_with_gradient_checkpoi
         assert torch.equal(gradient, found[1][name]), name
 
 
-# --- settings to configs ------------------------------------------------------------------------------------------------
-
-
 def config_of(**settings: Any) -> dict[str, Any]:
     found: dict[str, Any] = build_config(Model(**settings), vocab_size=VOCAB, ids=IDS).to_dict()
     return found
-
-
-def refused(**settings: Any) -> str:
-    with pytest.raises(UsageError) as raised:
-        factory.build(Model(**settings), vocab_size=VOCAB, ids=IDS, stop_ids=[3], seed=1)
-    return str(raised.value)
 
 
 SIZES = {"hidden_size": 96, "layers": 3, "heads": 4, "max_length": 77, "init_std": 0.01, "intermediate_size": 160}
@@ -150,32 +128,27 @@ def test_no_architecture_brings_a_dropout_that_nobody_asked_for() -> None:
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
-        ({"kind": "lama"}, ["model.kind is 'lama'", "did you mean llama"]),
-        ({"kind": "zzzz"}, ["model.kind is 'zzzz'", "docs/models.md"]),
-        ({"kind": "gemma3"}, ["made of several models", "model.kind=gemma3_text"]),
-        ({"kind": "bart"}, ["has an encoder", "llama"]),
-        ({"kind": "roberta"}, ["counts positions from pad_token_id"]),
-        ({"kind": "gpt2", "kv_heads": 1}, ["model.kv_heads is 1", "gpt2 has no such setting", "leave it empty"]),
-        ({"kind": "gpt2", "rope_theta": 5.0}, ["model.rope_theta is 5.0", "leave it at 10000.0"]),
+        ({"kind": "lama"}, ["'lama'", "llama"]),
+        ({"kind": "gemma3"}, ["model.kind=gemma3_text"]),
+        ({"kind": "bart"}, ["encoder", "llama"]),
+        ({"kind": "gpt2", "kv_heads": 1}, ["model.kv_heads is 1", "gpt2"]),
         ({"kind": "gpt2", "rope_type": "linear", "rope_factor": 2}, ["model.rope_type is linear", "gpt2"]),
         ({"rope_theta": 5.0, "fields": {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}},
-         ["model.rope_theta is set", "model.fields.rope_parameters"]),
-        ({"fields": {"hiden_act": "silu"}}, ["model.fields.hiden_act", "did you mean hidden_act"]),
+         ["model.rope_theta", "model.fields.rope_parameters"]),
+        ({"fields": {"hiden_act": "silu"}}, ["model.fields.hiden_act", "hidden_act"]),
         ({"fields": {"hidden_act": 3}}, ["'hidden_act' expected str, got int"]),
-        ({"fields": {"num_hidden_layers": 3}}, ["model.fields.num_hidden_layers", "model.layers", "leave it out"]),
-        ({"fields": {"vocab_size": 3}}, ["model.fields.vocab_size", "tokenizer"]),
-        ({"fields": {"dtype": "float16"}}, ["model.fields.dtype is not a field"]),
-        ({"fields": {"hidden_act": "nothing"}}, ["model.kind is qwen3", "nothing"]),
+        ({"fields": {"num_hidden_layers": 3}}, ["model.fields.num_hidden_layers", "model.layers"]),
+        ({"fields": {"dtype": "float16"}}, ["model.fields.dtype"]),
         ({"kind": "dots1"}, ["model.kind is dots1", "model.fields"]),
-        # shapes of our own
-        ({"kind": "tinyseek", "rope_type": "yarn", "rope_factor": 2.0}, ["tinyseek has the plain rotation only"]),
-        ({"kind": "tinyseek", "fields": {"rope_head_dim": 3}}, ["rope_head_dim is 3 but must be even"]),
+        ({"kind": "tinyseek", "rope_type": "yarn", "rope_factor": 2.0}, ["tinyseek", "rotation"]),
+        ({"kind": "tinyseek", "fields": {"rope_head_dim": 3}}, ["rope_head_dim is 3"]),
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
 )  # fmt: skip
 def test_what_an_architecture_cannot_be_is_refused_by_name(settings: dict[str, Any], parts: list[str]) -> None:
-    message = refused(**settings)
-    assert [part for part in parts if part not in message] == [], message
+    with pytest.raises(UsageError) as raised:
+        factory.build(Model(**settings), vocab_size=VOCAB, ids=IDS, stop_ids=[3], seed=1)
+    assert [part for part in parts if part not in str(raised.value)] == [], raised.value
 
 
 def test_numbers_in_fields_may_be_written_as_people_write_them() -> None:
@@ -208,17 +181,13 @@ def test_kinds_are_those_of_transformers_own_table_and_ours_without_importing_it
     registry.names.cache_clear()
 
 
-# --- before anything is built ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("settings", "targets", "problem"),
     [
-        ({}, ("no_such_layer", "q_proj"), "lora.targets names no_such_layer, but the layers that can be adapted are q_proj"),
-        ({"tie_embeddings": True}, ("lm_head",), "lora.targets names lm_head, but"),
+        ({}, ("no_such_layer", "q_proj"), "no_such_layer.*q_proj"),
+        ({"tie_embeddings": True}, ("lm_head",), "lm_head"),
         ({"tie_embeddings": False}, ("lm_head",), ""),
         ({}, ("attention", "mlp.down_proj"), ""),
-        ({"kind": "gpt2"}, ("c_attn",), ""),
         ({"kind": "gpt2"}, ("q_proj",), ""),  # the stage knows
     ],
     ids=str,
@@ -226,22 +195,13 @@ def test_kinds_are_those_of_transformers_own_table_and_ours_without_importing_it
 def test_targets_are_compared_with_the_layers_of_the_usual_kinds(
     settings: dict[str, Any], targets: tuple[str, ...], problem: str
 ) -> None:
-    adapter, model = Lora(targets=targets), Model.model_validate(settings)
-    if not problem:
-        registry.check_targets("lora", adapter, model)
-        return
-    with pytest.raises(UsageError, match=problem):
-        registry.check_targets("lora", adapter, model)
+    refusal = pytest.raises(UsageError, match=problem) if problem else contextlib.nullcontext()
+    with refusal:
+        registry.check_targets("lora", Lora(targets=targets), Model.model_validate(settings))
 
 
 @pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"vocab_size": VOCAB - 1}, "mis-shaped: model.embed_tokens.weight"),
-        ({"num_hidden_layers": 7}, "must be equal to the number of `layer_types`"),
-        ({"hidden_act": "nope"}, "there is no 'nope'"),
-    ],
-    ids=str,
+    ("changes", "problem"), [({"vocab_size": VOCAB - 1}, "embed_tokens"), ({"hidden_act": "nope"}, "'nope'")], ids=str
 )
 def test_a_config_that_contradicts_itself_or_its_weights_is_refused_by_its_directory(
     tmp_path: Path, changes: dict[str, Any], problem: str
@@ -249,24 +209,8 @@ def test_a_config_that_contradicts_itself_or_its_weights_is_refused_by_its_direc
     save_base(tiny_model(kind="qwen3"), tmp_path)
     config = json.loads((tmp_path / "config.json").read_bytes())
     (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
-    with pytest.raises(ArtifactError, match=re.escape(str(tmp_path))) as refused:
+    with pytest.raises(ArtifactError, match=rf"(?s){re.escape(str(tmp_path))}.*{problem}"):
         factory.load(tmp_path)
-    assert problem in str(refused.value)
-
-
-def test_the_plan_refuses_an_adapter_that_its_model_cannot_have(tmp_path: Path) -> None:
-    house = House(tmp_path)
-    with pytest.raises(UsageError, match=r"^lora\.targets names no_such_layer"):
-        house.plan("lora.targets=no_such_layer")
-    house.plan("lora.targets=q_proj,attention")
-    earlier = house.build(house.settings())
-    night = Graph()  # whose champion may be of another kind
-    night.add(LORA, base=earlier["sft"], shards=earlier["shards-lora"])
-    [adapter] = plan(night, house.settings("lora.targets=c_attn"), house.store)
-    assert adapter.state == "run"
-
-
-# --- positions ----------------------------------------------------------------------------------------------------------
 
 
 def frequencies(**settings: Any) -> torch.Tensor:
@@ -290,20 +234,14 @@ def test_rope_follows_its_base_type_and_factor() -> None:
         )
 
 
-def test_an_architectures_own_share_of_turning_dimensions_stays() -> None:
-    found = config_of(kind="gpt_neox", rope_theta=500.0)["rope_parameters"]
-    assert found == {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25}
-
-
-# --- initialisation -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "options",
-    [{"kind": kind} for kind in ("llama", "gpt2", "mixtral", "gpt_neox", "bert", "modernbert-decoder", "moyun")]
-    + [{"kind": "tinyseek", "moe": {"experts": 6, "expert_size": 8}}],
+    [
+        {"kind": "llama"}, {"kind": "gpt2"}, {"kind": "modernbert-decoder"},
+        {"kind": "tinyseek", "moe": {"experts": 6, "expert_size": 8}},
+    ],
     ids=lambda options: options["kind"],
-)
+)  # fmt: skip
 def test_scaled_residuals_are_smaller_by_the_root_of_twice_the_layers_and_all_else_is_the_same(options: Any) -> None:
     sizes = {**options, "hidden_size": 64, "layers": 8, "init_std": 0.05}
     scaled, plain = tiny_model(**sizes, scaled_residuals=True), tiny_model(**sizes)

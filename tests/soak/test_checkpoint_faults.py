@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import multiprocessing
 import os
 import re
-import resource
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,12 +17,8 @@ from support.checkpoints import checkpoints, is_snapshot, names, snapshot, steps
 from support.kill_points import killed_everywhere
 
 from ttrain.errors import ArtifactError
-from ttrain.train import checkpoint
 
 SYSTEM_CALLS = ("mkdir", "open", "write", "fsync", "rename", "replace")
-
-
-# --- a failing disk -----------------------------------------------------------------------------------------------------
 
 
 class FailingDisk:
@@ -57,14 +51,12 @@ class FailingDisk:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Steps 4 and 8; 4 is the best so far, and pruned once 12 is better."""
     directory = tmp_path_factory.mktemp("saved")
     write(directory, 4, 8, metrics={4: 0.5})
     return directory
 
 
 def save_next(directory: Path) -> str | None:
-    """Save step 12; the message of what was raised."""
     ours = checkpoints(directory)
     try:
         ours.save(snapshot(12), metric=0.1)
@@ -117,28 +109,6 @@ def test_a_disk_that_is_full_at_any_call_leaves_the_checkpoint_before_and_says_w
     assert raised[0]
 
 
-@pytest.mark.parametrize(("error", "fix"), [(errno.EIO, "dmesg")], ids=["failing"])
-def test_another_error_of_the_disk_has_a_fix_of_its_own(tmp_path: Path, saved: Path, error: int, fix: str) -> None:
-    shutil.copytree(saved, tmp_path / "checkpoints")
-    with FailingDisk(6, error, lasting=True)():
-        said = save_next(tmp_path / "checkpoints")
-    assert said is not None
-    assert f": {os.strerror(error)}; the checkpoint of step 8 is intact" in said and fix in said
-
-
-def test_a_name_that_a_power_cut_may_take_away_is_not_called_whole(
-    tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(path: Path) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    shutil.copytree(saved, tmp_path / "checkpoints")
-    monkeypatch.setattr(checkpoint, "fsync", fail)
-    said = save_next(tmp_path / "checkpoints")
-    assert said is not None
-    assert f"{tmp_path / 'checkpoints'}: {os.strerror(errno.EIO)}; the checkpoint of step 8 is intact" in said
-
-
 def test_a_disk_that_fails_at_the_first_checkpoint_says_that_there_is_no_other(tmp_path: Path) -> None:
     with FailingDisk(6, errno.ENOSPC, lasting=True)():
         said = save_next(tmp_path / "checkpoints")
@@ -179,40 +149,6 @@ def test_a_checkpoint_gets_its_name_after_every_byte_is_synced_and_nothing_goes_
     assert done[named + 1] == "sync checkpoints /"
     assert done[-1] == "rename step-00000004 .trash-step-00000004"
     assert [line.split()[1].split("/")[-1].split(".")[1] for line in done[named + 2 : -1 : 2]] == ["latest", "best"]
-
-
-def save_into_a_quota(directory: Path, said: Any) -> None:
-    """Twice more than files may have, then less; what the failures said."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-    write(directory, 4)
-    ours = checkpoints(directory)
-    for _ in range(2):
-        ours.save(snapshot(8, rows=200_000))
-        with pytest.raises(ArtifactError) as failed:  # 3 MB do not go into 1
-            ours.wait()
-        said.send(str(failed.value))
-        newest = checkpoints(directory).newest()
-        assert newest is not None and is_snapshot(newest, 4)
-        assert names(directory) == ["latest", "step-00000004"], "half a checkpoint fills no disk"
-    ours.save(snapshot(8))
-    ours.close()
-
-
-def test_half_of_a_checkpoint_that_is_too_large_fills_no_disk(tmp_path: Path) -> None:
-    """A limit of the size of files, as of a quota."""
-    directory, (heard, said) = tmp_path / "checkpoints", multiprocessing.Pipe()
-    limited = multiprocessing.get_context("fork").Process(target=save_into_a_quota, args=(directory, said))
-    limited.start()
-    limited.join()
-    assert limited.exitcode == 0
-    for message in (heard.recv(), heard.recv()):
-        assert f".writing-00000008/model.safetensors: {os.strerror(errno.EFBIG)}" in message
-        assert "the checkpoint of step 4 is intact" in message and re.search(r"It needs 5\.\d+ MB, and ", message)
-    newest = checkpoints(directory).newest()
-    assert newest is not None and is_snapshot(newest, 8)
-
-
-# --- kills --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.soak

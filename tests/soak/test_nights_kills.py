@@ -5,8 +5,6 @@ once - no two nights overlap, none wedges the next one, each file is learnt by o
 twice.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random
@@ -58,8 +56,6 @@ def workers(home: Path) -> list[psutil.Process]:
 
 
 class Chaos:
-    """Kills one part at a time, and starts again what only a supervisor would."""
-
     def __init__(self, cli: Cli, rng: random.Random) -> None:
         self.cli, self.rng, self.home = cli, rng, cli.home
         self.served = Served(cli)
@@ -83,7 +79,6 @@ class Chaos:
                 continue
 
     def keep_up(self) -> None:
-        """What systemd would do."""
         if self.served.process.poll() is not None:
             self.said += self.served.said
             time.sleep(self.rng.uniform(0, 8))
@@ -96,7 +91,6 @@ class Chaos:
 
 @pytest.fixture
 def cli(tmp_path: Path) -> Iterator[Cli]:
-    """An empty home, and the corpus; whatever the test came to, no process of that home stays."""
     write_corpus(tmp_path / "data")
     yield Cli(tmp_path / "home", tmp_path / "data")
     for process in processes_of(tmp_path / "home"):
@@ -146,12 +140,10 @@ def test_nights_of_every_minute_stand_any_kill(cli: Cli) -> None:
 
 
 def files(cli: Cli) -> set[str]:
-    """All documents that are there to be learnt."""
     return {str(path) for path in cli.data.glob("docs*.jsonl")}
 
 
 def documents_of(nights: list[NightRecord]) -> Counter[str]:
-    """How many of these nights read each file of documents."""
     return Counter(file["location"] for night in nights for file in night.data["inputs"]["files"].get("pretrain", ()))
 
 

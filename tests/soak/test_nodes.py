@@ -3,8 +3,6 @@
 Those of a pipeline meet at an address of their own of the loopback device.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle
@@ -21,13 +19,10 @@ from support.outage_proxy import free_port
 from support.paths import ROOT, TESTS
 from support.pipeline_home import Cli, write_corpus
 from support.served import processes_of
-from support.tiny_stages import Home, Watcher, build_stage, stage_settings
+from support.tiny_stages import Home, stage_settings
 from support.waiting import wait_until
 
-from ttrain.engine import launch
-from ttrain.errors import StageFailed
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.tasks import NEW_MODEL
 
 pytestmark = pytest.mark.soak
 NODE = """
@@ -45,8 +40,6 @@ print("outcome", outcome.state, outcome.artifact.path, flush=True)
 
 
 class Nodes:
-    """Launching processes of two nodes that share a home."""
-
     def __init__(self, root: Path, steps: int, **runtime: Any) -> None:
         self.home = Home.make(root / "home")
         environment = {**os.environ, "PYTHONPATH": f"{TESTS}:{ROOT}", "OMP_NUM_THREADS": "1"}
@@ -69,7 +62,6 @@ class Nodes:
         wait_until(lambda: text in self.said(rank), seconds, lambda: self.said(0) + self.said(1))
 
     def end(self, seconds: float = 120) -> list[int]:
-        """Exit codes; nothing may be left of either node."""
         codes = [process.wait(timeout=seconds) for process in self.processes]
         wait_until(lambda: not processes_of(self.root), 10, lambda: str(processes_of(self.root)))
         return codes
@@ -143,16 +135,6 @@ def test_a_node_that_is_not_the_first_waits_for_what_does_not_train(tmp_path: Pa
         assert second.wait(timeout=60) == 128 + signal.SIGTERM
     finally:
         second.kill()
-
-
-def test_a_node_that_is_not_the_first_says_when_nobody_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "NODE_SECONDS", 0.5)
-    home = Home.make(tmp_path / "home")
-    settings = stage_settings(4, nodes=2, node_rank=1, rendezvous="127.0.0.2:1")
-    inputs = {"tokenizer": home.pretrain_inputs()["tokenizer"]}
-    with pytest.raises(StageFailed, match="new-model: node 0 has not begun it"):
-        build_stage(NEW_MODEL, settings, home.store, inputs, Watcher())
-    assert not home.store.artifacts("new-model")
 
 
 def _outcomes(home: Cli) -> list[str]:

@@ -1,7 +1,5 @@
 """Kills at random points of whole pipelines. `make soak` runs it; TTRAIN_SOAK_KILLS says how many kills."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess
@@ -24,7 +22,6 @@ def command(engine: str) -> tuple[str, ...]:
 
 
 def contents(cli: Cli) -> dict[str, dict[str, str]]:
-    """Digests of all files that stages read, by stage."""
     return {
         stage: {
             name: entry["sha256"]
@@ -40,7 +37,6 @@ def mtimes(home: Path) -> dict[str, int]:
 
 
 def kill(process: subprocess.Popen[str], rng: random.Random) -> str:
-    """kill -9 of the pipeline's process, or of one of its stage's; returns which."""
     children = psutil.Process(process.pid).children(recursive=True)
     workers = [child for child in children if child.name().startswith("ttrain-worker")]
     if workers and rng.random() < CHILD_SHARE:
@@ -51,7 +47,6 @@ def kill(process: subprocess.Popen[str], rng: random.Random) -> str:
 
 
 def end(process: subprocess.Popen[str], rng: random.Random, seconds: float) -> str | None:
-    """Let it run for so long, then kill; returns what was killed, None where it had ended."""
     try:
         process.communicate(timeout=seconds)
         return None

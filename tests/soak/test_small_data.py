@@ -1,7 +1,5 @@
 """The command of the README on what people begin with: 300 documents, 100 chats, 40 chats of a domain."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

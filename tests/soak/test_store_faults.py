@@ -1,7 +1,5 @@
 """The store under attack, from the command line: a full disk, a disk that cannot be written, a run that was killed."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -10,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from support.pipeline_home import Cli, write_corpus
-from support.planned_homes import remember_modules
 
 # A stage of a second; the others are made in the same way.
 TOKENIZER = ("pipeline", "run", "full", "--engine", "none", "--until", "tokenizer", "tracking.enabled=false")
@@ -41,7 +38,6 @@ def cli(tmp_path: Path) -> Cli:
 
 
 def own_mounts() -> list[str]:
-    """The command that gives a process mounts of its own; none where the machine does not allow it."""
     for command in (["unshare", "-m"], ["unshare", "-Urm"]):
         try:
             tried = subprocess.run([*command, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True)
@@ -73,17 +69,3 @@ def test_a_full_disk_ends_a_run_in_order_and_with_room_it_goes_on_and_a_cached_o
     assert codes["refused"] == "2" and "set TTRAIN_HOME to a directory of yours" in texts["refused"], texts["refused"]
     assert codes["verify"] == "0", texts["verify"]
     assert Counter(row["state"] for row in json.loads(texts["list"])) == {"finished": 1}
-
-
-def test_a_stage_that_lacked_only_its_place_in_the_store_when_its_run_was_killed_is_not_done_again(cli: Cli) -> None:
-    remember_modules(cli.home)
-    cli.here(*TOKENIZER)
-    (manifest,) = cli.home.glob("store/tokenizer/*/manifest.json")
-    told = manifest.read_bytes()
-    work = cli.home / "work" / "tokenizer" / manifest.parent.name
-    work.mkdir()
-    manifest.parent.rename(work / "output")  # as it is before the last step of publishing
-    cli.here(*TOKENIZER)
-    assert manifest.read_bytes() == told, "it says when it was made: that was the first time"
-    assert not work.exists()
-    assert [run["stages"][0]["outcome"] for run in cli.runs()] == ["cached", "completed"]

@@ -3,8 +3,6 @@
 TTRAIN_SOAK_KILLS says how many outages, 20 by default.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A user's home with artifacts, for the commands about them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time
@@ -66,7 +64,6 @@ class Home:
         return record
 
     def work(self, stage: str, key: str, age: float = LONG_AGO, reads: Mapping[str, Artifact] | None = None) -> Path:
-        """Unfinished work with a saved state, laid out to read these artifacts."""
         work = self.store.work(stage, key)
         state = work / "output" / "checkpoints" / "step-7" / "state.json"
         state.parent.mkdir(parents=True)
@@ -98,7 +95,6 @@ def keys(*made: Artifact) -> set[str]:
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
-    """What the command prints; it must end with the code."""
     with pytest.raises(SystemExit) as ended:
         main(list(arguments))
     assert (ended.value.code or 0) == code, capsys.readouterr()
@@ -106,5 +102,4 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) 
 
 
 def older(planned: Planned) -> dict[str, str]:
-    """The code of a stage before one of its modules was changed."""
     return {**planned.ingredients["code"], "ttrain.data.tokenizer": digest_of("old")}

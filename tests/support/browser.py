@@ -21,7 +21,6 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 
 
 def executable() -> str | None:
-    """Where a Chromium is, or none."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
@@ -68,15 +67,12 @@ class Browser:
         shutil.rmtree(self._profile, ignore_errors=True)
 
     def prefer(self, scheme: str) -> None:
-        """Be a reader who has it `light` or `dark`."""
         self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def resize(self, width: int, height: int) -> None:
-        """The size of the window's inside, in pixels."""
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def open(self, url: str) -> None:
-        """Go to a page, and wait until it is loaded."""
         self.send("Page.navigate", url=url)
         self.wait_for("document.readyState === 'complete'")
 
@@ -107,7 +103,6 @@ class Browser:
         until(lambda: time.sleep(seconds) or seen.append(self.picture()) or seen[-1] == seen[-2], "a page at rest")
 
     def picture(self) -> bytes:
-        """What the window shows, as PNG."""
         return base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"])
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """A home with three registered sets of models."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,13 +12,11 @@ SUFFIXES = {"pretrain": "base", "lora": "lora"}  # two of the models of a run
 
 
 def artifact_of(stage: str, key: str, content: str = "") -> Artifact:
-    """An artifact of one file, as far as the registry reads it; nothing is on the disk."""
     files = {"x.txt": {"sha256": content or key, "bytes": 1}}
     return Artifact(stage, key, Path("nowhere"), {"files": files, "inputs": {}})
 
 
 def register(home: Path, number: int, stages: Iterable[str] = SUFFIXES, name: str = "mine", **metrics: float) -> ModelSet:
-    """The set of a run: a member for each stage, whose keys tell its number."""
     registry, run = Registry(home), f"full-{number}"
     keys = {stage: f"{stage}-{number}" for stage in stages}
     members = [
@@ -33,7 +29,6 @@ def register(home: Path, number: int, stages: Iterable[str] = SUFFIXES, name: st
 
 @pytest.fixture
 def sets_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home with three sets, none of them champion."""
     home = tmp_path / "a home"
     monkeypatch.setenv("TTRAIN_HOME", str(home))
     assert [register(home, number).version for number in (1, 2, 3)] == ["1", "2", "3"]

@@ -1,7 +1,5 @@
 """A small chat model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ttrain.inference import gate_router

@@ -1,7 +1,5 @@
 """Chat templates for tests."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -38,6 +36,5 @@ def make(directory: Path, template: str | None, **config: Any) -> Path:
 
 
 def take(directory: Path, template: str) -> Encoder:
-    """Such a tokenizer as ttrain uses it, with its own template."""
     existing.install(existing.tokenizer_files(str(make(directory / "existing", template))), directory / "taken", "own")
     return Encoder(directory / "taken")

@@ -1,7 +1,5 @@
 """Checkpoints whose tensors hold the number of their step, for tests and for the processes that tests kill."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +26,6 @@ def checkpoints(directory: Path, **options: Any) -> Checkpoints:
 
 
 def write(directory: Path, *steps: int, metrics: Mapping[int, float] | None = None, **options: Any) -> None:
-    """Save these steps, one after the other."""
     ours = checkpoints(directory, **options)
     for step in steps:
         ours.save(snapshot(step), metric=(metrics or {}).get(step))
@@ -47,10 +44,8 @@ def is_snapshot(found: Snapshot | None, step: int) -> bool:
 
 
 def names(directory: Path) -> list[str]:
-    """What lies in a directory of checkpoints."""
     return sorted(path.name for path in directory.iterdir())
 
 
 def steps(directory: Path) -> list[int]:
-    """The steps whose checkpoints lie there."""
     return sorted(int(path.name.removeprefix("step-")) for path in directory.glob("step-*"))

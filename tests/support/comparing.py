@@ -1,7 +1,5 @@
 """Compares tensors and curves, counts the bytes of a forward pass, damages a file."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -17,12 +15,10 @@ PERFORMANCE = ("tokens_per_second", "step_seconds", "data_wait_fraction", "memor
 
 
 def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors as they are now."""
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
-    """Whether names and every bit are equal."""
     return {*first} == {*second} and all(torch.equal(first[name], second[name]) for name in first)
 
 

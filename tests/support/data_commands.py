@@ -1,7 +1,5 @@
 """The command line in this process; files, chats and counts for the data commands."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random
@@ -39,8 +37,6 @@ Run = Callable[..., Result]
 
 
 def in_process(capsys: pytest.CaptureFixture[str]) -> Run:
-    """The command line in this process."""
-
     def call(*arguments: str | Path) -> Result:
         code: Any = 0
         try:

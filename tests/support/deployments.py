@@ -1,7 +1,5 @@
 """Runs of a served deployment."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from support.pipeline_home import Cli
@@ -24,8 +22,6 @@ def run_of(cli: Cli, id_: str) -> dict[str, Any]:
 
 
 def ended(cli: Cli, id_: str, served: Served | None = None, *, run_count: int = 1) -> dict[str, Any]:
-    """The run once it has ended."""
-
     def over() -> dict[str, Any] | None:
         run = run_of(cli, id_)
         return run if run["state"]["type"] in FINAL and run["run_count"] >= run_count else None

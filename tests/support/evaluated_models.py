@@ -1,7 +1,5 @@
 """Subjects of an evaluation, made of the tiny models that tests have."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +27,6 @@ class Uniform(nn.Module):
 
 
 def subject_of(model: nn.Module, encoder: Encoder, **changes: Any) -> EvaluatedModel:
-    """The model as a subject; it generates by whole passes, without a cache."""
     values: dict[str, Any] = {
         "name": "tiny", "model": model.eval(), "encoder": encoder, "device": torch.device("cpu"),
         "begin_ids": (encoder.bos_id,), "max_length": 128, "can_chat": True,

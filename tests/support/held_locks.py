@@ -1,7 +1,5 @@
 """Locks of the store that another process holds."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Make shards of hostile files, and compare what became of their rows."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path
@@ -22,7 +20,6 @@ Outcome = dict[str, Any]
 
 
 def build(path: Path, recipe: BlockRecipe, block_bytes: int = 1 << 20, pool: Any = None) -> tuple[ShardSetResult, Path]:
-    """The shards of one file, and where they are."""
     output = path.parent / f"shards-{path.name}-{block_bytes}"
     files = {"train": [DataFile(str(path), path.name)]}
     return sharding.build(Work(output, files, recipe, READING, block_bytes, pool or Processes(1))), output

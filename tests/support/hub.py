@@ -1,15 +1,11 @@
 """A Hugging Face Hub of tests."""
 
-from __future__ import annotations
-
-import base64
 import hashlib
 import http.server
 import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.chat_templates import CHATML, make
@@ -18,7 +14,6 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def cache(home: Path, files: dict[str, bytes], commit: str = COMMIT) -> Path:
-    """The Hub's cache as its library lays it out, with one revision."""
     repository = home / "hub" / "models--someone--small"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text(commit)
@@ -30,12 +25,8 @@ def cache(home: Path, files: dict[str, bytes], commit: str = COMMIT) -> Path:
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the Hub as fetching a small repository takes."""
-
     files: dict[str, bytes]
     asked: list[str]
-    created: list[dict[str, Any]]
-    uploaded: dict[str, bytes]
 
     def do_GET(self) -> None:
         self.asked.append(self.path)
@@ -51,34 +42,6 @@ class Hub(http.server.BaseHTTPRequestHandler):
             self.send_error(404)
 
     do_HEAD = do_GET
-
-    def do_POST(self) -> None:
-        """Create a repository, and take a commit whose files all come in it; refuse a token that is not "secret"."""
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.asked.append(self.path)
-        if self.headers.get("Authorization") != "Bearer hf_secret":
-            self.send_error(401, "Unauthorized")
-        elif self.path == "/api/repos/create":
-            self.created.append(json.loads(body))
-            self._answer(
-                json.dumps({"url": f"http://127.0.0.1:{self.server.server_port}/me/mine", "name": "me/mine"}).encode()
-            )
-        elif self.path.endswith("/preupload/main"):
-            names = [file["path"] for file in json.loads(body)["files"]]
-            files = [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names]
-            self._answer(json.dumps({"files": files}).encode())
-        elif self.path.endswith("/commit/main"):
-            for line in map(json.loads, body.splitlines()):
-                if line["key"] == "file":
-                    self.uploaded[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-            about = {
-                "commitUrl": f"http://127.0.0.1:{self.server.server_port}/me/mine/commit/{COMMIT}",
-                "commitOid": COMMIT,
-                "pullRequestUrl": None,
-            }
-            self._answer(json.dumps(about).encode())
-        else:
-            self._answer(b"{}")
 
     def _answer(self, data: bytes) -> None:
         self.send_response(200)
@@ -96,7 +59,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 def hub(tmp_path: Path) -> Iterator[str]:
     Hub.files = {path.name: path.read_bytes() for path in make(tmp_path / "source", CHATML).iterdir()}
     Hub.files["model.safetensors"] = b"weights"
-    Hub.asked, Hub.created, Hub.uploaded = [], [], {}
+    Hub.asked = []
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"

@@ -1,7 +1,5 @@
 """Code that is killed right before each of its calls that reach the disk, one after the other. Standard library only."""
 
-from __future__ import annotations
-
 import io
 import os
 import shutil
@@ -65,7 +63,6 @@ def killed_everywhere(
 
 
 def number_printed_by(code: str, *arguments: object) -> int:
-    """What Python code prints in a process of its own, as where it forks."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{TESTS}"}
     command = [sys.executable, "-P", "-c", code, *map(str, arguments)]
     return int(subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=60, check=True).stdout)

@@ -1,7 +1,5 @@
 """Tiny models that MLflow opens, and a process without ttrain that opens them."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -25,7 +23,6 @@ TALKATIVE = {"tie_embeddings": False, "init_std": 0.3}  # small weights repeat t
 
 
 def fresh(directory: Path, **settings: Any) -> Path:
-    """A model of random weights, as stages leave theirs."""
     encoder = make_tokenizer(directory / "tokenizer")
     config = Model.model_validate({"hidden_size": 32, "layers": 2, "heads": 2, "max_length": 64, **TALKATIVE, **settings})
     new_model.write(new_model.new(config, encoder, seed=3), directory / "tokenizer", directory / MODEL)
@@ -33,7 +30,6 @@ def fresh(directory: Path, **settings: Any) -> Path:
 
 
 def adapted(directory: Path, base: Path, **settings: Any) -> Path:
-    """An adapter with random weights onto it."""
     config = Lora.model_validate({"rank": 2, "virtual_tokens": 4, "row_length": 32, **settings})
     model = disturb(adapters.attach(factory.load(base), config), seed=5, by=0.2)
     save_adapter(model, directory / ADAPTER, base)
@@ -43,7 +39,6 @@ def adapted(directory: Path, base: Path, **settings: Any) -> Path:
 
 
 def said_with_ttrain(prompt: str, new_tokens: int, model: Path, adapter: Path | None = None) -> list[int]:
-    """The likeliest answer of a model, or of an adapter on it."""
     network: Any = factory.load(model)
     if adapter:
         network = adapters.load(network, adapter, weights_digest(model))

@@ -1,7 +1,5 @@
 """What locations are expanded to, and the commits of a data set on the Hub."""
 
-from __future__ import annotations
-
 from ttrain.data import locations
 
 ROW = b'{"text":"a"}\n'

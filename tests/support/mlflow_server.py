@@ -1,7 +1,5 @@
 """A real MLflow server that keeps artifacts itself."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +8,5 @@ from support.outage_proxy import mlflow_server
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """An MLflow server that hands artifacts through itself, as one on another machine does."""
     with mlflow_server(tmp_path_factory.mktemp("server")) as url:
         yield url

@@ -1,7 +1,5 @@
 """Nights of a pipeline, their files and their champion, without training."""
 
-from __future__ import annotations
-
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -57,5 +55,4 @@ def list_of(settings: Settings, store: ArtifactStore, champion: Champion | None 
 
 
 def sources_in(graph: Graph) -> dict[str, dict[str, Any]]:
-    """Where the inputs of each stage come from, by stage."""
     return {name: dict(node.sources) for name, node in graph.items()}

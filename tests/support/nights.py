@@ -1,20 +1,11 @@
 """Nights of a tiny pipeline: documents that come between them, and what must hold however they were killed."""
 
-from __future__ import annotations
-
-import contextlib
 import json
 import random
 import sqlite3
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 from support.pipeline_home import CHINESE, ENGLISH, Cli
-from support.served import processes_of
-from support.waiting import wait_until
 
 from ttrain.store.registry import Registry
 
@@ -63,54 +54,3 @@ def assert_registered_once(home: Path, versions: int) -> None:
             "SELECT name, value, COUNT(*) FROM model_version_tags WHERE key = 'ttrain.key' GROUP BY name, value"
         )
         assert [row for row in keys if row[2] > 1] == []
-
-
-def kill_once_reached(cli: Cli, reached: Callable[[Cli], bool], *words: str) -> None:
-    """Run the command, and kill all its processes once it has come so far."""
-    process = cli.start(*words)
-    try:
-        wait_until(lambda: reached(cli) or process.poll() is not None, 600)
-        assert process.poll() is None, process.communicate()[0]
-    finally:
-        for victim in [*psutil.Process(process.pid).children(recursive=True), *processes_of(cli.home)]:
-            with contextlib.suppress(psutil.Error):
-                victim.kill()
-        process.wait()
-
-
-# Kills this process before or after the n-th call of a function, of those whose last argument is a path of such a name.
-DYING = """
-import functools, os, signal, sys
-from importlib import import_module
-from pathlib import Path
-module, name, prefix, number, when = sys.argv[1:6]
-*owners, name = name.split(".")
-owner = functools.reduce(getattr, owners, import_module(module))
-call, seen = getattr(owner, name), 0
-def dying(*arguments, **named):
-    global seen
-    mine = not prefix or Path(arguments[-1]).name.startswith(prefix)
-    seen += mine
-    if mine and seen == int(number) and when == "before":
-        os.kill(os.getpid(), signal.SIGKILL)
-    result = call(*arguments, **named)
-    if mine and seen == int(number) and when == "after":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return result
-setattr(owner, name, dying)
-from ttrain.cli.main import main
-try:
-    main(sys.argv[6:])
-finally:
-    print("calls:", seen)
-"""
-
-
-def killed_at(
-    cli: Cli, module: str, name: str, number: int, when: str, *words: str, prefix: str = ""
-) -> subprocess.CompletedProcess[str]:
-    """Run the command, which is killed `before` or `after` that call."""
-    command = [sys.executable, "-P", "-c", DYING, module, name, prefix, str(number), when, *cli.command(*words)[4:]]
-    return subprocess.run(
-        command, env=cli.environment, cwd=cli.data, capture_output=True, text=True, timeout=600, check=False
-    )

@@ -1,7 +1,5 @@
 """A real MLflow server, in a process of its own, and in front of it a proxy that can be away in every way a server can."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import os
@@ -37,11 +35,7 @@ make_server("127.0.0.1", int(port), app, threaded=True).serve_forever()
 """
 
 
-FOREIGN = {"no page": 404, "no entry": 401}
-
-
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that was free a moment ago."""
     with socket.create_server((host, 0)) as found:
         return int(found.getsockname()[1])
 
@@ -73,9 +67,7 @@ class Proxy:
     dead         nobody listens
     hanging      takes requests, passes them on later (when the mode changes), answers never
     error        answers 500
-    no page      answers 404 with a page, as another web server does; `no entry`: 401
     no replies   passes requests on, and drops the answers: they arrived, and the sender does not know
-    no files     as well, but 500 for whatever is uploaded
     """
 
     def __init__(self, target: str) -> None:
@@ -104,7 +96,6 @@ class Proxy:
             self._listen()
 
     def close(self) -> None:
-        """Nobody listens."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
@@ -133,11 +124,8 @@ class Proxy:
                     with contextlib.suppress(OSError):
                         proxy.forward(self, body)
                     return
-                if mode == "error" or (mode == "no files" and self.command == "PUT"):
+                if mode == "error":
                     self._answer(500, b"{}", "application/json")
-                    return
-                if mode in FOREIGN:
-                    self._answer(FOREIGN[mode], b"<html>not here</html>", "text/html")
                     return
                 status, answer, kind = proxy.forward(self, body)
                 if mode not in ("no replies", "dead"):
@@ -179,7 +167,6 @@ def _chunks(stream: Any) -> Iterator[bytes]:
 
 
 def answers(url: str) -> bool:
-    """Whether a server is there."""
     with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5):
         return True
     return False

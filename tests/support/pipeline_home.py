@@ -1,7 +1,5 @@
 """A real pipeline on a tiny corpus: the installed command, a real Prefect server, a real MLflow store."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -52,8 +50,6 @@ def load_stages() -> None:
 
 
 class Cli:
-    """The command line in a home of its own: in a process of its own, or in this one."""
-
     def __init__(self, home: Path, data: Path) -> None:
         self.home, self.data, self.first_output = home, data, ""
         self.environment = {**os.environ, "TTRAIN_HOME": str(home), "OMP_NUM_THREADS": "1"}
@@ -77,7 +73,6 @@ class Cli:
         return [sys.executable, "-P", "-c", "from ttrain.cli.main import main; main()", *words, *own, *overrides]
 
     def __call__(self, *arguments: str, code: int = 0, settings: bool = True) -> str:
-        """Run to the end; the exit code must be `code`. Returns standard output and error together."""
         command = self.command(*arguments, settings=settings)
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600, **self._where
@@ -134,7 +129,6 @@ class Cli:
             engine.reread_environment()
 
     def in_process(self, *arguments: str, settings: bool = True) -> str:
-        """Run a command in this process; returns its standard output."""
         return self.here(*arguments, settings=settings, errors=False)
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
@@ -142,7 +136,6 @@ class Cli:
         return subprocess.Popen(self.command(*arguments), env=self.environment, text=True, cwd=self.data, **streams)
 
     def plan(self, *overrides: str) -> dict[str, dict[str, Any]]:
-        """Stages of the plan by name."""
         stages = json.loads(self.in_process("pipeline", "plan", "full", "--json", *overrides))["stages"]
         return {stage["name"]: stage for stage in stages}
 
@@ -176,7 +169,6 @@ class Cli:
         return list(self.home.glob("work/pretrain/*/output/checkpoints/step-*"))
 
     def newest_step(self) -> int:
-        """The step of the newest of them; 0 where there is none."""
         return max((int(path.name.removeprefix("step-")) for path in self.checkpoints()), default=0)
 
     def manifest(self, stage: str, *overrides: str) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Homes whose stages are published without being run, for tests of plans."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil
@@ -63,8 +61,6 @@ def remember_copy(home: Path, package: Path) -> None:
 
 
 class House:
-    """A home with the user's own files, and stages that leave a file with their key in it instead of working."""
-
     def __init__(self, directory: Path) -> None:
         remember_modules(directory / "home")
         self.data, self.store = directory / "data", ArtifactStore(directory / "home")
@@ -81,7 +77,6 @@ class House:
 
     @property
     def files(self) -> list[str]:
-        """The settings that name its files."""
         names = {"pretrain": "documents", "sft": "chats", "lora": "domain"}
         return [f"data.{name}={self.data / file}.jsonl" for name, file in names.items()]
 
@@ -94,7 +89,6 @@ class House:
         says: Callable[[str, str], str] = lambda stage, key: key,
         stages: Collection[str] = tuple(STAGES),
     ) -> dict[str, Artifact]:
-        """Publish what is missing of these stages, in the pipeline's order."""
         built: dict[str, Artifact] = {}
 
         for name, node in full(settings).items():
@@ -132,7 +126,6 @@ def house(tmp_path: Path) -> House:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The home of a house where everything is finished, to be copied."""
     house = House(tmp_path_factory.mktemp("finished"))
     house.build(house.settings())
     house.plan()
@@ -141,7 +134,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def built(house: House, finished: Path) -> House:
-    """A house where everything is finished."""
     shutil.copytree(finished, house.store.root, dirs_exist_ok=True)
     house.store = ArtifactStore(house.store.root)
     return house
@@ -152,7 +144,6 @@ def running(stages: dict[str, Planned]) -> set[str]:
 
 
 def copy_package(to: Path, home: Path) -> Path:
-    """A copy of the package, to be altered, whose modules the home knows."""
     shutil.copytree(ROOT / "ttrain", to, ignore=shutil.ignore_patterns("__pycache__", "configs"))
     remember_copy(home, to)
     return to
@@ -160,7 +151,6 @@ def copy_package(to: Path, home: Path) -> Path:
 
 @pytest.fixture
 def copy(house: House) -> Path:
-    """A copy of the package, to be altered."""
     package = copy_package(house.data.parent / "code" / "ttrain", house.store.root)
     house.store = ArtifactStore(house.store.root)
     return package

@@ -1,7 +1,5 @@
 """Homes with runs on record, made in milliseconds: records, artifacts with curves, and where asked for in a real MLflow."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -83,7 +81,6 @@ def make_run(
 
 
 def make_artifact(home: Path, run: str, made: Made, began: float) -> None:
-    """Put the artifact of a stage into the store."""
     directory = home / "store" / made.stage / made.key
     (directory / "run").mkdir(parents=True, exist_ok=True)
     for name, text in made.texts.items():
@@ -111,6 +108,5 @@ def alive() -> dict[str, Any]:
 
 
 def falling(steps: int, to: float = 3.0, *, gap: int = 0) -> list[float | None]:
-    """Losses that fall from about 8; none at the step `gap`."""
     losses = [to + 5 * math.exp(-step / (steps / 4)) for step in range(1, steps + 1)]
     return [None if step == gap else round(loss, 6) for step, loss in enumerate(losses, start=1)]

@@ -1,7 +1,5 @@
 """docs/reference.md, written from the code: every setting with its default, and every command with its options."""
 
-from __future__ import annotations
-
 import json
 import re
 import textwrap
@@ -44,7 +42,6 @@ NAME_WIDTH = 36
 
 
 def page() -> str:
-    """The text of docs/reference.md."""
     defaults = Settings()
     sections: dict[str, dict[str, str]] = {"name": {}}
     for name, field in Settings.model_fields.items():
@@ -99,21 +96,6 @@ def _settings_class(annotation: Any) -> type[BaseModel] | None:
     return classes[0] if classes and set(options) <= {classes[0], type(None)} else None
 
 
-def setting_names() -> Iterator[str]:
-    """The whole names of all settings and of the optional parts that hold some."""
-    for name, field in Settings.model_fields.items():
-        yield name
-        section = _settings_class(field.annotation)
-        yield from _names_below(section, f"{name}.") if section else ()
-
-
-def _names_below(section: type[BaseModel], prefix: str) -> Iterator[str]:
-    for name, field in section.model_fields.items():
-        yield prefix + name
-        part = _settings_class(field.annotation)
-        yield from _names_below(part, f"{prefix}{name}.") if part else ()
-
-
 def leaf_commands() -> Iterator[tuple[str, Any]]:
     """(name, command) of all commands that are not hidden, without groups."""
     from ttrain.cli.main import app
@@ -133,7 +115,6 @@ def _leaves(name: str, command: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _command_item(name: str, command: Any) -> str:
-    """The arguments of a command, what it does, its options."""
     words, options = [name], []
     for parameter in command.params:
         if parameter.param_type_name == "argument":

@@ -1,7 +1,5 @@
 """Settings of a test: a file of them, and what is said where they are refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A worker whose rank 1 does something else when it comes to its sixth sum: what the variable SABOTAGE says."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time
@@ -30,7 +28,6 @@ def main() -> int:
 
 
 def delay_writes() -> None:
-    """Those of the first rank; no other one may write."""
     fsync, begin = os.fsync, Ranks.__init__
 
     def of_rank(self: Ranks, *words: Any, **named: Any) -> None:

@@ -1,7 +1,5 @@
 """`ttrain pipeline serve` as a process of its own, and what its Prefect server says."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -50,7 +48,6 @@ def every_five_seconds(cli: Cli, cron: str = "* * * * * */5") -> None:
 
 
 def write_double(home: Path) -> Path:
-    """The module that a server of this home runs where its command is ["double", port]."""
     path = home / "servers" / "double.py"
     path.parent.mkdir(exist_ok=True)
     path.write_text(DOUBLE)
@@ -58,8 +55,6 @@ def write_double(home: Path) -> Path:
 
 
 class Served:
-    """`ttrain pipeline serve` in a process of its own, whose output is read as it comes."""
-
     def __init__(self, cli: Cli) -> None:
         self.cli, self.lines = cli, list[str]()
         self.process = subprocess.Popen(
@@ -149,5 +144,4 @@ def kill_at_work(process: subprocess.Popen[str]) -> None:
 
 
 def slot(run: dict[str, Any]) -> float:
-    """When a flow run was scheduled for, in seconds since the epoch."""
     return datetime.fromisoformat(run["expected_start_time"]).timestamp()

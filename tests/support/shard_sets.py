@@ -1,7 +1,5 @@
 """Make small sets of shards, and read them back."""
 
-from __future__ import annotations
-
 import functools
 import json
 import multiprocessing
@@ -38,7 +36,6 @@ def rows_of(count: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def make_or_die(*arguments: Any) -> tuple[int, str, str, bool]:
-    """Make a block in the process of a test; kill one that a pool started."""
     if multiprocessing.parent_process() is not None:
         os.kill(os.getpid(), signal.SIGKILL)
     return blocks.make(*arguments)

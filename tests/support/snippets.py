@@ -1,7 +1,5 @@
 """The snippets of README, docs and artifacts/README: fenced blocks, and the `ttrain` commands within them."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator
@@ -16,8 +14,6 @@ OUTPUT = {"", "text"}  # of commands, lists of files; of such a block only its c
 
 
 class Snippet(NamedTuple):
-    """A fenced block: where it stands, its language and text."""
-
     page: str
     line: int
     language: str
@@ -62,7 +58,6 @@ def shell_lines(snippet: Snippet) -> Iterator[str]:
 
 
 def commands(*pages: str) -> list[Command]:
-    """Every `ttrain` command of the pages (of all, without any), also within others."""
     found = []
     for snippet in snippets(*SHELL, *OUTPUT):
         if pages and snippet.page not in pages:

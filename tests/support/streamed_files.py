@@ -1,7 +1,5 @@
 """Write files and read them back through `streams`."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiny models of every shape with adapters."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +48,6 @@ def random_ids(seed: int, *shape: int) -> Tensor:
 
 
 def disturb(model: Any, seed: int = 1, by: float = 0.3) -> Any:
-    """Give an adapter weights that move the logits."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in adapters.state(model).values():

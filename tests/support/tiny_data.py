@@ -1,7 +1,5 @@
 """Small data: documents, chats, a tokenizer, shards, rows without files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,7 +33,6 @@ def documents(count: int, seed: int = 0) -> list[str]:
 
 
 def chats(count: int, seed: int = 0) -> list[tuple[Message, ...]]:
-    """Questions with an answer each, from the same lines."""
     generator = np.random.default_rng(seed)
     pairs = [generator.choice(LINES, size=2) for _ in range(count)]
     return [(Message("user", str(question)), Message("assistant", str(answer))) for question, answer in pairs]
@@ -78,7 +75,6 @@ def write_shards(
 
 
 def make_shards(directory: Path, encoder: Encoder, kind: str, train: int, heldout: int = 12) -> None:
-    """`train/` and `heldout/` of documents or chats, as the shards stage leaves them."""
     for seed, (part, count) in enumerate((("train", train), ("heldout", heldout))):
         if kind == "documents":
             texts = documents(count, seed)

@@ -1,7 +1,5 @@
 """Tiny mixtures of experts, and rows for them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -30,11 +28,7 @@ def tiny_moe(kind: str, **more: Any) -> Any:
 
 
 def blocks(model: nn.Module) -> list[Any]:
-    """The layers' parts that hold a router and its experts."""
     return [module for module in model.modules() if hasattr(module, "gate") and hasattr(module, "experts")]
-
-
-# --- what is counted and added to the loss ------------------------------------------------------------------------------
 
 
 def padded_rows(count: int = 6) -> Batch:

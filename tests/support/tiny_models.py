@@ -1,7 +1,5 @@
 """Tiny models in directories, as `ttrain chat` finds them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ NEVER = 10**6  # an id that no model here says
 
 
 def write_model(directory: Path, *, seed: int = 1, **settings: Any) -> Path:
-    """A random model with a tokenizer of 300 tokens."""
     encoder = make_tokenizer(directory)
     model = tiny_model(seed=seed, vocab=len(encoder), **{"init_std": 0.4, "tie_embeddings": False, **settings})
     return save_base(model, directory)

@@ -36,7 +36,6 @@ from ttrain.tracking.pusher import track
 
 @functools.cache
 def _template() -> Path:
-    """The store of each home, made once in this process."""
     root = Path(tempfile.mkdtemp(prefix="ttrain-home-", dir=os.environ.get("PYTEST_DEBUG_TEMPROOT")))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     store, encoder = ArtifactStore(root), make_tokenizer(root / "a")
@@ -49,8 +48,6 @@ def _template() -> Path:
 
 @dataclass
 class Home:
-    """A store that holds a tokenizer, shards of documents and shards of chats."""
-
     store: ArtifactStore
     tokenizer: Artifact
     documents: Artifact
@@ -68,7 +65,6 @@ class Home:
 
     @property
     def paths(self) -> dict[str, Path]:
-        """The inputs of the stage `pretrain`."""
         return {name: artifact.path for name, artifact in self.pretrain_inputs().items()}
 
     def pretrain(self, settings: Settings, output: Path, more: Mapping[str, Path] | None = None, **job: Any) -> Any:
@@ -105,7 +101,6 @@ def run_here(module: Any, settings: Settings, output: Path, inputs: Mapping[str,
 
 
 def planned(*names: str) -> list[Planned]:
-    """The plan of stages that are to run."""
     return [Planned(STAGES[name], "run", ()) for name in names]
 
 
@@ -129,7 +124,6 @@ class Watcher(StopRequest):
     lines: list[str] = field(default_factory=list)
 
     def __call__(self, event: str, data: Mapping[str, Any]) -> None:
-        """Take an event of the stage."""
         if event == "message":
             self.lines.append(data["text"])
         if event == "logged":
@@ -137,7 +131,6 @@ class Watcher(StopRequest):
             self.act(data["line"])
 
     def stop(self) -> None:
-        """As SIGTERM to the launching process does."""
         self.signum = signal.SIGTERM
 
 
@@ -151,6 +144,5 @@ def build_stage(
     *,
     forced: bool = False,
 ) -> launch.StageOutcome:
-    """Plan a stage whose inputs exist, and build it."""
     planned = plan_stage(stage, settings, store, inputs, rerun, forced=forced)
     return launch.build(planned, settings, store, watcher, watcher)

@@ -1,7 +1,5 @@
 """A two-layer model, trainers of it, ranks, and what watches a training."""
 
-from __future__ import annotations
-
 import functools
 import multiprocessing
 import os
@@ -56,7 +54,6 @@ def sequence(seed: int, length: int) -> perplexity.Tokens:
 def score_of(
     model: nn.Module, sequences: Sequence[perplexity.Tokens], length: int, stride: int, **more: Any
 ) -> perplexity.Score:
-    """What all sequences together cost the model."""
     found = perplexity.score_each(
         model, sequences, length=length, stride=stride, device=CPU,
         progress=lambda done, total: None, **more,
@@ -75,8 +72,6 @@ def settings_of_training(**changes: Any) -> Training:
 
 @dataclass
 class Held:
-    """The `Weights` of a model."""
-
     model: nn.Module
 
     def state(self) -> dict[str, Tensor]:
@@ -127,8 +122,6 @@ class PlainSgd(WatchedTask):
 
 
 class Recorder(Callback):
-    """Notes every event in its order."""
-
     def __init__(self) -> None:
         self.events: list[tuple[Any, ...]] = []
         self.records: list[LogRecord] = []
@@ -154,11 +147,9 @@ class Recorder(Callback):
         self.events.append(("failed", type(error).__name__))
 
     def figures(self, name: str) -> list[float]:
-        """Values of one metric, in their order."""
         return [record.metrics[name] for record in self.records if name in record.metrics]
 
     def rows(self) -> dict[int, list[int]]:
-        """The rows of every step."""
         return {record.step: record.rows().tolist() for record in self.steps}
 
 
@@ -182,7 +173,6 @@ def make_trainer(
     task: TrainingTask | None = None, ranks: Ranks = ALONE, keep: int = 2, how: Speed = PLAIN, weights: Any = None,
     night: Any = None, **origin: Any,
 ) -> Trainer:  # fmt: skip
-    """A trainer of the model on the rows; checkpoints go under `directory` where there is one."""
     assert config.tokens is not None
     steps = -(-config.tokens // config.tokens_per_step)
     order = ShuffledOrder(

@@ -1,7 +1,5 @@
 """MLflow's view of a home, as tests fill, read and compare it."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Sequence
 from contextlib import closing
@@ -46,7 +44,6 @@ def files_of(run: Any) -> dict[str, Path]:
 
 
 def rows_of_database(home: Path) -> dict[str, list[Any]]:
-    """All rows of the home's own database, by table."""
     with closing(sqlite3.connect(database_of(home))) as db:
         tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
         return {table: sorted(map(repr, db.execute(f'SELECT * FROM "{table}"'))) for table in tables}

@@ -1,7 +1,5 @@
 """A process that writes a curve and is tracked, killed and continued, and the count of what MLflow has of it."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os
@@ -25,7 +23,6 @@ STAGE, KEY = "pretrain", "a" * 64
 
 
 def curve_of(home: Path) -> Path:
-    """The curve of the writer's stage."""
     return ArtifactStore(home).work(STAGE, KEY) / "output" / "run" / "metrics.jsonl"
 
 

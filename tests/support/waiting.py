@@ -1,7 +1,5 @@
 """Time that counts only what the tested code waits, so that a limit holds on a machine with much other work."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Sequence
@@ -35,14 +33,12 @@ def _scheduled() -> float:
 def hanging(processes: Sequence[BaseProcess], seconds: float) -> list[BaseProcess]:
     """The processes that still live when none of them has computed anything for so long, or all of them ten times as long
     together; [] once they have ended."""
-    computed = dict[int, float]()  # seconds on a core, by process
-    last, deadline = 0.0, time.monotonic() + seconds
+    computed, last, deadline = dict[int, float](), 0.0, time.monotonic() + seconds
     while alive := [process for process in processes if process.is_alive()]:
         wait([process.sentinel for process in alive], timeout=min(1.0, seconds / 4))
         for process in alive:
             with contextlib.suppress(psutil.Error):  # it has ended
-                times = psutil.Process(process.pid).cpu_times()
-                computed[process.pid or 0] = times.user + times.system
+                computed[process.pid or 0] = sum(psutil.Process(process.pid).cpu_times()[:2])
         total = sum(computed.values())
         if total - last > STILL_SECONDS:
             last, deadline = total, time.monotonic() + seconds
@@ -52,7 +48,6 @@ def hanging(processes: Sequence[BaseProcess], seconds: float) -> list[BaseProces
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 20, said: Callable[[], str] = lambda: "") -> Any:
-    """What the condition gives once it is true."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):  # a server that is being started

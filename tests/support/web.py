@@ -33,7 +33,6 @@ class Site:
     url: str = ""
 
     def requests(self, method: str) -> list[tuple[str, str]]:
-        """[(path, range)] of the requests with one method."""
         return [(path, wanted) for asked, path, wanted in self.asked if asked == method]
 
 
@@ -161,7 +160,6 @@ def _served(handler: type[_Handler], site: Site) -> Iterator[Site]:
 
 @contextmanager
 def served(site: Site) -> Iterator[Site]:
-    """The site behind a port of this machine; its `url` is known from then on."""
     with _served(type("Handler", (_Handler,), {"site": site}), site):
         yield site
 

@@ -1,22 +1,18 @@
 """The database and the files of a home: made quietly, in any path, linked, copied, moved; real MLflow."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.paths import ROOT
-from support.recorded_homes import BEGAN, Made, make_run
-from support.tracked_stores import client_of, files_of, tracked
+from support.recorded_homes import Made, make_run
+from support.tracked_stores import files_of, tracked
 
-from ttrain.tracking import client
 from ttrain.tracking.client import artifacts_of, database_of
-from ttrain.tracking.mirror import Mirror, TrackedRun, prepare
+from ttrain.tracking.mirror import prepare
 
 A, B = "full-20261121-100000-0001a", "full-20261121-110000-0002b"
 
@@ -27,13 +23,6 @@ def odd_home(tmp_path: Path, add_database: Callable[[Path], None], monkeypatch: 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     add_database(home := tmp_path / "a home #1 50%")
     return home
-
-
-def push_files(home: Path, **files: Path) -> dict[str, Path]:
-    """A run with these files; where they are then."""
-    bound = Mirror(home).push(TrackedRun("files", "full", "files", "ttrain", BEGAN, files=files))
-    assert bound
-    return files_of(client_of(home).get_run(bound.run_id))
 
 
 def test_a_fresh_home_is_made_quietly_and_keeps_everything_under_itself(tmp_path: Path) -> None:
@@ -50,21 +39,6 @@ def test_a_fresh_home_is_made_quietly_and_keeps_everything_under_itself(tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
     assert {"mlflow.db", "mlflow.lock", "artifacts"} <= {path.name for path in (tmp_path / "home" / "mlflow").iterdir()}
     assert (tmp_path / "home" / "mlflow").stat().st_mode & 0o777 == 0o700
-
-
-def test_a_file_is_linked_where_that_can_be_and_copied_elsewhere(odd_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = odd_home / "weights"
-    weights.write_bytes(b"w" * 1000)
-    for _ in range(2):
-        there = push_files(odd_home, **{"model/weights": weights, "best/weights": weights})
-        assert {there[name].stat().st_ino for name in ("model/weights", "best/weights")} == {weights.stat().st_ino}
-
-    def other_disk(*_: Any) -> None:
-        raise OSError(18, "Invalid cross-device link")
-
-    monkeypatch.setattr("os.link", other_disk)
-    copy = push_files(odd_home, **{"other/weights": weights})["other/weights"]
-    assert (copy.stat().st_size, copy.stat().st_nlink) == (1000, 1)
 
 
 @pytest.mark.parametrize("place", ["a sister", "itself/inner"])
@@ -84,16 +58,3 @@ def test_a_home_that_was_moved_or_copied_keeps_its_files_in_itself(odd_home: Pat
     before = database_of(new).read_bytes()
     prepare(new)
     assert database_of(new).read_bytes() == before, "once"
-
-
-@pytest.mark.parametrize("error", ["database is locked", "unable to open database file", "write a readonly database"])
-def test_a_database_that_is_only_out_of_reach_stays_where_it_is(
-    tracked_home: Path, monkeypatch: pytest.MonkeyPatch, error: str
-) -> None:
-    def refuse(uri: str, *, is_new: bool) -> None:
-        raise RuntimeError(error)
-
-    monkeypatch.setattr(client, "_open_own", refuse)
-    with pytest.raises(RuntimeError, match=error):
-        client.open_client(client.own_uri(tracked_home), tracked_home)
-    assert client.database_of(tracked_home).exists() and not [*(tracked_home / "mlflow").glob("*.damaged-*")]

@@ -1,7 +1,5 @@
 """Servers that are dead, hang, fail or lose their answers: nothing is lost, nothing is doubled, nobody waits."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -10,9 +8,8 @@ from typing import Any
 
 import pytest
 from support.outage_proxy import Proxy, mlflow_server
-from support.recorded_homes import BEGAN, Made, make_run, rows_of
+from support.recorded_homes import BEGAN, rows_of
 from support.tracked_stores import client_of, pushed, steps, tracked
-from support.waiting import stopwatch, wait_until
 
 from ttrain.config import Settings
 from ttrain.core.files import write_json
@@ -21,7 +18,6 @@ from ttrain.store.layout import TRACKED
 from ttrain.store.registry import Registry
 from ttrain.store.runs import RunRecord
 from ttrain.tracking import pusher
-from ttrain.tracking.client import cannot_be_asked
 from ttrain.tracking.mirror import Mirror, TrackedRun
 
 STAGE, KEY = "sft", "a" * 64
@@ -160,70 +156,3 @@ def test_an_answer_that_was_lost_doubles_nothing(proxy: Proxy, tmp_path: Path) -
     assert found.info.run_id == bound.run_id
     points = client_of(tmp_path).get_metric_history(bound.run_id, "loss")
     assert sorted(point.step for point in points) == list(range(6)) and all(math.isnan(point.value) for point in points)
-
-
-def test_an_interrupted_upload_goes_on_where_it_was(proxy: Proxy, tmp_path: Path) -> None:
-    files = {f"part-{number}": tmp_path / f"part-{number}" for number in range(5)}
-    for number, path in enumerate(files.values()):
-        path.write_bytes(bytes([number]) * 1000)
-    real, sent = proxy.forward, list[str]()
-
-    def three_arrive(request: Any, body: bytes) -> tuple[int, bytes, str]:
-        if request.command == "PUT":
-            sent.append(request.path.rpartition("/")[2])
-            if len(sent) > 3:
-                return 500, b"{}", "application/json"
-        return real(request, body)
-
-    run = TrackedRun("uploads", "full", "uploads", tmp_path.name, BEGAN, "FINISHED", files=files)
-    proxy.forward = three_arrive  # type: ignore[method-assign]
-    with pytest.raises(Exception, match="500"):
-        Mirror(tmp_path).push(run)
-    proxy.forward = real  # type: ignore[method-assign]
-    proxy.requests.clear()
-    bound = Mirror(tmp_path).push(run)
-    assert bound
-    uploaded = [request.rpartition("/")[2] for request in proxy.requests if request.startswith("PUT")]
-    assert uploaded == ["part-3", "part-4"], "what had arrived is not sent again"
-    sizes = {file.path: file.file_size for file in client_of(tmp_path).list_artifacts(bound.run_id)}
-    assert sizes == dict.fromkeys(files, 1000)
-    assert client_of(tmp_path).get_run(bound.run_id).info.status == "FINISHED"
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("mode", ["hanging", "dead"])
-def test_a_silent_server_holds_up_the_end_of_a_run_for_ten_seconds_at_most(
-    proxy: Proxy, tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pusher, "SILENT_SECONDS", 10.0)
-    monkeypatch.setattr(pusher, "INTERVAL_SECONDS", 3.0)
-    monkeypatch.setattr(pusher, "RETRY_SECONDS", 30.0)
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-    make_run(tmp_path, "full-20261121-100000-0001a", [Made(STAGE)])
-    proxy.mode = mode
-    follower = pusher.Pusher(tmp_path, "full-20261121-100000-0001a")
-    follower.start()
-    wait_until(lambda: bool(proxy.requests) or mode == "dead", 30)
-    waited = stopwatch()
-    assert not follower.finish()
-    assert waited() < (12 if mode == "hanging" else 3)
-
-
-@pytest.mark.parametrize(
-    ("mode", "fix"), [("no page", "set MLFLOW_TRACKING_URI"), ("no entry", "set MLFLOW_TRACKING_USERNAME")]
-)
-def test_a_server_that_is_no_mlflow_is_told_with_what_helps(proxy: Proxy, tmp_path: Path, mode: str, fix: str) -> None:
-    proxy.mode = mode
-    make_run(tmp_path, name := f"full-20261121-100000-{mode[3:]}", [Made(STAGE)])
-    [failed] = pusher.push(tmp_path)
-    assert (failed.run, failed.run_id) == (name, None)
-    assert proxy.url in failed.why and fix in failed.why and {"no page": "404", "no entry": "401"}[mode] in failed.why
-    proxy.mode = "well"
-    assert len(pushed(tmp_path)) == 1
-
-
-def test_a_server_that_does_not_answer_is_told_in_a_short_line_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
-    raw = "API request to http://127.0.0.1:9/api failed with exception HTTPConnectionPool(host='127.0.0.1'): Max retries"
-    assert cannot_be_asked("http://me:hidden@127.0.0.1:9", ConnectionError(raw)) == (
-        "MLflow at http://127.0.0.1:9 does not answer; start it, or set MLFLOW_TRACKING_URI to another one"
-    )

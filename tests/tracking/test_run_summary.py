@@ -1,14 +1,12 @@
 """What a pipeline's tracked run shows: curves whose step is tokens, the settings that are not defaults, a description."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ttrain.config import TRAININGS, flatten
+from ttrain.config import flatten
 from ttrain.config.loading import load
 from ttrain.reports import facts, summary
 from ttrain.store.runs import RunRecord
@@ -37,11 +35,6 @@ def test_the_step_of_a_curve_is_its_tokens() -> None:
         {"step": 5120, "time": 110.0, "metrics": {"Curves/sft loss": None}},
         {"step": 2560, "time": 105.0, "metrics": {"Curves/sft validation": 3.5}},
     ]
-
-
-def test_the_names_of_curves_fit_the_titles_of_mlflows_charts_and_stand_first() -> None:
-    names = [run_summary.curve_name(stage, metric) for metric in run_summary.TITLES for stage in TRAININGS]
-    assert max(map(len, names)) <= 27 and max(names) < min(["champion/x", "eval/x", "lora/x"])
 
 
 def test_quick_validations_are_the_curve_where_there_are_any() -> None:
@@ -92,14 +85,6 @@ def test_usual_is_the_most_common_setting_of_the_earlier_runs_of_the_name(tmp_pa
         "`sft.epochs=3`, `sft.seed=2`",  # of two values the older one is usual
         "the usual settings",
     ]
-
-
-def test_figures_are_as_short_as_a_table_needs_them_and_counts_are_whole() -> None:
-    trained = {"validation_loss": 1.34853170088, "tokens": 123_456_789, "loss": math.nan, "tokens_per_second": 1234567.8}
-    found = summary.metrics_of({"pretrain": trained})
-    assert (found["pretrain/validation_loss"], found["pretrain/tokens"]) == (1.348532, 123_456_789)
-    assert found["pretrain/tokens_per_second"] == 1234568
-    assert math.isnan(found["pretrain/loss"])
 
 
 def test_the_cost_counts_every_training_once_and_the_steps_before_a_kill() -> None:

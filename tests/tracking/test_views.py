@@ -1,7 +1,5 @@
 """MLflow's table of runs: one saved view for each `name`, whose columns say which run is better, and why."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +15,6 @@ METRICS = {"eval/bits_per_byte": 1.5, "eval/chat_loss_sft": 4.1, "sft/validation
 
 @pytest.fixture(scope="module")
 def mirror(tmp_path_factory: pytest.TempPathFactory, add_database: Callable[[Path], None]) -> Mirror:
-    """The MLflow of a home with three runs of `mine`, of which one failed, and one of `other`."""
     home = tmp_path_factory.mktemp("home")
     add_database(home)
     mirror = Mirror(home)
@@ -62,13 +59,6 @@ def test_a_view_shows_the_runs_of_its_name_that_did_not_fail(mirror: Mirror) -> 
         assert {run.data.tags[views.NAME] for run in listed} == {name} and len(listed) == count
 
 
-def test_a_view_is_written_only_when_it_changes(mirror: Mirror, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = view(mirror, "mine")
-    monkeypatch.setattr("time.time", lambda: pytest.fail("it was written"))
-    views.refresh_view(mirror, "ttrain", "mine")
-    assert view(mirror, "mine") == before
-
-
 def test_runs_without_an_evaluation_are_judged_by_their_validation() -> None:
     trained = {"pretrain/validation_loss": 3.0, "pretrain/tokens": 5.0}
     evaluated = {**trained, "eval/bits_per_byte": 1.0}
@@ -84,10 +74,3 @@ def test_a_setting_that_one_run_alone_names_differs_and_paths_and_lists_are_no_c
     assert views.differing([first, second]) == ["model.layers", "lora.rank", "runtime.devices"]
     many = [{f"sft.{number}": str(run) for number in range(30)} for run in range(2)]
     assert len(views.differing(many)) == views.MOST_SETTINGS
-
-
-def test_the_largest_view_fits_into_a_tag() -> None:
-    metrics = [f"metrics.`{name}`" for name in views.deciding([{}, *({name: 1.0} for name in METRICS)])]
-    columns = [*metrics, *(f"params.`{'x' * 60}{number}`" for number in range(views.MOST_SETTINGS))]
-    state = json.dumps({"searchFilter": "x" * 200, "selectedColumns": columns, "columnOrder": columns})
-    assert len(json.dumps({"name": "x" * 100, "createdAt": 10**12, "state": state})) < 5000

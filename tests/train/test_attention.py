@@ -1,7 +1,5 @@
 """Attention within records: equal to that of torch, and only where it was asked for."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,40 +101,11 @@ def test_the_mask_is_that_of_a_naive_loop(branches_BT: Tensor | None) -> None:
     assert segment_mask(SEGMENTS, branches_BT).tolist() == expected
 
 
-def test_under_autocast_it_rounds_as_bf16_does_and_gradients_keep_their_types() -> None:
-    leaves = heads(2, torch.float32)
-    exact = results(of_torch(leaves), leaves)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = by_records(leaves)
-    assert out.dtype == torch.bfloat16
-    found = results(out, leaves)
-    assert {found[name].dtype for name in ("0", "1", "2")} == {torch.float32}
-    assert 0 < distance(exact, found) < 0.01
-
-
-# --- whole models -------------------------------------------------------------------------------------------------------
-
-
 def loss_of(model: Any, labels: Tensor | None = None) -> Tensor:
     ids = torch.randint(9, VOCAB, (len(SEGMENTS), T), generator=torch.Generator().manual_seed(2))
     positions = torch.arange(T).expand_as(ids).contiguous()
     loss: Tensor = NextTokenLoss(model, token_loss_sum)(ids, positions, SEGMENTS, ids if labels is None else labels)[0]
     return loss
-
-
-@pytest.mark.parametrize("options", [{}, {"kind": "qwen3", "kv_heads": 1}], ids=str)
-def test_a_model_has_the_gradients_that_it_has_with_a_mask(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def gradients() -> dict[str, Tensor]:
-        model = tiny_model(hidden_size=64, **options).train()
-        loss = loss_of(model)
-        loss.backward()  # type: ignore[no-untyped-call]
-        return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
-
-    found = gradients()
-    monkeypatch.setattr(attention, "record_arguments", lambda model, *records: {})
-    expected = gradients()
-    for name in expected:
-        assert distance({name: expected[name]}, {name: found[name]}) < 3e-6, name
 
 
 def test_dropout_on_attention_weights_is_that_of_torch() -> None:

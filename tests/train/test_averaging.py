@@ -1,9 +1,6 @@
 """The moving average of the weights: its numbers, what is saved of it, and what the next training continues."""
 
-from __future__ import annotations
-
 import importlib
-import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +8,7 @@ import pytest
 import torch
 from support.comparing import copies, distance, same
 from support.tiny_data import NumberedRows
-from support.tiny_trainers import ALONE, WatchedTask, in_ranks, make_trainer, settings_of_training, tiny_model
+from support.tiny_trainers import ALONE, in_ranks, make_trainer, settings_of_training, tiny_model
 from torch import Tensor
 
 from ttrain.config import Schedule
@@ -19,7 +16,6 @@ from ttrain.train.averaging import MovingAverage
 from ttrain.train.checkpoint import Snapshot
 from ttrain.train.distributed import Ranks
 from ttrain.train.optim import Optimizers
-from ttrain.train.step_figures import NonFinite
 from ttrain.train.trainer import Trainer
 from ttrain.train.training_options import Cadence, Speed
 
@@ -46,7 +42,6 @@ def saved(trainer: Trainer) -> Snapshot:
 
 
 def fit(trainer: Trainer) -> tuple[Any, list[dict[str, Tensor]]]:
-    """The result, and the weights after each step, as the optimizer left them."""
     found: list[dict[str, Tensor]] = []
     step = Optimizers.step
 
@@ -61,7 +56,6 @@ def fit(trainer: Trainer) -> tuple[Any, list[dict[str, Tensor]]]:
 
 @pytest.fixture(scope="module")
 def averaged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainer, Any, list[dict[str, Tensor]]]:
-    """A training that is validated after each step, what it returned, and its weights."""
     trainer = trainer_of(tmp_path_factory.mktemp("averaged"), validation=VALIDATION, cadence=Cadence(validate=1))
     return trainer, *fit(trainer)
 
@@ -109,49 +103,24 @@ def test_a_training_that_was_stopped_ends_in_the_same_bits(averaged: Any, tmp_pa
     assert same(saved(whole).weights, saved(second).weights) and same(saved(whole).optimizer, saved(second).optimizer)
 
 
-@pytest.mark.parametrize("defer", [False, True], ids=["read", "deferred"])
-def test_an_average_saved_before_a_step_that_is_not_finite_ends_in_the_same_bits(tmp_path: Path, defer: bool) -> None:
-    def trainer(name: str, spoilt: int = 0) -> Trainer:
-        model = tiny_model()
-        task = WatchedTask(CONFIG, model, lambda passes: math.nan if passes == spoilt else 1.0)
-        options: dict[str, Any] = {"how": Speed(defer=defer), "cadence": Cadence(log=4, checkpoint=4)}
-        return make_trainer(CONFIG, model, ROWS, rows_per_device=6, directory=tmp_path / name, task=task, **options)
-
-    whole = trainer("whole")
-    whole.fit()
-    with pytest.raises(NonFinite, match="step 6"):
-        trainer("stopped", spoilt=6).fit()
-    second = trainer("stopped")
-    assert second.first == 5
-    second.fit()
-    assert same(weights(whole), weights(second)) and same(saved(whole).optimizer, saved(second).optimizer)
-
-
-def plateau_of(trainer: Trainer) -> Snapshot:
-    found = saved(trainer)
-    return Snapshot(0, found.weights, found.optimizer, {})
-
-
-def continued(plateau: Snapshot, steps: int, ranks: Ranks = ALONE, options: Speed | None = None) -> dict[str, Tensor]:
-    """Weights of a training that continues the average of another."""
-    trainer = make_trainer(
-        SHORT, tiny_model(seed=3), ROWS, rows_per_device=2, ranks=ranks, how=options or Speed(), plateau=plateau
-    )
-    assert trainer.average._count == steps
-    trainer.fit()
-    return copies(trainer.parallel.whole(trainer.weights.state()))
-
-
 def test_two_ranks_continue_an_average_as_one_does(averaged: Any, tmp_path: Path) -> None:
     importlib.import_module("torch.distributed.fsdp")  # once, not in each rank
-    before = plateau_of(averaged[0]), averaged[0].steps
-    sharded = in_ranks(2, tmp_path, lambda ranks: continued(*before, ranks, Speed(parallel="fsdp")))[0]
-    assert distance(continued(*before), sharded) < 1e-4
+    found, steps = saved(averaged[0]), averaged[0].steps
+    plateau = Snapshot(0, found.weights, found.optimizer, {})
+
+    def continued(ranks: Ranks, how: Speed) -> dict[str, Tensor]:
+        trainer = make_trainer(SHORT, tiny_model(seed=3), ROWS, rows_per_device=2, ranks=ranks, how=how, plateau=plateau)
+        assert trainer.average._count == steps
+        trainer.fit()
+        return copies(trainer.parallel.whole(trainer.weights.state()))
+
+    sharded = in_ranks(2, tmp_path, lambda ranks: continued(ranks, Speed(parallel="fsdp")))[0]
+    assert distance(continued(ALONE, Speed()), sharded) < 1e-4
 
 
 def test_a_training_without_an_average_continues_the_average_of_one_that_had_it(averaged: Any) -> None:
-    trainer = make_trainer(PLAIN, tiny_model(seed=3), ROWS, plateau=plateau_of(averaged[0]))
+    found = saved(averaged[0])
+    plateau = Snapshot(0, found.weights, found.optimizer, {})
+    trainer = make_trainer(PLAIN, tiny_model(seed=3), ROWS, plateau=plateau)
     assert same(weights(trainer), weights(averaged[0]))
     assert not any("iterate" in name for name in trainer.optimizers.state())
-    trainer.fit()
-    assert all(torch.isfinite(tensor).all() for tensor in weights(trainer).values())

@@ -1,7 +1,5 @@
 """Checkpoints: whatever is torn, flipped, swapped or lost, the newest whole one is found, or the damage is named."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -28,8 +26,6 @@ from ttrain.train.checkpoint import Checkpoints, Snapshot, SnapshotBuffers
 from ttrain.train.checkpoint_format import with_digest
 from ttrain.train.trainer import COMPLETED, INTERRUPTED, Trainer
 from ttrain.train.training_options import Cadence
-
-# --- damage -------------------------------------------------------------------------------------------------------------
 
 
 def zero(path: Path) -> None:
@@ -97,7 +93,6 @@ def test_a_state_that_is_of_another_step_or_does_not_list_a_file_is_refused(tmp_
 
 
 def change_state(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change what the state lists of files, with the digest that fits."""
     state = json.loads((path / "state.json").read_bytes())
     del state["sha256"]
     change(state["files"])
@@ -136,9 +131,6 @@ def test_a_damaged_checkpoint_makes_room_for_whole_ones(tmp_path: Path) -> None:
     ours.save(snapshot(6))
     ours.close()
     assert steps(tmp_path) == [4, 6]
-
-
-# --- which ones stay, and which is the best -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -218,9 +210,6 @@ def test_final_names_the_step_of_the_weights_once_training_has_ended_and_named_s
     assert not (tmp_path / "final").exists(), "a training that goes on has no end yet"
 
 
-# --- the writer and the trainer -----------------------------------------------------------------------------------------
-
-
 def test_what_the_writer_raises_reaches_the_trainer(tmp_path: Path) -> None:
     def refuse() -> dict[str, bytes]:
         raise OSError(28, "No space left on device")
@@ -285,12 +274,7 @@ def test_the_writer_gives_way_to_training(tmp_path: Path) -> None:
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
-# --- no code in a checkpoint --------------------------------------------------------------------------------------------
-
-
 class Malicious:
-    """Creates a file when it is unpickled."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 

@@ -1,21 +1,15 @@
 """Compiled training: a fallback that is told, and in `make soak` the same checkpoints, and with many steps the same bits."""
 
-from __future__ import annotations
-
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.comparing import digest, same
-from support.paths import ROOT, TESTS
+from support.comparing import same
 from support.tiny_data import NumberedRows
 from support.tiny_trainers import Recorder, make_trainer, settings_of_training, tiny_model
 
-from ttrain.train.precision import set_deterministic
 from ttrain.train.trainer import Trainer
 from ttrain.train.training_options import Speed
 
@@ -64,26 +58,3 @@ def test_checkpoints_pass_between_compiled_and_eager_runs(tmp_path: Path) -> Non
     assert rest == pytest.approx(losses[-len(rest) :], rel=1e-4)
     again, _ = fit(tmp_path / "mixed", COMPILED)
     assert again.first == 6, "a finished run is opened by a compiled one"
-
-
-def digest_of_a_compiled_run(precision: str) -> str:
-    """Of the weights after 20 steps on two threads."""
-    torch.set_num_threads(2)
-    set_deterministic(True)
-    model = tiny_model(hidden_size=64)
-    config = settings_of_training(precision=precision, tokens=20 * 512, tokens_per_step=512, row_length=64)
-    trainer = make_trainer(config, model, NumberedRows(52, 64), rows_per_device=8, how=COMPILED)
-    trainer.fit()
-    assert trainer.model.compiled
-    return digest(trainer.weights.state())
-
-
-@pytest.mark.soak
-@needs_compiler
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_compiled_training_on_two_threads_gives_the_same_bits_each_time(precision: str) -> None:
-    environment = {"PYTHONPATH": f"{Path(__file__).parent}:{TESTS}:{ROOT}", "PATH": "/usr/bin:/bin"}
-    program = f"import test_compile; print(test_compile.digest_of_a_compiled_run({precision!r}))"
-    command = [sys.executable, "-c", program]
-    runs = [subprocess.run(command, env=environment, check=True, capture_output=True, text=True) for _ in range(4)]
-    assert len({run.stdout.split()[-1] for run in runs}) == 1

@@ -1,7 +1,5 @@
 """Any number of ranks takes the same steps: the same rows, and the same gradients but for the order of sums."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -66,19 +64,17 @@ def test_any_number_of_ranks_continues_one_run(tmp_path: Path) -> None:
 
 def test_another_global_batch_is_refused_unless_allowed(tmp_path: Path) -> None:
     def run(tokens_per_step: int, **options: Any) -> dict[str, Any]:
-        config = settings_of_training(tokens=6 * 96, tokens_per_step=tokens_per_step)
-        recorder = Recorder()
-        trainer = make_trainer(
-            config, tiny_model(layers=1), NumberedRows(36), directory=tmp_path, callbacks=[recorder], total_rows=36,
-            identity={"tokens_per_step": tokens_per_step, "optim.lr": 1e-2}, **options,
-        )  # fmt: skip
+        config, recorder = settings_of_training(tokens=6 * 96, tokens_per_step=tokens_per_step), Recorder()
+        identity = {"tokens_per_step": tokens_per_step, "optim.lr": 1e-2}
+        common: dict[str, Any] = {"directory": tmp_path, "callbacks": [recorder], "total_rows": 36}
+        trainer = make_trainer(config, tiny_model(layers=1), NumberedRows(36), identity=identity, **common, **options)
         result = trainer.fit()
         return {"rows": recorder.rows(), "first": result.resumed_from_step, "steps": result.step}
 
     before = run(96, stop_after=3)
-    with pytest.raises(UsageError, match=r"tokens_per_step: 96 → 192.*allow the change of tokens_per_step"):
+    with pytest.raises(UsageError, match=r"tokens_per_step: 96 → 192.*allow"):
         run(192)
-    with pytest.raises(UsageError, match="has consumed 18 rows, which is not a multiple of the 12 rows"):
+    with pytest.raises(UsageError, match=r"18 rows.*12 rows"):
         run(192, allow=frozenset({"tokens_per_step"}))
     after = run(48, allow=frozenset({"tokens_per_step"}))
     assert (after["first"], after["steps"]) == (6, 12)

@@ -1,7 +1,5 @@
 """What no mask can keep apart is refused before it is trained."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -41,13 +39,13 @@ def test_a_model_that_keeps_records_apart_is_left_as_it_was(options: dict[str, A
 @pytest.mark.parametrize("kind", ["rwkv", "minimax"])
 def test_a_recurrent_model_needs_rows_of_one_record(kind: str) -> None:
     objective = objective_of(kind=kind)
-    with pytest.raises(UsageError, match=r"training\.packing is best-fit, but .* set training\.packing=none"):
+    with pytest.raises(UsageError, match=r"training\.packing is best-fit.*packing=none"):
         check(objective, settings_of_training())
     check(objective, settings_of_training(packing="none"))
 
 
 def test_a_model_that_takes_no_mask_of_a_packed_row_is_refused_with_its_own_words() -> None:
-    with pytest.raises(UsageError, match=r"MambaForCausalLM cannot be called with .*: The size of tensor .* such as llama"):
+    with pytest.raises(UsageError, match=r"MambaForCausalLM.*size of tensor.*llama"):
         check(objective_of(kind="mamba"), settings_of_training(packing="none"))
 
 
@@ -56,18 +54,12 @@ class Seeing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = tiny_model()
+        self.causal = self.model = tiny_model()
 
-    @property
-    def causal(self) -> Any:
-        return self.model
-
-    def forward(self, ids: torch.Tensor, positions: torch.Tensor, segments: torch.Tensor, labels: torch.Tensor,
-                next_only: bool = False) -> tuple[torch.Tensor]:  # fmt: skip
-        logits = self.model(input_ids=ids.flip(1)).logits.flip(1)
-        return (token_loss_sum(logits, labels),)
+    def forward(self, ids: torch.Tensor, positions: Any, segments: Any, labels: torch.Tensor, **_: Any) -> tuple[Any]:
+        return (token_loss_sum(self.model(input_ids=ids.flip(1)).logits.flip(1), labels),)
 
 
 def test_a_model_that_sees_what_it_should_predict_is_refused() -> None:
-    with pytest.raises(UsageError, match="sees the tokens that it should predict"):
+    with pytest.raises(UsageError, match="should predict"):
         check(Seeing(), settings_of_training(packing="none"))

@@ -1,7 +1,5 @@
 """The loss from hidden states in chunks: equal to the plain one, small in memory, and plain where a head does more."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 
@@ -47,7 +45,6 @@ def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def results(loss: Tensor, *leaves: Tensor, factor: float = 0.37) -> dict[str, Tensor]:
-    """Loss and gradients of `factor` times it."""
     (factor * loss).backward()  # type: ignore[no-untyped-call]
     found = {"loss": loss.detach(), **{str(n): leaf.grad for n, leaf in enumerate(leaves) if leaf.grad is not None}}
     for leaf in leaves:
@@ -231,11 +228,7 @@ def test_what_needs_no_gradient_is_not_computed() -> None:
     assert {*results(linear_token_loss_sum(hidden, weight.detach(), labels, 7), hidden, weight)} == {"loss", "0"}
 
 
-# --- whole models -------------------------------------------------------------------------------------------------------
-
-
 def gradients(model: Any, chunk: int | None, *, precision: torch.dtype | None = None, **options: Any) -> dict[str, Tensor]:
-    """Loss and gradients of every trained parameter, in training mode, under a seed."""
     task = LanguageModeling(settings_of_training(), model, chunk_tokens=chunk, **options)
     module = task.build_model().train()
     torch.manual_seed(0)

@@ -1,24 +1,18 @@
 """How fast it runs: each figure against a clock that the test turns, each count against torch's own."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from support.comparing import PERFORMANCE
 from support.tiny_data import NumberedRows
-from support.tiny_trainers import CPU, Recorder, in_ranks, make_trainer, settings_of_training, tiny_model
+from support.tiny_trainers import CPU, Recorder, make_trainer, settings_of_training, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
-from ttrain.config import Lora
-from ttrain.model import adapters
 from ttrain.train.callbacks import StepRecord
-from ttrain.train.monitor import TERA, PerformanceMonitor, datasheet_flops, flops_per_token, peak_memory
+from ttrain.train.monitor import TERA, PerformanceMonitor, datasheet_flops, flops_per_token
 from ttrain.train.training_options import Cadence
 
 
@@ -54,12 +48,11 @@ def test_rates_are_means_over_the_time_since_the_last_log() -> None:
     run.step(1.0, data_seconds=0.25)
     run.step(2.0, data_seconds=0.5, after=2.0)
     figures = run.monitor.figures(run.step(3.0, data_seconds=0.75))
-    assert figures["tokens_per_second"] == pytest.approx(3 * 100 / 8)
-    assert figures["step_seconds"] == pytest.approx(2.0)
-    assert figures["data_wait_fraction"] == pytest.approx(0.25)
-    assert figures["mfu"] == pytest.approx(3 * 100 / 8 * 5e3 / 1e6)
-    assert figures["epoch_time"] == pytest.approx(8 * 8 / 3), "eight steps an epoch, three in 8 s"
     assert {*figures} == {*PERFORMANCE}
+    rate = 3 * 100 / 8
+    expected = {"tokens_per_second": rate, "step_seconds": 2.0, "data_wait_fraction": 0.25, "mfu": rate * 5e3 / 1e6}
+    assert {name: figures[name] for name in expected} == pytest.approx(expected)
+    assert figures["epoch_time"] == pytest.approx(8 * 8 / 3), "eight steps an epoch, three in 8 s"
 
 
 @pytest.mark.parametrize(
@@ -98,30 +91,6 @@ def test_a_trainer_logs_all_figures_and_its_step_time_is_within_the_time_it_took
     assert recorder.figures("eta_seconds")[-1] == 0
 
 
-def test_the_peak_memory_of_a_process_counts_what_it_has_freed(tmp_path: Path) -> None:
-    """In a fork, whose peak begins with what it holds."""
-
-    def peaks() -> tuple[int, int, int]:
-        before = peak_memory(CPU)
-        block = np.ones(1 << 27, np.uint8)
-        held = psutil.Process().memory_info().rss
-        del block
-        return before, held, peak_memory(CPU)
-
-    ((before, held, peak),) = in_ranks(1, tmp_path, lambda ranks: peaks())
-    assert before + (1 << 26) < held
-    assert held - (1 << 20) < peak <= held + (1 << 24), "the kernel counts in batches"
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_peak_memory_of_a_gpu_is_that_of_tensors() -> None:
-    block = torch.zeros(1 << 28, dtype=torch.uint8, device="cuda")
-    assert peak_memory(torch.device("cuda", 0)) >= len(block)
-
-
-# --- floating point operations ------------------------------------------------------------------------------------------
-
-
 def counted(model: torch.nn.Module, T: int) -> float:
     """FLOPs a token of a forward and a backward pass, as torch counts its matrix products."""
     model.set_attn_implementation("eager")  # type: ignore[operator]  # torch counts no fused attention on a CPU
@@ -148,26 +117,12 @@ def test_flops_per_token_are_those_that_torch_counts(options: dict[str, Any], T:
     assert flops_per_token(model, T) == pytest.approx(counted(model, T), rel=error)
 
 
-def test_flops_per_token_of_an_adapter_are_those_that_torch_counts() -> None:
-    """The first layer's inputs need no gradient, which the formula does not know: hence 10 %."""
-    model = adapters.attach(tiny_model(hidden_size=64, heads=4, layers=4), Lora(rank=4))
-    assert flops_per_token(model, 32) == pytest.approx(counted(model.get_base_model(), 32), rel=0.1)
-    assert flops_per_token(model, 32) < 0.8 * flops_per_token(tiny_model(hidden_size=64, heads=4, layers=4), 32)
-
-
-# --- peaks --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "bf16", "fp32"),
     [
-        ("NVIDIA A100-SXM4-80GB", 312, 19.5),
         ("NVIDIA H100 80GB HBM3", 989.4, 66.9),
         ("NVIDIA H100 PCIe", 756, 51.2),
-        ("NVIDIA L40S", 362, 91.6),
         ("Tesla T4", None, 8.1),
-        ("NVIDIA H100 NVL", None, None),
-        ("NVIDIA A10G", None, None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
         ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None, None),
     ],
@@ -175,5 +130,5 @@ def test_flops_per_token_of_an_adapter_are_those_that_torch_counts() -> None:
 def test_a_chip_is_found_by_its_name_and_a_board_that_differs_is_not_taken_for_it(
     name: str, bf16: float | None, fp32: float | None
 ) -> None:
-    wanted = [None if tflops is None else tflops * TERA for tflops in (bf16, fp32)]
-    assert [datasheet_flops(name, "bf16"), datasheet_flops(name, "fp32")] == wanted
+    expected = [None if tflops is None else tflops * TERA for tflops in (bf16, fp32)]
+    assert [datasheet_flops(name, "bf16"), datasheet_flops(name, "fp32")] == expected

@@ -1,28 +1,25 @@
 """The native kernels: what torch's operations give, up to rounding, by any number of threads."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support.comparing import copies, distance, same
 from support.tiny_data import VOCAB
-from support.tiny_trainers import CPU, tiny_model
+from support.tiny_trainers import tiny_model
 from torch import Tensor
 from torch.nn import functional as F
 
 from ttrain.data.packing import IGNORE
 from ttrain.train import native, optim
-from ttrain.train.attention import Records, record_attention, segment_mask
-from ttrain.train.kernels import fuse
+from ttrain.train.attention import Records, segment_mask
 from ttrain.train.language_modeling import NextTokenLoss
-from ttrain.train.losses import linear_token_loss_sum, token_loss_sum
+from ttrain.train.losses import token_loss_sum
 
 BF16, FP32 = torch.bfloat16, torch.float32
 FLAGS = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
@@ -68,7 +65,6 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 
 def without(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> Any:
-    """The result where nothing was compiled."""
     with monkeypatch.context() as patch:
         patch.setattr(native, "kernels", dict)
         return run()
@@ -76,14 +72,6 @@ def without(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> Any:
 
 def random(*shape: int, seed: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-@pytest.mark.skipif(not (native.suits_machine() and compiles()), reason="this CPU has no AVX2, or no gcc")
-def test_where_there_is_a_compiler_they_are_there() -> None:
-    assert {*native.kernels()} == ({BF16, FP32} if "avx512_bf16" in FLAGS else {FP32}), "install again: pip install -e ."
-
-
-# --- each kernel --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("entries", "label"), [(3, torch.int64), (16, torch.int32), (2050, torch.int64)])
@@ -162,29 +150,32 @@ def attention(shape: str, kind: torch.dtype) -> tuple[Callable[[], dict[str, Ten
     """What computes attention and its gradients, and what torch gives in fp64."""
     H, G, K, has_norm, has_rotation, rows = SHAPES[shape]
     parts = [[one if isinstance(one, tuple) else (one,) for one in row] for row in rows]
-    segments = torch.tensor([[number for number, lengths in enumerate(row) for _ in range(sum(lengths))] for row in parts])
-    branches = torch.tensor(
-        [[n for lengths in row for n, length in enumerate(lengths) for _ in range(length)] for row in parts]
-    )
+
+    def numbers(of_record: Callable[[int, tuple[int, ...]], list[int]]) -> Tensor:
+        return torch.tensor([[*chain.from_iterable(map(of_record, range(len(row)), row))] for row in parts])
+
+    segments = numbers(lambda n, lengths: [n] * sum(lengths))
+    branches = numbers(lambda n, lengths: [branch for branch, length in enumerate(lengths) for _ in range(length)])
+    places = numbers(lambda n, lengths: [*range(sum(lengths))])
     T = segments.shape[1]
     states = [random(len(rows), T, heads, K, seed=seed, dtype=kind).requires_grad_() for seed, heads in enumerate((H, G, G))]
     weights = [(torch.rand(K) + 0.5).requires_grad_() if has_norm else None for _ in range(2)]
-    places = torch.tensor([[place for lengths in row for place in range(sum(lengths))] for row in parts])
     angle = places[..., None] * 100.0 ** -(torch.arange(K) % (K // 2) / K)
     angles = (angle.cos(), angle.sin()) if has_rotation else None
     grad, scale = random(len(rows), T, H, K, seed=5, dtype=kind), K**-0.5
     leaves = {name: leaf for name, leaf in zip("qkvab", [*states, *weights], strict=True) if leaf is not None}
 
-    def ours() -> dict[str, Tensor]:
-        query, key, value = states
-        places = Records(segments, branches if shape == "branches" else None).places
-        arguments = (weights[0], 1e-6, weights[1], 1e-6, angles, places, scale)
-        out = native.Attention.apply(query, key, value, *arguments)  # type: ignore[no-untyped-call]
-        out.backward(grad)
+    def taken(out: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+        out.backward(grad.to(out.dtype))  # type: ignore[no-untyped-call]
         found = {"out": out.detach(), **{name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}}
         for leaf in leaves.values():
             leaf.grad = None
         return found
+
+    def ours() -> dict[str, Tensor]:
+        seen = Records(segments, branches if shape == "branches" else None).places
+        arguments = (weights[0], 1e-6, weights[1], 1e-6, angles, seen, scale)
+        return taken(native.Attention.apply(*states, *arguments), leaves)  # type: ignore[no-untyped-call]
 
     exact = {name: leaf.detach().double().requires_grad_() for name, leaf in leaves.items()}
 
@@ -196,12 +187,10 @@ def attention(shape: str, kind: torch.dtype) -> tuple[Callable[[], dict[str, Ten
         return x * cos + torch.cat([-x[..., K // 2 :], x[..., : K // 2]], -1) * sin
 
     query, key = turned(exact["q"], exact.get("a")), turned(exact["k"], exact.get("b"))
-    mask = segment_mask(segments, branches)
     flat = [tensor.transpose(1, 2) for tensor in (query, key, exact["v"])]
+    mask = segment_mask(segments, branches)
     out = F.scaled_dot_product_attention(*flat, attn_mask=mask, scale=scale, enable_gqa=True).transpose(1, 2)
-    out.backward(grad.double())  # type: ignore[no-untyped-call]
-    expected = {"out": out.detach(), **{name: leaf.grad for name, leaf in exact.items() if leaf.grad is not None}}
-    return ours, expected
+    return ours, taken(out, exact)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -237,12 +226,9 @@ def test_the_number_of_threads_changes_no_bit(threads: Callable[[int], None], ki
     def results() -> dict[str, Tensor]:
         out, scale = native.norm(x, weight, 1e-6, kind)
         of_x, of_weight = native.norm_slopes(grad, x, weight, scale)
-        others = {
-            "losses": native.score(grad.clone(), torch.arange(300) % 64, 1.0),
-            "muon": optim.orthogonal(matrices, kind),
-            "muon together": optim.orthogonal(large, kind),
-        }
-        return {**copies(ours()), "norm": out, "of_x": of_x, "of_weight": of_weight, **others}
+        losses = native.score(grad.clone(), torch.arange(300) % 64, 1.0)
+        muon = {str(m.shape): optim.orthogonal(m, kind) for m in (matrices, large)}
+        return {**copies(ours()), "norm": out, "of_x": of_x, "of_weight": of_weight, "losses": losses, **muon}
 
     threads(1)
     alone = results()
@@ -264,28 +250,13 @@ def test_matrices_become_as_orthogonal_as_by_torch(
     assert torch.equal(optim.orthogonal(torch.zeros(1, *shape[1:]), kind), torch.zeros(1, *shape[1:]))
 
 
-def test_large_matrices_are_torchs_where_the_cpu_has_amx(kind: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    small, large = torch.empty(1, 128, 512), torch.empty(1, 128, 528)
-    monkeypatch.setattr(native, "cpu_flags", lambda: frozenset({"amx_tile"}))
-    assert [native.takes_matrices(matrices, kind) for matrices in (small, large)] == [True, kind == FP32]
-    monkeypatch.setattr(native, "cpu_flags", frozenset)
-    assert native.takes_matrices(large, kind)
-
-
-# --- where they are called ----------------------------------------------------------------------------------------------
-
-
 @needs_bf16
 def test_tensors_that_do_not_suit_are_left_to_torch() -> None:
     x = random(4, 32, seed=1)
-    assert native.takes(x, x.clone())
+    assert native.takes(x, x.clone()) and native.takes_heads(BF16, 32, x)
     for other in (x.double(), x[:, :16], random(4, 24, seed=1), x.to("meta"), torch.nn.Buffer(x).expand(4, 32).t()):
         assert not native.takes(x, other)
-    assert (
-        native.takes_heads(BF16, 32, x)
-        and not native.takes_heads(BF16, 16, x)
-        and not native.takes_heads(BF16, 32, x.to("meta"))
-    )
+    assert not native.takes_heads(BF16, 16, x) and not native.takes_heads(BF16, 32, x.to("meta"))
 
 
 SEGMENTS = torch.tensor([[0] * 30 + [1] * 50, [0] * 79 + [1]])
@@ -307,97 +278,26 @@ def test_a_model_has_the_loss_and_the_gradients_that_it_has_without_them(kind: s
         loss.backward()  # type: ignore[no-untyped-call]
         return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
 
-    exact = without(monkeypatch, lambda: results(FP32))
-    in_fp32 = results(FP32)
-    assert {*calls} == {*native.ARGUMENTS} - {"orthogonal"}, "each kernel is in use"
-    assert all(distance({name: exact[name]}, {name: in_fp32[name]}) < 1e-5 for name in exact)
-    calls.clear()
-    found = results(BF16)
-    assert {*calls} == {*native.ARGUMENTS} - {"orthogonal"}, "each kernel is in use"
-    calls.clear()
-    rounded = without(monkeypatch, lambda: results(BF16))
+    exact, rounded = (without(monkeypatch, lambda dtype=dtype: results(dtype)) for dtype in (FP32, BF16))
     assert not calls
-    for name in exact:
-        limit = 1.3 * distance({name: exact[name]}, {name: rounded[name]}) + 1e-3
-        assert distance({name: exact[name]}, {name: found[name]}) < limit, name
-
-
-@needs_bf16
-def test_gradient_checkpointing_and_hooks_on_what_is_kept_change_no_bit() -> None:
-    """A second look at what is kept is an error of the one, and freed memory of the other."""
-
-    def gradients(*, checkpointing: bool = False) -> dict[str, Tensor]:
-        model = tiny_model(kind="qwen3", hidden_size=64, kv_heads=1, layers=2).train()
-        if checkpointing:
-            model.activation_checkpointing_enable({"use_reentrant": False})
-        ids = torch.arange(SEGMENTS.numel()).view_as(SEGMENTS) % (VOCAB - 9) + 9
-        positions = torch.arange(SEGMENTS.shape[1]).expand_as(ids).contiguous()
-        with torch.autocast("cpu", BF16):
-            loss = NextTokenLoss(model, token_loss_sum)(ids, positions, SEGMENTS, ids)[0]
-        loss.backward()  # type: ignore[no-untyped-call]
-        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-    plain = gradients()
-    assert same(plain, gradients(checkpointing=True))
-    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
-        assert same(plain, gradients())
-
-
-@needs_bf16
-def test_attention_of_other_architectures_takes_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    leaves = [random(2, 80, heads, 32, seed=heads).transpose(1, 2).requires_grad_() for heads in (4, 2, 2)]
-
-    def result() -> dict[str, Tensor]:
-        layer = SimpleNamespace(num_key_value_groups=2, is_causal=True)
-        out = record_attention(layer, *leaves, None, records=Records(SEGMENTS))[0]
-        out.backward(random(2, 80, 4, 32, seed=7))
-        found = {"out": out.detach(), **{str(number): leaf.grad for number, leaf in enumerate(leaves)}}
-        for leaf in leaves:
-            leaf.grad = None
-        return found
-
-    assert 0 < distance(without(monkeypatch, result), result()) < 0.01
-
-
-@needs_bf16
-def test_a_loss_of_a_frozen_head_and_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden, weight, labels = random(2, 20, 32, seed=1), random(50, 32, seed=2), torch.arange(40).view(2, 20)
-
-    def losses() -> list[Tensor]:
-        trained = hidden.clone().requires_grad_()
-        loss = linear_token_loss_sum(trained, weight, labels, 16)
-        loss.backward()  # type: ignore[no-untyped-call]
-        assert trained.grad is not None
-        return [linear_token_loss_sum(hidden, weight, labels, 16), loss.detach(), trained.grad]
-
-    for found, expected in zip(losses(), without(monkeypatch, losses), strict=True):
-        assert torch.allclose(found, expected, rtol=1e-2, atol=1e-2)
+    for precision in (FP32, BF16):
+        calls.clear()
+        found = results(precision)
+        assert {*calls} == {*native.ARGUMENTS} - {"orthogonal"}, "each kernel is in use"
+        for name in exact:
+            limit = 1.3 * distance({name: exact[name]}, {name: rounded[name]}) + 1e-3 if precision == BF16 else 1e-5
+            assert distance({name: exact[name]}, {name: found[name]}) < limit, name
 
 
 def test_where_they_are_missing_the_log_says_once_what_to_do(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def warned() -> int:
+    monkeypatch.setattr(native, "suits_machine", lambda: True)
+    for kernels, count in ({}, 1), ({FP32: {}}, 0):
+        monkeypatch.setattr(native, "kernels", lambda kernels=kernels: kernels)
         native.warn_if_missing.cache_clear()
         caplog.clear()
         for _ in range(2):
             native.warn_if_missing()
-        return sum("with gcc 10 or newer, install ttrain again" in record.getMessage() for record in caplog.records)
-
-    monkeypatch.setattr(native, "suits_machine", lambda: True)
-    assert without(monkeypatch, warned) == 1
-    monkeypatch.setattr(native, "kernels", lambda: {FP32: {}})
-    assert warned() == 0
+        assert sum("gcc 10" in record.getMessage() for record in caplog.records) == count
     native.warn_if_missing.cache_clear()
-
-
-def test_fuse_and_train_work_where_nothing_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run() -> bool:
-        model = tiny_model(hidden_size=64)
-        fuse(model)
-        ids = torch.arange(9, 9 + 40).view(1, 40) % VOCAB
-        with torch.autocast(CPU.type, BF16):
-            model(ids).logits.sum().backward()
-        return all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
-
-    assert without(monkeypatch, run)

@@ -1,7 +1,5 @@
 """What each optimizer is given, one update by hand, and state that comes back."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -23,8 +21,6 @@ MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "dow
 
 
 class Small(nn.Module):
-    """One of each: an embedding, a matrix with a bias, a norm, a frozen matrix."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

@@ -1,7 +1,5 @@
 """The losses of preference tuning, against those of TRL on 200 pairs, and what their gradients must and must not do."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -64,7 +62,6 @@ def inputs(live_AT: Tensor) -> dict[str, Tensor]:
 
 
 def halves(answers: Tensor) -> Tensor:
-    """All chosen answers, then all rejected ones, as TRL has them."""
     return torch.cat([answers[::2], answers[1::2]])
 
 

@@ -3,8 +3,6 @@
 Letters in names: B rows, T positions, A answers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +12,6 @@ import pytest
 import torch
 from support.comparing import copies, distance, same
 from support.tiny_data import VOCAB
-from support.tiny_mixtures import spread_routers, tiny_moe
 from support.tiny_trainers import ALONE, CPU, Recorder, in_ranks, make_trainer, tiny_model
 from torch import Tensor
 from torch.nn import functional as F
@@ -25,8 +22,6 @@ from ttrain.data.pair_rows import PairBatch, PairRows
 from ttrain.data.preferences import CHOSEN, PROMPT, REJECTED
 from ttrain.data.shards import Column, ShardSet, offsets_of, write_index, write_shard
 from ttrain.doctor.parts import InMemoryRows
-from ttrain.errors import UsageError
-from ttrain.train import leakage_check, losses
 from ttrain.train.distributed import Ranks
 from ttrain.train.language_modeling import NextTokenLoss
 from ttrain.train.losses import token_loss_sum
@@ -82,7 +77,6 @@ def config_of(**changes: Any) -> Dpo:
 
 
 def alone(model: Any, prompt: list[int], answer: list[int]) -> Tensor:
-    """The log-probability of an answer in a row of its own, without a mask."""
     ids = torch.tensor([prompt + answer])
     log_probs = F.log_softmax(model(input_ids=ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None])[:, 0]
     return log_probs[len(prompt) - 1 :].sum()
@@ -111,28 +105,7 @@ def test_packed_answers_have_the_log_probabilities_and_gradients_of_each_alone(
     assert distance(dict(zip(named, expected, strict=True)), dict(zip(named, found, strict=True))) < 1e-5
 
 
-def test_gradients_that_are_computed_again_are_those_that_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    batch = packed(tmp_path, make_pairs(9)).whole
-
-    def gradients() -> dict[str, Tensor]:
-        model = tiny_model()
-        found_A, _ = score_answers(NextTokenLoss(model, token_loss_sum, 7), batch, CPU)  # type: ignore[arg-type]
-        found_A.square().sum().backward()  # type: ignore[no-untyped-call]
-        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-    kept = gradients()
-    monkeypatch.setattr(losses, "KEPT_ENTRIES", 0)
-    assert distance(kept, gradients()) < 1e-6
-
-
-@pytest.mark.parametrize("kind", ["rwkv", "minimax"])
-def test_a_model_that_no_mask_keeps_apart_is_refused(kind: str) -> None:
-    with pytest.raises(UsageError, match=r"answers of a pair apart|cannot be called|carries state"):
-        leakage_check.check(NextTokenLoss(tiny_model(kind=kind), token_loss_sum), config_of(packing="none"), branches=True)
-
-
 def test_two_ranks_and_other_micro_batches_take_the_steps_of_one(tmp_path: Path) -> None:
-    """With a reference and the chosen answers' own loss, and with a reference point that all ranks share."""
     rows = packed(tmp_path / "pairs", make_pairs(30), tiny_model())
 
     def train(ranks: Ranks, rows_per_device: int) -> list[dict[str, Tensor]]:
@@ -171,46 +144,3 @@ def test_a_resumed_kto_has_the_reference_point_and_the_bits_of_one_that_was_not_
     resumed, found, _ = train(tmp_path / "resumed", None)
     assert expected.state() == found.state() and expected.state()["reference_point"] > 0
     assert same(straight.state_dict(), resumed.state_dict())
-
-
-# --- mixtures of experts ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("kind", "loss"), [("mixtral", "dpo"), ("glm4_moe", "kto")])
-def test_routers_keep_their_balance_terms_in_whatever_micro_batches(kind: str, loss: str, tmp_path: Path) -> None:
-    """A row counts by its pairs, as in other trainings by its targets, so that the quotient is the mean over pairs."""
-    model = spread_routers(tiny_moe(kind, balance=0.5, z_loss=0.1))
-    rows, config = packed(tmp_path, make_pairs(9), model), config_of(loss=loss)
-    task = PreferenceTuning(config, model)
-    module = task.build_model().train()
-
-    def found(batches: list[list[int]]) -> tuple[dict[str, Tensor], dict[str, float], dict[str, Tensor]]:
-        parts, sums = dict[str, float](), dict[str, Tensor]()
-        for numbers in batches:
-            step = task.train_step(module, rows.batch(numbers), CPU)  # type: ignore[arg-type]
-            step.total.backward()  # type: ignore[no-untyped-call]
-            values = {name: float(value.detach()) for name, value in step.parts.items()}
-            expected = values["preference"] + 0.5 * values["balance"] + 0.1 * values["z"]
-            assert float(step.total.detach()) == pytest.approx(expected, rel=1e-6)
-            parts = {name: parts.get(name, 0.0) + value for name, value in values.items()}
-            sums = {name: sums.get(name, 0) + value.double() for name, value in step.sums.items()}
-        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        model.zero_grad()
-        return gradients, parts, sums
-
-    together, parts, sums = found([[*range(len(rows))]])
-    apart, parts_apart, sums_apart = found([[number] for number in range(len(rows))])
-    assert distance(together, apart) < 1e-5 and parts == pytest.approx(parts_apart, rel=1e-5)
-    assert same({n: v for n, v in sums.items() if "load" in n}, {n: v for n, v in sums_apart.items() if "load" in n})
-    assert parts["balance"] >= 9 * (2 if loss == "kto" else 1) * 2 * 0.99, "at least 1 for each of two layers and each loss"
-    validated = task.validation_step(module, rows.batch(range(len(rows))), CPU)  # type: ignore[arg-type]
-    assert float(validated.total) == pytest.approx(parts["preference"], rel=1e-5)
-    assert "moe_max_load" in task.figures({name: value.tolist() for name, value in sums.items()})
-
-
-def test_a_step_moves_the_biases_of_routers(tmp_path: Path) -> None:
-    model = spread_routers(tiny_moe("ernie4_5_moe"))
-    rows, config = packed(tmp_path, make_pairs(12), model), config_of(tokens=2 * 4 * T)
-    before = copies({name: tensor for name, tensor in model.state_dict().items() if name.endswith("correction_bias")})
-    make_trainer(config, model, rows, task=PreferenceTuning(config, model)).fit()
-    assert before and all(not torch.equal(before[name], model.state_dict()[name]) for name in before)

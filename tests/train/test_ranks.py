@@ -1,7 +1,5 @@
 """Two ranks equal one: processes of their own, over gloo."""
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path

@@ -1,8 +1,5 @@
 """A memory limit is kept, and what broke it is told with the cure; by night training takes less and learns the same."""
 
-from __future__ import annotations
-
-import resource
 import sys
 from datetime import datetime, time
 from pathlib import Path
@@ -19,12 +16,11 @@ from ttrain.config import Night
 from ttrain.config.loading import load
 from ttrain.errors import TTrainError, UsageError
 from ttrain.train import resource_limits
+from ttrain.train.callbacks import LogRecord
 from ttrain.train.distributed import Ranks
 from ttrain.train.resource_limits import NightThrottle, explain_out_of_memory, is_in_window, limit_memory
 from ttrain.train.trainer import Trainer
 from ttrain.train.training_options import Cadence
-
-# --- memory -------------------------------------------------------------------------------------------------------------
 
 CUDA = torch.device("cuda", 0)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="macOS enforces no limit")
@@ -32,31 +28,30 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="macOS enforces no li
 
 def allocate_within_a_limit() -> list[str]:
     """What is said of 300 MB, where 200 MB are left, of torch, numpy and Python; 100 MB are allocated each time."""
-    limit, said = resource_limits.data_bytes() + 200_000_000, []
+    limit, messages = resource_limits.data_bytes() + 200_000_000, []
     limit_memory(limit, CPU)
     for allocate in (lambda n: torch.empty(n, dtype=torch.uint8), lambda n: np.empty(n, dtype=np.uint8), bytearray):
         with explain_out_of_memory(limit, 16):
             allocate(100_000_000)
         with pytest.raises(TTrainError) as error, explain_out_of_memory(limit, 16):
             allocate(300_000_000)
-        said.append(str(error.value))
-    return said
+        messages.append(str(error.value))
+    return messages
 
 
 @linux
 def test_what_exceeds_the_limit_fails_with_the_cure_and_what_does_not_passes(tmp_path: Path) -> None:
-    (said,) = in_ranks(1, tmp_path, lambda ranks: allocate_within_a_limit())
-    for line, name in zip(said, ("RuntimeError", "MemoryError", "MemoryError"), strict=True):
-        assert "out of memory: lower runtime.rows_per_device (it is 16" in line
-        assert "runtime.memory_limit_gb (it is " in line
-        assert name in line
+    (messages,) = in_ranks(1, tmp_path, lambda ranks: allocate_within_a_limit())
+    for message, name in zip(messages, ("RuntimeError", "MemoryError", "MemoryError"), strict=True):
+        for part in ("runtime.rows_per_device", "16", "runtime.memory_limit_gb", name):
+            assert part in message
 
 
 @linux
 @pytest.mark.parametrize("more_bytes", [-100_000_000, 30_000_000])
 def test_a_limit_in_which_no_training_can_begin_is_refused_and_nothing_changes(more_bytes: int) -> None:
     """With 30 MB left it ended in "can't start new thread", or as an unexpected MemoryError."""
-    with pytest.raises(UsageError, match=r"but the process has \d+\.\d\d before it trains, and needs 0\.\d\d to begin; set"):
+    with pytest.raises(UsageError, match=r"has \d+\.\d\d .* needs 0\.\d\d .*set"):
         limit_memory(resource_limits.data_bytes() + more_bytes, CPU)
     torch.zeros(10_000_000)
 
@@ -71,30 +66,14 @@ def test_on_cuda_it_is_a_share_of_the_device(monkeypatch: pytest.MonkeyPatch, li
 
 
 @pytest.mark.parametrize(
-    "error",
-    [
-        MemoryError(),
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-        RuntimeError("std::bad_alloc"),
-        RuntimeError("could not create a primitive"),
-        RuntimeError("MPS backend out of memory (MPS allocated: 8.00 GB)"),
-    ],
+    "error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("std::bad_alloc")]
 )
 def test_out_of_memory_is_told_in_our_words(error: Exception) -> None:
-    with pytest.raises(TTrainError, match=r"out of memory: lower runtime\.rows_per_device \(it is 8") as found:
-        with explain_out_of_memory(None, 8):
-            raise error
-    assert "memory_limit_gb" not in str(found.value)
-    assert found.value.__cause__ is error
-
-
-def test_other_errors_rise_as_they_are() -> None:
-    with pytest.raises(RuntimeError, match="shape mismatch"):
-        with explain_out_of_memory(1e9, 8):
-            raise RuntimeError("shape mismatch")
-
-
-# --- nights -------------------------------------------------------------------------------------------------------------
+    with pytest.raises(TTrainError, match=r"runtime\.rows_per_device .*8") as found, explain_out_of_memory(None, 8):
+        raise error
+    assert "memory_limit_gb" not in str(found.value) and found.value.__cause__ is error
+    with pytest.raises(RuntimeError, match="shape mismatch"), explain_out_of_memory(1e9, 8):
+        raise RuntimeError("shape mismatch")
 
 
 class Clock:
@@ -109,21 +88,18 @@ class Clock:
 
 
 class Notes(Recorder):
-    """Threads and rows of a micro-batch at each step."""
+    trainer: Trainer
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[int, int]] = []
 
-    def log(self, record: object) -> None:
-        super().log(record)  # type: ignore[arg-type]
+    def log(self, record: LogRecord) -> None:
+        super().log(record)
         self.seen.append((torch.get_num_threads(), self.trainer.loader.rows_per_device))
-
-    trainer: Trainer
 
 
 def fit(night: bool, *, threads: int = 2, ranks: Ranks = ALONE) -> tuple[Notes, Trainer, WatchedTask]:
-    """Nine steps of six rows, in micro-batches of four by day."""
     torch.set_num_threads(threads)
     config, model, notes = settings_of_training(tokens=9 * 96), tiny_model(), Notes()
     task = WatchedTask(config, model)
@@ -160,45 +136,29 @@ def test_two_ranks_follow_the_clock_of_the_first(tmp_path: Path) -> None:
     assert lit == [0] + [1] * 6 + [0] * 2
 
 
-@pytest.mark.parametrize(
-    ("now", "start", "end", "inside"),
-    [
+def test_a_window_of_the_day() -> None:
+    for now, start, end, inside in (
         ("22:00", "22:00", "08:00", True), ("07:59", "22:00", "08:00", True), ("08:00", "22:00", "08:00", False),
-        ("21:59", "22:00", "08:00", False), ("03:00", "01:00", "05:00", True), ("05:00", "01:00", "05:00", False),
-        ("00:30", "01:00", "05:00", False), ("12:00", "00:00", "00:00", True),
-    ],
-)  # fmt: skip
-def test_a_window_of_the_day(now: str, start: str, end: str, inside: bool) -> None:
-    assert is_in_window(*(time.fromisoformat(word) for word in (now, start, end))) is inside
+        ("03:00", "01:00", "05:00", True), ("05:00", "01:00", "05:00", False), ("12:00", "00:00", "00:00", True),
+    ):  # fmt: skip
+        assert is_in_window(*(time.fromisoformat(word) for word in (now, start, end))) is inside, (now, start)
 
 
 @pytest.mark.parametrize(
     ("used", "day", "by_night", "by_day"),
-    [(10e9, None, 0.5, 1.0), (100e9, None, 0.625, 1.0), (10e9, 40e9, 0.25, 0.25), (100e9, 120e9, 0.625, 0.75)],
-    ids=["half", "no less than is in use", "no more than by day", "what is in use, of a limit"],
+    [(10e9, None, 0.5, 1.0), (100e9, None, 0.625, 1.0), (10e9, 40e9, 0.25, 0.25)],
+    ids=["half", "no less than is in use", "no more than by day"],
 )
 def test_the_profile_takes_half_of_a_gpu_by_night_but_no_less_than_is_in_use(
     monkeypatch: pytest.MonkeyPatch, used: float, day: float | None, by_night: float, by_day: float
 ) -> None:
-    """It was 8 GB on any GPU."""
-    settings = load(profiles=["night"]).settings.runtime.night
+    settings, given = load(profiles=["night"]).settings.runtime.night, list[float]()
     assert settings
-    given: list[float] = []
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=160_000_000_000))
+    properties = SimpleNamespace(total_memory=160_000_000_000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: used)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: given.append(share))
     shift = NightThrottle(settings, CUDA, rows_per_device=4, memory_limit=day)
     shift.set(True)
     shift.set(False)
     assert given == [by_night, by_day]
-
-
-@linux
-def test_ranks_on_a_cpu_share_half_of_the_machine_by_night(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource_limits, "total_bytes", lambda device: 3600e9)
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    shift = NightThrottle(Night(memory_share=0.5), CPU, rows_per_device=4, ranks=2)
-    shift.set(True)
-    assert resource.getrlimit(resource.RLIMIT_DATA)[0] == 900e9
-    shift.set(False)
-    assert resource.getrlimit(resource.RLIMIT_DATA) == before

@@ -1,7 +1,5 @@
 """What a run may continue, what it may not, and that all ranks continue the same."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +22,6 @@ from ttrain.train.training_options import Cadence
 
 
 def trainer(directory: Path, *, changes: Mapping[str, Any] = MappingProxyType({}), **options: Any) -> Trainer:
-    """Of eight steps, with a checkpoint every second one."""
     config = settings_of_training(**{"schedule": Schedule(kind="constant", warmup_steps=2), "tokens": 8 * 96, **changes})
     cadence = Cadence(log=1, checkpoint=2)
     return make_trainer(config, tiny_model(), NumberedRows(52), directory=directory, cadence=cadence, **options)
@@ -80,8 +77,6 @@ def test_ranks_that_would_begin_at_different_steps_end_with_an_error(tmp_path: P
 
 
 class InParts(WatchedTask):
-    """Its loss has a part, and after the fourth pass another one, if it is `late`."""
-
     late = False
 
     def train_step(self, model: nn.Module, batch: Any, device: torch.device) -> LossSum:
@@ -93,8 +88,6 @@ class InParts(WatchedTask):
 
 
 def test_ranks_with_no_micro_batch_of_a_step_sum_the_same_parts(tmp_path: Path) -> None:
-    """The last step has one micro-batch."""
-
     def fit(ranks: Ranks) -> int:
         config, model = settings_of_training(), tiny_model()
         run = make_trainer(

@@ -1,7 +1,5 @@
 """Learning rates by hand-written tables, and how many steps a budget is."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from typing import Any

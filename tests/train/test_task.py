@@ -1,10 +1,7 @@
 """Tasks of users: what they must bring, that they train and continue as stages do, and what is said to mistakes."""
 
-from __future__ import annotations
-
 import json
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from ttrain.config import TaskConfig, TaskJob
-from ttrain.config.loading import layers, merge, settable_keys, with_types
+from ttrain.config.loading import layers, merge
 from ttrain.config.runtime import TaskRuntime
 from ttrain.core.files import ProgressWriter
 from ttrain.errors import ArtifactError, DataError, Interrupted, TTrainError, UsageError
@@ -35,8 +32,6 @@ CPU = torch.device("cpu")
 
 
 class Line(UserTask):
-    """Fits y = slope x + 1, with a penalty on the weights; dropout, so that random numbers matter."""
-
     class Config(TaskConfig):
         slope: float = 2.0
         width: int = 4
@@ -73,40 +68,16 @@ class Line(UserTask):
 
 
 class Tied(Line):
-    """The two matrices of its model are one."""
-
     def build_model(self) -> nn.Module:
         model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
         model[1].weight = model[0].weight
         return model
 
 
-class Remembering(Tied):
-    """Counts its steps, and logs their number and twice the loss."""
-
-    steps = 0
-
-    def after_step(self, sums: Any) -> None:
-        self.steps += 1
-
-    def state(self) -> dict[str, float]:
-        return {"steps": self.steps}
-
-    def load_state(self, state: Any) -> None:
-        self.steps = int(state["steps"])
-
-    def figures(self, sums: Any) -> dict[str, float]:
-        return {"steps_remembered": self.steps}
-
-    def derived(self, losses: Any) -> dict[str, float]:
-        return {"loss_twice": 2 * losses["loss"]}
-
-
 def run(
     output: Path, *settings: str, task: str = "test_task:Line", allow: tuple[str, ...] = (),
     stop: Callable[[], bool] = lambda: False, **runtime: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """What the process of the task does, in this one."""
     torch.seed()  # random numbers from elsewhere must not matter
     config = TaskJob(task=task, given=tuple(layers(settings)), allow=allow)
     speed = {"device": "cpu", "threads": 1, "log_every_steps": 1, "checkpoint_every_steps": 4, **runtime}
@@ -119,8 +90,6 @@ def run(
 
 
 class StopAfter:
-    """Asks for a stop in a step, as a signal would."""
-
     def __init__(self, steps: int) -> None:
         self.left = steps
 
@@ -138,15 +107,6 @@ def path_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A task of the form module:Class puts the working directory on the path."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield
-
-
-# --- what a task must bring ---------------------------------------------------------------------------------------------
-
-
-def test_to_look_for_a_task_does_not_import_the_compiler_of_torch() -> None:
-    """The command does it before it starts the process of the training: 3.2 s of CPU time instead of 1.7."""
-    code = "import sys, ttrain.train.task; sys.exit('torch._dynamo' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
 def test_the_task_of_the_documentation_has_thirty_lines_and_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,18 +130,7 @@ def test_regression_comes_below_a_hundredth_in_ten_seconds(tmp_path: Path) -> No
     began = time.process_time()  # of this process: others may have the cores
     figures = run(tmp_path, task="regression", log_every_steps=10, checkpoint_every_steps=100)
     assert time.process_time() - began < 10
-    assert figures["validation_loss"] < 0.01
-    task = Regression(Regression.Config())
-    model = task.build_model()
-    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    x, y = task.heldout_rows().tensors
-    with torch.no_grad():
-        mse = float((model(x).squeeze(1) - y).square().mean())
-    assert mse == pytest.approx(figures["validation_loss"], rel=1e-4)
-    assert float(y.var()) > 0.1, "a constant would not come as near"
-
-
-# --- training -----------------------------------------------------------------------------------------------------------
+    assert figures["validation_loss"] < 0.01 < 0.1 < float(Regression(Regression.Config()).heldout_rows().tensors[1].var())
 
 
 def test_parts_of_a_loss_are_logged_by_name_and_add_up(tmp_path: Path) -> None:
@@ -196,7 +145,7 @@ def test_parts_of_a_loss_are_logged_by_name_and_add_up(tmp_path: Path) -> None:
 def test_a_stopped_training_continues_bit_for_bit(tmp_path: Path) -> None:
     settings = ("epochs=1", "rows_per_step=9", "optim.lr=0.05")
     whole = run(tmp_path / "whole", *settings)
-    with pytest.raises(Interrupted, match="the state is saved"):
+    with pytest.raises(Interrupted, match="saved"):
         run(tmp_path / "cut", *settings, stop=StopAfter(5))
     continued = run(tmp_path / "cut", *settings)
     assert 0 < continued["resumed_from_step"] < continued["steps"] == whole["steps"]
@@ -209,38 +158,26 @@ def test_a_stopped_training_continues_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_changed_settings_are_refused_with_old_and_new_unless_allowed(tmp_path: Path) -> None:
-    settings = ["epochs=1", "rows_per_step=10"]
-    with pytest.raises(Interrupted):
-        run(tmp_path, *settings, stop=StopAfter(5))
-    with pytest.raises(UsageError, match=r"optim\.lr: 0\.004 → 0\.001"):
-        run(tmp_path, *settings, "optim.lr=1e-3")
-    with pytest.raises(UsageError, match=r"rows_per_step: 10 → 20") as refused:
-        run(tmp_path, "epochs=1", "rows_per_step=20", "optim.lr=1e-3", allow=("optim",))
-    assert "optim.lr" not in str(refused.value)
-    with pytest.raises(UsageError, match=r"width: 4 → 8"):
-        run(tmp_path, *settings, "width=8")
-    misshaped = r"do not fit the model:\n  mis-shaped: 0\.weight is \[4, 1\] but must be \[8, 1\]"
-    with pytest.raises(ArtifactError, match=misshaped):
-        run(tmp_path, *settings, "width=8", allow=("width",))
-    with pytest.raises(UsageError, match=r"task: test_task:Line → test_task:Tied"):
-        run(tmp_path, *settings, task="test_task:Tied")
-    with pytest.raises(UsageError, match=r"--allow is 'lr'.*did you mean 'optim\.lr'"):
-        run(tmp_path, *settings, allow=("lr",))
-    figures = run(tmp_path, *settings, "optim.lr=1e-3", allow=("optim.lr",), rows_per_device=3)
-    assert 0 < figures["resumed_from_step"] < figures["steps"] == 10
-    assert metrics(tmp_path)[-2 if "loss" not in metrics(tmp_path)[-1] else -1]["lr_adamw"] < 1e-3
-
-
-def test_a_parameter_with_two_names_and_what_a_task_remembers_outlive_a_stop(tmp_path: Path) -> None:
-    """The parameter is saved once; the task's own figures are logged."""
     settings = ("epochs=1", "rows_per_step=10")
     with pytest.raises(Interrupted):
-        run(tmp_path, *settings, task="test_task:Remembering", stop=StopAfter(5))
-    run(tmp_path, *settings, task="test_task:Remembering")
-    assert set(load_file(tmp_path / "model.safetensors")) == {"0.weight", "0.bias", "1.bias"}
-    rows = [row for row in metrics(tmp_path) if "loss" in row]
-    assert [row["steps_remembered"] for row in rows] == [*range(1, 11)]
-    assert [row["loss_twice"] for row in rows] == [2 * row["loss"] for row in rows]
+        run(tmp_path, *settings, stop=StopAfter(5))
+    refusals: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
+        (("optim.lr=1e-3",), {}, "optim.lr: 0.004 → 0.001"),
+        (("width=8",), {}, "width: 4 → 8"),
+        ((), {"task": "test_task:Tied"}, "test_task:Line → test_task:Tied"),
+        ((), {"allow": ("lr",)}, "'optim.lr'"),
+    ]
+    for changes, options, part in refusals:
+        with pytest.raises(UsageError, match=re.escape(part)):
+            run(tmp_path, *settings, *changes, **options)
+    with pytest.raises(UsageError, match="10 → 20") as refused:
+        run(tmp_path, "epochs=1", "rows_per_step=20", "optim.lr=1e-3", allow=("optim",))
+    assert "optim.lr" not in str(refused.value)
+    with pytest.raises(ArtifactError, match=re.escape("0.weight is [4, 1] but must be [8, 1]")):
+        run(tmp_path, *settings, "width=8", allow=("width",))
+    figures = run(tmp_path, *settings, "optim.lr=1e-3", allow=("optim.lr",), rows_per_device=3)
+    assert 0 < figures["resumed_from_step"] < figures["steps"] == 10
+    assert [row["lr_adamw"] for row in metrics(tmp_path) if "loss" in row][-1] < 1e-3
 
 
 def test_a_filler_takes_part_and_moves_nothing() -> None:
@@ -252,27 +189,6 @@ def test_a_filler_takes_part_and_moves_nothing() -> None:
     assert (filler.count, filler.total.item(), filler.parts["error"].item()) == (0, 0.0, 0.0)
     filler.total.backward()  # type: ignore[no-untyped-call]
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
-
-
-def test_rows_are_read_many_at_a_time_where_they_can_be_and_collated_by_the_task() -> None:
-    class Many:
-        asked: list[Any]
-
-        def __len__(self) -> int:
-            return 5
-
-        def __getitem__(self, row: int) -> Any:
-            raise AssertionError("one at a time")
-
-        def __getitems__(self, rows: list[int]) -> list[int]:
-            return [10 * row for row in rows]
-
-    assert Batches(Many(), lambda rows: tuple(rows)).batch(torch.tensor([1, 4]).numpy()).content == (10, 40)
-    stacked = Batches(TensorDataset(torch.arange(6.0)), Line(Line.Config()).collate).batch([5, 0]).content
-    assert torch.equal(stacked[0], torch.tensor([5.0, 0.0]))
-
-
-# --- mistakes -----------------------------------------------------------------------------------------------------------
 
 
 class Mean(Line):
@@ -311,36 +227,28 @@ class Overlapping(Line):
 
 
 @pytest.mark.parametrize(
-    ("task", "settings", "error", "said"),
+    ("task", "settings", "error", "parts"),
     [
-        ("nowhere:Task", (), UsageError, "No module named 'nowhere'"),
-        ("test_task:Lines", (), UsageError, "has no attribute 'Lines'"),
-        ("test_task:CPU", (), UsageError, "not a subclass of ttrain.train.task.UserTask"),
-        ("test_task:Unfinished", (), UsageError, "lacks build_criterion, .*validation_step"),
-        ("test_task:Overlapping", (), UsageError, "have no 'runtime'"),
-        ("test_task:Line", ("qqq=3",), UsageError, r"unknown setting 'qqq' .* there are .*epochs.*slope"),
-        ("test_task:Line", ("early_stopping.patience=2",), UsageError, "validate_every_steps is 0"),
-        ("test_task:Line", ("rows_total=7",), DataError, "only 7 rows; set rows_per_step=7 or less"),
-        ("test_task:Mean", (), TTrainError, r"Mean\.train_step returned a Tensor; return LossSum"),
-        ("test_task:Exploding", (), TTrainError, r"lower optim\.lr \(0\.004\), or set nonfinite=skip"),
-        (
-            "test_task:Exploding", ("nonfinite=skip",), TTrainError,
-            r"all \d+ steps were left out, since loss or gradient was not finite; lower optim\.lr \(0\.004\), or look at",
-        ),
-        (
-            "test_task:Spoilt", (), TTrainError,
-            r"1 of the \d weights in the trained model hold numbers that are not finite \(unused\); lower optim\.lr",
-        ),
+        ("nowhere:Task", (), UsageError, ["nowhere"]),
+        ("test_task:Lines", (), UsageError, ["Lines"]),
+        ("test_task:CPU", (), UsageError, ["UserTask"]),
+        ("test_task:Unfinished", (), UsageError, ["build_criterion", "validation_step"]),
+        ("test_task:Overlapping", (), UsageError, ["'runtime'"]),
+        ("test_task:Line", ("qqq=3",), UsageError, ["'qqq'", "epochs", "slope"]),
+        ("test_task:Line", ("early_stopping.patience=2",), UsageError, ["validate_every_steps"]),
+        ("test_task:Line", ("rows_total=7",), DataError, ["rows_per_step=7"]),
+        ("test_task:Mean", (), TTrainError, ["Mean.train_step", "LossSum"]),
+        ("test_task:Exploding", (), TTrainError, ["optim.lr (0.004)", "nonfinite=skip"]),
+        ("test_task:Exploding", ("nonfinite=skip",), TTrainError, ["steps were left out", "optim.lr (0.004)"]),
+        ("test_task:Spoilt", (), TTrainError, ["not finite (unused)", "optim.lr"]),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_is_told_by_its_name(
-    tmp_path: Path, task: str, settings: tuple[str, ...], error: type[TTrainError], said: str
+    tmp_path: Path, task: str, settings: tuple[str, ...], error: type[TTrainError], parts: list[str]
 ) -> None:
-    with pytest.raises(error, match=said):
+    with pytest.raises(error) as told:
         run(tmp_path, *settings, task=task)
-
-
-# --- by name ------------------------------------------------------------------------------------------------------------
+    assert [part for part in parts if part not in str(told.value)] == []
 
 
 def test_an_installed_package_brings_its_task_by_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,25 +263,3 @@ def test_an_installed_package_brings_its_task_by_an_entry_point(tmp_path: Path, 
     assert task_class("my-line").__name__ == "MyLine"
     with pytest.raises(UsageError, match=r"my-line.*regression"):
         task.find_task("other")
-
-
-def test_settings_without_a_default_must_be_given() -> None:
-    class Needy(TaskConfig):
-        answer: int
-
-    assert "answer" in settable_keys(Needy) and "optim.lr" in settable_keys(Needy)
-    assert merge(Needy, layers(["answer=42", "optim.lr=1"]))[0].optim.lr == 1
-    with pytest.raises(UsageError, match="answer"):
-        merge(Needy, layers(["optim.lr=1"]))
-
-
-def test_texts_on_the_command_line_are_what_the_types_of_the_tasks_own_settings_make_of_them() -> None:
-    class Own(TaskConfig):
-        label: str = ""
-        words: tuple[str, ...] = ()
-        depth: int = 1
-
-    given = layers(["label=run #3", "words=[no, 0123]", "depth=0123", "optim={lr: 2e-3}"], root=None)
-    settings, _ = merge(Own, with_types(Own, given))
-    assert (settings.label, settings.words, settings.depth) == ("run #3", ("no", "0123"), 123)
-    assert settings.optim.lr == 2e-3

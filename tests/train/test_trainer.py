@@ -1,7 +1,5 @@
 """The loop: accumulation, masking, resuming, extending, callbacks, precision; each against a reference."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -86,9 +84,6 @@ def test_a_step_without_a_target_is_an_error_that_says_so() -> None:
         make_trainer(config, model, NumberedRows(12, live=[0] * 12)).fit()
 
 
-# --- resuming -----------------------------------------------------------------------------------------------------------
-
-
 def run(directory: Path, config: Any, *, stop_after: int | None = None, seed: int = 1, **options: Any) -> Trainer:
     """Train a model with dropout in `directory`, from where it stands there; 52 rows, so that an epoch ends in a step."""
     model = tiny_model(seed=seed, dropout=0.1)
@@ -101,7 +96,6 @@ def run(directory: Path, config: Any, *, stop_after: int | None = None, seed: in
 
 
 def test_resumed_equals_uninterrupted(tmp_path: Path) -> None:
-    """With Muon, whose other weights have AdamW's state, in bf16, on two threads."""
     torch.set_num_threads(2)
     config = settings_of_training(optim=Optim(kind="muon", lr=1e-2), precision="bf16", tokens=10 * 96)
     cadence = Cadence(log=3, checkpoint=4, validate=4)
@@ -167,9 +161,6 @@ def test_a_checkpoint_shows_the_step_it_was_taken_at_however_slow_the_writer(tmp
     assert same(found.optimizer, wanted.optimizer)
 
 
-# --- what is told -------------------------------------------------------------------------------------------------------
-
-
 def test_the_logged_rate_is_that_of_the_schedule() -> None:
     recorder, config = Recorder(), settings_of_training(optim=Optim(kind="muon", lr=1e-2, muon_lr=3e-2), tokens=6 * 96)
     trainer = make_trainer(config, tiny_model(), NumberedRows(52), callbacks=[recorder], cadence=Cadence(log=1))
@@ -209,9 +200,6 @@ def test_no_figure_of_a_metrics_file_is_not_json(tmp_path: Path) -> None:
 
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line, parse_constant=refuse)["metrics"] == {"loss": None, "grad_norm": None, "lr": 0.5}
-
-
-# --- precision in the loop ----------------------------------------------------------------------------------------------
 
 
 def test_fp16_skips_a_step_that_overflows_and_halves_the_scale() -> None:

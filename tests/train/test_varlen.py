@@ -1,11 +1,7 @@
 """Attention of variable lengths: indices, positions and gradients, with the kernel of CUDA replaced by a plain one."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
-from functools import partialmethod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,15 +9,13 @@ import pytest
 import torch
 from support.comparing import distance
 from support.tiny_data import NumberedRows
-from support.tiny_trainers import ALONE, Recorder, in_ranks, make_trainer, settings_of_training, tiny_model
-from torch import Tensor, nn
+from support.tiny_trainers import ALONE, settings_of_training, tiny_model
+from torch import Tensor
 from torch.nn import functional as F
 
 from ttrain.train import attention, varlen
-from ttrain.train.distributed import Ranks
 from ttrain.train.language_modeling import LanguageModeling, NextTokenLoss
 from ttrain.train.losses import token_loss_sum
-from ttrain.train.training_options import Cadence, Speed
 
 T = 24
 SEGMENTS = torch.tensor([[0] * T, [0] * 3 + [1] * 15 + [2] * 6, [4] * 9 + [-1] * 15, [*range(T)], [0, 1, 2] + [3] * 21])
@@ -103,7 +97,6 @@ def test_attention_within_spans_equals_torch_with_a_mask_and_its_gradients(kv: i
 
 @pytest.fixture
 def as_on_cuda(plain_kernel: list[bool], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """Models take spans on this CPU."""
     monkeypatch.setattr(varlen, "is_usable", lambda device, dtype, width, dropout: not dropout)
     monkeypatch.setattr(varlen, "DEVICE", "cpu")
     yield plain_kernel
@@ -130,16 +123,6 @@ def test_a_model_has_the_loss_and_the_gradients_that_it_has_with_a_mask(
         assert distance({name: expected[name]}, {name: found[name]}) < 1e-3, name
 
 
-def test_validation_takes_the_same_attention(as_on_cuda: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    monkeypatch.setattr(varlen, "forward_kernel", lambda *given: calls.append(1) or plain_forward(*given))
-    task, batch = LanguageModeling(settings_of_training(), tiny_model()), NumberedRows(6, T).batch(range(6))
-    by_spans = float(task.validation_step(task.build_model().eval(), batch, ALONE.device).total)
-    assert len(calls) == 2
-    masked = LanguageModeling(settings_of_training(), tiny_model(), attention="masked")
-    assert float(masked.validation_step(masked.build_model().eval(), batch, ALONE.device).total) == pytest.approx(by_spans)
-
-
 def test_dropout_and_windows_keep_the_mask(as_on_cuda: list[bool]) -> None:
     def spans(window: int | None = None, **options: Any) -> varlen.Spans | None:
         model = tiny_model(kind="mistral", **options)
@@ -163,47 +146,6 @@ def test_it_is_one_operation_for_the_compiler_and_the_gradients_stay(as_on_cuda:
     compiled = torch.compile(total, backend="aot_eager", fullgraph=True)
     found = torch.autograd.grad(compiled(q, k, v), (q, k, v))
     assert all(torch.equal(left, right) for left, right in zip(expected, found, strict=True))
-
-
-def test_two_compiled_replicas_with_gradient_checkpointing_train_as_one_eager_model_with_masks(
-    as_on_cuda: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without inductor, and on one rank also without a compiled backward pass. One layer, since compiling takes most of the
-    time."""
-    compile_module = nn.Module.compile
-    config = settings_of_training(row_length=T, tokens_per_step=4 * T, tokens=2 * 4 * T)
-
-    def fit(ranks: Ranks, *, compiled: bool) -> tuple[bool, int, list[float]]:
-        torch.set_num_threads(1)
-        backend = "aot_eager" if ranks.first else "eager"
-        monkeypatch.setattr(nn.Module, "compile", partialmethod(compile_module, backend=backend))
-        model, recorder = tiny_model(layers=1), Recorder()
-        kind = "records" if compiled else "masked"
-        trainer = make_trainer(
-            config, model, NumberedRows(13, T), rows_per_device=2, ranks=ranks, how=Speed(compile=compiled),
-            task=LanguageModeling(config, model, attention=kind, gradient_checkpointing=compiled),
-            callbacks=[recorder], cadence=Cadence(log=1),
-        )  # fmt: skip
-        trainer.fit()
-        return trainer.model.compiled, len(as_on_cuda), recorder.figures("loss")
-
-    *_, losses = fit(ALONE, compiled=False)
-    ranks = in_ranks(2, tmp_path, lambda ranks: fit(ranks, compiled=True), seconds=240, compiles=True)
-    assert [one[:2] for one in ranks] == [(True, 3)] * 2, "the kernel once to try, and once in each step"
-    assert len(losses) == 2 and ranks[0][2] == pytest.approx(losses, rel=1e-4)
-
-
-def test_in_deterministic_mode_the_backward_kernel_may_not_just_warn(plain_kernel: list[bool]) -> None:
-    states = [torch.randn(1, T, 2, 8).requires_grad_() for _ in range(3)]
-    spans = varlen.spans_of(SEGMENTS[:1].numpy(), ALONE.device)
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    try:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        varlen.span_attention(*states, spans, 1.0).sum().backward()
-        assert plain_kernel == [True]
-        assert torch.is_deterministic_algorithms_warn_only_enabled(), "as it was before"
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def test_the_kernel_runs_on_cuda_alone_in_half_precision_and_for_heads_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
