@@ -94,7 +94,7 @@ def test_the_command_prints_the_table_and_gives_json_of_a_pipeline(nights: Night
     Nights(tmp_path, "other").directory.mkdir()
     with pytest.raises(UsageError, match="--name is not set, but there are nights of mine, other"):
         history.history(tmp_path, None)
-    with pytest.raises(UsageError, match=r"--name is mine, but there are nights of no pipeline; .*run one with"):
+    with pytest.raises(UsageError, match="there was no night yet"):
         history.history(tmp_path / "empty", "mine")
 
 

@@ -385,7 +385,7 @@ def _wrong_settings(
             lines[name] += f" or {rule.removeprefix('must be ')}"
         else:
             origins = (source for key, source in sources.items() if f"{name}.".startswith(f"{key}."))
-            origin = next(origins, "defaults")
+            origin = next(origins, sources[below[0]] if below else "defaults")
             lines[name] = one_line(f"{name} is {shown(item['input'])} (from {origin}) but {rule}")
             if names := [key for key in known_keys(root) if key.startswith(f"{name}.")]:
                 lines[name] += f"; set {first_of(names, SHOWN_NAMES)}"

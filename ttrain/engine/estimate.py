@@ -60,7 +60,7 @@ class StageEstimate:
     passes: float | None = None
 
     def __str__(self) -> str:
-        passes = f" ({self.passes:,.1f} passes)" if self.passes and self.passes >= 1.05 else ""
+        passes = f" ({round(self.passes, 1):,g} passes)" if self.passes and self.passes >= 1.05 else ""
         return f"{self.stage} {'?' if self.seconds is None else _about(self.seconds)}{passes}"
 
 
@@ -107,7 +107,8 @@ class Estimate:
 
 def _about(seconds: float) -> str:
     """A duration with two digits."""
-    return format_duration(float(f"{max(seconds, 1):.2g}"))
+    rounded = float(f"{max(seconds, 1):.2g}")
+    return f"{rounded:.0f} s" if rounded < 100 else format_duration(rounded)
 
 
 def estimate(stages: Iterable[Planned], settings: Settings, store: ArtifactStore) -> Estimate:

@@ -48,12 +48,10 @@ def history(home: Path, name: str | None, most: int = NIGHTS) -> tuple[str, list
     """(name of the pipeline, its last nights, the newest first). Raises UsageError where there is none, or no single one."""
     names = sorted(path.name for path in (home / "nightly").glob("*") if path.is_dir())
     chosen = name or (names[0] if len(names) == 1 else "")
+    if not names:
+        raise UsageError("there was no night yet; `ttrain pipeline run nightly` runs one")
     if chosen not in names:
-        raise UsageError(
-            f"--name is {name or 'not set'}, but there are nights of "
-            f"{', '.join(names) or 'no pipeline'}; choose one of these, or run one with "
-            f"`ttrain pipeline run nightly`"
-        )
+        raise UsageError(f"--name is {name or 'not set'}, but there are nights of {', '.join(names)}; choose one of these")
     nights = islice(Nights(home, chosen).newest_first(), most)
     return chosen, [of_record(night.as_it_is_now()) for night in nights]
 
