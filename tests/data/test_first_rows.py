@@ -66,12 +66,14 @@ def test_what_the_stage_counts_is_left_to_it(tmp_path: Path) -> None:
     first_rows.check("data.sft", "chats", [written(tmp_path / "bad.jsonl", {"messages": 1})], tolerant)
 
 
-def test_most_first_rows_being_bad_is_told_with_the_first_place_unless_so_many_may_be(tmp_path: Path) -> None:
+def test_most_rows_being_bad_is_told_with_a_place_unless_so_many_may_be(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", CHAT, {"messages": 1}, DOCUMENT, "{broken")
     message = refused("data.sft", "chats", path)
-    assert message.startswith("data.sft: 3 of the first 4 rows are bad, such as ")
+    assert message.startswith("data.sft: 3 of 4 rows are bad, such as ")
     assert "a.jsonl:4: " in message
     first_rows.check("data.sft", "chats", [path], Reading(rejected_fraction=0.8))
+    long = written(tmp_path / "long.jsonl", *["{broken"] * first_rows.ROWS, *[CHAT] * 50)
+    first_rows.check("data.sft", "chats", [long], Reading())  # not all rows are looked at
     first_rows.check("data.sft", "chats", [path, written(tmp_path / "b.jsonl", *[CHAT] * 3)], Reading())
     late = written(tmp_path / "late.jsonl", *[CHAT] * first_rows.ROWS, *["{broken"] * 50)
     first_rows.check("data.sft", "chats", [late], Reading())

@@ -49,12 +49,15 @@ def kind_of_file(location: str, reading: Reading) -> Kind | None:
 def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> None:
     """Raise UsageError for files that cannot be what their setting needs.
 
-    That is a file of another format, one whose first rows all have keys of something else, files
-    without rows, and those of whose first rows most are bad. Others are counted where they are read.
+    That is a file of another format, one whose first rows all have keys of something else, and
+    where files are so small that all rows are looked at, those that have none or mostly bad ones.
+    Others are counted where they are read.
     """
     tally, parse = Tally(), records.parser_of(kind, reading.text_field)
     local = [location for location in files if not locations.is_remote(location)][:FILES]
+    is_whole = len(local) == len(files)
     for location in local:
+        before = tally.rows
         try:
             rows = read(location, reading, tally)
         except CannotRead:
@@ -64,12 +67,13 @@ def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> N
         if rows and not any(_may_be(values, kind, reading.text_field) for _, _, values in rows):
             raise UsageError(f"{setting} needs {kind}, but {_problem(setting, kind, rows, reading.text_field)}")
         list(records.accepted(rows, parse, tally))
-    if local and len(local) == len(files) and not tally.rows:
+        is_whole = is_whole and tally.rows - before < ROWS
+    if is_whole and local and not tally.rows:
         raise UsageError(f"{setting} is {', '.join(local)}, which has no rows; name a file with rows")
     bad = tally.rejected.total()
-    if bad > tally.rows * max(MOST, reading.rejected_fraction):
+    if is_whole and bad > tally.rows * max(MOST, reading.rejected_fraction):
         raise UsageError(
-            f"{setting}: {bad} of the first {tally.rows} rows are bad, such as {tally.first_rejected[0]}; correct "
+            f"{setting}: {bad} of {tally.rows} rows are bad, such as {tally.first_rejected[0]}; correct "
             f"them, or set reading.rejected_fraction, which is {reading.rejected_fraction:g}, to the share that may be bad"
         )
 
