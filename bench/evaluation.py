@@ -41,10 +41,10 @@ def compare_choices(options: argparse.Namespace, directory: Path, table: Table) 
 
     from ttrain.inference import loading
     from ttrain.inference.evaluated_model import as_evaluated_model
-    from ttrain.lineage import names
+    from ttrain.lineage import lookup
 
     file = write_items(directory / "python.jsonl")
-    reference = names.resolve(str(write_random_model(file, directory / "model")))
+    reference = lookup.resolve(str(write_random_model(file, directory / "model")))
     evaluated = as_evaluated_model(loading.load(reference, device="cpu"), batch_tokens=BATCH_TOKENS)
     model = AutoModelForCausalLM.from_pretrained(reference.model)
     tokenizer = AutoTokenizer.from_pretrained(reference.tokenizer)

@@ -118,7 +118,7 @@ def search_sizes(name: str, rounds: str) -> dict[str, Any]:
     import torch
 
     from ttrain.config import Pretrain
-    from ttrain.data.loader import ShuffledOrder
+    from ttrain.data.order import ShuffledOrder
     from ttrain.tasks.common import tuning
     from ttrain.train.distributed import Ranks
     from ttrain.train.language_modeling import LanguageModeling

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ttrain.store import references
+from ttrain.store import name_syntax
 
 if TYPE_CHECKING:
     from ttrain.engine.graph import Pipeline
@@ -18,4 +18,4 @@ def pipeline(name: str) -> Pipeline:
         from ttrain.flows.full import full  # here: it loads all settings, which listing schedules need not
 
         return full
-    raise references.unknown("pipeline", name, NAMES)
+    raise name_syntax.unknown("pipeline", name, NAMES)

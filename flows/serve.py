@@ -50,7 +50,7 @@ from ttrain.flows import deploy, engine, servers
 from ttrain.flows.deploy import Schedule
 from ttrain.flows.engine import TAG, best_effort
 from ttrain.flows.stage_task import state_of
-from ttrain.lineage.names import base_of
+from ttrain.lineage.lookup import base_of
 from ttrain.store import server_records
 from ttrain.store.layout import usable_home
 from ttrain.store.runs import this_process

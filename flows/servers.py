@@ -34,7 +34,7 @@ from ttrain.errors import TTrainError, UsageError
 from ttrain.store import server_records
 from ttrain.store.server_records import HOST, SERVER_MARK, Server
 from ttrain.tracking import client as mlflow_client
-from ttrain.tracking import mirror
+from ttrain.tracking import mlflow_mirror
 
 log = logging.getLogger("ttrain")
 AUTH_STRING = "PREFECT_API_AUTH_STRING"
@@ -245,7 +245,7 @@ def uvicorn_command(factory: Callable[[], Any], port: int) -> list[str]:
 
 def mlflow_command(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
     """Arguments of `python` and environment variables that start the MLflow server."""
-    mirror.prepare(home)  # the server would refuse a damaged one
+    mlflow_mirror.prepare(home)  # the server would refuse a damaged one
     private_directory(mlflow_client.database_of(home).parent)
     hosts = (f"{HOST}:{port}", f"localhost:{port}")
     environment = {

@@ -1,4 +1,7 @@
-"""Stage `base-model`: prepare an existing model: checked, in fp32, with the pipeline's tokenizer."""
+"""Stage `base-model`: prepare an existing model: checked, in fp32, with the pipeline's tokenizer.
+
+Reads the tokenizer and the files of the model that `start_from` names.
+"""
 
 from __future__ import annotations
 

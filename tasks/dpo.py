@@ -1,4 +1,7 @@
-"""Stage `dpo`: the fine-tuned model learns which of two answers is preferred."""
+"""Stage `dpo`: the fine-tuned model learns which of two answers is preferred.
+
+Reads `base` (the fine-tuned model), `shards-dpo` and `reference`. Sees the settings `dpo`.
+"""
 
 from __future__ import annotations
 

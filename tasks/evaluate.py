@@ -1,4 +1,7 @@
-"""Stage `evaluate`: every model on the held-out records of its run and on its suites, samples, one table of figures."""
+"""Stage `evaluate`: every model on the held-out records of its run and on its suites, samples, one table of metrics.
+
+Reads the models and the held-out part of their shards, by the names of `evaluate.*`. Sees the settings `evaluate`.
+"""
 
 from __future__ import annotations
 

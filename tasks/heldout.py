@@ -1,4 +1,7 @@
-"""Stage `heldout`: the held-out documents of all nights, as one set, and which night brought which."""
+"""Stage `heldout`: the held-out documents of all nights, as one set, and which night brought which.
+
+Reads `earlier` (the set of the night before) and `documents` (the shards of this one).
+"""
 
 from __future__ import annotations
 

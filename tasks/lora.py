@@ -1,4 +1,7 @@
-"""Stage `lora`: train an adapter on a frozen model for a domain."""
+"""Stage `lora`: train an adapter on a frozen model for a domain.
+
+Reads `base` (the model below the adapter) and `shards-lora`. Sees the settings `lora`.
+"""
 
 from __future__ import annotations
 

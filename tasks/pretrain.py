@@ -1,4 +1,8 @@
-"""Stage `pretrain`: a new model, or one that exists, learns documents."""
+"""Stage `pretrain`: a new model, or one that exists, is trained on documents.
+
+Reads the tokenizer and `shards-pretrain`; `base` where a model exists; in a night also `replay` and
+the champion's `plateau`. Sees the settings `pretrain` and `model`.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from ttrain.config import Pretrain, Settings, Sft, rules
 from ttrain.config.rules import AUTO
 from ttrain.core.hashing import digest_of
 from ttrain.data.blocks import encode_records, encoder_of
-from ttrain.data.loader import permute
+from ttrain.data.order import permute
 from ttrain.data.packing import counted_up
 from ttrain.data.record_rows import document_windows
 from ttrain.data.records import hash_of

@@ -1,4 +1,7 @@
-"""Stage `sft`: the base model learns to answer; the loss counts the assistant's tokens only."""
+"""Stage `sft`: the base model learns to answer; the loss counts the assistant's tokens only.
+
+Reads `base` (the pretrained model) and `shards-sft`; in a night also `replay`. Sees the settings `sft`.
+"""
 
 from __future__ import annotations
 

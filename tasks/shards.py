@@ -1,4 +1,8 @@
-"""Stages `shards-*`: documents, chats or pairs to Arrow shards of token ids, training and held-out part apart."""
+"""Stages `shards-*`: documents, chats or pairs to Arrow shards of token ids, training and held-out part apart.
+
+Read the files of their entry of `data`, or the stage `source`, and the tokenizer; in a night also
+what was trained on before. See the settings `reading` and `shards`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage `source`: the quickstart's data, from the text that ships with ttrain."""
+"""Stage `source`: the quickstart's data, from the text that ships with ttrain. Sees `python_docs`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Stage `tokenizer`: a byte-level BPE from the training part of the documents, or a tokenizer that exists."""
+"""Stage `tokenizer`: a byte-level BPE from the training part of the documents, or a tokenizer that exists.
+
+Reads the files of `data.tokenizer`, or the stage `source`. Sees the settings `tokenizer` and `reading`.
+"""
 
 from __future__ import annotations
 

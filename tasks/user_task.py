@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ttrain.config import TaskConfig, TaskJob, flatten
 from ttrain.config.loading import Override, merge, settable_keys, with_types, without_pipeline_settings
-from ttrain.data.loader import ShuffledOrder
+from ttrain.data.order import ShuffledOrder
 from ttrain.errors import DataError, TTrainError, UsageError
 from ttrain.tasks.common import trainable_model
 from ttrain.tasks.common.callbacks import TrainingParts, training_callbacks

@@ -15,7 +15,7 @@ import pytest
 import typer.main
 
 from ttrain.tracking import client as mlflow_client
-from ttrain.tracking import mirror
+from ttrain.tracking import mlflow_mirror
 
 # Collecting the tests loads torch, Prefect and MLflow; looking for garbage among what stays took half of its 14 s, twice.
 gc.disable()
@@ -108,7 +108,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def migrated_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """MLflow's, of a home without runs: migrating takes 1 s."""
     home = tmp_path_factory.mktemp("migrated")
-    mirror.prepare(home)
+    mlflow_mirror.prepare(home)
     return mlflow_client.database_of(home)
 
 

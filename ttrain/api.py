@@ -263,7 +263,7 @@ def load(reference: str, *, device: str = "cpu", home: str | Path | None = None)
     `reference`: whatever the commands take: a stage, RUN:stage, a registered NAME@ALIAS or NAME/VERSION, a directory. Raises
     UsageError for a name of nothing, with the nearest ones, and ArtifactError for damaged files.
     """
-    from ttrain.lineage.names import resolve
+    from ttrain.lineage.lookup import resolve
 
     artifact = resolve(reference, _home(home))
     artifact.verify()

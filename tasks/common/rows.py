@@ -12,7 +12,8 @@ from ttrain.config import Training
 from ttrain.config.rules import AUTO
 from ttrain.core.hashing import digest_of
 from ttrain.data.encoder import Encoder
-from ttrain.data.loader import DRAWS_PER_CYCLE, BatchSource, LengthGroupedOrder, Order, ShuffledOrder, WeightedOrder
+from ttrain.data.loader import BatchSource
+from ttrain.data.order import DRAWS_PER_CYCLE, LengthGroupedOrder, Order, ShuffledOrder, WeightedOrder
 from ttrain.data.packing import Intervals, MixedRows, Rows
 from ttrain.data.pair_rows import answer_rows
 from ttrain.data.record_rows import DocumentRows, SeparateDocumentRows

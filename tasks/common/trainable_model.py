@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ttrain.config import Loop, Runtime, Training
 from ttrain.core.files import finite
-from ttrain.data.loader import BatchSource, Loader, Order
+from ttrain.data.loader import BatchSource, Loader
+from ttrain.data.order import Order
 from ttrain.errors import ArtifactError, Interrupted, TTrainError
 from ttrain.model.factory import count_parameters, need_finite, overwrite
 from ttrain.tasks.common import plateau

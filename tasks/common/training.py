@@ -12,7 +12,8 @@ from torch import nn
 
 from ttrain.config import TRAINING_STAGES, Runtime, Settings, Training, flatten
 from ttrain.data.encoder import Encoder
-from ttrain.data.loader import BatchSource, Order, pad_fraction
+from ttrain.data.loader import BatchSource, pad_fraction
+from ttrain.data.order import Order
 from ttrain.data.packing import Rows
 from ttrain.errors import UsageError
 from ttrain.model import factory, multi_token

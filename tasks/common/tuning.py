@@ -18,7 +18,8 @@ from ttrain.config import Runtime
 from ttrain.core.files import PRIVATE_FILE, read_object, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.core.machine import processor, versions
-from ttrain.data.loader import BatchSource, Order
+from ttrain.data.loader import BatchSource
+from ttrain.data.order import Order
 from ttrain.data.packing import Rows
 from ttrain.model.factory import count_parameters
 from ttrain.tasks.common.job import StageContext

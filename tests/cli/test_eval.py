@@ -20,7 +20,7 @@ from ttrain.errors import UsageError
 from ttrain.evaluate import baselines
 from ttrain.evaluate.promotion import decide
 from ttrain.evaluate.scores import Evaluation
-from ttrain.lineage.names import resolve
+from ttrain.lineage.lookup import resolve
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.model_files import Reference

@@ -16,7 +16,7 @@ from ttrain.config import Settings
 from ttrain.config.loading import LoadedSettings, Override, load
 from ttrain.data import locations
 from ttrain.errors import UsageError
-from ttrain.lineage.names import newest_with, settings_of
+from ttrain.lineage.lookup import newest_with, settings_of
 from ttrain.store.run_views import need_run
 from ttrain.store.runs import RunRecord
 

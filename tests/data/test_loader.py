@@ -12,19 +12,17 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from ttrain.data import loader as loading
-from ttrain.data.loader import (
+from ttrain.data import order as ordering
+from ttrain.data.loader import Loader, MicroBatch, pad_fraction
+from ttrain.data.order import (  # fmt: skip
     LengthGroupedOrder,
-    Loader,
-    MicroBatch,
     Order,
     ShuffledOrder,
     WeightedOrder,
     derived_seed,
-    pad_fraction,
     permute,
     quotas,
-)  # fmt: skip
+)
 from ttrain.data.packing import IGNORE, Array, Batch, Rows
 from ttrain.errors import DataError
 
@@ -216,7 +214,7 @@ def test_a_step_takes_the_next_places_of_its_epochs_order_and_each_epoch_has_its
 
 def naive_weighted(group_rows: list[int], weights: list[float], total: int, seed: int) -> list[int]:
     """Draw after draw: whose turn it is, and the next row of that group's pass."""
-    cycle_length = loading.DRAWS_PER_CYCLE
+    cycle_length = ordering.DRAWS_PER_CYCLE
     owners = [group for group, quota in enumerate(quotas(weights, cycle_length)) for _ in range(quota)]
     drawn, found = [0] * len(group_rows), []
     for draw in range(total):
@@ -230,7 +228,7 @@ def naive_weighted(group_rows: list[int], weights: list[float], total: int, seed
 
 @pytest.mark.parametrize(("group_rows", "weights"), [([5, 40, 11], [0.2, 0.5, 0.3]), ([13], [2.0])])
 def test_a_weighted_order_equals_draws(monkeypatch: pytest.MonkeyPatch, group_rows: list[int], weights: list[float]) -> None:
-    monkeypatch.setattr(loading, "DRAWS_PER_CYCLE", 50)
+    monkeypatch.setattr(ordering, "DRAWS_PER_CYCLE", 50)
     order = WeightedOrder(group_rows, weights, rows_per_step=7, total_rows=230, seed=4, draws=50)
     expected = naive_weighted(group_rows, weights, 230, seed=4)
     assert all_rows(order) == expected
@@ -286,7 +284,7 @@ def naive_length_grouped(lengths: Array, per_step: int, total: int, seed: int, p
 
 @pytest.mark.parametrize(("count", "per_step"), [(61, 4), (10, 7), (33, 5), (8, 8)])
 def test_a_length_grouped_order_equals_a_loop_over_a_run(monkeypatch: pytest.MonkeyPatch, count: int, per_step: int) -> None:
-    monkeypatch.setattr(loading, "GROUPED_STEPS", 3)
+    monkeypatch.setattr(ordering, "GROUPED_STEPS", 3)
     lengths = log_normal(count)
     order = LengthGroupedOrder(lengths, per_step, total_rows=3 * count - 2, seed=6)
     expected = naive_length_grouped(lengths, per_step, 3 * count - 2, 6, max(1, min(3, count // (4 * per_step))))
@@ -310,7 +308,7 @@ def test_grouping_pads_less_than_half_of_what_a_random_order_does_with_steps_in_
 @pytest.mark.parametrize("kind", range(3))
 def test_a_budget_in_tokens_ends_with_the_step_in_which_it_has_been_read(monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
     """Against a loop over the steps; by less than a step, over several passes."""
-    monkeypatch.setattr(loading, "COUNTED_TOGETHER", 7)
+    monkeypatch.setattr(ordering, "COUNTED_TOGETHER", 7)
     order = orders(rows=16, per_step=3, total=3 * 90)[kind]
     order.row_tokens = lengths_of(16)
     read = np.cumsum([lengths_of(16)[order.step_rows(step)].sum() for step in range(90)])
@@ -333,13 +331,13 @@ def test_rows_that_count_alike_have_their_tokens_without_being_drawn() -> None:
 
 
 def test_a_million_steps_are_skipped_by_the_work_of_at_most_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    work, inner = [0], loading.feistel
+    work, inner = [0], ordering.feistel
 
     def counted(values: Array, *arguments: int) -> Array:
         work[0] += len(values)
         return inner(values, *arguments)  # type: ignore[arg-type,return-value]
 
-    monkeypatch.setattr(loading, "feistel", counted)
+    monkeypatch.setattr(ordering, "feistel", counted)
     for order in (
         ShuffledOrder(5000, 32, 10**9, 1),
         WeightedOrder([4900, 100], [0.9, 0.1], 32, 10**9, 1),
@@ -347,4 +345,4 @@ def test_a_million_steps_are_skipped_by_the_work_of_at_most_one_part(monkeypatch
     ):
         work[0] = 0
         assert len(order.step_rows(10**6)) == 32
-        assert 32 <= work[0] < 8 * (loading.DRAWS_PER_CYCLE + 2 * loading.GROUPED_STEPS * 32)
+        assert 32 <= work[0] < 8 * (ordering.DRAWS_PER_CYCLE + 2 * ordering.GROUPED_STEPS * 32)

@@ -18,7 +18,7 @@ from transformers.models import auto
 
 from ttrain.config import Lora, Optim, Runtime
 from ttrain.config.model import MultiToken
-from ttrain.data.loader import ShuffledOrder
+from ttrain.data.order import ShuffledOrder
 from ttrain.doctor import model
 from ttrain.doctor.parts import Finding, Learner, select_rows, trainer_of, unevenly_masked
 from ttrain.model import adapters, factory, multi_token

@@ -17,7 +17,7 @@ from ttrain.engine.execution import PipelineRun
 from ttrain.engine.graph import Graph
 from ttrain.engine.plan import Plan
 from ttrain.errors import Interrupted
-from ttrain.lineage import names
+from ttrain.lineage import lookup
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.run_views import need_run
 
@@ -64,5 +64,5 @@ def test_a_run_s_record_means_the_same_files_wherever_its_stage_is_rerun(
     settings = load(["data.sft=chats*.jsonl", "tracking.enabled=false"], environment={}).settings
     made = run_of(ArtifactStore(tmp_path), settings, planned("sft"))
     monkeypatch.chdir("/")
-    again = load(base=names.settings_of(need_run(tmp_path, made.record.run)), environment={}).settings
+    again = load(base=lookup.settings_of(need_run(tmp_path, made.record.run)), environment={}).settings
     assert again.data.sft == (str(tmp_path / "chats*.jsonl"),)

@@ -13,7 +13,7 @@ from ttrain.core.files import read_json, write_json
 from ttrain.engine.execution import PipelineRun
 from ttrain.errors import UsageError
 from ttrain.store import artifacts, layout
-from ttrain.store.references import Registered
+from ttrain.store.name_syntax import Registered
 from ttrain.store.registry import Registry, Version
 
 STAGES = ("tokenizer", "pretrain", "sft", "lora", "evaluate")

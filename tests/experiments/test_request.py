@@ -17,7 +17,7 @@ from ttrain.engine import processes
 from ttrain.errors import UsageError
 from ttrain.experiments import measure, records, request
 from ttrain.flows.full import full
-from ttrain.lineage import names
+from ttrain.lineage import lookup
 from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
 
@@ -173,4 +173,4 @@ def test_a_rerun_takes_the_settings_of_no_trial(tmp_path: Path) -> None:
     settings = settings_of([]).settings.model_dump(mode="json")
     whole = runs.RunRecord(tmp_path, "full", ["pretrain"], settings)
     runs.RunRecord(tmp_path, "full", ["pretrain"], settings).note(sweep={"name": "sweep-1", "trial": 1})
-    assert names.newest_with(tmp_path, "pretrain")["run"] == whole.run
+    assert lookup.newest_with(tmp_path, "pretrain")["run"] == whole.run

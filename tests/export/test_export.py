@@ -15,7 +15,7 @@ from ttrain.data.encoder import Encoder
 from ttrain.errors import ArtifactError, TTrainError, UsageError
 from ttrain.export import export as exporting
 from ttrain.export.export import Request, export
-from ttrain.lineage.names import resolve
+from ttrain.lineage.lookup import resolve
 from ttrain.model import adapters, factory
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.model_files import ADAPTER, MODEL, SECOND_HEAD, weight_files, weights_digest

@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard
 
 from ttrain.errors import UsageError
 from ttrain.export.export import Request, export
-from ttrain.lineage.names import resolve
+from ttrain.lineage.lookup import resolve
 from ttrain.reports.history import History
 from ttrain.reports.model_card import Exported, card
 from ttrain.store.artifacts import ArtifactStore

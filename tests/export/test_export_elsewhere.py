@@ -14,7 +14,7 @@ from support.loadable_models import fresh, said_with_ttrain
 from ttrain.errors import TTrainError, UsageError
 from ttrain.export import export as exporting
 from ttrain.export.export import Request, export
-from ttrain.lineage.names import resolve
+from ttrain.lineage.lookup import resolve
 
 pytestmark = pytest.mark.usefixtures("use_trained_home")
 NEW_TOKENS = 12

@@ -9,7 +9,7 @@ from support.loadable_models import said_without_ttrain
 from support.pipeline_home import Cli
 
 from ttrain.tracking.client import own_uri
-from ttrain.tracking.mirror import prepare
+from ttrain.tracking.mlflow_mirror import prepare
 
 DATA = {
     "tokenizer": "training", "pretrain": "training", "pretrain-heldout": "validation", "sft": "training",

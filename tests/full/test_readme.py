@@ -13,7 +13,7 @@ import pytest
 from support.pipeline_home import Cli
 from support.snippets import PAGES, ROOT, commands, snippets
 
-from ttrain.tracking.mirror import prepare
+from ttrain.tracking.mlflow_mirror import prepare
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = [f"ttrain {command.text}" for command in commands("README.md")]

@@ -26,7 +26,7 @@ from ttrain.errors import TTrainError
 from ttrain.flows import servers
 from ttrain.store import server_records
 from ttrain.tracking.client import tracking_uri
-from ttrain.tracking.mirror import Mirror, TrackedRun
+from ttrain.tracking.mlflow_mirror import Mirror, TrackedRun
 
 STARTED_BY_THE_RUN = """
 import os, sys, time

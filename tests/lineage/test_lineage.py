@@ -15,7 +15,7 @@ from ttrain.config import Settings
 from ttrain.core.files import write_json
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.lineage.lineage import STORE, TRACKER, Lineage, lineage_of
-from ttrain.lineage.names import resolve
+from ttrain.lineage.lookup import resolve
 from ttrain.reports.history import History
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.heldout_shards import heldout_shards
@@ -24,7 +24,7 @@ from ttrain.store.model_files import MODEL
 from ttrain.store.registry import Registry
 from ttrain.tracking import datasets
 from ttrain.tracking.client import own_uri
-from ttrain.tracking.mirror import prepare
+from ttrain.tracking.mlflow_mirror import prepare
 
 RUN = "full-20261121-160222-1a2b4"
 SHA = "5" * 64

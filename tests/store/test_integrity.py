@@ -21,7 +21,7 @@ from ttrain.engine import artifact_commands
 from ttrain.engine.graph import Planned
 from ttrain.errors import ArtifactError, DamagedFile, StageFailed
 from ttrain.inference import loading
-from ttrain.lineage import names
+from ttrain.lineage import lookup
 from ttrain.store import integrity
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.damaged import DamagedArtifact, set_aside
@@ -50,7 +50,7 @@ def test_weights_of_which_a_bit_flipped_are_refused_and_set_aside(fresh_home: Ho
     flip_bit(base.path / "model" / "model.safetensors")
     assert fresh_home.store.find("pretrain", base.key) == base, "a look at sizes and times sees nothing"
     with pytest.raises(DamagedFile, match=r"model\.safetensors is damaged"):
-        loading.load(names.resolve(str(base.path), fresh_home.store.root))
+        loading.load(lookup.resolve(str(base.path), fresh_home.store.root))
     with pytest.raises(StageFailed, match=r"model\.safetensors is damaged: its sha256 is \w{64}, but \w{64} was") as failed:
         build(SFT, settings, fresh_home, {"base": base, "shards": fresh_home.chats})
     assert f"moved to {fresh_home.store.root / 'replaced'}: pretrain {base.key[:12]} (damaged); run the same" in str(

@@ -12,7 +12,7 @@ from support.champion_sets import SUFFIXES, register
 from ttrain.errors import UsageError
 from ttrain.store import layout
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.references import Registered, registered
+from ttrain.store.name_syntax import Registered, registered
 from ttrain.store.registry import ModelSet, Registry
 
 DECISION = {

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from support.waiting import wait_until
 
-from ttrain.tracking.mirror import prepare
+from ttrain.tracking.mlflow_mirror import prepare
 
 # Without uvicorn and its workers, whose start takes 6 s on two cores: the same routes, the same database, in 2 s.
 SERVER = """

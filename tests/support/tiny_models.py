@@ -11,7 +11,7 @@ from support.tiny_trainers import tiny_model
 from torch import nn
 
 from ttrain.inference.loading import LoadedModel, load
-from ttrain.lineage.names import resolve
+from ttrain.lineage.lookup import resolve
 from ttrain.store.model_files import Reference
 
 NEVER = 10**6  # an id that no model here says

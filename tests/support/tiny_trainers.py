@@ -18,7 +18,8 @@ from support.waiting import hanging
 from torch import Tensor, nn
 
 from ttrain.config import Model, Optim, Schedule, Training
-from ttrain.data.loader import Loader, ShuffledOrder
+from ttrain.data.loader import Loader
+from ttrain.data.order import ShuffledOrder
 from ttrain.data.packing import Batch, Rows
 from ttrain.evaluate import perplexity
 from ttrain.model import factory

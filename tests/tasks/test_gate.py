@@ -27,7 +27,7 @@ from ttrain.data.encoder import Encoder
 from ttrain.data.records import Conversation, TextDocument
 from ttrain.errors import ArtifactError, DataError, Interrupted, UsageError
 from ttrain.inference import gate_files, gate_router
-from ttrain.lineage.names import resolve
+from ttrain.lineage.lookup import resolve
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.tasks import gate
 from ttrain.tasks.common.job import StageContext

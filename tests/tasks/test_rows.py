@@ -16,7 +16,7 @@ from ttrain.config import Lora, Pretrain, Sft, Training
 from ttrain.core.files import read_json, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.data.encoder import Encoder
-from ttrain.data.loader import WeightedOrder
+from ttrain.data.order import WeightedOrder
 from ttrain.data.packing import IGNORE, MixedRows, Rows
 from ttrain.data.pair_rows import PairRows
 from ttrain.data.record_rows import ChatRows, DocumentRows, SeparateDocumentRows

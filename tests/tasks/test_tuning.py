@@ -15,7 +15,7 @@ from support.tiny_data import NumberedRows
 from support.tiny_stages import Home, stage_settings
 from support.tiny_trainers import ALONE, settings_of_training, tiny_model
 
-from ttrain.data.loader import ShuffledOrder
+from ttrain.data.order import ShuffledOrder
 from ttrain.tasks.common import tuning
 from ttrain.tasks.common.trainable_model import compiles
 from ttrain.train.language_modeling import LanguageModeling

@@ -24,7 +24,7 @@ from ttrain.store.layout import Artifact, write_manifest
 from ttrain.tasks import STAGES
 from ttrain.tracking.artifact_source import MlflowArtifacts
 from ttrain.tracking.client import own_uri
-from ttrain.tracking.mirror import Mirror, TrackedRun, prepare
+from ttrain.tracking.mlflow_mirror import Mirror, TrackedRun, prepare
 
 STAGE, KEY, EXPERIMENT = "shards-sft", "k" * 64, "ttrain"
 HELDOUT = {"heldout/index.json": b"[1]", "heldout/00.arrow": b"heldout rows"}
@@ -126,7 +126,7 @@ from ttrain.store.artifacts import ArtifactStore
 home = Path({str(bare_home)!r})
 store = ArtifactStore(home, MlflowArtifacts(home, {EXPERIMENT!r}))
 assert store.find({STAGE!r}, {KEY!r})
-from ttrain.lineage.names import resolve
+from ttrain.lineage.lookup import resolve
 assert resolve("sft", home).model == Path({str(model.path)!r}) / "model"
 assert store.find({STAGE!r}, "another") is None
 assert not {{"mlflow", "sqlalchemy", "torch", "transformers"}} & {{*sys.modules}}

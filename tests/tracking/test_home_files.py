@@ -12,7 +12,7 @@ from support.recorded_homes import Made, make_run
 from support.tracked_stores import files_of, tracked
 
 from ttrain.tracking.client import artifacts_of, database_of
-from ttrain.tracking.mirror import prepare
+from ttrain.tracking.mlflow_mirror import prepare
 
 A, B = "full-20261121-100000-0001a", "full-20261121-110000-0002b"
 
@@ -27,7 +27,7 @@ def odd_home(tmp_path: Path, add_database: Callable[[Path], None], monkeypatch: 
 
 def test_a_fresh_home_is_made_quietly_and_keeps_everything_under_itself(tmp_path: Path) -> None:
     code = (
-        "import pathlib; from ttrain.tracking.mirror import Mirror, TrackedRun\n"
+        "import pathlib; from ttrain.tracking.mlflow_mirror import Mirror, TrackedRun\n"
         "run = TrackedRun('r', 'full', 'r', 'x', 1.0, 'FINISHED', params={'a': 1}, texts={'a/b.txt': 'hello'})\n"
         "assert Mirror(pathlib.Path('home')).push(run)"
     )

@@ -18,7 +18,7 @@ from ttrain.store.layout import TRACKED
 from ttrain.store.registry import Registry
 from ttrain.store.runs import RunRecord
 from ttrain.tracking import pusher
-from ttrain.tracking.mirror import Mirror, TrackedRun
+from ttrain.tracking.mlflow_mirror import Mirror, TrackedRun
 
 STAGE, KEY = "sft", "a" * 64
 WEIGHTS = 100_000  # bytes

@@ -19,7 +19,7 @@ from ttrain.store.layout import TRACKED
 from ttrain.store.registry import Registry
 from ttrain.tracking import pusher, run_summary
 from ttrain.tracking.client import database_of
-from ttrain.tracking.mirror import Mirror, TrackedRun
+from ttrain.tracking.mlflow_mirror import Mirror, TrackedRun
 
 A, B = "full-20261121-100000-0001a", "full-20261121-110000-0002b"
 LOSSES = falling(8, gap=3)

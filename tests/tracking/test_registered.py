@@ -12,7 +12,7 @@ from support.tracked_stores import client_of, pushed, rows_of_database
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.registry import Registry
 from ttrain.tracking import run_summary
-from ttrain.tracking.mirror import prepare
+from ttrain.tracking.mlflow_mirror import prepare
 from ttrain.tracking.pusher import push_noted
 from ttrain.tracking.registered import take_over_champions
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ttrain.tracking import views
-from ttrain.tracking.mirror import FAILED, FINISHED, Mirror, TrackedRun
+from ttrain.tracking.mlflow_mirror import FAILED, FINISHED, Mirror, TrackedRun
 
 METRICS = {"eval/bits_per_byte": 1.5, "eval/chat_loss_sft": 4.1, "sft/validation_loss": 4.2}
 

@@ -11,7 +11,7 @@ import pytest
 from support.tiny_data import NumberedRows
 from support.tiny_trainers import WatchedTask, make_trainer, settings_of_training, tiny_model
 
-from ttrain.data.loader import Order, ShuffledOrder
+from ttrain.data.order import Order, ShuffledOrder
 from ttrain.train.callbacks import Callback, LogRecord, StepRecord
 from ttrain.train.guards import GuardLog, LossSpike, Overfit, counts, default_guards
 from ttrain.train.trainer import QUICK

@@ -20,7 +20,8 @@ from ttrain.config.loading import load
 from ttrain.core.files import ProgressWriter
 from ttrain.core.hashing import DigestCache, code_digests
 from ttrain.data.encoder import Encoder
-from ttrain.data.loader import Loader, ShuffledOrder
+from ttrain.data.loader import Loader
+from ttrain.data.order import ShuffledOrder
 from ttrain.engine import planner as plan
 from ttrain.engine.provenance import with_absolute_paths
 from ttrain.errors import UsageError

@@ -20,7 +20,7 @@ from ttrain.core.files import JsonDict
 from ttrain.core.terminal import bar
 from ttrain.core.text import format_duration, format_size, format_time, short_digest
 from ttrain.errors import UsageError
-from ttrain.store import references
+from ttrain.store import name_syntax
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import home, usable_home
 from ttrain.store.runs import ELSEWHERE_DAYS
@@ -44,7 +44,7 @@ def _known_stage(stage: str) -> str:
     if stage:
         from ttrain.tasks import STAGES
 
-        references.need_stage(stage, STAGES)
+        name_syntax.need_stage(stage, STAGES)
     return stage
 
 

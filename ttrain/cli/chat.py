@@ -229,7 +229,7 @@ def serve(
     from ttrain.flows.guard import Guard
     from ttrain.inference.answer_queue import AnswerQueue
     from ttrain.inference.serve import PAIRS, Endpoint
-    from ttrain.lineage import names
+    from ttrain.lineage import lookup
     from ttrain.tasks import STAGES
 
     def load(name: str) -> LoadedModel:
@@ -239,7 +239,7 @@ def serve(
         return loaded_model
 
     queue = AnswerQueue(load, max_requests)
-    endpoint = Endpoint(queue, lambda: [*dict.fromkeys([reference.text, *names.with_models(root)])], root / PAIRS)
+    endpoint = Endpoint(queue, lambda: [*dict.fromkeys([reference.text, *lookup.with_models(root)])], root / PAIRS)
     token = key.read_text(encoding="ascii").strip()
     app = Guard(endpoint.application(), port, token)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
@@ -288,9 +288,9 @@ def _end(signum: int) -> None:
 
 def _identity(reference: Reference) -> dict[str, Any]:
     """The model's identity, as JSON for scripts."""
-    from ttrain.lineage import names
+    from ttrain.lineage import lookup
 
-    return names.to_json(reference)
+    return lookup.to_json(reference)
 
 
 def _load(references: list[Reference], options: LoadingOptions) -> list[LoadedModel]:

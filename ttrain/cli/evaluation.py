@@ -23,7 +23,7 @@ from ttrain.evaluate.suites import LoadedSuite
 from ttrain.evaluate.task_result import TaskResult
 from ttrain.inference import loading
 from ttrain.inference.evaluated_model import as_evaluated_model
-from ttrain.lineage import names
+from ttrain.lineage import lookup
 from ttrain.store import layout
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.heldout_shards import heldout_shards
@@ -60,10 +60,10 @@ def evaluate(
     Without a suite the models are evaluated on the data that their own runs held out. Raises
     UsageError and DataError for tasks that cannot be run, before a model is loaded.
     """
-    references = names.resolve_all(models, base=options.base, from_hub=True, run=options.run)
+    references = lookup.resolve_all(models, base=options.base, from_hub=True, run=options.run)
     store, notes = ArtifactStore(layout.home()), list[str]()
     for reference in references:
-        say(names.line_of(reference))
+        say(lookup.line_of(reference))
     heldout = heldout_of(references, store)
     if not loaded:
         default, notes = default_suite(heldout, references)
@@ -86,7 +86,7 @@ def evaluate(
             outcomes += run.ask(items, evaluated_model, report)
             del loaded_model, evaluated_model
             gc.collect()  # the next model needs the memory
-    identities = dict(zip(labels, map(names.to_json, references), strict=True))
+    identities = dict(zip(labels, map(lookup.to_json, references), strict=True))
     return Results(outcomes, Rule(), items), identities, [*notes, *reading.lines(items)]
 
 

@@ -54,7 +54,7 @@ def export(
 ) -> Output:
     """Write a model for other programs: safetensors, tokenizer, chat template, generation config, model card."""
     from ttrain.export import export as work
-    from ttrain.lineage import names
+    from ttrain.lineage import lookup
 
     before_torch()
     if push is not None:
@@ -66,7 +66,7 @@ def export(
     exported = work.export(model, out, request, say=lambda text: print_escaped(text, stderr=True))
     address = work.push(exported, push, public=public) if push is not None else None
     value = {
-        **names.to_json(model),
+        **lookup.to_json(model),
         "directory": str(exported.directory),
         "kind": exported.kind,
         "dtype": exported.dtype,

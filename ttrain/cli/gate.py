@@ -104,7 +104,7 @@ def train(
     from ttrain.data import existing, locations
     from ttrain.engine.alone import run_alone, split_runtime
     from ttrain.inference import gate_files
-    from ttrain.lineage.names import resolve_all
+    from ttrain.lineage.lookup import resolve_all
     from ttrain.tasks import GATE
 
     names = [name.strip() for option in experts for name in option.split(",") if name.strip()]

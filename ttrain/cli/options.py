@@ -318,7 +318,7 @@ class SettingsOptions:
         """The settings of an earlier run, overridden by the options. From the environment come only `runtime` settings and
         the secrets of sources, which are not recorded."""
         from ttrain.config.loading import ENVIRONMENT_PREFIX
-        from ttrain.lineage.names import base_of, with_secrets
+        from ttrain.lineage.lookup import base_of, with_secrets
 
         prefix = f"{ENVIRONMENT_PREFIX}RUNTIME__"
         runtime = {key: value for key, value in os.environ.items() if key.upper().startswith(prefix)}
@@ -451,13 +451,13 @@ def resolved_models(
 
     None stands for the model that is taken where a command names none.
     """
-    from ttrain.lineage import names
+    from ttrain.lineage import lookup
 
-    texts = [text or names.default_model(run_name=run) for text in texts]
-    common_run = names.run_of([*texts, *filter(None, bases)], run_name=run)
-    models = [names.resolve(text, base=base, searched_run=common_run) for text, base in zip(texts, bases, strict=True)]
+    texts = [text or lookup.default_model(run_name=run) for text in texts]
+    common_run = lookup.run_of([*texts, *filter(None, bases)], run_name=run)
+    models = [lookup.resolve(text, base=base, searched_run=common_run) for text, base in zip(texts, bases, strict=True)]
     for model in models:
-        print_escaped(names.line_of(model), stderr=stderr)
+        print_escaped(lookup.line_of(model), stderr=stderr)
     return models
 
 

@@ -39,7 +39,7 @@ from ttrain.core.text import format_duration, format_time
 from ttrain.engine.progress import progress_of
 from ttrain.errors import UsageError
 from ttrain.reports import summary
-from ttrain.store import references, runs
+from ttrain.store import name_syntax, runs
 from ttrain.store.layout import home, usable_home
 
 if TYPE_CHECKING:
@@ -205,7 +205,8 @@ def pipeline_status(
         time.sleep(WATCH_SECONDS)
     if not listed and not as_json:
         raise UsageError(
-            f"there are no runs yet in {home().absolute()}; {references.BEGIN}, or set TTRAIN_HOME to the home that has some"
+            f"there are no runs yet in {home().absolute()}; {name_syntax.BEGIN}, "
+            f"or set TTRAIN_HOME to the home that has some"
         )
 
 
@@ -248,7 +249,7 @@ def pipeline_logs(
     record = need_run(home(), run)
     name = str(record["run"])
     if stage:
-        references.need_stage(stage, [entry["name"] for entry in record["stages"]], f"the run {name}")
+        name_syntax.need_stage(stage, [entry["name"] for entry in record["stages"]], f"the run {name}")
     path = home() / "runs" / f"{name}.log"
     if not path.is_file() and record["outcome"] != "running":
         raise UsageError(f"the run {name} has no log")
@@ -336,15 +337,15 @@ def _plan_parts(planned: Plan) -> list[str | Table]:
 
 def _settings_of_earlier_run(stage: str, run: str, settings_options: SettingsOptions) -> LoadedSettings:
     """The settings for rerunning a stage; prints their run and those that differ from the defaults."""
-    from ttrain.lineage import names
+    from ttrain.lineage import lookup
     from ttrain.store.run_views import need_run
 
     if (settings_options.config or settings_options.profile) and not run:
         return settings_options.load()
-    earlier_run = need_run(home(), run) if run else names.newest_with(home(), stage)
+    earlier_run = need_run(home(), run) if run else lookup.newest_with(home(), stage)
     loaded = settings_options.over_run(earlier_run)
     settings_text = " ".join(
-        f"{key}={json.dumps(value, ensure_ascii=False)}" for _, key, value in names.settings_of(earlier_run)
+        f"{key}={json.dumps(value, ensure_ascii=False)}" for _, key, value in lookup.settings_of(earlier_run)
     )
     print_escaped(f"settings of {earlier_run['run']}, apart from the defaults: {settings_text or 'none'}")
     return loaded

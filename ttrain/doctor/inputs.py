@@ -12,7 +12,7 @@ from ttrain.core.files import ProgressWriter
 from ttrain.engine.graph import Planned
 from ttrain.engine.plan import Plan
 from ttrain.engine.planner import no_stage
-from ttrain.store import references
+from ttrain.store import name_syntax
 from ttrain.tasks import EXISTING_MODEL, NEW_MODEL, SHARDS, TOKENIZER
 from ttrain.tasks.common.job import StageContext
 
@@ -23,7 +23,7 @@ def missing_data(stage: str, plan: Plan) -> list[Planned]:
     Raises UsageError for a stage that is none, or that is not part of the pipeline.
     """
     if stage not in TRAININGS:
-        raise references.unknown("training stage", stage, TRAININGS)
+        raise name_syntax.unknown("training stage", stage, TRAININGS)
     if stage not in plan.settings.trainings:
         raise no_stage(stage, plan.settings.trainings, plan.settings)
     base = [EXISTING_MODEL.name] if plan.settings.existing_model else []

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ttrain.core.text import format_size
-from ttrain.data.loader import ShuffledOrder
+from ttrain.data.order import ShuffledOrder
 from ttrain.doctor.parts import Finding, Learner, select_rows, trainer_of
 from ttrain.train.monitor import peak_memory
 from ttrain.train.resource_limits import available_bytes

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ttrain.core.files import temporary_directory
 from ttrain.core.text import first_of
-from ttrain.data.loader import ShuffledOrder
+from ttrain.data.order import ShuffledOrder
 from ttrain.data.packing import IGNORE, Array, Batch
 from ttrain.doctor.parts import (
     DROPOUT,

@@ -17,7 +17,8 @@ from torch import nn
 
 from ttrain.config import Runtime, Training
 from ttrain.data.inspect import Span
-from ttrain.data.loader import Loader, ShuffledOrder
+from ttrain.data.loader import Loader
+from ttrain.data.order import ShuffledOrder
 from ttrain.data.packing import IGNORE, Batch, Rows
 from ttrain.data.pair_rows import PairBatch, finished_pairs
 from ttrain.tasks.common.trainable_model import TrainableModel

@@ -14,7 +14,7 @@ from ttrain.engine.plan import Plan
 from ttrain.engine.planner import key_of, plan_stage
 from ttrain.engine.resume import changes_besides, partial_runs
 from ttrain.errors import ArtifactError
-from ttrain.store import references, runs
+from ttrain.store import name_syntax, runs
 from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
 from ttrain.store.differences import differences
 from ttrain.store.layout import MANIFEST, Artifact
@@ -69,14 +69,14 @@ def find_artifact(store: ArtifactStore, stage: str, prefix: str = "") -> Artifac
 
     Raises UsageError if no artifact matches, or several do.
     """
-    references.need_stage(stage, STAGES)
+    name_syntax.need_stage(stage, STAGES)
     if not prefix:
         return store.latest(stage)
     artifacts = {artifact.key: artifact for artifact in store.artifacts(stage)}
-    key = references.matching(prefix, [*artifacts], "key")
+    key = name_syntax.matching(prefix, [*artifacts], "key")
     if key is None:
         keys, shows = [key[:SHOWN_KEY] for key in artifacts], f"; `ttrain artifacts list {stage}` shows them"
-        raise references.unknown("artifact with the key", prefix, keys, owner=stage, also=shows)
+        raise name_syntax.unknown("artifact with the key", prefix, keys, owner=stage, also=shows)
     return artifacts[key]
 
 

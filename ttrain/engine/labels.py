@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from ttrain.core import redact
 from ttrain.errors import UsageError
-from ttrain.store import references, runs
+from ttrain.store import name_syntax, runs
 from ttrain.tasks import STAGES
 
 TAG_KEY = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
@@ -49,7 +49,7 @@ def new_run_name(home: Path, text: str | None) -> str:
             f"--run-name is {text[:80]!r}, but a name is a letter and then at most 39 letters, digits, _ or -; "
             f"try --run-name baseline"
         )
-    if text in {references.LATEST, *STAGES} or runs.is_generated(text):
+    if text in {name_syntax.LATEST, *STAGES} or runs.is_generated(text):
         raise UsageError(f"--run-name is {text}, which has another meaning; try --run-name my-{text}")
     names = runs.names(home)
     taken = {runs.short_name(name) for name in names}

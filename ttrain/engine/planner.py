@@ -19,8 +19,8 @@ from ttrain.engine.input_files import data_files, file_digests
 from ttrain.engine.plan import Plan
 from ttrain.errors import UsageError
 from ttrain.evaluate import suites
-from ttrain.model import registry
-from ttrain.store import references, runs
+from ttrain.model import kinds
+from ttrain.store import name_syntax, runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.differences import SECOND_HEAD, Ingredients, differences
 from ttrain.store.layout import Artifact, Artifacts
@@ -112,10 +112,10 @@ def _check_models(stages: list[Planned], settings: Settings) -> None:
     is_kept = any(isinstance(planned.sources.get("base"), Artifact) for planned in stages)
     for planned in (planned for planned in stages if planned.state == "run"):
         if _describes_model(planned.stage, settings):
-            registry.check_kind(settings.model.kind)
+            kinds.check_kind(settings.model.kind)
         adapter = adapter_of(planned.name, settings)
         if adapter and not is_kept and settings.existing_model is None:
-            registry.check_targets(planned.name, adapter, settings.model)
+            kinds.check_targets(planned.name, adapter, settings.model)
 
 
 def settings_of_selection(
@@ -140,7 +140,7 @@ def no_stage(name: str, stage_names: Iterable[str], settings: Settings) -> Usage
     """The error for a stage that is not in the pipeline: never, or not with these settings."""
     names = list(stage_names)
     if name not in STAGES:
-        return references.unknown("stage", name, names, shown=len(names))
+        return name_syntax.unknown("stage", name, names, shown=len(names))
     starts = ", ".join(f"{stage}.start_from is {settings.starts[stage]}" for stage in settings.trainings)
     return UsageError(f"stage {name} is not needed here, since {starts}; the stages are {', '.join(names)}")
 

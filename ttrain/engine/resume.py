@@ -23,7 +23,7 @@ from ttrain.core.files import JsonDict, fsync, link_or_copy, read_json, read_obj
 from ttrain.core.text import first_of
 from ttrain.engine.graph import PartialRun, Planned
 from ttrain.errors import UsageError
-from ttrain.store import references
+from ttrain.store import name_syntax
 from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
 from ttrain.store.differences import Ingredients, differences
 from ttrain.store.results import TrainingResult
@@ -146,7 +146,7 @@ def find_stage(store: ArtifactStore, prefix: str) -> str:
     works = [work for name in stages for work in partial_runs(store, name)]
     matches = [work for work in works if work.key.startswith(prefix)]
     if len(matches) > 1:
-        raise references.ambiguous(f"--continue {prefix}", "keys", [*map(str, matches)])
+        raise name_syntax.ambiguous(f"--continue {prefix}", "keys", [*map(str, matches)])
     continued = [(work.stage, history(work.path, work.key)) for work in works]
     for name in stages:
         finished = store.artifacts(name)

@@ -1,4 +1,7 @@
-"""The request to stop a run: by a signal, a deadline or a cancellation; the first reason counts."""
+"""The request to stop a run: by a signal, a deadline or a cancellation; the first reason counts.
+
+`processes.run` passes it on to the processes of a stage as SIGTERM, which they find in `stage_worker.StopFlag`.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from ttrain.core.files import JsonDict, user_path
 from ttrain.core.text import rule_of
 from ttrain.errors import UsageError
 from ttrain.evaluate.items import heldout_part
-from ttrain.store import references
+from ttrain.store import name_syntax
 
 SHOWN_ERRORS = 20
 SENTENCES = {
@@ -70,7 +70,7 @@ def find(name: str) -> Path:
     if path.suffix not in ENDINGS and os.sep not in name:
         path = _shipped() / f"{name}.yaml"
         if not path.is_file():
-            raise references.unknown("suite", name, names(), also="; or name a file that ends in .yaml")
+            raise name_syntax.unknown("suite", name, names(), also="; or name a file that ends in .yaml")
     if not path.is_file():
         raise UsageError(f"there is no suite file {name}; create it, or use one of {', '.join(names())}")
     return path.absolute()

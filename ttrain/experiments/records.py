@@ -15,7 +15,7 @@ from ttrain.core.files import exclusive, read_object, write_json
 from ttrain.errors import UsageError
 from ttrain.experiments.measure import Measure
 from ttrain.experiments.space import Space, Values, parse
-from ttrain.store import references, runs
+from ttrain.store import name_syntax, runs
 
 DIRECTORY, FILE = "sweeps", "sweep.json"
 BEGIN = "begin with `ttrain sweep full 'pretrain.optim.lr=log(1e-4,3e-3)'`"
@@ -118,12 +118,12 @@ def find_same(home: Path, request: Mapping[str, Any]) -> Sweep | None:
     return next((sweep for sweep in list_sweeps(home) if sweep["request"] == request), None)
 
 
-def find_sweep(home: Path, name: str = references.LATEST) -> Sweep:
+def find_sweep(home: Path, name: str = name_syntax.LATEST) -> Sweep:
     """The sweep of this name, or the only one whose name begins or ends so, or the latest. Raises UsageError."""
     sweeps = {sweep.name: sweep for sweep in list_sweeps(home)}
-    match = references.matching(name, list(sweeps), "sweep")
+    match = name_syntax.matching(name, list(sweeps), "sweep")
     if match is None:
-        raise references.unknown("sweep", name, sweeps, begin=BEGIN)
+        raise name_syntax.unknown("sweep", name, sweeps, begin=BEGIN)
     return sweeps[match]
 
 

@@ -33,7 +33,7 @@ from ttrain.reports import summary as report
 from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.runs import MetricRow
-from ttrain.tracking.mirror import TrackedRun
+from ttrain.tracking.mlflow_mirror import TrackedRun
 from ttrain.tracking.pusher import Pusher, keep_sweep, track
 from ttrain.tracking.tracked_runs import NOTE, id_of, status_of
 

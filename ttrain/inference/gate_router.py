@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ttrain.config import Expert, Gate
-from ttrain.data.loader import spread
+from ttrain.data.order import spread
 from ttrain.inference import gate_files, loading
 from ttrain.inference.chat import ModelSelector, Selected
 from ttrain.inference.loading import LoadedModel

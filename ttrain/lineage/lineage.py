@@ -13,7 +13,7 @@ from typing import Any
 from ttrain.core.files import JsonDict
 from ttrain.core.hashing import digest_of
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.lineage.names import Named, find
+from ttrain.lineage.lookup import Named, find
 from ttrain.reports.facts import changed_settings
 from ttrain.reports.history import inputs_first, seed_of
 from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore

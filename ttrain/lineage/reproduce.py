@@ -26,7 +26,7 @@ from ttrain.engine.planner import plan_stage
 from ttrain.engine.stop_request import StopRequest
 from ttrain.errors import ArtifactError, TTrainError, UsageError
 from ttrain.lineage.lineage import Lineage, inputs_of, notes_of
-from ttrain.lineage.names import with_secrets
+from ttrain.lineage.lookup import with_secrets
 from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
 from ttrain.store.differences import differences, library_changes
 from ttrain.store.layout import Artifact

@@ -24,7 +24,7 @@ from ttrain.config import Lora
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.model import factory
 from ttrain.model.factory import overwrite
-from ttrain.model.registry import PRESETS
+from ttrain.model.kinds import PRESETS
 from ttrain.store.model_files import ADAPTER
 
 if TYPE_CHECKING:

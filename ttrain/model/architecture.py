@@ -17,7 +17,7 @@ from ttrain.config.model import Moe
 from ttrain.config.rules import usual_intermediate_size
 from ttrain.config.yaml_text import one_line
 from ttrain.errors import UsageError
-from ttrain.model import registry
+from ttrain.model import kinds
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -76,9 +76,9 @@ class FieldNames:
     def __init__(self, kind: str) -> None:
         from transformers import CONFIG_MAPPING, PretrainedConfig
 
-        registry.check_kind(kind)
-        if kind in registry.OWN_KINDS:
-            registry.register_own()
+        kinds.check_kind(kind)
+        if kind in kinds.OWN_KINDS:
+            kinds.register_own()
         self.kind = kind
         self.make: Callable[..., PretrainedConfig] = CONFIG_MAPPING[kind]
         config_class: Any = self.make
@@ -87,7 +87,7 @@ class FieldNames:
         self.aliases: dict[str, str] = dict(config_class.attribute_map)
         if why := _unsuitable(config_class, kind):
             decoder = f"{kind}_text"
-            known = decoder in registry.names()
+            known = decoder in kinds.names()
             hint = f"set model.kind={decoder}" if known else "choose a decoder: llama, qwen3, gpt2, ..."
             raise UsageError(f"model.kind is '{kind}', which {why}; {hint}")
 

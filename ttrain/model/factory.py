@@ -15,7 +15,7 @@ from ttrain.config import Model
 from ttrain.core.files import read_object
 from ttrain.core.text import first_of
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.model import registry
+from ttrain.model import kinds
 from ttrain.model.architecture import build_config
 from ttrain.store.model_files import INDEX_SUFFIX, MODEL, shard_names
 
@@ -76,8 +76,8 @@ def load(directory: Path, **options: Any) -> PreTrainedModel:
     if (directory / "adapter_config.json").exists():  # which transformers loads too, also from a pickle
         raise ArtifactError(f"{directory} holds a model and an adapter; move the adapter_config.json to another directory")
     try:
-        if read_object(directory / "config.json").get("model_type") in registry.OWN_KINDS:
-            registry.register_own()
+        if read_object(directory / "config.json").get("model_type") in kinds.OWN_KINDS:
+            kinds.register_own()
         model, report = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, output_loading_info=True, local_files_only=True,
             ignore_mismatched_sizes=True,  # they are in the report, which names them
@@ -135,7 +135,7 @@ def files(model: PreTrainedModel) -> dict[str, bytes]:
     return {
         "config.json": json.dumps(config, indent=2, sort_keys=True).encode(),
         "generation_config.json": json.dumps(generation, indent=2, sort_keys=True).encode(),
-        **registry.own_files(model.config),
+        **kinds.own_files(model.config),
     }
 
 

@@ -18,10 +18,10 @@ from ttrain.config.data import LEARNT
 from ttrain.config.training import TRAININGS
 from ttrain.core.files import PRIVATE_FILE, JsonDict, JsonObject, exclusive, need_object, write_json
 from ttrain.errors import UsageError
-from ttrain.store import references, runs
+from ttrain.store import name_syntax, runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
-from ttrain.store.references import Registered
+from ttrain.store.name_syntax import Registered
 
 FILE = "registry.json"
 CHAMPION, CHALLENGER = "champion", "challenger"
@@ -121,7 +121,7 @@ class Registry:
             return sets[version]
         labels = ((one.version, ", ".join([*one.aliases, one.run])) for one in sets.values())
         existing = [f"{number} ({label})" for number, label in labels]
-        raise references.unknown("set of models", version, existing, owner=name if existing else "")
+        raise name_syntax.unknown("set of models", version, existing, owner=name if existing else "")
 
     def only_name(self, name: str | None = None) -> str:
         """The name of all sets. Raises UsageError where there are none, or sets of several names."""
@@ -142,13 +142,13 @@ class Registry:
             return self.find(self.only_name(name), which)
         sets = self.sets(name)
         names = [one.run for one in sets]
-        run = references.matching(which, [*dict.fromkeys([*names, *runs.names(self._home)])])
+        run = name_syntax.matching(which, [*dict.fromkeys([*names, *runs.names(self._home)])])
         keys = runs.keys_of((runs.read(self._home, run) if run else None) or {"stages": ()})
         for one in sets:
             its_keys = {stage: one.keys[stage] for stage in one.members}
             if one.run == run or (its_keys and its_keys.items() <= keys.items()):
                 return one
-        raise references.unknown("registered set of the run", which, names)
+        raise name_syntax.unknown("registered set of the run", which, names)
 
     def versions(self) -> dict[str, Version | ModelSet]:
         """All sets and models by their names, NAME/VERSION and NAME@ALIAS, newest sets first.
@@ -172,12 +172,12 @@ class Registry:
             return versions[str(reference)]
         if versions and reference.alias == CHAMPION:
             also = "; no set of models is champion before `ttrain models promote` or a nightly run promotes one"
-        raise references.unknown(
+        raise name_syntax.unknown(
             "registered model",
             str(reference),
             versions,
             shown=LISTED,
-            begin=f"nothing is registered in {self._home}: {references.BEGIN}",
+            begin=f"nothing is registered in {self._home}: {name_syntax.BEGIN}",
             also=also,
         )
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ttrain.config import flatten
 from ttrain.core.files import JsonDict, JsonObject, read_object
 from ttrain.core.redact import masked
-from ttrain.store import references, runs
+from ttrain.store import name_syntax, runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import MANIFEST, Manifest
 from ttrain.store.registry import Registry
@@ -141,12 +141,12 @@ def read_runs(home: Path, texts: Sequence[str]) -> list[RunView]:
 def find_run(home: Path, text: str) -> JsonDict | None:
     """The record of the run that a text names; None if there is none. Raises UsageError for several.
 
-    A name is that of `ttrain pipeline status` or a part of it (`store.references`), a registered
+    A name is that of `ttrain pipeline status` or a part of it (`store.name_syntax`), a registered
     model for the run that made it, MLflow's id of the run, or a night.
     """
-    if name := references.matching(text, runs.names(home)):
+    if name := name_syntax.matching(text, runs.names(home)):
         return runs.read(home, name)
-    if model := references.registered(text):
+    if model := name_syntax.registered(text):
         return runs.read(home, Registry(home).resolve(model).run)
     for record in runs.newest_first(home, [f'"{text}"']) if text else ():
         if text in ((record.get("tracking") or {}).get("run_id"), record.get("night")):
@@ -158,7 +158,7 @@ def need_run(home: Path, text: str) -> JsonDict:
     """As `find_run`, but raises UsageError, which lists the nearest and newest runs, for none."""
     if record := find_run(home, text):
         return record
-    raise references.unknown("run", text, runs.names(home))
+    raise name_syntax.unknown("run", text, runs.names(home))
 
 
 def _view(home: Path, record: JsonObject, cache: dict[tuple[str, str | None], Any]) -> RunView:

@@ -21,7 +21,7 @@ from ttrain.errors import ArtifactError
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import MANIFEST, Artifact, Manifest, read_manifest
 from ttrain.tracking.client import first_line, own_uri, tracking_uri
-from ttrain.tracking.mirror import MOST_RUNS, Mirror
+from ttrain.tracking.mlflow_mirror import MOST_RUNS, Mirror
 
 log = logging.getLogger("ttrain")
 

@@ -22,7 +22,7 @@ from ttrain.tracking.client import (
     cannot_be_asked,
     rename_aside,
 )
-from ttrain.tracking.mirror import ID, NAME, RUNNING, Bound, Mirror, TrackedRun
+from ttrain.tracking.mlflow_mirror import ID, NAME, RUNNING, Bound, Mirror, TrackedRun
 from ttrain.tracking.registered import note_seen, register
 from ttrain.tracking.tracked_runs import (
     RunContent,

@@ -29,7 +29,7 @@ from ttrain.tracking.client import (
     plain,
     tracking_uri,
 )
-from ttrain.tracking.mirror import ID, Bound, Mirror
+from ttrain.tracking.mlflow_mirror import ID, Bound, Mirror
 from ttrain.tracking.tracked_runs import RunContent, id_of
 
 log = logging.getLogger("ttrain")

@@ -31,7 +31,7 @@ from ttrain.store.results import TrainingResult
 from ttrain.store.run_views import decision_metrics
 from ttrain.tasks import STAGES
 from ttrain.tracking import datasets, run_summary
-from ttrain.tracking.mirror import FAILED, FINISHED, KILLED, NAME, RUN, RUNNING, TrackedRun
+from ttrain.tracking.mlflow_mirror import FAILED, FINISHED, KILLED, NAME, RUN, RUNNING, TrackedRun
 
 MODEL, ADAPTER, BASE = "model", "adapter", "base"  # directories: of a model, an adapter, its base
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")

@@ -18,7 +18,7 @@ from ttrain.config import by_weight
 from ttrain.config.training import PRIMARY_METRICS, VALIDATION_LOSS
 from ttrain.errors import UsageError
 from ttrain.store import runs
-from ttrain.tracking.mirror import FAILED, KILLED, NAME, Bound, Mirror
+from ttrain.tracking.mlflow_mirror import FAILED, KILLED, NAME, Bound, Mirror
 from ttrain.tracking.tracked_runs import id_of, is_tracked
 
 TRAINING_PAGES = "workflowType=machine_learning"  # not those for agents and traces

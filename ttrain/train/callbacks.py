@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ttrain.core.files import ProgressWriter, write_bytes
 from ttrain.core.text import format_duration
-from ttrain.data.loader import Order
+from ttrain.data.order import Order
 from ttrain.errors import TTrainError, UsageError
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ttrain.core.text import first_of
-from ttrain.data.loader import Order
+from ttrain.data.order import Order
 from ttrain.train.callbacks import Callback, LogRecord, StepRecord, truncate_after
 from ttrain.train.trainer import QUICK
 

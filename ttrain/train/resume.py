@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from ttrain.data.loader import Loader, Order
+from ttrain.data.loader import Loader
+from ttrain.data.order import Order
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.train.callbacks import CallbackList
 from ttrain.train.checkpoint import Snapshot

@@ -31,7 +31,7 @@ from ttrain.core.files import JsonDict, read_object
 from ttrain.data import existing
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.reports.facts import changed_settings
-from ttrain.store import layout, references, runs
+from ttrain.store import layout, name_syntax, runs
 from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.model_files import (
@@ -82,16 +82,16 @@ def find(
             return _of_run(run, text)
         artifact = store.latest(text)
         return Named("stage", f"{text}/{artifact.key}", ((text, artifact.key),))
-    names, is_path = runs.names(home), references.is_path(text)
-    directory = references.directory(text) if text not in names else None
-    model = None if is_path else references.registered(text)
+    names, is_path = runs.names(home), name_syntax.is_path(text)
+    directory = name_syntax.directory(text) if text not in names else None
+    model = None if is_path else name_syntax.registered(text)
     if model and (directory is None or str(model) in Registry(home).versions()):
         return _registered(home, model)
     if directory:
         return _of_directory(store, directory)
     if key := _of_key(store, text):
         return key
-    run_name, stage = references.run_and_stage(text)
+    run_name, stage = name_syntax.run_and_stage(text)
     if record := find_run(home, run_name):
         return _of_run(record, stage)
     if from_hub and not is_path and existing.HUB_REFERENCE.fullmatch(text):
@@ -99,7 +99,7 @@ def find(
         return Named("directory", text, directory=config.parent)
     hint = _models_in(store)
     also = f"; {hint}" if names else ""
-    raise references.unknown("model", text, names, begin=hint, also=also)
+    raise name_syntax.unknown("model", text, names, begin=hint, also=also)
 
 
 def _models_in(store: ArtifactStore) -> str:
@@ -115,14 +115,14 @@ def _of_run(record: runs.RecordedRun, stage: str) -> Named:
     """A run, or one of its stages."""
     name, entries = record["run"], record["stages"]
     if stage:
-        references.need_stage(stage, (entry["name"] for entry in entries), f"the run {name}")
+        name_syntax.need_stage(stage, (entry["name"] for entry in entries), f"the run {name}")
         entries = [entry for entry in entries if entry["name"] == stage]
     done = (entry for entry in entries if entry.get("key") and entry["outcome"] in DONE)
     artifacts = tuple((entry["name"], entry["key"]) for entry in done)
     return Named("run", f"{name}:{stage}" if stage else name, artifacts, record)
 
 
-def _registered(home: Path, model: references.Registered) -> Named:
+def _registered(home: Path, model: name_syntax.Registered) -> Named:
     """A registered set, or one model."""
     if model.alias == CHAMPION:
         take_over_champions(home)
@@ -152,7 +152,7 @@ def _of_key(store: ArtifactStore, text: str) -> Named | None:
     matches = sorted((path.parent.name, path.name) for path in paths if store.at(path))
     if len(matches) > 1:
         keys = [f"{name}/{key[:SHOWN_KEY]}" for name, key in matches]
-        raise references.ambiguous(text, "keys", keys)
+        raise name_syntax.ambiguous(text, "keys", keys)
     return Named("key", "/".join(matches[0]), tuple(matches)) if matches else None
 
 
@@ -343,7 +343,7 @@ def _stored_digest(artifact: Artifact) -> str | None:
 def with_models(home: Path) -> list[str]:
     """Names of the home's models, for a list: stages, aliases, stages of the newest runs."""
     store, stages, of_runs = ArtifactStore(home), list[str](), list[str]()
-    for run in itertools.islice(runs.newest_first(home), references.LISTED):
+    for run in itertools.islice(runs.newest_first(home), name_syntax.LISTED):
         for stage, key in runs.keys_of(run).items():
             artifact = store.find(stage, key) if key else None
             if artifact and model_directory(artifact.path):
@@ -360,7 +360,7 @@ def newest_with(home: Path, stage: str) -> JsonDict:
     Nights are skipped: their settings start from the champion of that night, and name the few files
     that were new. Trials of sweeps are skipped too: the newest trial is not the best one.
     """
-    references.need_stage(stage, STAGES)
+    name_syntax.need_stage(stage, STAGES)
     for run in runs.newest_first(home):
         if runs.is_own(run) and stage in runs.keys_of(run):
             return run

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ttrain.config import Lora, Model
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.model import factory, registry
+from ttrain.model import factory, kinds
 from ttrain.model.architecture import build_config
 from ttrain.model.factory import residual_weights
 from ttrain.train.language_modeling import LanguageModeling, NextTokenLoss
@@ -169,16 +169,16 @@ def test_building_a_config_leaves_the_settings_as_they_are() -> None:
 def test_kinds_are_those_of_transformers_own_table_and_ours_without_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as TABLE
 
-    own = set(registry.OWN_KINDS)
+    own = set(kinds.OWN_KINDS)
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "transformers.models.auto", None)  # an import of it would end in an ImportError
-        registry.names.cache_clear()
-        assert registry.names() == {*TABLE, *own}
-    monkeypatch.setattr(registry, "TABLE", "MODEL_FOR_MASKED_LM_MAPPING_NAMES")
-    registry.names.cache_clear()
-    assert "modernbert" in registry.names() and "llama" not in registry.names()
+        kinds.names.cache_clear()
+        assert kinds.names() == {*TABLE, *own}
+    monkeypatch.setattr(kinds, "TABLE", "MODEL_FOR_MASKED_LM_MAPPING_NAMES")
+    kinds.names.cache_clear()
+    assert "modernbert" in kinds.names() and "llama" not in kinds.names()
     monkeypatch.undo()
-    registry.names.cache_clear()
+    kinds.names.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_targets_are_compared_with_the_layers_of_the_usual_kinds(
 ) -> None:
     refusal = pytest.raises(UsageError, match=problem) if problem else contextlib.nullcontext()
     with refusal:
-        registry.check_targets("lora", Lora(targets=targets), Model.model_validate(settings))
+        kinds.check_targets("lora", Lora(targets=targets), Model.model_validate(settings))
 
 
 @pytest.mark.parametrize(

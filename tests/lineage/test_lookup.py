@@ -18,9 +18,9 @@ import pytest
 from ttrain.data import existing
 from ttrain.engine.labels import new_run_name
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.lineage import names as references
+from ttrain.lineage import lookup
 from ttrain.lineage.lineage import lineage_of
-from ttrain.lineage.names import resolve
+from ttrain.lineage.lookup import resolve
 from ttrain.model import factory
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
@@ -110,7 +110,7 @@ def test_the_stages_of_a_command_are_those_of_the_newest_finished_run_that_has_t
     """A night in progress has newer models; so has a run that failed, a trial, a stage that ran alone."""
 
     def keys(*texts: str, **options: Any) -> list[str | None]:
-        found = references.resolve_all(texts, runs_home.store.root, **options)
+        found = lookup.resolve_all(texts, runs_home.store.root, **options)
         return [one.artifact.key if one.artifact else None for one in found]
 
     assert keys("sft", "lora") == ["s1", "l"], "a run that failed is better than models of several"
@@ -144,12 +144,12 @@ def test_stages_that_stand_in_different_runs_only_are_not_mixed(runs_home: Home)
     runs_home.record(runs_home.tokenizer, runs_home.lora, outcome="completed")
     expected = "no run has all of lora, sft; name each as RUN:STAGE"
     with pytest.raises(UsageError, match=expected):
-        references.resolve_all(["sft", "lora"], runs_home.store.root)
+        lookup.resolve_all(["sft", "lora"], runs_home.store.root)
 
 
 def test_where_only_nights_and_trials_ran_the_newest_finished_one_counts(runs_home: Home) -> None:
     (runs_home.store.root / "runs" / f"{runs_home.run}.json").unlink()
-    assert references.run_of(["sft"], runs_home.store.root) is None
+    assert lookup.run_of(["sft"], runs_home.store.root) is None
     with pytest.raises(UsageError, match=r"no finished run has a model in .*; stages with a model: lora, sft"):
         resolve(None, runs_home.store.root)
     runs_home.record(runs_home.tokenizer, runs_home.sft, outcome="completed", sweep="sweep-1")
@@ -175,18 +175,18 @@ def test_a_damaged_manifest_is_named_with_what_sets_it_aside(runs_home: Home) ->
 def test_a_line_says_which_model_each_name_led_to(runs_home: Home) -> None:
     mine = runs_home.record(runs_home.tokenizer, runs_home.sft, runs_home.lora, outcome="completed", name="mine")
     elsewhere = write_model(Path("elsewhere").absolute(), b"x")
-    found = references.resolve_all(["sft", "lora", "./elsewhere", f"{mine}:sft"], runs_home.store.root)
-    assert [*map(references.line_of, found)] == [
+    found = lookup.resolve_all(["sft", "lora", "./elsewhere", f"{mine}:sft"], runs_home.store.root)
+    assert [*map(lookup.line_of, found)] == [
         f"sft = mine, {mine}:sft, s1",
         f"lora = mine, {mine}:lora, l",
         f"./elsewhere = {elsewhere}",
         f"{mine}:sft = mine, {mine}:sft, s1",
     ]
-    assert references.to_json(found[0]) == {
+    assert lookup.to_json(found[0]) == {
         "model": "sft", "name": "mine", "run": f"{mine}:sft", "key": "s1",
         "digest": weights_digest(runs_home.sft.path / "model"),
     }  # fmt: skip
-    assert references.to_json(found[2])["run"] is None
+    assert lookup.to_json(found[2])["run"] is None
 
 
 def test_a_run_is_its_last_model_or_the_stage_that_is_named(runs_home: Home) -> None:
@@ -202,18 +202,18 @@ def test_one_default_model_is_that_of_sft_of_the_newest_finished_run_that_has_on
     finished = runs_home.record(runs_home.tokenizer, runs_home.sft, runs_home.lora, outcome="completed")
     base = runs_home.publish("pretrain", "p", lambda output: write_model(output / "model", b"base"))
     without = runs_home.record(runs_home.tokenizer, base, outcome="completed")
-    assert references.default_model(root) == "sft"
+    assert lookup.default_model(root) == "sft"
     assert resolve("sft", root).run["run"] == finished
-    assert references.default_model(root, without) is None, "its last model, since that run has none of SFT"
-    assert references.default_model(root, finished) == "sft"
-    assert references.default_model(root / "empty") is None
+    assert lookup.default_model(root, without) is None, "its last model, since that run has none of SFT"
+    assert lookup.default_model(root, finished) == "sft"
+    assert lookup.default_model(root / "empty") is None
 
 
 def test_a_run_is_found_by_the_name_that_its_user_gave_it_also_beside_longer_ones(runs_home: Home) -> None:
     root = runs_home.store.root
     runs = {name: RunRecord(root, "full", [], {}, labels={"run_name": name}).run for name in ("base", "baseline", "base-2")}
     for name, run in runs.items():
-        assert run.startswith(f"{name}-2") and references.need_run(root, name)["run"] == run
+        assert run.startswith(f"{name}-2") and lookup.need_run(root, name)["run"] == run
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_a_command_with_a_name_may_be_given_again_after_its_run_was_cut_short(ru
         RunRecord(root, "full", [], {}, labels={"run_name": "mine"}).finish(outcome, {})
         assert new_run_name(root, "mine") == "mine"
     last = RunRecord(root, "full", [], {}, labels={"run_name": "mine"})
-    assert references.need_run(root, "mine")["run"] == last.run, "the newest"
+    assert lookup.need_run(root, "mine")["run"] == last.run, "the newest"
     with pytest.raises(UsageError, match="try --run-name mine-2"):
         new_run_name(root, "mine")
 
@@ -277,7 +277,7 @@ def test_the_base_of_an_adapter_from_elsewhere_is_named_or_lies_beside(runs_home
     assert runs_home.resolve("adapter", base="base").model == base
     later = runs_home.record(runs_home.tokenizer, runs_home.newer, outcome="completed")
     for run, sft in ((runs_home.run, runs_home.sft), (later, runs_home.newer)):
-        [found] = references.resolve_all(["adapter"], runs_home.store.root, base="sft", run=run)
+        [found] = lookup.resolve_all(["adapter"], runs_home.store.root, base="sft", run=run)
         assert found.model == sft.path / "model", "as of the other stages of the command"
     with pytest.raises(UsageError, match="--base is 'lora', which is an adapter itself"):
         runs_home.resolve("adapter", base="lora")

@@ -1,0 +1,255 @@
+"""The order in which rows are trained on: a keyed permutation of (seed, epoch), the same for every number of ranks.
+
+It is computed, not stored: any place of it in O(1), so that resuming costs nothing.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar, final
+
+import numpy as np
+import numpy.typing as npt
+
+from ttrain.data.packing import Array
+from ttrain.errors import DataError
+
+U64 = np.uint64
+Words = npt.NDArray[np.uint64]
+STEP, FACTORS = U64(0x9E3779B97F4A7C15), (U64(0xBF58476D1CE4E5B9), U64(0x94D049BB133111EB))  # of SplitMix64
+SHIFTS = (U64(30), U64(27), U64(31))
+FEISTEL_ROUNDS = 6  # 4 make a pseudo-random permutation of independent round functions (Luby and Rackoff 1988); 2 to spare
+DRAWS_PER_CYCLE = 10_000  # shares of a weighted order are exact in each cycle, to one in this number
+GROUPED_STEPS = 50  # rows are sorted by length within this many steps: enough to be alike, few enough to stay mixed
+COUNTED_TOGETHER = 1 << 16  # rows whose tokens are counted at once for a budget
+CACHED_PARTS = 4  # a step uses at most two; prefetched steps may use the next
+
+
+def permute(index: npt.NDArray[Any], size: int, seed: int, epoch: int) -> Array:
+    """Image of `index` under the permutation of [0, size) that belongs to (seed, epoch).
+
+    A Feistel network on the next even power of two, walked until the image lies inside (Black and Rogaway 2002): under four
+    rounds of walking on average.
+    """
+    assert size > 0, "an empty set has no order"
+    half = max(1, (int(size - 1).bit_length() + 1) // 2)
+    mask = U64((1 << half) - 1)
+    values = np.asarray(index, dtype=U64).copy()
+    outside = np.ones(values.shape, dtype=bool)
+    while outside.any():
+        values[outside] = feistel(values[outside], U64(half), mask, seed, epoch)
+        outside = values >= U64(size)
+    return values.astype(np.int64)
+
+
+def feistel(values: Words, half: U64, mask: U64, seed: int, epoch: int) -> Words:
+    """Permute the values by a Feistel network, whose keys are of the seed and the epoch."""
+    high_bits, low_bits = values >> half, values & mask
+    for key in _keys(seed, epoch):
+        high_bits, low_bits = low_bits, high_bits ^ (mix(low_bits ^ key) & mask)
+    return (high_bits << half) | low_bits
+
+
+@lru_cache(maxsize=64)
+def _keys(seed: int, epoch: int) -> list[U64]:
+    """Keys of the Feistel rounds."""
+    return list(mix(np.array([(seed << 32) ^ (epoch << 8) ^ turn for turn in range(FEISTEL_ROUNDS)], dtype=U64)))
+
+
+def mix(values: Words) -> Words:
+    """The next value of SplitMix64 (Steele, Lea and Flood 2014)."""
+    return spread(values + STEP)
+
+
+def spread(values: Words) -> Words:
+    """The finalizer of SplitMix64."""
+    values = (values ^ (values >> SHIFTS[0])) * FACTORS[0]
+    values = (values ^ (values >> SHIFTS[1])) * FACTORS[1]
+    return values ^ (values >> SHIFTS[2])
+
+
+def derived_seed(seed: int, number: int) -> int:
+    """A seed of 32 bits for purpose `number`, unrelated to the seed itself."""
+    return int(mix(np.array([(seed << 32) ^ (number + 1)], dtype=U64))[0] >> U64(32))
+
+
+@dataclass(eq=False)
+class Order(ABC):
+    """Maps steps to rows. `total_rows` ends the run, also in the middle of a step or an epoch."""
+
+    every_row_in_a_pass: ClassVar[bool] = True
+    rows: int
+    rows_per_step: int
+    total_rows: int
+    seed: int
+    row_tokens: int | Array = 1  # of all rows alike, or of each one, without padding
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps; the last one may be smaller, and none is dropped."""
+        return -(-self.total_rows // self.rows_per_step)
+
+    def step_rows(self, step: int) -> Array:
+        """Row numbers of a step, counted from 0, over all ranks."""
+        start = step * self.rows_per_step
+        return self.rows_at(np.arange(start, min(start + self.rows_per_step, self.total_rows)))
+
+    def epoch_ends(self, every: int | None) -> frozenset[int]:
+        """The steps that end every so many epochs, each with the epoch's last row; None: none."""
+        epoch_rows = self.rows * (every or 1 + self.total_rows)
+        return frozenset(-(-end // self.rows_per_step) for end in range(epoch_rows, self.total_rows + 1, epoch_rows))
+
+    def step_tokens(self, step: int) -> int:
+        """Tokens of the rows of a step, over all ranks."""
+        if not isinstance(self.row_tokens, int):
+            return int(self.row_tokens[self.step_rows(step)].sum())
+        start = step * self.rows_per_step
+        return self.row_tokens * (min(start + self.rows_per_step, self.total_rows) - start)
+
+    @property
+    def tokens_per_row(self) -> float:
+        """Mean tokens of a row."""
+        return float(np.mean(self.row_tokens))
+
+    def steps_to_read(self, tokens: int) -> int:
+        """The fewest steps whose rows have so many tokens, counted in the order in which they are read."""
+        places = read = 0
+        lengths = np.broadcast_to(self.row_tokens, self.rows)
+        if self.every_row_in_a_pass:
+            passes = (tokens - 1) // int(lengths.sum())
+            places, read = passes * self.rows, passes * int(lengths.sum())
+        while True:
+            row_numbers = self.rows_at(np.arange(places, places + COUNTED_TOGETHER))
+            ends = read + lengths[row_numbers].cumsum()
+            if ends[-1] >= tokens:
+                places += int(np.searchsorted(ends, tokens)) + 1
+                return -(-places // self.rows_per_step)
+            places, read = places + COUNTED_TOGETHER, int(ends[-1])
+
+    @abstractmethod
+    def rows_at(self, places: Array) -> Array:
+        """Row numbers at these positions of the whole run, without computing earlier ones."""
+
+
+@final
+class ShuffledOrder(Order):
+    """Each epoch is a keyed permutation of all rows."""
+
+    def rows_at(self, places: Array) -> Array:
+        return shuffled(places, self.rows, self.seed)
+
+
+def shuffled(places: Array, size: int, seed: int) -> Array:
+    """The numbers below `size` at these places of one permutation after another."""
+    numbers = np.empty_like(places)
+    epochs = places // size
+    for epoch in sorted(set(epochs.tolist())):  # np.unique would import numpy.ma, 7 ms of the first batch
+        in_epoch = epochs == epoch
+        numbers[in_epoch] = permute(places[in_epoch] % size, size, seed, epoch)
+    return numbers
+
+
+@final
+class WeightedOrder(Order):
+    """Groups of rows by weight, each shuffled on its own: a small group with a large weight is repeated more often.
+
+    Draws come in cycles, each with a fixed quota per group in keyed order, so shares are exact, not random. Draw
+    number k of a group is row k modulo its size in its pass k // size, so that a pass holds each of its rows once. Memory
+    and a skip cost one cycle.
+    """
+
+    every_row_in_a_pass = False
+
+    def __init__(
+        self,
+        group_rows: Sequence[int],
+        weights: Sequence[float],
+        rows_per_step: int,
+        total_rows: int,
+        seed: int,
+        *,
+        draws: int = DRAWS_PER_CYCLE,
+    ) -> None:
+        """`draws`: of a cycle. Raises DataError if a group has no row, or a weight so small that it would never be drawn."""
+        super().__init__(sum(group_rows), rows_per_step, total_rows, seed)
+        self.group_rows, self.draws, self.quotas = list(group_rows), draws, quotas(weights, draws)
+        for group, (rows, quota, weight) in enumerate(zip(group_rows, self.quotas, weights, strict=True)):
+            if rows == 0 or quota == 0:
+                why = "gave no row to learn from" if rows == 0 else f"would get none of {draws} draws"
+                raise DataError(f"source {group + 1} has the weight {weight} but {why}; fix it or leave it out")
+        self._firsts = np.cumsum([0, *group_rows])
+        self._cycle = lru_cache(CACHED_PARTS)(self._groups_of_cycle)
+
+    def rows_at(self, places: Array) -> Array:
+        groups, draws = np.empty_like(places), np.empty_like(places)
+        for cycle in np.unique(places // self.draws):
+            mask = places // self.draws == cycle
+            groups[mask], draws[mask] = (column[places[mask] % self.draws] for column in self._cycle(int(cycle)))
+        row_numbers = np.empty_like(places)
+        for group in np.unique(groups):
+            mine = groups == group
+            size, seed = self.group_rows[group], derived_seed(self.seed, int(group) + 1)
+            row_numbers[mine] = self._firsts[group] + shuffled(draws[mine], size, seed)
+        return row_numbers
+
+    def _groups_of_cycle(self, cycle: int) -> tuple[Array, Array]:
+        """(group, how many draws of that group came before) of each draw of a cycle."""
+        slots = permute(np.arange(self.draws), self.draws, derived_seed(self.seed, 0), cycle)
+        groups = np.searchsorted(np.cumsum(self.quotas), slots, side="right")
+        draws = np.empty_like(groups)
+        for group, quota in enumerate(self.quotas):
+            draws[groups == group] = cycle * quota + np.arange(quota)
+        return groups, draws
+
+
+@final
+class LengthGroupedOrder(Order):
+    """Every row once an epoch, the rows of a step of about the same length, long and short steps in random order.
+
+    Each epoch's keyed shuffle is taken in parts of GROUPED_STEPS steps, fewer in a small set, so that epochs differ; a part
+    is sorted by length, dealt out to its steps, and the steps are put in keyed order. Within a step rows ascend, so that
+    micro-batches are alike too. A skip costs one part.
+    """
+
+    def __init__(self, lengths: Array, rows_per_step: int, total_rows: int, seed: int) -> None:
+        super().__init__(len(lengths), rows_per_step, total_rows, seed)
+        self._lengths = lengths
+        self._steps = max(1, min(GROUPED_STEPS, len(lengths) // (4 * rows_per_step)))
+        self._part = lru_cache(CACHED_PARTS)(self._rows_of_part)
+
+    def rows_at(self, places: Array) -> Array:
+        row_numbers = np.empty_like(places)
+        epochs = places // self.rows
+        part_numbers = (places // self.rows_per_step - epochs * self.rows // self.rows_per_step) // self._steps
+        for epoch, part_number in np.unique(np.stack([epochs, part_numbers], axis=1), axis=0).tolist():
+            in_part = (epochs == epoch) & (part_numbers == part_number)
+            start, rows = self._part(epoch, part_number)
+            row_numbers[in_part] = rows[places[in_part] - start]
+        return row_numbers
+
+    def _rows_of_part(self, epoch: int, part_number: int) -> tuple[int, Array]:
+        """(first position of a part of an epoch, the rows from there on). An epoch may begin and end within a step."""
+        size, first = self.rows_per_step, epoch * self.rows
+        first_step = first // size + part_number * self._steps
+        start = max(first, first_step * size)
+        end = min(first + self.rows, (first_step + self._steps) * size)
+        rows = permute(np.arange(start, end) - first, self.rows, self.seed, epoch)
+        rows = rows[np.argsort(self._lengths[rows], kind="stable")]
+        step_of_place = np.arange(start, end) // size - first_step
+        steps = int(step_of_place[-1]) + 1
+        rank_of_step = permute(np.arange(steps), steps, derived_seed(self.seed, epoch), part_number)
+        places_by_rank = np.argsort(rank_of_step[step_of_place], kind="stable")
+        ordered_rows = np.empty_like(rows)
+        ordered_rows[places_by_rank] = rows
+        return start, ordered_rows
+
+
+def quotas(weights: Sequence[float], draws: int) -> list[int]:
+    """Draws of each weight, adding up to `draws`: rounded down, and the remaining draws go to the largest remainders."""
+    exact = np.asarray(weights, float) / np.sum(weights) * draws
+    counts = np.floor(exact).astype(np.int64)
+    counts[np.argsort(counts - exact, kind="stable")[: draws - int(counts.sum())]] += 1
+    return list(counts.tolist())
