@@ -53,7 +53,7 @@ def sha256_file(path: Path) -> str:
 
 # A file that changed within the clock's granularity may change again under the same times: do not remember it yet.
 RACY_SECONDS = 2.0
-MOST_ENTRIES = 20_000  # 3 MB; the oldest are forgotten
+MOST_ENTRIES = 100_000  # 15 MB; the oldest are forgotten
 
 
 class DigestCache:
@@ -91,7 +91,8 @@ class DigestCache:
             learnt = dict(self._learnt)  # at once, while other threads learn more
             if not learnt:
                 return
-            newest = [*{**self._saved(), **learnt}.items()][-MOST_ENTRIES:]
+            earlier = {name: entry for name, entry in self._saved().items() if name not in learnt}
+            newest = [*{**earlier, **learnt}.items()][-MOST_ENTRIES:]
             with contextlib.suppress(OSError):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 mode = PRIVATE_FILE if self._boot else 0o666

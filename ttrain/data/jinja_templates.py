@@ -12,8 +12,6 @@ PAD, UNK, BOS, EOS, END, IM_END = "<|pad|>", "<|unk|>", "<|bos|>", "<|eos|>", "<
 
 ROLE_TOKENS = tuple(f"<|{role}|>" for role in ROLES)
 
-TINYSEEK_NAMES = {role: f"{role.capitalize()}：" for role in ROLES}
-
 
 # Special tokens of a tokenizer that is trained, in the order of their ids, and the one that ends an answer.
 SPECIAL_TOKENS = {"ttrain": (PAD, UNK, BOS, EOS, *ROLE_TOKENS, END), "tinyseek": (PAD, UNK, BOS, EOS, IM_END)}

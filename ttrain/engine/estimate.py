@@ -204,7 +204,7 @@ class _Estimator:
         if shards := self.artifacts.get(SHARDS[dataset].name):
             return ShardsResult.of(shards.result).train.tokens or None
         words = math.pow(self.settings.tokenizer.vocab_size / 2048, GROWTH)
-        if self._is_quickstart(dataset):
+        if self._is_quickstart(dataset) and dataset in QUICKSTART_TOKENS:
             return round(QUICKSTART_TOKENS[dataset] / words)
         is_documents = SHARDS[dataset].arguments["kind"] == "documents"
         size = self._bytes(dataset) if is_documents else None

@@ -7,7 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,9 @@ def with_absolute_paths(settings: Settings) -> Settings:
     changes: dict[str, JsonDict] = {
         "data": {name: tuple(map(_absolute_source, getattr(settings.data, name))) for name in DATASETS},
         "tokenizer": {"existing": _if_there(settings.tokenizer.existing)},
-        "shards": {"decontaminate": _each_if_there(settings.shards.decontaminate)},
-        "evaluate": {"suites": {model: _each_if_there(suites.of(model)) for model in MODELS}},
-        "runtime": {"eval_suite": _if_there(settings.runtime.eval_suite)},
+        "shards": {"decontaminate": tuple(map(_if_file, settings.shards.decontaminate))},
+        "evaluate": {"suites": {model: tuple(map(_if_file, suites.of(model))) for model in MODELS}},
+        "runtime": {"eval_suite": _if_file(settings.runtime.eval_suite)},
         "notify": {"webhook_file": webhook and _absolute(webhook)},
     }
     for stage, start in settings.starts.items():
@@ -84,12 +84,13 @@ def _absolute(location: str) -> str:
 
 
 def _if_there(name: str | None) -> str | None:
-    """The absolute path of what exists; any other text is a name on the Hub or of a suite and stays."""
+    """The absolute path of what exists; any other text is a name on the Hub and stays."""
     return str(user_path(name).absolute()) if name and user_path(name).exists() else name
 
 
-def _each_if_there(names: Iterable[str]) -> tuple[str | None, ...]:
-    return tuple(map(_if_there, names))
+def _if_file(name: str | None) -> str | None:
+    """The absolute path of a file; any other text is the name of a suite, as which a folder may be called, and stays."""
+    return _if_there(name) if name and user_path(name).is_file() else name
 
 
 @functools.cache  # 5 ms, for all stages of a run
@@ -98,6 +99,7 @@ def commit() -> str | None:
     checkout = Path(__file__).parents[2]
     if not (checkout / ".git").exists() or not shutil.which("git"):
         return None  # it is another repository that contains this Python's packages, or none
-    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
-    described = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
+    command = ["git", "--no-optional-locks", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    described = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
     return described.stdout.strip() or None

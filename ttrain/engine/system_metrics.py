@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -60,8 +60,7 @@ class SystemMetrics:
                 ended = self._ending.wait(max(0.0, began + samples * self._seconds - time.monotonic()))
                 step = first + round(time.monotonic() - began)
                 if step > last:  # otherwise the end came in the same second as a sample
-                    figures = {name: value for reader in readers for name, value in reader().items()}
-                    metrics = {f"{self._prefix}{name}": round(value, 3) for name, value in figures.items()}
+                    metrics = {f"{self._prefix}{name}": round(value, 3) for name, value in read(readers).items()}
                     with self._path.open("a") as file:
                         file.write(json.dumps({"step": step, "time": time.time(), "metrics": metrics}) + "\n")
                     last = step
@@ -76,6 +75,15 @@ def last_step(path: Path) -> int:
     if rows != data:
         os.truncate(path, len(rows))
     return int(json.loads(rows.splitlines()[-1])["step"]) if rows else -1
+
+
+def read(readers: Iterable[Callable[[], Figures]]) -> Figures:
+    """The figures of all readers that work: not every board measures its power, and a device may go away."""
+    figures: Figures = {}
+    for reader in readers:
+        with contextlib.suppress(Exception):
+            figures |= reader()
+    return figures
 
 
 def machine(directory: Path) -> Callable[[], Figures]:
@@ -123,8 +131,8 @@ def gpus() -> list[Callable[[], Figures]]:
 
 def visible(count: int, chosen: str | None) -> list[int]:
     """Indices of the `count` GPUs that CUDA_VISIBLE_DEVICES selects; all if it does not use indices."""
-    words = (chosen or "").split(",")
-    if chosen is None or any(word and not word.isdigit() for word in words):
+    words = [word.strip() for word in (chosen or "").split(",")]
+    if chosen is None or any(word and not word.lstrip("-").isdigit() for word in words):
         return list(range(count))
     return [number for number in range(count) if str(number) in words]
 
@@ -132,18 +140,19 @@ def visible(count: int, chosen: str | None) -> list[int]:
 def _gpu(nvml: Any, number: int) -> Callable[[], Figures]:
     handle = nvml.nvmlDeviceGetHandleByIndex(number)
 
-    def figures() -> Figures:
-        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-        found = {
-            "utilization_percentage": float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
-            "memory_usage_megabytes": memory.used / MEGA,
-            "memory_usage_percentage": 100 * memory.used / memory.total,
-            "temperature_celsius": float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
-        }
-        with contextlib.suppress(nvml.NVMLError):  # not every board measures its power
-            watts = nvml.nvmlDeviceGetPowerUsage(handle) / 1000
-            found["power_usage_watts"] = watts
-            found["power_usage_percentage"] = 100_000 * watts / nvml.nvmlDeviceGetEnforcedPowerLimit(handle)
-        return {f"gpu_{number}_{name}": value for name, value in found.items()}
+    def memory() -> Figures:
+        usage = nvml.nvmlDeviceGetMemoryInfo(handle)
+        return {"memory_usage_megabytes": usage.used / MEGA, "memory_usage_percentage": 100 * usage.used / usage.total}
 
-    return figures
+    def power() -> Figures:
+        watts = nvml.nvmlDeviceGetPowerUsage(handle) / 1000
+        limit = nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000
+        return {"power_usage_watts": watts, "power_usage_percentage": 100 * watts / limit}
+
+    quantities = (
+        lambda: {"utilization_percentage": float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)},
+        memory,
+        lambda: {"temperature_celsius": float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))},
+        power,
+    )
+    return lambda: {f"gpu_{number}_{name}": value for name, value in read(quantities).items()}

@@ -124,11 +124,6 @@ class Reference:
         return weights_digest(self.model)
 
 
-def parameters_of(model: Path) -> int:
-    """Count the parameters in a model's weights files; a tied tensor counts once."""
-    return sum(numbers_in(file) for file in weight_files(model, MODEL))
-
-
 def numbers_in(path: Path) -> int:
     """Count the parameters in a safetensors file from its header alone."""
     try:
