@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import transformers
 
@@ -21,13 +21,12 @@ from ttrain.doctor.data import Data
 from ttrain.doctor.inputs import paths_of
 from ttrain.doctor.parts import Finding, Learner, with_references
 from ttrain.engine.plan import Plan
-from ttrain.errors import DataError, UsageError
+from ttrain.errors import UsageError
 from ttrain.tasks import STAGES
 from ttrain.tasks.common import training
-from ttrain.tasks.common.rows import check_left_out, open_rows
+from ttrain.tasks.common.rows import open_rows, order_of
 from ttrain.tasks.shards import heldout_records
 from ttrain.train import leakage_check, precision
-from ttrain.train.schedules import steps_of
 
 Subject = TypeVar("Subject", Data, Learner)
 
@@ -85,8 +84,7 @@ def examine(stage: str, plan: Plan) -> Iterator[tuple[str, Finding]]:
     with temporary_directory("doctor") as directory:
         learner, read = prepare(stage, plan, directory)
         counts = read.rows.counts()
-        size = f"{counts['rows']} rows of {read.rows.row_length} tokens, {counts['fill']:.1%} full"
-        yield "data", Finding(True, size)
+        yield "data", Finding(True, f"{counts['rows']} rows of {read.rows.row_length} tokens, {counts['fill']:.1%} full")
         yield from run_checks(DATA_CHECKS, read)
         yield from run_checks(MODEL_CHECKS, replace(learner, task=training.task_of))
         if read.kind == "pairs":
@@ -105,10 +103,8 @@ def prepare(stage: str, plan: Plan, directory: Path) -> tuple[Learner, Data]:
     paths, is_trained = paths_of(stage, plan, directory)
     encoder, shards = Encoder(paths["tokenizer"]), paths["shards"]
     rows = open_rows(shards / "train", encoder, config)
-    check_left_out(config, rows)
-    if not len(rows):
-        raise DataError("the training data is empty: it gave no row to learn from")
     config = config.resolved(rows.epoch)
+    order = order_of(config, rows)
     heldout = open_rows(shards / "heldout", encoder, config, heldout=True)
     records = heldout_records(shards)
     read = Data(row.rows, encoder, rows, heldout, records, bool(config.mask_intervals))
@@ -120,7 +116,7 @@ def prepare(stage: str, plan: Plan, directory: Path) -> tuple[Learner, Data]:
         rows=rows,
         precision=precision.resolve_precision(config.precision, device),
         is_trained=is_trained,
-        steps=steps_of(config, int(rows.counts()["rows"]))[0],
+        steps=order.steps,
         home=plan.store.root,
     )
     task, objective = learner.prepared()
@@ -131,10 +127,9 @@ def prepare(stage: str, plan: Plan, directory: Path) -> tuple[Learner, Data]:
 
 def subject(stage: str, settings: Settings, paths: Mapping[str, Path]) -> training.TrainableModel:
     """The stage's model before its first step; the same weights every time."""
-    transformers.utils.logging.disable_progress_bar()
     encoder = Encoder(paths["tokenizer"], fast=False)
-    module: Any = import_module(STAGES[stage].module)
-    return cast("training.TrainableModel", module.prepare(settings, paths, encoder))
+    prepare_model = import_module(STAGES[stage].module).prepare
+    return cast("training.TrainableModel", prepare_model(settings, paths, encoder))
 
 
 def run_checks(checks: Checks[Subject], examined: Subject) -> Iterator[tuple[str, Finding]]:
