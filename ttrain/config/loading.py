@@ -18,7 +18,7 @@ from ttrain.config import Section, Settings, flatten, other_names, rules, yaml_t
 from ttrain.config.base import NONE, assign, types_of
 from ttrain.config.data import LEARNT, PYTHON_DOCS, Data
 from ttrain.config.model import sizes_of
-from ttrain.config.settings import OPTIONAL, existing_model_of, last_of, root_of
+from ttrain.config.settings import existing_model_of, last_of, root_of
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.config.yaml_text import InvalidYaml, one_line, shown
 from ttrain.core.files import JsonDict, JsonObject
@@ -284,8 +284,7 @@ def _starts_from_present_stages(overrides: Sequence[Override]) -> list[Override]
         row = TRAINING_STAGES[name]
         usual = row.settings.model_fields["start_from"].default
         nearest = next((start for start in row.starts if start in present), row.starts[-1] if row.starts else usual)
-        stays = f"{name}.start_from" in values or (name in OPTIONAL and usual in present)
-        if nearest != usual and not stays:
+        if nearest != usual and f"{name}.start_from" not in values:
             starts.append(Override(rules.AUTO, f"{name}.start_from", nearest))
     return starts
 
