@@ -76,6 +76,22 @@ def test_what_made_the_champion_follows_its_own_nights_and_a_rollback(known: Nig
     assert known.learnt(Champion("4", {})) == {"e"}
 
 
+def test_the_night_of_a_champion_is_found_by_its_models_where_a_new_registry_counts_anew(
+    known: Nights, store: ArtifactStore
+) -> None:
+    for digest, version in (("a", "1"), ("b", "2"), ("c", "1")):
+        completed(known, frozen(digest), "promoted", version)
+        newest = known.newest()
+        assert newest is not None
+        artifact(store, "shards-pretrain", f"of-{digest}", {"train/index.json": digest})
+        newest.note(keys={"pretrain": f"p{digest}"}, documents=f"shards-pretrain/of-{digest}")
+    for digest, version in (("a", "7"), ("b", "1"), ("c", "2")):
+        champion = Champion(version, {"pretrain": f"p{digest}", "sft": "s"})
+        assert known.learnt(champion) == {digest}
+        learnt = night_inputs.learnt_shards("pretrain", champion, known.newest_first(), store)
+        assert learnt == (f"shards-pretrain/of-{digest}",)
+
+
 # --- settings and artifacts of a night ---
 
 
