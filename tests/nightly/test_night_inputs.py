@@ -146,6 +146,8 @@ def test_a_night_that_goes_on_keeps_its_settings_but_for_what_changes_no_result(
     found = night_inputs.settings_of(list_of(settings, store), Settings.model_validate({**settings.model_dump(), **changed}))
     assert found.sft == settings.sft and found.runtime.threads == 1
     assert found.nightly == Nightly(epochs=1, deadline_hours=5, attempts=9, sft_base="champion")
+    with pytest.raises(UsageError, match="of an unfinished night do not fit this version"):
+        night_inputs.settings_of(InputSnapshot({}, {**settings.model_dump(mode="json"), "gone": 1}), settings)
 
 
 def test_a_list_that_goes_on_leaves_out_what_came_meanwhile_and_follows_renames(
