@@ -15,7 +15,7 @@ from torch import nn
 
 from ttrain.config import Expert, Gate, GateJob, Reading
 from ttrain.core.files import read_json, write_json
-from ttrain.core.hashing import digest_of
+from ttrain.core.hashing import digest_of, sha256_file
 from ttrain.data import chat, first_rows
 from ttrain.data import records as sources
 from ttrain.data.records import Conversation, Record, Tally, TextDocument
@@ -56,8 +56,9 @@ def run(config: GateJob, job: StageContext) -> Figures:
     chosen_R = router.probabilities([*itertools.compress(texts, heldout_R)]).argmax(-1).numpy()
     heldout_bytes = sum(bytes_of(record) for record in itertools.compress(records, heldout_R))
     routing = routing_metrics(nats_RE[heldout_R], heldout_bytes, chosen_R)
-    save_file(router.state_dict(), job.output / gate_files.WEIGHTS)
-    gate = GateFile(experts=config.experts, settings=settings, figures=routing)
+    weights = job.output / gate_files.WEIGHTS
+    save_file(router.state_dict(), weights)
+    gate = GateFile(experts=config.experts, settings=settings, figures=routing, router_sha256=sha256_file(weights))
     gate_files.write(job.output, gate)  # last, since it makes the directory a gate
     return {"routing": routing, "heldout_rows": int(heldout_R.sum())}
 

@@ -54,7 +54,17 @@ def test_the_time_of_a_training_follows_the_rate_that_this_machine_has_shown(pre
 def test_without_any_rate_the_time_is_left_out_and_the_rest_is_told(house: House) -> None:
     overrides = ("runtime.device=cuda", "pretrain.tokens=100")
     whole = estimate(list(house.plan(*overrides).values()), house.settings(*overrides), house.store)
-    assert whole.without == ["pretrain", "sft", "lora"] and whole.stages[4].tokens == 100
+    assert {"tokenizer", "pretrain", "evaluate"} <= {*whole.without} and whole.stages[4].tokens == 100
+    assert whole.to_json()["seconds"] is None
+
+
+def test_where_no_time_is_known_none_is_said() -> None:
+    one, other = StageEstimate("pretrain", None, 300, 3.0), StageEstimate("evaluate")
+    assert Estimate((one, other), "").lines() == ["how long it takes here is not known yet: pretrain ? (3 passes)"]
+    tokenizer = StageEstimate("tokenizer", 7.0)
+    assert Estimate((tokenizer, one, other), "a rate").lines() == [
+        "takes about 7 s here without pretrain, evaluate, by a rate: tokenizer 7 s, pretrain ? (3 passes)"
+    ]
 
 
 def test_passes_follow_from_the_bytes_of_documents_and_exactly_from_the_shards(house: House) -> None:
@@ -143,7 +153,8 @@ def ttrain(house: House, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Resul
 
 def test_rules_are_printed_where_they_are_asked_for(ttrain: Callable[..., Result]) -> None:
     said = ttrain("plan", "full").output
-    assert "by rule" not in said and "takes about" in said and " here without sft, lora, by" in said
+    assert "by rule" not in said and "takes about" in said
+    assert " here without tokenizer, shards-pretrain, shards-sft, shards-lora, sft, lora, evaluate, by" in said
     assert "pretrain.tokens_per_step is" in ttrain("plan", "full", "--rules").output
 
 

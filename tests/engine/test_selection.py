@@ -66,6 +66,7 @@ def test_a_selection_that_cannot_be_is_refused(built: House) -> None:
     for selection, force, words in (
         (only("sftt"), "", "there is no stage .sftt.; did you mean sft. there are tokenizer"),
         (Selection(until="base-model"), "", "stage base-model is not needed here"),
+        (only("heldout"), "", "stage heldout belongs to nights; try `ttrain pipeline run nightly`. Here the stages are"),
         (Selection(since="sft", until="pretrain"), "", "--from sft --until pretrain leaves no stage to build"),
         (only("sft"), "lora", "--force lora refers to stage lora, which --only sft"),
     ):

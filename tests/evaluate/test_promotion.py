@@ -137,6 +137,14 @@ def test_a_figure_that_there_is_not_is_named_with_those_there_are_and_records_th
         Evaluation.of(elsewhere).metric("bits_per_byte")
 
 
+@pytest.mark.parametrize("before", [{"records": {}, "metrics": {"bits_per_byte": {}}}, [{"name": "bits_per_byte"}]])
+def test_scores_of_an_earlier_version_are_refused_with_what_to_do(tmp_path: Path, before: object) -> None:
+    made = evaluation(tmp_path)
+    (tmp_path / FILE).write_text(json.dumps(before))
+    with pytest.raises(ArtifactError, match="an earlier version of ttrain made it; evaluate again with `ttrain"):
+        Evaluation.of(made)
+
+
 def test_records_that_do_not_give_the_figure_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"the evaluation says 2\.5"):
         Evaluation.of(evaluation(tmp_path, bits_per_byte=2.5)).metric("bits_per_byte")

@@ -84,7 +84,9 @@ def test_a_night_trains_on_what_is_new_is_compared_and_promotes(second: Any) -> 
     assert (found.name, found.outcome, files_of(found)) == ("night-000002", "promoted", ["docs-3.jsonl"])
     decision = found.data["decision"]
     assert decision["promote"] and decision["difference"] == pytest.approx(decision["champion"] - decision["challenger"])
-    assert Registry(second.home).find(NAME, "2").decision == decision
+    registered = Registry(second.home).find(NAME, "2")
+    assert registered.decision == decision
+    assert found.data["keys"].items() <= registered.keys.items() and {"pretrain", "sft"} <= found.data["keys"].keys()
     assert "champion" in second.output and "the challenger: -" in second.output
     outcomes = {stage["name"]: stage["outcome"] for stage in second.runs()[0]["stages"]}
     assert {outcomes[name] for name in ("shards-pretrain", "pretrain", "evaluate")} == {"completed"}

@@ -76,6 +76,22 @@ def test_what_made_the_champion_follows_its_own_nights_and_a_rollback(known: Nig
     assert known.learnt(Champion("4", {})) == {"e"}
 
 
+def test_the_night_of_a_champion_is_found_by_its_models_where_a_new_registry_counts_anew(
+    known: Nights, store: ArtifactStore
+) -> None:
+    for digest, version in (("a", "1"), ("b", "2"), ("c", "1")):
+        completed(known, frozen(digest), "promoted", version)
+        newest = known.newest()
+        assert newest is not None
+        artifact(store, "shards-pretrain", f"of-{digest}", {"train/index.json": digest})
+        newest.note(keys={"pretrain": f"p{digest}"}, documents=f"shards-pretrain/of-{digest}")
+    for digest, version in (("a", "7"), ("b", "1"), ("c", "2")):
+        champion = Champion(version, {"pretrain": f"p{digest}", "sft": "s"})
+        assert known.learnt(champion) == {digest}
+        learnt = night_inputs.learnt_shards("pretrain", champion, known.newest_first(), store)
+        assert learnt == (f"shards-pretrain/of-{digest}",)
+
+
 # --- settings and artifacts of a night ---
 
 
@@ -130,6 +146,8 @@ def test_a_night_that_goes_on_keeps_its_settings_but_for_what_changes_no_result(
     found = night_inputs.settings_of(list_of(settings, store), Settings.model_validate({**settings.model_dump(), **changed}))
     assert found.sft == settings.sft and found.runtime.threads == 1
     assert found.nightly == Nightly(epochs=1, deadline_hours=5, attempts=9, sft_base="champion")
+    with pytest.raises(UsageError, match="of an unfinished night do not fit this version"):
+        night_inputs.settings_of(InputSnapshot({}, {**settings.model_dump(mode="json"), "gone": 1}), settings)
 
 
 def test_a_list_that_goes_on_leaves_out_what_came_meanwhile_and_follows_renames(

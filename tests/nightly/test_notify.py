@@ -116,6 +116,15 @@ def test_trouble_is_one_warning_that_shows_no_secret(
     assert all(record.levelno == logging.WARNING for record in caplog.records)
 
 
+@pytest.mark.parametrize("text", ["", "\n", f"hooks.example.com/{SECRET}"])
+def test_a_file_of_the_address_that_holds_none_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str) -> None:
+    file = tmp_path / "hook"
+    file.write_text(text)
+    send(Notify(webhook_file=str(file)), "failed", {})
+    assert f"notify.webhook_file is {file}, which must hold one http or https address" in caplog.text
+    assert SECRET not in caplog.text
+
+
 # --- the address is a secret --------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -13,7 +14,7 @@ from support.kill_points import number_printed_by
 
 from ttrain.core.files import read_json, write_json
 from ttrain.nightly.records import needed_keys
-from ttrain.store import runs
+from ttrain.store import garbage_collection, runs
 from ttrain.store.garbage_collection import Kept, clean
 
 # In a process of its own, since it forks: cleans copies of a home, each killed one call later.
@@ -118,6 +119,22 @@ def test_unfinished_work_of_a_kept_run_stays_with_what_it_reads_and_dead_work_go
     reasons = {removal.path: removal.why for removal in cleaned.removed if removal.kind == "work"}
     assert reasons == {leftover: "its artifact is finished", dead: "no recent run left it"}
     assert not dead.exists() and not leftover.exists()
+
+
+def test_work_that_a_run_takes_up_while_its_size_is_read_stays(user_home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, process, dead = [user_home.work("sft", letter * 64) for letter in "abc"]
+    with contextlib.ExitStack() as held:
+
+        def take_up(path: Path) -> int:
+            key = {taken: taken.name, process: f"{process.name}.process"}.get(path)
+            if key:
+                held.enter_context(user_home.store.lock("sft", key))
+            return 1
+
+        monkeypatch.setattr(garbage_collection, "_freed_bytes", take_up)
+        cleaned = user_home.clean()
+    assert [removal.path for removal in cleaned.removed] == [dead] and not dead.exists()
+    assert taken.exists() and process.exists()
 
 
 def test_a_clean_that_is_killed_leaves_whole_artifacts_and_the_next_one_finishes(user_home: Home, tmp_path: Path) -> None:

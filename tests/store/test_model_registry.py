@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from support.champion_sets import SUFFIXES, register
 
+from ttrain.core.files import read_json, write_json
 from ttrain.errors import UsageError
 from ttrain.store import layout
 from ttrain.store.artifacts import ArtifactStore
@@ -52,6 +53,20 @@ def test_the_newest_set_is_challenger_until_it_is_champion(sets_home: Path) -> N
     Registry(sets_home).promote("mine", "3")
     register(sets_home, 3)
     assert aliases(sets_home) == {"champion": "3"}, "the champion challenges nobody"
+
+
+def test_a_new_version_follows_the_highest_where_numbers_have_gaps(sets_home: Path) -> None:
+    path = sets_home / "registry.json"
+    state = read_json(path)
+    for versions in (state["sets"]["mine"]["versions"], *state["models"].values()):
+        del versions["1"]
+    for entry in state["sets"]["mine"]["versions"].values():
+        entry["run_id"] = "0af1"  # as an earlier version of ttrain wrote it
+    write_json(path, state)
+    new = register(sets_home, 4)
+    assert new.version == "4" and {member.version for member in new.members.values()} == {"4"}
+    assert {member.key for member in new.members.values()} == {f"{stage}-4" for stage in SUFFIXES}
+    assert [each.version for each in Registry(sets_home).sets()] == ["4", "3", "2"]
 
 
 def test_a_name_that_models_of_another_pipeline_bear_is_refused(sets_home: Path) -> None:

@@ -24,7 +24,7 @@ from ttrain.train.distributed import Ranks
 
 
 def read_scores(directory: Path, metric: str) -> Metric | None:
-    return scores.parse((directory / scores.FILE).read_text()).get(metric)
+    return scores.read(directory / scores.FILE).get(metric)
 
 
 HALF = Reading(heldout_fraction=0.5)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.data_commands import Run, in_process, trains_here
 from support.tiny_adapters import save_base
 from support.tiny_data import make_tokenizer
@@ -138,7 +138,7 @@ def test_a_mistake_of_the_command_is_told_before_anything_starts(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_gate_knows_when_an_expert_was_changed(planted: Planted, tmp_path: Path) -> None:
+def test_a_gate_knows_when_an_expert_or_its_router_was_changed(planted: Planted, tmp_path: Path) -> None:
     first, other = planted.experts
     gate_files.check(first)
     (tmp_path / "expert").mkdir()
@@ -148,9 +148,12 @@ def test_a_gate_knows_when_an_expert_was_changed(planted: Planted, tmp_path: Pat
         gate_files.check(changed)
     with pytest.raises(UsageError, match="holds no gate"):
         gate_files.read(tmp_path)
-    contents = gate_files.GateFile(experts=(first, other), settings=Gate(), figures={})
+    contents = gate_files.GateFile(experts=(first, other), settings=Gate(), figures={}, router_sha256="0" * 64)
     gate_files.write(tmp_path, contents)
     assert gate_files.read(tmp_path).experts == (first, other)
+    save_file({}, tmp_path / gate_files.WEIGHTS)
+    with pytest.raises(ArtifactError, match="is not the one"):
+        gate_router.GateSelector(tmp_path, device="cpu", dtype="fp32")
 
 
 def _job(output: Path, stop: Callable[[], bool] = lambda: False) -> StageContext:

@@ -72,20 +72,25 @@ class Estimate:
     rate: str
 
     @property
-    def seconds(self) -> float:
-        """Of the stages whose time is known."""
-        return sum(each.seconds or 0 for each in self.stages)
+    def seconds(self) -> float | None:
+        """Of the stages whose time is known; None where no time is."""
+        known = [each.seconds for each in self.stages if each.seconds is not None]
+        return sum(known) if known else None
 
     @property
     def without(self) -> list[str]:
-        """The trainings whose time is not known."""
-        return [each.stage for each in self.stages if each.seconds is None and each.stage in TRAINING_STAGES]
+        """The stages whose time is not known."""
+        return [each.stage for each in self.stages if each.seconds is None]
 
     def lines(self) -> list[str]:
         """For a person; [] where nothing is known."""
         shown = ", ".join(str(each) for each in self.stages if each.seconds or each.passes)
+        if not shown:
+            return []
+        if self.seconds is None:
+            return [f"how long it takes here is not known yet: {shown}"]
         without = f" without {', '.join(self.without)}" if self.without else ""
-        return [f"takes about {_about(self.seconds)} here{without}, by {self.rate}: {shown}"] if shown else []
+        return [f"takes about {_about(self.seconds)} here{without}, by {self.rate}: {shown}"]
 
     def remarks(self) -> list[str]:
         """What a person is asked about before it runs."""
@@ -95,7 +100,7 @@ class Estimate:
             for each in self.stages
             if (each.passes or 0) > MANY_PASSES
         ]
-        if self.seconds > LONG_SECONDS:
+        if (self.seconds or 0) > LONG_SECONDS:
             remarks.append("this takes over a day here: `ttrain doctor` shows in a minute whether it trains and fits")
         return remarks
 

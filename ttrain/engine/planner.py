@@ -26,7 +26,7 @@ from ttrain.store.differences import SECOND_HEAD, Ingredients, differences
 from ttrain.store.layout import Artifact, Artifacts
 from ttrain.store.results import ShardsResult
 from ttrain.store.runs import RecordedRun
-from ttrain.tasks import EVALUATE, SHARDS, STAGES, Stage
+from ttrain.tasks import EVALUATE, OF_NIGHTS, SHARDS, STAGES, Stage
 
 # Settings that name files or other stages: the key has the digests of those instead.
 COUNTED_BY_BYTES = (
@@ -141,8 +141,12 @@ def no_stage(name: str, stage_names: Iterable[str], settings: Settings) -> Usage
     names = list(stage_names)
     if name not in STAGES:
         return name_syntax.unknown("stage", name, names, shown=len(names))
+    stages = f"the stages are {', '.join(names)}"
+    if name in OF_NIGHTS:
+        fix = "try `ttrain pipeline run nightly`"
+        return UsageError(f"stage {name} belongs to nights; {fix}. Here {stages}")
     starts = ", ".join(f"{stage}.start_from is {settings.starts[stage]}" for stage in settings.trainings)
-    return UsageError(f"stage {name} is not needed here, since {starts}; the stages are {', '.join(names)}")
+    return UsageError(f"stage {name} is not needed here, since {starts}; {stages}")
 
 
 def alone(name: str, plan: Plan) -> Plan:

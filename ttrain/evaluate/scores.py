@@ -22,12 +22,18 @@ def write(directory: Path, metrics: Iterable[Metric]) -> None:
     write_json(directory / FILE, [vars(metric) for metric in metrics])
 
 
-def parse(text: str) -> dict[str, Metric]:
-    """The metrics of the file's text, by name."""
+def read(file: Path) -> dict[str, Metric]:
+    """The metrics of the file, by name. Raises ArtifactError if an earlier version wrote it."""
     metrics: dict[str, Metric] = {}
-    for entry in json.loads(text):
-        lists = {name: tuple(entry[name]) for name in ("sums", "sizes", "records")}
-        metrics[entry["name"]] = Metric(**{**entry, **lists})
+    try:
+        for entry in json.loads(file.read_bytes()):
+            lists = {name: tuple(entry[name]) for name in ("sums", "sizes", "records")}
+            metrics[entry["name"]] = Metric(**{**entry, **lists})
+    except (TypeError, KeyError, ValueError):
+        raise ArtifactError(
+            f"{file} is no list of metrics with their records, since an earlier version of ttrain "
+            f"made it; evaluate again with `ttrain pipeline rerun evaluate`"
+        ) from None
     return metrics
 
 
@@ -47,7 +53,7 @@ class Evaluation:
                 f"{FILE} of {artifact.stage} {short_digest(artifact.key)} is missing; it was not fetched yet"
             )
         file = artifact.path / FILE
-        scores = parse(file.read_text(encoding="utf-8"))
+        scores = read(file)
         for name, metric in scores.items():
             if len(metric.sums) != len(metric.records):
                 raise ArtifactError(f"{file} does not have a sum, a size and a digest for each record")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.files import JsonDict, write_bytes
+from ttrain.core.files import JsonDict
 from ttrain.core.hashing import canonical_json, sha256_file
 from ttrain.data import existing, tools
 from ttrain.data.chat import lead_text, prompt_ids
@@ -103,17 +104,36 @@ def write_answers(path: Path, header: JsonDict, make: Callable[[int], Iterable[l
     Rows are collected in `path`.partial below a line with the header, which identifies their inputs: the same command
     continues after the last complete row of an interrupted one, any other starts over.
     """
-    partial, first = path.with_name(path.name + PARTIAL), canonical_json(header)
-    lines = partial.read_bytes().split(b"\n") if partial.is_file() else []
-    rows = lines[1:-1] if lines[:1] == [first] else []
-    write_bytes(partial, b"\n".join([first, *rows, b""]))
+    partial = path.with_name(path.name + PARTIAL)
+    done = _resume_partial(partial, canonical_json(header) + b"\n")
     with partial.open("ab") as file:
-        for window in make(len(rows)):
+        for window in make(done):
             file.writelines(line_of(row) + b"\n" for row in window)
             file.flush()
-    write_bytes(path, partial.read_bytes().partition(b"\n")[2])
+    finished = path.with_name(path.name + ".tmp")
+    with partial.open("rb") as source, finished.open("wb") as target:
+        source.readline()
+        shutil.copyfileobj(source, target)
+    finished.replace(path)
     partial.unlink()
-    return len(rows)
+    return done
+
+
+def _resume_partial(partial: Path, first: bytes) -> int:
+    """Number of rows after this header; a cut last row is removed, a file of another run emptied.
+
+    It is read line by line, since it may be larger than memory.
+    """
+    if partial.is_file():
+        with partial.open("r+b") as file:
+            if file.readline() == first:
+                done, end = 0, file.tell()
+                while file.readline().endswith(b"\n"):
+                    done, end = done + 1, file.tell()
+                file.truncate(end)
+                return done
+    partial.write_bytes(first)
+    return 0
 
 
 def line_of(row: JsonDict) -> bytes:

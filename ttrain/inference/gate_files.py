@@ -21,13 +21,15 @@ GATE, WEIGHTS = "gate.json", "model.safetensors"
 class GateFile(Section):
     """Contents of `gate.json`.
 
-    settings  with which the router was trained
-    figures   how well it does on held-out records, see `ttrain.tasks.gate`
+    settings       with which the router was trained
+    figures        how well it does on held-out records, see `ttrain.tasks.gate`
+    router_sha256  of the router's weights
     """
 
     experts: tuple[Expert, ...]
     settings: Gate
     figures: Mapping[str, Any]
+    router_sha256: str
 
 
 def write(directory: Path, gate: GateFile) -> None:

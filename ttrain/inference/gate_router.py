@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ttrain.config import Expert, Gate
+from ttrain.core.hashing import sha256_file
 from ttrain.data.order import spread
+from ttrain.errors import ArtifactError
 from ttrain.inference import gate_files, loading
 from ttrain.inference.chat import ModelSelector, Selected
 from ttrain.inference.loading import LoadedModel
@@ -96,11 +98,18 @@ class GateSelector:
     """Selects the expert most likely to have the lowest loss on the question; each is loaded when first picked."""
 
     def __init__(self, directory: Path, *, device: str, dtype: str) -> None:
-        """Raises UsageError if there is no gate. Loads no expert."""
-        gate = gate_files.read(directory)
+        """Raises UsageError if there is no gate, ArtifactError if its router is another one.
+
+        Loads no expert.
+        """
+        gate, path = gate_files.read(directory), directory / gate_files.WEIGHTS
+        if not path.is_file() or sha256_file(path) != gate.router_sha256:
+            raise ArtifactError(
+                f"the router {path} is not the one that {gate_files.GATE} beside it names; train the gate again"
+            )
         self.experts: tuple[Expert, ...] = gate.experts
         self._router = Router(gate.settings, len(gate.experts))
-        self._router.load_state_dict(load_file(directory / gate_files.WEIGHTS))
+        self._router.load_state_dict(load_file(path))
         self._load_options = {"device": device, "dtype": dtype}
         self._models: dict[int, LoadedModel] = {}
 

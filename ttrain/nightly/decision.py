@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ttrain.config import Promotion, Settings
 from ttrain.config.training import BITS_PER_BYTE, DOMAIN_LOSS, TRAINING_STAGES
-from ttrain.engine.execution import PipelineRun
+from ttrain.engine.execution import REGISTERED, PipelineRun
 from ttrain.evaluate import promotion
 from ttrain.evaluate.promotion import Judged
 from ttrain.evaluate.scores import Evaluation
@@ -47,6 +47,7 @@ def decide(
     made = execution.artifacts
     night.note(
         version=version,
+        keys={stage: artifact.key for stage, artifact in made.items() if stage in REGISTERED},
         run=run,
         decision=decision.to_json(),
         texts=[figure.to_json() for figure in judged.texts],

@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from pydantic import ValidationError
+
 from ttrain.config import PYTHON_DOCS, Nightly, Settings
 from ttrain.config.data import NEAR_DUPLICATES_OF_NIGHTS
 from ttrain.config.rules import AUTO
@@ -17,6 +19,7 @@ from ttrain.core.hashing import EMPTY_FILE, digest_of
 from ttrain.data import locations, python_docs
 from ttrain.data.records import LEAST_SHARE
 from ttrain.engine.input_files import TRAIN, data_files, file_digests
+from ttrain.errors import UsageError
 from ttrain.nightly.heldout import find_heldout, need_artifact
 from ttrain.nightly.records import (
     Champion,
@@ -214,11 +217,15 @@ def frozen_part(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def settings_of(frozen: InputSnapshot, current: Settings) -> Settings:
     """The user's settings of the snapshot. Settings that do not affect results, and secrets of
-    sources, which are not recorded, are the current ones."""
+    sources, which are not recorded, are the current ones. Raises UsageError if they no longer fit
+    this version of ttrain."""
     now = current.model_dump()
     tree = {**redact.restored(frozen.settings, now), **{name: now[name] for name in UNFROZEN_SECTIONS}}
     of_nightly = {name: now["nightly"][name] for name in UNFROZEN_OF_NIGHTLY}
-    return Settings.model_validate({**tree, "nightly": {**tree.get("nightly", {}), **of_nightly}})
+    try:
+        return Settings.model_validate({**tree, "nightly": {**tree.get("nightly", {}), **of_nightly}})
+    except ValidationError as error:
+        raise UsageError(f"the settings of an unfinished night do not fit this version of ttrain: {error}") from None
 
 
 def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) -> NightInputs:

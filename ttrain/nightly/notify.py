@@ -88,6 +88,9 @@ def _post(settings: Notify, body: bytes) -> None:
             address = path.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError):
             raise _NotificationError(f"notify.webhook_file is {path}, which cannot be read") from None
+        if not address.startswith(("http://", "https://")):
+            rule = "which must hold one http or https address"
+            raise _NotificationError(f"notify.webhook_file is {path}, {rule}")
     if not address:
         return
     import httpx

@@ -132,8 +132,15 @@ class NightRecord:
         return None if is_named or self.outcome not in COMPLETED else self.data.get("heldout")
 
     def made(self, champion: Champion) -> bool:
-        """Whether the night completed and its set is this champion."""
-        return self.outcome in COMPLETED and self.data.get("version") == champion.version
+        """Whether the night completed and its set is this champion.
+
+        By the keys of its models where they are noted: a new registry counts from 1 again.
+        """
+        if self.outcome not in COMPLETED:
+            return False
+        if keys := self.data.get("keys"):
+            return bool(keys.items() <= champion.keys.items())
+        return self.data.get("version") == champion.version
 
     def learnt_shards(self, stage: str) -> tuple[str, ...]:
         """Shards ("stage/key") of all that this night's model of a stage of `LEARNT` has learnt, the oldest first."""

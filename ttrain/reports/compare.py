@@ -10,8 +10,9 @@ from typing import Any
 from ttrain.config import SHAPE_NO_RESULT, Promotion, flatten
 from ttrain.config.training import EVALUATED, PRIMARY_METRICS, TRAINING_STAGES, VALIDATION_LOSS, model_order
 from ttrain.core.text import ABSENT, format_duration, format_number, format_time, is_number
+from ttrain.errors import ArtifactError
 from ttrain.evaluate import few_records
-from ttrain.evaluate.scores import FILE, parse
+from ttrain.evaluate.scores import FILE, read
 from ttrain.evaluate.task_result import Metric
 from ttrain.reports import facts
 from ttrain.reports.summary import rounded
@@ -235,8 +236,8 @@ def _not_judged_on_rows(stage: str, views: Sequence[RunView]) -> str:
     shards = {view.manifest(stage).get("inputs", {}).get("shards", {}).get("content") for view in views}
     if len(shards) > 1:
         return OTHER_SHARDS
-    dataset = TRAINING_STAGES[stage].dataset
-    results = [view.manifest(f"shards-{dataset}").get("result") for view in views]
+    row = TRAINING_STAGES.get(stage)  # None where another package brought it, which is gone
+    results = [view.manifest(f"shards-{row.dataset}").get("result") for view in views] if row else []
     counts = [ShardsResult.of(result).heldout.rows for result in results if result]
     return few_records.not_judged(min(counts)) if counts else ""
 
@@ -292,7 +293,15 @@ def _samples(views: Sequence[RunView]) -> Iterator[ComparedSample]:
 
 
 def _scores(view: RunView) -> Scores:
-    """The metrics of the run's evaluation with the share of each held-out record; empty where its files are gone."""
+    """The metrics of the run's evaluation with the share of each held-out record.
+
+    Empty where its files are gone, or are those of an earlier version.
+    """
     stage = view.stages.get(EVALUATION)
     path = view.store.path(EVALUATION, stage.key) / FILE if stage and stage.key else None
-    return parse(path.read_text(encoding="utf-8")) if path and path.is_file() else {}
+    if path is None or not path.is_file():
+        return {}
+    try:
+        return read(path)
+    except ArtifactError:
+        return {}

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ttrain.core.files import exclusive, read_object
+from ttrain.core.files import Taken, exclusive, read_object, refuse
 from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import JOB, Artifacts
@@ -216,8 +216,20 @@ def _read_by(store: ArtifactStore, work: Path) -> Iterator[str]:
 
 
 def _is_locked(store: ArtifactStore, stage: str, key: str) -> bool:
-    """Whether a run works on the key now, or a stage's process, which may outlive it a moment."""
-    return store.is_locked(stage, key) or store.is_locked(stage, f"{key}.process")
+    """Whether a process works on the key now."""
+    with contextlib.suppress(Taken), _locked(store, stage, key):
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _locked(store: ArtifactStore, stage: str, key: str) -> Iterator[None]:
+    """Hold both locks of a key: the run's, and the stage process's, which may outlive it a moment.
+
+    Raises Taken if another process holds one of them.
+    """
+    with store.lock(stage, key, waiting=refuse), store.lock(stage, f"{key}.process", waiting=refuse):
+        yield
 
 
 def _last_change(path: Path) -> float:
@@ -232,9 +244,14 @@ def _freed_bytes(path: Path) -> int:
 
 
 def _move_to_trash(store: ArtifactStore, removal: UnneededPath) -> Path | None:
-    """Move a path to the trash by one rename; None if it is gone. A kill then leaves a leftover."""
+    """Move a path to the trash by one rename; None if it is gone, or work that a run took up meanwhile.
+
+    A kill then leaves a leftover.
+    """
     trash = store.root / TRASH / f"{removal.path.name}-{time.time_ns()}-{os.getpid()}"
     trash.parent.mkdir(exist_ok=True)
-    with contextlib.suppress(FileNotFoundError):
-        return removal.path.rename(trash)
+    is_work = removal.kind == "work"
+    with contextlib.suppress(FileNotFoundError, Taken):
+        with _locked(store, removal.stage, removal.key) if is_work else contextlib.nullcontext():
+            return removal.path.rename(trash)
     return None

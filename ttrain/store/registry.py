@@ -238,7 +238,7 @@ class Registry:
         with self._changing() as state:
             versions = state["models"].setdefault(name, {})
             same = (each for each, facts in versions.items() if identity.items() <= facts.items())
-            number = next(same, str(len(versions) + 1))
+            number = next(same, _next_number(versions))
             facts = versions.setdefault(number, {**identity, "run": made_by})
             return Version(name, number, **facts)
 
@@ -260,7 +260,7 @@ class Registry:
             of_name = state["sets"].setdefault(name, empty)
             versions, aliases = of_name["versions"], of_name["aliases"]
             same = (each for each, entry in versions.items() if entry["members"] == by_stage)
-            number = next(same, str(len(versions) + 1))
+            number = next(same, _next_number(versions))
             first = {"run": run, "created": time.time(), "members": by_stage}
             entry = versions.setdefault(number, first)
             entry.update(keys=dict(keys), metrics=dict(metrics))
@@ -315,12 +315,28 @@ class Registry:
 def _set(state: JsonObject, name: str, version: str) -> ModelSet:
     """The set of this version, from the file's form."""
     of_name = state["sets"][name]
-    facts = dict(of_name["versions"][version])
+    entry = of_name["versions"][version]
     members = {}
-    for stage, (model, number) in facts.pop("members").items():
+    for stage, (model, number) in entry["members"].items():
         members[stage] = Version(model, number, **state["models"][model][number])
     aliases = sorted(alias for alias, holder in of_name["aliases"].items() if holder == version)
-    return ModelSet(name, version, members, aliases=tuple(aliases), **facts)
+    return ModelSet(
+        name=name,
+        version=version,
+        members=members,
+        keys=entry["keys"],
+        run=entry["run"],
+        created=entry["created"],
+        metrics=entry["metrics"],
+        decision=entry.get("decision"),
+        aliases=tuple(aliases),
+        decided=entry.get("decided", {}),
+    )
+
+
+def _next_number(versions: JsonObject) -> str:
+    """The number of a new version: after the highest, since numbers of before may have gaps."""
+    return str(max(map(int, versions), default=0) + 1)
 
 
 def _crown(of_name: JsonDict, version: str) -> None:
