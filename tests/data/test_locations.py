@@ -129,5 +129,6 @@ def test_a_version_changes_with_the_bytes_and_is_asked_for_anew_each_time(site: 
 
 
 def test_a_protocol_whose_servers_run_code_is_refused() -> None:
-    with pytest.raises(UsageError, match="dask:// is refused, since its servers may run code here"):
-        expand("DASK://127.0.0.1:1::file:///x.jsonl")
+    for location in ("DASK://127.0.0.1:1::file:///x.jsonl", "zip://x.jsonl::dask::file:///x.zip"):
+        with pytest.raises(UsageError, match="dask:// is refused, since its servers may run code here"):
+            expand(location)

@@ -186,7 +186,8 @@ def filesystem(location: str) -> tuple[Any, str]:
     """
     from fsspec.core import url_to_fs
 
-    if any(link.lower().startswith("dask:") for link in location.split("::")):
+    # A link of a chain may be a bare protocol.
+    if any(link.partition(":")[0].lower() == "dask" for link in location.split("::")):
         raise UsageError("dask:// is refused, since its servers may run code here; name the files themselves")
     options = {"client_kwargs": {"trust_env": True}} if _is_http(location) else {}  # the proxy
     try:
