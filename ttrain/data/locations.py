@@ -162,7 +162,8 @@ def _data_files(paths: Sequence[str], folder: str) -> list[str]:
     What else looks like data is logged.
     """
     data = [path for path in paths if path.endswith(ROWS)] or [path for path in paths if path.endswith(TEXTS)]
-    left_out = [path for path in paths if path.endswith((*TEXTS, *TABLES)) and path not in data]
+    read = set(data)
+    left_out = [path for path in paths if path.endswith((*TEXTS, *TABLES)) and path not in read]
     if left_out:
         _log_left_out(redact.url(folder), first_of(map(name, left_out), 3))
     return data
