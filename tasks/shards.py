@@ -153,9 +153,15 @@ def check(built: ShardSetResult, reading: Reading, name: str, kind: str) -> None
 
 def heldout_records(directory: Path) -> list[JsonDict]:
     """The held-out records of a set of shards, as text."""
+    return list(_heldout_records(directory))
+
+
+def _heldout_records(directory: Path) -> Iterator[JsonDict]:
+    """The same, one at a time: nights read a first set of any size."""
     heldout = directory / "heldout"
-    files = [heldout / shard["records"] for shard in shards.ShardSet(heldout).index["shards"]]
-    return [orjson.loads(line) for file in files for line in file.read_bytes().splitlines() if line]
+    for shard in shards.ShardSet(heldout).index["shards"]:
+        with (heldout / shard["records"]).open("rb") as lines:
+            yield from (orjson.loads(line) for line in lines if line != b"\n")
 
 
 def first_questions(directory: Path, count: int) -> list[str]:
@@ -170,7 +176,7 @@ def first_questions(directory: Path, count: int) -> list[str]:
 
 def heldout_documents(directory: Path) -> Iterator[records.TextDocument]:
     """The held-out documents of a set of shards, or of the stage `heldout`, one at a time."""
-    return (records.TextDocument(record["text"]) for record in heldout_records(directory))
+    return (records.TextDocument(record["text"]) for record in _heldout_records(directory))
 
 
 def heldout_hashes(directory: Path) -> Table:

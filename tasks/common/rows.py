@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ttrain.config import Training
+from ttrain.config import TRAINING_STAGES, Training
 from ttrain.config.rules import AUTO
 from ttrain.core.hashing import digest_of
 from ttrain.data.encoder import Encoder
@@ -95,8 +95,16 @@ def order_of(config: Training, rows: Rows) -> Order:
     has been read.
     """
     check_left_out(config, rows)
+    if not len(rows):
+        stage = TRAINING_STAGES.get(config.section)
+        # The others start from the base model, which cannot be left out.
+        fixes = [f"data.{stage.dataset}=none"] if stage and stage.role != "base" else []
+        leave_out = f", or leave the stage out with {fixes[0]}" if fixes else ""
+        raise TooFewRows(
+            f"{config.section}: the training data gives no row to learn from; add rows{leave_out}", fixes
+        )
     if len(rows) < config.rows_per_step:
-        name, most = f"{config.section}.tokens_per_step", max(1, len(rows)) * config.row_length
+        name, most = f"{config.section}.tokens_per_step", len(rows) * config.row_length
         raise TooFewRows(
             f"{name} is {config.tokens_per_step}, {config.rows_per_step} rows of {config.row_length} tokens, "
             f"but the training data gives {len(rows)} rows; set {name}={most} or less, or bring more data",

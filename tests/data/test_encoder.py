@@ -176,6 +176,13 @@ def test_markup_knows_special_tokens_and_text_after_it_does_not(directory: Path,
     assert min(encoder.encode(["<|user|>a<|end|>"])[0]) >= len(SPECIALS)
 
 
+def test_text_stays_text_also_after_markup_that_could_not_be_encoded(directory: Path) -> None:
+    encoder = Encoder(directory, fast=False)
+    with pytest.raises(TypeError):
+        encoder.encode_markup("<|user|>\ud800")
+    assert min(encoder.encode(["<|user|>"])[0]) >= len(SPECIALS)
+
+
 HARM = {
     "tokenizer.json missing": ("tokenizer.json", None),
     "tokenizer.json cut": ("tokenizer.json", lambda data: data[: len(data) // 2]),

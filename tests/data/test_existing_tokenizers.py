@@ -45,6 +45,13 @@ SYSTEM_LAST = "{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' +
     "{% if loop.last or loop.index0 == messages | length - 2 %}{{ ' Be brief.' }}{% endif %}{{ '[/INST]' }}"
     "{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
 )
+TURNS = (
+    "{%% for m in messages %%}{%% if m['role'] == 'user' %%}{{ %s }}"
+    "{%% else %%}{{ %s + eos_token }}{%% endif %%}{%% endfor %%}"
+)
+VICUNA = TURNS % ("'USER: ' + m['content'] + ' '", "'ASSISTANT: ' + m['content']")
+LETTERS = TURNS % ("'<Q>' + m['content'] + '</Q>'", "'<A>' + m['content']")
+NOTHING_BEHIND = TURNS % ("m['content']", "' Answer: ' + m['content']")
 TEMPLATES = {"chatml": CHATML, "inst": INST, "thought": THOUGHT, "marked": MARKED, "ttrain": None, "tinyseek": None}
 
 
@@ -178,11 +185,25 @@ TWO_ANSWERS = tuple(map(Message, ROLES, TEXTS))
         (CHATML.replace(HEADER, ""), ["<|im_start|>assistant\nBlue.<|im_end|>", "<|im_start|>assistant\nDeep.<|im_end|>"]),
         (INST, [" Blue.</s>", " Deep.</s>"]),
         (SYSTEM_LAST, [" Blue.</s>", " Deep.</s>"]),
+        (VICUNA, ["ASSISTANT: Blue.</s>", "ASSISTANT: Deep.</s>"]),
+        (LETTERS, ["<A>Blue.</s>", "<A>Deep.</s>"]),
+        (NOTHING_BEHIND, [" Answer: Blue.</s>", " Answer: Deep.</s>"]),
         (THOUGHT, ["Blue.<|im_end|>", "<think>\n\n</think>\n\nDeep.<|im_end|>"]),
         (MARKED, ["<mood>calm</mood>Blue.<|im_end|>", "<mood>calm</mood>Deep.<|im_end|>"]),
         (MARKED_WITH_HEADER, ["Blue.<|im_end|>", "Deep.<|im_end|>"]),
     ],
-    ids=["chatml", "no generation prompt", "inst", "system last", "thought", "marked", "marked with its header"],
+    ids=[
+        "chatml",
+        "no generation prompt",
+        "inst",
+        "system last",
+        "vicuna",
+        "letters",
+        "nothing behind",
+        "thought",
+        "marked",
+        "marked with its header",
+    ],
 )
 def test_all_that_the_template_writes_behind_the_prompt_is_trained_on(
     template: str, trained_on: list[str], tmp_path: Path

@@ -113,6 +113,8 @@ def test_a_version_changes_with_the_bytes_and_is_asked_for_anew_each_time(site: 
     url = f"{site.url}/data/b.jsonl"
     before = version_of(url)
     assert version_of(url) == before
+    site.dates = True
+    assert version_of(url) == before, "the date counts only where there is no other mark"
     assert not site.requests("GET"), "without reading the file"
     assert before != version_of(f"{site.url}/data/deep/c.jsonl"), "although it has the same mark"
     site.files["/data/b.jsonl"] = b'{"text":"b"}\n'
@@ -129,5 +131,6 @@ def test_a_version_changes_with_the_bytes_and_is_asked_for_anew_each_time(site: 
 
 
 def test_a_protocol_whose_servers_run_code_is_refused() -> None:
-    with pytest.raises(UsageError, match="dask:// is refused, since its servers may run code here"):
-        expand("DASK://127.0.0.1:1::file:///x.jsonl")
+    for location in ("DASK://127.0.0.1:1::file:///x.jsonl", "zip://x.jsonl::dask::file:///x.zip"):
+        with pytest.raises(UsageError, match="dask:// is refused, since its servers may run code here"):
+            expand(location)

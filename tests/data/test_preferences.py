@@ -93,7 +93,9 @@ def test_a_rated_answer_is_one_side_of_a_pair(label: bool) -> None:
     rated = preference_of({"prompt": "Q", "completion": "good", "label": label})
     assert (rated.chosen, rated.rejected)[not label] == PAIR.chosen
     assert (rated.chosen, rated.rejected)[label] == ()
-    assert Preference.from_json(rated.to_json()) == rated
+    turns = {"prompt": [USER], "completion": [GOOD], "label": label}
+    assert rated.to_json() == turns
+    assert preference_of(turns) == Preference.from_json(turns) == rated
 
 
 def test_system_functions_and_calls_are_part_of_prompt_and_answers() -> None:

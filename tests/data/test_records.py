@@ -87,6 +87,8 @@ SHAPES: list[dict[str, Any]] = [
     {"conversations": SHAREGPT},
     {"messages": [SHAREGPT[0], {"role": "assistant", "content": "Hello"}]},
     {"messages": [{"role": "user", "content": PARTS}, {**SHAREGPT[1], "tool_calls": None}]},
+    {"messages": [SHAREGPT[0], {**SHAREGPT[1], "tool_calls": "null", "function_call": "[]"}], "tools": " null"},
+    {"messages": [SHAREGPT[0], {**SHAREGPT[1], "tool_calls": "[]", "function_call": " "}], "tools": "[]"},
     {"instruction": "Hi", "output": "Hello"},
     {"instruction": "Hi", "input": " \n", "output": "Hello"},
     {"instruction": "Hi", "input": None, "output": "Hello", "system": None, "tools": []},

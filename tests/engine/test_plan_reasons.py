@@ -67,3 +67,6 @@ def test_mistakes_in_several_data_sets_are_told_at_once_and_what_is_left_out_is_
         api.plan("full", settings, home=house.store.root)
     with pytest.raises(UsageError, match=r"^data\.pretrain needs documents"):
         api.plan("full", settings, only="tokenizer", home=house.store.root)
+    own_text = house.settings(f"data.tokenizer={settings.data.pretrain[0]}")
+    with pytest.raises(UsageError, match=r"^data\.tokenizer needs documents"):
+        api.plan("full", own_text, only="tokenizer", home=house.store.root)

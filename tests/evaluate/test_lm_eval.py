@@ -155,8 +155,22 @@ def test_data_and_names_that_the_harness_does_not_have_are_refused(place: Path, 
     monkeypatch.chdir(place)
     found = lm_eval_tasks.read("theirs", HarnessTask(task="words"), SuiteFiles(place / "elsewhere"))
     assert len(found.items) == ITEMS
-    with pytest.raises(DataError, match=r"theirs\.task is wordz, which cannot be loaded: .*`lm-eval ls tasks` lists"):
+    with pytest.raises(UsageError, match=r"theirs\.task is wordz, .* does not know; `lm-eval ls tasks` lists"):
         lm_eval_tasks.read("theirs", HarnessTask(task="wordz"), SuiteFiles(place))
+
+
+def test_a_name_that_the_harness_does_not_have_is_no_path_of_python_to_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef run(*rows): return rows[0]\n")
+    (tmp_path / "evil.txt").write_text("task: mine\nprocess_docs: !function evil.run\n")
+    index = lm_eval_tasks.TaskManager(include_defaults=False)
+    monkeypatch.setattr(lm_eval_tasks, "task_index", lambda: index)
+    monkeypatch.chdir(tmp_path)
+    for task in ("evil.txt", str(tmp_path / "evil.txt"), str(tmp_path)):
+        with pytest.raises(UsageError, match="does not know"):
+            lm_eval_tasks.read("theirs", HarnessTask(task=task), SuiteFiles(tmp_path))
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(

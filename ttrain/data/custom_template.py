@@ -81,7 +81,7 @@ class JinjaTemplate:
         self._prompt_end = self.lead = ""
         question, answer = Message("user", "Q"), Message("assistant", "A")
         self.render((question, answer))
-        self._prompt_end = self.render((question,), prompt=True).text.rpartition("Q")[2]
+        self._prompt_end = self._frame((("user", False, True),), prompt=True)[1][-1]
         rendering = self.render((question, answer))
         answer_start, answer_end = rendering.contents[-1]
         start, end = rendering.live[0] if rendering.live else (answer_end, answer_end)
@@ -179,7 +179,9 @@ class JinjaTemplate:
         Where the prompt does not end as that of a first question, as after some results of calls,
         or where the last question gets an instruction, the lead of a first answer is looked for.
         """
-        if self._prompt_end and self._prompt_end in before:
+        if before.startswith(self._prompt_end):
+            return len(before) - len(self._prompt_end)
+        if self._prompt_end.strip() and self._prompt_end in before:
             return len(before.rpartition(self._prompt_end)[2])
         return len(self.lead) if before.endswith(self.lead) else 0
 

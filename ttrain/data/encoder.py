@@ -174,8 +174,10 @@ class Encoder:
     def _with_exact_specials(self, text: str) -> tuple[Encoding, npt.NDArray[np.bool_]]:
         """The encoding, and which of its tokens are special tokens that the text spells."""
         self._reference.encode_special_tokens = False
-        encoding = self._reference.encode(text, add_special_tokens=False)
-        self._reference.encode_special_tokens = True
+        try:
+            encoding = self._reference.encode(text, add_special_tokens=False)
+        finally:
+            self._reference.encode_special_tokens = True
         whole = _encoding(encoding.ids, encoding.offsets)
         special = np.isin(whole.ids, list(self._special_ids))
         for at in np.flatnonzero(special).tolist():

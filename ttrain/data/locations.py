@@ -29,7 +29,7 @@ TABLES = (".json", ".csv", ".tsv")  # read only if they are named explicitly
 LOCAL = ("file://", "local://")
 HUB = "hf://"
 HTTP = ("http://", "https://")
-# What file systems tell of the bytes of a file; in lower case, without - and _.
+# What file systems tell of the bytes of a file, the surest first; in lower case, without - and _.
 MARKS = (
     "etag", "md5hash", "contentmd5", "md5checksum", "contenthash", "digest", "crc32c", "sha", "versionid", "generation",
     "lastmodified", "mtime", "modified", "updated", "modificationtime", "modify", "lastwritetime", "created",
@@ -92,13 +92,14 @@ def version(location: str) -> str | None:
     except Exception as error:  # every file system has errors of its own
         raise UsageError(f"cannot read {redact.url(location)}: {reason(error)}") from None
     named = {name.lower().replace("-", "").replace("_", ""): str(value) for name, value in details.items() if value}
-    marks = {name: named[name] for name in MARKS if name in named}
-    if not marks:
+    # One mark: an object that is only touched has the ETag that it had, with a new date.
+    mark = next((name for name in MARKS if name in named), None)
+    if mark is None:
         raise UsageError(
             f"cannot detect changes of {redact.url(location)}: its server gives no ETag, checksum or date; "
             "download it and name the file"
         )
-    return digest_of([redact.without_signature(location), marks, details.get("size")])
+    return digest_of([redact.without_signature(location), mark, named[mark], details.get("size")])
 
 
 def expand(patterns: Sequence[str], setting: str) -> list[str]:
@@ -161,7 +162,8 @@ def _data_files(paths: Sequence[str], folder: str) -> list[str]:
     What else looks like data is logged.
     """
     data = [path for path in paths if path.endswith(ROWS)] or [path for path in paths if path.endswith(TEXTS)]
-    left_out = [path for path in paths if path.endswith((*TEXTS, *TABLES)) and path not in data]
+    read = set(data)
+    left_out = [path for path in paths if path.endswith((*TEXTS, *TABLES)) and path not in read]
     if left_out:
         _log_left_out(redact.url(folder), first_of(map(name, left_out), 3))
     return data
@@ -186,7 +188,8 @@ def filesystem(location: str) -> tuple[Any, str]:
     """
     from fsspec.core import url_to_fs
 
-    if any(link.lower().startswith("dask:") for link in location.split("::")):
+    # A link of a chain may be a bare protocol.
+    if any(link.partition(":")[0].lower() == "dask" for link in location.split("::")):
         raise UsageError("dask:// is refused, since its servers may run code here; name the files themselves")
     options = {"client_kwargs": {"trust_env": True}} if _is_http(location) else {}  # the proxy
     try:

@@ -59,14 +59,21 @@ class Preference:
         return orjson.dumps(_identity(self.prompt))
 
     def to_json(self) -> JsonDict:
+        """The record as a row that `preference_of` reads."""
         sides = {"prompt": self.prompt, "chosen": self.chosen, "rejected": self.rejected}
+        rating: JsonDict = {}
+        if not (self.chosen and self.rejected):
+            sides = {"prompt": self.prompt, "completion": self.chosen or self.rejected}
+            rating = {"label": bool(self.chosen)}
         turns = {name: [turn.to_json() for turn in side] for name, side in sides.items()}
-        return turns | dict(self.labels)
+        return turns | rating | dict(self.labels)
 
     @classmethod
     def from_json(cls, row: Row) -> Preference:
         """The record that `to_json` wrote, without its labels."""
-        sides = (row[key] for key in ("prompt", *ANSWER_KEYS))
+        if "completion" in row:
+            row = {"prompt": row["prompt"], ANSWER_KEYS[not row["label"]]: row["completion"]}
+        sides = (row.get(key, ()) for key in ("prompt", *ANSWER_KEYS))
         prompt, chosen, rejected = (tuple(map(Message.from_json, side)) for side in sides)
         return cls(prompt, chosen, rejected)
 

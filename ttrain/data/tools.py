@@ -48,7 +48,7 @@ def kind_of(value: object) -> str:
 
 def tools_text(tools: object) -> str:
     """The functions as text; "" for none. `tools` is a list of objects with a name, or its JSON."""
-    if _is_nothing(tools):
+    if _is_nothing(tools, "'tools'"):
         return ""
     functions = _parsed(tools, "'tools'")
     require(
@@ -57,8 +57,6 @@ def tools_text(tools: object) -> str:
     )
     for tool in functions:
         _check_name(tool, "a tool", A_TOOL)
-    if not functions:
-        return ""
     return "\n".join([TOOLS_SENTENCE, TOOLS_BEGIN, *map(dumps, functions), TOOLS_END])
 
 
@@ -89,7 +87,7 @@ def calls_of(value: object, key: str) -> list[JsonDict]:
 
 def calls_of_turn(turn: JsonDict, role: str) -> list[JsonDict]:
     """The calls under `tool_calls`, or the one under `function_call`, as OpenAI wrote it before."""
-    keys = [key for key in ("tool_calls", "function_call") if not _is_nothing(turn.get(key))]
+    keys = [key for key in ("tool_calls", "function_call") if not _is_nothing(turn.get(key), f"'{key}'")]
     require(len(keys) < 2, "both 'tool_calls' and 'function_call' on a turn; keep one of them")
     calls = calls_of(turn[keys[0]], keys[0]) if keys else []
     if calls and role != "assistant":
@@ -124,12 +122,15 @@ def _check_name(value: Any, kind: str, example: str) -> None:
     require(isinstance(name, str) and name.strip(), f"{kind} has no name; write {example}")
 
 
-def _is_nothing(value: object) -> bool:
-    """Whether it is null, an empty list, a blank text as in exports of tables, or a struct of
-    parquet that only other rows have."""
+def _is_nothing(value: object, name: str) -> bool:
+    """Whether it is null, an empty list, a struct of parquet that only other rows have, the JSON
+    of these, or a blank text as in exports of tables."""
+    if isinstance(value, str) and not value.strip():
+        return True
+    value = _parsed(value, name)
     if isinstance(value, dict):
         return all(element is None for element in value.values())
-    return value is None or value == [] or (isinstance(value, str) and not value.strip())
+    return value is None or value == []
 
 
 def _parsed(value: object, name: str) -> Any:

@@ -19,7 +19,7 @@ from ttrain.errors import CannotRead, UsageError
 from ttrain.evaluate import suites
 from ttrain.evaluate.items import heldout_part
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.tasks import SHARDS, Stage
+from ttrain.tasks import SHARDS, TOKENIZER, Stage
 
 # How two stores name the same part of a stage's own data files.
 TRAIN, HELDOUT, EXISTING, AGAINST, PYTHON = "train", "heldout", "existing", "against", "python"
@@ -93,11 +93,12 @@ def check_first_rows(settings: Settings, stages: Iterable[Stage] = tuple(SHARDS.
     problems, data = [], settings.data
     names = dict.fromkeys(dataset_read(stage.dataset, data.tokenizer) for stage in stages if stage.dataset)
     for name in names:
-        if name not in SHARDS or not data.paths(name):
+        if not data.paths(name):
             continue
-        kind = cast("Kind", SHARDS[name].arguments["kind"])
+        reader = SHARDS.get(name, TOKENIZER)
+        kind = cast("Kind", reader.arguments.get("kind", "documents"))
         try:
-            roles = data_files(SHARDS[name], settings)
+            roles = data_files(reader, settings)
             for role, setting in ((TRAIN, f"data.{name}"), (HELDOUT, f"data.{name}_heldout")):
                 files = [file.location for file in roles.get(role, [])]
                 first_rows.check(setting, kind, files, settings.reading)

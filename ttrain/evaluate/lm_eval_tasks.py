@@ -52,7 +52,7 @@ HarnessItem = tuple[Task, int]  # a document of a task, by its number there
 def read(task: str, spec: HarnessTask, files: SuiteFiles) -> Items[HarnessItem]:
     """Load the task, or all tasks of a group. What identifies an item is known when a model is asked it.
 
-    Raises UsageError if the harness would run Python of a task file; DataError if it does not know the task, or the data
+    Raises UsageError if the harness does not know the task, or would run Python of a task file; DataError if the data
     cannot be loaded.
     """
     documents: list[HarnessItem] = []
@@ -79,6 +79,12 @@ def _load_tasks(spec: HarnessTask, files: SuiteFiles, setting: str) -> list[Task
             f"{setting} is {path}: a task file may run Python, by its functions, metrics and templates; "
             "read it and the files that it names, then set allow_code: true in the suite"
         )
+    # The harness takes a name that it does not know as the path of a task file, whatever it ends in.
+    if path is None and spec.task not in task_index().all_tasks:
+        raise UsageError(
+            f"{setting} is {spec.task}, which lm-evaluation-harness does not know; "
+            "`lm-eval ls tasks` lists the names, and a task file's ends in .yaml or .yml"
+        )
     folder, name = (path.parent, path.stem) if path else (Path.cwd(), spec.task)
     try:
         manager = TaskManager(include_path=folder, include_defaults=False) if path else task_index()
@@ -86,8 +92,8 @@ def _load_tasks(spec: HarnessTask, files: SuiteFiles, setting: str) -> list[Task
             loaded = manager.load(str(path) if path and name not in manager.all_tasks else name)  # a group by its name
     except Exception as error:  # from `datasets`, the network or the file: many types without a common base
         raise DataError(
-            f"{setting} is {spec.task}, which cannot be loaded: {first_line(error)}. `lm-eval ls tasks` lists the names; "
-            "data of the Hub must be in the cache of `datasets`; a task file names its own in dataset_kwargs.data_files"
+            f"{setting} is {spec.task}, which cannot be loaded: {first_line(error)}. "
+            "Data of the Hub must be in the cache of `datasets`; a task file names its own in dataset_kwargs.data_files"
         ) from error
     return list(loaded["tasks"].values())
 
