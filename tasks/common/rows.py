@@ -100,9 +100,7 @@ def order_of(config: Training, rows: Rows) -> Order:
         # The others start from the base model, which cannot be left out.
         fixes = [f"data.{stage.dataset}=none"] if stage and stage.role != "base" else []
         leave_out = f", or leave the stage out with {fixes[0]}" if fixes else ""
-        raise TooFewRows(
-            f"{config.section}: the training data gives no row to learn from; add rows{leave_out}", fixes
-        )
+        raise TooFewRows(f"{config.section}: the training data gives no row to learn from; add rows{leave_out}", fixes)
     if len(rows) < config.rows_per_step:
         name, most = f"{config.section}.tokens_per_step", len(rows) * config.row_length
         raise TooFewRows(

@@ -106,6 +106,17 @@ def test_a_stage_that_no_run_has_is_its_newest_artifact_that_is_undamaged(runs_h
     assert runs_home.resolve("sft").model == runs_home.sft.path / "model"
 
 
+def test_a_newest_model_that_is_damaged_is_not_replaced_in_silence(
+    runs_home: Home, caplog: pytest.LogCaptureFixture
+) -> None:
+    runs_home.record(runs_home.tokenizer, runs_home.sft, outcome="completed")
+    newest = runs_home.record(runs_home.tokenizer, runs_home.newer, outcome="completed")
+    assert runs_home.resolve("sft").artifact == runs_home.newer and not caplog.text
+    (runs_home.newer.path / "model" / MODEL).unlink()
+    assert runs_home.resolve("sft").artifact == runs_home.sft
+    assert f"sft of the run {newest} is damaged" in caplog.text
+
+
 def test_the_stages_of_a_command_are_those_of_the_newest_finished_run_that_has_them(runs_home: Home) -> None:
     """A night in progress has newer models; so has a run that failed, a trial, a stage that ran alone."""
 

@@ -173,6 +173,8 @@ def generate(
             raise UsageError(f"{out} exists; name another file with --out, or replace it with --force")
     run = loading_options.run
     [reference] = resolved_models([model], [loading_options.base], run)
+    if not prompts.is_file():
+        raise UsageError(f"FILE is '{prompts}' but there is no such file; name one with prompts")
 
     before_torch()
     from ttrain.inference import batch

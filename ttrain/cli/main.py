@@ -195,9 +195,11 @@ def up(
     The addresses contain the token that the servers require; a browser keeps it.
     """
     from ttrain.flows import servers
-    from ttrain.store import server_records
+    from ttrain.store import name_syntax, run_views, server_records
 
     home = layout.usable_home()
+    for text in runs or ():  # before the servers start
+        run_views.need_run(home, name_syntax.run_and_stage(text)[0])
     if not all(server_records.live_server(home, name) for name in ("prefect", "mlflow")):
         print("starting the servers, which takes about ten seconds", file=sys.stderr, flush=True)
     addresses = servers.up(home, prefect_port=prefect_port, mlflow_port=mlflow_port)

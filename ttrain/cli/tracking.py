@@ -15,7 +15,7 @@ from ttrain.core.files import PRIVATE_FILE, write_bytes
 from ttrain.core.terminal import console, print_plain
 from ttrain.core.text import counted
 from ttrain.errors import UsageError
-from ttrain.store import runs
+from ttrain.store import name_syntax, runs
 from ttrain.store.layout import usable_home
 
 track_app = command_group(
@@ -64,8 +64,11 @@ def links_of(root: Path, address: str, names: Sequence[str]) -> dict[str, str]:
     from ttrain.tracking import pusher
     from ttrain.tracking.views import addresses_of
 
-    records = [run_views.need_run(root, text) for text in names]
-    chosen = [(str(record.get("equals") or record["run"]), None) for record in records]
+    chosen = []
+    for text in names:
+        run, stage = name_syntax.run_and_stage(text)
+        record = run_views.need_run(root, run)
+        chosen.append((str(record.get("equals") or record["run"]), stage or None))
     if not runs.names(root):
         return {}
     failed = [one.why for one in pusher.push(root) if one.why]

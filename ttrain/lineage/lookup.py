@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,8 @@ from ttrain.store.run_views import find_run, need_run
 from ttrain.tasks import OF_NIGHTS, SFT, STAGES
 from ttrain.tracking.artifact_source import MlflowArtifacts
 from ttrain.tracking.registered import take_over_champions
+
+log = logging.getLogger("ttrain")
 
 MODEL_DIRECTORY, ADAPTER_DIRECTORY = "model", "adapter"  # of an artifact
 HEX = frozenset("0123456789abcdef")
@@ -211,6 +214,9 @@ def _has_all(
     keys = {name: key for name, key in runs.keys_of(run).items() if key}
     looked_up = keys if with_model else keys.keys() & stages
     artifacts = {name: artifact for name in looked_up if (artifact := store.find(name, keys[name]))}
+    for name in stages & looked_up - artifacts.keys():
+        if store.at(store.path(name, keys[name])):  # it is there, but not as it was published
+            log.warning("%s of the run %s is damaged and not taken; see `ttrain artifacts verify`", name, run["run"])
     has_model = any(model_directory(artifact.path) for artifact in artifacts.values())
     return stages <= artifacts.keys() and (has_model or not with_model)
 

@@ -280,9 +280,10 @@ def equal_runs(home: Path, keys: Mapping[str, str | None]) -> Iterator[JsonDict]
 
 
 def newest_finished(home: Path, name: str) -> JsonDict | None:
-    """The newest finished run whose setting `name` is this: with it a user compares."""
+    """The newest finished run of a whole pipeline whose setting `name` is this: with it a user compares."""
     for run in newest_first(home, [f'"{name}"']):
-        if is_own(run) and is_finished(run) and run["settings"].get("name") == name:
+        is_whole = is_own(run) and not run["pipeline"].startswith("stage-")
+        if is_whole and is_finished(run) and run["settings"].get("name") == name:
             return run
     return None
 
