@@ -22,6 +22,7 @@ from support.tiny_models import reference, speaker, write_model
 
 from ttrain.cli import chat_screen
 from ttrain.config import Gate
+from ttrain.core.hashing import sha256_file
 from ttrain.data.chat import prompt_ids
 from ttrain.data.chat_templates import Message
 from ttrain.data.records import Conversation, parse_conversation
@@ -123,7 +124,9 @@ def test_a_gate_picks_who_answers_and_an_expert_that_changed_is_refused(director
         router.layers[-1].bias -= router(padded([run_ids(text, settings) for text in QUESTIONS])).mean(0)
     (tmp_path / "gate").mkdir()
     save_file(router.state_dict(), tmp_path / "gate" / gate_files.WEIGHTS)
-    gate_files.write(tmp_path / "gate", gate_files.GateFile(experts=experts, settings=settings, figures={}))
+    digest = sha256_file(tmp_path / "gate" / gate_files.WEIGHTS)
+    contents = gate_files.GateFile(experts=experts, settings=settings, figures={}, router_sha256=digest)
+    gate_files.write(tmp_path / "gate", contents)
     chat = Chat(gate_router.GateSelector(tmp_path / "gate", device="cpu", dtype="fp32"), SHORT)
     picked = set()
     for question in QUESTIONS:
