@@ -259,7 +259,9 @@ def failure_of(execution: PipelineRun) -> BaseException | None:
     if execution.signum:
         did = "were ended where they stood" if execution.at_once else "saved their state"
         message = f"{execution.stop_reason}; the stages {did}, and the next run continues"
-        return Interrupted(message, execution.signum)
+        stopped = Interrupted(message, execution.signum)
+        stopped.shown = True  # the run's last line says it
+        return stopped
     failures = execution.failures.values()
     return min(failures, key=lambda error: isinstance(error, NothingNew), default=None)
 

@@ -1,6 +1,8 @@
 """The losses of preference tuning, against those of TRL on 200 pairs, and what their gradients must and must not do."""
 
+import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +18,16 @@ PAIRS, LONGEST = 200, 40
 
 def of(loss: str, **more: Any) -> Dpo:
     return Dpo(loss=loss, **more)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_wandb() -> Iterator[None]:
+    """TRL imports it where it is installed: for seconds, and its settings parse their source, which Python 3.11.7 does not
+    survive beside another thread that parses."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "wandb" not in sys.modules:
+            patch.setitem(sys.modules, "wandb", None)
+        yield
 
 
 @pytest.fixture(scope="module")

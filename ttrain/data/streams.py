@@ -171,8 +171,9 @@ def format_of(head: bytes, location: str) -> str:
     has_no_row = start and b"\0" not in head and not _VALUE_LINE.search(head)
     if is_pretty_printed or has_no_row:
         raise DataError(
-            f"{location} is {'pretty-printed' if is_pretty_printed else 'CSV or plain text'}, not JSON Lines; "
-            f"write rows as JSON objects, one a line (`jq -c '.' FILE`), or name a text .txt"
+            f"{location} is pretty-printed, not JSON Lines; `jq -c '.' FILE` writes one row a line"
+            if is_pretty_printed
+            else f"{location} is CSV or plain text, not JSON Lines; write one JSON object a line, or name a text .txt"
         )
     return "lines"
 

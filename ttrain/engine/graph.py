@@ -88,7 +88,7 @@ class PartialRun:
         return f"{self.stage} {self.key[:SHOWN_KEY]} at step {self.step}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Planned:
     """What a run would do with one stage.
 
@@ -115,6 +115,9 @@ class Planned:
     partial_run: PartialRun | None = None
     reused: bool = False
     sources: Mapping[str, Source] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"<Planned {self.name}: {self.state}, {'; '.join(self.why)}>"
 
     @property
     def name(self) -> str:

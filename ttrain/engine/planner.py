@@ -278,7 +278,10 @@ def _changes(artifact: Artifact, ingredients: Ingredients) -> list[str]:
     makers = {name: entry["stage"] for name, entry in artifact.manifest["inputs"].items()}
     changed = [name for name in sorted(before.keys() & now.keys() & makers.keys()) if before[name] != now[name]]
     alike = {**ingredients, "inputs": {**now, **{name: before[name] for name in changed}}}
-    return [*differences(artifact.manifest["ingredients"], alike), *(f"{makers[name]} changed" for name in changed)]
+    return [
+        *differences(artifact.manifest["ingredients"], alike),
+        *dict.fromkeys(f"{makers[name]} changed" for name in changed),  # a stage may give two inputs
+    ]
 
 
 def trained_on(settings: Settings, stages: Iterable[Planned]) -> dict[str, str]:

@@ -111,7 +111,10 @@ def run(stage: Stage, settings: Settings, work: Path, log_path: Path, report: Re
             group.end()
     outcome = stage_worker.read(work)
     if timed_out and not (outcome and outcome["outcome"] == "completed"):
-        raise _timed_out(stage, settings)
+        raise StageFailed(
+            f"stage {stage.name} took longer than runtime.timeout_seconds={settings.runtime.timeout_seconds}; "
+            f"the next run continues it"
+        )
     return result_of(group, stage, log_path, outcome, stop_signal)
 
 
@@ -281,11 +284,6 @@ def _wait(group: ProcessGroup, stage: Stage, settings: Settings, followed: Follo
         if sent_signal and (time.monotonic() > kill_time or stop.at_once):
             group.kill()
         time.sleep(POLL_SECONDS)
-
-
-def _timed_out(stage: Stage, settings: Settings) -> StageFailed:
-    limit = settings.runtime.timeout_seconds
-    return StageFailed(f"stage {stage.name} took longer than runtime.timeout_seconds={limit}; the next run continues it")
 
 
 def result_of(group: ProcessGroup, stage: Stage, log_path: Path, outcome: JsonDict | None, sent_signal: int = 0) -> JsonDict:

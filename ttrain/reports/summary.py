@@ -225,9 +225,9 @@ def rows(metrics: Mapping[str, float], results: Mapping[str, Result] = MappingPr
         if (value := metrics.get(f"eval/{name}")) is not None:
             table.append((label, _with_interval(value, evaluation.intervals.get(name)), remark))
     for name, label, records, _ in shown:
-        if (value := metrics.get(f"champion/{name}")) is not None:
-            new = metrics.get(f"eval/{name}", value)
-            remark = not_judged(records) or f"the challenger: {new - value:+.3f}"
+        is_of_model = not label.endswith(tuple(BASELINES.values()))  # compressors have no champion
+        if is_of_model and (value := metrics.get(f"champion/{name}")) is not None:
+            remark = not_judged(records) or f"the challenger: {metrics.get(f'eval/{name}', value) - value:+.3f}"
             table.append((f"{label}, champion", _with_interval(value, champion.intervals.get(name)), remark))
     return table
 
