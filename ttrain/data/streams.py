@@ -173,7 +173,8 @@ def format_of(head: bytes, location: str) -> str:
         raise DataError(
             f"{location} is pretty-printed, not JSON Lines; `jq -c '.' FILE` writes one row a line"
             if is_pretty_printed
-            else f"{location} is CSV or plain text, not JSON Lines; write one JSON object a line, or name a text .txt"
+            else f"{location} is CSV or plain text, not JSON Lines; write rows as JSON objects, one a line, "
+            f"or name a text .txt"
         )
     return "lines"
 
