@@ -321,8 +321,8 @@ def _refuse_sizes_of_new_models(overrides: list[Override], model: str, start: st
 
 def _first_of_layer(overrides: list[Override], origin: str) -> int:
     """The index at which the layer of the origin begins; all variables are one layer."""
-    first = next(item.origin for item in overrides if item.origin.startswith(ENVIRONMENT_PREFIX) or item.origin == origin)
-    return [item.origin for item in overrides].index(first if origin.startswith(ENVIRONMENT_PREFIX) else origin)
+    layer = ENVIRONMENT_PREFIX if origin.startswith(ENVIRONMENT_PREFIX) else ""
+    return next(n for n, item in enumerate(overrides) if item.origin == origin or (layer and item.origin.startswith(layer)))
 
 
 # --- one tree, validated once

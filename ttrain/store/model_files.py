@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
-
-from safetensors import SafetensorError, safe_open
 
 from ttrain.core.files import read_object
 from ttrain.core.hashing import digest_of, sha256_file
@@ -122,15 +119,6 @@ class Reference:
     def base_digest(self) -> str:
         """Digest of the full model's weights, which an adapter is bound to. Reads the files unless a manifest knows it."""
         return weights_digest(self.model)
-
-
-def numbers_in(path: Path) -> int:
-    """Count the parameters in a safetensors file from its header alone."""
-    try:
-        with safe_open(path, framework="numpy") as file:
-            return sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118  # it is not a mapping
-    except (OSError, SafetensorError) as error:
-        raise ArtifactError(f"cannot read {path}: {error}") from None
 
 
 def base_digest_of(adapter: Path) -> str | None:
