@@ -106,38 +106,22 @@ def test_figures_of_the_machine_are_those_of_the_system(tmp_path: Path) -> None:
     assert 0 < figures["system_memory_usage_percentage"] < 100
 
 
-class NvmlError(Exception):
-    """As NVML's own."""
-
-
-def fail(*_: object) -> Any:
-    raise NvmlError("not supported")
-
-
-# Two GPUs as NVML tells of them; the second has no sensor of its power. A double, since no GPU can be had here.
-NVML: dict[str, Any] = {
-    "NVMLError": NvmlError, "NVML_TEMPERATURE_GPU": 0, "nvmlInit": lambda: None, "nvmlDeviceGetCount": lambda: 2,
-    "nvmlDeviceGetHandleByIndex": lambda number: number,
-    "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(used=20e9 * (gpu + 1), total=80e9),
-    "nvmlDeviceGetUtilizationRates": lambda gpu: SimpleNamespace(gpu=97 - gpu),
-    "nvmlDeviceGetTemperature": lambda gpu, sensor: 61 + gpu,
-    "nvmlDeviceGetPowerUsage": lambda gpu: fail() if gpu else 350_000,
-    "nvmlDeviceGetEnforcedPowerLimit": lambda gpu: 700_000,
-}  # fmt: skip
-
-
 def test_gpus_tell_use_memory_temperature_and_power_as_far_as_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(**NVML))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert {name: value for gpu in gpus() for name, value in gpu().items()} == {
-        "gpu_0_utilization_percentage": 97.0, "gpu_0_memory_usage_megabytes": 20000.0, "gpu_0_memory_usage_percentage": 25.0,
-        "gpu_0_temperature_celsius": 61.0, "gpu_0_power_usage_watts": 350.0, "gpu_0_power_usage_percentage": 50.0,
-        "gpu_1_utilization_percentage": 96.0, "gpu_1_memory_usage_megabytes": 40000.0, "gpu_1_memory_usage_percentage": 50.0,
+    """A double of torch.cuda, since there may be no GPU; the second board has no sensor of its power."""
+    cuda = SimpleNamespace(
+        is_initialized=lambda: True,
+        device_count=lambda: 2,
+        utilization=lambda number: 97 - number,
+        device_memory_used=lambda number: 20e9 * (number + 1),
+        temperature=lambda number: 61 + number,
+        power_draw=lambda number: {0: 350_000}[number],
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    assert gpus() == {
+        "gpu_0_utilization_percentage": 97.0, "gpu_0_memory_usage_megabytes": 20000.0,
+        "gpu_0_temperature_celsius": 61.0, "gpu_0_power_usage_watts": 350.0,
+        "gpu_1_utilization_percentage": 96.0, "gpu_1_memory_usage_megabytes": 40000.0,
         "gpu_1_temperature_celsius": 62.0,
     }  # fmt: skip
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    (gpu,) = gpus()
-    assert {name[:6] for name in gpu()} == {"gpu_1_"}, "what is hidden from the process is not told of"
-
-
-# --- stages -------------------------------------------------------------------------------------------------------------
+    monkeypatch.setattr(cuda, "is_initialized", lambda: False)
+    assert gpus() == {}, "asking would initialize it in a process that does not train"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ def _make(
         remove_earlier_results(work)  # at once: the ranks of other nodes begin when there is a job
         for name, artifact in inputs.items():
             store.complete(artifact, stage.inputs.get(name, ()), report=lambda line: report("message", {"text": line}))
-        verify_inputs(stage, store, inputs)
+        _verify_inputs(stage, store, inputs)
         _prepare(planned, settings, store, work)
         report("started", {"planned": planned, "work": work})
         try:
@@ -104,21 +104,14 @@ def _wait_for(who: str, report: Report) -> None:
     report("message", {"text": f"{who} is building it; waiting for it to finish"})
 
 
-def verify_inputs(stage: Stage, store: ArtifactStore, inputs: Artifacts) -> None:
+def _verify_inputs(stage: Stage, store: ArtifactStore, inputs: Artifacts) -> None:
     """Verify the stage's inputs against their manifests; shards are verified when a row of one is read.
 
     Raises StageFailed for a damaged file, and sets its artifact aside.
     """
-    with setting_aside(stage, store, inputs):
+    try:
         for name, artifact in inputs.items():
             integrity.verify_artifact(artifact, stage.inputs.get(name, ()))
-
-
-@contextlib.contextmanager
-def setting_aside(stage: Stage, store: ArtifactStore, inputs: Artifacts) -> Iterator[None]:
-    """Turn a DamagedFile into a StageFailed, and set aside the input that the file belongs to."""
-    try:
-        yield
     except DamagedFile as error:
         raise _set_aside(stage, store, inputs, error.path, f"stage {stage.name}: {error}") from None
 

@@ -12,14 +12,21 @@ import contextlib
 import json
 import logging
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 MEGA = 1e6
+GPU_METRICS = {  # by name: a function of torch.cuda, and the factor from its unit
+    "utilization_percentage": ("utilization", 1.0),
+    "memory_usage_megabytes": ("device_memory_used", 1 / MEGA),
+    "temperature_celsius": ("temperature", 1.0),
+    "power_usage_watts": ("power_draw", 1 / 1000),
+}
 
 Figures = dict[str, float]
 log = logging.getLogger("ttrain")
@@ -53,14 +60,14 @@ class SystemMetrics:
     def _sample(self) -> None:
         try:
             last = last_step(self._path)
-            readers = [machine(self._path.parent), *gpus()]
+            reader = machine(self._path.parent)
             first, began, samples, ended = last + 1, time.monotonic(), 0, False
             while not ended:
                 samples += 1
                 ended = self._ending.wait(max(0.0, began + samples * self._seconds - time.monotonic()))
                 step = first + round(time.monotonic() - began)
                 if step > last:  # otherwise the end came in the same second as a sample
-                    metrics = {f"{self._prefix}{name}": round(value, 3) for name, value in read(readers).items()}
+                    metrics = {f"{self._prefix}{name}": round(value, 3) for name, value in (reader() | gpus()).items()}
                     with self._path.open("a") as file:
                         file.write(json.dumps({"step": step, "time": time.time(), "metrics": metrics}) + "\n")
                     last = step
@@ -75,15 +82,6 @@ def last_step(path: Path) -> int:
     if rows != data:
         os.truncate(path, len(rows))
     return int(json.loads(rows.splitlines()[-1])["step"]) if rows else -1
-
-
-def read(readers: Iterable[Callable[[], Figures]]) -> Figures:
-    """The figures of all readers that work: not every board measures its power, and a device may go away."""
-    figures: Figures = {}
-    for reader in readers:
-        with contextlib.suppress(Exception):
-            figures |= reader()
-    return figures
 
 
 def machine(directory: Path) -> Callable[[], Figures]:
@@ -118,41 +116,14 @@ def machine(directory: Path) -> Callable[[], Figures]:
     return figures
 
 
-def gpus() -> list[Callable[[], Figures]]:
-    """A reader for each NVIDIA GPU that this process can see; [] without GPU, driver or nvidia-ml-py."""
-    try:
-        nvml: Any = import_module("pynvml")
-        nvml.nvmlInit()
-        count = int(nvml.nvmlDeviceGetCount())
-    except Exception:  # NVML has errors of its own
-        return []
-    return [_gpu(nvml, number) for number in visible(count, os.environ.get("CUDA_VISIBLE_DEVICES"))]
-
-
-def visible(count: int, chosen: str | None) -> list[int]:
-    """Indices of the `count` GPUs that CUDA_VISIBLE_DEVICES selects; all if it does not use indices."""
-    words = [word.strip() for word in (chosen or "").split(",")]
-    if chosen is None or any(word and not word.lstrip("-").isdigit() for word in words):
-        return list(range(count))
-    return [number for number in range(count) if str(number) in words]
-
-
-def _gpu(nvml: Any, number: int) -> Callable[[], Figures]:
-    handle = nvml.nvmlDeviceGetHandleByIndex(number)
-
-    def memory() -> Figures:
-        usage = nvml.nvmlDeviceGetMemoryInfo(handle)
-        return {"memory_usage_megabytes": usage.used / MEGA, "memory_usage_percentage": 100 * usage.used / usage.total}
-
-    def power() -> Figures:
-        watts = nvml.nvmlDeviceGetPowerUsage(handle) / 1000
-        limit = nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000
-        return {"power_usage_watts": watts, "power_usage_percentage": 100 * watts / limit}
-
-    quantities = (
-        lambda: {"utilization_percentage": float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)},
-        memory,
-        lambda: {"temperature_celsius": float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))},
-        power,
-    )
-    return lambda: {f"gpu_{number}_{name}": value for name, value in read(quantities).items()}
+def gpus() -> Figures:
+    """Utilization, memory, temperature and power of the GPUs, once the process trains on one."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():  # asking would initialize it
+        return {}
+    found: Figures = {}
+    for number in range(torch.cuda.device_count()):
+        for name, (function, scale) in GPU_METRICS.items():
+            with contextlib.suppress(Exception):  # not every board measures its power; NVML has errors of its own
+                found[f"gpu_{number}_{name}"] = getattr(torch.cuda, function)(number) * scale
+    return found

@@ -18,7 +18,6 @@ from ttrain.engine.input_files import check_first_rows, file_digests
 from ttrain.engine.plan import Plan
 from ttrain.engine.planner import no_stage, plan
 from ttrain.engine.provenance import with_absolute_paths
-from ttrain.engine.system_metrics import visible
 from ttrain.errors import UsageError
 from ttrain.experiments import measure, records, space
 from ttrain.experiments.measure import Measure
@@ -207,9 +206,10 @@ def assigned_gpus(runtime: Runtime, *, devices: Path = Path("/dev"), chosen: str
         return []
     if runtime.gpus:
         return list(runtime.gpus)
-    if chosen and not all(word.strip().lstrip("-").isdigit() for word in chosen.split(",") if word.strip()):
-        return []  # a batch system names them by UUID: their numbers are not known, and other GPUs may belong to other jobs
-    return visible(len(list(devices.glob("nvidia[0-9]*"))), chosen)
+    numbers = [str(number) for number in range(len(list(devices.glob("nvidia[0-9]*"))))]
+    # A batch system may name them by UUID: their numbers are not known, and other GPUs may belong to other jobs
+    visible = numbers if chosen is None else [word.strip() for word in chosen.split(",")]
+    return [int(number) for number in numbers if number in visible]
 
 
 def parallel_trials(runtime: Runtime, gpu_numbers: Sequence[int]) -> int:
