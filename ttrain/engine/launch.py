@@ -77,7 +77,11 @@ def _make(
         remove_earlier_results(work)  # at once: the ranks of other nodes begin when there is a job
         for name, artifact in inputs.items():
             store.complete(artifact, stage.inputs.get(name, ()), report=lambda line: report("message", {"text": line}))
-        _verify_inputs(stage, store, inputs)
+        try:
+            for name, artifact in inputs.items():  # shards are verified when a row of one is read
+                integrity.verify_artifact(artifact, stage.inputs.get(name, ()))
+        except DamagedFile as error:
+            raise _set_aside(stage, store, inputs, error.path, f"stage {stage.name}: {error}") from None
         _prepare(planned, settings, store, work)
         report("started", {"planned": planned, "work": work})
         try:
@@ -104,18 +108,6 @@ def _wait_for(who: str, report: Report) -> None:
     report("message", {"text": f"{who} is building it; waiting for it to finish"})
 
 
-def _verify_inputs(stage: Stage, store: ArtifactStore, inputs: Artifacts) -> None:
-    """Verify the stage's inputs against their manifests; shards are verified when a row of one is read.
-
-    Raises StageFailed for a damaged file, and sets its artifact aside.
-    """
-    try:
-        for name, artifact in inputs.items():
-            integrity.verify_artifact(artifact, stage.inputs.get(name, ()))
-    except DamagedFile as error:
-        raise _set_aside(stage, store, inputs, error.path, f"stage {stage.name}: {error}") from None
-
-
 def _set_aside(stage: Stage, store: ArtifactStore, inputs: Artifacts, path: Path, message: str) -> StageFailed:
     """Set a damaged input aside; return the error to raise."""
     artifact = next((artifact for artifact in inputs.values() if path.is_relative_to(artifact.path)), None)
@@ -139,6 +131,11 @@ def _prepare(planned: Planned, settings: Settings, store: ArtifactStore, work: P
     files = data_files(stage, settings)
     weights = settings.data.weights(stage.dataset) if stage.reuses_parts and stage.dataset else ()
     earlier = store.artifacts(stage.name)[:EARLIER_OUTPUTS] if stage.reuses_parts and not planned.forced else []
+    reusable = list[str]()
+    for artifact in earlier:
+        with contextlib.suppress(ArtifactError):  # its record of parts, with the digest of each, is damaged
+            integrity.verify_artifact(artifact, PARTS)
+            reusable.append(str(artifact.path))
     spec = {
         "stage": stage.name,
         "uses_ranks": stage.uses_ranks,
@@ -147,7 +144,7 @@ def _prepare(planned: Planned, settings: Settings, store: ArtifactStore, work: P
         "files": {role: [file.location for file in input_files] for role, input_files in files.items()},
         "groups": {role: [file.group for file in input_files] for role, input_files in files.items()},
         "weights": list(weights),
-        "reuse": [str(artifact.path) for artifact in earlier if not store.damage(artifact) and _has_intact_parts(artifact)],
+        "reuse": reusable,
         "runtime": settings.runtime.model_dump(mode="json"),
         "output": "output",
         "start_from": str(planned.start_from) if planned.start_from else None,
@@ -165,15 +162,6 @@ def _hide_sources(work: Path) -> None:
         hidden = {role: [redact.url(location) for location in files] for role, files in job["files"].items()}
         with contextlib.suppress(OSError):  # a full disk
             write_json(work / JOB, {**job, "files": hidden}, PRIVATE_FILE)
-
-
-def _has_intact_parts(artifact: Artifact) -> bool:
-    """Whether an earlier artifact's record of its parts is intact; it holds a digest of each part."""
-    try:
-        integrity.verify_artifact(artifact, PARTS)
-    except ArtifactError:
-        return False
-    return True
 
 
 def remove_earlier_results(work: Path) -> None:
