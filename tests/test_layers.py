@@ -19,7 +19,8 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from ttrain.config import Settings, flatten
-from ttrain.config.loading import configs_directory, load, profile_names
+from ttrain.config.loading import load, profile_names
+from ttrain.config.yaml_text import configs_directory
 from ttrain.data import pool
 
 ROOT = Path(__file__).parents[1]
