@@ -44,6 +44,6 @@ def test_a_refused_upload_says_what_to_do_and_keeps_the_export(exported: Export,
 
 
 def test_a_name_that_is_no_repository_is_refused_first() -> None:
-    for name in ("mine", "a/b/c", "me/../x", "", "me/mine!"):
+    for name in ("mine", "a/b/c", "", "me/mine!"):
         with pytest.raises(UsageError, match=r"--push .*OWNER/NAME"):
             exporting.check_repository(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from datetime import datetime
 from decimal import Decimal
 from types import UnionType
@@ -20,7 +20,6 @@ from pydantic import (
     Field,
     PlainSerializer,
     Tag,
-    create_model,
     model_validator,
 )
 
@@ -28,7 +27,6 @@ from ttrain.core import redact
 from ttrain.core.files import JsonDict, JsonObject
 
 T = TypeVar("T")
-S = TypeVar("S", bound="Section")
 
 
 def need(holds: bool, message: str) -> None:
@@ -87,20 +85,6 @@ def types_of(kind: Any) -> list[Any]:
     if get_origin(kind) in (Union, UnionType):
         return [form for each in get_args(kind) for form in types_of(each)]
     return [kind]
-
-
-def with_fields(fields: JsonObject) -> Callable[[type[S]], type[S]]:
-    """Class decorator: add fields, each (type, default), that the class itself does not spell out."""
-
-    def extended(section: type[S]) -> type[S]:
-        missing: Any = {name: field for name, field in fields.items() if name not in section.model_fields}
-        if not missing:
-            return section
-        return create_model(
-            section.__name__, __base__=section, __module__=section.__module__, __doc__=section.__doc__, **missing
-        )
-
-    return extended
 
 
 def as_tuple(value: object) -> object:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import model_validator
+from pydantic import JsonValue, model_validator
 
 from ttrain.config.base import Section, need, setting
 from ttrain.config.yaml_text import shown
@@ -77,7 +76,7 @@ class Model(Section):
         False, "initialise what writes into the residual stream with init_std / sqrt(2 * layers), as GPT-2 does"
     )
     dropout: float = setting(0.0, "on attention weights; its masks also depend on runtime.rows_per_device", ge=0, lt=1)
-    fields: dict[str, Any] = setting({}, "more fields of the architecture's config, as model.fields.NAME=value")
+    fields: dict[str, JsonValue] = setting({}, "more fields of the architecture's config, as model.fields.NAME=value")
     moe: Moe | None = setting(None, "mixture of experts; empty: dense")
     multi_token: MultiToken | None = setting(None, "a second head for the token after the next; empty: none")
 
@@ -90,11 +89,6 @@ class Model(Section):
         return {**sizes_of(settings["preset"]), **{key: value for key, value in settings.items() if key != "preset"}}
 
     def _check(self) -> None:
-        for name, value in self.fields.items():  # they enter the key and config.json, which hold neither dates nor NaN
-            try:
-                json.dumps(value, allow_nan=False)
-            except (TypeError, ValueError):
-                raise ValueError(f"model.fields.{name} is {value!r}, which JSON cannot hold; quote a text") from None
         need(
             self.rope_factor == 1 or self.rope_type != "default",
             f"model.rope_factor is {self.rope_factor} but model.rope_type is default, which stretches nothing; "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from ttrain.config.base import Section, need, setting, with_fields
+from ttrain.config.base import Section, need, setting
 from ttrain.config.data import LEARNT, Data, PythonDocs, Reading, Shards, Tokenizer
 from ttrain.config.evaluate import Evaluate
 from ttrain.config.model import Model
@@ -60,9 +60,8 @@ NAMES_CODE = (
 )
 
 
-@with_fields({row.name: (row.settings, row.settings()) for row in TRAINING_STAGES.values()})
 class Settings(Section):
-    """The whole tree; the sections of training stages that other packages bring come last."""
+    """The whole tree."""
 
     name: str = setting("quickstart", "prefix of registered models", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
     data: Data = Data()

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import functools
 import hashlib
 import json
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +131,7 @@ def _is_racy(stat: os.stat_result, *, with_ctime: bool = False) -> bool:
 
 
 def code_digests(module: str, cache: DigestCache) -> dict[str, str]:
-    """Digest of every module of ttrain, and of the package of `module`, that `module` imports, itself included, by name.
+    """Digest of every module of ttrain that `module` imports, itself included, by name.
 
     Comments, formatting and docstrings do not count; imports inside functions do, and the bytes of sources in C of the same
     name.
@@ -154,20 +152,11 @@ def code_digests(module: str, cache: DigestCache) -> dict[str, str]:
 
 
 def _module_path(name: str) -> Path | None:
-    root, *parts = name.split(".")
-    stem = (PACKAGE_DIRECTORY if root == PACKAGE else _stem_of(root)).joinpath(*parts)
+    stem = PACKAGE_DIRECTORY.joinpath(*name.split(".")[1:])
     for path in (stem.with_suffix(".py"), stem / "__init__.py"):
         if path.is_file():
             return path
     return None
-
-
-@functools.cache
-def _stem_of(root: str) -> Path:
-    """The directory of a package that brings a stage, or its only file without the suffix."""
-    spec = find_spec(root)
-    origin = Path(spec.origin if spec and spec.origin else root)
-    return origin.parent if origin.name == "__init__.py" else origin.with_suffix("")
 
 
 # Until 3.11.8 CPython counts the depth of every syntax tree under construction in one variable of the interpreter, so that
@@ -185,26 +174,25 @@ def _read_module(path: Path, name: str) -> list[Any]:
 
 def _imports(tree: ast.AST, name: str, *, is_package: bool) -> Iterator[str]:
     package = name if is_package else name.rpartition(".")[0]
-    roots = (PACKAGE, name.partition(".")[0])
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield from _with_parents(alias.name, roots)
+                yield from _with_parents(alias.name)
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 parents = package.split(".")[: len(package.split(".")) - node.level + 1]
                 base = ".".join([*parents, base] if base else parents)
-            yield from _with_parents(base, roots)
+            yield from _with_parents(base)
             for alias in node.names:
-                if base.partition(".")[0] in roots and _module_path(f"{base}.{alias.name}"):
+                if base.partition(".")[0] == PACKAGE and _module_path(f"{base}.{alias.name}"):
                     yield f"{base}.{alias.name}"
 
 
-def _with_parents(name: str, roots: tuple[str, ...] = (PACKAGE,)) -> Iterator[str]:
-    """The module and the packages that contain it, for modules of these packages only."""
+def _with_parents(name: str) -> Iterator[str]:
+    """The module and the packages that contain it, for modules of ttrain only."""
     parts = name.split(".")
-    if parts[0] in roots:
+    if parts[0] == PACKAGE:
         for end in range(1, len(parts) + 1):
             yield ".".join(parts[:end])
 

@@ -20,6 +20,7 @@ RULES: Mapping[str, str] = {
     **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), _MAPPING),
     "string_type": "text",
     "path_type": "a path",
+    "invalid-json-value": "a value that JSON has; quote a text",
     "greater_than_equal": "at least {ge}",
     "less_than_equal": "at most {le}",
     "string_pattern_mismatch": "text that matches {pattern}",
