@@ -87,6 +87,12 @@ def types_of(kind: Any) -> list[Any]:
     return [kind]
 
 
+def takes_numbers(kind: Any) -> bool:
+    """Whether a setting's type has numbers, which pydantic would also read from a truth value."""
+    forms = types_of(kind)
+    return bool not in forms and not {int, float}.isdisjoint(forms)
+
+
 def as_tuple(value: object) -> object:
     """Accept one path or a comma-separated list of them as a list."""
     if value is None:
@@ -96,12 +102,8 @@ def as_tuple(value: object) -> object:
     return value
 
 
-def _as_list(value: object) -> object:
-    """Accept one entry without brackets."""
-    return (value,) if isinstance(value, str | int) else value
-
-
-Listed = BeforeValidator(_as_list)
+# One entry may stand without brackets.
+Listed = BeforeValidator(lambda value: (value,) if isinstance(value, str | int) else value)
 
 
 # Names a source of data. JSON, the form of all that is recorded, shown or sent to a server, hides the secrets of its URL.
@@ -124,11 +126,10 @@ def _as_sources(value: object) -> object:
     return (value,) if isinstance(value, Mapping) else as_tuple(value)
 
 
-def _form_of_source(value: object) -> str:
-    return "weighted" if isinstance(value, Mapping | Weighted) else "plain"
-
-
-Source = Annotated[Annotated[Location, Tag("plain")] | Annotated[Weighted, Tag("weighted")], Discriminator(_form_of_source)]
+Source = Annotated[
+    Annotated[Location, Tag("plain")] | Annotated[Weighted, Tag("weighted")],
+    Discriminator(lambda value: "weighted" if isinstance(value, Mapping | Weighted) else "plain"),
+]
 Paths = Annotated[tuple[Source, ...], BeforeValidator(_as_sources)]
 
 

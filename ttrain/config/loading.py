@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar, get_args, get_origin
 from pydantic import ValidationError
 
 from ttrain.config import Section, Settings, flatten, other_names, rules, yaml_text
-from ttrain.config.base import NONE, assign, types_of
+from ttrain.config.base import NONE, assign, takes_numbers
 from ttrain.config.data import LEARNT, PYTHON_DOCS, Data
 from ttrain.config.model import sizes_of
 from ttrain.config.settings import existing_model_of, last_of, root_of
@@ -82,7 +82,9 @@ def layers(
     `root`: the tree whose types say what texts mean; None: they stay texts, for `with_types`. With `Settings` a file may be
     TinySeek's `model_config.json`, some of whose names are also settings of tasks.
     """
-    trees = [(f"profile {name}", read_yaml(_profile(name))) for name in profiles]
+    if unknown := [name for name in profiles if name not in profile_names()]:
+        raise UsageError(f"there is no profile '{one_line(unknown[0])}'; there are {', '.join(profile_names())}")
+    trees = [(f"profile {name}", read_yaml(configs_directory() / "profiles" / f"{name}.yaml")) for name in profiles]
     for path in files:
         tree = read_yaml(path)
         trees.append((str(path), other_names.from_tinyseek(tree, str(path)) if root is Settings else tree))
@@ -94,12 +96,6 @@ def layers(
         trees += [(COMMAND_LINE, _assignment(text)) for text in overrides]
     flat = [Override(origin, key, value) for origin, tree in trees for key, value in _leaves(tree, origin)]
     return with_types(root, flat) if root else flat
-
-
-def _profile(name: str) -> Path:
-    if name not in profile_names():
-        raise UsageError(f"there is no profile '{one_line(name)}'; there are {', '.join(profile_names())}")
-    return configs_directory() / "profiles" / f"{name}.yaml"
 
 
 def _of_variable(variable: str, value: str) -> JsonObject:
@@ -315,7 +311,7 @@ def merge(root: type[S], overrides: Iterable[Override]) -> tuple[S, dict[str, st
     wrong = {
         key: f"{key} is {shown(item.value)} (from {item.origin}) but must be a number"
         for key, item in given.items()
-        if isinstance(item.value, bool) and _takes_numbers(type_of(root, key))  # pydantic reads it as 1 or 0
+        if isinstance(item.value, bool) and takes_numbers(type_of(root, key))  # pydantic reads it as 1 or 0
     }
     try:
         settings = root.model_validate(tree)
@@ -326,16 +322,14 @@ def merge(root: type[S], overrides: Iterable[Override]) -> tuple[S, dict[str, st
     return settings, sources
 
 
-def _takes_numbers(kind: Any) -> bool:
-    forms = types_of(kind)
-    return bool not in forms and not {int, float}.isdisjoint(forms)
-
-
 def _wrong_settings(
     error: ValidationError, tree: JsonObject, sources: Mapping[str, str], root: type[Section]
 ) -> dict[str, str]:
     """A line by the name of each wrong setting. Each form that it may have gives an error of its own."""
     lines: dict[str, str] = {}
+    names = settable_keys(root)
+    few = len(names) <= SHOWN_KEYS
+    known = f"there are {', '.join(names)}" if few else "`ttrain config show` lists them all"
     for item in error.errors(include_url=False):
         name, rule = _name_in(tree, item["loc"]), rule_of(item)
         below = [key for key in sources if f"{key}.".startswith(f"{name}.")]
@@ -343,7 +337,9 @@ def _wrong_settings(
         if item["type"] == "value_error" and not rule.startswith("must "):
             lines[name] = one_line(f"{name}: {rule}" if name and not rule.startswith(name) else rule)
         elif below and not is_known:
-            lines |= {key: _unknown(key, sources[key], root) for key in below}
+            for key in below:
+                meant = other_names.suggestion(key, names) or known
+                lines[key] = f"unknown setting '{one_line(key)}' (from {sources[key]}); {meant}"
         elif name in lines:
             lines[name] += f" or {rule.removeprefix('must be ')}"
         else:
@@ -362,12 +358,6 @@ def _name_in(tree: Any, location: Iterable[str | int]) -> str:
             steps.append(str(step))
             tree = entries[step]
     return ".".join(steps)
-
-
-def _unknown(key: str, origin: str, root: type[Section]) -> str:
-    names = settable_keys(root)
-    others = f"there are {', '.join(names)}" if len(names) <= SHOWN_KEYS else "`ttrain config show` lists them all"
-    return f"unknown setting '{one_line(key)}' (from {origin}); {other_names.suggestion(key, names) or others}"
 
 
 # --- the names of settings

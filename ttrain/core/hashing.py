@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import resolve_name
 from pathlib import Path
 from typing import Any
 
@@ -162,27 +163,28 @@ def _module_path(name: str) -> Path | None:
 # Until 3.11.8 CPython counts the depth of every syntax tree under construction in one variable of the interpreter, so that
 # two threads at once end in "SystemError: AST constructor recursion depth mismatch" (python/cpython#106905).
 _PARSING = threading.Lock()
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def _read_module(path: Path, name: str) -> list[Any]:
     source = path.read_text(encoding="utf-8")
     with _PARSING:
         tree = ast.parse(source, filename=str(path))
-    imports = sorted(set(_imports(tree, name, is_package=path.name == "__init__.py")))
-    return [hashlib.sha256(repr(_shape(tree)).encode()).hexdigest(), imports]
+    imports = sorted(set(_imports(tree, name if path.name == "__init__.py" else name.rpartition(".")[0])))
+    for node in ast.walk(tree):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:]
+    return [hashlib.sha256(ast.unparse(tree).encode()).hexdigest(), imports]
 
 
-def _imports(tree: ast.AST, name: str, *, is_package: bool) -> Iterator[str]:
-    package = name if is_package else name.rpartition(".")[0]
+def _imports(tree: ast.AST, package: str) -> Iterator[str]:
+    """Names of the modules of ttrain that a module of this package imports."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield from _with_parents(alias.name)
         elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
-                base = ".".join([*parents, base] if base else parents)
+            base = resolve_name("." * node.level + (node.module or ""), package)
             yield from _with_parents(base)
             for alias in node.names:
                 if base.partition(".")[0] == PACKAGE and _module_path(f"{base}.{alias.name}"):
@@ -195,25 +197,3 @@ def _with_parents(name: str) -> Iterator[str]:
     if parts[0] == PACKAGE:
         for end in range(1, len(parts) + 1):
             yield ".".join(parts[:end])
-
-
-def _shape(node: object) -> object:
-    """The syntax tree as nested tuples, without docstrings, positions and empty fields (which vary between Pythons)."""
-    if isinstance(node, ast.AST):
-        fields = dict(ast.iter_fields(node))
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            fields["body"] = _without_docstring(node.body)
-        fields.pop("type_comment", None)
-        fields.pop("kind", None)  # u"" and "" are the same string
-        present_fields = ((key, _shape(value)) for key, value in sorted(fields.items()) if value is not None and value != [])
-        return (type(node).__name__, *present_fields)
-    if isinstance(node, list):
-        return tuple(_shape(item) for item in node)
-    return node
-
-
-def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
-    first = body[0] if body else None
-    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
-        return body[1:]
-    return body

@@ -18,7 +18,6 @@ from ttrain.core.files import JsonDict
 from ttrain.data import chat
 from ttrain.data.chat_templates import Message, is_live
 from ttrain.data.encoder import Encoder, open_tokenizer
-from ttrain.data.inspect import Span, TokenDecoder, lines, show_row
 from ttrain.data.packing import IGNORE, Array, Rows
 from ttrain.doctor.parts import Finding
 
@@ -26,7 +25,6 @@ TEXTS = 200  # records of the data, through the tokenizer and back
 COMPARED = 3  # conversations
 MOST_ROWS = 64
 SHOWN_CHARACTERS, SHOWN_TOKENS = 40, 8
-SHOWN_LINES = 12  # of the row that is shown
 END_TOKENS = 3  # an existing template may end an answer with the token and a newline after it
 REPLACEMENT = "\ufffd"  # what bytes that form no character are decoded to
 SURROGATES = range(0xD800, 0xE000)  # halves of characters, which no text has
@@ -142,7 +140,7 @@ def labels(data: Data) -> Finding:
             fault = partial(_answer_fault, data, data.heldout, said)
             heldout = _check_rows(data, data.heldout, fault)
             finding = replace(heldout, measured=f"{finding.measured}; held out: {heldout.measured}")
-    return replace(finding, example=_example(data))
+    return finding
 
 
 def _check_rows(data: Data, rows: Rows, fault: Fault) -> Finding:
@@ -208,12 +206,3 @@ def _is_said(run: str, answers: set[str], *, is_own: bool, is_whole: bool) -> bo
         or (is_own and any(answer in run for answer in answers))
         or (not is_whole and any(run in answer for answer in answers))
     )
-
-
-def _example(data: Data) -> list[list[Span]]:
-    """The beginning of a row; of chats of the last, which has the shortest and so several."""
-    pieces = TokenDecoder(data.encoder)
-    view = show_row(data.rows, 0 if data.kind == "documents" else len(data.rows) - 1, pieces)
-    segments = range(1 + max(view.segments))
-    of_records = (lines(view, segment, pieces.special) for segment in segments)
-    return list(itertools.islice(itertools.chain.from_iterable(of_records), SHOWN_LINES))
