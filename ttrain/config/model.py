@@ -113,7 +113,7 @@ class Model(Section):
 # shapes 124m and 350m are). From 500m on a key is shared by several heads, which costs little and makes the cache smaller.
 COLUMNS = ("hidden_size", "layers", "heads", "kv_heads", "max_length")
 
-_TABLE: dict[str, tuple[int, int, int, int | None, int]] = {
+PRESETS: dict[str, tuple[int, int, int, int | None, int]] = {
     "1m": (128, 4, 2, None, 1024),  # 2,048
     "5m": (256, 5, 4, None, 1024),  # 4,096
     "10m": (320, 6, 5, None, 1024),  # 8,192
@@ -126,17 +126,12 @@ _TABLE: dict[str, tuple[int, int, int, int | None, int]] = {
 }
 
 
-def names() -> list[str]:
-    """Presets, the smallest first."""
-    return list(_TABLE)
-
-
 def sizes_of(name: object) -> dict[str, Any]:
     """Settings of `model` that a preset stands for, without `model.`. Raises UsageError for a name that does not exist.
 
     The widths that follow from others are set back to empty, so that a weaker layer's do not stay beside the new sizes.
     """
-    sizes = _TABLE.get(str(name).lower())
+    sizes = PRESETS.get(str(name).lower())
     if sizes is None:
-        raise UsageError(f"model.preset is {shown(name)} but must be one of: {', '.join(_TABLE)}")
+        raise UsageError(f"model.preset is {shown(name)} but must be one of: {', '.join(PRESETS)}")
     return {**dict(zip(COLUMNS, sizes, strict=True)), "intermediate_size": None, "tie_embeddings": True}

@@ -11,8 +11,6 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ttrain.core.files import finite
@@ -121,17 +119,13 @@ def print_json(value: object, *, indent: int | None = 2) -> None:
 
     A dataclass is printed with all its fields. Where a number is not finite, as a loss may be, it is null: JSON has no NaN.
     """
-    text = json.dumps(finite(value), indent=indent, ensure_ascii=False, default=_as_json)
+    text = json.dumps(finite(value), indent=indent, ensure_ascii=False)
     print_json_text(text, flush=indent is None)
 
 
 def print_json_text(text: str, *, flush: bool) -> None:
     """Print JSON that is written already, with what a terminal may obey escaped."""
     print(_TERMINAL_CONTROLS.sub(lambda match: f"\\u{ord(match.group()):04x}", text), flush=flush)
-
-
-def _as_json(value: Any) -> object:
-    return str(value) if isinstance(value, Path) else asdict(value)
 
 
 def print_spans(lines: Iterable[Sequence[tuple[str, bool, bool]]]) -> None:
