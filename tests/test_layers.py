@@ -271,11 +271,6 @@ def test_the_command_line_imports_flows_inside_functions_only() -> None:
     assert [found.where for found in reached if not found.in_function] == []
 
 
-def test_tests_have_no_init_files() -> None:
-    """`tests` is on the path of pytest: as packages, its folders would stand before others of their names."""
-    assert list((ROOT / "tests").rglob("__init__.py")) == []
-
-
 def test_every_help_page_and_what_plans_stores_and_reports_load_nothing_heavy() -> None:
     """All pages, then all modules of the light packages, in one process; the first that brings a heavy library is named."""
     light = [module for module in MODULES if _package(module) in LIGHT and module not in LOADS]

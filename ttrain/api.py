@@ -9,8 +9,6 @@ It works in a notebook and in a thread: it takes no signal handlers, never exits
 and leaves the variables of the environment as they were. Errors are `ttrain.TTrainError` with a message for the user.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

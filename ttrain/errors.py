@@ -14,8 +14,6 @@
 A user's mistake raises one of these and says setting, value, rule and cure; a programmer's mistake asserts.
 """
 
-from __future__ import annotations
-
 import errno
 import signal
 from collections.abc import Sequence

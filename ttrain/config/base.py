@@ -1,7 +1,5 @@
 """The base class of all groups of settings, and types and helpers that they share."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Collection, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Settings of the data: where it comes from, how it is read, tokenizer, shards."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator

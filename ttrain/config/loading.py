@@ -1,7 +1,5 @@
 """Settings from defaults, profiles, YAML files, the environment and the command line, with the source of every value."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os

@@ -1,7 +1,5 @@
 """Settings of the training loop: optimizer, schedule, precision, validation and early stopping."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from ttrain.config.base import Section, Seed, Share, need, setting

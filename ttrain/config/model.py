@@ -1,7 +1,5 @@
 """Settings of the model."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal

@@ -1,7 +1,5 @@
 """The settings that a wrong name may mean, also where that is the name of another library: `configs/other_names.yaml`."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Settings of how fast and where it runs, and of tracking: none of them is part of a key."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field

@@ -1,7 +1,5 @@
 """The whole tree of settings."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 
 from ttrain.config.base import Section, need, setting

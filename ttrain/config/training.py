@@ -1,7 +1,5 @@
 """Settings of the training stages, and the table of them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 

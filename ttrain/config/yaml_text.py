@@ -5,8 +5,6 @@ Of a text the type of its setting says what it means, not its look: a text setti
 and `no`, without quotes around it. Lists and mappings are written as in YAML: `[a, b]`, `{path: a, weight: 2}`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files that are whole or absent: JSON read and written, locks that end with their process, removal by a rename."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

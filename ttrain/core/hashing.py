@@ -1,7 +1,5 @@
 """The ingredients of a stage's key: canonical JSON, digests of files, digests of code."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import hashlib

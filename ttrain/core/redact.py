@@ -4,8 +4,6 @@ A URL of a data source loses user, password, query and fragment, where signed ad
 each, so that a reader of the record sees that something is missing. Standard library only: everything may import it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Figures, sizes, times and lists as the text that a person reads: in tables, messages, reports and pages."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime

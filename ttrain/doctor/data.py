@@ -4,8 +4,6 @@ What should be trained on is derived here a second time, from the text of the re
 code that makes rows.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
