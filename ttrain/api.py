@@ -185,10 +185,8 @@ class Runs(list[Run]):
 
     def to_pandas(self) -> Any:
         """A data frame with a row per run: name, pipeline, outcome, started, seconds, and a column per metric."""
-        try:
-            import pandas
-        except ImportError:
-            raise UsageError("to_pandas needs pandas, which is not installed; try: pip install pandas") from None
+        import pandas
+
         columns = ("name", "pipeline", "outcome", "started", "seconds")
         return pandas.DataFrame([{name: getattr(run, name) for name in columns} | dict(run.metrics) for run in self])
 

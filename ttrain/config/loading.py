@@ -3,7 +3,6 @@
 import functools
 import inspect
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from ttrain.config import Section, Settings, flatten, other_names, rules, yaml_t
 from ttrain.config.base import NONE, assign, takes_numbers
 from ttrain.config.data import LEARNT, PYTHON_DOCS, Data
 from ttrain.config.model import sizes_of
-from ttrain.config.settings import existing_model_of, last_of, root_of
+from ttrain.config.settings import first_start
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.config.yaml_text import InvalidYaml, configs_directory, one_line, shown
 from ttrain.core.files import JsonDict, JsonObject
@@ -118,9 +117,9 @@ def _assignment(text: str) -> JsonObject:
 
 def _leaves(tree: JsonObject, origin: str) -> list[tuple[str, Any]]:
     leaves = list(flatten(tree))
-    for key, number in Counter(key for key, _ in leaves).items():
-        if number > 1:
-            raise UsageError(f"'{one_line(key)}' is set twice in {origin}, with dots and by its section; remove one")
+    keys = [key for key, _ in leaves]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise UsageError(f"'{one_line(twice[0])}' is set twice in {origin}, with dots and by its section; remove one")
     return leaves
 
 
@@ -240,12 +239,13 @@ def _following(base: Sequence[Override], overrides: list[Override]) -> Iterator[
         if name in present and key not in values and nearest != usual:
             starts[name] = nearest
             yield Override(rules.AUTO, key, nearest)
-    model, first = existing_model_of(starts, last_of(present)), root_of(last_of(present), starts)[0]
+    first, model = first_start(starts, present)
     if model is None:
         return
     start = f"{first}.start_from"
     _refuse_sizes_of_new_models(overrides, model, start)
-    if (start, model) not in {(item.key, item.value) for item in base}:  # else the base has its own values of both
+    of_base = next((item.value for item in base if item.key == start), None)
+    if model != of_base:  # else the base has its own values of both
         yield Override(f"{start}{IS_SET}", "tokenizer.existing", model)
         yield Override(f"{start}{IS_SET}", "tokenizer.template", "auto")
 
@@ -278,8 +278,8 @@ def _refuse_sizes_of_new_models(overrides: list[Override], model: str, start: st
 
 def _first_of_layer(overrides: list[Override], origin: str) -> int:
     """The index at which the layer of the origin begins; all variables are one layer."""
-    layer = ENVIRONMENT_PREFIX if origin.startswith(ENVIRONMENT_PREFIX) else origin
-    return next(n for n, item in enumerate(overrides) if item.origin.startswith(layer))
+    origins = [item.origin.partition(ENVIRONMENT_PREFIX)[1] or item.origin for item in overrides]
+    return origins.index(origin.partition(ENVIRONMENT_PREFIX)[1] or origin)
 
 
 # --- one tree, validated once

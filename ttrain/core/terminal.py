@@ -61,14 +61,7 @@ def show_warnings() -> None:
     errors alone, and with it Python's handler of last resort is silent."""
     import logging
 
-    class Escaped(logging.Formatter):
-        """Names of files in a warning may hold control characters."""
-
-        def format(self, record: logging.LogRecord) -> str:
-            return escaped_lines(super().format(record))
-
     if logging.lastResort is not None:
-        logging.lastResort.setFormatter(Escaped())
         logging.getLogger("ttrain").addHandler(logging.lastResort)
 
 
