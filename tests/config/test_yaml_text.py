@@ -11,15 +11,6 @@ from ttrain.config import Night
 from ttrain.config.loading import load
 from ttrain.errors import UsageError
 
-
-def test_a_float_may_be_written_as_people_write_it(tmp_path: Path) -> None:
-    text = "3e-4"
-    from_file = load(files=[settings_file(tmp_path, f"sft: {{optim: {{lr: {text}}}}}")], environment={})
-    from_line = load([f"sft.optim.lr={text}"], environment={})
-    from_environment = load(environment={"TTRAIN__SFT__OPTIM__LR": text})
-    assert [loaded.settings.sft.optim.lr for loaded in (from_file, from_line, from_environment)] == [3e-4] * 3
-
-
 COUNTS = {"1M": 10**6, "1.5m": 1_500_000, "250k": 250_000, "2e6": 2_000_000, "1_000_000": 10**6}
 
 

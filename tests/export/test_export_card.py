@@ -14,7 +14,6 @@ from ttrain.reports.history import History
 from ttrain.reports.model_card import Exported, card
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
-from ttrain.store.model_files import MODEL
 
 EXPORTED = Exported(name="mine", files="model", dtype="bf16", parameters=1, config={})
 
@@ -55,16 +54,6 @@ def test_the_card_of_an_adapter_says_what_it_belongs_to_and_how_it_is_loaded() -
     assert (metadata["library_name"], metadata["base_model"]) == ("peft", "owner/name")
     for part in (f"`{'fedcba' * 10}`", 'from_pretrained("BASE", trust_remote_code=True)', 'from_pretrained(base, "THIS_DIR'):
         assert part in text
-
-
-def test_the_card_names_the_model_that_was_started_from_but_no_path() -> None:
-    files = {name: [{"name": name, "sha256": "abcdef" * 10}] for name in ("config.json", MODEL)}
-    history = History((artifact("base-model", ingredients={"files": files}), artifact("sft")), None, {}, "owner/name")
-    text = card(EXPORTED, history)
-    assert ModelCard(text).data.base_model == "owner/name" and "`owner/name`" in text
-    assert all(f"{name} | `abcdefabcdef`" in text for name in files)
-    text = card(EXPORTED, replace(history, base=None))
-    assert ModelCard(text).data.base_model is None and "local model" in text
 
 
 @pytest.mark.parametrize(("start", "base"), [("owner/name@main", "owner/name"), ("here", None)])

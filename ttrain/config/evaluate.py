@@ -113,7 +113,7 @@ HELDOUT = "heldout"  # instead of a file: the held-out documents of the model's 
 # By kind of task: what stands for a file, and which held-out part it is.
 HELDOUT_PARTS: dict[str, dict[str, str]] = {"text": {HELDOUT: "documents"}, "chats": {}, "pairs": {}}
 for _row in TRAINING_STAGES.values():
-    if _row.part and _row.rows != "documents":
+    if _row.rows != "documents":
         HELDOUT_PARTS[_row.rows][_row.part] = _row.part
 
 Limit = Annotated[int | None, setting(None, "items that are scored, drawn by the seed; empty: all", ge=1)]

@@ -340,8 +340,8 @@ class TrainingStage:
     title: str  # of its registered models
     role: Role  # a base model, one that chats, or an adapter on a model
     rows: Literal["documents", "chats", "pairs"]  # what it learns from
+    metric: PrimaryMetric  # by which its model is judged
     suffix: str = ""  # of its registered model, and its model's name in the evaluation; empty: its own name
-    metric: PrimaryMetric | None = None  # by which its model is judged; None: the evaluation reads none of its held-out rows
     summary: str = ""  # of its model, in a sentence
     help: str = ""  # what it does, and needs
     optional: bool = False  # whether its data set has no files by default; it is trained wherever there are some
@@ -362,13 +362,13 @@ class TrainingStage:
 
     @property
     def part(self) -> str:
-        """What the evaluation calls the held-out rows of its data set; empty: it does not read them."""
-        return self.metric.records if self.metric else ""
+        """What the evaluation calls the held-out rows of its data set."""
+        return self.metric.records
 
     @property
     def loss(self) -> str:
         """Prefix of the losses on that part, where it is chats: documents have bits per byte, pairs a share."""
-        return self.metric.family if self.metric and self.rows == "chats" else ""
+        return self.metric.family if self.rows == "chats" else ""
 
     @property
     def directory(self) -> str:
@@ -411,7 +411,7 @@ TRAINING_STAGES = {row.name: row for row in ROWS}
 TRAININGS = tuple(TRAINING_STAGES)
 BASES = tuple(name for name, row in TRAINING_STAGES.items() if row.role == "base")
 # Where runs share a model, the metric of the next one tells which run is better.
-PRIMARY_METRICS = {name: row.metric for name, row in TRAINING_STAGES.items() if row.metric}
+PRIMARY_METRICS = {name: row.metric for name, row in TRAINING_STAGES.items()}
 MODELS = tuple(row.model for row in TRAINING_STAGES.values())  # as the evaluation names them
 
 
