@@ -79,7 +79,7 @@ class DigestCache:
 
     def module(self, path: Path, name: str) -> tuple[str, list[str]]:
         """(digest of the module's syntax tree, names of the project's modules that it imports)."""
-        entry = self._remembered("module", path, lambda source: _read_module(source, name))
+        entry = self._remembered("code", path, lambda source: _read_module(source, name))
         return entry[0], list(entry[1])
 
     def save(self) -> None:
