@@ -25,6 +25,8 @@ from ttrain.engine.graph import Planned
 from ttrain.errors import Interrupted, NothingNew, TTrainError, UsageError
 from ttrain.tasks import Stage
 
+FIRST_DELAY_SECONDS = 10.0  # each further one is twice as long
+
 
 def stage_task(planned: Planned, execution: PipelineRun, on_end: Callable[[], object] = lambda: None) -> Task[..., Any]:
     """A Prefect task for one stage of a run's plan; `on_end` is called in its task run.
@@ -34,13 +36,12 @@ def stage_task(planned: Planned, execution: PipelineRun, on_end: Callable[[], ob
     be interrupted by a signal.
     """
     stage = planned.stage
-    runtime = execution.settings.runtime
-    retries, first_delay = runtime.retries, runtime.retry_delay_seconds
+    retries = execution.settings.runtime.retries
 
     def body() -> State[Any]:
         logger = get_run_logger()
         if done := (task_run.run_count or 1) - 1:
-            delay = first_delay * 2 ** (done - 1)
+            delay = FIRST_DELAY_SECONDS * 2 ** (done - 1)
             logger.info("waiting %.1f s before retry %d of %d", delay, done, retries)
             execution.wait(delay)
         if execution.signum:

@@ -153,7 +153,7 @@ OF_ROWS: Mapping[str, dict[str, tuple[str, ...]]] = {"pairs": {REFERENCE.name: (
 def _training(row: config.TrainingStage) -> Stage:
     return Stage(
         row.name,
-        row.module or f"ttrain.tasks.{row.name}",
+        f"ttrain.tasks.{row.name}",
         (row.name, "model") if row.name == "pretrain" else (row.name,),
         {**OF_ROLE.get(row.role, {}), **OF_ROWS.get(row.rows, {}), **dict.fromkeys(("replay", "base", "shards"), ())},
         uses_ranks=True,

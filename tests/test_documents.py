@@ -23,7 +23,6 @@ from ttrain.config import Settings
 from ttrain.config.loading import load, settable_keys
 from ttrain.data import contamination
 from ttrain.data.preferences import is_preference, preference_of
-from ttrain.errors import TTrainError
 from ttrain.evaluate import suites
 
 PROGRAMS = {  # of others, on the pages for convenience
@@ -114,15 +113,6 @@ def test_a_command_has_the_arguments_that_a_page_gives_it_and_settings_that_exis
     if name in ("ttrain pipeline run", "ttrain pipeline plan", "ttrain stage run", "ttrain doctor", "ttrain config show"):
         loaded = load(list(overrides), files=values.get("config") or (), profiles=profiles, environment={})
         assert len(loaded.sources) >= len(overrides)
-
-
-def test_a_wrong_command_or_setting_would_fail(directory: Path) -> None:
-    for wrong in (("pipeline", "run", "full", "--untill", "sft"), ("modell", "show"), ("eval", "--choices")):
-        with pytest.raises(BaseException, match=r"(?i)no such|option|argument"):
-            parsed(wrong)
-    with pytest.raises(TTrainError, match=r"sft\.optim\.rl"):
-        _, values = parsed(("pipeline", "plan", "full", "sft.optim.rl=1"))
-        load(values["overrides"], environment={})
 
 
 SPAN = re.compile(r"`([^`\n]+)`")

@@ -19,7 +19,8 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from ttrain.config import Settings, flatten
-from ttrain.config.loading import configs_directory, load, profile_names
+from ttrain.config.loading import load, profile_names
+from ttrain.config.yaml_text import configs_directory
 from ttrain.data import pool
 
 ROOT = Path(__file__).parents[1]
@@ -268,11 +269,6 @@ def test_the_command_line_imports_flows_inside_functions_only() -> None:
     reached = [found for found in imports() if _package(found.importer) == "cli" and _below(found.name, "ttrain.flows")]
     assert reached
     assert [found.where for found in reached if not found.in_function] == []
-
-
-def test_tests_have_no_init_files() -> None:
-    """`tests` is on the path of pytest: as packages, its folders would stand before others of their names."""
-    assert list((ROOT / "tests").rglob("__init__.py")) == []
 
 
 def test_every_help_page_and_what_plans_stores_and_reports_load_nothing_heavy() -> None:

@@ -8,8 +8,6 @@
 `load_settings`, `plan`, `run`, `runs` and `load` are described in `ttrain.api`; they are imported when first used.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from ttrain.core.machine import VERSION as __version__

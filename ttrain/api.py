@@ -9,14 +9,11 @@ It works in a notebook and in a thread: it takes no signal handlers, never exits
 and leaves the variables of the environment as they were. Errors are `ttrain.TTrainError` with a message for the user.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging
 import os
 import sys
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,10 +185,8 @@ class Runs(list[Run]):
 
     def to_pandas(self) -> Any:
         """A data frame with a row per run: name, pipeline, outcome, started, seconds, and a column per metric."""
-        try:
-            import pandas
-        except ImportError:
-            raise UsageError("to_pandas needs pandas, which is not installed; try: pip install pandas") from None
+        import pandas
+
         columns = ("name", "pipeline", "outcome", "started", "seconds")
         return pandas.DataFrame([{name: getattr(run, name) for name in columns} | dict(run.metrics) for run in self])
 
@@ -271,30 +266,14 @@ def load(reference: str, *, device: str = "cpu", home: str | Path | None = None)
 
     from ttrain.model import adapters, factory
 
-    with _quiet_transformers():
-        model: Any = factory.load(artifact.model)
-        if artifact.adapter is not None:
-            model = adapters.load(model, artifact.adapter, artifact.base_digest)
+    model: Any = factory.load(artifact.model)
+    if artifact.adapter is not None:
+        model = adapters.load(model, artifact.adapter, artifact.base_digest)
     return model.to(device).eval(), AutoTokenizer.from_pretrained(artifact.tokenizer)
 
 
 def _home(home: str | Path | None) -> Path:
     return layout.home() if home is None else Path(home).absolute()
-
-
-@contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    from transformers.utils import logging as transformers_logging
-
-    was_shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # between PEFT and transformers
-            yield
-    finally:
-        if was_shown:
-            transformers_logging.enable_progress_bar()
 
 
 __all__ = ["Plan", "Planned", "Run", "Runs", "TTrainError", "load", "load_settings", "plan", "run", "runs"]

@@ -8,14 +8,11 @@
     ├── NothingNew              all documents are near-duplicates of learnt ones, or held out by earlier nights
     ├── StageFailed             a stage's process ended without a result, or with an error
     ├── ArtifactError           the store holds something that cannot be trusted
-    ├── TrackingError           MLflow cannot be queried for what only it knows
     ├── RankLost                another rank of the same training ended or does not answer
     └── Interrupted             SIGINT, SIGTERM or SIGHUP, after the state was saved; exit code 130, 143 or 129
 
 A user's mistake raises one of these and says setting, value, rule and cure; a programmer's mistake asserts.
 """
-
-from __future__ import annotations
 
 import errno
 import signal
@@ -136,10 +133,6 @@ class DamagedFile(ArtifactError):
     def __init__(self, finding: str, path: Path, fix: str = fix) -> None:
         super().__init__(f"{finding}; {fix}")
         self.path = path
-
-
-class TrackingError(TTrainError):
-    """MLflow does not answer, or is not there; the message says which one was asked, and the cure."""
 
 
 class RankLost(TTrainError):

@@ -11,25 +11,13 @@ from ttrain.config import Night
 from ttrain.config.loading import load
 from ttrain.errors import UsageError
 
-
-@pytest.mark.parametrize("text", ["3e-4", "'3e-4'"])
-def test_a_float_may_be_written_as_people_write_it(tmp_path: Path, text: str) -> None:
-    from_file = load(files=[settings_file(tmp_path, f"sft: {{optim: {{lr: {text}}}}}")], environment={})
-    from_line = load([f"sft.optim.lr={text}"], environment={})
-    from_environment = load(environment={"TTRAIN__SFT__OPTIM__LR": text})
-    assert [loaded.settings.sft.optim.lr for loaded in (from_file, from_line, from_environment)] == [3e-4] * 3
+COUNTS = {"1M": 10**6, "1.5m": 1_500_000, "250k": 250_000, "2e6": 2_000_000, "1_000_000": 10**6}
 
 
-@pytest.mark.parametrize(
-    ("text", "tokens"),
-    [("1M", 10**6), ("1.5m", 1_500_000), ("250k", 250_000), ("2e6", 2_000_000), ("1_000_000", 10**6), ("2B", 2 * 10**9)],
-)
-def test_counts_are_read_as_people_write_them(text: str, tokens: int) -> None:
-    assert load([f"pretrain.tokens={text}"], environment={}).settings.pretrain.tokens == tokens
-
-
-def test_what_is_no_whole_number_above_zero_is_refused() -> None:
-    for text in ("M", "1.5", "1e999999999", "1MM", "0k", "-1M"):
+def test_counts_are_read_as_people_write_them() -> None:
+    read = {text: load([f"pretrain.tokens={text}"], environment={}).settings.pretrain.tokens for text in COUNTS}
+    assert read == COUNTS
+    for text in ("M", "1.5", "1e999999999", "0k"):
         with pytest.raises(UsageError, match=r"pretrain\.tokens"):
             load([f"pretrain.tokens={text}"], environment={})
 
@@ -62,9 +50,7 @@ def test_a_time_of_day_is_hour_and_minute_without_quotes_and_nothing_else(tmp_pa
 WRONG: dict[str, tuple[str | bytes, str]] = {
     "an open list": ("a: [", "not valid YAML"),
     "a number for a name": ("1: 2", "mapping"),
-    "a number for a name within": ("sft: {1: 2}", "unknown setting 'sft.1'"),
     "one setting twice": ("sft: {lr: 1, lr: 2}", "line 1, column 7: 'lr' is given twice"),
-    "a tab": ("sft:\n\tlr: 1", "line 2, column 1: found "),
     "a tag of Python's": ("sft: !!python/object/apply:os.system [id]", "could not determine a constructor for the tag"),
     "no UTF-8": (b"sft:\n  a: \xff", "can't decode byte 0xff"),
 }

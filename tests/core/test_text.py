@@ -4,31 +4,19 @@ from __future__ import annotations
 
 import math
 
-import pytest
-
 from ttrain.core.text import counted, first_of, format_duration, format_number, format_size, truncated
 
-
-@pytest.mark.parametrize(
-    ("value", "name", "written"),
-    [
-        (None, "loss", "–"), (math.nan, "loss", "nan"), (1.40958, "eval/bits_per_byte", "1.4096"),
-        (12_829.0, "tokens", "12,829"), (0.00066712, "lr", "0.0006671"), (42.123, "pretrain/perplexity", "42.12"),
-        (150.0, "total/train_seconds", "2 min 30 s"), (3.21, "total/train_seconds", "3.21 s"),
-        (7_384.0, "total/train_seconds", "2 h 03 min"), (1.5e9, "memory_bytes", "1.5 GB"),
-        (740.0, "eval/document_bytes", "740 B"), (-0.0371, "difference", "-0.0371"),
-    ],
-)  # fmt: skip
-def test_figures_are_written_as_a_person_reads_them(value: float | None, name: str, written: str) -> None:
-    assert format_number(value, name) == written
+NUMBERS = {
+    (None, "loss"): "–", (math.nan, "loss"): "nan", (1.40958, "eval/bits_per_byte"): "1.4096",
+    (12_829.0, "tokens"): "12,829", (0.00066712, "lr"): "0.0006671", (7_384.0, "train_seconds"): "2 h 03 min",
+    (3.21, "train_seconds"): "3.21 s", (1.5e9, "memory_bytes"): "1.5 GB",
+}  # fmt: skip
+SIZES = {9_999: "9,999 B", 10_000: "10 kB", 999_600: "1 MB", 5e15: "5e+03 TB"}
 
 
-@pytest.mark.parametrize(
-    ("count", "written"),
-    [(0, "0 B"), (9_999, "9,999 B"), (10_000, "10 kB"), (999_600, "1 MB"), (1.234e12, "1.23 TB"), (5e15, "5e+03 TB")],
-)
-def test_sizes_keep_three_digits_and_never_reach_a_thousand_of_a_smaller_unit(count: float, written: str) -> None:
-    assert format_size(count) == written
+def test_numbers_and_sizes_are_written_as_a_person_reads_them() -> None:
+    assert {given: format_number(*given) for given in NUMBERS} == NUMBERS
+    assert {count: format_size(count) for count in SIZES} == SIZES, "never a thousand of a smaller unit"
 
 
 def test_the_end_of_an_unknown_time_is_unknown() -> None:

@@ -85,7 +85,7 @@ def test_every_setting_that_holds_a_text_names_code_or_is_known_to_be_harmless()
     """A new one is to be judged: can it name code, a command, a file with code, or a machine that sends code?"""
     from typing import get_args
 
-    from ttrain.config.loading import leaf_fields
+    from ttrain.config.loading import types_by_name
 
     def holds_text(kind: Any) -> bool:
         return kind in (str, Any) or (any(map(holds_text, get_args(kind))) and get_origin(kind) is not Literal)
@@ -99,7 +99,7 @@ def test_every_setting_that_holds_a_text_names_code_or_is_known_to_be_harmless()
         "evaluate.documents", "evaluate.chats", "runtime.sample_prompts", "promotion.metric",  # texts
         "nightly.deadline", "nightly.timezone", "runtime.night.start", "runtime.night.end", "runtime.night.timezone",
     }  # fmt: skip
-    texts = {key for key, kind in leaf_fields(Settings) if holds_text(kind)}
+    texts = {key for key, kind in types_by_name(Settings).items() if holds_text(kind)}
     naming = {key for key in texts if any(key == name or key.startswith(f"{name}.") for name in NAMES_CODE)}
     assert texts - naming == harmless
     assert {name.split(".")[0] for name in NAMES_CODE} <= set(Settings.model_fields)

@@ -67,7 +67,7 @@ def test_a_stage_s_task_has_its_attempts_with_longer_and_longer_waits_and_no_cac
     from ttrain.config.loading import load
     from ttrain.flows import stage_task as stage
 
-    settings = load(["runtime.retries=3", "runtime.retry_delay_seconds=5"], environment={}).settings
+    settings = load(["runtime.retries=3"], environment={}).settings
     waits: list[float] = []
     fails = Mock(side_effect=StageFailed("its process was killed"))
     run: Any = Mock(settings=settings, signum=0, wait=waits.append, run_stage=fails)
@@ -77,7 +77,7 @@ def test_a_stage_s_task_has_its_attempts_with_longer_and_longer_waits_and_no_cac
         monkeypatch.setattr(stage, "task_run", SimpleNamespace(run_count=count))
         state = task.fn()
         assert state.is_failed() and state.message == "its process was killed"
-    assert waits == [5.0, 10.0]
+    assert waits == [10.0, 20.0]
     assert (task.name, task.retries, task.cache_policy, task.persist_result) == (EVALUATE.name, 3, NO_CACHE, False)
     tries_again = task.retry_condition_fn
     assert tries_again(task, None, Failed(data=StageFailed("its process was killed")))

@@ -10,7 +10,7 @@ from support.refusals import settings_file
 
 from ttrain.config import Model, Settings
 from ttrain.config.loading import load
-from ttrain.config.model import names, sizes_of
+from ttrain.config.model import PRESETS, sizes_of
 from ttrain.core.hashing import digest_of
 from ttrain.errors import UsageError
 from ttrain.model.architecture import build_config
@@ -24,7 +24,7 @@ def model_of(*overrides: str, **layers: Any) -> Model:
 
 
 def test_a_preset_sets_the_sizes() -> None:
-    for name in names():
+    for name in PRESETS:
         assert model_of(f"model.preset={name}") == Model(preset=name) == Model(**sizes_of(name))
 
 

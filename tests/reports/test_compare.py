@@ -96,13 +96,6 @@ def test_a_run_whose_scores_are_of_an_earlier_version_is_compared_without_its_re
     assert metric.values == (2.0, 1.5) and metric.not_judged == UNKNOWN_RECORDS
 
 
-def test_a_training_of_a_package_that_is_gone_is_compared_too(tmp_path: Path) -> None:
-    for run, loss in ((A, 3.0), (B, 2.0)):
-        make_run(tmp_path, run, [Made("toy")], metrics={"toy/validation_loss": loss})
-    [metric] = compared(tmp_path, A, B).metrics
-    assert metric.values == (3.0, 2.0) and not metric.not_judged
-
-
 @pytest.mark.parametrize(
     ("metrics", "verdict"),
     [

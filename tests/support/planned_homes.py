@@ -53,10 +53,10 @@ def remember_copy(home: Path, package: Path) -> None:
     memory = home / "cache" / "digests.json"
     entries = json.loads(memory.read_bytes())
     for name, (*known, value) in list(entries.items()):
-        module = Path(name.removeprefix("module:"))
+        module = Path(name.removeprefix("code:"))
         if module.is_relative_to(ROOT / "ttrain") and module.is_file() and known == stamp(module):
             copied = package / module.relative_to(ROOT / "ttrain")
-            entries[f"module:{copied}"] = [*stamp(copied), value]
+            entries[f"code:{copied}"] = [*stamp(copied), value]
     memory.write_text(json.dumps(entries))
 
 

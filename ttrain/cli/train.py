@@ -17,7 +17,6 @@ from ttrain.cli.options import (
     Files,
     Output,
     SettingsOptions,
-    Spans,
     Table,
     app,
     argument,
@@ -138,14 +137,10 @@ def doctor(
             fix = "" if finding.ok else f"; fix: {finding.fix}"
             print_escaped(f"{'ok ' if finding.ok else 'BAD'} {name:{NAME_WIDTH}}{finding.measured}{fix}")
     failures = [name for name, finding in findings.items() if not finding.ok]
-    parts: list[str | Spans] = []
-    for example in filter(None, (finding.example for finding in findings.values())):
-        parts += ["", f"a row of {examined}; the tokens that are trained on are marked:", Spans(example), ""]
     verdict = f"all {len(findings)} checks are ok"
     if failures:
         verdict = f"{len(failures)} of {len(findings)} checks are not ok: {', '.join(failures)}"
-    parts += [*plan.estimate.lines(), *plan.estimate.remarks()]
-    parts.append(f"{examined}: {verdict}, in {time.monotonic() - began:.0f} s")
+    last = f"{examined}: {verdict}, in {time.monotonic() - began:.0f} s"
     checks = [{"name": name, **finding.to_json()} for name, finding in findings.items()]
     report = {"checks": checks, "estimate": plan.estimate.to_json()}
-    return Output(report, parts, code=int(bool(failures)))
+    return Output(report, [*plan.estimate.lines(), *plan.estimate.remarks(), last], code=int(bool(failures)))

@@ -1,10 +1,8 @@
 """The base class of all groups of settings, and types and helpers that they share."""
 
-from __future__ import annotations
-
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from datetime import datetime
 from decimal import Decimal
 from types import UnionType
@@ -20,7 +18,6 @@ from pydantic import (
     Field,
     PlainSerializer,
     Tag,
-    create_model,
     model_validator,
 )
 
@@ -28,7 +25,6 @@ from ttrain.core import redact
 from ttrain.core.files import JsonDict, JsonObject
 
 T = TypeVar("T")
-S = TypeVar("S", bound="Section")
 
 
 def need(holds: bool, message: str) -> None:
@@ -40,7 +36,10 @@ def need(holds: bool, message: str) -> None:
 class Section(BaseModel):
     """A frozen group of settings; an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, defer_build=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, defer_build=True,
+        coerce_numbers_to_str=True,
+    )  # fmt: skip
 
     def replaced(self, changes: JsonObject) -> Self:
         """The section with other values of some fields, of sections within it by a mapping; no rule is checked again."""
@@ -86,18 +85,10 @@ def types_of(kind: Any) -> list[Any]:
     return [kind]
 
 
-def with_fields(fields: JsonObject) -> Callable[[type[S]], type[S]]:
-    """Class decorator: add fields, each (type, default), that the class itself does not spell out."""
-
-    def extended(section: type[S]) -> type[S]:
-        missing: Any = {name: field for name, field in fields.items() if name not in section.model_fields}
-        if not missing:
-            return section
-        return create_model(
-            section.__name__, __base__=section, __module__=section.__module__, __doc__=section.__doc__, **missing
-        )
-
-    return extended
+def takes_numbers(kind: Any) -> bool:
+    """Whether a setting's type has numbers, which pydantic would also read from a truth value."""
+    forms = types_of(kind)
+    return bool not in forms and not {int, float}.isdisjoint(forms)
 
 
 def as_tuple(value: object) -> object:
@@ -109,12 +100,8 @@ def as_tuple(value: object) -> object:
     return value
 
 
-def _as_list(value: object) -> object:
-    """Accept one entry without brackets."""
-    return (value,) if isinstance(value, str | int) else value
-
-
-Listed = BeforeValidator(_as_list)
+# One entry may stand without brackets.
+Listed = BeforeValidator(lambda value: (value,) if isinstance(value, str | int) else value)
 
 
 # Names a source of data. JSON, the form of all that is recorded, shown or sent to a server, hides the secrets of its URL.
@@ -137,11 +124,10 @@ def _as_sources(value: object) -> object:
     return (value,) if isinstance(value, Mapping) else as_tuple(value)
 
 
-def _form_of_source(value: object) -> str:
-    return "weighted" if isinstance(value, Mapping | Weighted) else "plain"
-
-
-Source = Annotated[Annotated[Location, Tag("plain")] | Annotated[Weighted, Tag("weighted")], Discriminator(_form_of_source)]
+Source = Annotated[
+    Annotated[Location, Tag("plain")] | Annotated[Weighted, Tag("weighted")],
+    Discriminator(lambda value: "weighted" if isinstance(value, Mapping | Weighted) else "plain"),
+]
 Paths = Annotated[tuple[Source, ...], BeforeValidator(_as_sources)]
 
 
@@ -177,14 +163,15 @@ def _existing_zone(value: str) -> str:
 TimeZone = Annotated[str, AfterValidator(_existing_zone)]
 
 
-def _time_of_day(value: str) -> str:
+def _time_of_day(value: object) -> str:
+    text = f"{value // 60}:{value % 60:02}" if isinstance(value, int) else str(value)  # YAML takes 22:30 for 1350
     try:
-        return f"{datetime.strptime(value, '%H:%M'):%H:%M}"
+        return f"{datetime.strptime(text, '%H:%M'):%H:%M}"
     except ValueError:
         raise ValueError("must be a time of day as hour:minute, from 00:00 to 23:59, such as 06:30") from None
 
 
-TimeOfDay = Annotated[str, AfterValidator(_time_of_day)]
+TimeOfDay = Annotated[str, BeforeValidator(_time_of_day)]
 
 
 def _rebuilt(kind: Any, value: Any) -> Any:

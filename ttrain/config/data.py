@@ -1,12 +1,10 @@
 """Settings of the data: where it comes from, how it is read, tokenizer, shards."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from ttrain.config.base import Count, Location, Paths, Section, Seed, Share, Weighted, as_tuple, need, setting, with_fields
+from ttrain.config.base import Count, Location, Paths, Section, Seed, Share, Weighted, as_tuple, need, setting
 from ttrain.config.rules import AUTO
 from ttrain.config.training import TRAINING_STAGES
 
@@ -15,6 +13,7 @@ LEAST_SIMILAR = 0.5  # of near-duplicates: below it, most pairs that share a ban
 NEAR_DUPLICATES_OF_NIGHTS = 0.8  # where reading.near_duplicates is empty
 LEARNT = tuple(dict.fromkeys(row.dataset for row in TRAINING_STAGES.values()))  # data sets that the training stages read
 DATASETS = (*(name for dataset in LEARNT for name in (dataset, f"{dataset}_heldout")), "tokenizer")
+HELDOUT_ROWS = "held-out rows; empty: taken by content hash"
 
 
 def dataset_read(name: str, tokenizer: object) -> str:
@@ -22,7 +21,6 @@ def dataset_read(name: str, tokenizer: object) -> str:
     return "pretrain" if name == "tokenizer" and not tokenizer else name
 
 
-@with_fields({name: (Paths, setting((), "held-out rows; empty: taken by content hash")) for name in DATASETS})
 class Data(Section):
     """Where the data comes from: paths, globs, folders, URLs, `hf://owner/name`, or `python-docs`.
 
@@ -34,8 +32,11 @@ class Data(Section):
     pretrain: Paths = setting((PYTHON_DOCS,), "documents, JSONL with a text field; none: no stage `pretrain`")
     pretrain_heldout: Paths = setting((), "held-out documents; empty: taken from `pretrain` by content hash")
     sft: Paths = setting((PYTHON_DOCS,), "chats, JSONL with `messages` or `conversations`; none: no stage `sft`")
+    sft_heldout: Paths = setting((), HELDOUT_ROWS)
     dpo: Paths = setting((), "pairs of answers, JSONL with `chosen` and `rejected`; none: no stage `dpo`")
+    dpo_heldout: Paths = setting((), HELDOUT_ROWS)
     lora: Paths = setting((PYTHON_DOCS,), "chats of the domain that the adapter learns; none: no stage `lora`")
+    lora_heldout: Paths = setting((), HELDOUT_ROWS)
     tokenizer: Paths = setting((), "documents the tokenizer learns from; empty: the training part of `pretrain`")
 
     def paths(self, name: str) -> tuple[str, ...]:

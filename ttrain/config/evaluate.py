@@ -1,25 +1,26 @@
 """Settings of the evaluation."""
 
-from __future__ import annotations
-
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from ttrain.config.base import Count, Listed, Location, Section, Seed, as_tuple, need, setting, with_fields
+from ttrain.config.base import Count, Listed, Location, Section, Seed, as_tuple, need, setting
 from ttrain.config.training import TRAINING_STAGES
 
 Names = Annotated[tuple[Location, ...], BeforeValidator(as_tuple)]
 
 
-@with_fields({row.model: (Names, setting((), f"suites of the {row.model} model")) for row in TRAINING_STAGES.values()})
 class Suites(Section):
     """Suites of tasks for each model of a pipeline, by the names of those that ship with ttrain or as YAML files.
 
     They count by the bytes of their files. What is not a mapping applies to all models: `evaluate.suites=mine.yaml`.
     """
+
+    base: Names = setting((), "suites of the base model")
+    sft: Names = setting((), "suites of the sft model")
+    dpo: Names = setting((), "suites of the dpo model")
+    lora: Names = setting((), "suites of the lora model")
 
     @model_validator(mode="before")
     @classmethod
@@ -105,14 +106,14 @@ class GateJob(Section):
     data: tuple[str, ...]  # files of documents or chats
 
 
-TASK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]  # a part of names of metrics
 
 HELDOUT = "heldout"  # instead of a file: the held-out documents of the model's own run
 
 # By kind of task: what stands for a file, and which held-out part it is.
 HELDOUT_PARTS: dict[str, dict[str, str]] = {"text": {HELDOUT: "documents"}, "chats": {}, "pairs": {}}
 for _row in TRAINING_STAGES.values():
-    if _row.part and _row.rows != "documents":
+    if _row.rows != "documents":
         HELDOUT_PARTS[_row.rows][_row.part] = _row.part
 
 Limit = Annotated[int | None, setting(None, "items that are scored, drawn by the seed; empty: all", ge=1)]
@@ -182,16 +183,10 @@ class ChoicesTask(Shots):
     normalise: Literal["none", "characters", "bytes", "tokens"] = setting(
         "none", "what the log-likelihood of a choice is divided by in the figure that stands for the task"
     )
-    template: str = setting("{question}", "what stands before a choice")
+    template: str = setting("{question}", "what stands before a choice", pattern=r"\{question\}")
     delimiter: str | None = setting(
         None, "between question and choice; empty: a space, where neither brings one and the script has them"
     )
-
-    @field_validator("template")
-    @classmethod
-    def _template_has_the_question(cls, value: str) -> str:
-        need("{question}" in value, f"template is {value!r}, which does not hold {{question}}")
-        return value
 
 
 class LastWordTask(Shots):
@@ -235,13 +230,5 @@ KINDS: dict[str, type[Task]] = {
 class Suite(Section):
     """Tasks by name, in the order in which a table shows them."""
 
-    tasks: dict[str, Annotated[Task, Field(discriminator="kind")]] = Field(min_length=1)
+    tasks: dict[TaskName, Annotated[Task, Field(discriminator="kind")]] = Field(min_length=1)
     allow_code: bool = setting(False, "open task files of lm-evaluation-harness, which may run Python")
-
-    @field_validator("tasks")
-    @classmethod
-    def _names_fit_into_metrics(cls, value: dict[str, Task]) -> dict[str, Task]:
-        for name in value:
-            fits = TASK_NAME.fullmatch(name) is not None
-            need(fits, f"a task is called {name!r}; take letters, digits, '_', '-' and '.', such as poems-2")
-        return value

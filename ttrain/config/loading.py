@@ -1,11 +1,8 @@
 """Settings from defaults, profiles, YAML files, the environment and the command line, with the source of every value."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,21 +12,20 @@ from typing import Any, NamedTuple, TypeVar, get_args, get_origin
 from pydantic import ValidationError
 
 from ttrain.config import Section, Settings, flatten, other_names, rules, yaml_text
-from ttrain.config.base import NONE, assign, types_of
+from ttrain.config.base import NONE, assign, takes_numbers
 from ttrain.config.data import LEARNT, PYTHON_DOCS, Data
 from ttrain.config.model import sizes_of
-from ttrain.config.settings import existing_model_of, last_of, root_of
+from ttrain.config.settings import first_start
 from ttrain.config.training import TRAINING_STAGES
-from ttrain.config.yaml_text import InvalidYaml, one_line, shown
+from ttrain.config.yaml_text import InvalidYaml, configs_directory, one_line, shown
 from ttrain.core.files import JsonDict, JsonObject
-from ttrain.core.text import first_of, rule_of
+from ttrain.core.text import rule_of
 from ttrain.errors import UsageError
 
 ENVIRONMENT_PREFIX = "TTRAIN__"
 COMMAND_LINE = "command line"  # the origin of its values
 PRESET = "model.preset"
 SHOWN_KEYS = 60  # more than these are not listed in a message
-SHOWN_NAMES = 6  # of a section
 S = TypeVar("S", bound=Section)
 IS_SET = " is set"  # ends the origin of a value that follows from another setting
 BUDGETS = {"tokens": "epochs", "epochs": "tokens"}  # of a training stage: one of the two
@@ -83,11 +79,13 @@ def layers(
     `root`: the tree whose types say what texts mean; None: they stay texts, for `with_types`. With `Settings` a file may be
     TinySeek's `model_config.json`, some of whose names are also settings of tasks.
     """
-    trees = [(f"profile {name}", read_yaml(_profile(name))) for name in profiles]
+    if unknown := [name for name in profiles if name not in profile_names()]:
+        raise UsageError(f"there is no profile '{one_line(unknown[0])}'; there are {', '.join(profile_names())}")
+    trees = [(f"profile {name}", read_yaml(configs_directory() / "profiles" / f"{name}.yaml")) for name in profiles]
     for path in files:
         tree = read_yaml(path)
         trees.append((str(path), other_names.from_tinyseek(tree, str(path)) if root is Settings else tree))
-    trees += [(variable, {key: environment[variable]}) for variable, key in _variables(environment)]
+    trees += [(variable, _of_variable(variable, environment[variable])) for variable in sorted(environment)]
     if isinstance(overrides, Mapping):
         paths_as_texts = {key: str(value) if isinstance(value, Path) else value for key, value in overrides.items()}
         trees.append(("overrides", paths_as_texts))
@@ -97,20 +95,14 @@ def layers(
     return with_types(root, flat) if root else flat
 
 
-def _profile(name: str) -> Path:
-    if name not in profile_names():
-        raise UsageError(f"there is no profile '{one_line(name)}'; there are {', '.join(profile_names())}")
-    return configs_directory() / "profiles" / f"{name}.yaml"
-
-
-def _variables(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """(variable, key) of the settings in the environment."""
-    for variable in sorted(environment):
-        name = variable.removeprefix("TTRAIN_")
-        if variable.startswith(ENVIRONMENT_PREFIX):
-            yield variable, variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
-        elif name != variable and "__" in name:
-            raise UsageError(f"{variable} is set, but settings begin with TTRAIN__; write {ENVIRONMENT_PREFIX}{name}")
+def _of_variable(variable: str, value: str) -> JsonObject:
+    """The setting of a variable of the environment, if it is one."""
+    name = variable.removeprefix("TTRAIN_")
+    if variable.startswith(ENVIRONMENT_PREFIX):
+        return {name[1:].lower().replace("__", "."): value}
+    if name != variable and "__" in name:
+        raise UsageError(f"{variable} is set, but settings begin with TTRAIN__; write {ENVIRONMENT_PREFIX}{name}")
+    return {}
 
 
 def _assignment(text: str) -> JsonObject:
@@ -125,9 +117,9 @@ def _assignment(text: str) -> JsonObject:
 
 def _leaves(tree: JsonObject, origin: str) -> list[tuple[str, Any]]:
     leaves = list(flatten(tree))
-    for key, number in Counter(key for key, _ in leaves).items():
-        if number > 1:
-            raise UsageError(f"'{one_line(key)}' is set twice in {origin}, with dots and by its section; remove one")
+    keys = [key for key, _ in leaves]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise UsageError(f"'{one_line(twice[0])}' is set twice in {origin}, with dots and by its section; remove one")
     return leaves
 
 
@@ -144,13 +136,6 @@ def read_yaml(path: Path) -> JsonObject:
     return tree or {}
 
 
-def configs_directory() -> Path:
-    """The YAML files that ship with ttrain: inside the wheel, or beside the package in a checkout."""
-    package = Path(__file__).parents[1]
-    inside = package / "configs"
-    return inside if inside.is_dir() else package.parent / "configs"
-
-
 def profile_names() -> list[str]:
     """Names that `--profile` accepts."""
     return sorted(path.stem for path in (configs_directory() / "profiles").glob("*.yaml"))
@@ -163,40 +148,27 @@ def with_types(root: type[Section], overrides: Iterable[Override]) -> list[Overr
     """
     typed: list[Override] = []
     for origin, key, value in overrides:
-        if isinstance(value, str) and (origin == COMMAND_LINE or origin.startswith(ENVIRONMENT_PREFIX)):
+        kind = type_of(root, key)
+        if kind is not None and isinstance(value, str) and origin.startswith((COMMAND_LINE, ENVIRONMENT_PREFIX)):
             try:
-                typed += [Override(origin, name, leaf) for name, leaf in flatten({key: _read(value, key, root)})]
+                value = yaml_text.read(value, kind)
             except InvalidYaml as error:
                 raise UsageError(
-                    f"{one_line(key)} is {shown(value)} (from {origin}), which is not valid YAML: {error}; "
+                    f"{key} is {shown(value)} (from {origin}), which is not valid YAML: {error}; "
                     f"write a list as [a, b], and put a text that has brackets between quotes"
                 ) from None
-        else:
-            typed.append(Override(origin, key, value))
+        typed += [Override(origin, name, leaf) for name, leaf in flatten({key: value})]
     return typed
 
 
-def _read(text: str, key: str, root: type[Section]) -> Any:
-    kind = type_of(root, key)
-    if kind is Section and text.startswith("{"):
-        texts = flatten(yaml_text.parse(text, yaml_text.WordLoader))
-        return {name: _read(leaf, f"{key}.{name}", root) if isinstance(leaf, str) else leaf for name, leaf in texts}
-    return text if kind is None else yaml_text.read(text, kind | None if kind is Section else kind)
-
-
 def type_of(root: type[Section], key: str) -> Any:
-    """The type of a setting by its dotted name; Section for the name of a section, None for no setting."""
-    kinds = _kinds(root)
+    """The type of a setting by its dotted name, also of a section; None for no setting."""
+    kinds = types_by_name(root)
     if key in kinds:
         return kinds[key]
     if any(get_origin(kind) is dict and key.startswith(f"{name}.") for name, kind in kinds.items()):
         return Any  # what an architecture alone knows
-    return Section if any(name.startswith(f"{key}.") for name in kinds) else None
-
-
-@functools.cache
-def _kinds(root: type[Section]) -> dict[str, Any]:
-    return dict(leaf_fields(root))
+    return Section | None if any(name.startswith(f"{key}.") for name in kinds) else None
 
 
 def without_pipeline_settings(overrides: Iterable[Override], root: type[Section]) -> list[Override]:
@@ -215,36 +187,21 @@ def without_pipeline_settings(overrides: Iterable[Override], root: type[Section]
 
 def settings_of(overrides: list[Override], base: Sequence[Override] = ()) -> LoadedSettings:
     """Merge the overrides, as `layers` returns them, into settings. Raises UsageError."""
-    base = [*_data_that_is_not_named([*base, *overrides]), *base]
-    base = [*_starts_from_present_stages([*base, *overrides]), *base]
-    model, start = _existing_model([*base, *overrides])
-    if model is not None:
-        _refuse_sizes_of_new_models(overrides, model, start)
-        if model != _existing_model(base)[0]:  # else the base has its own values of both
-            names = {"tokenizer.existing": model, "tokenizer.template": "auto"}
-            base += [Override(f"{start}{IS_SET}", key, value) for key, value in names.items()]
-    given = [*base, *_with_preset(overrides)]
+    given = [*base, *_following(base, overrides), *_with_preset(overrides)]
     values = {item.key: item.value for item in given}
     automatic = [key for key in rules.KEYS if values.get(key, rules.AUTO) == rules.AUTO]
     given = [item for item in given if item.key not in automatic]
     if rules.BATCH_KEY in automatic:  # the default may not fit the length of the rows
         given.append(Override(rules.AUTO, rules.BATCH_KEY, rules.AUTO))
     settings, sources = merge(Settings, given)
-    values = {**dict(flatten(settings.model_dump())), **dict.fromkeys(automatic, rules.AUTO)}
-    by_rule, changes = rules.automatic(values), JsonDict()
-    for key in automatic:
-        usual = default_values()[key]
-        assign(changes, key, by_rule.get(key, usual))
-        sources[key] = rules.AUTO if values[rules.START] == rules.NEW else f"{rules.START}{IS_SET}"
-        if by_rule.get(key, usual) == usual:
-            del sources[key]
-    return LoadedSettings(settings.replaced(changes), sources)
-
-
-@functools.cache
-def default_values() -> JsonDict:
-    """All settings by their dotted names, as they are where nothing is set."""
-    return dict(flatten(defaults(Settings)))
+    values = dict(flatten(settings.model_dump())) | dict.fromkeys(automatic, rules.AUTO)
+    origin = rules.AUTO if values[rules.START] == NONE else f"{rules.START}{IS_SET}"
+    defaults, changes = flatten_defaults(Settings), JsonDict()
+    for key, value in rules.automatic(values).items():
+        if key in automatic:
+            assign(changes, key, value)
+            sources[key] = "" if value == defaults[key] else origin
+    return LoadedSettings(settings.replaced(changes), {key: source for key, source in sources.items() if source})
 
 
 def _with_preset(overrides: list[Override]) -> list[Override]:
@@ -253,50 +210,50 @@ def _with_preset(overrides: list[Override]) -> list[Override]:
     if not presets:
         return overrides
     origin, _, name = presets[-1]
-    sizes = {} if name is None else sizes_of(name)
     first = _first_of_layer(overrides, origin)
+    sizes = {} if name is None else sizes_of(name)
     of_preset = [Override(f"preset {name}", f"model.{key}", size) for key, size in sizes.items()]
     return [item for item in (*overrides[:first], *of_preset, *overrides[first:]) if item.key != PRESET]
 
 
-def _data_that_is_not_named(overrides: Sequence[Override]) -> list[Override]:
-    """`none` for the data sets that nobody names, where another one is the user's: what is not named is not trained on."""
-    values = {item.key: item.value for item in overrides}
+def _following(base: Sequence[Override], overrides: list[Override]) -> Iterator[Override]:
+    """Data sets, starts of stages and the tokenizer where nobody sets them, as they follow from what is set.
+
+    A data set that is not named is none where another one is the user's. A stage starts from the nearest one before it that
+    has data. An existing model brings its tokenizer.
+    """
+    values = {item.key: item.value for item in (*base, *overrides)}
+    sources = {name: _sources(values.get(f"data.{name}", Data.model_fields[name].default)) for name in LEARNT}
     named = [name for name in LEARNT if f"data.{name}" in values]
-    own = next((name for name in named if _sources(values, name) not in ([], [PYTHON_DOCS])), None)
-    not_named = [name for name in LEARNT if own and name not in named and _sources({}, name)]
-    return [Override(f"data.{own}{IS_SET}", f"data.{name}", ()) for name in not_named]
-
-
-def _sources(values: JsonObject, dataset: str) -> list[Any]:
-    """The sources of a data set, as far as the values that are set are valid."""
-    value = values.get(f"data.{dataset}", Data.model_fields[dataset].default)
-    entries = [*value] if isinstance(value, (list, tuple)) else [value]
-    return [entry for entry in entries if entry not in (None, "", NONE)]
-
-
-def _starts_from_present_stages(overrides: Sequence[Override]) -> list[Override]:
-    """`start_from` of the stages for which nothing sets it: the nearest stage before them that has data."""
-    values = {item.key: item.value for item in overrides}
-    present = [name for name, row in TRAINING_STAGES.items() if _sources(values, row.dataset)]
-    starts = []
-    for name in present:
-        row = TRAINING_STAGES[name]
-        usual = row.settings.model_fields["start_from"].default
-        nearest = next((start for start in row.starts if start in present), row.starts[-1] if row.starts else usual)
-        if nearest != usual and f"{name}.start_from" not in values:
-            starts.append(Override(rules.AUTO, f"{name}.start_from", nearest))
-    return starts
-
-
-def _existing_model(overrides: Sequence[Override]) -> tuple[str | None, str]:
-    """(the model that is started from, or None; the setting by which the first stage names it)."""
-    values = {item.key: item.value for item in overrides}
+    own = next((name for name in named if sources[name] not in ([], [PYTHON_DOCS])), None)
+    for name in LEARNT:
+        if own and name not in named and sources[name]:
+            sources[name] = []
+            yield Override(f"data.{own}{IS_SET}", f"data.{name}", ())
+    present = [name for name, row in TRAINING_STAGES.items() if sources[row.dataset]]
     starts = {}
     for name, row in TRAINING_STAGES.items():
-        starts[name] = str(values.get(f"{name}.start_from", row.settings.model_fields["start_from"].default))
-    last = last_of([name for name, row in TRAINING_STAGES.items() if _sources(values, row.dataset)])
-    return existing_model_of(starts, last), f"{root_of(last, starts)[0]}.start_from"
+        key, usual = f"{name}.start_from", row.settings.model_fields["start_from"].default
+        starts[name] = str(values.get(key, usual))
+        nearest = next((start for start in row.starts if start in present), row.starts[-1] if row.starts else usual)
+        if name in present and key not in values and nearest != usual:
+            starts[name] = nearest
+            yield Override(rules.AUTO, key, nearest)
+    first, model = first_start(starts, present)
+    if model is None:
+        return
+    start = f"{first}.start_from"
+    _refuse_sizes_of_new_models(overrides, model, start)
+    of_base = next((item.value for item in base if item.key == start), None)
+    if model != of_base:  # else the base has its own values of both
+        yield Override(f"{start}{IS_SET}", "tokenizer.existing", model)
+        yield Override(f"{start}{IS_SET}", "tokenizer.template", "auto")
+
+
+def _sources(value: Any) -> list[Any]:
+    """The sources of a data set, as far as the value that is set is valid."""
+    entries = [*value] if isinstance(value, (list, tuple)) else [value]
+    return [entry for entry in entries if entry not in (None, "", NONE)]
 
 
 def _refuse_sizes_of_new_models(overrides: list[Override], model: str, start: str) -> None:
@@ -321,8 +278,8 @@ def _refuse_sizes_of_new_models(overrides: list[Override], model: str, start: st
 
 def _first_of_layer(overrides: list[Override], origin: str) -> int:
     """The index at which the layer of the origin begins; all variables are one layer."""
-    layer = ENVIRONMENT_PREFIX if origin.startswith(ENVIRONMENT_PREFIX) else ""
-    return next(n for n, item in enumerate(overrides) if item.origin == origin or (layer and item.origin.startswith(layer)))
+    origins = [item.origin.partition(ENVIRONMENT_PREFIX)[1] or item.origin for item in overrides]
+    return origins.index(origin.partition(ENVIRONMENT_PREFIX)[1] or origin)
 
 
 # --- one tree, validated once
@@ -334,25 +291,26 @@ def merge(root: type[S], overrides: Iterable[Override]) -> tuple[S, dict[str, st
     Raises UsageError with a line for each wrong setting: its name, its value, its source, the rule.
     """
     given: dict[str, Override] = {}
+    keys = known_keys(root)
     for item in overrides:
         section, name = f"{item.key}.", item.key.rpartition(".")[2]
-        if item.value in (None, {}) and any(key.startswith(section) for key in known_keys(root)):
+        if item.value in (None, {}) and any(key.startswith(section) for key in keys):
             continue  # a section in which nothing is set
         given = {key: earlier for key, earlier in given.items() if not key.startswith(section)}
         given[item.key] = item
         other = f"{item.key.removesuffix(name)}{BUDGETS.get(name)}"
-        is_budget = item.value is not None and other in known_keys(root)
+        is_budget = item.value is not None and other in keys
         if is_budget and (other not in given or given[other].origin != item.origin):
             given[other] = Override(f"{item.key}{IS_SET}", other, None)  # of a weaker layer
-    tree = defaults(root)  # so that one field of a section leaves the stage's own defaults of the others
+    tree = _defaults(root)  # so that one field of a section leaves the stage's own defaults of the others
     for item in given.values():
         assign(tree, item.key, item.value)
+    sources = {key: item.origin for key, item in given.items()}
     wrong = {
         key: f"{key} is {shown(item.value)} (from {item.origin}) but must be a number"
         for key, item in given.items()
-        if isinstance(item.value, bool) and _takes_numbers(type_of(root, key))  # pydantic reads it as 1 or 0
+        if isinstance(item.value, bool) and takes_numbers(type_of(root, key))  # pydantic reads it as 1 or 0
     }
-    sources = {key: item.origin for key, item in given.items()}
     try:
         settings = root.model_validate(tree)
     except ValidationError as error:
@@ -362,16 +320,14 @@ def merge(root: type[S], overrides: Iterable[Override]) -> tuple[S, dict[str, st
     return settings, sources
 
 
-def _takes_numbers(kind: Any) -> bool:
-    forms = types_of(kind)
-    return bool not in forms and not {int, float}.isdisjoint(forms)
-
-
 def _wrong_settings(
     error: ValidationError, tree: JsonObject, sources: Mapping[str, str], root: type[Section]
 ) -> dict[str, str]:
     """A line by the name of each wrong setting. Each form that it may have gives an error of its own."""
     lines: dict[str, str] = {}
+    names = settable_keys(root)
+    few = len(names) <= SHOWN_KEYS
+    known = f"there are {', '.join(names)}" if few else "`ttrain config show` lists them all"
     for item in error.errors(include_url=False):
         name, rule = _name_in(tree, item["loc"]), rule_of(item)
         below = [key for key in sources if f"{key}.".startswith(f"{name}.")]
@@ -379,15 +335,15 @@ def _wrong_settings(
         if item["type"] == "value_error" and not rule.startswith("must "):
             lines[name] = one_line(f"{name}: {rule}" if name and not rule.startswith(name) else rule)
         elif below and not is_known:
-            lines |= {key: _unknown(key, sources[key], root) for key in below}
+            for key in below:
+                meant = other_names.suggestion(key, names) or known
+                lines[key] = f"unknown setting '{one_line(key)}' (from {sources[key]}); {meant}"
         elif name in lines:
             lines[name] += f" or {rule.removeprefix('must be ')}"
         else:
-            origins = (source for key, source in sources.items() if f"{name}.".startswith(f"{key}."))
-            origin = next(origins, sources[below[0]] if below else "defaults")
+            above = (source for key, source in sources.items() if f"{name}.".startswith(f"{key}."))
+            origin = next(above, sources[below[0]] if below else "defaults")
             lines[name] = one_line(f"{name} is {shown(item['input'])} (from {origin}) but {rule}")
-            if names := [key for key in known_keys(root) if key.startswith(f"{name}.")]:
-                lines[name] += f"; set {first_of(names, SHOWN_NAMES)}"
     return lines
 
 
@@ -402,38 +358,40 @@ def _name_in(tree: Any, location: Iterable[str | int]) -> str:
     return ".".join(steps)
 
 
-def _unknown(key: str, origin: str, root: type[Section]) -> str:
-    names = settable_keys(root)
-    others = f"there are {', '.join(names)}" if len(names) <= SHOWN_KEYS else "`ttrain config show` lists them all"
-    return f"unknown setting '{one_line(key)}' (from {origin}); {other_names.suggestion(key, names) or others}"
-
-
 # --- the names of settings
 
 
+def _defaults(root: type[Section]) -> JsonDict:
+    """The tree as it is where nothing is set; settings without a default are not in it."""
+    return root.model_construct().model_dump()
+
+
 @functools.cache
+def flatten_defaults(root: type[Section] = Settings) -> JsonDict:
+    """`_defaults` by dotted names."""
+    return dict(flatten(_defaults(root)))
+
+
 def known_keys(root: type[Section] = Settings) -> list[str]:
     """Dotted names of every setting of a tree that has a default, as it is shown."""
-    return [key for key, _ in flatten(defaults(root))]
+    return [*flatten_defaults(root)]
 
 
 @functools.cache
 def settable_keys(root: type[Section]) -> list[str]:
     """`known_keys` and the settings without a default, also those of sections that are absent unless one of them is set."""
-    return list(dict.fromkeys([*known_keys(root), *_kinds(root)]))
+    return list(dict.fromkeys([*known_keys(root), *types_by_name(root)]))
 
 
-def leaf_fields(root: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names of all fields of a tree that are not sections, with their types."""
+@functools.cache
+def types_by_name(root: type[Section]) -> dict[str, Any]:
+    """Types of all fields of a tree that are not sections, by their dotted names."""
+    kinds = {}
     for name, field in root.model_fields.items():
-        kinds = (field.annotation, *get_args(field.annotation))
-        sections = [kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, Section)]
+        forms = (field.annotation, *get_args(field.annotation))
+        sections = [form for form in forms if inspect.isclass(form) and issubclass(form, Section)]
         if not sections:
-            yield f"{prefix}{name}", field.annotation
+            kinds[name] = field.annotation
         for section in sections:
-            yield from leaf_fields(section, f"{prefix}{name}.")
-
-
-def defaults(root: type[Section]) -> JsonDict:
-    """The tree as it is where nothing is set; settings without a default are not in it."""
-    return root.model_construct().model_dump()
+            kinds |= {f"{name}.{inner}": kind for inner, kind in types_by_name(section).items()}
+    return kinds

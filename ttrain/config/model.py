@@ -1,13 +1,10 @@
 """Settings of the model."""
 
-from __future__ import annotations
-
-import json
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import model_validator
+from pydantic import JsonValue, model_validator
 
 from ttrain.config.base import Section, need, setting
 from ttrain.config.yaml_text import shown
@@ -77,7 +74,7 @@ class Model(Section):
         False, "initialise what writes into the residual stream with init_std / sqrt(2 * layers), as GPT-2 does"
     )
     dropout: float = setting(0.0, "on attention weights; its masks also depend on runtime.rows_per_device", ge=0, lt=1)
-    fields: dict[str, Any] = setting({}, "more fields of the architecture's config, as model.fields.NAME=value")
+    fields: dict[str, JsonValue] = setting({}, "more fields of the architecture's config, as model.fields.NAME=value")
     moe: Moe | None = setting(None, "mixture of experts; empty: dense")
     multi_token: MultiToken | None = setting(None, "a second head for the token after the next; empty: none")
 
@@ -90,11 +87,6 @@ class Model(Section):
         return {**sizes_of(settings["preset"]), **{key: value for key, value in settings.items() if key != "preset"}}
 
     def _check(self) -> None:
-        for name, value in self.fields.items():  # they enter the key and config.json, which hold neither dates nor NaN
-            try:
-                json.dumps(value, allow_nan=False)
-            except (TypeError, ValueError):
-                raise ValueError(f"model.fields.{name} is {value!r}, which JSON cannot hold; quote a text") from None
         need(
             self.rope_factor == 1 or self.rope_type != "default",
             f"model.rope_factor is {self.rope_factor} but model.rope_type is default, which stretches nothing; "
@@ -119,7 +111,7 @@ class Model(Section):
 # shapes 124m and 350m are). From 500m on a key is shared by several heads, which costs little and makes the cache smaller.
 COLUMNS = ("hidden_size", "layers", "heads", "kv_heads", "max_length")
 
-_TABLE: dict[str, tuple[int, int, int, int | None, int]] = {
+PRESETS: dict[str, tuple[int, int, int, int | None, int]] = {
     "1m": (128, 4, 2, None, 1024),  # 2,048
     "5m": (256, 5, 4, None, 1024),  # 4,096
     "10m": (320, 6, 5, None, 1024),  # 8,192
@@ -132,17 +124,12 @@ _TABLE: dict[str, tuple[int, int, int, int | None, int]] = {
 }
 
 
-def names() -> list[str]:
-    """Presets, the smallest first."""
-    return list(_TABLE)
-
-
 def sizes_of(name: object) -> dict[str, Any]:
     """Settings of `model` that a preset stands for, without `model.`. Raises UsageError for a name that does not exist.
 
     The widths that follow from others are set back to empty, so that a weaker layer's do not stay beside the new sizes.
     """
-    sizes = _TABLE.get(str(name).lower())
+    sizes = PRESETS.get(str(name).lower())
     if sizes is None:
-        raise UsageError(f"model.preset is {shown(name)} but must be one of: {', '.join(_TABLE)}")
+        raise UsageError(f"model.preset is {shown(name)} but must be one of: {', '.join(PRESETS)}")
     return {**dict(zip(COLUMNS, sizes, strict=True)), "intermediate_size": None, "tie_embeddings": True}

@@ -3,8 +3,6 @@
 None of them is part of a key, but for what shapes a night's weights: its replay.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Literal
 from urllib.parse import urlsplit

@@ -5,8 +5,6 @@ The measurements are in docs/recipe.md. The batch follows the critical batch of 
 0.47), the rates of embedding and head the width. No rate follows the batch, so that a run of a given batch can be extended.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Settings of how fast and where it runs, and of tracking: none of them is part of a key."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
@@ -97,7 +95,6 @@ class Runtime(Section):
     retries: int = setting(
         0, "how often Prefect runs a failed stage again; a mistake of settings or data fails at once", ge=0, le=50
     )
-    retry_delay_seconds: float = setting(10.0, "before the first retry; each further one waits twice as long", ge=0)
     timeout_seconds: float | None = setting(None, "of one stage; empty: none", gt=0)
 
     def _check(self) -> None:

@@ -1,10 +1,8 @@
 """The whole tree of settings."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 
-from ttrain.config.base import Section, need, setting, with_fields
+from ttrain.config.base import Section, need, setting
 from ttrain.config.data import LEARNT, Data, PythonDocs, Reading, Shards, Tokenizer
 from ttrain.config.evaluate import Evaluate
 from ttrain.config.model import Model
@@ -25,10 +23,10 @@ def last_of(present: Collection[str]) -> str:
     return next((name for name in reversed(TRAININGS) if name in present), TRAININGS[-1])
 
 
-def existing_model_of(starts: Mapping[str, str], last: str) -> str | None:
-    """The directory or Hub name that the first stage on the way to the last one starts from; None for a new model."""
-    _, root = root_of(last, starts)
-    return None if root in (NONE, *TRAININGS) else root
+def first_start(starts: Mapping[str, str], present: Collection[str]) -> tuple[str, str | None]:
+    """(the first stage on the way to the last one that has data, the model that exists and that it starts from, if any)."""
+    first, start = root_of(last_of(present), starts)
+    return first, None if start in (NONE, *TRAININGS) else start
 
 
 # Stages without data of their own by default, which are trained wherever they have some.
@@ -60,9 +58,8 @@ NAMES_CODE = (
 )
 
 
-@with_fields({row.name: (row.settings, row.settings()) for row in TRAINING_STAGES.values()})
 class Settings(Section):
-    """The whole tree; the sections of training stages that other packages bring come last."""
+    """The whole tree."""
 
     name: str = setting("quickstart", "prefix of registered models", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
     data: Data = Data()
@@ -91,7 +88,7 @@ class Settings(Section):
     def trainings(self) -> tuple[str, ...]:
         """The stages that train, in order: the last and the optional ones that have data, and what these start from."""
         needed, starts = set[str](), self.starts
-        for name in (self._last, *filter(self.exists, OPTIONAL)):
+        for name in (last_of(self.present), *filter(self.exists, OPTIONAL)):
             while name in TRAININGS and name not in needed:
                 needed.add(name)
                 name = starts[name]
@@ -102,14 +99,14 @@ class Settings(Section):
         return bool(getattr(self.data, TRAINING_STAGES[name].dataset))
 
     @property
-    def _last(self) -> str:
-        """The last stage that trains."""
-        return last_of([*filter(self.exists, TRAININGS)])
+    def present(self) -> list[str]:
+        """The stages that train and have data."""
+        return [name for name in TRAININGS if self.exists(name)]
 
     @property
     def existing_model(self) -> str | None:
         """The existing model that the first stage that trains starts from; None for a new model."""
-        return existing_model_of(self.starts, self._last)
+        return first_start(self.starts, self.present)[1]
 
     def reads(self, dataset: str) -> bool:
         """Whether the data set is used. A tokenizer that exists is measured on documents only where there are any."""
@@ -127,15 +124,9 @@ class Settings(Section):
         return max((getattr(self, name).positions_before for name in stages), default=0)
 
     def _check(self) -> None:
-        self._stages_have_data()
-        self._starts_from_one_model()
-        if self.existing_model is None:  # else the plan looks at that model
-            self._rows_fit_the_model()
-
-    def _stages_have_data(self) -> None:
         names = ", ".join(f"data.{TRAINING_STAGES[name].dataset}" for name in TRAININGS)
         need(
-            any(map(self.exists, TRAININGS)),
+            bool(self.present),
             f"{names} are none, but a pipeline trains on one of them; set one, such as data.{LEARNT[0]}=FILE",
         )
         for name in self.trainings:
@@ -145,8 +136,6 @@ class Settings(Section):
                 f"{later}.start_from is {name} but data.{row.dataset} names no files, without which there is no stage "
                 f"{name}; set data.{row.dataset}, or {later}.start_from={self.starts[name]}",
             )
-
-    def _starts_from_one_model(self) -> None:
         roots = {root_of(name, self.starts) for name in self.trainings}
         existing = {start for start in self.starts.values() if start not in (NONE, *TRAININGS)}
         begins = [
@@ -158,14 +147,13 @@ class Settings(Section):
             len(roots) == 1 and len(existing) <= 1,
             f"{', '.join(begins)}: a pipeline starts from one model, since all its stages share one tokenizer; choose one",
         )
+        model = self.existing_model
         need(
-            self.existing_model is None or self.tokenizer.existing is not None,
-            f"tokenizer.existing is not set, but {self.trainings[0]}.start_from is {self.existing_model}, whose "
+            model is None or self.tokenizer.existing is not None,
+            f"tokenizer.existing is not set, but {self.trainings[0]}.start_from is {model}, whose "
             f"embeddings belong to one tokenizer; set tokenizer.existing to it, or leave it out",
         )
-
-    def _rows_fit_the_model(self) -> None:
-        for name in (*filter(self.exists, TRAININGS), "evaluate"):
+        for name in (*self.present, "evaluate") if model is None else ():  # else the plan looks at that model
             length, virtual = getattr(self, name).row_length, self.virtual_tokens(name)
             after = f", after lora.virtual_tokens {virtual}," if virtual else ""
             need(

@@ -1,9 +1,6 @@
 """Settings of the training stages, and the table of them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator
@@ -329,8 +326,6 @@ DOMAIN_LOSS = PrimaryMetric("domain_loss_lora", "lora", "domain loss", "domain")
 
 
 Role = Literal["base", "chat", "adapter"]
-ROLES: tuple[Role, ...] = ("base", "chat", "adapter")  # in the order in which models are trained
-GROUP = "ttrain.stages"  # of the entry points by which packages bring training stages of their own
 
 
 @dataclass(frozen=True)
@@ -345,13 +340,11 @@ class TrainingStage:
     title: str  # of its registered models
     role: Role  # a base model, one that chats, or an adapter on a model
     rows: Literal["documents", "chats", "pairs"]  # what it learns from
+    metric: PrimaryMetric  # by which its model is judged
     suffix: str = ""  # of its registered model, and its model's name in the evaluation; empty: its own name
-    data: str = ""  # its data set; empty: one of its own name
-    metric: PrimaryMetric | None = None  # by which its model is judged; None: the evaluation reads none of its held-out rows
     summary: str = ""  # of its model, in a sentence
     help: str = ""  # what it does, and needs
     optional: bool = False  # whether its data set has no files by default; it is trained wherever there are some
-    module: str = ""  # that runs it; empty: the one of its name in `ttrain.tasks`
 
     @property
     def name(self) -> str:
@@ -359,7 +352,8 @@ class TrainingStage:
 
     @property
     def dataset(self) -> str:
-        return self.data or self.name
+        """Its data set."""
+        return self.name
 
     @property
     def model(self) -> str:
@@ -368,13 +362,13 @@ class TrainingStage:
 
     @property
     def part(self) -> str:
-        """What the evaluation calls the held-out rows of its data set; empty: it does not read them."""
-        return self.metric.records if self.metric else ""
+        """What the evaluation calls the held-out rows of its data set."""
+        return self.metric.records
 
     @property
     def loss(self) -> str:
         """Prefix of the losses on that part, where it is chats: documents have bits per byte, pairs a share."""
-        return self.metric.family if self.metric and self.rows == "chats" else ""
+        return self.metric.family if self.rows == "chats" else ""
 
     @property
     def directory(self) -> str:
@@ -388,7 +382,8 @@ class TrainingStage:
         return [name for name in reversed(earlier) if TRAINING_STAGES[name].role != "adapter"]
 
 
-BUILT_IN = (
+# In the order in which one goes on from another.
+ROWS = (
     TrainingStage(
         Pretrain, "pretraining", "Base models", "base", "documents", suffix="base", metric=BITS_PER_BYTE,
         summary="A language model trained on documents",
@@ -412,13 +407,11 @@ BUILT_IN = (
         "model and the shards of the domain.",
     ),
 )  # fmt: skip
-INSTALLED: tuple[TrainingStage, ...] = tuple(point.load() for point in sorted(entry_points(group=GROUP)))
-# By name, in the order in which one goes on from another.
-TRAINING_STAGES = {row.name: row for row in sorted((*BUILT_IN, *INSTALLED), key=lambda row: ROLES.index(row.role))}
+TRAINING_STAGES = {row.name: row for row in ROWS}
 TRAININGS = tuple(TRAINING_STAGES)
 BASES = tuple(name for name, row in TRAINING_STAGES.items() if row.role == "base")
 # Where runs share a model, the metric of the next one tells which run is better.
-PRIMARY_METRICS = {name: row.metric for name, row in TRAINING_STAGES.items() if row.metric}
+PRIMARY_METRICS = {name: row.metric for name, row in TRAINING_STAGES.items()}
 MODELS = tuple(row.model for row in TRAINING_STAGES.values())  # as the evaluation names them
 
 

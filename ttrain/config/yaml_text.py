@@ -1,29 +1,27 @@
 """Read values that people write, in YAML files and as texts on the command line and in variables.
 
-Files are YAML 1.1, but `on` and `off` are words, 22:30 is a time, and a key that is given twice is an error.
+Files are YAML 1.1, but `on` and `off` are words, and a key that is given twice is an error.
 Of a text the type of its setting says what it means, not its look: a text setting takes all of it, as `run #3`, `*.jsonl`
 and `no`, without quotes around it. Lists and mappings are written as in YAML: `[a, b]`, `{path: a, weight: 2}`.
 """
-
-from __future__ import annotations
 
 import contextlib
 import re
 from pathlib import Path
 from types import NoneType
-from typing import Any, ClassVar, get_args, get_origin
+from typing import Any, ClassVar, get_origin
 
 import yaml
 from yaml.constructor import ConstructorError
 
-from ttrain.config.base import Weighted, types_of
+from ttrain.config.base import types_of
 from ttrain.core import redact
 from ttrain.core.text import truncated
 
 MESSAGE_CHARACTERS = 300
 VALUE_CHARACTERS = 80
-SAFE: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
-INTEGER, BOOLEAN = "tag:yaml.org,2002:int", "tag:yaml.org,2002:bool"
+SAFE: Any = yaml.CSafeLoader
+INTEGER, FLOAT, BOOLEAN = (f"tag:yaml.org,2002:{name}" for name in ("int", "float", "bool"))
 QUOTED = re.compile(r"""'(?:[^']|'')*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
 NOTHING = ("", "~", "null", "none")
 
@@ -48,20 +46,15 @@ class Loader(SAFE):  # type: ignore[misc]
                 raise ConstructorError(problem=f"{shown(key.value)} is given twice", problem_mark=key.start_mark)
         return super().construct_mapping(node, deep)
 
-    def construct_yaml_int(self, node: Any) -> Any:
-        try:
-            return int(node.value)  # 0123 is 123
-        except ValueError:
-            return node.value
-
-
-Loader.add_constructor(INTEGER, Loader.construct_yaml_int)
-
 
 class WordLoader(Loader):
-    """Reads lists and mappings whose scalars stay texts."""
+    """Reads lists whose scalars stay texts, apart from plain numbers: pydantic reads the others by their types."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
+
+
+WordLoader.add_implicit_resolver(INTEGER, re.compile(r"(0|-?[1-9][0-9]*)$"), [*"-0123456789"])
+WordLoader.add_implicit_resolver(FLOAT, re.compile(r"-?[0-9]+\.[0-9]+$"), [*"-0123456789"])
 
 
 def parse(text: str, loader: Any = Loader) -> Any:
@@ -82,50 +75,31 @@ def read(text: str, kind: Any) -> Any:
     forms = types_of(kind)
     if QUOTED.fullmatch(text):
         return parse(text)
-    has_entries = any(get_origin(form) in (list, tuple, dict) for form in forms)
-    if text.strip().lower() in NOTHING and (NoneType in forms or (has_entries and text != "none")):
+    has_entries = any(get_origin(form) in (list, tuple) for form in forms)
+    if text.strip().lower() in NOTHING and (has_entries or NoneType in forms):
         return None
     if has_entries:  # one entry, or several between commas, may stand without brackets
-        value = _whole(text, _loader_of(kind)) if text.startswith(("[", "{")) else text
-        return [*map(_weighted, value)] if isinstance(value, list) else value
-    if not {str, Path}.isdisjoint(forms):
+        return _whole(text, WordLoader) if text.startswith(("[", "{")) else text
+    if str in forms or Path in forms:
         return text
-    for number in (int, float) if not {int, float}.isdisjoint(forms) else ():
+    for number in {int, float}.intersection(forms):
         with contextlib.suppress(ValueError):
-            return number(text)  # YAML takes 3e-4 for a text
-    return _whole(text, Loader)
+            return number(text)  # YAML takes 3e-4 for a text, and 010 for 8
+    return _whole(text)
 
 
 def read_list(text: str, kind: Any) -> list[Any]:
     """The entries of a list between brackets, each read as a setting of this type. Raises InvalidYaml."""
-    entries = _whole(text, _loader_of(kind))
-    return [read(entry, kind) if isinstance(entry, str) else entry for entry in entries]
+    return [read(entry, kind) if isinstance(entry, str) else entry for entry in _whole(text, WordLoader)]
 
 
-def _whole(text: str, loader: Any) -> Any:
+def _whole(text: str, loader: Any = Loader) -> Any:
     """The value of a YAML text. Raises InvalidYaml where something follows it, such as a comment."""
     value = parse(text, loader)
-    node = yaml.compose(text, yaml.SafeLoader)
+    node = yaml.compose(text, SAFE)
     if rest := text[node.end_mark.index :].strip() if node else "":
         raise InvalidYaml(f"nothing may follow its end, but {shown(rest)} does")
     return value
-
-
-def _weighted(entry: Any) -> Any:
-    """An entry of a list; a source with its weight is a mapping, whose texts are read by their types."""
-    if not isinstance(entry, dict):
-        return entry
-    kinds = {name: field.annotation for name, field in Weighted.model_fields.items()}
-    return {name: read(text, kinds.get(name, Any)) if isinstance(text, str) else text for name, text in entry.items()}
-
-
-def _loader_of(kind: Any) -> Any:
-    """The loader of a list for a setting of this type: where it may hold texts, all its entries stay some."""
-    return WordLoader if _has_texts(kind) else Loader
-
-
-def _has_texts(kind: Any) -> bool:
-    return kind is str or (get_origin(kind) is not dict and any(map(_has_texts, get_args(kind))))
 
 
 def shown(value: object) -> str:
@@ -138,3 +112,10 @@ def shown(value: object) -> str:
 def one_line(text: str, most: int = MESSAGE_CHARACTERS) -> str:
     """A message without line breaks, and shortened."""
     return truncated(" ".join(text[: 4 * most].split()), most)
+
+
+def configs_directory() -> Path:
+    """The YAML files that ship with ttrain: inside the wheel, or beside the package in a checkout."""
+    package = Path(__file__).parents[1]
+    inside = package / "configs"
+    return inside if inside.is_dir() else package.parent / "configs"

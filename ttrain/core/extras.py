@@ -1,7 +1,5 @@
 """The packages that loggers need; apart from them, since a plan checks these and loads no trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Final

@@ -1,17 +1,14 @@
 """The ingredients of a stage's key: canonical JSON, digests of files, digests of code."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
-import functools
 import hashlib
 import json
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
+from importlib.util import resolve_name
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +79,7 @@ class DigestCache:
 
     def module(self, path: Path, name: str) -> tuple[str, list[str]]:
         """(digest of the module's syntax tree, names of the project's modules that it imports)."""
-        entry = self._remembered("module", path, lambda source: _read_module(source, name))
+        entry = self._remembered("code", path, lambda source: _read_module(source, name))
         return entry[0], list(entry[1])
 
     def save(self) -> None:
@@ -133,7 +130,7 @@ def _is_racy(stat: os.stat_result, *, with_ctime: bool = False) -> bool:
 
 
 def code_digests(module: str, cache: DigestCache) -> dict[str, str]:
-    """Digest of every module of ttrain, and of the package of `module`, that `module` imports, itself included, by name.
+    """Digest of every module of ttrain that `module` imports, itself included, by name.
 
     Comments, formatting and docstrings do not count; imports inside functions do, and the bytes of sources in C of the same
     name.
@@ -154,78 +151,47 @@ def code_digests(module: str, cache: DigestCache) -> dict[str, str]:
 
 
 def _module_path(name: str) -> Path | None:
-    root, *parts = name.split(".")
-    stem = (PACKAGE_DIRECTORY if root == PACKAGE else _stem_of(root)).joinpath(*parts)
+    stem = PACKAGE_DIRECTORY.joinpath(*name.split(".")[1:])
     for path in (stem.with_suffix(".py"), stem / "__init__.py"):
         if path.is_file():
             return path
     return None
 
 
-@functools.cache
-def _stem_of(root: str) -> Path:
-    """The directory of a package that brings a stage, or its only file without the suffix."""
-    spec = find_spec(root)
-    origin = Path(spec.origin if spec and spec.origin else root)
-    return origin.parent if origin.name == "__init__.py" else origin.with_suffix("")
-
-
 # Until 3.11.8 CPython counts the depth of every syntax tree under construction in one variable of the interpreter, so that
 # two threads at once end in "SystemError: AST constructor recursion depth mismatch" (python/cpython#106905).
 _PARSING = threading.Lock()
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def _read_module(path: Path, name: str) -> list[Any]:
     source = path.read_text(encoding="utf-8")
     with _PARSING:
         tree = ast.parse(source, filename=str(path))
-    imports = sorted(set(_imports(tree, name, is_package=path.name == "__init__.py")))
-    return [hashlib.sha256(repr(_shape(tree)).encode()).hexdigest(), imports]
+    imports = sorted(set(_imports(tree, name if path.name == "__init__.py" else name.rpartition(".")[0])))
+    for node in ast.walk(tree):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:]
+    return [hashlib.sha256(ast.unparse(tree).encode()).hexdigest(), imports]
 
 
-def _imports(tree: ast.AST, name: str, *, is_package: bool) -> Iterator[str]:
-    package = name if is_package else name.rpartition(".")[0]
-    roots = (PACKAGE, name.partition(".")[0])
+def _imports(tree: ast.AST, package: str) -> Iterator[str]:
+    """Names of the modules of ttrain that a module of this package imports."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield from _with_parents(alias.name, roots)
+                yield from _with_parents(alias.name)
         elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
-                base = ".".join([*parents, base] if base else parents)
-            yield from _with_parents(base, roots)
+            base = resolve_name("." * node.level + (node.module or ""), package)
+            yield from _with_parents(base)
             for alias in node.names:
-                if base.partition(".")[0] in roots and _module_path(f"{base}.{alias.name}"):
+                if base.partition(".")[0] == PACKAGE and _module_path(f"{base}.{alias.name}"):
                     yield f"{base}.{alias.name}"
 
 
-def _with_parents(name: str, roots: tuple[str, ...] = (PACKAGE,)) -> Iterator[str]:
-    """The module and the packages that contain it, for modules of these packages only."""
+def _with_parents(name: str) -> Iterator[str]:
+    """The module and the packages that contain it, for modules of ttrain only."""
     parts = name.split(".")
-    if parts[0] in roots:
+    if parts[0] == PACKAGE:
         for end in range(1, len(parts) + 1):
             yield ".".join(parts[:end])
-
-
-def _shape(node: object) -> object:
-    """The syntax tree as nested tuples, without docstrings, positions and empty fields (which vary between Pythons)."""
-    if isinstance(node, ast.AST):
-        fields = dict(ast.iter_fields(node))
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            fields["body"] = _without_docstring(node.body)
-        fields.pop("type_comment", None)
-        fields.pop("kind", None)  # u"" and "" are the same string
-        present_fields = ((key, _shape(value)) for key, value in sorted(fields.items()) if value is not None and value != [])
-        return (type(node).__name__, *present_fields)
-    if isinstance(node, list):
-        return tuple(_shape(item) for item in node)
-    return node
-
-
-def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
-    first = body[0] if body else None
-    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
-        return body[1:]
-    return body

@@ -1,7 +1,5 @@
 """Small HTML tables for notebooks, in the colours of their page, light or dark."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from html import escape
 

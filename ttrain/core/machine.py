@@ -1,7 +1,5 @@
 """The resources that this machine offers a process."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -4,8 +4,6 @@ A URL of a data source loses user, password, query and fragment, where signed ad
 each, so that a reader of the record sees that something is missing. Standard library only: everything may import it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -14,19 +12,23 @@ from typing import Any
 HIDDEN = "***"
 
 # A setting is secret by its last words: `hub.token` and `api_key` are, `tokens_per_step` and `tokenizer` are not.
-SECRET_WORDS = frozenset(
-    ["apikey", "auth", "authorization", "bearer", "cookie", "credential", "credentials", "passphrase", "passwd",
-     "password", "pat", "pw", "pwd", "secret", "secrets", "signature", "webhook"]
-)  # fmt: skip
-SECRET_ENDS = (("access", "key"), ("account", "key"), ("api", "key"), ("private", "key"), ("secret", "key"),
-                      ("ssh", "key"), ("signing", "key"), ("encryption", "key"), ("webhook", "url"))  # fmt: skip
-SECRET_GROUPS = frozenset(["credentials", "passwords", "secrets"])  # all that stands below these
-SECRET_TOKENS = frozenset(["access", "api", "auth", "hub", "refresh"])  # `api_tokens`; other tokens are counted
-# "token" is the word for a secret, and for a piece of text: those of a tokenizer are not secrets.
-TOKENIZER_WORDS = frozenset(
-    ["bos", "cls", "end", "eos", "first", "last", "mask", "multi", "new", "next", "pad", "sep", "special", "start", "stop",
-     "unk"]
-)  # fmt: skip
+SECRET_NAME = re.compile(
+    r"""
+    (?:^|[./_])
+    (?: (?:access|account|api|encryption|private|secret|signing|ssh)_?key | (?:access|api|auth|hub|refresh)_tokens
+      | auth | authorization | bearer | cookie | credentials? | pass(?:phrase|wd|words?) | pat | pwd? | secrets? | signature
+      | webhook
+    ) (?:_\w+)?$
+    | (?:^|[./_]) token$
+    | (?:^|[./_]) (?:credentials|passwords|secrets) [./]  # all that stands below these
+    """,
+    re.VERBOSE,
+)
+# Names of places where a secret is, and of the tokens of a tokenizer, which are pieces of text.
+OPEN_NAME = re.compile(
+    r"(?:^|[./_])(?:file|path"
+    r"|(?:bos|cls|end|eos|first|last|mask|multi|new|next|pad|sep|special|start|stop|unk)_token)$"
+)
 # What the services' own secrets look like, under whatever name: Hugging Face, GitHub, OpenAI, AWS, Slack, GitLab
 LOOKS_SECRET = re.compile(
     r"\b(hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[0-9A-Z]{16}"
@@ -39,11 +41,7 @@ LOCAL = ("file", "local")  # their "?" and "#" belong to the names of files
 CONTAINERS = ("abfs", "abfss", "adl", "az", "wasb", "wasbs")  # what stands before their "@" is a container
 # User and password end with the last "@" of the host's part. A password that nobody encoded may hold a "/": what follows a
 # ":" that begins no port is taken for one.
-_HOST = r"(?:\[|localhost\b|[\w-][\w.-]{0,250}(?:\.[A-Za-z][\w-]{1,62}|\.\d{1,3}|:\d{1,5})[/?#\s])"
-# Nor may a password have both unencoded: what follows its first "@" is a part of it where it looks like no host.
-_MORE_PASSWORD = rf"(?:(?!{_HOST})[^/?#\s@]{{1,200}}/[^?#\s@]{{0,300}}@)*"
-_USER = rf"(?=[^/?#\s@]{{1,200}}:)[^/?#\s]{{0,400}}@{_MORE_PASSWORD}|"
-_USER += r"[^/?#\s]{0,400}@|[^/\s:@\[]{1,200}:(?!:|\d{1,5}(?:[/?#\s]|$))[^@]{0,300}@(?:[^/?#\s@]{0,300}@)*"
+_USER = r"[^/?#\s]{0,400}@|[^/\s:@\[]{1,200}:(?!:|\d{1,5}(?:[/?#\s]|$))[^@]{0,300}@(?:[^/?#\s@]{0,300}@)*"
 _USER_OF_URL = re.compile(_USER)
 _USER_IN_TEXT = re.compile(rf"({_SCHEME}://)({_USER})".replace("[^@]", r"[^@\s]"))
 _CONTAINER = re.compile(r"[^/?#\s:@]*@")
@@ -145,23 +143,8 @@ def _restored_entry(recorded: Any, current: Sequence[Any]) -> Any:
 
 def is_secret(key: str) -> bool:
     """Whether a setting of this name holds a secret."""
-    *above, last = re.split(r"[./\[\]]", key.rstrip("]0123456789["))
-    name_words = _words(last)
-    if not name_words or name_words[-1] in ("file", "path"):  # the name of a place where the secret is
-        return False
-    if any(SECRET_GROUPS & set(_words(name)) for name in above):
-        return True
-    if name_words[-1] == "token":
-        return not TOKENIZER_WORDS & set(name_words)
-    if name_words[-1] == "tokens" and SECRET_TOKENS & set(name_words):
-        return True
-    return bool(SECRET_WORDS & set(name_words)) or name_words[-2:] in SECRET_ENDS
-
-
-def _words(name: str) -> tuple[str, ...]:
-    """The words of one part of a name, in small letters: api, key of `apiKey` and of `api_key`."""
-    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
-    return tuple(word for word in re.split(r"[^a-z0-9]+", spaced.lower()) if word)
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|-", "_", key.rstrip("]0123456789[")).lower()
+    return bool(SECRET_NAME.search(words)) and not OPEN_NAME.search(words)
 
 
 def _masked(key: str, value: Any) -> Any:

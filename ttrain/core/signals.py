@@ -1,7 +1,5 @@
 """SIGINT, SIGTERM and SIGHUP in a process that waits for others: the first one asks these to save and stop."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

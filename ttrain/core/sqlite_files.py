@@ -1,7 +1,5 @@
 """SQLite files: whether one is damaged, and setting a damaged one aside."""
 
-from __future__ import annotations
-
 import contextlib
 import sqlite3
 from datetime import datetime

@@ -11,9 +11,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from ttrain.core.files import finite
 from ttrain.errors import TTrainError
@@ -63,14 +61,7 @@ def show_warnings() -> None:
     errors alone, and with it Python's handler of last resort is silent."""
     import logging
 
-    class Escaped(logging.Formatter):
-        """Names of files in a warning may hold control characters."""
-
-        def format(self, record: logging.LogRecord) -> str:
-            return escaped_lines(super().format(record))
-
     if logging.lastResort is not None:
-        logging.lastResort.setFormatter(Escaped())
         logging.getLogger("ttrain").addHandler(logging.lastResort)
 
 
@@ -121,17 +112,13 @@ def print_json(value: object, *, indent: int | None = 2) -> None:
 
     A dataclass is printed with all its fields. Where a number is not finite, as a loss may be, it is null: JSON has no NaN.
     """
-    text = json.dumps(finite(value), indent=indent, ensure_ascii=False, default=_as_json)
+    text = json.dumps(finite(value), indent=indent, ensure_ascii=False)
     print_json_text(text, flush=indent is None)
 
 
 def print_json_text(text: str, *, flush: bool) -> None:
     """Print JSON that is written already, with what a terminal may obey escaped."""
     print(_TERMINAL_CONTROLS.sub(lambda match: f"\\u{ord(match.group()):04x}", text), flush=flush)
-
-
-def _as_json(value: Any) -> object:
-    return str(value) if isinstance(value, Path) else asdict(value)
 
 
 def print_spans(lines: Iterable[Sequence[tuple[str, bool, bool]]]) -> None:
@@ -183,10 +170,14 @@ _drops = False  # whether this process goes on without the output that cannot be
 
 def guard_streams() -> None:
     """Replace the standard streams that Python made; one without a file of its own, as where tests capture it, stays."""
-    if type(sys.stdout) is io.TextIOWrapper and sys.stdout is sys.__stdout__:
-        sys.stdout = _GuardedText.over(sys.stdout)
-    if type(sys.stderr) is io.TextIOWrapper and sys.stderr is sys.__stderr__:
-        sys.stderr = _GuardedText.over(sys.stderr)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if type(stream) is io.TextIOWrapper and stream is getattr(sys, f"__{name}__"):
+            stream.flush()
+            file = io.BufferedWriter(_GuardedFile(stream.fileno(), "wb", closefd=False))
+            by_line = stream.line_buffering or stream.write_through
+            # A terminal that lacks a character gets a question mark, not the run's end.
+            setattr(sys, name, io.TextIOWrapper(file, stream.encoding, "replace", line_buffering=by_line))
 
 
 def outlast_output() -> None:
@@ -195,39 +186,21 @@ def outlast_output() -> None:
     _drops = True
 
 
-class _GuardedText(io.TextIOWrapper):
-    """A standard stream. Once it cannot be written, since its reader is gone or its disk is full, the command ends, or goes
-    on without it."""
+class _GuardedFile(io.FileIO):
+    """The file of a standard stream. Once it cannot be written, since its reader is gone or its disk is full, the command
+    ends, or goes on without it."""
 
-    @classmethod
-    def over(cls, stream: io.TextIOWrapper) -> Self:
-        """One with the same descriptor, encoding and buffering."""
-        stream.flush()
-        file = open(stream.fileno(), "wb", closefd=False)  # noqa: SIM115  # as long as the process lives
-        line_buffered = stream.line_buffering or stream.write_through
-        # a terminal that lacks a character gets a question mark, not the run's end
-        return cls(file, stream.encoding, "replace", line_buffering=line_buffered)
-
-    def write(self, text: str) -> int:
+    def write(self, data: Any) -> int:
         try:
-            return super().write(text)
+            return super().write(data)
         except OSError as error:
-            self._fail(error)
-            return len(text)
-
-    def flush(self) -> None:
-        try:
-            super().flush()
-        except OSError as error:
-            self._fail(error)
-
-    def _fail(self, error: OSError) -> None:
-        """Return where the output is dropped. Raises SystemExit or TTrainError where the command ends with it."""
-        descriptor = self.fileno()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)  # takes what is buffered, and all that comes
-        if not _drops and error.errno == errno.EPIPE:
-            raise SystemExit(READER_IS_GONE)
-        if not _drops:
-            raise TTrainError(f"{NAMES[descriptor]} cannot be written: {error.strerror}")
-        if descriptor == 1:
-            print(f"{NAMES[1]} cannot be written ({error.strerror}); the command goes on without it", file=sys.stderr)
+            descriptor = self.fileno()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)  # takes what is buffered, and all that comes
+            if not _drops and error.errno == errno.EPIPE:
+                raise SystemExit(READER_IS_GONE) from None
+            if not _drops:
+                raise TTrainError(f"{NAMES[descriptor]} cannot be written: {error.strerror}") from None
+            if descriptor == 1:
+                problem = f"{NAMES[1]} cannot be written ({error.strerror})"
+                print(f"{problem}; the command goes on without it", file=sys.stderr)
+            return len(data)

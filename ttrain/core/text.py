@@ -1,7 +1,5 @@
 """Figures, sizes, times and lists as the text that a person reads: in tables, messages, reports and pages."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
@@ -20,6 +18,7 @@ RULES: Mapping[str, str] = {
     **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), _MAPPING),
     "string_type": "text",
     "path_type": "a path",
+    "invalid-json-value": "a value that JSON has; quote a text",
     "greater_than_equal": "at least {ge}",
     "less_than_equal": "at most {le}",
     "string_pattern_mismatch": "text that matches {pattern}",

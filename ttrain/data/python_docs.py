@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config import PythonDocs
-from ttrain.config.loading import configs_directory
+from ttrain.config.yaml_text import configs_directory
 from ttrain.data.records import Tally, records
 
 PAIRS_SHARE = 0.375  # of as many as there are chats

@@ -4,8 +4,6 @@ What should be trained on is derived here a second time, from the text of the re
 code that makes rows.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +16,6 @@ from ttrain.core.files import JsonDict
 from ttrain.data import chat
 from ttrain.data.chat_templates import Message, is_live
 from ttrain.data.encoder import Encoder, open_tokenizer
-from ttrain.data.inspect import Span, TokenDecoder, lines, show_row
 from ttrain.data.packing import IGNORE, Array, Rows
 from ttrain.doctor.parts import Finding
 
@@ -26,7 +23,6 @@ TEXTS = 200  # records of the data, through the tokenizer and back
 COMPARED = 3  # conversations
 MOST_ROWS = 64
 SHOWN_CHARACTERS, SHOWN_TOKENS = 40, 8
-SHOWN_LINES = 12  # of the row that is shown
 END_TOKENS = 3  # an existing template may end an answer with the token and a newline after it
 REPLACEMENT = "\ufffd"  # what bytes that form no character are decoded to
 SURROGATES = range(0xD800, 0xE000)  # halves of characters, which no text has
@@ -129,23 +125,21 @@ def labels(data: Data) -> Finding:
     one; of the held-out rows, whose text is at hand, it is the text of an answer.
     """
     if data.masked:  # regions that are masked on purpose leave nothing else to compare
-        finding = _check_rows(data, data.rows, lambda ids, labels: "")
-    elif data.kind == "documents":
-        finding = _check_rows(data, data.rows, partial(_document_fault, data.encoder))
-    else:
-        finding = _check_rows(data, data.rows, partial(_answer_fault, data, data.rows, None))
-        if finding.ok and len(data.heldout):
-            turns = itertools.chain.from_iterable(map(_turns, data.records))
-            answers = {turn["content"] for turn in turns if turn["role"] == "assistant"}
-            encoded = data.encoder.encode(sorted(answers))
-            said = {data.encoder.decode(ids).strip() for ids in encoded}
-            fault = partial(_answer_fault, data, data.heldout, said)
-            heldout = _check_rows(data, data.heldout, fault)
-            finding = replace(heldout, measured=f"{finding.measured}; held out: {heldout.measured}")
-    return replace(finding, example=_example(data))
+        return _check_rows(data.rows, lambda ids, labels: "")
+    if data.kind == "documents":
+        return _check_rows(data.rows, partial(_document_fault, data.encoder))
+    finding = _check_rows(data.rows, partial(_answer_fault, data, data.rows, None))
+    if not finding.ok or not len(data.heldout):
+        return finding
+    turns = itertools.chain.from_iterable(map(_turns, data.records))
+    answers = {turn["content"] for turn in turns if turn["role"] == "assistant"}
+    encoded = data.encoder.encode(sorted(answers))
+    said = {data.encoder.decode(ids).strip() for ids in encoded}
+    heldout = _check_rows(data.heldout, partial(_answer_fault, data, data.heldout, said))
+    return replace(heldout, measured=f"{finding.measured}; held out: {heldout.measured}")
 
 
-def _check_rows(data: Data, rows: Rows, fault: Fault) -> Finding:
+def _check_rows(rows: Rows, fault: Fault) -> Finding:
     """Check that every target is the next token, and that the labels of no record have a fault."""
     positions = targets = 0
     shown = min(MOST_ROWS, len(rows))
@@ -186,34 +180,20 @@ def _answer_fault(
         if run[0] == IGNORE:
             continue
         text, why = encoder.decode(run.tolist()), ""
+        words = text.strip().strip(REPLACEMENT)  # a part may end within a character
+        # As text: a token may belong to an answer and to what the template writes before it.
+        is_said = (
+            answers is None
+            or words in answers
+            or (is_own and any(answer in words for answer in answers))
+            or (not is_whole and any(words in answer for answer in answers))
+        )
         if is_whole and encoder.end_id not in run[-END_TOKENS:]:
             why = "without the token that ends an answer"
         elif not is_own and not encoder.special_ids().isdisjoint(run[:-1].tolist()):
             why = "with what stands between turns"
-        elif answers is not None and not _is_said(text, answers, is_own=is_own, is_whole=is_whole):
+        elif not is_said:
             why = "which no assistant says"
         if why:
             return f"{text[:SHOWN_CHARACTERS]!r} is trained on, {why}"
     return ""
-
-
-def _is_said(run: str, answers: set[str], *, is_own: bool, is_whole: bool) -> bool:
-    """Whether a run is an answer, with words of an own template around it, or a part of a cut one.
-
-    As text: a token may belong to an answer and to what the template writes before it.
-    """
-    run = run.strip().strip(REPLACEMENT)  # a part may end within a character
-    return (
-        run in answers
-        or (is_own and any(answer in run for answer in answers))
-        or (not is_whole and any(run in answer for answer in answers))
-    )
-
-
-def _example(data: Data) -> list[list[Span]]:
-    """The beginning of a row; of chats of the last, which has the shortest and so several."""
-    pieces = TokenDecoder(data.encoder)
-    view = show_row(data.rows, 0 if data.kind == "documents" else len(data.rows) - 1, pieces)
-    segments = range(1 + max(view.segments))
-    of_records = (lines(view, segment, pieces.special) for segment in segments)
-    return list(itertools.islice(itertools.chain.from_iterable(of_records), SHOWN_LINES))

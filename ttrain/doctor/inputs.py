@@ -1,7 +1,5 @@
 """What a stage reads: artifacts of the store. A base that is not trained yet has random weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path

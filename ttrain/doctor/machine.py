@@ -1,7 +1,5 @@
 """Checks of the machine against the settings: memory and disk."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import gc

@@ -3,8 +3,6 @@
 Letters in names: B rows, T positions, V entries of the vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace

@@ -6,7 +6,7 @@ Letters in names: B rows, T positions.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from ttrain.config import Runtime, Training
-from ttrain.data.inspect import Span
 from ttrain.data.loader import Loader
 from ttrain.data.order import ShuffledOrder
 from ttrain.data.packing import IGNORE, Batch, Rows
@@ -39,12 +38,11 @@ DROPOUT = ("p", "attention_dropout")  # probabilities, of modules
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check measured; `fix` is what to do where it is not ok; `example`: lines to show."""
+    """What a check measured; `fix` is what to do where it is not ok."""
 
     ok: bool
     measured: str
     fix: str = ""
-    example: Sequence[Sequence[Span]] = field(default=(), repr=False)
 
     def to_json(self) -> dict[str, Any]:
         """The form that `--json` prints."""

@@ -1,7 +1,5 @@
 """`ttrain doctor`: run every check on a stage's own parts, before the long run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial

@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from ttrain.config.evaluate import HELDOUT, KINDS, HarnessTask, Suite, Task
-from ttrain.config.loading import configs_directory, read_yaml
-from ttrain.config.yaml_text import one_line
+from ttrain.config.loading import read_yaml
+from ttrain.config.yaml_text import configs_directory, one_line
 from ttrain.core.files import JsonDict, user_path
 from ttrain.core.text import rule_of
 from ttrain.errors import UsageError

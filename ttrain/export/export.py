@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import glob
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ttrain.core.files import fsync, read_json, read_object, remove_tree, temporary_path, user_path
-from ttrain.core.machine import VERSION
-from ttrain.core.text import first_line
+from ttrain.core.files import read_json, read_object, remove_tree, temporary_path, user_path
 from ttrain.errors import ArtifactError, TTrainError, UsageError
 from ttrain.export import gguf_convert
 from ttrain.reports.history import History
@@ -25,7 +21,6 @@ from ttrain.reports.model_card import Exported, card
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import home
 from ttrain.store.model_files import ADAPTER, ADAPTER_CONFIG, BASE, SECOND_HEAD, Reference, base_digest_of, weights_digest
-from ttrain.store.runs import process_started, remove_interrupted_writes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,9 +43,10 @@ WRITTEN = re.compile(
 
 LICENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")  # what the Hub knows licences by, and what YAML takes as one word
 
-UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+SHARD_SIZE = re.compile(r"\d+(\.\d+)?[KMG]B")  # as transformers takes it
 
 SHOWN = 3  # names in a message
+
 
 UNMERGEABLE = ("PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING")  # they add positions, not weights
 
@@ -89,42 +85,34 @@ def export(
     A target stays as it is until the export is whole.
     """
     target = user_path(target).resolve()
-    shard_bytes = size_of(request.shard_size)
     _check_request(reference, request)
-    _remove_left_over(target)
     _check_target(reference, target, request)
     reference.verify()
     target.parent.mkdir(parents=True, exist_ok=True)
     work = temporary_path(target)
     try:
         work.mkdir()
-        exported, remarks = _fill(reference, work, request, shard_bytes, target.name, say)
+        exported, remarks = _fill(reference, work, request, target.name, say)
         if request.gguf:
             say("converting to GGUF")
             convert(work, converter(request.gguf), dtype=request.dtype, name=target.name)
         umask = os.umask(0)
         os.umask(umask)
-        for path in _files(work):
+        written = {}
+        for path in sorted(work.iterdir()):
             path.chmod(0o666 & ~umask)  # libraries leave some files readable by their owner only
-            fsync(path)
-        written = {path.relative_to(work).as_posix(): path.stat().st_size for path in _files(work)}
-        fsync(work)
-        _put(work, target)
+            written[path.name] = path.stat().st_size
+        if target.exists():
+            remove_tree(target)
+        work.rename(target)
     finally:
         remove_tree(work)
     return Export(target, exported.files, exported.dtype, exported.parameters, written, tuple(remarks))
 
 
-def size_of(text: str) -> int:
-    """Bytes of a size such as 500MB or 5GB. Raises UsageError."""
-    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*([KMG]B)", text, re.IGNORECASE)
-    size = int(float(match[1]) * UNITS[match[2].upper()]) if match else 0
-    if not size:
-        raise UsageError(f"--shard-size is '{text}' but must be a number with KB, MB or GB, for example 5GB")
-    return size
-
-
 def _check_request(reference: Reference, request: Request) -> None:
+    if not SHARD_SIZE.fullmatch(request.shard_size):
+        raise UsageError(f"--shard-size is '{request.shard_size}' but must be a number with KB, MB or GB, for example 5GB")
     if request.licence is not None and not LICENCE.fullmatch(request.licence):
         raise UsageError(f"--license is '{request.licence}' but must be one word that names it, for example mit")
     if request.gguf:
@@ -145,13 +133,9 @@ def _check_target(reference: Reference, target: Path, request: Request) -> None:
     for source in {reference.model.resolve(), reference.directory.resolve(), (home() / "store").resolve()}:
         if target == source or source in target.parents:
             raise UsageError(f"--to is {target}, which lies in {source}; choose a directory of its own")
-    if target.exists() and not target.is_dir():
-        raise UsageError(f"--to is {target}, which is a file; choose a directory")
-    if target.is_dir() and any(target.iterdir()):
+    if target.exists() and any(target.iterdir()):
         if not request.force:
             raise UsageError(f"--to is {target}, which is not empty; choose another directory, or replace it with --force")
-        if not any((target / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
-            raise UsageError(f"--to is {target}, which is not empty and holds no model; --force replaces models only")
         others = sorted(entry.name for entry in target.iterdir() if entry.is_dir() or not WRITTEN.fullmatch(entry.name))
         if others:
             raise UsageError(
@@ -161,9 +145,11 @@ def _check_target(reference: Reference, target: Path, request: Request) -> None:
 
 
 def _fill(
-    reference: Reference, work: Path, request: Request, shard_bytes: int, name: str, say: Callable[[str], object]
+    reference: Reference, work: Path, request: Request, name: str, say: Callable[[str], object]
 ) -> tuple[Exported, list[str]]:
     """Write everything into `work`; returns what the card describes, and the remarks."""
+    from ttrain.model import adapters, factory
+
     remarks: list[str] = []
     adapter = None if request.merge else reference.adapter  # which is written alone
     if adapter:
@@ -176,9 +162,11 @@ def _fill(
         )
     else:
         say(f"loading {reference.directory}")
-        model = load(reference.model, reference.adapter)
+        model = factory.load(reference.model)  # raises ArtifactError for weights that do not fit
+        if reference.adapter:
+            model = adapters.merge(adapters.load(model, reference.adapter, weights_digest(reference.model)))
         say(f"writing {request.dtype}")
-        parameters = write(model, work, dtype=request.dtype, shard_bytes=shard_bytes)
+        parameters = write(model, work, dtype=request.dtype, shard_size=request.shard_size)
         remarks += _second_head(reference, work, request)
     has_code = adapter is None and _copy_code(reference.model, work)
     if not _copy(reference.tokenizer, work, TOKENIZER_FILES):
@@ -199,17 +187,16 @@ def _fill(
     return exported, remarks
 
 
-def _second_head(reference: Reference, work: Path, request: Request) -> Iterator[str]:
+def _second_head(reference: Reference, work: Path, request: Request) -> list[str]:
     """Write the head for the token after the next only if asked: some programs load every safetensors file they see."""
     head = reference.second_head
-    if head is None:
-        if request.keep_head:
-            raise UsageError(f"--keep-head is given, but {reference.model} holds no {SECOND_HEAD}; leave --keep-head out")
-        return
-    if not request.keep_head:
-        yield "its second head is left out; --keep-head writes it beside the model"
-        return
-    write_tensors(head, work / SECOND_HEAD, dtype=request.dtype)
+    if head and not request.keep_head:
+        return ["its second head is left out; --keep-head writes it beside the model"]
+    if head:
+        write_tensors(head, work / SECOND_HEAD, dtype=request.dtype)
+    elif request.keep_head:
+        raise UsageError(f"--keep-head is given, but {reference.model} holds no {SECOND_HEAD}; leave --keep-head out")
+    return []
 
 
 def _copy(source: Path, work: Path, names: tuple[str, ...]) -> list[str]:
@@ -226,29 +213,6 @@ def _copy_code(source: Path, work: Path) -> bool:
     config = read_json(work / "config.json")
     (work / "config.json").write_text(json.dumps({**config, "auto_map": auto_map}, indent=2) + "\n", encoding="utf-8")
     return True
-
-
-def _files(directory: Path) -> list[Path]:
-    return [path for path in sorted(directory.rglob("*")) if path.is_file()]
-
-
-def _put(work: Path, target: Path) -> None:
-    """Rename the finished directory into its place; what is there is moved away first, and removed last."""
-    old = target.with_name(f".{target.name}.replaced-{os.getpid()}")
-    if target.is_dir() and any(target.iterdir()):
-        target.rename(old)
-    work.rename(target)
-    fsync(target.parent)
-    remove_tree(old)
-
-
-def _remove_left_over(target: Path) -> None:
-    """Remove what a killed export left beside the target; what it had moved away and not yet replaced goes back."""
-    remove_interrupted_writes(target)
-    for old in target.parent.glob(f".{glob.escape(target.name)}.replaced-*"):
-        number = old.name.rpartition("-")[2]
-        if number.isdecimal() and process_started(int(number)) is None:
-            remove_tree(old) if target.exists() else old.rename(target)
 
 
 SCRIPT = "convert_hf_to_gguf.py"
@@ -308,21 +272,8 @@ def pre_tokenizer(tokenizer: Any) -> str | None:
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # names in torch
 
 
-def load(model: Path, adapter: Path | None) -> PreTrainedModel:
-    """Load the model of a directory in fp32, with the adapter, if any, merged into its weights.
-
-    Raises ArtifactError for keys that are missing, unexpected or mis-shaped, and for an adapter of another base.
-    """
-    from ttrain.model import adapters, factory
-
-    base = factory.load(model)
-    if adapter is None:
-        return base
-    return adapters.merge(adapters.load(base, adapter, weights_digest(model)))
-
-
-def write(model: PreTrainedModel, target: Path, *, dtype: str, shard_bytes: int) -> int:
-    """Write config, generation config and shards of at most `shard_bytes`, as `save_pretrained` does.
+def write(model: PreTrainedModel, target: Path, *, dtype: str, shard_size: str) -> int:
+    """Write config, generation config and shards of at most `shard_size`, as `save_pretrained` does.
 
     transformers casts the parameters, except those that it keeps in fp32, such as the bias of a router; buffers are not
     cast. Returns the number of parameters. Raises ArtifactError if a weight is not finite, UsageError if it is too large.
@@ -343,7 +294,7 @@ def write(model: PreTrainedModel, target: Path, *, dtype: str, shard_bytes: int)
     made.load_state_dict(model.state_dict(), assign=True)
     made.tie_weights()
     made.generation_config = generation_config
-    made.save_pretrained(target, max_shard_size=shard_bytes)
+    made.save_pretrained(target, max_shard_size=shard_size)
     return sum(parameter.numel() for parameter in parameters.values())
 
 
@@ -373,41 +324,3 @@ def cast(name: str, tensor: Tensor, dtype: str) -> Tensor:
             f"{float(tensor.abs().max()):g}; use --dtype {'fp32' if dtype == 'bf16' else 'bf16'}"
         )
     return cast_tensor
-
-
-def check_repository(name: str) -> None:
-    """Raise UsageError unless the name is that of a repository on the Hub, OWNER/NAME."""
-    from huggingface_hub.utils import validate_repo_id
-
-    with contextlib.suppress(ValueError):
-        validate_repo_id(name)
-        if name.count("/") == 1:
-            return
-    raise UsageError(f"--push is {name!r} but must be OWNER/NAME of a repository on the Hugging Face Hub")
-
-
-def push(exported: Export, repository: str, *, public: bool = False) -> str:
-    """Upload the files of an export in one commit; returns the address of the commit.
-
-    A repository that does not exist is created, private unless `public`. The token is that of HF_TOKEN or of
-    `hf auth login`. Raises TTrainError where the Hub refuses or does not answer; the export itself is kept.
-    """
-    import httpx2  # what the library talks with
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
-
-    hub = HfApi()
-    try:
-        hub.create_repo(repository, private=not public, exist_ok=True)
-        commit = hub.upload_folder(
-            repo_id=repository,
-            folder_path=exported.directory,
-            allow_patterns=list(exported.files),
-            commit_message=f"Upload a model of ttrain {VERSION}",
-        )
-    except (HfHubHTTPError, LocalTokenNotFoundError, httpx2.HTTPError, OSError) as error:
-        raise TTrainError(
-            f"{repository} could not be uploaded: {first_line(error)}; the export is in {exported.directory}; "
-            "set HF_TOKEN to a token that may write there, or run `hf auth login`"
-        ) from None
-    return str(commit.commit_url)

@@ -7,8 +7,6 @@ refuses every newly trained tokenizer (https://github.com/ggml-org/llama.cpp/pul
 and uses it where it does not recognise the tokenizer.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

@@ -236,8 +236,8 @@ def _not_judged_on_rows(stage: str, views: Sequence[RunView]) -> str:
     shards = {view.manifest(stage).get("inputs", {}).get("shards", {}).get("content") for view in views}
     if len(shards) > 1:
         return OTHER_SHARDS
-    row = TRAINING_STAGES.get(stage)  # None where another package brought it, which is gone
-    results = [view.manifest(f"shards-{row.dataset}").get("result") for view in views] if row else []
+    dataset = TRAINING_STAGES[stage].dataset
+    results = [view.manifest(f"shards-{dataset}").get("result") for view in views]
     counts = [ShardsResult.of(result).heldout.rows for result in results if result]
     return few_records.not_judged(min(counts)) if counts else ""
 

@@ -240,7 +240,7 @@ def _heldout(metrics: Mapping[str, float], evaluation: EvaluationResult) -> Iter
 
     for metric in PRIMARY_METRICS.values():
         records = int(metrics.get(f"eval/{metric.records}", 0))
-        noun, count, of_count = SCORED.get(metric.records, ("record", "", ""))  # of another package
+        noun, count, of_count = SCORED[metric.records]
         amount = metrics.get(f"eval/{count}")
         remark = counted(records, noun) + (f", {counted(int(amount), of_count)}" if amount else "")
         before = None
