@@ -14,6 +14,7 @@ import functools
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -266,14 +267,30 @@ def load(reference: str, *, device: str = "cpu", home: str | Path | None = None)
 
     from ttrain.model import adapters, factory
 
-    model: Any = factory.load(artifact.model)
-    if artifact.adapter is not None:
-        model = adapters.load(model, artifact.adapter, artifact.base_digest)
+    with _quiet_transformers():
+        model: Any = factory.load(artifact.model)
+        if artifact.adapter is not None:
+            model = adapters.load(model, artifact.adapter, artifact.base_digest)
     return model.to(device).eval(), AutoTokenizer.from_pretrained(artifact.tokenizer)
 
 
 def _home(home: str | Path | None) -> Path:
     return layout.home() if home is None else Path(home).absolute()
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    from transformers.utils import logging as transformers_logging
+
+    was_shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # between PEFT and transformers
+            yield
+    finally:
+        if was_shown:
+            transformers_logging.enable_progress_bar()
 
 
 __all__ = ["Plan", "Planned", "Run", "Runs", "TTrainError", "load", "load_settings", "plan", "run", "runs"]

@@ -22,6 +22,7 @@ LOCATIONS = [
     (f"simplecache::https://user:{SECRET}@host/x.jsonl?a={SECRET}", "simplecache::https://***@host/x.jsonl?***"),
     (f"zip://in?.jsonl::https://u:{SECRET}@host/x.zip?{SECRET}", "zip://in?.jsonl::https://***@host/x.zip?***"),
     (f"postgresql://user:p@{SECRET}@host/db", "postgresql://***@host/db"),
+    (f"ftp://user:p@ss/{SECRET}@a/{SECRET}@host.org/x", "ftp://***@host.org/x"),
     (f"https://user:{SECRET}@host:80/a@b/x", "https://***@host:80/a@b/x"),
 ]
 OPEN = [

@@ -26,6 +26,7 @@ from ttrain.core.terminal import print_escaped
     app,
     "Examples:  ttrain export sft --to out/chat\n\n"
     "ttrain export lora --merge --to out/expert --dtype fp16\n\n"
+    "ttrain export sft --to out/chat --push me/my-chat-model\n\n"
     "ttrain export mine-sft@champion --to out/champion --dtype fp32 --shard-size 2GB",
     "Use",
 )
@@ -43,6 +44,11 @@ def export(
         Path | None,
         option("directory of llama.cpp, whose converter also writes a GGUF file", metavar="DIR"),
     ] = None,
+    push: Annotated[
+        str | None,
+        option("also upload it to this repository of the Hugging Face Hub, with HF_TOKEN", metavar="OWNER/NAME"),
+    ] = None,
+    public: Annotated[bool, option("with --push: a new repository is public", "--public")] = False,
     force: Annotated[bool, option("replace the model in a directory that is not empty", "--force")] = False,
     as_json: AsJson = False,
 ) -> Output:
@@ -51,11 +57,14 @@ def export(
     from ttrain.lineage import lookup
 
     before_torch()
+    if push is not None:
+        work.check_repository(push)
     [model] = resolved_models([reference], [base], run, stderr=as_json)
     request = work.Request(
         dtype=dtype, merge=merge, shard_size=shard_size, keep_head=keep_head, licence=licence, gguf=gguf, force=force
     )
     exported = work.export(model, out, request, say=lambda text: print_escaped(text, stderr=True))
+    address = work.push(exported, push, public=public) if push is not None else None
     value = {
         **lookup.to_json(model),
         "directory": str(exported.directory),
@@ -65,10 +74,11 @@ def export(
         "bytes": sum(exported.files.values()),
         "files": exported.files,
         "remarks": list(exported.remarks),
+        **({"pushed": address} if address else {}),
     }
     sizes = [(name, f"{size:,}") for name, size in exported.files.items()]
     summary = f"the {exported.kind}, {exported.parameters:,} parameters in {exported.dtype}, is in {exported.directory}"
-    lines = [summary, *exported.remarks]
+    lines = [summary, *exported.remarks, *([f"uploaded to {address}"] if address else [])]
     if exported.kind == "model":
         trust = ", trust_remote_code=True" if any(name.startswith("modeling_") for name in exported.files) else ""
         lines.append(f'open it: AutoModelForCausalLM.from_pretrained("{exported.directory}", dtype="auto"{trust})')

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ttrain.core.files import read_json, read_object, remove_tree, temporary_path, user_path
+from ttrain.core.machine import VERSION
+from ttrain.core.text import first_line
 from ttrain.errors import ArtifactError, TTrainError, UsageError
 from ttrain.export import gguf_convert
 from ttrain.reports.history import History
@@ -47,6 +49,7 @@ SHARD_SIZE = re.compile(r"\d+(\.\d+)?[KMG]B")  # as transformers takes it
 
 SHOWN = 3  # names in a message
 
+REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 UNMERGEABLE = ("PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING")  # they add positions, not weights
 
@@ -324,3 +327,36 @@ def cast(name: str, tensor: Tensor, dtype: str) -> Tensor:
             f"{float(tensor.abs().max()):g}; use --dtype {'fp32' if dtype == 'bf16' else 'bf16'}"
         )
     return cast_tensor
+
+
+def check_repository(name: str) -> None:
+    """Raise UsageError unless the name may be that of a repository on the Hub, OWNER/NAME."""
+    if not REPOSITORY.fullmatch(name):
+        raise UsageError(f"--push is {name!r} but must be OWNER/NAME of a repository on the Hugging Face Hub")
+
+
+def push(exported: Export, repository: str, *, public: bool = False) -> str:
+    """Upload the files of an export in one commit; returns the address of the commit.
+
+    A repository that does not exist is created, private unless `public`. The token is that of HF_TOKEN or of
+    `hf auth login`. Raises TTrainError where the Hub refuses or does not answer; the export itself is kept.
+    """
+    import httpx2  # what the library talks with
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
+    hub = HfApi()
+    try:
+        hub.create_repo(repository, private=not public, exist_ok=True)
+        commit = hub.upload_folder(
+            repo_id=repository,
+            folder_path=exported.directory,
+            allow_patterns=list(exported.files),
+            commit_message=f"Upload a model of ttrain {VERSION}",
+        )
+    except (HfHubHTTPError, LocalTokenNotFoundError, httpx2.HTTPError, OSError) as error:
+        raise TTrainError(
+            f"{repository} could not be uploaded: {first_line(error)}; the export is in {exported.directory}; "
+            "set HF_TOKEN to a token that may write there, or run `hf auth login`"
+        ) from None
+    return str(commit.commit_url)
