@@ -19,7 +19,7 @@ from ttrain.core.files import ProgressWriter
 from ttrain.data.blocks import BlockRecipe
 from ttrain.data.check import check
 from ttrain.data.pool import Processes
-from ttrain.data.records import NOT_UTF8, NULS
+from ttrain.data.json_rows import NOT_UTF8, NULS
 from ttrain.errors import CannotRead, DataError
 from ttrain.tasks import shards
 from ttrain.tasks.common.job import StageContext

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from ttrain.data.chat_shapes import is_chat, unread_keys
 from ttrain.data.chat_templates import Message, is_live
+from ttrain.data.json_rows import Tally, parsed
 from ttrain.data.records import (
     Conversation,
     Record,
     Rejected,
     Skipped,
-    Tally,
     TextDocument,
     accepted,
     content_hash,
@@ -30,7 +30,6 @@ from ttrain.data.records import (
     heldout_share,
     kind_of_row,
     parse_conversation,
-    parsed,
     position,
     split,
 )  # fmt: skip

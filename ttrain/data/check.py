@@ -17,7 +17,7 @@ from ttrain.config import Reading
 from ttrain.core import redact
 from ttrain.core.files import JsonDict
 from ttrain.data import blocks, first_rows, records
-from ttrain.data.records import Tally
+from ttrain.data.json_rows import Tally
 from ttrain.data.selection import DUPLICATE, is_first
 from ttrain.errors import DataError
 

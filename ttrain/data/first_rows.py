@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from ttrain.config.data import Reading
 from ttrain.core.files import JsonDict
 from ttrain.core.text import first_of
-from ttrain.data import locations, records, streams
-from ttrain.data.records import Kind, Rejected, Row, Tally
+from ttrain.data import json_rows, locations, records, streams
+from ttrain.data.json_rows import Row, Tally
+from ttrain.data.records import Kind, Rejected
 from ttrain.errors import CannotRead, DataError, UsageError
 
 ROWS, FILES = 20, 20  # of a file, and of a data set
@@ -31,8 +32,8 @@ def read(location: str, reading: Reading, tally: Tally) -> list[Row]:
         return [(location, 1, {reading.text_field: "..."})]
     limit = reading.max_line_bytes
     with streams.noting_faults(location):
-        lines = itertools.islice(records.numbered_lines(location, limit, reading.text_field), ROWS)
-        return list(records.parsed(lines, location, tally, limit))
+        lines = itertools.islice(json_rows.numbered_lines(location, limit, reading.text_field), ROWS)
+        return list(json_rows.parsed(lines, location, tally, limit))
 
 
 def kind_of(rows: Sequence[Row]) -> Kind | None:

@@ -13,7 +13,7 @@ from ttrain.config import Reading
 from ttrain.data import shards
 from ttrain.data.blocks import BEYOND_LIMIT, BuiltBlock, Flags, Table
 from ttrain.data.contamination import TextMatch
-from ttrain.data.records import Tally
+from ttrain.data.json_rows import Tally
 
 HELD_OUT, DUPLICATE = "stands in the held-out part", "duplicate"
 
@@ -61,8 +61,7 @@ class Selection:
             self.leave_out(DUPLICATE, repeated)
         if reading.limit:
             trained_on = self.selected & ~self.from_heldout
-            limit = reading.limit * reading.rounds
-            self.leave_out(BEYOND_LIMIT, trained_on & (np.cumsum(trained_on) > limit))
+            self.leave_out(BEYOND_LIMIT, trained_on & (np.cumsum(trained_on) > reading.limit))
         return int(repeated.sum())
 
     def in_earlier_heldout(self, earlier_heldout: Table | None) -> Flags:

@@ -20,13 +20,14 @@ import numpy.typing as npt
 import orjson
 
 from ttrain.config import Reading
+from ttrain.core import redact
 from ttrain.core.files import JsonDict, link_or_copy, read_object, write_json
 from ttrain.data import blocks, contamination, records, shards
 from ttrain.data.blocks import BLOCKS, PARTS, Block, BlockRecipe, BuiltBlock, FilesByRole, Table
 from ttrain.data.contamination import OverlapCheck, TextMatch
+from ttrain.data.json_rows import Tally
 from ttrain.data.near_duplicates import NEAR_DUPLICATE, EarlierSet, NearDuplicateSearch, SimilarityRule
 from ttrain.data.pool import Pool
-from ttrain.data.records import Tally
 from ttrain.data.selection import HELD_OUT, Selection, Tallies
 from ttrain.errors import CannotRead
 
@@ -160,9 +161,9 @@ def make_blocks(work: Work) -> list[BuiltBlock]:
     held_out = {row[:2].tobytes() for block in built_blocks for row in block.rows}
     head = None
     if reading.limit and reading.sample == "head":
-        head = reading.limit * reading.rounds
+        head = reading.limit
     elif reading.limit:
-        limit, draws = reading.limit * reading.rounds, _draws(work, held_out)
+        limit, draws = reading.limit, _draws(work, held_out)
         recipe = replace(recipe, keep_below=int(draws[limit - 1]) + 1 if len(draws) > limit else None)
     return built_blocks + _make_role(work, "train", recipe, head, held_out)
 
@@ -221,9 +222,11 @@ def _quarantine(output: Path, files: FilesByRole, built_blocks: Sequence[BuiltBl
         for tally in tallies.values():
             tally.quarantine = lambda row: out.write(orjson.dumps(row) + b"\n")
         for block in built_blocks:
-            bad_rows = map(orjson.loads, (block.directory / blocks.BAD_ROWS).read_bytes().splitlines())
-            counts = Tally.of_counts(block.manifest["tally"])
-            tallies[block.role, block.file].add_block(counts, bad_rows, block.source.location)
+            tally, location = tallies[block.role, block.file], block.source.location
+            tally.add_counts(block.manifest["tally"])
+            for row in map(orjson.loads, (block.directory / blocks.BAD_ROWS).read_bytes().splitlines()):
+                place = {"file": redact.url(location), "line": block.lines_before + row["line"]}
+                tally.list_rejected(location, row | place)
     return tallies
 
 

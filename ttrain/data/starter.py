@@ -10,7 +10,7 @@ import yaml
 
 from ttrain.config.data import Reading
 from ttrain.data import first_rows, locations
-from ttrain.data.records import Tally
+from ttrain.data.json_rows import Tally
 from ttrain.errors import DataError, TTrainError
 
 SEARCHED = (*locations.ROWS, *locations.TEXTS, ".csv", ".tsv")
