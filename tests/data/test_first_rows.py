@@ -64,22 +64,3 @@ def test_what_the_stage_counts_is_left_to_it(tmp_path: Path) -> None:
     rated = written(tmp_path / "rated.jsonl", {"prompt": "q", "completion": "a", "label": 1})
     first_rows.check("data.dpo", "pairs", [rated], tolerant)
     first_rows.check("data.sft", "chats", [written(tmp_path / "bad.jsonl", {"messages": 1})], tolerant)
-
-
-def test_most_rows_being_bad_is_told_with_a_place_unless_so_many_may_be(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.jsonl", CHAT, {"messages": 1}, DOCUMENT, "{broken")
-    message = refused("data.sft", "chats", path)
-    assert message.startswith("data.sft: 3 of 4 rows are bad, such as ")
-    assert "a.jsonl:4: " in message
-    first_rows.check("data.sft", "chats", [path], Reading(rejected_fraction=0.8))
-    long = written(tmp_path / "long.jsonl", *["{broken"] * first_rows.ROWS, *[CHAT] * 50)
-    first_rows.check("data.sft", "chats", [long], Reading())  # not all rows are looked at
-    first_rows.check("data.sft", "chats", [path, written(tmp_path / "b.jsonl", *[CHAT] * 3)], Reading())
-    late = written(tmp_path / "late.jsonl", *[CHAT] * first_rows.ROWS, *["{broken"] * 50)
-    first_rows.check("data.sft", "chats", [late], Reading())
-
-
-def test_a_file_without_rows_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.jsonl")
-    assert "which has no rows" in refused("data.pretrain", "documents", path)
-    first_rows.check("data.pretrain", "documents", [path, written(tmp_path / "b.jsonl", DOCUMENT)], Reading())

@@ -16,24 +16,22 @@ from ttrain.data.records import Kind, Rejected
 from ttrain.errors import CannotRead, DataError, UsageError
 
 ROWS, FILES = 20, 20  # of a file, and of a data set
-MOST = 0.5  # share of bad rows that no good file has
 SHOWN_KEYS = 8
 NAMES = {"documents": "a document", "chats": "a chat", "pairs": "a pair of answers"}
 DATASETS = {"documents": "pretrain", "chats": "sft", "pairs": "dpo"}
 
 
-def read(location: str, reading: Reading, tally: Tally) -> list[Row]:
-    """The JSON objects among the first rows of a file; the tally counts the others.
+def read(location: str, reading: Reading) -> list[Row]:
+    """The JSON objects among the first rows of a file.
 
     A `.txt` file is one row, without its text. Raises DataError for a file of another format.
     """
     if locations.is_text(location):
-        tally.rows += 1
         return [(location, 1, {reading.text_field: "..."})]
     limit = reading.max_line_bytes
     with streams.noting_faults(location):
         lines = itertools.islice(json_rows.numbered_lines(location, limit, reading.text_field), ROWS)
-        return list(json_rows.parsed(lines, location, tally, limit))
+        return list(json_rows.parsed(lines, location, Tally(), limit))
 
 
 def kind_of(rows: Sequence[Row]) -> Kind | None:
@@ -44,39 +42,24 @@ def kind_of(rows: Sequence[Row]) -> Kind | None:
 
 def kind_of_file(location: str, reading: Reading) -> Kind | None:
     """What most of the first rows of a file are. Raises DataError for a file that cannot be read."""
-    return kind_of(read(location, reading, Tally()))
+    return kind_of(read(location, reading))
 
 
 def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> None:
     """Raise UsageError for files that cannot be what their setting needs.
 
-    That is a file of another format, one whose first rows all have keys of something else, and
-    where files are so small that all rows are looked at, those that have none or mostly bad ones.
-    Others are counted where they are read.
+    That is a file of another format, and one whose first rows all have keys of something else.
+    Bad rows are counted where they are read.
     """
-    tally, parse = Tally(), records.parser_of(kind, reading.text_field)
-    local = [location for location in files if not locations.is_remote(location)][:FILES]
-    is_whole = len(local) == len(files)
-    for location in local:
-        before = tally.rows
+    for location in [location for location in files if not locations.is_remote(location)][:FILES]:
         try:
-            rows = read(location, reading, tally)
+            rows = read(location, reading)
         except CannotRead:
             raise
         except DataError as error:
             raise UsageError(f"{setting}: {error}") from None
         if rows and not any(_may_be(values, kind, reading.text_field) for _, _, values in rows):
             raise UsageError(f"{setting} needs {kind}, but {_problem(setting, kind, rows, reading.text_field)}")
-        list(records.accepted(rows, parse, tally))
-        is_whole = is_whole and tally.rows - before < ROWS
-    if is_whole and local and not tally.rows:
-        raise UsageError(f"{setting} is {', '.join(local)}, which has no rows; name a file with rows")
-    bad = tally.rejected.total()
-    if is_whole and bad > tally.rows * max(MOST, reading.rejected_fraction):
-        raise UsageError(
-            f"{setting}: {bad} of {tally.rows} rows are bad, such as {tally.first_rejected[0]}; correct "
-            f"them, or set reading.rejected_fraction, which is {reading.rejected_fraction:g}, to the share that may be bad"
-        )
 
 
 def _may_be(row: JsonDict, kind: Kind, text_field: str) -> bool:

@@ -29,11 +29,8 @@ TABLES = (".json", ".csv", ".tsv")  # read only if they are named explicitly
 LOCAL = ("file://", "local://")
 HUB = "hf://"
 HTTP = ("http://", "https://")
-# What file systems tell of the bytes of a file, the surest first; in lower case, without - and _.
-MARKS = (
-    "etag", "md5hash", "contentmd5", "md5checksum", "contenthash", "digest", "crc32c", "sha", "versionid", "generation",
-    "lastmodified", "mtime", "modified", "updated", "modificationtime", "modify", "lastwritetime", "created",
-)  # fmt: skip
+# What file systems tell of the bytes of a file, the surest first.
+MARKS = ("etag", "md5|hash|digest|crc|sha", "version|generation", "modif|mtime|updated|write|created")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 # `datasets/` is how fsspec and pandas spell it. Revisions with a slash are those of converted files
 # and of pull requests.
@@ -91,15 +88,15 @@ def version(location: str) -> str | None:
         raise
     except Exception as error:  # every file system has errors of its own
         raise UsageError(f"cannot read {redact.url(location)}: {reason(error)}") from None
-    named = {name.lower().replace("-", "").replace("_", ""): str(value) for name, value in details.items() if value}
     # One mark: an object that is only touched has the ETag that it had, with a new date.
-    mark = next((name for name in MARKS if name in named), None)
+    names = [name for name, value in details.items() if value]
+    mark = next((name for kind in MARKS for name in names if re.search(kind, name, re.IGNORECASE)), None)
     if mark is None:
         raise UsageError(
             f"cannot detect changes of {redact.url(location)}: its server gives no ETag, checksum or date; "
             "download it and name the file"
         )
-    return digest_of([redact.without_signature(location), mark, named[mark], details.get("size")])
+    return digest_of([redact.without_signature(location), mark, str(details[mark]), details.get("size")])
 
 
 def expand(patterns: Sequence[str], setting: str) -> list[str]:
@@ -114,11 +111,7 @@ def expand(patterns: Sequence[str], setting: str) -> list[str]:
     for pattern in patterns:
         shown = redact.url(pattern)
         if redact.is_hidden(pattern):
-            variable = f"TTRAIN__{setting.upper().replace('.', '__')}"
-            fix = f"{setting}=URL, or {variable} in the environment" if "." in setting else f"the whole URL as {setting}"
-            raise UsageError(
-                f"{setting} is '{shown}', a URL as runs record it, without its secrets; give it again in full, with {fix}"
-            )
+            raise UsageError(f"{setting} is '{shown}', a URL as runs record it, without its secrets; give it in full")
         try:
             if not is_remote(pattern):
                 matches = local_matches(local_path(pattern))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -92,10 +92,11 @@ class Selection:
         number = int(self._starts.searchsorted(lowest, "right")) - 1
         return self._blocks[number], lowest - int(self._starts[number])
 
-    def matched_rows(self, matches: Sequence[Sequence[TextMatch]]) -> list[tuple[int, str, TextMatch]]:
-        """(row, name of its file, match with its line there) of the matches in training parts."""
+    def matched_rows(self, matches: Iterable[Sequence[TextMatch]]) -> list[tuple[int, str, TextMatch]]:
+        """(row, name of its file, match with its line there) of the matches in each block of training files."""
         rows: list[tuple[int, str, TextMatch]] = []
-        for (block, span), found in zip(self._spans(), matches, strict=True):
+        training_blocks = [(block, span) for block, span in self._spans() if block.role == "train"]
+        for (block, span), found in zip(training_blocks, matches, strict=False):  # a sample needs the first ones alone
             lines, is_heldout = block.rows[:, 3], block.is_heldout
             for match in found:
                 row = int(lines.searchsorted(np.uint64(match.line)))

@@ -100,7 +100,7 @@ def build(
     tallies = _quarantine(output, files, built_blocks)
     selection = Selection(built_blocks, tallies, recipe.kind)
     duplicates = selection.select(work.reading)
-    matches = selection.matched_rows(_scan(work, built_blocks, against)) if against else []
+    matches = selection.matched_rows(_scan(work, against)) if against else []
     removed = np.zeros_like(selection.selected)
     if against and against.remove:
         removed[[row for row, _, _ in matches]] = True
@@ -158,7 +158,7 @@ def make_blocks(work: Work) -> list[BuiltBlock]:
     if "heldout" in work.files:
         recipe = replace(recipe, heldout_fraction=0.0)
         built_blocks += _make_role(work, "heldout", replace(recipe, heldout_fraction=1.0))
-    held_out = {row[:2].tobytes() for block in built_blocks for row in block.rows}
+    held_out = {key for block in built_blocks for key in _keys(block.rows)}
     head = None
     if reading.limit and reading.sample == "head":
         head = reading.limit
@@ -188,10 +188,15 @@ def _make_role(
             rows += len(table)
             work.progress(rows, len(built_blocks))
             if head:
-                distinct |= {row[:2].tobytes() for row in table} - held_out
+                distinct |= _keys(table) - held_out
                 if len(distinct) >= head:
                     break
     return built_blocks
+
+
+def _keys(table: Table) -> set[bytes]:
+    """The content hashes of rows."""
+    return {row.tobytes() for row in table[:, :2].astype(">u8")}
 
 
 def _draws(work: Work, held_out: Set[bytes]) -> npt.NDArray[np.uint64]:
@@ -199,19 +204,16 @@ def _draws(work: Work, held_out: Set[bytes]) -> npt.NDArray[np.uint64]:
     tasks = ((block, work.recipe) for block in work.cut("train"))
     with contextlib.closing(work.pool.map(blocks.scan, tasks)) as results:
         draws = np.concatenate([np.zeros(0, np.uint64), *results])
-    hashes = (np.frombuffer(key, np.uint64).astype(">u8").tobytes() for key in held_out)
-    drawn = np.array([blocks.draw(key, work.recipe.seed) for key in hashes], np.uint64)
+    drawn = np.array([blocks.draw(key, work.recipe.seed) for key in held_out], np.uint64)
     draws = draws[~np.isin(draws, drawn)]
     return np.unique(draws) if work.reading.deduplicate else np.sort(draws)
 
 
-def _scan(work: Work, built_blocks: Sequence[BuiltBlock], against: OverlapCheck) -> list[list[TextMatch]]:
+def _scan(work: Work, against: OverlapCheck) -> Iterator[list[TextMatch]]:
     """What the training rows of each block have of the items; the blocks are read again."""
-    count = sum(block.role == "train" for block in built_blocks)
     tasks = ((block, work.recipe, against.texts, against.share) for block in work.cut("train"))
-    with contextlib.closing(work.pool.map(contamination.scan, itertools.islice(tasks, count))) as results:
-        matches = list(results)
-    return [*([[]] * (len(built_blocks) - count)), *matches]
+    with contextlib.closing(work.pool.map(contamination.scan, tasks)) as results:
+        yield from results
 
 
 def _quarantine(output: Path, files: FilesByRole, built_blocks: Sequence[BuiltBlock]) -> Tallies:
@@ -277,7 +279,8 @@ def _place_shards(
 
 def _write_lowest_row(output: Path, block: BuiltBlock, row: int, recipe: BlockRecipe) -> Entry:
     """Read the record of this row again and write it as a held-out shard."""
-    location, content_hash = block.source.location, block.rows[row, :2].astype(">u8").tobytes()
+    location = block.source.location
+    (content_hash,) = _keys(block.rows[[row]])
     rows = records.read([location], recipe.parser, Tally(), recipe.max_line_bytes, recipe.text_field)
     record = next((record for record in rows if records.content_hash(record) == content_hash), None)
     if record is None:
