@@ -18,8 +18,8 @@ from ttrain.config import Runtime, Settings
 from ttrain.core.files import ProgressWriter
 from ttrain.data.blocks import BlockRecipe
 from ttrain.data.check import check
-from ttrain.data.pool import Processes
 from ttrain.data.json_rows import NOT_UTF8, NULS
+from ttrain.data.pool import Processes
 from ttrain.errors import CannotRead, DataError
 from ttrain.tasks import shards
 from ttrain.tasks.common.job import StageContext

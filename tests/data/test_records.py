@@ -88,6 +88,8 @@ SHAPES: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": PARTS}, {**SHAREGPT[1], "tool_calls": None}]},
     {"messages": [SHAREGPT[0], {**SHAREGPT[1], "tool_calls": "null", "function_call": "[]"}], "tools": " null"},
     {"messages": [SHAREGPT[0], {**SHAREGPT[1], "tool_calls": "[]", "function_call": " "}], "tools": "[]"},
+    {"messages": [{**SHAREGPT[0], "tools": ""}, {**SHAREGPT[1], "tools": "", "tool_calls": " "}], "tools": ""},
+    {"conversations": [{"role": None, "content": None, **turn} for turn in SHAREGPT]},
     {"instruction": "Hi", "output": "Hello"},
     {"instruction": "Hi", "input": " \n", "output": "Hello"},
     {"instruction": "Hi", "input": None, "output": "Hello", "system": None, "tools": []},
@@ -325,14 +327,6 @@ def test_every_form_of_functions_and_calls_gives_the_same_text() -> None:
         assert parse_conversation(row) == TALK
 
 
-def test_an_empty_text_for_functions_or_calls_is_none() -> None:
-    turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2."}]
-    plain = parse_conversation({"messages": turns})
-    assert isinstance(plain, Conversation)
-    exported = [{**turn, "tools": "", "tool_calls": " "} for turn in turns]
-    assert parse_conversation({"messages": exported, "tools": ""}) == plain
-
-
 def test_sharegpt_calls_are_turns_of_their_own() -> None:
     call = {"from": "function_call", "value": json.dumps({"name": "add", "arguments": ARGUMENTS}, ensure_ascii=False)}
     row = {
@@ -453,11 +447,6 @@ def test_a_key_that_is_null_in_functions_or_arguments_counts_as_absent() -> None
         assert '{"name": "f", "parameters"' in system.content
 
 
-def test_a_turn_with_a_role_that_is_null_is_one_of_sharegpt() -> None:
-    turns = [{"role": None, "content": None, **turn} for turn in SHAREGPT]
-    assert parse_conversation({"conversations": turns}) == HELLO
-
-
 @pytest.mark.parametrize("number", ["98765432109876543210", "1.0"])
 def test_numbers_of_functions_and_calls_keep_their_value(number: str) -> None:
     arguments = f'{{"a": {number}, "b": [{number}]}}'
@@ -477,13 +466,6 @@ def test_numbers_of_functions_and_calls_keep_their_value(number: str) -> None:
         system, answer = conversation.messages
         assert f"{tool}\n" in system.content
         assert answer.content == f"<tool_call>\n{call}\n</tool_call>"
-
-
-def test_a_call_is_an_answer_also_where_nothing_is_said() -> None:
-    text = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
-    for content in ({"content": None}, {"content": ""}, {}):
-        turn = {"role": "assistant", **content, "tool_calls": [{"name": "f", "arguments": {}}]}
-        assert parse_conversation({"messages": [turn]}) == Conversation((Message("assistant", text),))
 
 
 def test_arguments_nested_without_end_are_rejected() -> None:

@@ -28,8 +28,8 @@ from ttrain.config import Reading
 from ttrain.data import blocks
 from ttrain.data.blocks import BlockRecipe
 from ttrain.data.encoder import Encoder
-from ttrain.data.pool import Processes
 from ttrain.data.json_rows import TOO_LONG
+from ttrain.data.pool import Processes
 from ttrain.data.records import TextDocument, content_hash
 from ttrain.data.sharding import ShardSetResult
 from ttrain.data.shards import ShardSet
