@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tiny_data import NumberedRows, write_shards
 
@@ -252,17 +252,6 @@ def begins(records: list[list[int]]) -> Any:
 def test_masks_equal_a_state_machine_token_by_token(pairs: Pairs, records: list[list[int]]) -> None:
     found = Intervals(pairs).masked(np.concatenate(records), begins(records)).tolist()
     assert found == [flag for record in records for flag in state_machine(record, pairs)]
-
-
-@settings(max_examples=100, deadline=None)
-@given(records=records_of_markers, place=st.integers(0, 200))
-@example(records=[[1, 5], [5, 5]], place=3)  # what the record before left open
-def test_a_row_that_begins_inside_a_region_knows_it(records: list[list[int]], place: int) -> None:
-    ids, starts, masks = np.concatenate(records), begins(records), Intervals(PAIRS)
-    place %= len(ids)
-    opened = masks.opened(ids[int(np.flatnonzero(starts[: place + 1])[-1]) : place])
-    found = masks.masked(ids[place:], starts[place:], opened)
-    assert found.tolist() == masks.masked(ids, starts)[place:].tolist()
 
 
 def numbered(records: list[list[int]]) -> tuple[list[list[int]], set[int]]:
