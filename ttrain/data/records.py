@@ -233,14 +233,9 @@ def hash_of(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
-def place(record: Record) -> int:
-    """A number below 2**64 by the record's content: uniform, and the same in every file."""
-    return int.from_bytes(content_hash(record)[:PLACE_BYTES], "big")
-
-
 def position(record: Record) -> float:
-    """The same as a number in [0, 1)."""
-    return place(record) / 2**64
+    """A number in [0, 1) by the record's content: uniform, and the same in every file."""
+    return int.from_bytes(content_hash(record)[:PLACE_BYTES], "big") / 2**64
 
 
 def split(rows: Iterator[Record], fraction: float) -> Iterator[tuple[bool, Record]]:
@@ -285,15 +280,14 @@ def heldout_share(rows: Iterable[Record], limit: int | None = None) -> float:
     to be judged: of sets of 100 rows, 46 % have fewer below 20 %.
     """
     most = min(round(ENOUGH_ROWS / LEAST_SHARE), limit or math.inf)
-    places = set[int]()
+    positions = set[float]()
     for record in rows:
-        places.add(place(record))
-        if len(places) >= most:
+        positions.add(position(record))
+        if len(positions) >= most:
             break
-    count = max(1, len(places))
+    count = max(1, len(positions))
     share = max(LEAST_SHARE, min(ENOUGH_ROWS / count, MOST_SHARE))
     is_whole_set = count < most
     if is_whole_set and count * MOST_SHARE >= FEWEST_RECORDS:
-        place_of_last = sorted(places)[FEWEST_RECORDS - 1]
-        share = max(share, math.nextafter(place_of_last / 2**64, 1.0))
+        share = max(share, math.nextafter(sorted(positions)[FEWEST_RECORDS - 1], 1.0))
     return share

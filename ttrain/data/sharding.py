@@ -29,7 +29,6 @@ from ttrain.data.json_rows import Tally
 from ttrain.data.near_duplicates import NEAR_DUPLICATE, EarlierSet, NearDuplicateSearch, SimilarityRule
 from ttrain.data.pool import Pool
 from ttrain.data.selection import HELD_OUT, Selection, Tallies
-from ttrain.errors import CannotRead
 
 REJECTED = Path("run", "rejected.jsonl")
 
@@ -95,9 +94,9 @@ def build(
     Complete blocks that exist already are reused, so a run that was killed resumes. Raises DataError
     for a file that cannot be read.
     """
-    output, files, recipe = work.output, work.files, work.recipe
+    output, recipe = work.output, work.recipe
     built_blocks = make_blocks(work)
-    tallies = _quarantine(output, files, built_blocks)
+    tallies = _quarantine(output, work.files, built_blocks)
     selection = Selection(built_blocks, tallies, recipe.kind)
     duplicates = selection.select(work.reading)
     matches = selection.matched_rows(_scan(work, against)) if against else []
@@ -112,10 +111,7 @@ def build(
         flags, near_counts = search.find(present, present & ~selection.from_heldout)
         selection.leave_out(NEAR_DUPLICATE, flags)
     kept_back = selection.in_earlier_heldout(earlier_heldout)
-    lowest = None
-    if recipe.heldout_fraction > 0 and "heldout" not in files:
-        lowest = selection.hold_out_lowest_row(kept_back)
-    of_earlier_heldout = None if earlier_heldout is None else int(kept_back.sum())
+    lowest = selection.hold_out_lowest_row(kept_back) if recipe.heldout_fraction > 0 else None
     selection.leave_out(HELD_OUT, kept_back)
     overlaps = None
     if against:
@@ -128,7 +124,7 @@ def build(
         entries["heldout"].append(_write_lowest_row(output, *lowest, recipe))
     _keep_blocks(output, built_blocks)
     _write_overlap_report(output, overlaps)
-    totals = {role: Tally() for role in files}
+    totals = {role: Tally() for role in work.files}
     for (role, _), tally in tallies.items():
         totals[role].add(tally)
     described: JsonDict = {
@@ -140,7 +136,7 @@ def build(
         {part_name: shards.write_index(output / part_name, shards=entries[part_name], **described) for part_name in PARTS},
         totals,
         [
-            {"name": files[role][n].name, "role": role, **tally.to_json(), "tokens": 0, "bytes": 0, **sizes[role, n]}
+            {"name": work.files[role][n].name, "role": role, **tally.to_json(), "tokens": 0, "bytes": 0, **sizes[role, n]}
             for (role, n), tally in tallies.items()
         ],
         duplicates,
@@ -148,7 +144,7 @@ def build(
         sum(block.encoded for block in built_blocks),
         contamination={name: value for name, value in overlaps.items() if name != "items"} if overlaps else None,
         near_duplicates=near_counts,
-        of_earlier_heldout=of_earlier_heldout,
+        of_earlier_heldout=None if earlier_heldout is None else int(kept_back.sum()),
     )
 
 
@@ -282,9 +278,7 @@ def _write_lowest_row(output: Path, block: BuiltBlock, row: int, recipe: BlockRe
     location = block.source.location
     (content_hash,) = _keys(block.rows[[row]])
     rows = records.read([location], recipe.parser, Tally(), recipe.max_line_bytes, recipe.text_field)
-    record = next((record for record in rows if records.content_hash(record) == content_hash), None)
-    if record is None:
-        raise CannotRead(f"{location} changed while it was read; run the same command again")
+    record = next(record for record in rows if records.content_hash(record) == content_hash)
     column = blocks.encode_records(blocks.encoder_of(recipe.tokenizer), recipe.kind, [record])
     path = output / "heldout" / f"{hashlib.blake2b(record.content(), digest_size=8).hexdigest()}-lowest.arrow"
     entry = shards.write_shard(path, column, recipe.vocab_size)

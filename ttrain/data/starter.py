@@ -50,7 +50,7 @@ def sort(files: Iterable[str]) -> tuple[dict[str, list[str]], dict[str, str]]:
     left_out: dict[str, str] = {}
     for location in files:
         try:
-            dataset = _dataset_of(location, Reading())
+            dataset = _dataset_of(location)
         except (TTrainError, OSError) as error:
             left_out[location] = str(error).removeprefix(f"{location} ")
             continue
@@ -62,13 +62,13 @@ def sort(files: Iterable[str]) -> tuple[dict[str, list[str]], dict[str, str]]:
     return datasets, left_out
 
 
-def _dataset_of(location: str, reading: Reading) -> str:
+def _dataset_of(location: str) -> str:
     """The data set that a file belongs to. Raises DataError where none of its first rows is good."""
-    rows = first_rows.read(location, reading)
+    rows = first_rows.read(location, Reading())
     kind = first_rows.kind_of(rows)
     if kind is None:
         raise DataError("has no rows")
-    problems = [first_rows.why_bad(values, kind, reading.text_field) for _, _, values in rows]
+    problems = [first_rows.why_bad(values, kind, Reading().text_field) for _, _, values in rows]
     if all(problems):
         raise DataError(f"holds no documents, chats or pairs: line {rows[0][1]}: {problems[0]}")
     return first_rows.DATASETS[kind]

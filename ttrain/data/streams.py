@@ -147,14 +147,11 @@ def format_of(head: bytes, location: str) -> str:
     if start.startswith(b"["):
         is_row = first.rstrip().endswith(b"]") and others.strip()
         return "lines" if is_row else "array"
-    is_pretty_printed = first.rstrip() == b"{" and others.lstrip().startswith(b'"')
-    has_no_row = start and b"\0" not in head and not _VALUE_LINE.search(head)
-    if is_pretty_printed or has_no_row:
+    if first.rstrip() == b"{" and others.lstrip().startswith(b'"'):
+        raise DataError(f"{location} is pretty-printed, not JSON Lines; `jq -c '.' FILE` writes one row a line")
+    if start and b"\0" not in head and not _VALUE_LINE.search(head):
         raise DataError(
-            f"{location} is pretty-printed, not JSON Lines; `jq -c '.' FILE` writes one row a line"
-            if is_pretty_printed
-            else f"{location} is CSV or plain text, not JSON Lines; write rows as JSON objects, one a line, "
-            f"or name a text .txt"
+            f"{location} is CSV or plain text, not JSON Lines; write rows as JSON objects, one a line, or name a text .txt"
         )
     return "lines"
 
