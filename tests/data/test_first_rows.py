@@ -56,7 +56,6 @@ def test_rows_of_no_kind_are_refused_with_their_keys(tmp_path: Path) -> None:
 
 
 def test_what_the_stage_counts_is_left_to_it(tmp_path: Path) -> None:
-    """Bad rows with the right keys, rows that are no JSON, files without rows, rows that a rule skips."""
     rows = [[CHAT, DOCUMENT, "{broken"], ["{broken"], [], [{"text": " "}], [{"text": 1}]]
     some = [written(tmp_path / f"{number}.jsonl", *part) for number, part in enumerate(rows)]
     tolerant = Reading(rejected_fraction=1)

@@ -89,9 +89,6 @@ def test_every_row_is_kept_skipped_or_rejected_by_its_rule(tmp_path: Path, recip
         assert outcome(path, recipe, block_bytes) == (expected, where)
 
 
-# --- whole files
-
-
 GOOD_FILE = FIRST + b"\n" + LAST + b"\n"
 LARGE = b"".join(b'{"text": "%d"}\n' % (n * n) for n in range(10_000))
 

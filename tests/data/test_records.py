@@ -296,9 +296,6 @@ def test_no_row_is_beyond_the_parsers(row: dict[str, Any]) -> None:
             assert isinstance(parsed, Skipped | Rejected)
 
 
-# --- functions and calls
-
-
 ARGUMENTS = {"a": 1, "b": "é"}
 
 
@@ -478,9 +475,6 @@ def test_arguments_nested_without_end_are_rejected() -> None:
     assert isinstance(parse_conversation(chat(call(arguments='{"a":' * 2000 + "1" + "}" * 2000))), Rejected)
 
 
-# --- documents
-
-
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
@@ -543,9 +537,6 @@ def test_a_place_depends_on_the_content_alone() -> None:
     assert position(HELLO) != position(Conversation((Message("user", "HiHello"), Message("assistant", ""))))
     assert len(content_hash(HELLO)) == 16
     assert position(HELLO) == int.from_bytes(content_hash(HELLO)[:8], "big") / 2**64
-
-
-# --- how many rows `auto` holds out
 
 
 def documents(count: int) -> list[TextDocument]:

@@ -94,7 +94,6 @@ def test_every_document_comes_back_in_order_with_the_ids_of_the_tokenizer(sets: 
 
 
 def test_the_weights_of_rows_are_beside_them_also_where_rows_are_left_out(sets: Sets) -> None:
-    """Shards without weights are as before, and what is held out has none."""
     rows = rows_of(300)
     weighted = [{**row, "weight": 1 + number % 3} for number, row in enumerate(rows)]
     files = [sets.file("plain", rows), sets.file("weighted", weighted), sets.file("twice", [*weighted, *weighted[:50]])]
@@ -227,7 +226,6 @@ def test_the_one_row_that_was_held_out_is_not_learnt_after_another_is_lowest(set
 
 
 def test_a_row_that_is_held_out_anyway_stays_held_out_though_an_earlier_set_has_it(sets: Sets) -> None:
-    """By its hash, or as the lowest."""
     path = sets.file("a", rows_of(100))
     for name, reading in (("lowest", FEW_HELD_OUT), ("hashed", Reading(heldout_fraction=0.1))):
         alone = sets.build(name, [path], reading)

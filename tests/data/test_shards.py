@@ -80,9 +80,6 @@ def test_a_shard_that_was_cut_or_exchanged_is_refused_by_name(tmp_path: Path) ->
         ShardSet(tmp_path).row(first["rows"])
 
 
-# --- sharding that goes on
-
-
 def test_a_new_file_alone_is_encoded_and_the_shards_of_a_removed_one_go(tmp_path: Path, recipe: BlockRecipe) -> None:
     a, b, c = (write_lines(tmp_path / f"{name}.jsonl", rows_of(100, seed)) for seed, name in enumerate("abc"))
     first = build(tmp_path / "out", [a, c], recipe)
