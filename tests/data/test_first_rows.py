@@ -63,3 +63,14 @@ def test_what_the_stage_counts_is_left_to_it(tmp_path: Path) -> None:
     rated = written(tmp_path / "rated.jsonl", {"prompt": "q", "completion": "a", "label": 1})
     first_rows.check("data.dpo", "pairs", [rated], tolerant)
     first_rows.check("data.sft", "chats", [written(tmp_path / "bad.jsonl", {"messages": 1})], tolerant)
+
+
+def test_a_few_rows_that_are_mostly_bad_or_none_are_refused_unless_so_many_may_be(tmp_path: Path) -> None:
+    bad, empty = written(tmp_path / "a.jsonl", CHAT, {"messages": 1}, "{broken"), written(tmp_path / "b.jsonl")
+    message = refused("data.sft", "chats", bad)
+    assert message.startswith(f"data.sft is {bad}, 2 of 3 rows are bad, such as {bad}:3: ")
+    assert f"data.sft is {empty}, which has no rows" in refused("data.sft", "chats", empty)
+    first_rows.check("data.sft", "chats", [bad], Reading(rejected_fraction=0.8))
+    many = written(tmp_path / "many.jsonl", *["{broken"] * first_rows.ROWS, *[CHAT] * 50)
+    for files in ([many], [bad, written(tmp_path / "good.jsonl", *[CHAT] * 3)], [empty, many]):
+        first_rows.check("data.sft", "chats", files, Reading())

@@ -157,12 +157,11 @@ def _cut_stream(location: str, file: int, block_bytes: int, recipe: BlockRecipe)
     """Cut a decompressed stream into blocks that carry their bytes."""
     data, start = bytearray(), 0
     for chunk in streams.json_lines(location, recipe.text_field):
-        searched = len(data)
         data += chunk
-        while newline := 1 + data.find(b"\n", max(searched, block_bytes)):
+        while newline := 1 + data.find(b"\n", block_bytes):
             yield Block(location, file, start, start + newline, data=bytes(data[:newline]))
             del data[:newline]
-            start, searched = start + newline, 0
+            start += newline
     if data:
         yield Block(location, file, start, start + len(data), data=bytes(data))
 

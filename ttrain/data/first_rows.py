@@ -16,22 +16,24 @@ from ttrain.data.records import Kind, Rejected
 from ttrain.errors import CannotRead, DataError, UsageError
 
 ROWS, FILES = 20, 20  # of a file, and of a data set
+MOST = 0.5  # share of bad rows that no good file has
 SHOWN_KEYS = 8
 NAMES = {"documents": "a document", "chats": "a chat", "pairs": "a pair of answers"}
 DATASETS = {"documents": "pretrain", "chats": "sft", "pairs": "dpo"}
 
 
-def read(location: str, reading: Reading) -> list[Row]:
-    """The JSON objects among the first rows of a file.
+def read(location: str, reading: Reading, tally: Tally) -> list[Row]:
+    """The JSON objects among the first rows of a file; the tally counts the others.
 
     A `.txt` file is one row, without its text. Raises DataError for a file of another format.
     """
     if locations.is_text(location):
+        tally.rows += 1
         return [(location, 1, {reading.text_field: "..."})]
     limit = reading.max_line_bytes
     with streams.noting_faults(location):
         lines = itertools.islice(json_rows.numbered_lines(location, limit, reading.text_field), ROWS)
-        return list(json_rows.parsed(lines, location, Tally(), limit))
+        return list(json_rows.parsed(lines, location, tally, limit))
 
 
 def kind_of(rows: Sequence[Row]) -> Kind | None:
@@ -42,24 +44,32 @@ def kind_of(rows: Sequence[Row]) -> Kind | None:
 
 def kind_of_file(location: str, reading: Reading) -> Kind | None:
     """What most of the first rows of a file are. Raises DataError for a file that cannot be read."""
-    return kind_of(read(location, reading))
+    return kind_of(read(location, reading, Tally()))
 
 
 def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> None:
     """Raise UsageError for files that cannot be what their setting needs.
 
-    That is a file of another format, and one whose first rows all have keys of something else.
-    Bad rows are counted where they are read.
+    That is a file of another format, one whose first rows all have keys of something else, and a few
+    rows that are mostly bad, or none: hours may pass until their stage counts them. It counts others.
     """
-    for location in [location for location in files if not locations.is_remote(location)][:FILES]:
+    tally, parse = Tally(), records.parser_of(kind, reading.text_field)
+    local = [location for location in files if not locations.is_remote(location)][:FILES]
+    for location in local:
         try:
-            rows = read(location, reading)
+            rows = read(location, reading, tally)
         except CannotRead:
             raise
         except DataError as error:
             raise UsageError(f"{setting}: {error}") from None
         if rows and not any(_may_be(values, kind, reading.text_field) for _, _, values in rows):
             raise UsageError(f"{setting} needs {kind}, but {_problem(setting, kind, rows, reading.text_field)}")
+        list(records.accepted(rows, parse, tally))
+    bad = tally.rejected.total()
+    are_all_read = local and len(local) == len(files) and tally.rows < ROWS
+    if are_all_read and (not tally.rows or bad > tally.rows * max(MOST, reading.rejected_fraction)):
+        found = f"{bad} of {tally.rows} rows are bad, such as {tally.first_rejected[0]}" if bad else "which has no rows"
+        raise UsageError(f"{setting} is {', '.join(local)}, {found}; correct it, or name a file with good rows")
 
 
 def _may_be(row: JsonDict, kind: Kind, text_field: str) -> bool:

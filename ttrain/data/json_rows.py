@@ -172,7 +172,9 @@ def parsed(numbered: Iterable[tuple[int, bytes]], path: str, tally: Tally, max_l
         if not isinstance(value, dict):
             tally.reject(path, number, f"not a JSON object but {kind_of(value)}", line)
             continue
-        if _is_written_again(value, line):
+        # JSON of these becomes text. The search for calls takes a chat 1 us a kB, and a document nothing.
+        has_calls = not TURN_KEYS.isdisjoint(value) and (b"_call" in line or b'"tools"' in line)
+        if has_calls or "tools" in value or "question" in value:
             try:
                 value = tools.without_null_keys(line)
             except RecursionError:
@@ -182,14 +184,6 @@ def parsed(numbered: Iterable[tuple[int, bytes]], path: str, tally: Tally, max_l
             tally.keys_seen.update(key[:KEY_CHARACTERS] for key in islice(value, KEYS_OF_A_ROW))
         yield path, number, value
     tally.lines += number
-
-
-def _is_written_again(value: JsonDict, line: bytes) -> bool:
-    """Whether JSON of the row becomes text: functions and calls, and the answer to a question."""
-    if "tools" in value or "question" in value:
-        return True
-    is_chat_of_turns = not TURN_KEYS.isdisjoint(value)  # the search takes a chat 1 us a kB, and a document nothing
-    return is_chat_of_turns and (b"_call" in line or b'"tools"' in line)
 
 
 def lines(chunks: Iterable[bytes], max_line_bytes: int) -> Iterator[tuple[int, bytes]]:

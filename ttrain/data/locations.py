@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from ttrain.core import redact
-from ttrain.core.files import JsonDict, user_path
+from ttrain.core.files import user_path
 from ttrain.core.hashing import digest_of
 from ttrain.core.text import first_line, first_of
 from ttrain.errors import UsageError
@@ -82,10 +82,10 @@ def version(location: str) -> str | None:
         return None
     if location.startswith(HUB):
         return location
+    files, path = filesystem(location)
     try:
-        details = _info(location)
-    except UsageError:
-        raise
+        files.invalidate_cache()
+        details = files.info(path)
     except Exception as error:  # every file system has errors of its own
         raise UsageError(f"cannot read {redact.url(location)}: {reason(error)}") from None
     # One mark: an object that is only touched has the ETag that it had, with a new date.
@@ -192,21 +192,14 @@ def filesystem(location: str) -> tuple[Any, str]:
     return files, path
 
 
-def _info(location: str) -> JsonDict:
-    """Current details of a file, not from the file system's cache."""
-    files, path = filesystem(location)
-    files.invalidate_cache()
-    return dict(files.info(path))
-
-
 def _remote_files(pattern: str) -> list[str]:
     files, path = filesystem(pattern)
     try:
+        files.invalidate_cache()
         if re.search(r"[*[]" if _is_http(pattern) else r"[*?[]", path):
-            files.invalidate_cache()
             found = files.glob(path, detail=True, on_error="raise")  # else a folder that fails is passed over
             matches = [match for match, details in found.items() if details["type"] == "file"]
-        elif _info(pattern)["type"] == "directory":
+        elif files.info(path)["type"] == "directory":
             root = path.rstrip("/") + "/"
             found = files.find(root, on_error="raise")
             shown = [match for match in found if not _is_hidden(match.removeprefix(root))]

@@ -185,7 +185,10 @@ def _view(array: pa.Array) -> Ids:
 
 
 class ShardSet:
-    """All records of a directory of shards, memory-mapped and read on demand."""
+    """All records of a directory of shards, memory-mapped and read on demand.
+
+    weights    of each source if they are mixed by weight; else empty
+    """
 
     def __init__(self, directory: Path, tokenizer: str | None = None, *, group: int | None = None) -> None:
         """Raises ArtifactError if the index is missing or the shards were made with another tokenizer."""
@@ -198,6 +201,7 @@ class ShardSet:
                 f"not with {tokenizer[:12]}; make them again"
             )
         self.directory, self.index = directory, index
+        self.weights: list[float] = index.get("weights", [])
         firsts = offsets_of([shard["rows"] for shard in index["shards"]]).tolist()
         numbered = zip(firsts, index["shards"], strict=False)
         chosen = [(first, shard) for first, shard in numbered if group is None or shard["group"] == group]
@@ -214,11 +218,6 @@ class ShardSet:
     def group(self, number: int) -> ShardSet:
         """The shards of one weighted source alone."""
         return ShardSet(self.directory, group=number)
-
-    @property
-    def weights(self) -> list[float]:
-        """Weight of each source if they are mixed by weight; else empty."""
-        return list(self.index.get("weights") or ())
 
     @cached_property
     def row_weights(self) -> Ids | None:

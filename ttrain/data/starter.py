@@ -10,6 +10,7 @@ import yaml
 
 from ttrain.config.data import Reading
 from ttrain.data import first_rows, locations
+from ttrain.data.json_rows import Tally
 from ttrain.errors import DataError, TTrainError
 
 SEARCHED = (*locations.ROWS, *locations.TEXTS, ".csv", ".tsv")
@@ -64,7 +65,7 @@ def sort(files: Iterable[str]) -> tuple[dict[str, list[str]], dict[str, str]]:
 
 def _dataset_of(location: str) -> str:
     """The data set that a file belongs to. Raises DataError where none of its first rows is good."""
-    rows = first_rows.read(location, Reading())
+    rows = first_rows.read(location, Reading(), Tally())
     kind = first_rows.kind_of(rows)
     if kind is None:
         raise DataError("has no rows")
