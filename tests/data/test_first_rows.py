@@ -65,8 +65,9 @@ def test_what_the_stage_counts_is_left_to_it(tmp_path: Path) -> None:
     first_rows.check("data.sft", "chats", [written(tmp_path / "bad.jsonl", {"messages": 1})], tolerant)
 
 
-def test_a_few_rows_that_are_mostly_bad_or_none_are_refused_unless_so_many_may_be(tmp_path: Path) -> None:
-    bad, empty = written(tmp_path / "a.jsonl", CHAT, {"messages": 1}, "{broken"), written(tmp_path / "b.jsonl")
+def test_a_few_rows_that_are_mostly_bad_or_none_are_refused(tmp_path: Path) -> None:
+    empty = written(tmp_path / "b.jsonl")
+    bad = written(tmp_path / "a.jsonl", CHAT, {"messages": 1}, "{broken")
     message = refused("data.sft", "chats", bad)
     assert message.startswith(f"data.sft is {bad}, 2 of 3 rows are bad, such as {bad}:3: ")
     assert f"data.sft is {empty}, which has no rows" in refused("data.sft", "chats", empty)

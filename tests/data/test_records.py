@@ -88,7 +88,7 @@ SHAPES: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": PARTS}, {**SHAREGPT[1], "tool_calls": None}]},
     {"messages": [SHAREGPT[0], {**SHAREGPT[1], "tool_calls": "null", "function_call": "[]"}], "tools": " null"},
     {"messages": [SHAREGPT[0], {**SHAREGPT[1], "tool_calls": "[]", "function_call": " "}], "tools": "[]"},
-    {"messages": [{**SHAREGPT[0], "tools": ""}, {**SHAREGPT[1], "tools": "", "tool_calls": " "}], "tools": ""},
+    {"messages": [SHAREGPT[0], {**SHAREGPT[1], "tools": "", "tool_calls": " "}], "tools": ""},
     {"conversations": [{"role": None, "content": None, **turn} for turn in SHAREGPT]},
     {"instruction": "Hi", "output": "Hello"},
     {"instruction": "Hi", "input": " \n", "output": "Hello"},

@@ -43,7 +43,7 @@ MANIFEST, ROWS, BAD_ROWS, HELDOUT_RECORDS = "block.json", "rows", "rejected.json
 SHIPPED_BYTES = 1 << 20
 # Texts go to the encoder in groups of this size: a worker of 16 MiB blocks stays below 350 MB.
 ENCODED_BYTES = 4_000_000
-RECORD_BYTES = 200  # that a record counts in addition to its text: a million of one letter took 565 MB in one group
+RECORD_BYTES = 200  # of a record, without its text: a million of one letter took 565 MB at once
 BEYOND_LIMIT = "beyond reading.limit"
 
 
@@ -97,7 +97,14 @@ class BlockRecipe:
     @property
     def digest_of_data(self) -> str:
         """The same digest without the code: shards keep their names if another version writes the same bytes."""
-        names = ["kind", "text_field", "heldout_fraction", "max_line_bytes", "tokenizer_digest", "keep_below"]
+        names = [
+            "kind",
+            "text_field",
+            "heldout_fraction",
+            "max_line_bytes",
+            "tokenizer_digest",
+            "keep_below",
+        ]
         names += ["template"] if self.kind != "documents" else []
         names += [] if self.learn_reasoning else ["learn_reasoning"]
         seed = self.seed if self.keep_below is not None else 0
@@ -105,7 +112,7 @@ class BlockRecipe:
 
     @property
     def parser(self) -> sources.Parser:
-        """The parser of the rows, which rejects the chats that the tokenizer's own template refuses."""
+        """The parser of rows; it rejects chats that the tokenizer's own template refuses."""
         parse = sources.parser_of(self.kind, self.text_field)
         if self.kind == "documents":
             return parse
@@ -258,21 +265,23 @@ def _make(data: bytes, block: Block, recipe: BlockRecipe, directory: Path, name:
             continue
         is_heldout = int.from_bytes(content_hash[: sources.PLACE_BYTES], "big") < threshold
         part_name = "heldout" if is_heldout else "train"
+        size = len(text_of(record).encode("utf-8"))
         kept[part_name].append(record)
-        sizes[part_name].append(len(text_of(record).encode("utf-8")))
-        rows.append(content_hash + sizes[part_name][-1].to_bytes(8, "big") + line.to_bytes(8, "big"))
+        sizes[part_name].append(size)
+        rows.append(content_hash + size.to_bytes(8, "big") + line.to_bytes(8, "big"))
     files = {
         ROWS: b"".join(rows),
         BAD_ROWS: b"".join(bad_rows),
-        HELDOUT_RECORDS: b"".join(orjson.dumps(record.to_json()) + b"\n" for record in kept["heldout"]),
+        HELDOUT_RECORDS: b"".join(orjson.dumps(row.to_json()) + b"\n" for row in kept["heldout"]),
     }
     manifest: JsonDict = {"tally": tally.counts(), "threshold": threshold, **dict.fromkeys(PARTS)}
     for part_name, part in kept.items():
         if part:
-            groups = (np.cumsum(sizes[part_name]) + RECORD_BYTES * np.arange(len(part))) // ENCODED_BYTES
-            borders = [0, *(np.flatnonzero(np.diff(groups)) + 1).tolist(), len(part)]
-            spans = itertools.pairwise(borders)
-            column = shards.concatenate([encode_records(encoder, recipe.kind, part[start:end]) for start, end in spans])
+            places = np.cumsum(sizes[part_name]) + RECORD_BYTES * np.arange(len(part))
+            borders = np.flatnonzero(np.diff(places // ENCODED_BYTES)) + 1
+            spans = itertools.pairwise([0, *borders.tolist(), len(part)])
+            groups = (part[start:end] for start, end in spans)
+            column = shards.concatenate([encode_records(encoder, recipe.kind, group) for group in groups])
             if part_name == "train":  # what is held out is not drawn
                 column = replace(column, weights=np.array([record.weight for record in part]))
             entry, files[f"{part_name}.arrow"] = shards.shard_of(f"{name}.arrow", column, len(encoder))
@@ -291,10 +300,16 @@ def encoder_of(directory: str) -> Encoder:
 def encode_records(encoder: Encoder, kind: str, records: Sequence[sources.Record]) -> Column:
     """Encode documents with their begin and end tokens, or chats and pairs with their loss mask."""
     if kind == "pairs":
-        pairs = [(pair.prompt, pair.chosen, pair.rejected) for pair in records if isinstance(pair, Preference)]
-        return _column(encode_preferences(encoder, pairs))
+        pairs = [record for record in records if isinstance(record, Preference)]
+        sides = [(pair.prompt, pair.chosen, pair.rejected) for pair in pairs]
+        return _column(encode_preferences(encoder, sides))
     if kind == "chats":
-        return _column(encode_chats(encoder, [chat.messages for chat in records if isinstance(chat, sources.Conversation)]))
+        return _column(
+            encode_chats(
+                encoder,
+                [chat.messages for chat in records if isinstance(chat, sources.Conversation)],
+            )
+        )
     ids, offsets = encoder.encode_flat(list(map(text_of, records)))
     offsets = offsets + 2 * np.arange(len(offsets))
     tokens = np.empty(offsets[-1], shards.token_dtype(len(encoder)))

@@ -23,7 +23,11 @@ from ttrain.errors import DataError
 
 BATCH_ROWS = 64  # measured together; a row has up to 32 MiB
 KEYS_SHOWN = 20
-PERCENTILES = {"min": 0, **{f"{share} %": share for share in (1, 5, 25, 50, 75, 95, 99)}, "max": 100}
+PERCENTILES = {
+    "min": 0,
+    **{f"{share} %": share for share in (1, 5, 25, 50, 75, 95, 99)},
+    "max": 100,
+}
 
 
 @dataclass
@@ -60,8 +64,11 @@ class Report:
             "error": self.error,
         }
         if self.sizes:
-            lengths = np.percentile(self.sizes, [*PERCENTILES.values()], method="inverted_cdf").astype(int).tolist()
-            counts["lengths"] = {"mean": float(np.mean(self.sizes)), **dict(zip(PERCENTILES, lengths, strict=True))}
+            sizes = np.percentile(self.sizes, [*PERCENTILES.values()], method="inverted_cdf")
+            counts["lengths"] = {
+                "mean": float(np.mean(self.sizes)),
+                **dict(zip(PERCENTILES, sizes.astype(int).tolist(), strict=True)),
+            }
         return {name: value for name, value in counts.items() if value is not None}
 
 
@@ -102,7 +109,8 @@ def check(
 def _measured(report: Report, reading: Reading) -> Iterator[None]:
     """Read the rows of a file into its report, some at a time."""
     parse = records.parser_of(report.kind, reading.text_field)
-    rows = records.read([report.file], parse, report.tally, reading.max_line_bytes, reading.text_field)
+    limit, text_field = reading.max_line_bytes, reading.text_field
+    rows = records.read([report.file], parse, report.tally, limit, text_field)
     while batch := list(itertools.islice(rows, BATCH_ROWS)):
         texts = [blocks.text_of(record) for record in batch]
         report.hashes += b"".join(map(records.content_hash, batch))

@@ -50,8 +50,8 @@ def kind_of_file(location: str, reading: Reading) -> Kind | None:
 def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> None:
     """Raise UsageError for files that cannot be what their setting needs.
 
-    That is a file of another format, one whose first rows all have keys of something else, and a few
-    rows that are mostly bad, or none: hours may pass until their stage counts them. It counts others.
+    That is a file of another format, one whose first rows all have keys of something else, and a
+    few rows that are mostly bad, or none: hours may pass until their stage counts them.
     """
     tally, parse = Tally(), records.parser_of(kind, reading.text_field)
     local = [location for location in files if not locations.is_remote(location)][:FILES]
@@ -68,8 +68,11 @@ def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> N
     bad = tally.rejected.total()
     are_all_read = local and len(local) == len(files) and tally.rows < ROWS
     if are_all_read and (not tally.rows or bad > tally.rows * max(MOST, reading.rejected_fraction)):
-        found = f"{bad} of {tally.rows} rows are bad, such as {tally.first_rejected[0]}" if bad else "which has no rows"
-        raise UsageError(f"{setting} is {', '.join(local)}, {found}; correct it, or name a file with good rows")
+        found = "which has no rows"
+        if bad:
+            found = f"{bad} of {tally.rows} rows are bad, such as {tally.first_rejected[0]}"
+        fix = "correct it, or name a file with good rows"
+        raise UsageError(f"{setting} is {', '.join(local)}, {found}; {fix}")
 
 
 def _may_be(row: JsonDict, kind: Kind, text_field: str) -> bool:

@@ -21,9 +21,21 @@ TEXT = "text"  # the default of reading.text_field, with which the other keys ar
 TURN_KEYS = frozenset({"messages", "conversations", "prompt", "chosen"})
 TOO_DEEP = "the functions or the arguments of a call are nested too deeply"
 KEYS_LOOKED_AT, KEYS_OF_A_ROW, KEY_CHARACTERS = 1000, 100, 40
-MOST_NAMES, OTHERS = 100, "others"  # distinct reasons and keys at most, since one may quote a value of its row
+MOST_NAMES, OTHERS = (
+    100,
+    "others",
+)  # distinct reasons and keys at most, since one may quote a value of its row
 FIRST_REJECTED = 5
-COUNTS = ("rows", "kept", "skipped", "rejected", "keys_seen", "unread_keys", "lines", "with_reasoning")
+COUNTS = (
+    "rows",
+    "kept",
+    "skipped",
+    "rejected",
+    "keys_seen",
+    "unread_keys",
+    "lines",
+    "with_reasoning",
+)
 EXCERPT_CHARACTERS = 200
 TOO_LONG = "line longer than reading.max_line_bytes={}; raise it, or split the text"
 NULS = "not valid JSON: only NUL bytes, as a crash of the writing machine leaves; write the line again"
@@ -34,7 +46,7 @@ Row = tuple[str, int, JsonDict]  # path, number of the line, JSON object
 
 @dataclass
 class Tally:
-    """Counts of the rows by outcome: rows = kept + skipped + rejected, the latter two by rule or reason.
+    """Counts of rows by outcome: rows = kept + skipped + rejected, those two by rule or reason.
 
     keys_seen         of the first KEYS_LOOKED_AT rows
     lines             rows and blank lines
@@ -59,9 +71,10 @@ class Tally:
         """Count a bad row and pass it to the quarantine."""
         count(self.rejected, {reason: 1})
         bad_row: JsonDict = {"file": redact.url(path), "line": line, "reason": reason}
-        with contextlib.suppress(TypeError):  # a number beyond 64 bits, or nested deeper than orjson writes
+        with contextlib.suppress(TypeError):  # a number beyond 64 bits, or nested too deeply
             raw = row if isinstance(row, bytes) else orjson.dumps(row)
-            bad_row["text"] = raw[: 4 * EXCERPT_CHARACTERS].decode("utf-8", "replace")[:EXCERPT_CHARACTERS]
+            text = raw[: 4 * EXCERPT_CHARACTERS].decode("utf-8", "replace")
+            bad_row["text"] = text[:EXCERPT_CHARACTERS]
         self.list_rejected(path, bad_row)
 
     def list_rejected(self, path: str, bad_row: JsonDict) -> None:
@@ -98,11 +111,18 @@ class Tally:
 
     def to_json(self) -> JsonDict:
         """Counts for the manifest and the summary."""
-        counts = {"rows": self.rows, "kept": self.kept, "skipped": dict(self.skipped), "rejected": dict(self.rejected)}
+        counts = {
+            "rows": self.rows,
+            "kept": self.kept,
+            "skipped": dict(self.skipped),
+            "rejected": dict(self.rejected),
+        }
         more = {name: getattr(self, name) for name in ("first_rejected", "unread_keys", "with_reasoning")}
         return counts | {name: value for name, value in more.items() if value}
 
-    def check(self, setting: str, limit: float, expected_fields: str, prefix: str = "reading.") -> None:
+    def check(
+        self, setting: str, limit: float, expected_fields: str, prefix: str = "reading.",
+    ) -> None:  # fmt: skip
         """Raise DataError if more than the share `limit` of the rows is bad, or no row was kept."""
         self.check_bad(setting, limit, expected_fields, prefix)
         if not self.kept:
@@ -110,10 +130,13 @@ class Tally:
             advice = f". {self._looked_for(expected_fields)}" if self.rejected or not self.rows else ""
             raise DataError(f"{setting}: no rows are left of {self.rows}{skipped}{advice}")
 
-    def check_bad(self, setting: str, limit: float, expected_fields: str, prefix: str = "reading.") -> None:
+    def check_bad(
+        self, setting: str, limit: float, expected_fields: str, prefix: str = "reading.",
+    ) -> None:  # fmt: skip
         """Raise DataError if more than the share `limit` of the rows is bad.
 
-        `prefix` comes before the name of the setting of `limit`. Files whose own bad rows are too many are at fault.
+        `prefix` comes before the name of the setting of `limit`. Files whose own bad rows are too
+        many are at fault.
         """
         bad = self.rejected.total()
         if bad > limit * self.rows:
@@ -125,7 +148,8 @@ class Tally:
 
     def _looked_for(self, expected_fields: str) -> str:
         keys_seen = ", ".join(key for key, _ in self.keys_seen.most_common(8)) or "none"
-        return f"ttrain looked for one JSON object a line, with {expected_fields}; keys seen: {keys_seen}"
+        looked_for = f"ttrain looked for one JSON object a line, with {expected_fields}"
+        return f"{looked_for}; keys seen: {keys_seen}"
 
 
 def count(counts: Counter[str], more: Mapping[str, int]) -> None:
@@ -134,15 +158,19 @@ def count(counts: Counter[str], more: Mapping[str, int]) -> None:
         counts[name if name in counts or len(counts) < MOST_NAMES else OTHERS] += rows
 
 
-def read(paths: Sequence[str], tally: Tally, max_line_bytes: int, text_field: str = TEXT) -> Iterator[Row]:
-    """(path, line number from 1, JSON object) of every good line of every file; blank lines do not count as rows.
+def read(
+    paths: Sequence[str], tally: Tally, max_line_bytes: int, text_field: str = TEXT,
+) -> Iterator[Row]:  # fmt: skip
+    """(path, line number from 1, JSON object) of every good line of every file.
 
-    Each element of a JSON array is a line; a `.txt` file is one line, with its text under `text_field`.
-    Raises DataError for a file that is truncated, corrupt, unreadable, in another encoding or of another format.
+    Blank lines do not count as rows. Each element of a JSON array is a line; a `.txt` file is one
+    line, with its text under `text_field`. Raises DataError for a file that is truncated, corrupt,
+    unreadable, in another encoding or of another format.
     """
     for path in paths:
         with streams.noting_faults(path):
-            yield from parsed(numbered_lines(path, max_line_bytes, text_field), path, tally, max_line_bytes)
+            numbered = numbered_lines(path, max_line_bytes, text_field)
+            yield from parsed(numbered, path, tally, max_line_bytes)
 
 
 def numbered_lines(path: str, max_line_bytes: int, text_field: str) -> Iterator[tuple[int, bytes]]:
@@ -152,7 +180,9 @@ def numbered_lines(path: str, max_line_bytes: int, text_field: str) -> Iterator[
     return lines(streams.json_lines(path, text_field), max_line_bytes)
 
 
-def parsed(numbered: Iterable[tuple[int, bytes]], path: str, tally: Tally, max_line_bytes: int) -> Iterator[Row]:
+def parsed(
+    numbered: Iterable[tuple[int, bytes]], path: str, tally: Tally, max_line_bytes: int,
+) -> Iterator[Row]:  # fmt: skip
     """(path, line number, JSON object) of the good lines."""
     loads, number = orjson.loads, 0
     for number, line in numbered:
@@ -160,7 +190,8 @@ def parsed(numbered: Iterable[tuple[int, bytes]], path: str, tally: Tally, max_l
             tally.rows += 1
             tally.reject(path, number, TOO_LONG.format(max_line_bytes), line[:1000])
             continue
-        if not line or line.isspace():  # seen before an error of the parser, which takes six times as long as the rest
+        # Seen before an error of the parser, which takes six times as long as the rest.
+        if not line or line.isspace():
             continue
         try:
             value = loads(line)
@@ -172,7 +203,7 @@ def parsed(numbered: Iterable[tuple[int, bytes]], path: str, tally: Tally, max_l
         if not isinstance(value, dict):
             tally.reject(path, number, f"not a JSON object but {kind_of(value)}", line)
             continue
-        # JSON of these becomes text. The search for calls takes a chat 1 us a kB, and a document nothing.
+        # JSON of these becomes text. The search takes a chat 1 us a kB, and a document nothing.
         has_calls = not TURN_KEYS.isdisjoint(value) and (b"_call" in line or b'"tools"' in line)
         if has_calls or "tools" in value or "question" in value:
             try:
@@ -187,7 +218,10 @@ def parsed(numbered: Iterable[tuple[int, bytes]], path: str, tally: Tally, max_l
 
 
 def lines(chunks: Iterable[bytes], max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, line without its end). A line that is too long is cut to max_line_bytes + 1 bytes, which shows it."""
+    """(number from 1, line without its end).
+
+    A line that is too long is cut to max_line_bytes + 1 bytes, which shows it.
+    """
     number = 1
     pending = b""
     for chunk in chunks:

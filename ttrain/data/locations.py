@@ -30,7 +30,9 @@ LOCAL = ("file://", "local://")
 HUB = "hf://"
 HTTP = ("http://", "https://")
 # What file systems tell of the bytes of a file, the surest first.
-MARKS = ("etag", "md5|hash|digest|crc|sha", "version|generation", "modif|mtime|updated|write|created")
+MARKS = (
+    "etag", "md5|hash|digest|crc|sha", "version|generation", "modif|mtime|updated|write|created",
+)  # fmt: skip
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 # `datasets/` is how fsspec and pandas spell it. Revisions with a slash are those of converted files
 # and of pull requests.
@@ -89,14 +91,16 @@ def version(location: str) -> str | None:
     except Exception as error:  # every file system has errors of its own
         raise UsageError(f"cannot read {redact.url(location)}: {reason(error)}") from None
     # One mark: an object that is only touched has the ETag that it had, with a new date.
-    names = [name for name, value in details.items() if value]
-    mark = next((name for kind in MARKS for name in names if re.search(kind, name, re.IGNORECASE)), None)
+    names = {name.lower(): name for name, value in details.items() if value}
+    marks = (names[name] for mark in MARKS for name in names if re.search(mark, name))
+    mark = next(marks, None)
     if mark is None:
         raise UsageError(
             f"cannot detect changes of {redact.url(location)}: its server gives no ETag, checksum or date; "
             "download it and name the file"
         )
-    return digest_of([redact.without_signature(location), mark, str(details[mark]), details.get("size")])
+    place = redact.without_signature(location)
+    return digest_of([place, mark, str(details[mark]), details.get("size")])
 
 
 def expand(patterns: Sequence[str], setting: str) -> list[str]:

@@ -57,7 +57,8 @@ class WindowRows(Rows):
         if self.masks:
             firsts = ranges.firsts.repeat(ranges.counts)
             for start, first, end in zip(starts.tolist(), [0, *window_ends.tolist()], window_ends.tolist(), strict=False):
-                before = self.shards.stream(int(firsts[first]), start)  # where a region may have begun
+                # A region may have begun before the window.
+                before = self.shards.stream(int(firsts[first]), start)
                 ids = np.concatenate([before, ranges.ids[first:end]])
                 places = start - len(before) + np.arange(len(ids))
                 masked = self.masks.masked(ids, np.isin(places, firsts[first:end]))

@@ -19,7 +19,13 @@ from ttrain.data import json_rows
 from ttrain.data.chat_shapes import CHAT_FIELDS, is_blank, is_chat, messages_of, unread_keys
 from ttrain.data.chat_templates import Messages
 from ttrain.data.json_rows import KEY_CHARACTERS, TEXT, TOO_DEEP, Row, Tally, count
-from ttrain.data.preferences import PREFERENCE_FIELDS, Labels, Preference, is_preference, preference_of
+from ttrain.data.preferences import (
+    PREFERENCE_FIELDS,
+    Labels,
+    Preference,
+    is_preference,
+    preference_of,
+)
 from ttrain.data.tools import Malformed, kind_of
 
 DOCUMENT_KEYS = (TEXT, "content", "body", "paragraphs")
@@ -86,7 +92,8 @@ class Rejected:
 
 def read(paths: Sequence[str], parse: Parser, tally: Tally, max_line_bytes: int, text_field: str = TEXT) -> Iterator[Record]:
     """Good records of the files in order; the tally counts the others. `text_field` is the key for text of `.txt` files."""
-    return (record for _, record in accepted(json_rows.read(paths, tally, max_line_bytes, text_field), parse, tally))
+    rows = json_rows.read(paths, tally, max_line_bytes, text_field)
+    return (record for _, record in accepted(rows, parse, tally))
 
 
 def accepted(rows: Iterable[Row], parse: Parser, tally: Tally) -> Iterator[tuple[int, Record]]:
@@ -183,7 +190,8 @@ def parse_conversation(value: JsonDict) -> Conversation | Skipped:
     A key that is null counts as absent. Roles may come in any order.
     """
     messages = messages_of(value)
-    if not any(turn.role == "assistant" and turn.in_loss and not is_blank(turn.content) for turn in messages):
+    answers = (turn for turn in messages if turn.role == "assistant" and turn.in_loss)
+    if all(is_blank(turn.content) for turn in answers):
         return Skipped("no answer")
     return Conversation(tuple(messages), labels_of(value))
 

@@ -93,10 +93,11 @@ class Selection:
         return self._blocks[number], lowest - int(self._starts[number])
 
     def matched_rows(self, matches: Iterable[Sequence[TextMatch]]) -> list[tuple[int, str, TextMatch]]:
-        """(row, name of its file, match with its line there) of the matches in each block of training files."""
+        """(row, name of its file, match with its line there), of each block of training files."""
         rows: list[tuple[int, str, TextMatch]] = []
         training_blocks = [(block, span) for block, span in self._spans() if block.role == "train"]
-        for (block, span), found in zip(training_blocks, matches, strict=False):  # a sample needs the first ones alone
+        # The first rows alone need the first blocks.
+        for (block, span), found in zip(training_blocks, matches, strict=False):
             lines, is_heldout = block.rows[:, 3], block.is_heldout
             for match in found:
                 row = int(lines.searchsorted(np.uint64(match.line)))

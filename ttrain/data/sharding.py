@@ -26,7 +26,12 @@ from ttrain.data import blocks, contamination, records, shards
 from ttrain.data.blocks import BLOCKS, PARTS, Block, BlockRecipe, BuiltBlock, FilesByRole, Table
 from ttrain.data.contamination import OverlapCheck, TextMatch
 from ttrain.data.json_rows import Tally
-from ttrain.data.near_duplicates import NEAR_DUPLICATE, EarlierSet, NearDuplicateSearch, SimilarityRule
+from ttrain.data.near_duplicates import (
+    NEAR_DUPLICATE,
+    EarlierSet,
+    NearDuplicateSearch,
+    SimilarityRule,
+)
 from ttrain.data.pool import Pool
 from ttrain.data.selection import HELD_OUT, Selection, Tallies
 
@@ -99,7 +104,11 @@ def build(
     tallies = _quarantine(output, work.files, built_blocks)
     selection = Selection(built_blocks, tallies, recipe.kind)
     duplicates = selection.select(work.reading)
-    matches = selection.matched_rows(_scan(work, against)) if against else []
+    matches: list[tuple[int, str, TextMatch]] = []
+    if against:  # the blocks are read again
+        tasks = ((block, recipe, against.texts, against.share) for block in work.cut("train"))
+        with contextlib.closing(work.pool.map(contamination.scan, tasks)) as results:
+            matches = selection.matched_rows(results)
     removed = np.zeros_like(selection.selected)
     if against and against.remove:
         removed[[row for row, _, _ in matches]] = True
@@ -123,7 +132,12 @@ def build(
     if lowest is not None:
         entries["heldout"].append(_write_lowest_row(output, *lowest, recipe))
     _keep_blocks(output, built_blocks)
-    _write_overlap_report(output, overlaps)
+    # For evaluations the items that the training part has, and for people the report.
+    items = overlaps["items"] if overlaps and not overlaps["removed"] else ()
+    contamination.write_item_shares(output, {item["digest"]: item["share"] for item in items})
+    (output / contamination.REPORT).unlink(missing_ok=True)
+    if overlaps:
+        write_json(output / contamination.REPORT, overlaps)
     totals = {role: Tally() for role in work.files}
     for (role, _), tally in tallies.items():
         totals[role].add(tally)
@@ -136,7 +150,14 @@ def build(
         {part_name: shards.write_index(output / part_name, shards=entries[part_name], **described) for part_name in PARTS},
         totals,
         [
-            {"name": work.files[role][n].name, "role": role, **tally.to_json(), "tokens": 0, "bytes": 0, **sizes[role, n]}
+            {
+                "name": work.files[role][n].name,
+                "role": role,
+                **tally.to_json(),
+                "tokens": 0,
+                "bytes": 0,
+                **sizes[role, n],
+            }
             for (role, n), tally in tallies.items()
         ],
         duplicates,
@@ -165,7 +186,11 @@ def make_blocks(work: Work) -> list[BuiltBlock]:
 
 
 def _make_role(
-    work: Work, role: str, recipe: BlockRecipe, head: int | None = None, held_out: Set[bytes] = frozenset()
+    work: Work,
+    role: str,
+    recipe: BlockRecipe,
+    head: int | None = None,
+    held_out: Set[bytes] = frozenset(),
 ) -> list[BuiltBlock]:
     """The blocks of a role's files, in order, until they have `head` rows that are not held out."""
     built_blocks: list[BuiltBlock] = []
@@ -203,13 +228,6 @@ def _draws(work: Work, held_out: Set[bytes]) -> npt.NDArray[np.uint64]:
     drawn = np.array([blocks.draw(key, work.recipe.seed) for key in held_out], np.uint64)
     draws = draws[~np.isin(draws, drawn)]
     return np.unique(draws) if work.reading.deduplicate else np.sort(draws)
-
-
-def _scan(work: Work, against: OverlapCheck) -> Iterator[list[TextMatch]]:
-    """What the training rows of each block have of the items; the blocks are read again."""
-    tasks = ((block, work.recipe, against.texts, against.share) for block in work.cut("train"))
-    with contextlib.closing(work.pool.map(contamination.scan, tasks)) as results:
-        yield from results
 
 
 def _quarantine(output: Path, files: FilesByRole, built_blocks: Sequence[BuiltBlock]) -> Tallies:
@@ -253,10 +271,8 @@ def _place_shards(
         if not selected.all():
             stem += f"-{hashlib.blake2b(selected.tobytes(), digest_size=4).hexdigest()}"
         path = directory / f"{stem}.arrow"
-        number = 2
-        while path.exists():  # the same block twice, where duplicates are kept
-            path = path.with_stem(f"{stem}-{number}")
-            number += 1
+        if path.exists():  # the same block twice, where duplicates are kept
+            path = path.with_stem(f"{stem}-{len(entries)}")
         if selected.all():
             link_or_copy(block.shard(part_name), path)
             entry = {**entry, "file": path.name}
@@ -285,15 +301,6 @@ def _write_lowest_row(output: Path, block: BuiltBlock, row: int, recipe: BlockRe
     text = path.with_suffix(".jsonl")
     shards.write_files([(text, orjson.dumps(record.to_json()) + b"\n")])
     return {**entry, "records": text.name, "bytes": int(block.rows[row, 2]), "group": 0}
-
-
-def _write_overlap_report(output: Path, overlaps: JsonDict | None) -> None:
-    """Write the report for people, and for evaluations the items that the training part has."""
-    (output / contamination.REPORT).unlink(missing_ok=True)
-    items = overlaps["items"] if overlaps and not overlaps["removed"] else ()
-    contamination.write_item_shares(output, {item["digest"]: item["share"] for item in items})
-    if overlaps:
-        write_json(output / contamination.REPORT, overlaps)
 
 
 def _keep_blocks(output: Path, built_blocks: Sequence[BuiltBlock]) -> None:

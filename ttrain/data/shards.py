@@ -68,7 +68,9 @@ class Column:
 
 def concatenate(columns: Sequence[Column]) -> Column:
     """The records of several columns, one after the other, without their weights."""
-    lists = {name: np.concatenate([column.lists[name] for column in columns]) for name in columns[0].lists}
+    lists = {}
+    for name in columns[0].lists:
+        lists[name] = np.concatenate([column.lists[name] for column in columns])
     lengths = np.concatenate([np.diff(column.offsets) for column in columns])
     return Column(offsets=offsets_of(lengths), **lists)
 
@@ -100,8 +102,9 @@ def shard_of(name: str, column: Column, vocab_size: int) -> tuple[JsonDict, pa.B
     """(entry for the index, bytes of the file) of a shard with this name."""
     arrays = {}
     for field, values in column.lists.items():
-        narrow = values.astype(token_dtype(vocab_size) if field == "tokens" else np.uint8, copy=False)
-        arrays[field] = pa.LargeListArray.from_arrays(arrow_array(column.offsets), arrow_array(narrow))
+        dtype = token_dtype(vocab_size) if field == "tokens" else np.uint8
+        narrow = arrow_array(values.astype(dtype, copy=False))
+        arrays[field] = pa.LargeListArray.from_arrays(arrow_array(column.offsets), narrow)
     if column.weights is not None and (column.weights != 1).any():
         arrays["weight"] = arrow_array(column.weights.astype(np.float64, copy=False))
     batch = pa.record_batch([*arrays.values()], names=[*arrays])

@@ -42,10 +42,11 @@ def noting_faults(location: str) -> Iterator[None]:
             error.files = (location,)
         raise
     except Exception as error:  # every file system and every format has errors of its own
-        if locations.is_remote(location) or getattr(error, "errno", None):  # of the network or the disk
+        # Of the network or the disk.
+        if locations.is_remote(location) or getattr(error, "errno", None):
             raise CannotRead(f"cannot read {location}: {locations.reason(error)}") from None
         fault = f"{location} is truncated or corrupt: {first_line(error)}; fetch or write it again"
-        raise DataError(fault, [location]) from None
+        raise DataError(fault, [location]) from error
 
 
 @contextmanager
@@ -186,7 +187,10 @@ def parquet_lines(location: str, first_group: int, last_group: int | None = None
 def _parquet(location: str) -> Iterator[Any]:
     from pyarrow.parquet import ParquetFile
 
-    with stored(location) as file, ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False) as opened:
+    with (
+        stored(location) as file,
+        ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False) as opened,
+    ):
         yield opened
 
 
