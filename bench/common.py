@@ -288,9 +288,9 @@ def read_texts(path: str | Path, limit: int = sys.maxsize) -> list[str]:
 
 def read_documents(path: str) -> Iterator[Any]:
     """The documents of a file of JSON lines, which may be packed."""
-    from ttrain.data import records
+    from ttrain.data import json_rows, records
 
-    return records.read([path], records.document_parser("text"), records.Tally(), 32 << 20)
+    return records.read([path], records.document_parser("text"), json_rows.Tally(), 32 << 20)
 
 
 def _documents(path: str | None) -> Iterator[str]:

@@ -18,7 +18,8 @@ from ttrain.core.files import read_json, write_json
 from ttrain.core.hashing import digest_of, sha256_file
 from ttrain.data import chat, first_rows
 from ttrain.data import records as sources
-from ttrain.data.records import Conversation, Record, Tally, TextDocument
+from ttrain.data.json_rows import Tally
+from ttrain.data.records import Conversation, Record, TextDocument
 from ttrain.errors import DataError, Interrupted, UsageError
 from ttrain.evaluate import perplexity
 from ttrain.evaluate.evaluated_model import beginning

@@ -13,7 +13,8 @@ from ttrain.config import Reading, Settings, Tokenizer
 from ttrain.data import existing, locations, records
 from ttrain.data import tokenizer as tokenizers
 from ttrain.data.encoder import Encoder
-from ttrain.data.records import Tally, TextDocument
+from ttrain.data.json_rows import Tally
+from ttrain.data.records import TextDocument
 from ttrain.errors import DataError
 from ttrain.tasks.common.job import Figures, StageContext
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tiny_data import NumberedRows, write_shards
 
@@ -93,7 +93,6 @@ def test_document_rows_equal_a_naive_loop(
 
 @pytest.mark.parametrize("together", [4, 1 << 18])
 def test_packed_rows_hold_whole_windows_of_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: int) -> None:
-    """The rows of one document each, several in a row, as full as best fit makes them, each with its own positions."""
     monkeypatch.setattr("ttrain.data.packing.PACKED_TOGETHER", together)
     documents = some_documents(5, 30, 12)
     shards = shard_set(tmp_path, documents, 50)
@@ -143,9 +142,6 @@ def test_opening_reads_the_index_only_and_a_row_only_its_shard(tmp_path: Path) -
         DocumentRows(shards, 8, PAD, stride=9)
 
 
-# --- several sources
-
-
 @pytest.fixture
 def shards(tmp_path: Path) -> ShardSet:
     """Documents of 30, 7 and 12 tokens in groups 0, 1 and 0."""
@@ -174,9 +170,6 @@ def test_counts_of_mixed_rows_are_sums_and_weighted_means(shards: ShardSet) -> N
     assert counts["fill"] == pytest.approx((9 * 8 + 5 + 6) / (8 * rows))
 
 
-# --- width
-
-
 def test_a_batch_is_as_wide_as_the_setting_unless_it_is_trimmed(shards: ShardSet) -> None:
     assert NumberedRows(3).batch([0, 1]).input_ids_BT.shape == (2, 16)
     rows = SeparateDocumentRows(shards, 30, 0)
@@ -189,9 +182,6 @@ def test_a_batch_is_as_wide_as_the_setting_unless_it_is_trimmed(shards: ShardSet
     widths = {(0,): 30, (1,): 8, (2,): 16, (1, 2): 16, (0, 1, 2): 30}
     assert {numbers: rows.batch(numbers).input_ids_BT.shape[1] for numbers in widths} == widths
     assert MixedRows([rows, rows], [1, 1]).batch([1, 4]).input_ids_BT.shape == (2, 8)
-
-
-# --- best fit
 
 
 def naive_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
@@ -218,9 +208,6 @@ def test_best_fit_equals_a_search_over_all_bins_and_never_exceeds_one(data: Any,
     assert bins == naive_best_fit(lengths, capacity)
     assert all(sum(lengths[item] for item in items) <= capacity for items in bins)
     assert sorted(item for items in bins for item in items) == list(range(len(lengths)))
-
-
-# --- masked regions: by label, to the end of the record where nothing closes them, whatever row a region began in
 
 
 PAIRS = ((1, 2), (3, 4))
@@ -252,17 +239,6 @@ def begins(records: list[list[int]]) -> Any:
 def test_masks_equal_a_state_machine_token_by_token(pairs: Pairs, records: list[list[int]]) -> None:
     found = Intervals(pairs).masked(np.concatenate(records), begins(records)).tolist()
     assert found == [flag for record in records for flag in state_machine(record, pairs)]
-
-
-@settings(max_examples=100, deadline=None)
-@given(records=records_of_markers, place=st.integers(0, 200))
-@example(records=[[1, 5], [5, 5]], place=3)  # what the record before left open
-def test_a_row_that_begins_inside_a_region_knows_it(records: list[list[int]], place: int) -> None:
-    ids, starts, masks = np.concatenate(records), begins(records), Intervals(PAIRS)
-    place %= len(ids)
-    opened = masks.opened(ids[int(np.flatnonzero(starts[: place + 1])[-1]) : place])
-    found = masks.masked(ids[place:], starts[place:], opened)
-    assert found.tolist() == masks.masked(ids, starts)[place:].tolist()
 
 
 def numbered(records: list[list[int]]) -> tuple[list[list[int]], set[int]]:

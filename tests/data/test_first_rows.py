@@ -56,7 +56,6 @@ def test_rows_of_no_kind_are_refused_with_their_keys(tmp_path: Path) -> None:
 
 
 def test_what_the_stage_counts_is_left_to_it(tmp_path: Path) -> None:
-    """Bad rows with the right keys, rows that are no JSON, files without rows, rows that a rule skips."""
     rows = [[CHAT, DOCUMENT, "{broken"], ["{broken"], [], [{"text": " "}], [{"text": 1}]]
     some = [written(tmp_path / f"{number}.jsonl", *part) for number, part in enumerate(rows)]
     tolerant = Reading(rejected_fraction=1)
@@ -66,20 +65,13 @@ def test_what_the_stage_counts_is_left_to_it(tmp_path: Path) -> None:
     first_rows.check("data.sft", "chats", [written(tmp_path / "bad.jsonl", {"messages": 1})], tolerant)
 
 
-def test_most_rows_being_bad_is_told_with_a_place_unless_so_many_may_be(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.jsonl", CHAT, {"messages": 1}, DOCUMENT, "{broken")
-    message = refused("data.sft", "chats", path)
-    assert message.startswith("data.sft: 3 of 4 rows are bad, such as ")
-    assert "a.jsonl:4: " in message
-    first_rows.check("data.sft", "chats", [path], Reading(rejected_fraction=0.8))
-    long = written(tmp_path / "long.jsonl", *["{broken"] * first_rows.ROWS, *[CHAT] * 50)
-    first_rows.check("data.sft", "chats", [long], Reading())  # not all rows are looked at
-    first_rows.check("data.sft", "chats", [path, written(tmp_path / "b.jsonl", *[CHAT] * 3)], Reading())
-    late = written(tmp_path / "late.jsonl", *[CHAT] * first_rows.ROWS, *["{broken"] * 50)
-    first_rows.check("data.sft", "chats", [late], Reading())
-
-
-def test_a_file_without_rows_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.jsonl")
-    assert "which has no rows" in refused("data.pretrain", "documents", path)
-    first_rows.check("data.pretrain", "documents", [path, written(tmp_path / "b.jsonl", DOCUMENT)], Reading())
+def test_a_few_rows_that_are_mostly_bad_or_none_are_refused(tmp_path: Path) -> None:
+    empty = written(tmp_path / "b.jsonl")
+    bad = written(tmp_path / "a.jsonl", CHAT, {"messages": 1}, "{broken")
+    message = refused("data.sft", "chats", bad)
+    assert message.startswith(f"data.sft is {bad}, 2 of 3 rows are bad, such as {bad}:3: ")
+    assert f"data.sft is {empty}, which has no rows" in refused("data.sft", "chats", empty)
+    first_rows.check("data.sft", "chats", [bad], Reading(rejected_fraction=0.8))
+    many = written(tmp_path / "many.jsonl", *["{broken"] * first_rows.ROWS, *[CHAT] * 50)
+    for files in ([many], [bad, written(tmp_path / "good.jsonl", *[CHAT] * 3)], [empty, many]):
+        first_rows.check("data.sft", "chats", files, Reading())

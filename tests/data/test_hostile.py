@@ -18,8 +18,8 @@ from ttrain.config import Runtime, Settings
 from ttrain.core.files import ProgressWriter
 from ttrain.data.blocks import BlockRecipe
 from ttrain.data.check import check
+from ttrain.data.json_rows import NOT_UTF8, NULS
 from ttrain.data.pool import Processes
-from ttrain.data.records import NOT_UTF8, NULS
 from ttrain.errors import CannotRead, DataError
 from ttrain.tasks import shards
 from ttrain.tasks.common.job import StageContext
@@ -87,9 +87,6 @@ def test_every_row_is_kept_skipped_or_rejected_by_its_rule(tmp_path: Path, recip
     packed.write_bytes(gzip.compress(plain.read_bytes() + b"\n" * bool(lines), 1))
     for path, block_bytes in ((plain, 1 << 20), (packed, 1024)):
         assert outcome(path, recipe, block_bytes) == (expected, where)
-
-
-# --- whole files
 
 
 GOOD_FILE = FIRST + b"\n" + LAST + b"\n"

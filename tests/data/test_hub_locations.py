@@ -61,12 +61,9 @@ def test_a_data_set_is_its_training_split_at_a_commit_that_is_asked_for_once(onl
 
 
 FILES = {
-    "/constraints.jsonl": (NEW, ["constraints.jsonl"]),
     "/data": (NEW, ["data/test.jsonl", *NAMES[1:3]]),
     "/data/t*0*.jsonl": (NEW, NAMES[1:3]),
     "@v1": (OLD, ["only.jsonl.gz"]),
-    f"@{OLD}/only.jsonl.gz": (OLD, ["only.jsonl.gz"]),
-    "@refs/convert/parquet": (CONVERTED, ["default/train/0.parquet"]),
     "@refs%2Fconvert%2Fparquet/default/test": (CONVERTED, ["default/test/0.parquet"]),
 }
 

@@ -16,7 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.streamed_files import written
 
-from ttrain.data.records import Tally, lines, parse_conversation, read, records
+from ttrain.data import json_rows
+from ttrain.data.json_rows import Tally, lines
+from ttrain.data.records import parse_conversation, read
 
 MIB = 1 << 20
 
@@ -26,7 +28,7 @@ def test_the_limit_of_a_line_is_exact_whether_or_not_it_ends(tmp_path: Path) -> 
     for end in (b"\n", b""):
         for extra in (0, 1):
             tally, path = Tally(), written(tmp_path, line + end)
-            rows = list(records([str(path)], tally, len(line) - extra))
+            rows = list(json_rows.read([str(path)], tally, len(line) - extra))
             assert (len(rows), tally.rejected.total()) == (1 - extra, extra)
 
 

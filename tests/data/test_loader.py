@@ -157,9 +157,6 @@ def test_the_pad_fraction_is_that_of_the_batches(kind: int) -> None:
     assert pad_fraction(made.rows, made) == pytest.approx(empty / positions)
 
 
-# --- orders
-
-
 def test_the_order_is_a_permutation_of_any_size_of_which_any_place_can_be_asked_for_alone() -> None:
     for size in (1, 2, 3, 7, 16, 39, 63, 64, 65, 257, 1000, 4097, 50_000):
         whole = permute(np.arange(size), size, 2**32 - 1, 3)
@@ -170,7 +167,6 @@ def test_the_order_is_a_permutation_of_any_size_of_which_any_place_can_be_asked_
 
 
 def test_the_order_looks_random() -> None:
-    """Every row comes about equally often to every tenth of the epoch, and neighbours do not stay neighbours."""
     size, counts = 50, np.zeros((50, 10))
     for epoch in range(1000):
         order = permute(np.arange(size), size, 3, epoch)
@@ -207,9 +203,6 @@ def test_a_step_takes_the_next_places_of_its_epochs_order_and_each_epoch_has_its
     expected = [place(number % 30, 30, 9, number // 30) for number in range(100)]
     assert all_rows(ShuffledOrder(rows=30, rows_per_step=8, total_rows=100, seed=9)) == expected
     assert len({tuple(expected[start : start + 30]) for start in (0, 30, 60)}) == 3
-
-
-# --- weighted
 
 
 def naive_weighted(group_rows: list[int], weights: list[float], total: int, seed: int) -> list[int]:
@@ -250,9 +243,6 @@ def test_a_source_that_would_never_be_drawn_is_refused() -> None:
     ):
         with pytest.raises(DataError, match=reason):
             WeightedOrder(rows, weights, 4, 100, seed=1)
-
-
-# --- grouped by length
 
 
 def log_normal(count: int) -> Array:
@@ -307,7 +297,6 @@ def test_grouping_pads_less_than_half_of_what_a_random_order_does_with_steps_in_
 
 @pytest.mark.parametrize("kind", range(3))
 def test_a_budget_in_tokens_ends_with_the_step_in_which_it_has_been_read(monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
-    """Against a loop over the steps; by less than a step, over several passes."""
     monkeypatch.setattr(ordering, "COUNTED_TOGETHER", 7)
     order = orders(rows=16, per_step=3, total=3 * 90)[kind]
     order.row_tokens = lengths_of(16)

@@ -62,9 +62,6 @@ def test_what_is_not_there_is_said_with_setting_value_and_fix(folder: Path, monk
         assert f"data.pretrain is '{pattern}' but {reason}" in str(raised.value)
 
 
-# --- URLs
-
-
 @pytest.fixture
 def site(site: Site) -> Site:
     """A server with files at several depths."""
@@ -109,7 +106,6 @@ def version_of(url: str) -> str:
 
 
 def test_a_version_changes_with_the_bytes_and_is_asked_for_anew_each_time(site: Site) -> None:
-    """It is of the server's mark; where there is none, of date and size; where there is neither, that is an error."""
     url = f"{site.url}/data/b.jsonl"
     before = version_of(url)
     assert version_of(url) == before

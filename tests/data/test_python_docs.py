@@ -27,10 +27,6 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
     return {name: [json.loads(line) for line in (output / f"{name}.jsonl").open(encoding="utf-8")] for name in names}
 
 
-def texts(row: dict[str, Any], role: str = "") -> list[str]:
-    return [row["text"]] if "text" in row else [m["content"] for m in row["messages"] if role in ("", m["role"])]
-
-
 def top_module(row: dict[str, Any]) -> str:
     """Without the marks of a C or Python twin."""
     return re.sub("^_(py)?", "", row["source"].partition(":")[2].partition(".")[0])
@@ -40,26 +36,6 @@ def test_no_module_is_on_both_sides(rows: Rows) -> None:
     heldout = {top_module(row) for row in rows["pretrain_heldout"] + rows["sft_heldout"]}
     assert len(heldout) > 10
     assert not heldout & {top_module(row) for row in rows["pretrain"] + rows["sft"]}
-
-
-def eight_grams(text: str) -> list[tuple[str, ...]]:
-    words = text.lower().split()
-    return [tuple(words[start : start + 8]) for start in range(len(words) - 7)]
-
-
-def test_heldout_documents_and_answers_are_no_copies_of_training_text(rows: Rows) -> None:
-    known = {gram for row in rows["pretrain"] for gram in eight_grams(row["text"])}
-    shares = []
-    for row in rows["pretrain_heldout"]:
-        grams = eight_grams(row["text"])
-        shares += [sum(gram in known for gram in grams) / len(grams)] if grams else []
-    assert len(shares) > 200
-    assert [share for share in shares if share > 0.5] == []
-    seen = [" ".join(row["text"].split()) for name in ("pretrain", "pretrain_heldout") for row in rows[name]]
-    assert len(set(seen)) == len(seen), "no document stands twice"
-    for name in ("sft", "lora"):
-        train = {text for row in rows[name] for text in texts(row, "assistant")}
-        assert train.isdisjoint(text for row in rows[f"{name}_heldout"] for text in texts(row, "assistant"))
 
 
 def test_most_tokens_lie_in_a_row_with_the_beginning_of_their_document(rows: Rows, tmp_path: Path) -> None:

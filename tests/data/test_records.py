@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from ttrain.data.chat_shapes import is_chat, unread_keys
 from ttrain.data.chat_templates import Message, is_live
+from ttrain.data.json_rows import Tally, parsed
 from ttrain.data.records import (
     Conversation,
     Record,
     Rejected,
     Skipped,
-    Tally,
     TextDocument,
     accepted,
     content_hash,
@@ -30,7 +30,6 @@ from ttrain.data.records import (
     heldout_share,
     kind_of_row,
     parse_conversation,
-    parsed,
     position,
     split,
 )  # fmt: skip
@@ -89,6 +88,8 @@ SHAPES: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": PARTS}, {**SHAREGPT[1], "tool_calls": None}]},
     {"messages": [SHAREGPT[0], {**SHAREGPT[1], "tool_calls": "null", "function_call": "[]"}], "tools": " null"},
     {"messages": [SHAREGPT[0], {**SHAREGPT[1], "tool_calls": "[]", "function_call": " "}], "tools": "[]"},
+    {"messages": [SHAREGPT[0], {**SHAREGPT[1], "tools": "", "tool_calls": " "}], "tools": ""},
+    {"conversations": [{"role": None, "content": None, **turn} for turn in SHAREGPT]},
     {"instruction": "Hi", "output": "Hello"},
     {"instruction": "Hi", "input": " \n", "output": "Hello"},
     {"instruction": "Hi", "input": None, "output": "Hello", "system": None, "tools": []},
@@ -295,9 +296,6 @@ def test_no_row_is_beyond_the_parsers(row: dict[str, Any]) -> None:
             assert isinstance(parsed, Skipped | Rejected)
 
 
-# --- functions and calls
-
-
 ARGUMENTS = {"a": 1, "b": "é"}
 
 
@@ -324,14 +322,6 @@ def minimind() -> dict[str, Any]:
 def test_every_form_of_functions_and_calls_gives_the_same_text() -> None:
     for row in (openai(ARGUMENTS), openai('{"a": 1, "b": "é"}'), minimind(), {**minimind(), "tools": None}):
         assert parse_conversation(row) == TALK
-
-
-def test_an_empty_text_for_functions_or_calls_is_none() -> None:
-    turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2."}]
-    plain = parse_conversation({"messages": turns})
-    assert isinstance(plain, Conversation)
-    exported = [{**turn, "tools": "", "tool_calls": " "} for turn in turns]
-    assert parse_conversation({"messages": exported, "tools": ""}) == plain
 
 
 def test_sharegpt_calls_are_turns_of_their_own() -> None:
@@ -454,11 +444,6 @@ def test_a_key_that_is_null_in_functions_or_arguments_counts_as_absent() -> None
         assert '{"name": "f", "parameters"' in system.content
 
 
-def test_a_turn_with_a_role_that_is_null_is_one_of_sharegpt() -> None:
-    turns = [{"role": None, "content": None, **turn} for turn in SHAREGPT]
-    assert parse_conversation({"conversations": turns}) == HELLO
-
-
 @pytest.mark.parametrize("number", ["98765432109876543210", "1.0"])
 def test_numbers_of_functions_and_calls_keep_their_value(number: str) -> None:
     arguments = f'{{"a": {number}, "b": [{number}]}}'
@@ -480,13 +465,6 @@ def test_numbers_of_functions_and_calls_keep_their_value(number: str) -> None:
         assert answer.content == f"<tool_call>\n{call}\n</tool_call>"
 
 
-def test_a_call_is_an_answer_also_where_nothing_is_said() -> None:
-    text = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
-    for content in ({"content": None}, {"content": ""}, {}):
-        turn = {"role": "assistant", **content, "tool_calls": [{"name": "f", "arguments": {}}]}
-        assert parse_conversation({"messages": [turn]}) == Conversation((Message("assistant", text),))
-
-
 def test_arguments_nested_without_end_are_rejected() -> None:
     nested: Any = {}
     for _ in range(2000):
@@ -495,9 +473,6 @@ def test_arguments_nested_without_end_are_rejected() -> None:
         "the functions or the arguments of a call are nested too deeply"
     )
     assert isinstance(parse_conversation(chat(call(arguments='{"a":' * 2000 + "1" + "}" * 2000))), Rejected)
-
-
-# --- documents
 
 
 @pytest.mark.parametrize(
@@ -562,9 +537,6 @@ def test_a_place_depends_on_the_content_alone() -> None:
     assert position(HELLO) != position(Conversation((Message("user", "HiHello"), Message("assistant", ""))))
     assert len(content_hash(HELLO)) == 16
     assert position(HELLO) == int.from_bytes(content_hash(HELLO)[:8], "big") / 2**64
-
-
-# --- how many rows `auto` holds out
 
 
 def documents(count: int) -> list[TextDocument]:

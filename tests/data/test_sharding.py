@@ -28,8 +28,9 @@ from ttrain.config import Reading
 from ttrain.data import blocks
 from ttrain.data.blocks import BlockRecipe
 from ttrain.data.encoder import Encoder
+from ttrain.data.json_rows import TOO_LONG
 from ttrain.data.pool import Processes
-from ttrain.data.records import TOO_LONG, TextDocument, content_hash
+from ttrain.data.records import TextDocument, content_hash
 from ttrain.data.sharding import ShardSetResult
 from ttrain.data.shards import ShardSet
 from ttrain.errors import ArtifactError
@@ -93,7 +94,6 @@ def test_every_document_comes_back_in_order_with_the_ids_of_the_tokenizer(sets: 
 
 
 def test_the_weights_of_rows_are_beside_them_also_where_rows_are_left_out(sets: Sets) -> None:
-    """Shards without weights are as before, and what is held out has none."""
     rows = rows_of(300)
     weighted = [{**row, "weight": 1 + number % 3} for number, row in enumerate(rows)]
     files = [sets.file("plain", rows), sets.file("weighted", weighted), sets.file("twice", [*weighted, *weighted[:50]])]
@@ -226,7 +226,6 @@ def test_the_one_row_that_was_held_out_is_not_learnt_after_another_is_lowest(set
 
 
 def test_a_row_that_is_held_out_anyway_stays_held_out_though_an_earlier_set_has_it(sets: Sets) -> None:
-    """By its hash, or as the lowest."""
     path = sets.file("a", rows_of(100))
     for name, reading in (("lowest", FEW_HELD_OUT), ("hashed", Reading(heldout_fraction=0.1))):
         alone = sets.build(name, [path], reading)
@@ -268,8 +267,8 @@ def test_a_reservoir_takes_exactly_as_many_distinct_rows_from_all_over_the_input
     rows = rows_of(300)
     path = sets.file("a", [*rows, *rows[:50]])
     found = {}
-    for name, limit, rounds, seed in (("a", 15, 1, 1), ("b", 15, 5, 1), ("c", 15, 1, 2), ("d", 9999, 1, 1)):
-        reading = Reading(heldout_fraction=0, limit=limit, rounds=rounds, seed=seed)
+    for name, limit, seed in (("a", 15, 1), ("b", 75, 1), ("c", 15, 2), ("d", 9999, 1)):
+        reading = Reading(heldout_fraction=0, limit=limit, seed=seed)
         built = sets.build(name, [path], reading)
         assert_adds_up(built, 350)
         found[name] = sets.texts(name)
@@ -284,7 +283,7 @@ def test_a_reservoir_takes_exactly_as_many_distinct_rows_from_all_over_the_input
 def test_the_head_is_the_first_rows_and_the_rest_is_not_read(sets: Sets) -> None:
     rows = rows_of(300)
     path = sets.file("a", [rows[0], *rows])
-    built = sets.build("out", [path], Reading(heldout_fraction=0, limit=20, rounds=2, sample="head"))
+    built = sets.build("out", [path], Reading(heldout_fraction=0, limit=40, sample="head"))
     assert sets.texts("out") == [row["text"] for row in rows[:40]]
     assert built.blocks < 6
     assert_adds_up(built, built.tallies["train"].rows)

@@ -16,7 +16,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pyarrow as pa
 import pytest
@@ -43,10 +42,7 @@ def write(path: Path, rows: list[Record], *, kind: str = "chats", vocab: int = 5
     return write_shards(path, rows, kind=kind, vocab_size=vocab, tokenizer="t" * 64, **more)
 
 
-layouts = pytest.mark.parametrize("layout", [100, 1])  # tokens of a shard: some records in each, or one
-
-
-@layouts
+@pytest.mark.parametrize("layout", [100, 1])  # tokens of a shard: some records in each, or one
 @pytest.mark.parametrize("kind", ["documents", "chats"])
 def test_records_come_back_as_they_went_in_however_they_are_cut(tmp_path: Path, layout: int, kind: str) -> None:
     rows, chance = some_records(50), random.Random(1)
@@ -73,23 +69,6 @@ def test_a_shard_opens_with_arrow_alone_and_has_the_smallest_type(tmp_path: Path
     assert table.to_pydict() == {"tokens": [ids for ids, _ in rows], "live": [[0, 1], [1, 0, 1]]}
 
 
-@layouts
-def test_documents_around_a_place_are_found_without_the_other_shards(tmp_path: Path, layout: int) -> None:
-    rows = some_records(40)
-    write(tmp_path, rows, kind="documents", tokens_per_shard=layout)
-    starts = [0, *accumulate(len(ids) for ids, _ in rows)]
-    found = ShardSet(tmp_path)
-    expected = [(number, starts[number]) for number, (ids, _) in enumerate(rows) for _ in ids]
-    ranges = [(0, found.tokens), (7, 8), (found.tokens - 5, found.tokens), (4, 4), (3, 100)]
-    alone = [found.ranges(np.array([start]), np.array([end])) for start, end in ranges]
-    for (start, end), (_, numbers, firsts, counts) in zip(ranges, alone, strict=True):
-        records = [*zip(numbers.tolist(), firsts.tolist(), strict=True)]
-        assert [record for record, count in zip(records, counts, strict=True) for _ in range(count)] == expected[start:end]
-    together = found.ranges(*map(np.array, zip(*ranges, strict=True)))
-    for place, column in enumerate(together):
-        assert column.tolist() == [value for one in alone for value in one[place].tolist()], "many at once"
-
-
 def test_a_shard_that_was_cut_or_exchanged_is_refused_by_name(tmp_path: Path) -> None:
     first, second = write(tmp_path, some_records(20), tokens_per_shard=150)["shards"][:2]
     whole = (tmp_path / second["file"]).read_bytes()
@@ -99,9 +78,6 @@ def test_a_shard_that_was_cut_or_exchanged_is_refused_by_name(tmp_path: Path) ->
     (tmp_path / second["file"]).write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ArtifactError, match=rf"{second['file']} is damaged"):
         ShardSet(tmp_path).row(first["rows"])
-
-
-# --- sharding that goes on
 
 
 def test_a_new_file_alone_is_encoded_and_the_shards_of_a_removed_one_go(tmp_path: Path, recipe: BlockRecipe) -> None:

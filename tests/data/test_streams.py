@@ -51,9 +51,6 @@ def test_utf_16_with_its_mark_is_read_as_utf_8(tmp_path: Path, encoding: str) ->
         read(path)
 
 
-# --- formats
-
-
 def test_a_json_array_is_read_element_by_element(tmp_path: Path) -> None:
     rows = [{"text": "a\nb"}, 4, {"text": "世界", "n": [1, {"m": None}]}]
     for indent in (None, 1):
@@ -80,9 +77,6 @@ def test_tables_and_pretty_printed_json_are_refused_with_a_fix(tmp_path: Path) -
             lines_of(written(tmp_path, data))
 
 
-# --- files behind URLs
-
-
 def test_files_behind_urls_of_any_kind_are_read(tmp_path: Path, site: Site) -> None:
     packed = gzip.compress(TEXT)
     site.files = {"/rows.jsonl.gz": packed, "/a b.jsonl": TEXT}
@@ -98,9 +92,6 @@ def test_a_refusal_and_a_server_that_is_gone_are_no_damaged_file(site: Site) -> 
     for url, reason in ((f"{site.url}/rows.jsonl", "503"), ("http://127.0.0.1:1/rows.jsonl", "connect")):
         with pytest.raises(CannotRead, match=reason), streams.noting_faults(url):
             read(url)
-
-
-# --- parquet
 
 
 def rows_in(path: str, first_group: int, last_group: int) -> list[tuple[int, dict[str, Any]]]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ttrain.core.files import JsonDict, JsonObject, user_path
 from ttrain.core.terminal import console, encodable, escape_control_characters, print_json
 from ttrain.core.text import counted
-from ttrain.data.records import NOT_UTF8
+from ttrain.data.json_rows import NOT_UTF8
 from ttrain.errors import DataError, TTrainError, UsageError
 from ttrain.inference.chat import Chat, Reply, save
 

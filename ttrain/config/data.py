@@ -88,15 +88,10 @@ class Reading(Section):
         le=1,
     )
     limit: Count | None = setting(None, "rows to use, for a try; empty: all", ge=1)
-    rounds: int = setting(1, "how many times `limit` distinct rows to use", ge=1)
     sample: Literal["reservoir", "head"] = setting("reservoir", "which rows `limit` takes: any, or the first")
     seed: Seed = setting(1, "of the reservoir")
 
     def _check(self) -> None:
-        need(
-            self.rounds == 1 or self.limit is not None,
-            f"reading.rounds is {self.rounds} but reading.limit is not set; set it, or rounds=1",
-        )
         need(
             not self.near_duplicates or self.near_duplicates >= LEAST_SIMILAR,
             f"reading.near_duplicates is {self.near_duplicates}, but texts less similar than {LEAST_SIMILAR} are not "

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import itertools
 import json
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -23,12 +23,13 @@ import orjson
 
 from ttrain.core.files import JsonDict, read_json
 from ttrain.core.hashing import digest_of
+from ttrain.data import json_rows, shards, streams
 from ttrain.data import records as sources
-from ttrain.data import shards, streams
 from ttrain.data.chat import encode_chats, encode_preferences, refusal
+from ttrain.data.chat_templates import Messages
 from ttrain.data.encoder import Encoder
+from ttrain.data.json_rows import Tally
 from ttrain.data.preferences import Preference
-from ttrain.data.records import Tally
 from ttrain.data.shards import Column
 from ttrain.errors import CannotRead
 from ttrain.store.integrity import home_of, is_intact
@@ -42,7 +43,7 @@ MANIFEST, ROWS, BAD_ROWS, HELDOUT_RECORDS = "block.json", "rows", "rejected.json
 SHIPPED_BYTES = 1 << 20
 # Texts go to the encoder in groups of this size: a worker of 16 MiB blocks stays below 350 MB.
 ENCODED_BYTES = 4_000_000
-ENCODED_RECORDS = 20_000  # a million of one letter took 565 MB
+RECORD_BYTES = 200  # of a record, without its text: a million of one letter took 565 MB at once
 BEYOND_LIMIT = "beyond reading.limit"
 
 
@@ -96,7 +97,14 @@ class BlockRecipe:
     @property
     def digest_of_data(self) -> str:
         """The same digest without the code: shards keep their names if another version writes the same bytes."""
-        names = ["kind", "text_field", "heldout_fraction", "max_line_bytes", "tokenizer_digest", "keep_below"]
+        names = [
+            "kind",
+            "text_field",
+            "heldout_fraction",
+            "max_line_bytes",
+            "tokenizer_digest",
+            "keep_below",
+        ]
         names += ["template"] if self.kind != "documents" else []
         names += [] if self.learn_reasoning else ["learn_reasoning"]
         seed = self.seed if self.keep_below is not None else 0
@@ -104,8 +112,30 @@ class BlockRecipe:
 
     @property
     def parser(self) -> sources.Parser:
+        """The parser of rows; it rejects chats that the tokenizer's own template refuses."""
         parse = sources.parser_of(self.kind, self.text_field)
-        return parse if self.learn_reasoning else sources.without_reasoning_loss(parse)
+        if self.kind == "documents":
+            return parse
+        encoder = encoder_of(self.tokenizer)
+        may_refuse = encoder.template == "own"  # those of ttrain render every chat
+
+        def parse_chat(row: JsonDict) -> sources.Record | sources.Skipped | sources.Rejected:
+            record = parse(row)
+            if not isinstance(record, sources.Conversation | Preference):
+                return record
+            refusals = (refusal(encoder, messages) for messages in _conversations(record))
+            if may_refuse and (reason := next(filter(None, refusals), "")):
+                return sources.Rejected(reason)
+            return record if self.learn_reasoning else sources.without_reasoning_loss(record)
+
+        return parse_chat
+
+
+def _conversations(record: sources.Conversation | Preference) -> list[Messages]:
+    """The chats that a record is encoded as: of a pair, the prompt with each answer."""
+    if isinstance(record, sources.Conversation):
+        return [record.messages]
+    return [(*record.prompt, *answer) for answer in (record.chosen, record.rejected) if answer]
 
 
 def cut(location: str, file: int, block_bytes: int, recipe: BlockRecipe) -> Iterator[Block]:
@@ -134,12 +164,11 @@ def _cut_stream(location: str, file: int, block_bytes: int, recipe: BlockRecipe)
     """Cut a decompressed stream into blocks that carry their bytes."""
     data, start = bytearray(), 0
     for chunk in streams.json_lines(location, recipe.text_field):
-        searched = len(data)
         data += chunk
-        while newline := 1 + data.find(b"\n", max(searched, block_bytes)):
+        while newline := 1 + data.find(b"\n", block_bytes):
             yield Block(location, file, start, start + newline, data=bytes(data[:newline]))
             del data[:newline]
-            start, searched = start + newline, 0
+            start += newline
     if data:
         yield Block(location, file, start, start + len(data), data=bytes(data))
 
@@ -217,77 +246,46 @@ def is_built(directory: Path) -> bool:
 def records(data: bytes, block: Block, recipe: BlockRecipe, tally: Tally) -> Iterator[tuple[int, sources.Record]]:
     """(line in the block, record) of the good rows of a block's JSON lines; the tally counts the others."""
     pieces = (data[at : at + SHIPPED_BYTES] for at in range(0, len(data), SHIPPED_BYTES))
-    lines = sources.lines(pieces, recipe.max_line_bytes)
-    parsed = sources.parsed(lines, block.location, tally, recipe.max_line_bytes)
-    parse = recipe.parser
-    if recipe.kind != "documents" and recipe.tokenizer:
-        encoder = encoder_of(recipe.tokenizer)
-        parse = _rendered(parse, encoder) if encoder.template == "own" else parse  # those of ttrain render every chat
-    return sources.accepted(parsed, parse, tally)
-
-
-def _rendered(parse: sources.Parser, encoder: Encoder) -> sources.Parser:
-    """A parser that rejects the chats that the tokenizer's own template refuses; of a pair, the prompt with each answer."""
-
-    def parse_rendered(row: JsonDict) -> sources.Record | sources.Skipped | sources.Rejected:
-        record = parse(row)
-        conversations = [record.messages] if isinstance(record, sources.Conversation) else []
-        if isinstance(record, Preference):
-            conversations = [(*record.prompt, *answer) for answer in (record.chosen, record.rejected) if answer]
-        reason = next(filter(None, (refusal(encoder, messages) for messages in conversations)), "")
-        return sources.Rejected(reason) if reason else record
-
-    return parse_rendered
+    lines = json_rows.lines(pieces, recipe.max_line_bytes)
+    parsed = json_rows.parsed(lines, block.location, tally, recipe.max_line_bytes)
+    return sources.accepted(parsed, recipe.parser, tally)
 
 
 def _make(data: bytes, block: Block, recipe: BlockRecipe, directory: Path, name: str) -> None:
-    encoder = encoder_of(recipe.tokenizer)
-    bad_rows, rows, heldout_lines, weights = list[JsonDict](), list[bytes](), list[bytes](), list[float]()
-    tally = Tally(quarantine=bad_rows.append)
+    encoder, bad_rows = encoder_of(recipe.tokenizer), list[bytes]()
+    tally = Tally(quarantine=lambda row: bad_rows.append(orjson.dumps(row) + b"\n"))
     threshold = round(recipe.heldout_fraction * 2**64)
-    pending: dict[str, list[sources.Record]] = {part_name: [] for part_name in PARTS}
-    encoded: dict[str, list[Column]] = {part_name: [] for part_name in PARTS}
-    sizes, pending_bytes = Counter[str](), 0
-
-    def encode_pending() -> None:
-        for part_name, group in pending.items():
-            if group:
-                encoded[part_name].append(encode_records(encoder, recipe.kind, group))
-                group.clear()
-
+    rows = list[bytes]()
+    kept: dict[str, list[sources.Record]] = {part_name: [] for part_name in PARTS}
+    sizes: dict[str, list[int]] = {part_name: [] for part_name in PARTS}
     for line, record in records(data, block, recipe, tally):
         content_hash = sources.content_hash(record)
         if recipe.keep_below is not None and draw(content_hash, recipe.seed) >= recipe.keep_below:
             tally.leave_out(BEYOND_LIMIT, 1)
             continue
+        is_heldout = int.from_bytes(content_hash[: sources.PLACE_BYTES], "big") < threshold
+        part_name = "heldout" if is_heldout else "train"
         size = len(text_of(record).encode("utf-8"))
+        kept[part_name].append(record)
+        sizes[part_name].append(size)
         rows.append(content_hash + size.to_bytes(8, "big") + line.to_bytes(8, "big"))
-        part_name = "train"
-        if int.from_bytes(content_hash[: sources.PLACE_BYTES], "big") < threshold:
-            part_name = "heldout"
-            heldout_lines.append(orjson.dumps(record.to_json()) + b"\n")
-        else:  # what is held out is not drawn
-            weights.append(record.weight)
-        pending[part_name].append(record)
-        sizes[part_name] += size
-        pending_bytes += size
-        if pending_bytes >= ENCODED_BYTES or len(pending[part_name]) >= ENCODED_RECORDS:
-            encode_pending()
-            pending_bytes = 0
-    encode_pending()
     files = {
         ROWS: b"".join(rows),
-        BAD_ROWS: b"".join(orjson.dumps(row) + b"\n" for row in bad_rows),
-        HELDOUT_RECORDS: b"".join(heldout_lines),
+        BAD_ROWS: b"".join(bad_rows),
+        HELDOUT_RECORDS: b"".join(orjson.dumps(row.to_json()) + b"\n" for row in kept["heldout"]),
     }
     manifest: JsonDict = {"tally": tally.counts(), "threshold": threshold, **dict.fromkeys(PARTS)}
-    for part_name, columns in encoded.items():
-        if columns:
-            column = shards.concatenate(columns)
-            if part_name == "train":
-                column = replace(column, weights=np.array(weights))
+    for part_name, part in kept.items():
+        if part:
+            places = np.cumsum(sizes[part_name]) + RECORD_BYTES * np.arange(len(part))
+            borders = np.flatnonzero(np.diff(places // ENCODED_BYTES)) + 1
+            spans = itertools.pairwise([0, *borders.tolist(), len(part)])
+            groups = (part[start:end] for start, end in spans)
+            column = shards.concatenate([encode_records(encoder, recipe.kind, group) for group in groups])
+            if part_name == "train":  # what is held out is not drawn
+                column = replace(column, weights=np.array([record.weight for record in part]))
             entry, files[f"{part_name}.arrow"] = shards.shard_of(f"{name}.arrow", column, len(encoder))
-            manifest[part_name] = {**entry, "bytes": sizes[part_name]}
+            manifest[part_name] = {**entry, "bytes": sum(sizes[part_name])}
     manifest["files"] = {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
     files[MANIFEST] = json.dumps(manifest).encode()  # the last one makes the block exist
     shards.write_files([(directory / file, data) for file, data in files.items()])
@@ -302,13 +300,17 @@ def encoder_of(directory: str) -> Encoder:
 def encode_records(encoder: Encoder, kind: str, records: Sequence[sources.Record]) -> Column:
     """Encode documents with their begin and end tokens, or chats and pairs with their loss mask."""
     if kind == "pairs":
-        preferences = [record for record in records if isinstance(record, Preference)]
-        return _column(encode_preferences(encoder, [(pair.prompt, pair.chosen, pair.rejected) for pair in preferences]))
+        pairs = [record for record in records if isinstance(record, Preference)]
+        sides = [(pair.prompt, pair.chosen, pair.rejected) for pair in pairs]
+        return _column(encode_preferences(encoder, sides))
     if kind == "chats":
         return _column(
-            encode_chats(encoder, [record.messages for record in records if isinstance(record, sources.Conversation)])
+            encode_chats(
+                encoder,
+                [chat.messages for chat in records if isinstance(chat, sources.Conversation)],
+            )
         )
-    ids, offsets = encoder.encode_flat([record.text for record in records if isinstance(record, sources.TextDocument)])
+    ids, offsets = encoder.encode_flat(list(map(text_of, records)))
     offsets = offsets + 2 * np.arange(len(offsets))
     tokens = np.empty(offsets[-1], shards.token_dtype(len(encoder)))
     inside = np.ones(len(tokens), np.bool_)

@@ -17,13 +17,17 @@ from ttrain.config import Reading
 from ttrain.core import redact
 from ttrain.core.files import JsonDict
 from ttrain.data import blocks, first_rows, records
-from ttrain.data.records import Tally
+from ttrain.data.json_rows import Tally
 from ttrain.data.selection import DUPLICATE, is_first
 from ttrain.errors import DataError
 
 BATCH_ROWS = 64  # measured together; a row has up to 32 MiB
 KEYS_SHOWN = 20
-PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
+PERCENTILES = {
+    "min": 0,
+    **{f"{share} %": share for share in (1, 5, 25, 50, 75, 95, 99)},
+    "max": 100,
+}
 
 
 @dataclass
@@ -47,7 +51,7 @@ class Report:
     def to_json(self) -> JsonDict:
         """file, rows, kept, skipped, rejected, with rows = kept + skipped + rejected; and more."""
         scripts = scripts_of(self.letters)
-        figures: JsonDict = {
+        counts: JsonDict = {
             "file": redact.url(self.file),
             **self.tally.to_json(),
             "duplicates": self.duplicates,
@@ -57,18 +61,15 @@ class Report:
             "bytes": sum(self.sizes),
             "letters": scripts.total(),
             "scripts": {name: count / scripts.total() for name, count in scripts.most_common()},
+            "error": self.error,
         }
-        if self.error:
-            figures["error"] = self.error
         if self.sizes:
-            shares = (0, *PERCENTILES, 100)
-            lengths = np.percentile(self.sizes, shares, method="inverted_cdf").astype(int).tolist()
-            names = ("min", *(f"{share} %" for share in PERCENTILES), "max")
-            figures["lengths"] = {
+            sizes = np.percentile(self.sizes, [*PERCENTILES.values()], method="inverted_cdf")
+            counts["lengths"] = {
                 "mean": float(np.mean(self.sizes)),
-                **dict(zip(names, lengths, strict=True)),
+                **dict(zip(PERCENTILES, sizes.astype(int).tolist(), strict=True)),
             }
-        return figures
+        return {name: value for name, value in counts.items() if value is not None}
 
 
 def check(
@@ -108,13 +109,8 @@ def check(
 def _measured(report: Report, reading: Reading) -> Iterator[None]:
     """Read the rows of a file into its report, some at a time."""
     parse = records.parser_of(report.kind, reading.text_field)
-    rows = records.read(
-        [report.file],
-        parse,
-        report.tally,
-        reading.max_line_bytes,
-        reading.text_field,
-    )
+    limit, text_field = reading.max_line_bytes, reading.text_field
+    rows = records.read([report.file], parse, report.tally, limit, text_field)
     while batch := list(itertools.islice(rows, BATCH_ROWS)):
         texts = [blocks.text_of(record) for record in batch]
         report.hashes += b"".join(map(records.content_hash, batch))
@@ -128,8 +124,9 @@ def _measured(report: Report, reading: Reading) -> Iterator[None]:
 def scripts_of(letters: Counter[str]) -> Counter[str]:
     """Number of letters per script; digits, punctuation and white space do not count."""
     scripts: Counter[str] = Counter()
-    for letter in filter(str.isalpha, letters):
-        scripts[script_of(letter)] += letters[letter]
+    for letter, count in letters.items():
+        if letter.isalpha():
+            scripts[script_of(letter)] += count
     return scripts
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ttrain.core.files import JsonDict, read_object, write_json
-from ttrain.data import blocks, locations, records
+from ttrain.data import blocks, json_rows, locations, records
 from ttrain.data.blocks import Block, BlockRecipe
 from ttrain.data.chat_templates import Messages
 from ttrain.data.plain_text import words_of
@@ -129,15 +129,15 @@ def digest_of_text(plain: bytes) -> str:
     return records.hash_of(plain).hex()
 
 
-def read_items(path: str, task: str) -> tuple[list[EvaluationItem], records.Tally]:
+def read_items(path: str, task: str) -> tuple[list[EvaluationItem], json_rows.Tally]:
     """Read (items, tally of the rows) from an evaluation file in the format of any task type.
 
     The text of an item is what a leak of it would contain: the question with the right answer, the passage with its last
     word, the whole document, the turns of a chat but the system's. Raises DataError if the file has no item.
     """
-    tally = records.Tally()
+    tally = json_rows.Tally()
     items = []
-    for name, line, record in records.records([path], tally, MAX_LINE_BYTES):
+    for name, line, record in json_rows.read([path], tally, MAX_LINE_BYTES):
         text = of_row(record)
         if text is None:
             tally.reject(name, line, NO_TEXT)
@@ -165,7 +165,7 @@ def overlap_check(files: Sequence[str], share: float, *, remove: bool) -> Overla
 def scan(block: Block, recipe: BlockRecipe, texts: tuple[str, ...], share: float) -> list[TextMatch]:
     """Find the texts of items in the good rows of a block, which is read again."""
     index, matches = _index_of(texts), list[TextMatch]()
-    for line, record in blocks.records(blocks.read(block), block, recipe, records.Tally()):
+    for line, record in blocks.records(blocks.read(block), block, recipe, json_rows.Tally()):
         text = record.text if isinstance(record, records.TextDocument) else of_chat(record.messages)
         matches += [TextMatch(line, *found) for found in index.find(text).items() if found[1] >= share]
     return matches
@@ -248,7 +248,7 @@ def of_row(record: Mapping[str, Any]) -> str | None:
     chat = records.parse_conversation(dict(record))
     if isinstance(chat, records.Conversation):
         return of_chat(chat.messages)
-    document = records.document_parser(records.TEXT)(dict(record))
+    document = records.document_parser(json_rows.TEXT)(dict(record))
     return document.text if isinstance(document, records.TextDocument) else None
 
 

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from ttrain.config.data import Reading
 from ttrain.core.files import JsonDict
 from ttrain.core.text import first_of
-from ttrain.data import locations, records, streams
-from ttrain.data.records import Kind, Rejected, Row, Tally
+from ttrain.data import json_rows, locations, records, streams
+from ttrain.data.json_rows import Row, Tally
+from ttrain.data.records import Kind, Rejected
 from ttrain.errors import CannotRead, DataError, UsageError
 
 ROWS, FILES = 20, 20  # of a file, and of a data set
@@ -31,8 +32,8 @@ def read(location: str, reading: Reading, tally: Tally) -> list[Row]:
         return [(location, 1, {reading.text_field: "..."})]
     limit = reading.max_line_bytes
     with streams.noting_faults(location):
-        lines = itertools.islice(records.numbered_lines(location, limit, reading.text_field), ROWS)
-        return list(records.parsed(lines, location, tally, limit))
+        lines = itertools.islice(json_rows.numbered_lines(location, limit, reading.text_field), ROWS)
+        return list(json_rows.parsed(lines, location, tally, limit))
 
 
 def kind_of(rows: Sequence[Row]) -> Kind | None:
@@ -49,15 +50,12 @@ def kind_of_file(location: str, reading: Reading) -> Kind | None:
 def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> None:
     """Raise UsageError for files that cannot be what their setting needs.
 
-    That is a file of another format, one whose first rows all have keys of something else, and
-    where files are so small that all rows are looked at, those that have none or mostly bad ones.
-    Others are counted where they are read.
+    That is a file of another format, one whose first rows all have keys of something else, and a
+    few rows that are mostly bad, or none: hours may pass until their stage counts them.
     """
     tally, parse = Tally(), records.parser_of(kind, reading.text_field)
     local = [location for location in files if not locations.is_remote(location)][:FILES]
-    is_whole = len(local) == len(files)
     for location in local:
-        before = tally.rows
         try:
             rows = read(location, reading, tally)
         except CannotRead:
@@ -67,15 +65,14 @@ def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> N
         if rows and not any(_may_be(values, kind, reading.text_field) for _, _, values in rows):
             raise UsageError(f"{setting} needs {kind}, but {_problem(setting, kind, rows, reading.text_field)}")
         list(records.accepted(rows, parse, tally))
-        is_whole = is_whole and tally.rows - before < ROWS
-    if is_whole and local and not tally.rows:
-        raise UsageError(f"{setting} is {', '.join(local)}, which has no rows; name a file with rows")
     bad = tally.rejected.total()
-    if is_whole and bad > tally.rows * max(MOST, reading.rejected_fraction):
-        raise UsageError(
-            f"{setting}: {bad} of {tally.rows} rows are bad, such as {tally.first_rejected[0]}; correct "
-            f"them, or set reading.rejected_fraction, which is {reading.rejected_fraction:g}, to the share that may be bad"
-        )
+    are_all_read = local and len(local) == len(files) and tally.rows < ROWS
+    if are_all_read and (not tally.rows or bad > tally.rows * max(MOST, reading.rejected_fraction)):
+        found = "which has no rows"
+        if bad:
+            found = f"{bad} of {tally.rows} rows are bad, such as {tally.first_rejected[0]}"
+        fix = "correct it, or name a file with good rows"
+        raise UsageError(f"{setting} is {', '.join(local)}, {found}; {fix}")
 
 
 def _may_be(row: JsonDict, kind: Kind, text_field: str) -> bool:

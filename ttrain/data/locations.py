@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from ttrain.core import redact
-from ttrain.core.files import JsonDict, user_path
+from ttrain.core.files import user_path
 from ttrain.core.hashing import digest_of
 from ttrain.core.text import first_line, first_of
 from ttrain.errors import UsageError
@@ -29,10 +29,9 @@ TABLES = (".json", ".csv", ".tsv")  # read only if they are named explicitly
 LOCAL = ("file://", "local://")
 HUB = "hf://"
 HTTP = ("http://", "https://")
-# What file systems tell of the bytes of a file, the surest first; in lower case, without - and _.
+# What file systems tell of the bytes of a file, the surest first.
 MARKS = (
-    "etag", "md5hash", "contentmd5", "md5checksum", "contenthash", "digest", "crc32c", "sha", "versionid", "generation",
-    "lastmodified", "mtime", "modified", "updated", "modificationtime", "modify", "lastwritetime", "created",
+    "etag", "md5|hash|digest|crc|sha", "version|generation", "modif|mtime|updated|write|created",
 )  # fmt: skip
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 # `datasets/` is how fsspec and pandas spell it. Revisions with a slash are those of converted files
@@ -85,21 +84,23 @@ def version(location: str) -> str | None:
         return None
     if location.startswith(HUB):
         return location
+    files, path = filesystem(location)
     try:
-        details = _info(location)
-    except UsageError:
-        raise
+        files.invalidate_cache()
+        details = files.info(path)
     except Exception as error:  # every file system has errors of its own
         raise UsageError(f"cannot read {redact.url(location)}: {reason(error)}") from None
-    named = {name.lower().replace("-", "").replace("_", ""): str(value) for name, value in details.items() if value}
     # One mark: an object that is only touched has the ETag that it had, with a new date.
-    mark = next((name for name in MARKS if name in named), None)
+    names = {name.lower(): name for name, value in details.items() if value}
+    marks = (names[name] for mark in MARKS for name in names if re.search(mark, name))
+    mark = next(marks, None)
     if mark is None:
         raise UsageError(
             f"cannot detect changes of {redact.url(location)}: its server gives no ETag, checksum or date; "
             "download it and name the file"
         )
-    return digest_of([redact.without_signature(location), mark, named[mark], details.get("size")])
+    place = redact.without_signature(location)
+    return digest_of([place, mark, str(details[mark]), details.get("size")])
 
 
 def expand(patterns: Sequence[str], setting: str) -> list[str]:
@@ -114,11 +115,7 @@ def expand(patterns: Sequence[str], setting: str) -> list[str]:
     for pattern in patterns:
         shown = redact.url(pattern)
         if redact.is_hidden(pattern):
-            variable = f"TTRAIN__{setting.upper().replace('.', '__')}"
-            fix = f"{setting}=URL, or {variable} in the environment" if "." in setting else f"the whole URL as {setting}"
-            raise UsageError(
-                f"{setting} is '{shown}', a URL as runs record it, without its secrets; give it again in full, with {fix}"
-            )
+            raise UsageError(f"{setting} is '{shown}', a URL as runs record it, without its secrets; give it in full")
         try:
             if not is_remote(pattern):
                 matches = local_matches(local_path(pattern))
@@ -199,21 +196,14 @@ def filesystem(location: str) -> tuple[Any, str]:
     return files, path
 
 
-def _info(location: str) -> JsonDict:
-    """Current details of a file, not from the file system's cache."""
-    files, path = filesystem(location)
-    files.invalidate_cache()
-    return dict(files.info(path))
-
-
 def _remote_files(pattern: str) -> list[str]:
     files, path = filesystem(pattern)
     try:
+        files.invalidate_cache()
         if re.search(r"[*[]" if _is_http(pattern) else r"[*?[]", path):
-            files.invalidate_cache()
             found = files.glob(path, detail=True, on_error="raise")  # else a folder that fails is passed over
             matches = [match for match, details in found.items() if details["type"] == "file"]
-        elif _info(pattern)["type"] == "directory":
+        elif files.info(path)["type"] == "directory":
             root = path.rstrip("/") + "/"
             found = files.find(root, on_error="raise")
             shown = [match for match in found if not _is_hidden(match.removeprefix(root))]

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
@@ -80,7 +80,6 @@ def derived_seed(seed: int, number: int) -> int:
 class Order(ABC):
     """Maps steps to rows. `total_rows` ends the run, also in the middle of a step or an epoch."""
 
-    every_row_in_a_pass: ClassVar[bool] = True
     rows: int
     rows_per_step: int
     total_rows: int
@@ -116,18 +115,16 @@ class Order(ABC):
 
     def steps_to_read(self, tokens: int) -> int:
         """The fewest steps whose rows have so many tokens, counted in the order in which they are read."""
-        places = read = 0
+        places = 0
         lengths = np.broadcast_to(self.row_tokens, self.rows)
-        if self.every_row_in_a_pass:
-            passes = (tokens - 1) // int(lengths.sum())
-            places, read = passes * self.rows, passes * int(lengths.sum())
         while True:
             row_numbers = self.rows_at(np.arange(places, places + COUNTED_TOGETHER))
-            ends = read + lengths[row_numbers].cumsum()
+            ends = lengths[row_numbers].cumsum()
             if ends[-1] >= tokens:
                 places += int(np.searchsorted(ends, tokens)) + 1
                 return -(-places // self.rows_per_step)
-            places, read = places + COUNTED_TOGETHER, int(ends[-1])
+            places += COUNTED_TOGETHER
+            tokens -= int(ends[-1])
 
     @abstractmethod
     def rows_at(self, places: Array) -> Array:
@@ -160,8 +157,6 @@ class WeightedOrder(Order):
     number k of a group is row k modulo its size in its pass k // size, so that a pass holds each of its rows once. Memory
     and a skip cost one cycle.
     """
-
-    every_row_in_a_pass = False
 
     def __init__(
         self,

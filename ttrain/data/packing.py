@@ -299,27 +299,15 @@ class Intervals:
     def __bool__(self) -> bool:
         return bool(self.pairs)
 
-    def masked(self, ids: npt.NDArray[Any], begins: Flags, opened: Sequence[bool] | None = None) -> Flags:
-        """Which of the N tokens are not targets.
-
-        `begins[t]` says that a record begins at t. `opened` says, for each pair, whether its region is open before ids[0];
-        it matters if ids[0] continues a record.
-        """
+    def masked(self, ids: npt.NDArray[Any], begins: Flags) -> Flags:
+        """Which of the N tokens are not targets; `begins[t]` says that a record begins at t."""
         mask = np.zeros(len(ids), bool)
-        for (opens, closes), was_open in zip(self.pairs, opened or [False] * len(self.pairs), strict=True):
+        for opens, closes in self.pairs:
             closing = ids == closes
             events = np.flatnonzero((ids == opens) | closing | begins)  # where the state may change
-            states = np.concatenate([[was_open], ids[events] == opens])
+            states = np.concatenate([[False], ids[events] == opens])
             mask |= np.repeat(states, np.diff(events, prepend=0, append=len(ids))) | closing
         return mask
-
-    def opened(self, before: npt.NDArray[Any]) -> list[bool]:
-        """For each pair, whether its region is open after these tokens, the beginning of a record."""
-        states = []
-        for opens, closes in self.pairs:
-            events = before[(before == opens) | (before == closes)]
-            states.append(len(events) > 0 and int(events[-1]) == opens)
-        return states
 
 
 NO_MASKS = Intervals()

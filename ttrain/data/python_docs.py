@@ -16,7 +16,8 @@ from typing import Any
 
 from ttrain.config import PythonDocs
 from ttrain.config.yaml_text import configs_directory
-from ttrain.data.records import Tally, records
+from ttrain.data import json_rows
+from ttrain.data.json_rows import Tally
 
 PAIRS_SHARE = 0.375  # of as many as there are chats
 LETTERS = 800  # of about 1500
@@ -35,7 +36,7 @@ def build(output: Path, settings: PythonDocs) -> dict[str, dict[str, int]]:
     The number of chats and letters is that of the training rows, the bytes are of all documents.
     """
     rows: dict[str, list[Row]] = defaultdict(list)
-    for _, _, row in records([str(text_file())], Tally(), MAX_LINE_BYTES):
+    for _, _, row in json_rows.read([str(text_file())], Tally(), MAX_LINE_BYTES):
         rows[row.pop("set")].append(row)
     room = settings.document_bytes - count_bytes(rows["pretrain_heldout"])
     sizes = itertools.accumulate(count_bytes([row]) for row in rows["pretrain"])

@@ -57,8 +57,12 @@ class WindowRows(Rows):
         if self.masks:
             firsts = ranges.firsts.repeat(ranges.counts)
             for start, first, end in zip(starts.tolist(), [0, *window_ends.tolist()], window_ends.tolist(), strict=False):
-                window = slice(first, end)
-                labels[window][~self._targets(ranges.ids[window], firsts[window], start)] = IGNORE
+                # A region may have begun before the window.
+                before = self.shards.stream(int(firsts[first]), start)
+                ids = np.concatenate([before, ranges.ids[first:end]])
+                places = start - len(before) + np.arange(len(ids))
+                masked = self.masks.masked(ids, np.isin(places, firsts[first:end]))
+                labels[first:end][masked[len(before) :]] = IGNORE
         inputs, targets = np.ones(len(labels), bool), np.ones(len(labels), bool)
         inputs[window_ends - 1] = targets[window_ends - lengths - 1] = False
         row_lengths = np.add.reduceat(lengths, windows.cumsum() - windows)
@@ -91,14 +95,6 @@ class WindowRows(Rows):
         if self.masks:
             distinct = _live_tokens(DocumentRows(self.shards, self.row_length, self.pad_id, masks=self.masks))
         return distinct, distinct if self.stride == self.row_length else _live_tokens(self)
-
-    def _targets(self, ids: Array, firsts: Array, start: int) -> Flags:
-        """Which tokens of the stream from `start` on are outside of masked regions."""
-        if not self.masks:
-            return np.ones(len(ids), bool)
-        places = np.arange(start, start + len(ids))
-        opened = self.masks.opened(self.shards.stream(int(firsts[0]), start))
-        return ~self.masks.masked(ids, places == firsts, opened)
 
 
 @final

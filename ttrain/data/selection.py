@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from ttrain.config import Reading
 from ttrain.data import shards
 from ttrain.data.blocks import BEYOND_LIMIT, BuiltBlock, Flags, Table
 from ttrain.data.contamination import TextMatch
-from ttrain.data.records import Tally
+from ttrain.data.json_rows import Tally
 
 HELD_OUT, DUPLICATE = "stands in the held-out part", "duplicate"
 
@@ -61,8 +61,7 @@ class Selection:
             self.leave_out(DUPLICATE, repeated)
         if reading.limit:
             trained_on = self.selected & ~self.from_heldout
-            limit = reading.limit * reading.rounds
-            self.leave_out(BEYOND_LIMIT, trained_on & (np.cumsum(trained_on) > limit))
+            self.leave_out(BEYOND_LIMIT, trained_on & (np.cumsum(trained_on) > reading.limit))
         return int(repeated.sum())
 
     def in_earlier_heldout(self, earlier_heldout: Table | None) -> Flags:
@@ -93,10 +92,12 @@ class Selection:
         number = int(self._starts.searchsorted(lowest, "right")) - 1
         return self._blocks[number], lowest - int(self._starts[number])
 
-    def matched_rows(self, matches: Sequence[Sequence[TextMatch]]) -> list[tuple[int, str, TextMatch]]:
-        """(row, name of its file, match with its line there) of the matches in training parts."""
+    def matched_rows(self, matches: Iterable[Sequence[TextMatch]]) -> list[tuple[int, str, TextMatch]]:
+        """(row, name of its file, match with its line there), of each block of training files."""
         rows: list[tuple[int, str, TextMatch]] = []
-        for (block, span), found in zip(self._spans(), matches, strict=True):
+        training_blocks = [(block, span) for block, span in self._spans() if block.role == "train"]
+        # The first rows alone need the first blocks.
+        for (block, span), found in zip(training_blocks, matches, strict=False):
             lines, is_heldout = block.rows[:, 3], block.is_heldout
             for match in found:
                 row = int(lines.searchsorted(np.uint64(match.line)))

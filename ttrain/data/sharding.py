@@ -20,15 +20,20 @@ import numpy.typing as npt
 import orjson
 
 from ttrain.config import Reading
+from ttrain.core import redact
 from ttrain.core.files import JsonDict, link_or_copy, read_object, write_json
 from ttrain.data import blocks, contamination, records, shards
 from ttrain.data.blocks import BLOCKS, PARTS, Block, BlockRecipe, BuiltBlock, FilesByRole, Table
 from ttrain.data.contamination import OverlapCheck, TextMatch
-from ttrain.data.near_duplicates import NEAR_DUPLICATE, EarlierSet, NearDuplicateSearch, SimilarityRule
+from ttrain.data.json_rows import Tally
+from ttrain.data.near_duplicates import (
+    NEAR_DUPLICATE,
+    EarlierSet,
+    NearDuplicateSearch,
+    SimilarityRule,
+)
 from ttrain.data.pool import Pool
-from ttrain.data.records import Tally
 from ttrain.data.selection import HELD_OUT, Selection, Tallies
-from ttrain.errors import CannotRead
 
 REJECTED = Path("run", "rejected.jsonl")
 
@@ -94,12 +99,16 @@ def build(
     Complete blocks that exist already are reused, so a run that was killed resumes. Raises DataError
     for a file that cannot be read.
     """
-    output, files, recipe = work.output, work.files, work.recipe
+    output, recipe = work.output, work.recipe
     built_blocks = make_blocks(work)
-    tallies = _quarantine(output, files, built_blocks)
+    tallies = _quarantine(output, work.files, built_blocks)
     selection = Selection(built_blocks, tallies, recipe.kind)
     duplicates = selection.select(work.reading)
-    matches = selection.matched_rows(_scan(work, built_blocks, against)) if against else []
+    matches: list[tuple[int, str, TextMatch]] = []
+    if against:  # the blocks are read again
+        tasks = ((block, recipe, against.texts, against.share) for block in work.cut("train"))
+        with contextlib.closing(work.pool.map(contamination.scan, tasks)) as results:
+            matches = selection.matched_rows(results)
     removed = np.zeros_like(selection.selected)
     if against and against.remove:
         removed[[row for row, _, _ in matches]] = True
@@ -111,10 +120,7 @@ def build(
         flags, near_counts = search.find(present, present & ~selection.from_heldout)
         selection.leave_out(NEAR_DUPLICATE, flags)
     kept_back = selection.in_earlier_heldout(earlier_heldout)
-    lowest = None
-    if recipe.heldout_fraction > 0 and "heldout" not in files:
-        lowest = selection.hold_out_lowest_row(kept_back)
-    of_earlier_heldout = None if earlier_heldout is None else int(kept_back.sum())
+    lowest = selection.hold_out_lowest_row(kept_back) if recipe.heldout_fraction > 0 else None
     selection.leave_out(HELD_OUT, kept_back)
     overlaps = None
     if against:
@@ -126,8 +132,13 @@ def build(
     if lowest is not None:
         entries["heldout"].append(_write_lowest_row(output, *lowest, recipe))
     _keep_blocks(output, built_blocks)
-    _write_overlap_report(output, overlaps)
-    totals = {role: Tally() for role in files}
+    # For evaluations the items that the training part has, and for people the report.
+    items = overlaps["items"] if overlaps and not overlaps["removed"] else ()
+    contamination.write_item_shares(output, {item["digest"]: item["share"] for item in items})
+    (output / contamination.REPORT).unlink(missing_ok=True)
+    if overlaps:
+        write_json(output / contamination.REPORT, overlaps)
+    totals = {role: Tally() for role in work.files}
     for (role, _), tally in tallies.items():
         totals[role].add(tally)
     described: JsonDict = {
@@ -139,7 +150,14 @@ def build(
         {part_name: shards.write_index(output / part_name, shards=entries[part_name], **described) for part_name in PARTS},
         totals,
         [
-            {"name": files[role][n].name, "role": role, **tally.to_json(), "tokens": 0, "bytes": 0, **sizes[role, n]}
+            {
+                "name": work.files[role][n].name,
+                "role": role,
+                **tally.to_json(),
+                "tokens": 0,
+                "bytes": 0,
+                **sizes[role, n],
+            }
             for (role, n), tally in tallies.items()
         ],
         duplicates,
@@ -147,7 +165,7 @@ def build(
         sum(block.encoded for block in built_blocks),
         contamination={name: value for name, value in overlaps.items() if name != "items"} if overlaps else None,
         near_duplicates=near_counts,
-        of_earlier_heldout=of_earlier_heldout,
+        of_earlier_heldout=None if earlier_heldout is None else int(kept_back.sum()),
     )
 
 
@@ -157,18 +175,22 @@ def make_blocks(work: Work) -> list[BuiltBlock]:
     if "heldout" in work.files:
         recipe = replace(recipe, heldout_fraction=0.0)
         built_blocks += _make_role(work, "heldout", replace(recipe, heldout_fraction=1.0))
-    held_out = {row[:2].tobytes() for block in built_blocks for row in block.rows}
+    held_out = {key for block in built_blocks for key in _keys(block.rows)}
     head = None
     if reading.limit and reading.sample == "head":
-        head = reading.limit * reading.rounds
+        head = reading.limit
     elif reading.limit:
-        limit, draws = reading.limit * reading.rounds, _draws(work, held_out)
+        limit, draws = reading.limit, _draws(work, held_out)
         recipe = replace(recipe, keep_below=int(draws[limit - 1]) + 1 if len(draws) > limit else None)
     return built_blocks + _make_role(work, "train", recipe, head, held_out)
 
 
 def _make_role(
-    work: Work, role: str, recipe: BlockRecipe, head: int | None = None, held_out: Set[bytes] = frozenset()
+    work: Work,
+    role: str,
+    recipe: BlockRecipe,
+    head: int | None = None,
+    held_out: Set[bytes] = frozenset(),
 ) -> list[BuiltBlock]:
     """The blocks of a role's files, in order, until they have `head` rows that are not held out."""
     built_blocks: list[BuiltBlock] = []
@@ -187,10 +209,15 @@ def _make_role(
             rows += len(table)
             work.progress(rows, len(built_blocks))
             if head:
-                distinct |= {row[:2].tobytes() for row in table} - held_out
+                distinct |= _keys(table) - held_out
                 if len(distinct) >= head:
                     break
     return built_blocks
+
+
+def _keys(table: Table) -> set[bytes]:
+    """The content hashes of rows."""
+    return {row.tobytes() for row in table[:, :2].astype(">u8")}
 
 
 def _draws(work: Work, held_out: Set[bytes]) -> npt.NDArray[np.uint64]:
@@ -198,19 +225,9 @@ def _draws(work: Work, held_out: Set[bytes]) -> npt.NDArray[np.uint64]:
     tasks = ((block, work.recipe) for block in work.cut("train"))
     with contextlib.closing(work.pool.map(blocks.scan, tasks)) as results:
         draws = np.concatenate([np.zeros(0, np.uint64), *results])
-    hashes = (np.frombuffer(key, np.uint64).astype(">u8").tobytes() for key in held_out)
-    drawn = np.array([blocks.draw(key, work.recipe.seed) for key in hashes], np.uint64)
+    drawn = np.array([blocks.draw(key, work.recipe.seed) for key in held_out], np.uint64)
     draws = draws[~np.isin(draws, drawn)]
     return np.unique(draws) if work.reading.deduplicate else np.sort(draws)
-
-
-def _scan(work: Work, built_blocks: Sequence[BuiltBlock], against: OverlapCheck) -> list[list[TextMatch]]:
-    """What the training rows of each block have of the items; the blocks are read again."""
-    count = sum(block.role == "train" for block in built_blocks)
-    tasks = ((block, work.recipe, against.texts, against.share) for block in work.cut("train"))
-    with contextlib.closing(work.pool.map(contamination.scan, itertools.islice(tasks, count))) as results:
-        matches = list(results)
-    return [*([[]] * (len(built_blocks) - count)), *matches]
 
 
 def _quarantine(output: Path, files: FilesByRole, built_blocks: Sequence[BuiltBlock]) -> Tallies:
@@ -221,9 +238,11 @@ def _quarantine(output: Path, files: FilesByRole, built_blocks: Sequence[BuiltBl
         for tally in tallies.values():
             tally.quarantine = lambda row: out.write(orjson.dumps(row) + b"\n")
         for block in built_blocks:
-            bad_rows = map(orjson.loads, (block.directory / blocks.BAD_ROWS).read_bytes().splitlines())
-            counts = Tally.of_counts(block.manifest["tally"])
-            tallies[block.role, block.file].add_block(counts, bad_rows, block.source.location)
+            tally, location = tallies[block.role, block.file], block.source.location
+            tally.add_counts(block.manifest["tally"])
+            for row in map(orjson.loads, (block.directory / blocks.BAD_ROWS).read_bytes().splitlines()):
+                place = {"file": redact.url(location), "line": block.lines_before + row["line"]}
+                tally.list_rejected(location, row | place)
     return tallies
 
 
@@ -252,10 +271,8 @@ def _place_shards(
         if not selected.all():
             stem += f"-{hashlib.blake2b(selected.tobytes(), digest_size=4).hexdigest()}"
         path = directory / f"{stem}.arrow"
-        number = 2
-        while path.exists():  # the same block twice, where duplicates are kept
-            path = path.with_stem(f"{stem}-{number}")
-            number += 1
+        if path.exists():  # the same block twice, where duplicates are kept
+            path = path.with_stem(f"{stem}-{len(entries)}")
         if selected.all():
             link_or_copy(block.shard(part_name), path)
             entry = {**entry, "file": path.name}
@@ -274,26 +291,16 @@ def _place_shards(
 
 def _write_lowest_row(output: Path, block: BuiltBlock, row: int, recipe: BlockRecipe) -> Entry:
     """Read the record of this row again and write it as a held-out shard."""
-    location, content_hash = block.source.location, block.rows[row, :2].astype(">u8").tobytes()
+    location = block.source.location
+    (content_hash,) = _keys(block.rows[[row]])
     rows = records.read([location], recipe.parser, Tally(), recipe.max_line_bytes, recipe.text_field)
-    record = next((record for record in rows if records.content_hash(record) == content_hash), None)
-    if record is None:
-        raise CannotRead(f"{location} changed while it was read; run the same command again")
+    record = next(record for record in rows if records.content_hash(record) == content_hash)
     column = blocks.encode_records(blocks.encoder_of(recipe.tokenizer), recipe.kind, [record])
     path = output / "heldout" / f"{hashlib.blake2b(record.content(), digest_size=8).hexdigest()}-lowest.arrow"
     entry = shards.write_shard(path, column, recipe.vocab_size)
     text = path.with_suffix(".jsonl")
     shards.write_files([(text, orjson.dumps(record.to_json()) + b"\n")])
     return {**entry, "records": text.name, "bytes": int(block.rows[row, 2]), "group": 0}
-
-
-def _write_overlap_report(output: Path, overlaps: JsonDict | None) -> None:
-    """Write the report for people, and for evaluations the items that the training part has."""
-    (output / contamination.REPORT).unlink(missing_ok=True)
-    items = overlaps["items"] if overlaps and not overlaps["removed"] else ()
-    contamination.write_item_shares(output, {item["digest"]: item["share"] for item in items})
-    if overlaps:
-        write_json(output / contamination.REPORT, overlaps)
 
 
 def _keep_blocks(output: Path, built_blocks: Sequence[BuiltBlock]) -> None:

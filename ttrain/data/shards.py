@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import mmap
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -51,28 +51,28 @@ class Column:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    @property
+    def lists(self) -> dict[str, Ids]:
+        """The arrays of length N by their names."""
+        named = {"tokens": self.tokens, "live": self.live, "branches": self.branches}
+        return {name: values for name, values in named.items() if values is not None}
+
     def select(self, selected: npt.NDArray[np.bool_]) -> Column:
         """The selected records alone; `selected` has one flag per record."""
         lengths = np.diff(self.offsets)
         flags = np.repeat(selected, lengths)
-        live, branches = (None if mask is None else mask[flags] for mask in (self.live, self.branches))
+        lists = {name: values[flags] for name, values in self.lists.items()}
         weights = None if self.weights is None else self.weights[selected]
-        return Column(self.tokens[flags], offsets_of(lengths[selected]), live, branches, weights)
+        return Column(offsets=offsets_of(lengths[selected]), weights=weights, **lists)
 
 
 def concatenate(columns: Sequence[Column]) -> Column:
     """The records of several columns, one after the other, without their weights."""
-
-    def joined(masks: Iterable[Ids | None]) -> Ids | None:
-        present = [mask for mask in masks if mask is not None]
-        return np.concatenate(present) if present else None
-
-    return Column(
-        np.concatenate([column.tokens for column in columns]),
-        offsets_of(np.concatenate([np.diff(column.offsets) for column in columns])),
-        joined(column.live for column in columns),
-        joined(column.branches for column in columns),
-    )
+    lists = {}
+    for name in columns[0].lists:
+        lists[name] = np.concatenate([column.lists[name] for column in columns])
+    lengths = np.concatenate([np.diff(column.offsets) for column in columns])
+    return Column(offsets=offsets_of(lengths), **lists)
 
 
 class Ranges(NamedTuple):
@@ -100,10 +100,11 @@ def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
 
 def shard_of(name: str, column: Column, vocab_size: int) -> tuple[JsonDict, pa.Buffer]:
     """(entry for the index, bytes of the file) of a shard with this name."""
-    arrays = {"tokens": _large_list(column.offsets, column.tokens.astype(token_dtype(vocab_size), copy=False))}
-    for field, mask in (("live", column.live), ("branches", column.branches)):
-        if mask is not None:
-            arrays[field] = _large_list(column.offsets, mask.astype(np.uint8))
+    arrays = {}
+    for field, values in column.lists.items():
+        dtype = token_dtype(vocab_size) if field == "tokens" else np.uint8
+        narrow = arrow_array(values.astype(dtype, copy=False))
+        arrays[field] = pa.LargeListArray.from_arrays(arrow_array(column.offsets), narrow)
     if column.weights is not None and (column.weights != 1).any():
         arrays["weight"] = arrow_array(column.weights.astype(np.float64, copy=False))
     batch = pa.record_batch([*arrays.values()], names=[*arrays])
@@ -150,19 +151,15 @@ def write_files(files: Sequence[tuple[Path, Any]]) -> None:
 
 
 def read_shard(path: Path) -> Column:
-    """The records of one shard, as views into the mapped file. Raises ArtifactError if it is damaged."""
-    try:
-        with path.open("rb") as file:  # pa.memory_map would ask for all of the file to be read ahead
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        with pa.ipc.open_stream(pa.py_buffer(mapped)) as reader:
-            batch = reader.read_next_batch()
-    except (OSError, ValueError, pa.ArrowInvalid, StopIteration) as error:
-        raise ArtifactError(f"the shard {path} is damaged: {error}; make it again") from None
-    tokens = batch.column("tokens")
-    names = ("live", "branches")
-    live, branches = (_view(batch.column(name).values) if name in batch.schema.names else None for name in names)
-    weights = _view(batch.column("weight")) if "weight" in batch.schema.names else None
-    return Column(_view(tokens.values), _view(tokens.offsets), live, branches, weights)
+    """The records of one shard, as views into the mapped file."""
+    with path.open("rb") as file:  # pa.memory_map would ask for all of the file to be read ahead
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    with pa.ipc.open_stream(pa.py_buffer(mapped)) as reader:
+        batch = reader.read_next_batch()
+    names = batch.schema.names
+    lists = {name: _view(batch.column(name).values) for name in names if name != "weight"}
+    weights = _view(batch.column("weight")) if "weight" in names else None
+    return Column(offsets=_view(batch.column("tokens").offsets), weights=weights, **lists)
 
 
 def write_index(
@@ -178,10 +175,6 @@ def write_index(
     return index
 
 
-def _large_list(offsets: Offsets, values: Ids) -> pa.Array:
-    return pa.LargeListArray.from_arrays(arrow_array(offsets), arrow_array(values))
-
-
 def arrow_array(values: Ids) -> pa.Array:
     """An Arrow array that shares the memory of the numbers. `pa.array` would import pandas, 0.3 s in every worker."""
     buffer = pa.py_buffer(np.ascontiguousarray(values))
@@ -195,7 +188,10 @@ def _view(array: pa.Array) -> Ids:
 
 
 class ShardSet:
-    """All records of a directory of shards, memory-mapped and read on demand."""
+    """All records of a directory of shards, memory-mapped and read on demand.
+
+    weights    of each source if they are mixed by weight; else empty
+    """
 
     def __init__(self, directory: Path, tokenizer: str | None = None, *, group: int | None = None) -> None:
         """Raises ArtifactError if the index is missing or the shards were made with another tokenizer."""
@@ -208,6 +204,7 @@ class ShardSet:
                 f"not with {tokenizer[:12]}; make them again"
             )
         self.directory, self.index = directory, index
+        self.weights: list[float] = index.get("weights", [])
         firsts = offsets_of([shard["rows"] for shard in index["shards"]]).tolist()
         numbered = zip(firsts, index["shards"], strict=False)
         chosen = [(first, shard) for first, shard in numbered if group is None or shard["group"] == group]
@@ -224,11 +221,6 @@ class ShardSet:
     def group(self, number: int) -> ShardSet:
         """The shards of one weighted source alone."""
         return ShardSet(self.directory, group=number)
-
-    @property
-    def weights(self) -> list[float]:
-        """Weight of each source if they are mixed by weight; else empty."""
-        return list(self.index.get("weights") or ())
 
     @cached_property
     def row_weights(self) -> Ids | None:

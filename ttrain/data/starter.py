@@ -10,7 +10,7 @@ import yaml
 
 from ttrain.config.data import Reading
 from ttrain.data import first_rows, locations
-from ttrain.data.records import Tally
+from ttrain.data.json_rows import Tally
 from ttrain.errors import DataError, TTrainError
 
 SEARCHED = (*locations.ROWS, *locations.TEXTS, ".csv", ".tsv")
@@ -51,7 +51,7 @@ def sort(files: Iterable[str]) -> tuple[dict[str, list[str]], dict[str, str]]:
     left_out: dict[str, str] = {}
     for location in files:
         try:
-            dataset = _dataset_of(location, Reading())
+            dataset = _dataset_of(location)
         except (TTrainError, OSError) as error:
             left_out[location] = str(error).removeprefix(f"{location} ")
             continue
@@ -63,13 +63,13 @@ def sort(files: Iterable[str]) -> tuple[dict[str, list[str]], dict[str, str]]:
     return datasets, left_out
 
 
-def _dataset_of(location: str, reading: Reading) -> str:
+def _dataset_of(location: str) -> str:
     """The data set that a file belongs to. Raises DataError where none of its first rows is good."""
-    rows = first_rows.read(location, reading, Tally())
+    rows = first_rows.read(location, Reading(), Tally())
     kind = first_rows.kind_of(rows)
     if kind is None:
         raise DataError("has no rows")
-    problems = [first_rows.why_bad(values, kind, reading.text_field) for _, _, values in rows]
+    problems = [first_rows.why_bad(values, kind, Reading().text_field) for _, _, values in rows]
     if all(problems):
         raise DataError(f"holds no documents, chats or pairs: line {rows[0][1]}: {problems[0]}")
     return first_rows.DATASETS[kind]

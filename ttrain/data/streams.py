@@ -7,9 +7,7 @@ import contextlib
 import decimal
 import itertools
 import json
-import lzma
 import re
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO
@@ -26,7 +24,6 @@ CHUNK_BYTES = 1 << 20
 HEAD_BYTES = 1 << 16  # of a text, from which its format is told
 WHOLE_BYTES = 1 << 30  # an array and a `.txt` file are read whole
 UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-READ_ERRORS = (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error)
 _VALUE_LINE = re.compile(rb"^[ \t]*[{\[]", re.MULTILINE)
 
 BATCH_ROWS = 1024
@@ -40,19 +37,16 @@ def noting_faults(location: str) -> Iterator[None]:
     """Raise a library's error as DataError with the location; CannotRead if the bytes may be good."""
     try:
         yield
-    except CannotRead:
+    except TTrainError as error:
+        if isinstance(error, DataError) and not isinstance(error, CannotRead):
+            error.files = (location,)
         raise
-    except DataError as error:
-        error.files = (location,)
-        raise
-    except Exception as error:
-        is_remote = locations.is_remote(location)
-        if isinstance(error, TTrainError) or not (is_remote or isinstance(error, READ_ERRORS)):
-            raise
-        if is_remote or getattr(error, "errno", None):  # of the network or the disk
+    except Exception as error:  # every file system and every format has errors of its own
+        # Of the network or the disk.
+        if locations.is_remote(location) or getattr(error, "errno", None):
             raise CannotRead(f"cannot read {location}: {locations.reason(error)}") from None
         fault = f"{location} is truncated or corrupt: {first_line(error)}; fetch or write it again"
-        raise DataError(fault, [location]) from None
+        raise DataError(fault, [location]) from error
 
 
 @contextmanager
@@ -69,22 +63,8 @@ def stored(location: str) -> Iterator[BinaryIO]:
         yield opened
 
 
-@contextmanager
-def unpacked(location: str) -> Iterator[BinaryIO]:
+def _unpacked(packed: BinaryIO, name: str) -> Any:
     """The unpacked bytes of a file, to read from the front."""
-    with stored(location) as packed:
-        if not _is_packed(location):
-            yield packed
-            return
-        with _unpacking(packed, locations.name(location)) as stream:
-            yield stream
-
-
-def _is_packed(location: str) -> bool:
-    return locations.name(location).endswith(locations.PACKED)
-
-
-def _unpacking(packed: BinaryIO, name: str) -> Any:
     if name.endswith(".zst"):  # fsspec has no zstd before Python 3.14
         import pyarrow as pa
 
@@ -108,7 +88,7 @@ def is_plain(location: str) -> bool:
 
     Raises DataError if it is neither that nor a format that `json_lines` reads.
     """
-    if locations.is_remote(location) or _is_packed(location):
+    if locations.is_remote(location) or locations.name(location).endswith(locations.PACKED):
         return False
     with stored(location) as stream:
         head = stream.read(HEAD_BYTES)
@@ -117,7 +97,8 @@ def is_plain(location: str) -> bool:
 
 def chunks(location: str) -> Iterator[bytes]:
     """The text in UTF-8, unpacked, without its byte order mark, in bounded pieces."""
-    with unpacked(location) as stream:
+    with stored(location) as packed:
+        stream = _unpacked(packed, locations.name(location))
         piece = stream.read(CHUNK_BYTES)
         # Half of a pair of surrogates stays one, which costs its row.
         decoder = codecs.getincrementaldecoder("utf-16")("surrogatepass")
@@ -167,14 +148,11 @@ def format_of(head: bytes, location: str) -> str:
     if start.startswith(b"["):
         is_row = first.rstrip().endswith(b"]") and others.strip()
         return "lines" if is_row else "array"
-    is_pretty_printed = first.rstrip() == b"{" and others.lstrip().startswith(b'"')
-    has_no_row = start and b"\0" not in head and not _VALUE_LINE.search(head)
-    if is_pretty_printed or has_no_row:
+    if first.rstrip() == b"{" and others.lstrip().startswith(b'"'):
+        raise DataError(f"{location} is pretty-printed, not JSON Lines; `jq -c '.' FILE` writes one row a line")
+    if start and b"\0" not in head and not _VALUE_LINE.search(head):
         raise DataError(
-            f"{location} is pretty-printed, not JSON Lines; `jq -c '.' FILE` writes one row a line"
-            if is_pretty_printed
-            else f"{location} is CSV or plain text, not JSON Lines; write rows as JSON objects, one a line, "
-            f"or name a text .txt"
+            f"{location} is CSV or plain text, not JSON Lines; write rows as JSON objects, one a line, or name a text .txt"
         )
     return "lines"
 
@@ -209,7 +187,10 @@ def parquet_lines(location: str, first_group: int, last_group: int | None = None
 def _parquet(location: str) -> Iterator[Any]:
     from pyarrow.parquet import ParquetFile
 
-    with stored(location) as file, ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False) as opened:
+    with (
+        stored(location) as file,
+        ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False) as opened,
+    ):
         yield opened
 
 

@@ -16,7 +16,7 @@ from ttrain.config.evaluate import HELDOUT_PARTS, ChoicesTask, GenerationTask, L
 from ttrain.core.files import JsonDict, user_path
 from ttrain.core.hashing import digest_of
 from ttrain.core.text import counted, first_of
-from ttrain.data import records
+from ttrain.data import json_rows
 from ttrain.errors import DataError, UsageError
 from ttrain.evaluate.task_result import DIGEST_CHARACTERS, Groups, Metric, TaskResult
 
@@ -113,9 +113,9 @@ def read_rows(
     if not path.is_file():
         raise UsageError(f"{setting} is {path}, which is not a file; a suite's paths are relative to the suite's own file")
     left_out: list[LeftOut] = []
-    tally = records.Tally(quarantine=lambda row: left_out.append(LeftOut(row["file"], row["line"], row["reason"])))
+    tally = json_rows.Tally(quarantine=lambda row: left_out.append(LeftOut(row["file"], row["line"], row["reason"])))
     rows: Rows[T] = []
-    for name, line, record in records.records([str(path)], tally, MAX_LINE_BYTES):
+    for name, line, record in json_rows.read([str(path)], tally, MAX_LINE_BYTES):
         try:
             rows.append((parse(record), record))
         except BadRow as bad:

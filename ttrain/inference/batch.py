@@ -17,7 +17,7 @@ from ttrain.data import existing, tools
 from ttrain.data.chat import lead_text, prompt_ids
 from ttrain.data.chat_shapes import CHAT_KEYS, messages_of
 from ttrain.data.chat_templates import Message, Messages
-from ttrain.data.records import NOT_UTF8
+from ttrain.data.json_rows import NOT_UTF8
 from ttrain.data.tools import Malformed
 from ttrain.errors import DataError
 from ttrain.inference import generate
