@@ -112,8 +112,8 @@ def accepted(rows: Iterable[Row], parse: Parser, tally: Tally) -> Iterator[tuple
         else:
             tally.kept += 1
             if not isinstance(parsed, TextDocument):
-                for key in unread_keys(value, is_pair=isinstance(parsed, Preference)):
-                    _count(tally.unread_keys, key[:KEY_CHARACTERS], 1, OTHER_KEYS)
+                for key in unread_keys(value):
+                    _count(tally.unread_keys, key, 1, OTHER_KEYS)
                 tally.with_reasoning += any(turn.thought for turn in parsed.messages)
             yield number, parsed
 
