@@ -155,21 +155,19 @@ class Encoder:
         is_forged = whole.within(contents) & special
         if not is_forged.any():
             return whole
+        markers = special & ~is_forged
+        columns = (whole.ids[markers], whole.starts[markers], whole.ends[markers])
+        places = [*zip(*map(list, columns), strict=True), (NO_TOKEN, len(text), len(text))]
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         at = 0
-        for place in [*np.flatnonzero(special & ~is_forged).tolist(), None]:
-            start, end = len(text), len(text)
-            if place is not None:
-                start, end = int(whole.starts[place]), int(whole.ends[place])
+        for number, start, end in places:
             piece = self._reference.encode(text[at:start], add_special_tokens=False)
-            ids += piece.ids
+            ids += [*piece.ids, number]
             offsets += [(at + begin, at + stop) for begin, stop in piece.offsets]
-            if place is not None:
-                ids.append(int(whole.ids[place]))
-                offsets.append((start, end))
+            offsets.append((start, end))
             at = end
-        return _encoding(ids, offsets)
+        return _encoding(ids[:-1], offsets[:-1])
 
     def _with_exact_specials(self, text: str) -> tuple[Encoding, npt.NDArray[np.bool_]]:
         """The encoding, and which of its tokens are special tokens that the text spells."""
@@ -192,10 +190,10 @@ class Encoder:
         """Whether a text between two of these special tokens has the ids that it has alone; tried with awkward texts."""
         probes = [probe for probe in PROBES if probe]
         alone = self.encode(probes)
-        numbers = [self.special(token) for token in specials]
-        for token, number in zip(specials, numbers, strict=True):
+        for token in specials:
+            number = [self.special(token)]
             whole = [self.encode_markup(f"{token}{probe}{token}") for probe in probes]
-            if whole != [[number, *ids, number] for ids in alone]:
+            if whole != [number + ids + number for ids in alone]:
                 return False
         return True
 
