@@ -132,7 +132,7 @@ def test_documents_that_hold_an_item_are_left_out(
     built = build(tmp_path / "out", encoder, documents, items, remove)
     assert plain.contamination is None and not (tmp_path / "plain" / contamination.REPORT).exists()
     told = json.loads((tmp_path / "out" / contamination.REPORT).read_bytes())
-    assert told["tasks"] == {"items.jsonl": {"items": 5, "overlapping": 2}}
+    assert told["tasks"] == {"items.jsonl": {"items": 4, "overlapping": 2}}
     assert (told["documents"], told["removed"]) == (2, remove)
     held = {item["digest"]: item["share"] for item in told["items"]}
     assert contamination.read_item_shares(tmp_path / "out") == ({} if remove else held) and held

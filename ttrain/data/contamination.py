@@ -91,11 +91,10 @@ def grams_of(words: Sequence[str], sizes: Iterable[int]) -> set[int]:
 
 @dataclass(frozen=True)
 class EvaluationItem:
-    """An evaluation item: its location ("file:line"), the beginning of its text, its words."""
+    """An evaluation item: its task, its location ("file:line"), its words."""
 
     task: str
     location: str
-    excerpt: str
     text: str
 
     @property
@@ -136,8 +135,7 @@ def read_items(path: str) -> list[EvaluationItem]:
     task = locations.name(path)
     for _, line, record in records.records([path], records.Tally(), MAX_LINE_BYTES):
         if (text := of_row(record)) is not None:
-            excerpt = " ".join(text.split())[:EXCERPT_LETTERS]
-            items.append(EvaluationItem(task, f"{task}:{line}", excerpt, " ".join(words_of(text))))
+            items.append(EvaluationItem(task, f"{task}:{line}", " ".join(words_of(text))))
     if not items:
         raise DataError(f"{path} has no item of an evaluation: no row has {ITEM_KEYS}")
     return items
@@ -187,7 +185,7 @@ def report(against: OverlapCheck, matches: Sequence[tuple[str, TextMatch]]) -> J
         tasks[item.task].update(items=1, overlapping=int(bool(places)))
         if places:
             lines.append({
-                "task": item.task, "where": item.location, "digest": item.digest, "text": item.excerpt,
+                "task": item.task, "where": item.location, "digest": item.digest, "text": item.text[:EXCERPT_LETTERS],
                 "share": places[0]["share"], "documents": len(places), "places": places[:MOST_PLACES],
             })  # fmt: skip
     lines.sort(key=lambda line: (-line["share"], line["where"]))

@@ -92,20 +92,22 @@ class JinjaTemplate:
         self._mark = f"\ue000{secrets.randbits(64)}:"  # so that no text holds a mark
         self._marks = re.compile(rf"{self._mark}\d*[\ue001\ue002]")
         self._marked = re.compile(rf"{self._mark}(\d+)\ue001(.*?){self._mark}\ue002", re.DOTALL)
-        self._special = encoder.special_pattern
+        # Of special tokens that begin alike the longest is found.
+        specials = sorted(map(encoder.spelling, encoder.special_ids()), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, specials)))
         self._prompt_end = self.lead = ""
         question, answer = Message("user", "q"), Message("assistant", "a")
-        self.render((question, answer))
-        prompt = self.render((question,), prompt=True)
-        self._prompt_end = prompt.text[prompt.contents[0][1] :]
         rendering = self.render((question, answer))
         answer_start, answer_end = rendering.contents[-1]
-        start, end = rendering.live[0] if rendering.live else (answer_end, answer_end)
+        end = rendering.live[0][1] if rendering.live else answer_end
         token = self._special.search(rendering.text, answer_end, end)
         if token is None:
             raise TemplateRefused(NO_END)
         self.end_id = encoder.special(token.group())
-        self.lead = rendering.text[start:answer_start]
+        prompt = self.render((question,), prompt=True)
+        self._prompt_end = prompt.text[prompt.contents[0][1] :]
+        before = rendering.text[rendering.contents[0][1] : answer_start]
+        self.lead = before.removeprefix(self._prompt_end) if before.startswith(self._prompt_end) else ""
 
     def render(self, messages: Messages, *, prompt: bool = False) -> Rendering:
         """Render a conversation; `prompt`: up to the beginning of the assistant's next answer.
@@ -147,21 +149,17 @@ class JinjaTemplate:
 
     def _pieces(self, turns: list[JsonDict], text: str, *, prompt: bool) -> list[Piece]:
         """Where the text has the contents, in order, between an empty piece at each of its ends."""
-        for trimmed in (False, True):  # some templates leave out the white space around contents
-            marked, contents = list[JsonDict](), dict[int, str]()
-            for number, turn in enumerate(turns):
-                marked.append(turn.copy())
-                for place, key in enumerate(KEYS, start=2 * number):
-                    whole = turn.get(key, "")
-                    content = whole.strip() if trimmed else whole
-                    if content:
-                        contents[place] = content
-                        wrapped = f"{self._mark}{place}\ue001{content}{self._mark}\ue002"
-                        marked[-1][key] = whole.replace(content, wrapped, 1)
-            rendered, _ = self._render(marked, prompt=prompt)
-            if self._marks.sub("", rendered) == text:
-                break
-        else:
+        marked, contents = list[JsonDict](), dict[int, str]()
+        for number, turn in enumerate(turns):
+            marked.append(turn.copy())
+            for place, key in enumerate(KEYS, start=2 * number):
+                # Some templates leave out the white space around a content.
+                if content := turn.get(key, "").strip():
+                    contents[place] = content
+                    wrapped = f"{self._mark}{place}\ue001{content}{self._mark}\ue002"
+                    marked[-1][key] = turn[key].replace(content, wrapped, 1)
+        rendered, _ = self._render(marked, prompt=prompt)
+        if self._marks.sub("", rendered) != text:
             raise TemplateRefused(DEPENDS_ON_CONTENTS)
         pieces = [Piece(-1, "", 0, 0)]
         copies = defaultdict[int, list[str]](list)
@@ -173,8 +171,8 @@ class JinjaTemplate:
             copies[place].append(content)
             removed += len(match[0]) - len(content)
         for place, content in contents.items():
-            is_optional = KEYS[place % 2] != KEYS[1] and not copies[place]
-            if copies[place] != [content] and not is_optional:
+            # A template may leave out the reasoning of earlier answers.
+            if copies[place] != [content] and (copies[place] or KEYS[place % 2] == KEYS[1]):
                 role = f"role '{turns[place // 2]['role']}'"
                 count = f"{copies[place].count(content)} times"
                 shown = f"it changes the content {content[:60]!r} or repeats it ({role} {count})"
@@ -189,11 +187,9 @@ class JinjaTemplate:
         Where the prompt does not end as that of a first question, as after some results of calls,
         or where the last question gets an instruction, the lead of a first answer is looked for.
         """
-        if before.startswith(self._prompt_end):
-            return len(before) - len(self._prompt_end)
         if self._prompt_end.strip() and self._prompt_end in before:
             return len(before.rpartition(self._prompt_end)[2])
-        return len(self.lead) if before.endswith(self.lead) else 0
+        return len(self.lead + before.rpartition(self.lead)[2]) if self.lead and self.lead in before else 0
 
     def _render(self, turns: list[JsonDict], *, prompt: bool) -> tuple[str, list[Span]]:
         """The text of a conversation, and what of it is within `{% generation %}`."""

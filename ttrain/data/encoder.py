@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -87,7 +86,8 @@ class Encoder:
             config = need_object((directory / "tokenizer_config.json").read_bytes())
         except (OSError, ValueError) as error:
             raise ArtifactError(f"cannot read what belongs to the tokenizer {path}: {error}") from None
-        self.template = jinja_templates.name_of(self.jinja)
+        names = {text: name for name, text in jinja_templates.JINJA.items()}
+        self.template = names.get(self.jinja, "own")
         self.tokens: dict[str, str] = {}
         for name in (*REQUIRED[:-1], "unk_token", END_OF_TURN):
             value = config.get(name)
@@ -200,12 +200,6 @@ class Encoder:
     def spelling(self, number: int) -> str:
         """The text of a token."""
         return str(self._reference.id_to_token(number))
-
-    @property
-    def special_pattern(self) -> re.Pattern[str]:
-        """Finds the special tokens that a text spells, the longest where several begin alike."""
-        tokens = sorted(map(self.spelling, self._special_ids), key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, tokens)))
 
     def special_ids(self) -> frozenset[int]:
         """Ids of all special tokens."""

@@ -140,11 +140,11 @@ def install(tokenizer_files: Sequence[Path], directory: Path, template: str) -> 
 def _tokenizer_config(paths: dict[str, Path]) -> JsonDict:
     """Merged special_tokens_map.json and tokenizer_config.json; the latter, newer file wins."""
     merged: JsonDict = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+    for path in (paths[name] for name in ("special_tokens_map.json", "tokenizer_config.json") if name in paths):
         try:
-            values = need_object(paths[name].read_bytes()) if name in paths else {}
+            values = need_object(path.read_bytes())
         except ValueError as error:
-            raise UsageError(f"tokenizer.existing: cannot read {paths[name]}: {error}") from None
+            raise UsageError(f"tokenizer.existing: cannot read {path}: {error}") from None
         merged |= {key: value for key, value in values.items() if value is not None}
     return merged
 
