@@ -66,7 +66,7 @@ def reference(directory: Path, texts: list[str]) -> list[list[int]]:
 
 
 class Wrong:
-    """A fast library that makes an extra id of each text with `fox`, a wrong border after `shift`, and gives up on `dog`."""
+    """A fast library that makes an extra id of each text with `trigger`, and gives up on `dog`."""
 
     trigger = "fox"
 
@@ -81,13 +81,10 @@ class Wrong:
 
     def no_padding(self) -> None: ...
 
-    def encode_batch_flat(self, texts: list[str], *flags: bool) -> tuple[bytes, bytes]:
+    def encode_batch_flat(self, texts: list[str], *flags: bool) -> Any:
         if texts == ["dog"]:
             raise ValueError("match limit exceeded")
-        ids, offsets = self._inner.encode_batch_flat([text + "!" * (self.trigger in text) for text in texts], *flags)
-        places = np.frombuffer(offsets, "<u8").copy()
-        places[1:2] -= texts[:1] == ["shift"]
-        return ids, places.tobytes()
+        return self._inner.encode_batch_flat([text + "!" * (self.trigger in text) for text in texts], *flags)
 
 
 class Panic(BaseException):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chat_templates import CHATML
+from support.chat_templates import CHATML, HEADER, as_dicts
 from support.tiny_data import LINES
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -27,7 +27,6 @@ INST = (
     "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}{{ ' ' + m['content'] + eos_token }}"
     "{% else %}{{ '[INST] ' + m['content'] + ' [/INST]' }}{% endif %}{% endfor %}"
 )
-HEADER = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 THOUGHT = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}" + (
     "{% if m['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
     "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}" + HEADER
@@ -122,10 +121,6 @@ def conversations(count: int) -> Iterator[Messages]:
     for _ in range(count):
         roles = ["system"] * chance.randint(0, 1) + ["user", "assistant"] * chance.randint(1, 3)
         yield tuple(Message(role, "".join(chance.choices(pieces, k=chance.randint(1, 4)))) for role in roles)
-
-
-def as_dicts(messages: Messages) -> list[dict[str, str]]:
-    return [{"role": message.role, "content": message.content} for message in messages]
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

@@ -87,6 +87,11 @@ def test_a_prompt_within_both_conversations_stands_there_once(prompt: Any, befor
     assert [turn.content for turn in pair.rejected] == [turn["content"] for turn in (*new, BAD)]
 
 
+def test_conversations_that_begin_alike_may_ask_the_same_again() -> None:
+    pair = preference_of({"chosen": [USER, GOOD, USER, BAD], "rejected": [USER, BAD]})
+    assert [len(side) for side in (pair.prompt, pair.chosen, pair.rejected)] == [1, 3, 1]
+
+
 @pytest.mark.parametrize("label", [True, False])
 def test_a_rated_answer_is_one_side_of_a_pair(label: bool) -> None:
     rated = preference_of({"prompt": "Q", "completion": "good", "label": label})

@@ -37,10 +37,7 @@ CHAT_FIELDS = (
     "'response', 'question' with 'answer', or 'input' with 'output'"
 )
 # Keys that a question needs beside itself: its choices, and the text that it is about.
-OF_QUESTION = re.compile(
-    r"contexts?|passages?|articles?|documents?|support|"
-    r"[a-e]|(opt?|option|choice|ending|sol|distractor)s?[ _]?[a-e\d]?"
-)
+OF_QUESTION = re.compile(r"contexts?|passages?|[a-e]|(opt?|option|choice|ending|sol|distractor)s?[ _]?[a-e\d]?")
 # Keys under which data sets have a part of an answer. Of them `reasoning_content` alone is read.
 UNREAD_KEYS = (
     "thinking", "think", "thought", "thoughts", "reasoning", "rationale", "explanation", "cot",

@@ -86,14 +86,11 @@ class Encoder:
             config = need_object((directory / "tokenizer_config.json").read_bytes())
         except (OSError, ValueError) as error:
             raise ArtifactError(f"cannot read what belongs to the tokenizer {path}: {error}") from None
-        names = {text: name for name, text in jinja_templates.JINJA.items()}
-        self.template = names.get(self.jinja, "own")
-        self.tokens: dict[str, str] = {}
-        for name in (*REQUIRED[:-1], "unk_token", END_OF_TURN):
-            value = config.get(name)
-            token = value.get("content") if isinstance(value, dict) else value
-            if isinstance(token, str) and self._reference.token_to_id(token) is not None:
-                self.tokens[name] = token
+        templates = {text: name for name, text in jinja_templates.JINJA.items()}
+        self.template = templates.get(self.jinja, "own")
+        vocabulary = self._reference.get_vocab(with_added_tokens=True)
+        names = (*REQUIRED[:-1], "unk_token", END_OF_TURN)
+        self.tokens: dict[str, str] = {name: config[name] for name in names if str(config.get(name)) in vocabulary}
         missing = [name for name in REQUIRED if name not in self.tokens]
         if missing:
             raise ArtifactError(
@@ -105,7 +102,7 @@ class Encoder:
         self.digest = digest_of([sha256_file(path), ids])
         added = self._reference.get_added_tokens_decoder().items()
         self._special_ids = frozenset(number for number, token in added if token.special)
-        self._length = 1 + max(self._reference.get_vocab(with_added_tokens=True).values())
+        self._length = 1 + max(vocabulary.values())
         self._fast = self._checked_fast(path) if fast else None
 
     @property

@@ -96,17 +96,29 @@ def preference_of(row: Row, labels: Labels = ()) -> Preference:
 
 def _pair(row: Row) -> Sides:
     answers = [_answer_turns(row, key) for key in ANSWER_KEYS]
-    asked = _prompt_turns(row, answers)
-    prompt, chosen = _prompt_and_answer(asked, answers[0], "chosen")
-    other_prompt, rejected = _prompt_and_answer(asked, answers[1], "rejected")
-    require(
-        len(prompt) == len(other_prompt),
-        "'chosen' and 'rejected' have no common prompt: one has turns before it; write both alike",
-    )
+    if any(row.get(key) is not None for key in PROMPT_KEYS):
+        asked = _prompt_turns(row, answers)
+        prompt, chosen = chat_shapes.prompt_and_answer(asked, answers[0], "chosen")
+        other_prompt, rejected = chat_shapes.prompt_and_answer(asked, answers[1], "rejected")
+        require(
+            len(prompt) == len(other_prompt),
+            "'chosen' and 'rejected' have no common prompt: one has turns before it; write both alike",
+        )
+    else:
+        alike = [wording(one) == wording(other) for one, other in zip(*answers, strict=False)]
+        size = [*alike, False].index(False)
+        require(
+            size,
+            "'chosen' and 'rejected' have no common prompt: their first turns differ; write it under 'prompt'",
+        )
+        chosen, rejected = map(chat_shapes.turns_of, answers, ANSWER_KEYS)
+        prompt, chosen, rejected = chosen[:size], chosen[size:], rejected[size:]
     require(
         _identity(chosen) != _identity(rejected),
         "'chosen' and 'rejected' are equal; write two different answers, or leave the row out",
     )
+    _check_answer(chosen, "chosen")
+    _check_answer(rejected, "rejected")
     return prompt, chosen, rejected
 
 
@@ -126,7 +138,9 @@ def _rated(row: Row) -> Sides:
         "no key 'prompt' beside 'completion'; write the prompt as text or as a list of turns",
     )
     answer = _answer_turns(row, "completion")
-    prompt, turns = _prompt_and_answer(_prompt_turns(row, [answer]), answer, "completion")
+    asked = _prompt_turns(row, [answer])
+    prompt, turns = chat_shapes.prompt_and_answer(asked, answer, "completion")
+    _check_answer(turns, "completion")
     return (prompt, turns, []) if label else (prompt, [], turns)
 
 
@@ -139,17 +153,8 @@ def _answer_turns(row: Row, key: str) -> RawTurns:
 
 
 def _prompt_turns(row: Row, answers: Sequence[RawTurns]) -> RawTurns:
-    """The turns of the prompt as they stand in the row, without an answer that it holds too; with
-    no key for it those with which both answers begin."""
-    key = next((key for key in PROMPT_KEYS if row.get(key) is not None), None)
-    if key is None:
-        alike = [wording(one) == wording(other) for one, other in zip(*answers, strict=False)]
-        size = [*alike, False].index(False)
-        require(
-            size,
-            "'chosen' and 'rejected' have no common prompt: their first turns differ; write it under 'prompt'",
-        )
-        return answers[0][:size]
+    """The turns of the prompt as they stand in the row, without an answer that it holds too."""
+    key = next(key for key in PROMPT_KEYS if row.get(key) is not None)
     if key == "instruction":
         prompt = [message.to_json() for message in chat_shapes.alpaca_question(row)]
     else:
@@ -161,14 +166,11 @@ def _prompt_turns(row: Row, answers: Sequence[RawTurns]) -> RawTurns:
     return prompt
 
 
-def _prompt_and_answer(prompt: RawTurns, answer: RawTurns, key: str) -> tuple[Turns, Turns]:
-    """(turns of the prompt, those of the answer under `key`)."""
-    asked, turns = chat_shapes.prompt_and_answer(prompt, answer, key)
+def _check_answer(answer: Turns, key: str) -> None:
     require(
-        any(turn.role == "assistant" and turn.in_loss and not is_blank(turn.content) for turn in turns),
+        any(turn.role == "assistant" and turn.in_loss and not is_blank(turn.content) for turn in answer),
         f"'{key}' has no answer of its own: no assistant's turn with a text after the prompt",
     )
-    return asked, turns
 
 
 def _identity(turns: Sequence[Message]) -> list[list[object]]:
