@@ -286,6 +286,11 @@ def test_a_template_is_followed_that(tmp_path: Path, template: str, turns: Messa
     assert learnt(encoder, turns) == turns[-1].content.strip() + "<|im_end|>"
 
 
+def test_an_empty_answer_before_another_is_not_trained_on(chatml_encoder: Encoder) -> None:
+    turns = chat_of(("user", "fox?"), ("assistant", ""), ("assistant", " jumps"))
+    assert learnt(chatml_encoder, turns) == " jumps<|im_end|>"
+
+
 def test_a_template_may_mark_the_last_answer_only(tmp_path: Path) -> None:
     encoder = take(tmp_path, MARKED.replace("== 'assistant' %}", "== 'assistant' and loop.last %}"))
     assert learnt(encoder, TALK) == "over\n<|im_end|>"

@@ -298,8 +298,8 @@ def _content(turn: Row, key: str, role: str, *, is_optional: bool) -> str:
     content = turn.get(key)
     if isinstance(content, str) or (content is None and is_optional):
         return content or ""
-    kind = kind_of(content) if key in turn else "missing"
-    require(isinstance(content, list), f"the '{key}' of a turn of role '{role}' is {kind}, not text")
+    actual = kind_of(content) if key in turn else "missing"
+    require(isinstance(content, list), f"the '{key}' of a turn of role '{role}' is {actual}, not text")
     texts: list[str] = []
     for part in content or ():
         kind = part.get("type") if isinstance(part, dict) else kind_of(part)

@@ -167,7 +167,12 @@ class JinjaTemplate:
         for match in self._marked.finditer(rendered):
             place, content = int(match[1]), match[2]
             start = match.start() - removed
-            pieces.append(Piece(place // 2, KEYS[place % 2], start, start + len(content)))
+            number, key = place // 2, KEYS[place % 2]
+            whole = turns[number][key]  # with its white space, where the template writes that
+            written = content
+            if text.startswith(whole, start - whole.find(content)):
+                start, written = start - whole.find(content), whole
+            pieces.append(Piece(number, key, start, start + len(written)))
             copies[place].append(content)
             removed += len(match[0]) - len(content)
         for place, content in contents.items():

@@ -153,8 +153,8 @@ class Encoder:
         if not is_forged.any():
             return whole
         markers = special & ~is_forged
-        columns = (whole.ids[markers], whole.starts[markers], whole.ends[markers])
-        places = [*zip(*map(list, columns), strict=True), (NO_TOKEN, len(text), len(text))]
+        numbers, starts, ends = (column[markers].tolist() for column in whole)
+        places = [*zip(numbers, starts, ends, strict=True), (NO_TOKEN, len(text), len(text))]
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         at = 0
