@@ -48,12 +48,13 @@ def make_blocks(settings: Settings, job: StageContext, pool: Pool) -> None:
 def build(settings: Settings, job: StageContext, pool: Pool) -> ShardSetResult:
     """Make the shards, or finish those that an earlier run began."""
     # The items of the evaluations that `shards.decontaminate` names; a task has the name of its file.
-    items, is_removed = job.files.get(AGAINST), settings.shards.overlapping == "remove"
+    items = [item for file in job.files.get(AGAINST, ()) for item in contamination.read_items(file)]
+    is_removed = settings.shards.overlapping == "remove"
     earlier = [name for name in sorted(job.inputs) if name.startswith(LEARNT_BEFORE)]
     return sharding.build(
         _work(settings, job, pool),
         weights=job.weights,
-        against=contamination.overlap_check(items, OVERLAP_SHARE, remove=is_removed) if items else None,
+        against=contamination.OverlapCheck(tuple(items), OVERLAP_SHARE, is_removed) if items else None,
         earlier=[EarlierSet("/".join(job.inputs[name].parts[-2:]), job.inputs[name]) for name in earlier],
         earlier_heldout=heldout_hashes(job.inputs[EARLIER_HELDOUT]) if EARLIER_HELDOUT in job.inputs else None,
     )

@@ -29,6 +29,7 @@ from ttrain.tasks.shards import recipe_of
 
 POEM = "床前明月光，疑是地上霜。舉頭望明月，低頭思故鄉。"
 QUESTION, ANSWER = "Which river does the old wooden bridge of the village cross?", "The upper Rhine"
+CHAT = {"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]}
 
 
 def test_words_are_the_same_whatever_case_width_and_punctuation() -> None:
@@ -36,6 +37,10 @@ def test_words_are_the_same_whatever_case_width_and_punctuation() -> None:
     assert words_of("—… 🙂 \u200b\0") == [] and words_of("你好，Welt！") == ["你", "好", "welt"]
     for text in ("Ｔhe  CAFÉ,\n(1)", POEM, "한국어 텍스트", "Straße, ÜBER ﬁ ½ ①"):
         assert plain(text) == "".join(words_of(text)).encode()
+
+
+def grams(words: Sequence[str], size: int) -> set[tuple[str, ...]]:
+    return {tuple(words[at : at + size]) for at in range(len(words) - size + 1)}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -55,13 +60,9 @@ def test_what_is_found_is_what_a_naive_search_finds(seed: int) -> None:
             document[rng.randrange(len(document))] = "changed"
         expected = {}
         for item, words in enumerate(items):
-            size = min(13, len(words))
-            wanted, held = (
-                {tuple(text[at : at + size]) for at in range(len(text) - size + 1)} for text in (words, document)
-            )
-            found = wanted & held
-            if found and len(words) >= contamination.FEWEST_WORDS:
-                expected[item] = len(found) / len(wanted)
+            wanted, held = grams(words, min(13, len(words))), grams(document, min(13, len(words)))
+            if wanted & held and len(words) >= contamination.FEWEST_WORDS:
+                expected[item] = len(wanted & held) / len(wanted)
         found_any |= bool(expected)
         assert index.find(rng.choice((", ", " ", "\n- ")).join(document).upper()) == expected
     assert found_any, "the documents have parts of the items"
@@ -75,26 +76,22 @@ def test_what_many_items_begin_with_identifies_none_of_them() -> None:
     assert index.find(f"{instruction} {ends[7]}") == {7: 1.0}
 
 
-def test_rows_of_every_kind_of_task_are_items_and_others_are_counted(tmp_path: Path) -> None:
-    rows = [
-        {"question": QUESTION, "choices": ["a", ANSWER], "answer": 1},
-        {"question": QUESTION, "choices": ["a", ANSWER], "answer": "B"},
-        {"question": QUESTION, "choices": ["a", ANSWER], "answer": 7},
-        {"question": QUESTION, "answer": ANSWER},
-        {"context": "The old bridge crosses the", "target": " Rhine"},
-        {"text": POEM},
-        {"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]},
-        {"title": "nothing"},
-        b"no JSON",
-    ]
-    found, tally = contamination.read_items(str(write_lines(tmp_path / "items.jsonl", rows)), "mixed")
+def test_rows_of_every_kind_of_task_are_items(tmp_path: Path) -> None:
+    choices = {"question": QUESTION, "choices": ["a", ANSWER]}
     whole = plain(QUESTION + ANSWER)
-    expected = [whole, whole, plain(QUESTION), whole, b"theoldbridgecrossestherhine", plain(POEM)]
-    assert [item.digest for item in found] == [contamination.digest_of_text(text) for text in [*expected, whole]]
-    assert sum(tally.rejected.values()) == 2
-    assert found[1].location.endswith("items.jsonl:2")
+    rows = {
+        whole: [{**choices, "answer": 1}, {**choices, "answer": "B"}, {"question": QUESTION, "answer": ANSWER}, CHAT],
+        plain(QUESTION): [{**choices, "answer": 7}],
+        b"theoldbridgecrossestherhine": [{"context": "The old bridge crosses the", "target": " Rhine"}],
+        plain(POEM): [{"text": POEM}],
+    }
+    bad = {"title": "nothing"}, b"no JSON"
+    for text, given in rows.items():
+        items = contamination.read_items(str(write_lines(tmp_path / "items.jsonl", [*bad, *given])))
+        assert [item.digest for item in items] == [contamination.digest_of_text(text)] * len(given)
+        assert items[0].location == "items.jsonl:3"
     with pytest.raises(DataError, match="no item"):
-        contamination.read_items(str(write_lines(tmp_path / "none.jsonl", [{"title": 1}])), "none")
+        contamination.read_items(str(write_lines(tmp_path / "none.jsonl", bad)))
 
 
 @pytest.fixture
@@ -118,9 +115,12 @@ def corpus(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def build(
-    output: Path, encoder: Encoder, corpus: Path, against: contamination.OverlapCheck | None, kind: str = "documents"
+    output: Path, encoder: Encoder, rows: Path, items: Path | None, remove: bool = True, kind: str = "documents"
 ) -> Any:
-    return shard_sets.build(output, [corpus], recipe_of(ALL, encoder.directory, kind), block_bytes=2048, against=against)
+    against = None
+    if items:
+        against = contamination.OverlapCheck(tuple(contamination.read_items(str(items))), 0.5, remove)
+    return shard_sets.build(output, [rows], recipe_of(ALL, encoder.directory, kind), block_bytes=2048, against=against)
 
 
 @pytest.mark.parametrize("remove", [True, False])
@@ -128,13 +128,11 @@ def test_documents_that_hold_an_item_are_left_out(
     tmp_path: Path, encoder: Encoder, corpus: tuple[Path, Path], remove: bool
 ) -> None:
     documents, items = corpus
-    against = contamination.overlap_check([str(items)], 0.5, remove=remove)
     plain = build(tmp_path / "plain", encoder, documents, None)
-    built = build(tmp_path / "out", encoder, documents, against)
+    built = build(tmp_path / "out", encoder, documents, items, remove)
     assert plain.contamination is None and not (tmp_path / "plain" / contamination.REPORT).exists()
     told = json.loads((tmp_path / "out" / contamination.REPORT).read_bytes())
-    task = {"items": 4, "too_short": 1, "overlapping": 2, "share": 0.5, "left_out": 1}
-    assert told["tasks"] == {"items.jsonl": task}
+    assert told["tasks"] == {"items.jsonl": {"items": 4, "overlapping": 2}}
     assert (told["documents"], told["removed"]) == (2, remove)
     held = {item["digest"]: item["share"] for item in told["items"]}
     assert contamination.read_item_shares(tmp_path / "out") == ({} if remove else held) and held
@@ -165,8 +163,7 @@ def test_chats_are_found_whole_and_not_by_the_system_turn_that_others_have_too(t
     chats = [chat("Say it in Latin!", f"Non possum dicere {number}") for number in range(5)]
     documents = write_lines(tmp_path / "chats.jsonl", [*chats, chat(*short), chat("Who?", *short)])
     items = write_lines(tmp_path / "items.jsonl", [chat(*short), chat("Where does this one stand?", "It stands nowhere.")])
-    against = contamination.overlap_check([str(items)], 0.5, remove=True)
-    built = build(tmp_path / "out", encoder, documents, against, "chats")
+    built = build(tmp_path / "out", encoder, documents, items, kind="chats")
     told = json.loads((tmp_path / "out" / contamination.REPORT).read_bytes())
     assert [(item["where"], item["share"]) for item in told["items"]] == [("items.jsonl:1", 1.0)]
     assert [place["line"] for place in told["items"][0]["places"]] == [6, 7]
@@ -202,14 +199,14 @@ def items_of(task: str, kind: str, rows: Sequence[Any], directory: Path, **more:
         ("choices", {"question": QUESTION, "choices": ["Danube", ANSWER], "answer": 1}),
         ("last_word", {"context": "The old wooden bridge of the village crosses the", "target": " Rhine"}),
         ("text", {"text": POEM}),
-        ("chats", {"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]}),
+        ("chats", CHAT),
     ],
 )
 def test_items_that_training_documents_hold_are_told_apart(tmp_path: Path, kind: str, row: Any) -> None:
     fillers = [json.loads(json.dumps(row).replace("Rhine", f"Elbe {n}").replace("\\u5e8a", f"{n}")) for n in range(2)]
     rows = [{**fillers[0], "lang": "en"}, {**row, "lang": "en"}, {**fillers[1], "lang": "zh"}]
     items = items_of("task", kind, rows, tmp_path)
-    [found], _ = contamination.read_items(str(write_lines(tmp_path / "row.jsonl", [row])), "row")
+    [found] = contamination.read_items(str(write_lines(tmp_path / "row.jsonl", [row])))
     apart = run.mark_overlaps(items, {found.digest})
     assert apart.groups == {**items.groups, "overlap=yes": (1,), "overlap=no": (0, 2)}
     assert apart.digests == items.digests

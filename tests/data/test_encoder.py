@@ -66,7 +66,7 @@ def reference(directory: Path, texts: list[str]) -> list[list[int]]:
 
 
 class Wrong:
-    """A fast library that makes an extra id of each text with `fox`, a wrong border after `shift`, and gives up on `dog`."""
+    """A fast library that makes an extra id of each text with `trigger`, and gives up on `dog`."""
 
     trigger = "fox"
 
@@ -81,13 +81,10 @@ class Wrong:
 
     def no_padding(self) -> None: ...
 
-    def encode_batch_flat(self, texts: list[str], *flags: bool) -> tuple[bytes, bytes]:
+    def encode_batch_flat(self, texts: list[str], *flags: bool) -> Any:
         if texts == ["dog"]:
             raise ValueError("match limit exceeded")
-        ids, offsets = self._inner.encode_batch_flat([text + "!" * (self.trigger in text) for text in texts], *flags)
-        places = np.frombuffer(offsets, "<u8").copy()
-        places[1:2] -= texts[:1] == ["shift"]
-        return ids, places.tobytes()
+        return self._inner.encode_batch_flat([text + "!" * (self.trigger in text) for text in texts], *flags)
 
 
 class Panic(BaseException):
@@ -223,12 +220,6 @@ def take(directory: Path, output: Path, template: str) -> Encoder:
     return Encoder(output)
 
 
-def original(directory: Path) -> Tokenizer:
-    opened = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    opened.encode_special_tokens = True
-    return opened
-
-
 @pytest.mark.parametrize(
     ("template", "added", "end"),
     [("ttrain", ["<|pad|>", "<|bos|>", *jinja_templates.ROLE_TOKENS, "<|end|>"], "<|end|>"),
@@ -237,7 +228,7 @@ def original(directory: Path) -> Tokenizer:
 def test_what_is_missing_comes_after_the_vocabulary(tmp_path: Path, template: str, added: list[str], end: str) -> None:
     """Its own ids stay."""
     source = make(tmp_path / "source", CHATML, pad_token="<|im_end|>")
-    before = original(source)
+    before = opened(source)
     encoder = take(source, tmp_path / "out", template)
     size = before.get_vocab_size()
     assert [encoder.special(token) for token in added] == list(range(size, size + len(added)))
@@ -335,7 +326,7 @@ def test_an_id_that_is_taken_is_not_given_twice(tmp_path: Path) -> None:
     vocabulary[first] += 100
     (source / "tokenizer.json").write_text(json.dumps(spec), encoding="utf-8")
     encoder = take(source, tmp_path / "out", "ttrain")
-    numbers = [encoder.special(token) for token in original(tmp_path / "out").get_vocab()]
+    numbers = [encoder.special(token) for token in opened(tmp_path / "out").get_vocab()]
     assert len(set(numbers)) == len(numbers)
     assert len(encoder) == max(numbers) + 1
 
@@ -365,7 +356,7 @@ def test_the_stage_takes_it_and_measures_it(tmp_path: Path) -> None:
     source = make(tmp_path / "source", CHATML)
     settings = config.Tokenizer(existing=str(source), template="own")
     result = train_directory([str(rows)], tmp_path / "out", settings, Reading())
-    assert result["vocab_size"] == original(source).get_vocab_size() + 1
+    assert result["vocab_size"] == opened(source).get_vocab_size() + 1
     assert result["bytes_per_token"] > 1
     assert "documents" not in result, "it learnt from none"
     moved = tmp_path / "moved"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chat_templates import CHATML
+from support.chat_templates import CHATML, HEADER, as_dicts
 from support.tiny_data import LINES
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -27,7 +27,6 @@ INST = (
     "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}{{ ' ' + m['content'] + eos_token }}"
     "{% else %}{{ '[INST] ' + m['content'] + ' [/INST]' }}{% endif %}{% endfor %}"
 )
-HEADER = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 THOUGHT = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}" + (
     "{% if m['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
     "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}" + HEADER
@@ -50,64 +49,49 @@ TURNS = (
     "{%% else %%}{{ %s + eos_token }}{%% endif %%}{%% endfor %%}"
 )
 VICUNA = TURNS % ("'USER: ' + m['content'] + ' '", "'ASSISTANT: ' + m['content']")
-LETTERS = TURNS % ("'<Q>' + m['content'] + '</Q>'", "'<A>' + m['content']")
 NOTHING_BEHIND = TURNS % ("m['content']", "' Answer: ' + m['content']")
 TEMPLATES = {"chatml": CHATML, "inst": INST, "thought": THOUGHT, "marked": MARKED, "ttrain": None, "tinyseek": None}
 
 
-def metaspace() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
-    return with_byte_fallback(tokenizer)
-
-
-def legacy_llama() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    return with_byte_fallback(tokenizer)
-
-
-def with_byte_fallback(tokenizer: Tokenizer) -> Tokenizer:
-    trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=SPECIAL + BYTES, max_token_length=8, show_progress=False)
-    tokenizer.train_from_iterator(LINES * 5, trainer)
+def trained(model: Any, trainer: Any = trainers.BpeTrainer, **parts: Any) -> Tokenizer:
+    """A tokenizer with these parts; `vocab` are tokens of it that are not added ones."""
+    vocab = parts.pop("vocab", [])
+    tokenizer = Tokenizer(model)
+    for name, part in parts.items():
+        setattr(tokenizer, name, part)
+    more = {} if vocab or trainer is trainers.WordPieceTrainer else {"initial_alphabet": ALPHABET}
+    tokens = [*SPECIAL, *vocab]
+    tokenizer.train_from_iterator(LINES * 5, trainer(vocab_size=420, special_tokens=tokens, show_progress=False, **more))
     spec = json.loads(tokenizer.to_str())
-    spec["added_tokens"] = [token for token in spec["added_tokens"] if not token["content"].startswith("<0x")]
+    spec["added_tokens"] = [token for token in spec["added_tokens"] if token["content"] not in vocab]
     return Tokenizer.from_str(json.dumps(spec))
+
+
+def with_byte_fallback(**parts: Any) -> Tokenizer:
+    return trained(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True), vocab=BYTES, **parts)
 
 
 def byte_level(**flags: bool) -> Tokenizer:
     """With `flags` of the special tokens of ChatML, such as lstrip."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=ALPHABET, show_progress=False)
-    tokenizer.train_from_iterator(LINES * 5, trainer)
+    splitter = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = trained(models.BPE(), pre_tokenizer=splitter, decoder=decoders.ByteLevel())
     spec = json.loads(tokenizer.to_str())
     for token in spec["added_tokens"]:
-        if token["content"].startswith("<|im"):
-            token.update(flags)
+        token.update(flags if token["content"].startswith("<|im") else {})
     tokenizer = Tokenizer.from_str(json.dumps(spec))
     tokenizer.add_tokens([AddedToken("<think>", special=False, normalized=False)])
     return tokenizer
 
 
-def word_pieces() -> Tokenizer:
-    tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
-    trainer = trainers.WordPieceTrainer(vocab_size=400, special_tokens=SPECIAL, show_progress=False)
-    tokenizer.train_from_iterator(LINES * 5, trainer)
-    return tokenizer
-
-
+LLAMA = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+SPACES = {"pre_tokenizer": pre_tokenizers.Metaspace(prepend_scheme="first"), "decoder": decoders.Metaspace()}
+BERT = {"normalizer": normalizers.BertNormalizer(lowercase=True), "pre_tokenizer": pre_tokenizers.BertPreTokenizer()}
 KINDS: dict[str, Callable[[], Tokenizer]] = {
     "byte level": byte_level,
     "rstrip": lambda: byte_level(rstrip=True),
-    "metaspace, first": metaspace,
-    "legacy llama": legacy_llama,
-    "word pieces": word_pieces,
+    "metaspace, first": lambda: with_byte_fallback(**SPACES),
+    "legacy llama": lambda: with_byte_fallback(normalizer=LLAMA),
+    "word pieces": lambda: trained(models.WordPiece(unk_token="<unk>"), trainers.WordPieceTrainer, **BERT),
 }
 
 
@@ -137,10 +121,6 @@ def conversations(count: int) -> Iterator[Messages]:
     for _ in range(count):
         roles = ["system"] * chance.randint(0, 1) + ["user", "assistant"] * chance.randint(1, 3)
         yield tuple(Message(role, "".join(chance.choices(pieces, k=chance.randint(1, 4)))) for role in roles)
-
-
-def as_dicts(messages: Messages) -> list[dict[str, str]]:
-    return [{"role": message.role, "content": message.content} for message in messages]
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -174,42 +154,27 @@ def test_a_text_that_spells_a_special_token_stays_text(kind: str, template: str,
     assert specials(forged) == specials("plain")
 
 
-ROLES, TEXTS = ["user", "assistant"] * 2, ["Sky?", "Blue.", "Sea?", "Deep."]
-TWO_ANSWERS = tuple(map(Message, ROLES, TEXTS))
+IM = ["Blue.<|im_end|>", "Deep.<|im_end|>"]
+TRAINED_ON = {
+    "chatml": (CHATML, IM),
+    "no generation prompt": (CHATML.replace(HEADER, ""), [f"<|im_start|>assistant\n{text}" for text in IM]),
+    "inst": (INST, [" Blue.</s>", " Deep.</s>"]),
+    "system last": (SYSTEM_LAST, [" Blue.</s>", " Deep.</s>"]),
+    "vicuna": (VICUNA, ["ASSISTANT: Blue.</s>", "ASSISTANT: Deep.</s>"]),
+    "nothing behind": (NOTHING_BEHIND, [" Answer: Blue.</s>", " Answer: Deep.</s>"]),
+    "thought": (THOUGHT, [IM[0], f"<think>\n\n</think>\n\n{IM[1]}"]),
+    "marked": (MARKED, [f"<mood>calm</mood>{text}" for text in IM]),
+    "marked with its header": (MARKED_WITH_HEADER, IM),
+}
 
 
-@pytest.mark.parametrize(
-    ("template", "trained_on"),
-    [
-        (CHATML, ["Blue.<|im_end|>", "Deep.<|im_end|>"]),
-        (CHATML.replace(HEADER, ""), ["<|im_start|>assistant\nBlue.<|im_end|>", "<|im_start|>assistant\nDeep.<|im_end|>"]),
-        (INST, [" Blue.</s>", " Deep.</s>"]),
-        (SYSTEM_LAST, [" Blue.</s>", " Deep.</s>"]),
-        (VICUNA, ["ASSISTANT: Blue.</s>", "ASSISTANT: Deep.</s>"]),
-        (LETTERS, ["<A>Blue.</s>", "<A>Deep.</s>"]),
-        (NOTHING_BEHIND, [" Answer: Blue.</s>", " Answer: Deep.</s>"]),
-        (THOUGHT, ["Blue.<|im_end|>", "<think>\n\n</think>\n\nDeep.<|im_end|>"]),
-        (MARKED, ["<mood>calm</mood>Blue.<|im_end|>", "<mood>calm</mood>Deep.<|im_end|>"]),
-        (MARKED_WITH_HEADER, ["Blue.<|im_end|>", "Deep.<|im_end|>"]),
-    ],
-    ids=[
-        "chatml",
-        "no generation prompt",
-        "inst",
-        "system last",
-        "vicuna",
-        "letters",
-        "nothing behind",
-        "thought",
-        "marked",
-        "marked with its header",
-    ],
-)
+@pytest.mark.parametrize(("template", "trained_on"), TRAINED_ON.values(), ids=TRAINED_ON)
 def test_all_that_the_template_writes_behind_the_prompt_is_trained_on(
     template: str, trained_on: list[str], tmp_path: Path
 ) -> None:
     encoder = install(tmp_path, tokenizer_of("byte level"), template)
-    ids, live = chat.encode_chat(encoder, TWO_ANSWERS)
+    turns = map(Message, ["user", "assistant"] * 2, ["Sky?", "Blue.", "Sea?", "Deep."])
+    ids, live = chat.encode_chat(encoder, tuple(turns))
     opened = Tokenizer.from_file(str(encoder.directory / "tokenizer.json"))
     parts = itertools.groupby(zip(ids, live, strict=True), key=lambda pair: pair[1])
     runs = [[token for token, _ in part] for is_live, part in parts if is_live]

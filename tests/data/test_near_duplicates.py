@@ -6,7 +6,7 @@ import itertools
 import json
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from support.shard_sets import build as build_shards
@@ -43,11 +43,10 @@ def edited(rng: random.Random, words: list[str], share: float, chinese: bool = F
     """The text with this share of its words replaced: anywhere, or one after the other."""
     count = max(1, round(share * len(words)))
     start = rng.randrange(len(words) - count + 1)
-    places = range(start, start + count) if together else rng.sample(range(len(words)), count)
-    changed = dict(enumerate(words))
-    for place in places:
+    changed = [*words]
+    for place in range(start, start + count) if together else rng.sample(range(len(words)), count):
         changed[place] = rng.choice(CHINESE) if chinese else f"{rng.choice(ENGLISH)}x{rng.randrange(1000)}"
-    return [*changed.values()]
+    return changed
 
 
 def shingles(text: str) -> set[bytes]:
@@ -128,68 +127,58 @@ def test_a_chain_of_edits_does_not_join_two_texts(tmp_path: Path, recipe: BlockR
     assert texts_in(tmp_path / "out", tokenizer) == kept
 
 
+class Nights(NamedTuple):
+    """The files of three nights, one set of all, and a set of each night, which knows those before it."""
+
+    files: list[Path]
+    whole: Path
+    outputs: list[Path]
+
+
 @pytest.fixture(scope="module")
-def nights(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The files of three nights, with near-duplicates within and between them."""
-    originals, copies = planted(80, seed=3)
-    texts, folder = [*originals, *copies], tmp_path_factory.mktemp("nights")
+def nights(tmp_path_factory: pytest.TempPathFactory, recipe: BlockRecipe) -> Nights:
+    """With near-duplicates within and between the nights."""
+    folder = tmp_path_factory.mktemp("nights")
+    texts = [*itertools.chain(*planted(80, seed=3))]
     random.Random(1).shuffle(texts)
     size = len(texts) // 3
-    return [write_lines(folder / f"n{n}.jsonl", rows(texts[n * size : (n + 1) * size])) for n in range(3)]
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, recipe: BlockRecipe, nights: list[Path]) -> Path:
-    """One set of all of them."""
-    output = tmp_path_factory.mktemp("sets") / "whole"
-    build(output, nights, recipe, SPLIT)
-    return output
-
-
-@pytest.fixture(scope="module")
-def outputs(tmp_path_factory: pytest.TempPathFactory, recipe: BlockRecipe, nights: list[Path]) -> list[Path]:
-    """A set of each night, which knows those before it."""
-    folder, outputs = tmp_path_factory.mktemp("nightly"), list[Path]()
-    for number, path in enumerate(nights):
+    files = [write_lines(folder / f"n{n}.jsonl", rows(texts[n * size : (n + 1) * size])) for n in range(3)]
+    build(folder / "whole", files, recipe, SPLIT)
+    outputs = list[Path]()
+    for number, path in enumerate(files):
         earlier = [EarlierSet(f"night {n}", output) for n, output in enumerate(outputs)]
         build(folder / f"{number}", [path], recipe, SPLIT, earlier=earlier)
         outputs.append(folder / f"{number}")
-    return outputs
+    return Nights(files, folder / "whole", outputs)
 
 
-def text_at(nights: list[Path], place: dict[str, Any]) -> str:
-    lines = (nights[0].parent / place["file"]).read_bytes().splitlines()
-    return str(json.loads(lines[place["line"] - 1])["text"])
-
-
-def test_nights_one_by_one_keep_what_one_set_of_all_keeps(
-    tokenizer: Path, whole: Path, outputs: list[Path], nights: list[Path]
-) -> None:
+def test_nights_one_by_one_keep_what_one_set_of_all_keeps(tokenizer: Path, nights: Nights) -> None:
+    outputs = nights.outputs
     for part in ("train", "heldout"):
         kept = [row for output in outputs for row in texts_in(output, tokenizer, part)]
-        assert kept == texts_in(whole, tokenizer, part) and kept
+        assert kept == texts_in(nights.whole, tokenizer, part) and kept
     places = [(row["file"], row["line"]) for output in outputs for row in dropped(output)]
-    assert places == [(row["file"], row["line"]) for row in dropped(whole)] and len(places) > 15
+    assert places == [(row["file"], row["line"]) for row in dropped(nights.whole)] and len(places) > 15
     of_earlier = [row for row in dropped(outputs[2]) if "set" in row["original"]]
     assert {row["original"]["set"] for row in of_earlier} == {"night 0", "night 1"}
     for row in of_earlier:  # the shard and the row of the original lead to its text
         place = row["original"]
         column = read_shard(outputs[int(place["set"][-1])] / place["shard"])
         ids = column.tokens[column.offsets[place["row"]] : column.offsets[place["row"] + 1]]
-        assert similarity(text_at(nights, row), opened(tokenizer).decode(ids.tolist())) >= 0.8
+        line = (nights.files[0].parent / row["file"]).read_bytes().splitlines()[row["line"] - 1]
+        assert similarity(json.loads(line)["text"], opened(tokenizer).decode(ids.tolist())) >= 0.8
 
 
-def all_digests(output: Path) -> dict[str, Any]:
-    near = {path.name: path.read_bytes() for path in (output / FOLDER).iterdir()}
-    return {**digests(output), **near, "report": (output / REPORT).read_bytes()}
-
-
-def test_a_growing_set_equals_one_of_all_files(tmp_path: Path, recipe: BlockRecipe, nights: list[Path], whole: Path) -> None:
+def test_a_growing_set_equals_one_of_all_files(tmp_path: Path, recipe: BlockRecipe, nights: Nights) -> None:
     with Processes(2) as pool:
         for count in (1, 2, 3):
-            grown = build(tmp_path / "out", nights[:count], recipe, SPLIT, pool=pool)
+            grown = build(tmp_path / "out", nights.files[:count], recipe, SPLIT, pool=pool)
     assert grown.encoded_blocks < grown.blocks
-    assert all_digests(tmp_path / "out") == all_digests(whole)
+    for kind in (FOLDER, REPORT.parent):
+        found = [{path.name: path.read_bytes() for path in (output / kind).glob("*near*") if path.is_file()}
+                 for output in (tmp_path / "out", nights.whole)]  # fmt: skip
+        assert found[0] == found[1] and found[0]
+    assert digests(tmp_path / "out") == digests(nights.whole)
 
 
 def test_training_documents_like_those_of_held_out_files_go(tmp_path: Path, recipe: BlockRecipe, tokenizer: Path) -> None:

@@ -5,8 +5,10 @@ Rows of pairs are compared with a naive reference: every pair whole, branches ap
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +23,7 @@ from ttrain.data.chat import encode_chat
 from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
 from ttrain.data.packing import IGNORE
-from ttrain.data.pair_rows import PairBatch, PairRows
+from ttrain.data.pair_rows import PairRows
 from ttrain.data.preferences import CHOSEN, PROMPT, REJECTED, Preference, is_preference, preference_of
 from ttrain.data.shards import Column, ShardSet, write_index, write_shard
 
@@ -66,26 +68,28 @@ def test_every_format_gives_the_same_pair(value: dict[str, Any]) -> None:
 SYSTEM, EARLIER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "P"}
 
 
-@pytest.mark.parametrize(
-    ("prompt", "before"),
-    [("Q", [SYSTEM, EARLIER, GOOD]), ([EARLIER, GOOD, USER], [SYSTEM, EARLIER, GOOD]), ([USER, GOOD], [SYSTEM])],
+# (prompt, turns before the answers' own question and answer, roles and contents of the prompt that stays)
+WITHIN = (
+    ("Q", [SYSTEM, EARLIER, GOOD, USER], "Be brief. P good Q"),
+    ([EARLIER, GOOD, USER], [SYSTEM, EARLIER, GOOD, USER], "Be brief. P good Q"),
+    ([USER, GOOD], [SYSTEM, USER], "Be brief. Q"),
+    ([SYSTEM, USER], [USER], "Be brief. Q"),
+    ([USER, GOOD], [EARLIER], "Q good"),
+    ([SYSTEM], [EARLIER], "Be brief."),
 )
-def test_a_prompt_within_both_conversations_stands_there_once(prompt: Any, before: list[dict[str, str]]) -> None:
-    pair = preference_of({"prompt": prompt, "chosen": [*before, USER, GOOD], "rejected": [*before, USER, BAD]})
-    assert [turn.content for turn in pair.prompt] == [turn["content"] for turn in (*before, USER)]
-    assert (pair.chosen, pair.rejected) == (PAIR.chosen, PAIR.rejected)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "before"),
-    [([SYSTEM, USER], [USER]), ([USER, GOOD], [EARLIER]), ([SYSTEM], [EARLIER])],
-    ids=["the end of the prompt again", "another question", "the first question"],
-)
-def test_a_prompt_keeps_what_answers_do_not_repeat(prompt: Any, before: list[dict[str, str]]) -> None:
+@pytest.mark.parametrize(("prompt", "before", "asked"), WITHIN)
+def test_a_prompt_within_both_conversations_stands_there_once(prompt: Any, before: Any, asked: str) -> None:
     pair = preference_of({"prompt": prompt, "chosen": [*before, GOOD], "rejected": [*before, BAD]})
-    new = [] if before == [USER] else before
-    assert [turn.role for turn in pair.prompt] == [turn["role"] for turn in prompt]
+    assert " ".join(turn.content for turn in pair.prompt) == asked
+    new = [] if before[-1] == USER else before
     assert [turn.content for turn in pair.rejected] == [turn["content"] for turn in (*new, BAD)]
+
+
+def test_conversations_that_begin_alike_may_ask_the_same_again() -> None:
+    pair = preference_of({"chosen": [USER, GOOD, USER, BAD], "rejected": [USER, BAD]})
+    assert [len(side) for side in (pair.prompt, pair.chosen, pair.rejected)] == [1, 3, 1]
 
 
 @pytest.mark.parametrize("label", [True, False])
@@ -113,13 +117,13 @@ HOSTILE = (
     (row(prompt="Q", chosen="a", rejected="a"), "'chosen' and 'rejected' are equal; write two different answers"),
     (row(prompt="Q", chosen="a", rejected=" \u200b"), "'rejected' is empty; write a text, or leave the row out"),
     (row(prompt="Q", chosen=[], rejected="a"), "'chosen' has no turns; write turns such as"),
-    (row(prompt="Q", chosen=None, rejected="a"), "'chosen' is null beside 'rejected'; write both answers"),
-    (row(prompt="Q", chosen=1, rejected="a"), "'chosen' is a number, not text, a turn or a list of turns such as"),
+    (row(prompt="Q", chosen=None, rejected="a"), "'chosen' is null, not text or a list of turns such as"),
+    (row(prompt="Q", chosen=1, rejected="a"), "'chosen' is a number, not text or a list of turns such as"),
     (row(prompt={"a": 1}, chosen="a", rejected="b"), "'prompt' is an object, not text or a list of turns such as"),
     (row(chosen=[USER, GOOD], rejected=[EARLIER, BAD]), "'chosen' and 'rejected' have no common prompt"),
-    (row(chosen="a", rejected="b"), "'chosen' is a text but there is no 'prompt'; write it"),
+    (row(chosen="a", rejected="b"), "'chosen' and 'rejected' have no common prompt: their first"),
     (row(prompt="Q", chosen=[USER], rejected="b"), "'chosen' has no answer of its own: no assistant's turn with a text"),
-    (row(prompt="Q", completion="a"), "'label' is missing beside 'completion'; write true (the answer is good) or"),
+    (row(prompt="Q", completion="a"), "'label' is null beside 'completion'; write true (the answer is good) or"),
     (row(completion="a", label=True), "no key 'prompt' beside 'completion'; write the prompt"),
     (row(prompt="R", chosen=[USER, GOOD], rejected="b"), "'chosen' is a conversation without the turns of the prompt"),
     (row(prompt="Q", chosen=[USER, GOOD], rejected=[SYSTEM, USER, BAD]), "'chosen' and 'rejected' have no common"),
@@ -175,129 +179,98 @@ def test_no_prompt_is_on_both_sides(count: int, fraction: float, tmp_path: Path,
 
 # --- rows of pairs
 
-
 PAD, BOS, END, USER_ID, ASSISTANT_ID = 0, 1, 2, 3, 4
+Answer = tuple[int, int, list[int], list[int], list[int]]  # its number, rating, inputs, labels, positions
 
 
 class Record(NamedTuple):
-    """Turns of the prompt as texts; the answers as texts, None where there is none."""
+    """Turns of the prompt; the answers that there are, by part."""
 
-    prompt: list[list[int]]
-    chosen: list[int] | None
-    rejected: list[int] | None
+    turns: list[list[int]]
+    answers: dict[int, list[int]]
 
-    def prompt_ids(self, first: int = 0) -> list[int]:
+    def prompt(self, first: int = 0) -> list[int]:
         """From the turn `first` on, up to the token that begins an answer."""
-        turns = [[USER_ID, *text, END] for text in self.prompt[first:]]
-        return [*([] if first else [BOS]), *(token for turn in turns for token in turn), ASSISTANT_ID]
-
-    def answers(self) -> list[tuple[int, list[int]]]:
-        """(0 for the chosen or 1 for the other, ids) of each."""
-        return [(side, [*text, END]) for side, text in enumerate((self.chosen, self.rejected)) if text is not None]
+        beginning = [] if first else [BOS]
+        return [*beginning, *itertools.chain.from_iterable(self.turns[first:]), ASSISTANT_ID]
 
     def size(self, first: int = 0) -> int:
-        return len(self.prompt_ids(first)) - 1 + sum(len(ids) for _, ids in self.answers())
+        return len(self.prompt(first)) - 1 + sum(map(len, self.answers.values()))
 
 
-def some_records(seed: int, count: int, *, rated: bool = False) -> list[Record]:
+def some_records(seed: int, *, rated: bool) -> list[Record]:
     chance = random.Random(seed)
 
     def text(least: int) -> list[int]:
-        return [chance.randrange(10, 100) for _ in range(chance.randint(least, 6))]
+        return [*(chance.randrange(10, 100) for _ in range(chance.randint(least, 6))), END]
 
     records = []
-    for _ in range(count):
-        answers: list[list[int] | None] = [text(1), text(1)]
+    for _ in range(80):
+        answers = {part: text(1) for part in (CHOSEN, REJECTED)}
         if rated:
-            answers[chance.randrange(2)] = None
-        records.append(Record([text(0) for _ in range(chance.randint(1, 3))], *answers))
+            del answers[chance.choice((CHOSEN, REJECTED))]
+        records.append(Record([[USER_ID, *text(0)] for _ in range(chance.randint(1, 3))], answers))
     return records
 
 
-def write(path: Path, records: list[Record], shards: int) -> ShardSet:
-    path.mkdir(parents=True, exist_ok=True)
-    entries = []
-    for number in range(shards):
-        ids: list[int] = []
-        parts: list[int] = []
-        offsets = [0]
-        for record in records[number::shards]:
-            for part, tokens in ((PROMPT, record.prompt_ids()), *((CHOSEN + n, answer) for n, answer in record.answers())):
-                ids += tokens
-                parts += [part] * len(tokens)
-            offsets.append(len(ids))
-        column = Column(np.array(ids), np.array(offsets), np.array(parts) != PROMPT, np.array(parts, np.uint8))
-        entries.append({**write_shard(path / f"{number:016x}.arrow", column, 128), "bytes": 0, "group": 0})
-    write_index(path, kind="pairs", vocab_size=128, tokenizer="t", shards=entries)
+def write(path: Path, records: list[Record]) -> ShardSet:
+    pieces = [[(PROMPT, record.prompt()), *record.answers.items()] for record in records]
+    flat = [*itertools.chain.from_iterable(pieces)]
+    ids = [*itertools.chain.from_iterable(tokens for _, tokens in flat)]
+    parts = np.repeat(np.array([part for part, _ in flat], np.uint8), [len(tokens) for _, tokens in flat])
+    offsets = np.cumsum([0, *(sum(len(tokens) for _, tokens in record) for record in pieces)])
+    return written(path, Column(np.array(ids), offsets, parts != PROMPT, parts))
+
+
+def written(path: Path, column: Column) -> ShardSet:
+    entry = write_shard(path / "0.arrow", column, 128)
+    write_index(path, kind="pairs", vocab_size=128, tokenizer="t", shards=[{**entry, "bytes": 0, "group": 0}])
     return ShardSet(path)
 
 
-Branch = tuple[int, int, list[int], list[int], list[int]]  # answer id, rating, inputs, targets, positions
-
-
-def pairs_in(batch: PairBatch) -> list[tuple[list[int], list[Branch]]]:
-    """(ids of the common prefix, branches) of every pair."""
-    names = ("input_ids_BT", "labels_BT", "positions_BT", "answers_BT")
-    found = []
+def answers_in(batch: Any) -> Iterator[Answer]:
+    """Every answer with the prompt before it, as its branch sees them."""
     for line, segments in enumerate(batch.segments_BT):
-        for segment in range(segments.max() + 1):
-            branches = []
-            for branch in range(3):
-                there = (segments == segment) & (batch.branches_BT[line] == branch)
-                ids, labels, positions, answers = (getattr(batch, name)[line][there].tolist() for name in names)
-                if branch == 0:
-                    prefix = ids
-                    assert {*labels} <= {IGNORE} and {*answers} <= {-1} and positions == list(range(len(ids)))
-                elif ids:
-                    assert len(set(answers)) == 1, "every position of a branch here has a label"
-                    numbers = int(batch.answer_ids_A[answers[0]]), int(batch.ratings_A[answers[0]])
-                    branches.append((*numbers, ids, labels, positions))
-            found.append((prefix, branches))
-    return found
-
-
-def expected(record: Record, number: int, first: int) -> tuple[list[int], list[Branch]]:
-    prompt = record.prompt_ids(first)
-    branches = []
-    for side, ids in record.answers():
-        positions = list(range(len(prompt) - 1, len(prompt) - 1 + len(ids)))
-        branches.append((2 * number + side, 1 - 2 * side, [prompt[-1], *ids[:-1]], ids, positions))
-    return prompt[:-1], branches
-
-
-def numbers_in_set(count: int, shards: int) -> list[int]:
-    """Of each record, in the order of the records: `write` deals them out."""
-    order = [number for shard in range(shards) for number in range(shard, count, shards)]
-    return [order.index(number) for number in range(count)]
+        for segment, branch in itertools.product(range(segments.max() + 1), (1, 2)):
+            there = np.flatnonzero((segments == segment) & np.isin(batch.branches_BT[line], (0, branch)))
+            answers = {*batch.answers_BT[line][there][batch.branches_BT[line][there] == branch].tolist()}
+            if answers:
+                (answer,) = answers  # every position of the branch has its label
+                columns = (batch.input_ids_BT, batch.labels_BT, batch.positions_BT)
+                inputs, labels, positions = (column[line][there].tolist() for column in columns)
+                yield int(batch.answer_ids_A[answer]), int(batch.ratings_A[answer]), inputs, labels, positions
 
 
 @pytest.mark.parametrize(
-    ("seed", "row_length", "shards", "rated", "packed"),
-    [(1, 24, 1, False, True), (2, 32, 3, True, False), (3, 64, 2, True, True), (4, 12, 5, False, False)],
+    ("seed", "row_length", "rated", "packed"),
+    [(1, 24, False, True), (2, 32, True, False), (3, 64, True, True), (4, 12, False, False)],
 )
 def test_rows_hold_what_a_naive_reference_says(
-    tmp_path: Path, seed: int, row_length: int, shards: int, rated: bool, packed: bool
+    tmp_path: Path, seed: int, row_length: int, rated: bool, packed: bool
 ) -> None:
     """A property test: whole pairs, cut at the first turn that makes them fit, left out where only the answer would stay."""
-    records = some_records(seed, 80, rated=rated)
-    rows = PairRows(write(tmp_path, records, shards), row_length, PAD, END, header_length=1, packed=packed)
-    wanted, cut, too_long = [], 0, 0
-    for record, number in zip(records, numbers_in_set(len(records), shards), strict=True):
-        first = next((turn for turn in range(len(record.prompt)) if record.size(turn) <= row_length), None)
+    records = some_records(seed, rated=rated)
+    rows = PairRows(write(tmp_path, records), row_length, PAD, END, header_length=1, packed=packed)
+    wanted: list[Answer] = []
+    cut = kept = too_long = 0
+    for number, record in enumerate(records):
+        first = next((turn for turn in range(len(record.turns)) if record.size(turn) <= row_length), None)
         if first is None:
             too_long += 1
             continue
         cut += first > 0
-        wanted.append(expected(record, number, first))
+        kept += record.size(first) + 1
+        prompt = record.prompt(first)
+        for part, ids in record.answers.items():
+            side, labels = part - CHOSEN, [*[IGNORE] * (len(prompt) - 1), *ids]
+            wanted.append((2 * number + side, 1 - 2 * side, [*prompt, *ids[:-1]], labels, [*range(len(labels))]))
     batches = [rows.batch([row]) for row in range(len(rows))]
-    found = [pair for batch in batches if isinstance(batch, PairBatch) for pair in pairs_in(batch)]
-    assert sorted(found) == sorted(wanted)
+    assert sorted(itertools.chain.from_iterable(map(answers_in, batches))) == sorted(wanted)
     counts = rows.counts()
     assert (counts["cut_records"], counts["too_long_dropped"], counts["records"]) == (cut, too_long, len(records))
-    assert counts["pairs"] + counts["rated_answers"] == len(wanted)
-    assert counts["rated_answers"] == (len(wanted) if rated else 0)
-    assert counts["target_tokens"] == sum(len(ids) for _, branches in wanted for *_, ids, _ in branches)
-    kept = sum(len(prefix) + 1 + sum(len(branch[2]) for branch in branches) for prefix, branches in wanted)
+    assert counts["pairs" if not rated else "rated_answers"] == len(records) - too_long
+    assert counts["rated_answers" if not rated else "pairs"] == 0
+    assert counts["target_tokens"] == sum(len(labels) - labels.count(IGNORE) for *_, labels, _ in wanted)
     assert counts["dropped_tokens"] == rows.shards.tokens - kept
     assert [(batch.segments_BT >= 0).sum() for batch in batches] == rows.lengths().tolist()
 
@@ -305,8 +278,7 @@ def test_rows_hold_what_a_naive_reference_says(
 def test_a_record_with_an_answer_that_has_no_live_token_is_left_out_and_counted(tmp_path: Path) -> None:
     ids, parts = [BOS, USER_ID, 9, END, ASSISTANT_ID, 8, END, 7, END], [0, 0, 0, 0, 0, 1, 1, 2, 2]
     live = np.array([0, 0, 0, 0, 0, 1, 1, 0, 0])
-    entry = write_shard(tmp_path / "0.arrow", Column(np.array(ids), np.array([0, 9]), live, np.array(parts, np.uint8)), 128)
-    write_index(tmp_path, kind="pairs", vocab_size=128, tokenizer="t", shards=[{**entry, "bytes": 0, "group": 0}])
-    rows = PairRows(ShardSet(tmp_path), 48, PAD, END)
+    shards = written(tmp_path, Column(np.array(ids), np.array([0, 9]), live, np.array(parts, np.uint8)))
+    rows = PairRows(shards, 48, PAD, END)
     assert len(rows) == 0
     assert rows.counts()["all_masked_dropped"] == 1 and rows.counts()["dropped_tokens"] == 9

@@ -7,12 +7,20 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from ttrain.data import existing
+from ttrain.data.chat_templates import Messages
 from ttrain.data.encoder import Encoder
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+
+
+HEADER = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+
+
+def as_dicts(messages: Messages) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": message.content} for message in messages]
 
 
 def make(directory: Path, template: str | None, **config: Any) -> Path:

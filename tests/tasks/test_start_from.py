@@ -144,8 +144,8 @@ def test_a_folder_without_a_model_is_refused_with_what_it_lacks(house: House) ->
     house.write("pickled/pytorch_model.bin", "")
     for name, message in {
         "mine": "tokenizer.existing is '.*mine', which has no tokenizer.json; .* makes one",
-        "adapter": r"is an adapter; merge it into a model first: `ttrain export .*adapter --merge --to FOLDER`",
-        "pickled": r"holds neither model.safetensors .*; pytorch_model.bin is a pickle",
+        "adapter": r"merge an adapter into its model first: `ttrain export .*adapter --merge --to FOLDER`",
+        "pickled": r"holds neither model.safetensors .*; pickles may run code and are not opened",
         "nowhere": r"'.*nowhere' but there is no such folder",
     }.items():
         with pytest.raises(UsageError, match=message):

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ttrain.data import preferences
-from ttrain.data.chat_templates import Message, Messages, TemplateRefused, is_live
-from ttrain.data.custom_template import JinjaTemplate
+from ttrain.data.chat_templates import Message, Messages, is_live
+from ttrain.data.custom_template import JinjaTemplate, TemplateRefused
 from ttrain.data.encoder import Encoder, Ids
 from ttrain.data.jinja_templates import END, ROLE_TOKENS, ROLES
 from ttrain.errors import DataError
@@ -97,9 +97,7 @@ def _role_tokens(encoder: Encoder) -> dict[str, Ids] | None:
     return {role: np.array([encoder.special(f"<|{role}|>")], np.uint32) for role in ROLES}
 
 
-@lru_cache(maxsize=4)
-def _template_of(encoder: Encoder) -> JinjaTemplate:
-    return JinjaTemplate(encoder)
+_template_of = lru_cache(maxsize=4)(JinjaTemplate)
 
 
 def encode_preferences(

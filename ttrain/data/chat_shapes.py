@@ -6,15 +6,15 @@ Every rejection reason says what is wrong with the value and what to write inste
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from ttrain.core.files import JsonDict
 from ttrain.data import tools
-from ttrain.data.chat_templates import Message, with_reasoning
+from ttrain.data.chat_templates import END_OF_THINK, THINK, Message
 from ttrain.data.jinja_templates import ROLES
 from ttrain.data.tools import Malformed, kind_of, require
 
@@ -23,13 +23,9 @@ SHAREGPT_ROLES = {
     "function_call": "assistant", "observation": "tool", "tool": "tool",
 }  # fmt: skip
 OWN_ROLES = {role: role for role in ROLES}
-CHAT_KEYS = (
-    "messages",
-    "conversations",
-    "instruction",
-)  # the first key that is present decides the format of a row
+# The first key that is present decides the format of a row.
+CHAT_KEYS = ("messages", "conversations", "instruction")
 PROMPT_KEYS = ("prompt", "completion")
-QUESTION_KEYS = ("question", "answer")
 # After those: a row has one exchange under the first of these pairs that it has.
 EXCHANGE_KEYS = (
     PROMPT_KEYS,
@@ -40,28 +36,15 @@ CHAT_FIELDS = (
     "'messages' or 'conversations' with role and content, 'instruction' with 'output', 'prompt' with 'completion' or "
     "'response', 'question' with 'answer', or 'input' with 'output'"
 )
-# Keys that a question needs beside itself: choices as one or several keys, and the text that it is about.
+# Keys that a question needs beside itself: its choices, and the text that it is about.
 OF_QUESTION = re.compile(r"contexts?|passages?|[a-e]|(opt?|option|choice|ending|sol|distractor)s?[ _]?[a-e\d]?")
+# Keys under which data sets have a part of an answer. Of them `reasoning_content` alone is read.
+UNREAD_KEYS = (
+    "thinking", "think", "thought", "thoughts", "reasoning", "rationale", "explanation", "cot",
+    "chain_of_thought",
+)  # fmt: skip
 Row = Mapping[str, Any]
 RawTurns = list[Any]  # as they are in the row
-READ_OF_BOTH = frozenset({"tool_calls", "tool_call_id", "function_call", "weight", "tools"})
-READ_OF_SHAREGPT = READ_OF_BOTH | {"from", "value", "reasoning_content"}
-READ_OF_TURN = READ_OF_BOTH | {"role", "content", "reasoning_content"}
-READ_OF_PART = frozenset({"type", "text"})
-READ_OF_ROW = frozenset({
-    *CHAT_KEYS, *PROMPT_KEYS, "chosen", "rejected", "label", "input", "output", "question", "query",
-    "history", "system", "tools",
-})  # fmt: skip
-READ_OF_EXCHANGE = frozenset({"history", "system", "tools", "weight"})
-# What is no part of an answer, also as the last word of a key: `message_id`, `chosen_model`.
-METADATA = frozenset({
-    "id", "uuid", "index", "hash", "name", "author", "model", "source", "dataset", "split", "license",
-    "url", "ip", "country", "language", "lang", "category", "topic", "domain", "task", "type", "tag",
-    "tags", "label", "labels", "score", "rating", "time", "date", "timestamp", "created", "updated",
-    "created_at", "updated_at", "status", "finish_reason", "stop_reason", "metadata", "meta",
-    "cache_control",
-})  # fmt: skip
-ASSISTANT_NAMES = ("assistant", "gpt", "function_call")
 A_TURN = '{"role": "user", "content": "..."}'
 A_PART = '{"type": "text", "text": "..."}'
 NOT_PAIRS = '\'history\' is not a list of pairs of texts; write a list of pairs ["question", "answer"], or leave it out'
@@ -77,24 +60,29 @@ def is_blank(text: str) -> bool:
 def is_chat(row: Row) -> bool:
     """Whether a row has the keys of a chat. A prompt alone does not count: data sets of documents
     have that key too, and some with a text have keys of a question and its answer."""
-    keys = exchange_keys(row)
+    keys = _exchange_keys(row)
     if keys == PROMPT_KEYS or any(row.get(key) is not None for key in CHAT_KEYS):
         return True
-    return keys is not None and row.get("text") is None and not _beside_question(row, keys)
+    return keys is not None and row.get("text") is None and not _key_of_question(row)
 
 
-def exchange_keys(row: Row) -> tuple[str, str] | None:
+def _exchange_keys(row: Row) -> tuple[str, str] | None:
     """The keys of a question and its answer in a row; None for none."""
     present = {key for key, value in row.items() if value is not None}
     return next((keys for keys in EXCHANGE_KEYS if present.issuperset(keys)), None)
 
 
-def _beside_question(row: Row, keys: tuple[str, str]) -> str | None:
+def _key_of_question(row: Row) -> str | None:
     """The first key beside a question and its answer that belongs to the question."""
-    for key in _unread(row, READ_OF_EXCHANGE.union(keys)):
-        if isinstance(row[key], list | dict) or OF_QUESTION.fullmatch(key.lower()):
-            return key
-    return None
+    return next((key for key in row if row[key] and OF_QUESTION.fullmatch(key.lower())), None)
+
+
+def unread_keys(row: Row) -> set[str]:
+    """The UNREAD_KEYS of a row and its turns that have a text: half of an answer may be there."""
+    values = chain.from_iterable(v if isinstance(v, list) else [v] for v in row.values())
+    holders = [row, *(value for value in values if isinstance(value, dict))]
+    texts = ((key, holder.get(key)) for holder in holders for key in UNREAD_KEYS)
+    return {key for key, text in texts if isinstance(text, str) and not is_blank(text)}
 
 
 def messages_of(row: Row) -> list[Message]:
@@ -102,85 +90,40 @@ def messages_of(row: Row) -> list[Message]:
 
     Raises Malformed with the reason.
     """
-    shape = _shape(row)
-    if shape == "instruction":
-        answer = Message("assistant", visible_text(row, "output", "instruction"))
-        messages = [*alpaca_question(row), answer]
-    elif shape in CHAT_KEYS:
-        messages = turns_of(row[shape], shape, has_tools=bool(row.get("tools")))
-    else:
+    key = next((key for key in CHAT_KEYS if row.get(key) is not None), None)
+    if key is None:
         messages = _exchange(row)
+    elif key == "instruction":
+        answer = Message("assistant", visible_text(row, "output", key))
+        messages = [*alpaca_question(row), answer]
+    else:
+        messages = turns_of(row[key], key)
     return with_system_and_tools(messages, row)
-
-
-def _shape(row: Row) -> str:
-    """The key that decides the format of a row; "" for a question and its answer."""
-    return next((key for key in (*CHAT_KEYS, *PROMPT_KEYS) if row.get(key) is not None), "")
-
-
-def unread_keys(row: Row, *, is_pair: bool) -> set[str]:
-    """Keys of texts of the assistant that are not read, such as `thinking`: half of an answer may
-    be there.
-
-    They are all keys with text on an assistant's turn, and beside a single answer, except METADATA.
-    """
-    shape = _shape(row)
-    is_of_turns = shape in ("messages", "conversations") and not is_pair
-    found = set() if is_of_turns else {*_unread(row, READ_OF_ROW.union(exchange_keys(row) or ()))}
-    for turns in [row[shape]] if is_of_turns else row.values():
-        for turn in turns if isinstance(turns, list) else [turns]:
-            if not isinstance(turn, dict) or (turn.get("role") or turn.get("from")) not in ASSISTANT_NAMES:
-                continue
-            key, read = ("content", READ_OF_TURN) if turn.get("role") else ("value", READ_OF_SHAREGPT)
-            content = turn.get(key)
-            found.update(_unread(turn, read))
-            parts = content if isinstance(content, list) else []
-            for part in parts:
-                found.update(_unread(part, READ_OF_PART) if isinstance(part, dict) else ())
-    return found
-
-
-def _unread(values: Row, read: frozenset[str]) -> list[str]:
-    """The keys with text that are neither read nor metadata, in their order."""
-    others = [key for key in values if key not in read and not _is_metadata(key.lower())]
-    return [key for key in others if _holds_text(values[key])]
-
-
-def _is_metadata(key: str) -> bool:
-    return key in METADATA or key.rpartition("_")[2] in METADATA
-
-
-def _holds_text(value: object) -> bool:
-    waiting = [value]  # not by recursion: a row may be nested deeper than the stack
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, dict | list):
-            waiting.extend(part.values() if isinstance(part, dict) else part)
-        elif isinstance(part, str) and not is_blank(part):
-            return True
-    return False
 
 
 def with_system_and_tools(messages: list[Message], row: Row) -> list[Message]:
     """The turns with the keys `system` and `tools` of their row as the first one."""
-    system = _optional_text(row, "system")
-    begins = bool(messages) and messages[0].role == "system"
+    system, functions = _optional_text(row, "system"), tools.tools_text(row.get("tools"))
+    systems = [message.content for message in messages if message.role == "system"]
     if not is_blank(system):
-        has_system = any(message.role == "system" for message in messages)
-        require(not has_system, "both the key 'system' and a system turn; keep one of them")
-    elif begins:
-        system, messages = messages[0].content, messages[1:]
-    functions = tools.tools_text(row.get("tools"))
-    if not functions and is_blank(system) and not begins:
+        require(not systems, "both the key 'system' and a system turn; keep one of them")
+        messages = [Message("system", system), *messages]
+    if not functions:
         return messages
-    return [Message("system", tools.with_tools(system, functions)), *messages]
+    require(
+        not any(tools.TOOLS_SENTENCE in text for text in systems),
+        "'tools' both beside the turns and on the system turn; keep one of them",
+    )
+    if not messages or messages[0].role != "system":
+        messages = [Message("system", ""), *messages]
+    return [Message("system", tools.with_tools(messages[0].content, functions)), *messages[1:]]
 
 
 def alpaca_question(row: Row) -> list[Message]:
     """The turns up to the answer."""
-    instruction = visible_text(row, "instruction", "instruction")
-    extra = _optional_text(row, "input")
-    question = instruction if is_blank(extra) else f"{instruction}\n\n{extra}"
+    question, extra = visible_text(row, "instruction", "instruction"), _optional_text(row, "input")
+    if not is_blank(extra):
+        question = f"{question}\n\n{extra}"
     return [*_history(row), Message("user", question)]
 
 
@@ -189,13 +132,12 @@ def _history(row: Row) -> list[Message]:
     pairs = row.get("history") or []
     if isinstance(pairs, str) and is_blank(pairs):  # exports of CSV have an empty text for none
         return []
-    require(isinstance(pairs, list) and all(map(_is_pair, pairs)), NOT_PAIRS)
-    texts = itertools.chain.from_iterable(pairs)
-    return [Message(role, text) for role, text in zip(itertools.cycle(("user", "assistant")), texts)]
-
-
-def _is_pair(pair: object) -> bool:
-    return isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
+    require(isinstance(pairs, list), NOT_PAIRS)
+    messages: list[Message] = []
+    for pair in pairs:
+        require(isinstance(pair, list) and [*map(type, pair)] == [str, str], NOT_PAIRS)
+        messages += map(Message, ("user", "assistant"), pair)
+    return messages
 
 
 def _optional_text(row: Row, key: str) -> str:
@@ -206,42 +148,42 @@ def _optional_text(row: Row, key: str) -> str:
 
 def visible_text(row: Row, key: str, other_key: str) -> str:
     """The text under a key; `other_key` is the key of the row that calls for it."""
-    text = row.get(key)
     require(key in row, f"no key '{key}' beside '{other_key}'")
+    text: str = row[key]
     require(isinstance(text, str), f"'{key}' is {kind_of(text)}, not text")
-    require(not is_blank(str(text)), f"'{key}' is empty; write a text, or leave the row out")
-    return str(text)
+    require(not is_blank(text), f"'{key}' is empty; write a text, or leave the row out")
+    return text
 
 
 def _exchange(row: Row) -> list[Message]:
     """A question and its answer, as TRL's prompt and completion: each is a text or a list of turns,
     and only the second is learnt."""
-    present = {key for key, value in row.items() if value is not None}
-    halves = [keys for keys in (PROMPT_KEYS, QUESTION_KEYS) if not present.isdisjoint(keys)]
-    keys = exchange_keys(row) or (halves[0] if halves else None)
+    halves = (keys for keys in EXCHANGE_KEYS[:2] if row.get(keys[0]) is not None)
+    keys = _exchange_keys(row) or next(halves, None)
     if keys is None:
         names = ", ".join(map(repr, (*CHAT_KEYS, "prompt", "question", "input")))
         raise Malformed(f"none of the keys {names} holds a conversation")
     asked, answered = keys
-    if keys != PROMPT_KEYS and (other := _beside_question(row, keys)):
-        raise Malformed(f"'{other}' beside '{asked}' may be a part of the question; write it there, or leave it out")
-    prompt = turns_under(row, asked, answered, "user")
-    completion = turns_under(row, answered, asked, "assistant")
-    has_tools = bool(row.get("tools"))
-    prompt, completion = apart(prompt, completion, answered, has_tools=has_tools)
-    messages = turns_of([*prompt, *completion], asked, has_tools=has_tools)
-    history = _history(row) if keys != PROMPT_KEYS else []
-    return [*history, *map(not_learnt, messages[: len(prompt)]), *messages[len(prompt) :]]
+    history: list[Message] = []
+    if keys != PROMPT_KEYS:
+        other = _key_of_question(row)
+        require(
+            not other,
+            f"'{other}' beside '{asked}' may be a part of the question; write it there, or leave it out",
+        )
+        history = _history(row)
+    question = turns_under(row, asked, answered, "user")
+    answer = turns_under(row, answered, asked, "assistant")
+    prompt, completion = prompt_and_answer(question, answer, answered)
+    return [*history, *map(not_learnt, prompt), *completion]
 
 
 def turns_under(row: Row, key: str, other_key: str, role: str) -> RawTurns:
     """The turns under a key, as they stand in the row: a list of them, or a text, which is one turn
     of the role."""
-    value = row.get(key)
-    require(key in row, f"no key '{key}' beside '{other_key}'")
-    if isinstance(value, str):
+    if isinstance(row.get(key, ""), str):
         return [{"role": role, "content": visible_text(row, key, other_key)}]
-    return list_of_turns(value, key, "text or ")
+    return list_of_turns(row[key], key, "text or ")
 
 
 def list_of_turns(value: Any, key: str, others: str = "") -> RawTurns:
@@ -254,35 +196,37 @@ def list_of_turns(value: Any, key: str, others: str = "") -> RawTurns:
     return list(value)
 
 
-def apart(prompt: RawTurns, answer: RawTurns, key: str, *, has_tools: bool) -> tuple[RawTurns, RawTurns]:
-    """The turns of the prompt, and those of an answer without it; white space does not count.
+def prompt_and_answer(prompt: RawTurns, answer: RawTurns, key: str) -> tuple[list[Message], list[Message]]:
+    """The turns of the prompt, and those of the answer under `key` without it.
 
-    An answer may be a whole conversation, with the prompt or the end of the prompt in it. Raises
-    Malformed for another one.
+    An answer may be a whole conversation, with the prompt or the end of the prompt in it; white
+    space does not count. Raises Malformed for another one.
     """
-    asked, answered = wordings(prompt, has_tools), wordings(answer, has_tools)
-    if not asked or not answered:  # who parses them together says what is wrong
-        return prompt, answer
+    asked, answered = [*map(wording, prompt)], [*map(wording, answer)]
     for end in range(len(answered), 0, -1):
         known = min(end, len(asked))
         if answered[end - known : end] == asked[-known:]:
-            return (answer[:end] if known == len(asked) else prompt), answer[end:]
-    roles = [role for role, _ in answered]
-    begins_anew = roles[0] == "system" or (roles[0] == "user" and asked[-1][0] == "user")
-    require(
-        "assistant" not in roles or not begins_anew,
-        f"'{key}' is a conversation without the turns of the prompt; begin it with them, or write its answer alone",
-    )
-    return prompt, answer
+            prompt = answer[:end] if known == len(asked) else prompt
+            answer = answer[end:]
+            break
+    else:
+        roles = [role for role, _ in answered]
+        begins_anew = roles[0] == "system" or roles[0] == asked[-1][0] == "user"
+        require(
+            "assistant" not in roles or not begins_anew,
+            f"'{key}' is a conversation without the turns of the prompt; begin it with them, or write its answer alone",
+        )
+    messages = turns_of([*prompt, *answer], key)
+    return messages[: len(prompt)], messages[len(prompt) :]
 
 
-def wordings(turns: RawTurns, has_tools: bool) -> list[tuple[str, str]]:
-    """(role, words) of each; [] for turns that need others before them, as the result of a call."""
+def wording(turn: object) -> tuple[str, str]:
+    """(role, words) of a turn; of a malformed one, which is rejected later, nothing."""
     try:
-        messages = turns_of(turns, "prompt", has_tools=has_tools)
+        message, _ = _turn(turn)
     except Malformed:
-        return []
-    return [(message.role, " ".join(message.content.split())) for message in messages]
+        return "", ""
+    return message.role, " ".join(message.content.split())
 
 
 def not_learnt(message: Message) -> Message:
@@ -290,14 +234,13 @@ def not_learnt(message: Message) -> Message:
     return replace(message, in_loss=False) if message.role == "assistant" else message
 
 
-def turns_of(turns: object, shape: str, *, has_tools: bool) -> list[Message]:
-    """The turns under the key `shape`; `has_tools`: the row has the key `tools` too."""
+def turns_of(turns: object, key: str) -> list[Message]:
+    """The turns under a key."""
     messages: list[Message] = []
     call_ids: set[str] = set()
     has_calls = False
-    for turn in list_of_turns(turns, shape):
-        require(isinstance(turn, dict), f"a turn is {kind_of(turn)}, not an object such as {A_TURN}")
-        message, calls = _turn(turn, has_tools)
+    for turn in list_of_turns(turns, key):
+        message, calls = _turn(turn)
         if message.role == "tool":
             require(
                 has_calls,
@@ -305,25 +248,27 @@ def turns_of(turns: object, shape: str, *, has_tools: bool) -> list[Message]:
             )
             number = turn.get("tool_call_id")
             require(
-                number is None or (isinstance(number, str) and number in call_ids),
+                number is None or str(number) in call_ids,
                 f"tool_call_id {str(number)[:40]!r}, which no call before it has; write the id of its call, or none",
             )
-        has_calls = has_calls or (message.role == "assistant" and tools.has_calls(message.content))
-        call_ids.update(call["id"] for call in calls if isinstance(call.get("id"), str))
+        has_calls |= message.role == "assistant" and tools.CALL_BEGIN in message.content
+        call_ids.update(str(call.get("id")) for call in calls)
         messages.append(message)
     return messages
 
 
-def _turn(turn: JsonDict, has_tools: bool) -> tuple[Message, list[JsonDict]]:
+def _turn(turn: Any) -> tuple[Message, list[JsonDict]]:
     """(the turn, its calls); the content includes the calls as text."""
+    require(isinstance(turn, dict), f"a turn is {kind_of(turn)}, not an object such as {A_TURN}")
     name, key, roles = turn.get("role"), "content", OWN_ROLES
     if name is None and "from" in turn:
         name, key, roles = turn["from"], "value", SHAREGPT_ROLES
     names = ", ".join(roles)
-    if key == "content":
-        require("role" in turn, f"a turn without a role; write 'role' as one of {names}")
-    is_known = isinstance(name, str) and name in roles
-    require(is_known, f"unknown role {str(name)[:40]!r}; write one of {names}")
+    require(
+        roles is SHAREGPT_ROLES or "role" in turn,
+        f"a turn without a role; write 'role' as one of {names}",
+    )
+    require(str(name) in roles, f"unknown role {str(name)[:40]!r}; write one of {names}")
     role = roles[str(name)]
     if name == "function_call":
         calls, content = tools.calls_of(turn.get(key), name), ""
@@ -331,41 +276,37 @@ def _turn(turn: JsonDict, has_tools: bool) -> tuple[Message, list[JsonDict]]:
         calls = tools.calls_of_turn(turn, role)
         content = _content(turn, key, role, is_optional=bool(calls))
     functions = tools.tools_text(turn.get("tools"))
-    if functions:
-        require(
-            role == "system",
-            f"'tools' on a turn of role '{role}'; write it beside the turns, or on the system turn",
-        )
-        require(not has_tools, "'tools' both beside the turns and on the system turn; keep one of them")
+    require(
+        not functions or role == "system",
+        f"'tools' on a turn of role '{role}'; write it beside the turns, or on the system turn",
+    )
     content = tools.with_tools(tools.with_calls(content, calls), functions)
     if role != "assistant":
         return Message(role, content), calls
-    content, thought = with_reasoning(_optional_text(turn, "reasoning_content"), content)
+    reasoning = _optional_text(turn, "reasoning_content").strip()
+    thought = f"{THINK}{reasoning}{END_OF_THINK}" if reasoning else ""
     weight = turn.get("weight")
     require(
         weight is None or (isinstance(weight, int | float) and weight in (0, 1)),
         f"the 'weight' of a turn is {str(weight)[:40]}; write 1 (it is learnt) or 0 (it is not)",
     )
-    return Message(role, content, weight is None or bool(weight), thought), calls
+    return Message(role, thought + content, weight != 0, len(thought)), calls
 
 
 def _content(turn: Row, key: str, role: str, *, is_optional: bool) -> str:
     """The text under `key`, joined if it is a list of parts; `is_optional`: null is empty."""
     content = turn.get(key)
-    if content is None and is_optional:
-        return ""
-    if isinstance(content, str):
-        return content
-    kind = kind_of(content) if key in turn else "missing"
-    require(isinstance(content, list), f"the '{key}' of a turn of role '{role}' is {kind}, not text")
-    return "".join(map(_part_text, content or ()))
-
-
-def _part_text(part: Any) -> str:
-    kind = part.get("type") if isinstance(part, dict) else kind_of(part)
-    is_text = isinstance(part, dict) and kind == "text" and isinstance(part.get("text"), str)
-    require(
-        is_text,
-        f"a content part is not an object with a text (its type: {str(kind)[:40]}); only text is read: write {A_PART}",
-    )
-    return str(part["text"])
+    if isinstance(content, str) or (content is None and is_optional):
+        return content or ""
+    actual = kind_of(content) if key in turn else "missing"
+    require(isinstance(content, list), f"the '{key}' of a turn of role '{role}' is {actual}, not text")
+    texts: list[str] = []
+    for part in content or ():
+        kind = part.get("type") if isinstance(part, dict) else kind_of(part)
+        text = part.get("text") if isinstance(part, dict) and kind == "text" else None
+        require(
+            isinstance(text, str),
+            f"a content part is not an object with a text (its type: {str(kind)[:40]}); only text is read: write {A_PART}",
+        )
+        texts.append(str(text))
+    return "".join(texts)

@@ -1,12 +1,10 @@
-"""The turns of a chat, and a chat as one text with what of it the loss counts."""
+"""The turns of a chat."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-from ttrain.errors import DataError
+from typing import Any
 
 # Around the reasoning, as Qwen3 and DeepSeek-R1 write it.
 THINK, END_OF_THINK = "<think>\n", "\n</think>\n\n"
@@ -58,37 +56,6 @@ class Message:
 
 
 Messages = tuple[Message, ...]
-
-
-def with_reasoning(reasoning: str, content: str) -> tuple[str, int]:
-    """(an assistant's text after its reasoning, the characters of the reasoning with its tags)."""
-    if not reasoning.strip():
-        return content, 0
-    thought = f"{THINK}{reasoning.strip()}{END_OF_THINK}"
-    return thought + content, len(thought)
-
-
-Span = tuple[int, int]
-
-
-class Rendering(NamedTuple):
-    """A conversation as one text; spans are (start, end) in its characters.
-
-    contents    the texts of the turns, in which no special token counts
-    live        what the loss counts
-    """
-
-    text: str
-    contents: list[Span]
-    live: list[Span]
-
-
-class TemplateRefused(DataError):
-    """The tokenizer's own template cannot render a conversation as it is; `reason` says why, without the conversation."""
-
-    def __init__(self, message: str, reason: str) -> None:
-        super().__init__(message)
-        self.reason = reason
 
 
 def is_live(turn: Message) -> bool:

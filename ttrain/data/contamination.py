@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ from ttrain.data import blocks, json_rows, locations, records
 from ttrain.data.blocks import Block, BlockRecipe
 from ttrain.data.chat_templates import Messages
 from ttrain.data.plain_text import words_of
-from ttrain.data.preferences import Preference, is_preference
+from ttrain.data.preferences import Preference
 from ttrain.errors import DataError
 
 MAX_LINE_BYTES = 32 << 20
@@ -33,7 +33,6 @@ REPORT = Path("run", "contamination.json")  # of a set of shards: it has names o
 # What evaluations read: digests of the items that training documents contain.
 ITEM_SHARES = Path("heldout", "contamination.json")
 OVERLAPS = "overlaps with evaluation items"
-NO_TEXT = "no text of an evaluation item"
 ITEM_KEYS = "'question' with 'choices' or 'answer', 'context' with 'target', 'text', a chat, or a pair of answers"
 GRAM_WORDS = 13  # of one n-gram; a shorter item is one n-gram
 FEWEST_WORDS = 8  # of an item; what is shorter stands everywhere
@@ -92,11 +91,10 @@ def grams_of(words: Sequence[str], sizes: Iterable[int]) -> set[int]:
 
 @dataclass(frozen=True)
 class EvaluationItem:
-    """An evaluation item: its location ("file:line"), the beginning of its text, its words."""
+    """An evaluation item: its task, its location ("file:line"), its words."""
 
     task: str
     location: str
-    excerpt: str
     text: str
 
     @property
@@ -110,13 +108,11 @@ class OverlapCheck:
     """Items that training documents are checked against, and whether documents that contain one are removed.
 
     share       of an item's n-grams, from which a document contains it
-    left_out    rows of each task's files that are not items
     """
 
     items: tuple[EvaluationItem, ...]
     share: float
     remove: bool
-    left_out: Mapping[str, int]
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -129,37 +125,20 @@ def digest_of_text(plain: bytes) -> str:
     return records.hash_of(plain).hex()
 
 
-def read_items(path: str, task: str) -> tuple[list[EvaluationItem], json_rows.Tally]:
-    """Read (items, tally of the rows) from an evaluation file in the format of any task type.
+def read_items(path: str) -> list[EvaluationItem]:
+    """Read the items of an evaluation file in the format of any task type; the task is named after it.
 
     The text of an item is what a leak of it would contain: the question with the right answer, the passage with its last
     word, the whole document, the turns of a chat but the system's. Raises DataError if the file has no item.
     """
-    tally = json_rows.Tally()
-    items = []
-    for name, line, record in json_rows.read([path], tally, MAX_LINE_BYTES):
-        text = of_row(record)
-        if text is None:
-            tally.reject(name, line, NO_TEXT)
-            continue
-        tally.kept += 1
-        excerpt = " ".join(text.split())[:EXCERPT_LETTERS]
-        items.append(EvaluationItem(task, f"{locations.name(name)}:{line}", excerpt, " ".join(words_of(text))))
+    items: list[EvaluationItem] = []
+    task = locations.name(path)
+    for _, line, record in json_rows.read([path], json_rows.Tally(), MAX_LINE_BYTES):
+        if (text := of_row(record)) is not None:
+            items.append(EvaluationItem(task, f"{task}:{line}", " ".join(words_of(text))))
     if not items:
         raise DataError(f"{path} has no item of an evaluation: no row has {ITEM_KEYS}")
-    return items, tally
-
-
-def overlap_check(files: Sequence[str], share: float, *, remove: bool) -> OverlapCheck:
-    """Read the items of all files; each task is named after its file. Raises DataError if a file has no item."""
-    items: list[EvaluationItem] = []
-    left_out: Counter[str] = Counter()
-    for file in files:
-        task = locations.name(file)
-        file_items, tally = read_items(file, task)
-        items += file_items
-        left_out[task] += tally.rejected.total()
-    return OverlapCheck(tuple(items), share, remove, left_out)
+    return items
 
 
 def scan(block: Block, recipe: BlockRecipe, texts: tuple[str, ...], share: float) -> list[TextMatch]:
@@ -171,10 +150,8 @@ def scan(block: Block, recipe: BlockRecipe, texts: tuple[str, ...], share: float
     return matches
 
 
-@lru_cache(maxsize=1)
-def _index_of(texts: tuple[str, ...]) -> GramIndex:
-    """The index of the texts, cached since a worker gets the same texts for every block."""
-    return GramIndex(texts)
+# A worker gets the same texts for every block.
+_index_of = lru_cache(maxsize=1)(GramIndex)
 
 
 def read_item_shares(directory: Path) -> dict[str, float]:
@@ -192,64 +169,50 @@ def write_item_shares(directory: Path, items: Mapping[str, float]) -> None:
 def report(against: OverlapCheck, matches: Sequence[tuple[str, TextMatch]]) -> JsonDict:
     """Report on all matches, each with the name of its file, as JSON.
 
-    {"removed", "documents": number with an item, "share",
-     "tasks": {task: {"items", "too_short", "overlapping", "share", "left_out"}},
+    {"removed", "documents": number with an item, "share", "tasks": {task: {"items", "overlapping"}},
      "items": [{"task", "where", "digest", "text", "share", "documents", "places": [{"file", "line",
       "share"}]}], the largest share first}
     """
     texts = against.texts
     places_of: defaultdict[str, list[JsonDict]] = defaultdict(list)
-    for file, match in matches:
+    for file, match in sorted(matches, key=lambda found: -found[1].share):
         place = {"file": file, "line": match.line, "share": round(match.share, 4)}
         places_of[texts[match.text]].append(place)
     lines: list[JsonDict] = []
+    tasks: dict[str, Counter[str]] = defaultdict(Counter)
     for item in against.items:
-        if places := sorted(places_of[item.text], key=lambda place: -place["share"]):
+        places = places_of[item.text]
+        tasks[item.task].update(items=1, overlapping=int(bool(places)))
+        if places:
             lines.append({
-                "task": item.task, "where": item.location, "digest": item.digest, "text": item.excerpt,
+                "task": item.task, "where": item.location, "digest": item.digest, "text": item.text[:EXCERPT_LETTERS],
                 "share": places[0]["share"], "documents": len(places), "places": places[:MOST_PLACES],
             })  # fmt: skip
     lines.sort(key=lambda line: (-line["share"], line["where"]))
-    totals = _index_of(texts).totals
-    too_short = {text for number, text in enumerate(texts) if not totals[number]}
-    items = Counter(item.task for item in against.items)
-    short_items = Counter(item.task for item in against.items if item.text in too_short)
-    overlapping = Counter(line["task"] for line in lines)
-    tasks = {
-        task: {
-            "items": count,
-            "too_short": short_items[task],
-            "overlapping": overlapping[task],
-            "share": overlapping[task] / count,
-            "left_out": against.left_out.get(task, 0),
-        }
-        for task, count in items.items()
-    }
     documents = len({(file, match.line) for file, match in matches})
     return {
         "share": against.share, "removed": against.remove, "documents": documents, "tasks": tasks, "items": lines,
     }  # fmt: skip
 
 
-def of_row(record: Mapping[str, Any]) -> str | None:
+def of_row(record: JsonDict) -> str | None:
     """The text of an evaluation row; None if it is not one."""
     question, answer, context = (record.get(name) for name in ("question", "answer", "context"))
     if isinstance(question, str):
         choices = record.get("choices")
         if isinstance(choices, list):
-            return f"{question}\n{_right_choice(choices, answer)}"
-        answers = (str(text) for text in (answer, record.get("final")) if isinstance(text, str | int | float))
-        return "\n".join([question, *[text for text in answers if text.strip()][:1]])
+            answer = _right_choice(choices, answer)
+        elif answer is None:
+            answer = record.get("final", "")
+        return f"{question}\n{answer}"
     if isinstance(context, str):
         return f"{context}{record.get('target') or ''}"
-    if is_preference(record):
-        pair = records.parse_preference(dict(record))
-        return of_chat((*pair.prompt, *(pair.chosen or pair.rejected))) if isinstance(pair, Preference) else None
-    chat = records.parse_conversation(dict(record))
-    if isinstance(chat, records.Conversation):
-        return of_chat(chat.messages)
-    document = records.document_parser(json_rows.TEXT)(dict(record))
-    return document.text if isinstance(document, records.TextDocument) else None
+    row = records.parser_of(records.kind_of_row(record), json_rows.TEXT)(record)
+    if isinstance(row, records.TextDocument):
+        return row.text
+    if isinstance(row, Preference):
+        return of_chat((*row.prompt, *(row.chosen or row.rejected)))
+    return of_chat(row.messages) if isinstance(row, records.Conversation) else None
 
 
 def of_chat(messages: Messages) -> str:
@@ -262,8 +225,6 @@ def _right_choice(choices: Sequence[object], answer: object) -> object:
     """The right choice, given as its number, its letter or its text."""
     if isinstance(answer, str) and re.fullmatch(r"\s*[A-Za-z]\s*", answer) and answer not in choices:
         answer = ord(answer.strip().upper()) - ord("A")
-    if isinstance(answer, float) and answer.is_integer():
-        answer = int(answer)
     if isinstance(answer, int) and 0 <= answer < len(choices):
         return choices[answer]
     return answer if isinstance(answer, str) else ""

@@ -1,8 +1,7 @@
 """Chat templates as Jinja, of existing tokenizers too; no content can inject a special token.
 
-The template is rendered with marks in place of the contents, once for each sequence of roles. A
-conversation has to be what stands around the marks with its contents in it: a template that changes
-contents is refused.
+A conversation is rendered as it is, and with marks around the contents, which show where they are.
+Apart from the marks both have to be alike: a template that changes contents is refused.
 
 Live is an answer with all that the template writes before it behind the generation prompt, since
 the model has to say that itself, up to the end of the template's own `{% generation %}`, or else to
@@ -15,20 +14,13 @@ import bisect
 import math
 import re
 import secrets
-from collections import Counter
-from collections.abc import Sequence
-from functools import lru_cache
+from collections import defaultdict
+from typing import NamedTuple
 
 from ttrain.core.files import JsonDict
-from ttrain.data.chat_templates import (
-    Message,
-    Messages,
-    Rendering,
-    Span,
-    TemplateRefused,
-    is_live,
-)
+from ttrain.data.chat_templates import Message, Messages, is_live
 from ttrain.data.encoder import Encoder
+from ttrain.errors import DataError
 
 # The texts of a turn, in the order in which a template writes them.
 KEYS = ("reasoning_content", "content")
@@ -46,23 +38,46 @@ FIXED_DATE_MACRO = (
 )
 NO_END = "no special token ends the answers that are learnt, so that a model would not learn to stop"
 DEPENDS_ON_CONTENTS = "what it writes around the turns depends on their contents"
-FRAMES = 4096  # kept; a data set has a few dozen
-ERROR_CHARACTERS = 200
+REFUSED = "the tokenizer's own chat template cannot be used"
 FIX = "set tokenizer.template=ttrain for the template of ttrain"
+ERROR_CHARACTERS = 200
+Span = tuple[int, int]
 
-# Of each turn: its role, whether it has a reasoning apart, and whether it has a content.
-Shape = tuple[tuple[str, bool, bool], ...]
+
+class TemplateRefused(DataError):
+    """The tokenizer's own template cannot render a conversation as it is.
+
+    `reason` says why without a part of the conversation, which may be in `shown`.
+    """
+
+    def __init__(self, reason: str, shown: str = "") -> None:
+        super().__init__(f"tokenizer.template is 'own', but {REFUSED}: {shown or reason}; {FIX}")
+        self.reason = f"{REFUSED}: {reason}"
 
 
-# What a template writes around the contents, for a shape: the pieces, each 2 * turn for the reasoning
-# of a turn or 2 * turn + 1 for its content; and the texts before, between and behind these pieces.
-Frame = tuple[list[int], list[str]]
+class Rendering(NamedTuple):
+    """A conversation as one text; spans are (start, end) in its characters.
+
+    contents    the texts of the turns, in which no special token counts
+    live        what the loss counts
+    """
+
+    text: str
+    contents: list[Span]
+    live: list[Span]
+
+
+class Piece(NamedTuple):
+    """Where a text has the content or the reasoning of a turn."""
+
+    turn: int
+    key: str
+    start: int
+    end: int
 
 
 class JinjaTemplate:
     """Renders conversations by the template of a tokenizer.
-
-    Frames are cached by the roles of a conversation and by which contents are empty.
 
     end_id      the special token that ends an answer
     lead        what the template writes between a generation prompt and an answer
@@ -74,104 +89,102 @@ class JinjaTemplate:
         self._jinja = FIXED_DATE_MACRO + encoder.jinja
         self._reads_reasoning = KEYS[0] in encoder.jinja
         self._has_generation = GENERATION.search(encoder.jinja) is not None
-        secret = secrets.token_hex(12)  # so that no text holds a mark
-        self._mark, self._marks = f"x{secret}:{{}}y", re.compile(rf"x{secret}:(\d+)y")
-        self._special = encoder.special_pattern
-        self._frame = lru_cache(FRAMES)(self._new_frame)
+        self._mark = f"\ue000{secrets.randbits(64)}:"  # so that no text holds a mark
+        self._marks = re.compile(rf"{self._mark}\d*[\ue001\ue002]")
+        self._marked = re.compile(rf"{self._mark}(\d+)\ue001(.*?){self._mark}\ue002", re.DOTALL)
+        # Of special tokens that begin alike the longest is found.
+        specials = sorted(map(encoder.spelling, encoder.special_ids()), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, specials)))
         self._prompt_end = self.lead = ""
-        question, answer = Message("user", "Q"), Message("assistant", "A")
-        self.render((question, answer))
-        self._prompt_end = self._frame((("user", False, True),), prompt=True)[1][-1]
+        question, answer = Message("user", "q"), Message("assistant", "a")
         rendering = self.render((question, answer))
         answer_start, answer_end = rendering.contents[-1]
-        start, end = rendering.live[0] if rendering.live else (answer_end, answer_end)
+        end = rendering.live[0][1] if rendering.live else answer_end
         token = self._special.search(rendering.text, answer_end, end)
         if token is None:
-            raise self._refused(NO_END)
+            raise TemplateRefused(NO_END)
         self.end_id = encoder.special(token.group())
-        self.lead = rendering.text[start:answer_start]
+        prompt = self.render((question,), prompt=True)
+        self._prompt_end = prompt.text[prompt.contents[0][1] :]
+        before = rendering.text[rendering.contents[0][1] : answer_start]
+        self.lead = before.removeprefix(self._prompt_end) if before.startswith(self._prompt_end) else ""
 
     def render(self, messages: Messages, *, prompt: bool = False) -> Rendering:
         """Render a conversation; `prompt`: up to the beginning of the assistant's next answer.
 
         Raises DataError if the template refuses it.
         """
-        turns = [self._turn(message) for message in messages]
-        text, blocks = self._render(turns, prompt=prompt)
-        shape = tuple((turn["role"], KEYS[0] in turn, turn["content"] != "") for turn in turns)
-        pieces, texts = frame = self._frame(shape, prompt=prompt)
-        spans = self._spans(turns, text, frame)
-        places = {piece: place for place, piece in enumerate(pieces)}
-        live: list[Span] = []
-        for number, message in enumerate(messages):
-            place = places.get(2 * number + 1)
-            if prompt or place is None or not is_live(message):
-                continue
-            end = self._end(spans[place], texts[place + 1], blocks)
-            first = places.get(2 * number, place)
-            start = spans[first][0] - self._lead_length(texts[first])
-            if message.masked:
-                start = spans[place][0] + (0 if self._reads_reasoning else message.masked)
-            if end is not None:
-                live.append((start, end))
-        return Rendering(text, spans, live)
-
-    def _turn(self, message: Message) -> JsonDict:
-        """A turn as the template gets it."""
-        if not (self._reads_reasoning and message.thought):
-            return {"role": message.role, "content": message.content}
-        content = message.content[message.thought :]
-        return {"role": message.role, "content": content, KEYS[0]: message.reasoning}
-
-    def _spans(self, turns: Sequence[JsonDict], rendered: str, frame: Frame) -> list[Span]:
-        """Where the template writes each piece: as it is, or without white space around it."""
-        pieces, texts = frame
-        spans: list[Span] = []
-        at = 0
-        for piece, before, behind in zip(pieces, texts, texts[1:], strict=False):
-            if not rendered.startswith(before, at):
-                raise self._refused(DEPENDS_ON_CONTENTS)
-            at += len(before)
-            turn = turns[piece // 2]
-            content = turn[KEYS[piece % 2]]
-            if not rendered.startswith(content + behind, at):
-                content = content.strip()
-            if not rendered.startswith(content, at):
-                whose = f"of a turn of role '{turn['role']}'"
-                shown = f"it changes the content {content[:60]!r} {whose}"
-                raise self._refused(f"it changes the content {whose}", shown)
-            spans.append((at, at + len(content)))
-            at += len(content)
-        if rendered[at:] != texts[-1]:
-            raise self._refused(DEPENDS_ON_CONTENTS)
-        return spans
-
-    def _new_frame(self, shape: Shape, *, prompt: bool) -> Frame:
-        """Render marks in place of the contents. Raises DataError unless each is written once."""
         turns: list[JsonDict] = []
-        for number, (role, *is_there) in enumerate(shape):
-            marks = {KEYS[at]: self._mark.format(2 * number + at) for at in (0, 1) if is_there[at]}
-            turns.append({"role": role, "content": "", **marks})
-        parts = self._marks.split(self._render(turns, prompt=prompt)[0])
-        pieces = [int(number) for number in parts[1::2]]
-        times = Counter(pieces)
-        for number, (role, _, has_content) in enumerate(shape):
-            if (count := times[2 * number + 1]) != has_content:
-                raise self._refused(f"it writes the content of a turn of role '{role}' {count} times")
-        if pieces != sorted(times):
-            raise self._refused("it does not write each content behind that of the previous turn")
-        return pieces, parts[::2]
+        for message in messages:
+            turn = {"role": message.role, "content": message.content}
+            if self._reads_reasoning and message.thought:
+                content = message.content[message.thought :]
+                turn |= {"content": content, KEYS[0]: message.reasoning}
+            turns.append(turn)
+        text, blocks = self._render(turns, prompt=prompt)
+        pieces = self._pieces(turns, text, prompt=prompt)
+        live: list[Span] = []
+        begin = 0
+        around = zip(pieces, pieces[1:], pieces[2:], strict=False)
+        for earlier, piece, later in around:
+            message = messages[piece.turn]
+            if piece.turn != earlier.turn:
+                before = text[earlier.end : piece.start]
+                begin = piece.start - self._lead_length(before)
+            if prompt or piece.key != KEYS[1] or not is_live(message):
+                continue
+            if message.masked:
+                begin = piece.start + (0 if self._reads_reasoning else message.masked)
+            if not self._has_generation:
+                token = self._special.search(text, piece.end, later.start)
+                if token is None:
+                    raise TemplateRefused(NO_END)
+                live.append((begin, token.end()))
+                continue
+            block = bisect.bisect_right(blocks, (piece.start, math.inf)) - 1
+            if block >= 0 and blocks[block][1] >= piece.end:  # else `{% generation %}` leaves it out
+                live.append((begin, blocks[block][1]))
+        contents = [(piece.start, piece.end) for piece in pieces[1:-1]]
+        return Rendering(text, contents, live)
 
-    def _end(self, content: Span, behind: str, blocks: Sequence[Span]) -> int | None:
-        """Where the live part of an answer ends; None where `{% generation %}` leaves it out."""
-        start, end = content
-        if self._has_generation:
-            block = bisect.bisect_right(blocks, (start, math.inf)) - 1
-            return blocks[block][1] if block >= 0 and blocks[block][1] >= end else None
-        token = self._special.search(behind)
-        if token is None:
-            raise self._refused(NO_END)
-        return end + token.end()
+    def _pieces(self, turns: list[JsonDict], text: str, *, prompt: bool) -> list[Piece]:
+        """Where the text has the contents, in order, between an empty piece at each of its ends."""
+        marked, contents = list[JsonDict](), dict[int, str]()
+        for number, turn in enumerate(turns):
+            marked.append(turn.copy())
+            for place, key in enumerate(KEYS, start=2 * number):
+                # Some templates leave out the white space around a content.
+                if content := turn.get(key, "").strip():
+                    contents[place] = content
+                    wrapped = f"{self._mark}{place}\ue001{content}{self._mark}\ue002"
+                    marked[-1][key] = turn[key].replace(content, wrapped, 1)
+        rendered, _ = self._render(marked, prompt=prompt)
+        if self._marks.sub("", rendered) != text:
+            raise TemplateRefused(DEPENDS_ON_CONTENTS)
+        pieces = [Piece(-1, "", 0, 0)]
+        copies = defaultdict[int, list[str]](list)
+        removed = 0
+        for match in self._marked.finditer(rendered):
+            place, content = int(match[1]), match[2]
+            start = match.start() - removed
+            number, key = place // 2, KEYS[place % 2]
+            whole = turns[number][key]  # with its white space, where the template writes that
+            written = content
+            if text.startswith(whole, start - whole.find(content)):
+                start, written = start - whole.find(content), whole
+            pieces.append(Piece(number, key, start, start + len(written)))
+            copies[place].append(content)
+            removed += len(match[0]) - len(content)
+        for place, content in contents.items():
+            # A template may leave out the reasoning of earlier answers.
+            if copies[place] != [content] and (copies[place] or KEYS[place % 2] == KEYS[1]):
+                role = f"role '{turns[place // 2]['role']}'"
+                count = f"{copies[place].count(content)} times"
+                shown = f"it changes the content {content[:60]!r} or repeats it ({role} {count})"
+                raise TemplateRefused(f"it changes or repeats a content ({role} {count})", shown)
+        if [piece.turn for piece in pieces] != sorted(piece.turn for piece in pieces):
+            raise TemplateRefused("it does not write each content behind that of the previous turn")
+        return [*pieces, Piece(len(turns), "", len(text), len(text))]
 
     def _lead_length(self, before: str) -> int:
         """Characters of the text before an answer that stand behind its generation prompt.
@@ -179,11 +192,9 @@ class JinjaTemplate:
         Where the prompt does not end as that of a first question, as after some results of calls,
         or where the last question gets an instruction, the lead of a first answer is looked for.
         """
-        if before.startswith(self._prompt_end):
-            return len(before) - len(self._prompt_end)
         if self._prompt_end.strip() and self._prompt_end in before:
             return len(before.rpartition(self._prompt_end)[2])
-        return len(self.lead) if before.endswith(self.lead) else 0
+        return len(self.lead + before.rpartition(self.lead)[2]) if self.lead and self.lead in before else 0
 
     def _render(self, turns: list[JsonDict], *, prompt: bool) -> tuple[str, list[Span]]:
         """The text of a conversation, and what of it is within `{% generation %}`."""
@@ -200,11 +211,5 @@ class JinjaTemplate:
         except Exception as error:  # a template is a program: it may raise anything
             roles = ", ".join(turn["role"] for turn in turns)
             reason = str(error)[:ERROR_CHARACTERS]
-            raise self._refused(f"it does not render the turns {roles}: {reason}") from None
+            raise TemplateRefused(f"it does not render the turns {roles}: {reason}") from None
         return str(text), blocks[0] if blocks else []
-
-    def _refused(self, reason: str, shown: str = "") -> TemplateRefused:
-        """The error; `shown` is the reason with a part of the conversation in it."""
-        refused = "the tokenizer's own chat template cannot be used"
-        message = f"tokenizer.template is 'own', but {refused}: {shown or reason}; {FIX}"
-        return TemplateRefused(message, f"{refused}: {reason}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -87,13 +86,11 @@ class Encoder:
             config = need_object((directory / "tokenizer_config.json").read_bytes())
         except (OSError, ValueError) as error:
             raise ArtifactError(f"cannot read what belongs to the tokenizer {path}: {error}") from None
-        self.template = jinja_templates.name_of(self.jinja)
-        self.tokens: dict[str, str] = {}
-        for name in (*REQUIRED[:-1], "unk_token", END_OF_TURN):
-            value = config.get(name)
-            token = value.get("content") if isinstance(value, dict) else value
-            if isinstance(token, str) and self._reference.token_to_id(token) is not None:
-                self.tokens[name] = token
+        templates = {text: name for name, text in jinja_templates.JINJA.items()}
+        self.template = templates.get(self.jinja, "own")
+        vocabulary = self._reference.get_vocab(with_added_tokens=True)
+        names = (*REQUIRED[:-1], "unk_token", END_OF_TURN)
+        self.tokens: dict[str, str] = {name: config[name] for name in names if str(config.get(name)) in vocabulary}
         missing = [name for name in REQUIRED if name not in self.tokens]
         if missing:
             raise ArtifactError(
@@ -105,7 +102,7 @@ class Encoder:
         self.digest = digest_of([sha256_file(path), ids])
         added = self._reference.get_added_tokens_decoder().items()
         self._special_ids = frozenset(number for number, token in added if token.special)
-        self._length = 1 + max(self._reference.get_vocab(with_added_tokens=True).values())
+        self._length = 1 + max(vocabulary.values())
         self._fast = self._checked_fast(path) if fast else None
 
     @property
@@ -155,21 +152,19 @@ class Encoder:
         is_forged = whole.within(contents) & special
         if not is_forged.any():
             return whole
+        markers = special & ~is_forged
+        numbers, starts, ends = (column[markers].tolist() for column in whole)
+        places = [*zip(numbers, starts, ends, strict=True), (NO_TOKEN, len(text), len(text))]
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         at = 0
-        for place in [*np.flatnonzero(special & ~is_forged).tolist(), None]:
-            start, end = len(text), len(text)
-            if place is not None:
-                start, end = int(whole.starts[place]), int(whole.ends[place])
+        for number, start, end in places:
             piece = self._reference.encode(text[at:start], add_special_tokens=False)
-            ids += piece.ids
+            ids += [*piece.ids, number]
             offsets += [(at + begin, at + stop) for begin, stop in piece.offsets]
-            if place is not None:
-                ids.append(int(whole.ids[place]))
-                offsets.append((start, end))
+            offsets.append((start, end))
             at = end
-        return _encoding(ids, offsets)
+        return _encoding(ids[:-1], offsets[:-1])
 
     def _with_exact_specials(self, text: str) -> tuple[Encoding, npt.NDArray[np.bool_]]:
         """The encoding, and which of its tokens are special tokens that the text spells."""
@@ -192,22 +187,16 @@ class Encoder:
         """Whether a text between two of these special tokens has the ids that it has alone; tried with awkward texts."""
         probes = [probe for probe in PROBES if probe]
         alone = self.encode(probes)
-        numbers = [self.special(token) for token in specials]
-        for token, number in zip(specials, numbers, strict=True):
+        for token in specials:
+            number = [self.special(token)]
             whole = [self.encode_markup(f"{token}{probe}{token}") for probe in probes]
-            if whole != [[number, *ids, number] for ids in alone]:
+            if whole != [number + ids + number for ids in alone]:
                 return False
         return True
 
     def spelling(self, number: int) -> str:
         """The text of a token."""
         return str(self._reference.id_to_token(number))
-
-    @property
-    def special_pattern(self) -> re.Pattern[str]:
-        """Finds the special tokens that a text spells, the longest where several begin alike."""
-        tokens = sorted(map(self.spelling, self._special_ids), key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, tokens)))
 
     def special_ids(self) -> frozenset[int]:
         """Ids of all special tokens."""

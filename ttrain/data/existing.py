@@ -7,7 +7,6 @@ the tokens of a chat template of ttrain) are added at the end of the vocabulary.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import logging
 import re
@@ -102,56 +101,50 @@ def install(tokenizer_files: Sequence[Path], directory: Path, template: str) -> 
     except ArtifactError as error:
         raise UsageError(f"tokenizer.existing: {error}; {CONVERT}") from None
     config = _tokenizer_config(paths)
+    own = _chat_template(paths, config)
     if template == "auto":
-        template = "own" if _chat_template(paths, config) else "ttrain"
-    tokens = _tokens(tokenizer, config)
-    if template == "own":
-        jinja, needed, end = _chat_template(paths, config), tuple[str, ...](), tokens["eos_token"]
-    else:
+        template = "own" if own else "ttrain"
+    jinja, needed = own, tuple[str, ...]()
+    if template != "own":
         jinja, needed = jinja_templates.JINJA[template], jinja_templates.SPECIAL_TOKENS[template][4:]
-        end = jinja_templates.END_TOKENS[template]
     if jinja is None:
         raise UsageError(
             "tokenizer.template is 'own' but tokenizer.existing has no chat template; set tokenizer.template=ttrain"
         )
+    tokens = _tokens(tokenizer, config)
     added = _add(tokenizer, [*tokens.values(), *needed])
     source = tokenizer.to_str(pretty=True) if added else paths[JSON].read_bytes().decode("utf-8")
-    others = [token for token in special_tokens(tokenizer) if token not in tokens.values()]
+    added_tokens = sorted(tokenizer.get_added_tokens_decoder().items())
+    special = [token.content for _, token in added_tokens if token.special]
+    others = [token for token in special if token not in tokens.values()]
     length = config.get("model_max_length")
     max_length = int(length) if isinstance(length, int) and 0 < length < 10**9 else MODEL_MAX_LENGTH
-
-    def save(end: str) -> Encoder:
-        write(directory, source, {**tokens, END_OF_TURN: end}, others, jinja, max_length)
-        return Encoder(directory)
-
-    encoder = save(end)
+    tokens[END_OF_TURN] = jinja_templates.END_TOKENS.get(template, tokens["eos_token"])
+    write(directory, source, tokens, others, jinja, max_length)
     if template == "own":
         from ttrain.data.chat_templates import Message
         from ttrain.data.custom_template import JinjaTemplate
 
+        encoder = Encoder(directory)
         own_template = JinjaTemplate(encoder)
-        question = (Message("user", "Q"),)
-        save(encoder.spelling(own_template.end_id))
-        prompt = own_template.render(question, prompt=True)
-        if not own_template.render((*question, Message("assistant", "A"))).text.startswith(prompt.text):
+        tokens[END_OF_TURN] = encoder.spelling(own_template.end_id)
+        write(directory, source, tokens, others, jinja, max_length)
+        question, answer = Message("user", "Q"), Message("assistant", "A")
+        prompt = own_template.render((question,), prompt=True)
+        if not own_template.render((question, answer)).text.startswith(prompt.text):
             log.warning("the chat template's generation prompt differs from the text before the answers in training")
     if added:
         log.info("added to the tokenizer: %s", ", ".join(added))
 
 
-def special_tokens(tokenizer: Tokenizer) -> list[str]:
-    """The special tokens, in the order of their ids."""
-    return [token.content for _, token in sorted(tokenizer.get_added_tokens_decoder().items()) if token.special]
-
-
 def _tokenizer_config(paths: dict[str, Path]) -> JsonDict:
     """Merged special_tokens_map.json and tokenizer_config.json; the latter, newer file wins."""
     merged: JsonDict = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+    for path in (paths[name] for name in ("special_tokens_map.json", "tokenizer_config.json") if name in paths):
         try:
-            values = need_object(paths[name].read_bytes()) if name in paths else {}
+            values = need_object(path.read_bytes())
         except ValueError as error:
-            raise UsageError(f"tokenizer.existing: cannot read {paths[name]}: {error}") from None
+            raise UsageError(f"tokenizer.existing: cannot read {path}: {error}") from None
         merged |= {key: value for key, value in values.items() if value is not None}
     return merged
 
@@ -165,10 +158,9 @@ def _tokens(tokenizer: Tokenizer, config: JsonDict) -> dict[str, str]:
         if isinstance(token, str) and token and (name != "unk_token" or tokenizer.token_to_id(token) is not None):
             tokens[name] = token
     spec = json.loads(tokenizer.to_str())
-    model = spec["model"]
-    unknown = model.get("unk_token")
-    if unknown is None and model.get("unk_id") is not None:
-        unknown = tokenizer.id_to_token(model["unk_id"])
+    unknown = spec["model"].get("unk_token")
+    if unknown is None and spec["model"].get("unk_id") is not None:
+        unknown = tokenizer.id_to_token(spec["model"]["unk_id"])
     if unknown is not None and tokenizer.token_to_id(unknown) is not None:
         tokens["unk_token"] = unknown
     elif missing := _missing_bytes(tokenizer, spec):
@@ -185,17 +177,17 @@ def _missing_bytes(tokenizer: Tokenizer, spec: JsonDict) -> int:
     """How many bytes have no token; all 256 if the tokenizer, whose JSON is `spec`, does not work on bytes."""
     from tokenizers.pre_tokenizers import ByteLevel
 
-    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+    letters: list[str] = []
     if spec["model"].get("byte_fallback"):
-        return sum(f"<0x{byte:02X}>" not in vocabulary for byte in range(256))
-    if '"ByteLevel"' in json.dumps([spec["pre_tokenizer"], spec["normalizer"]]):
-        return sum(letter not in vocabulary for letter in ByteLevel.alphabet())
-    return 256
+        letters = [f"<0x{byte:02X}>" for byte in range(256)]
+    elif '"ByteLevel"' in json.dumps([spec["pre_tokenizer"], spec["normalizer"]]):
+        letters = ByteLevel.alphabet()
+    return 256 - len(tokenizer.get_vocab(with_added_tokens=False).keys() & letters)
 
 
 def _add(tokenizer: Tokenizer, tokens: Sequence[str]) -> list[str]:
     """Make each of the tokens special; returns those that were not special before."""
-    special = set(special_tokens(tokenizer))
+    special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     added = [token for token in dict.fromkeys(tokens) if token not in special]
     tokens_by_id = {number: token for token, number in tokenizer.get_vocab(with_added_tokens=True).items()}
     tokenizer.add_special_tokens(added)
@@ -221,20 +213,16 @@ def _chat_template(paths: dict[str, Path], config: JsonDict) -> str | None:
         return paths["chat_template.jinja"].read_bytes().decode("utf-8")
     chat_template = config.get("chat_template")
     if isinstance(chat_template, list):  # several, by name
-        templates_by_name = {item.get("name"): item.get("template") for item in chat_template if isinstance(item, dict)}
-        chat_template = templates_by_name.get("default")
+        chat_template = {item["name"]: item["template"] for item in chat_template}.get("default")
     return chat_template if isinstance(chat_template, str) and chat_template.strip() else None
 
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 
-ADAPTER_CONFIG = "adapter_config.json"
-
-MODEL_DIRECTORY, ADAPTER_DIRECTORY = "model", "adapter"  # of an artifact
+MODEL_DIRECTORY = "model"  # of an artifact
 
 MODEL_FILES = (CONFIG, GENERATION, "model*.safetensors", MODEL + INDEX_SUFFIX, SECOND_HEAD, *FILES)
-PICKLES = (".bin", ".pkl", ".pt", ".pth")
-NOT_OPENED = "which may run code and is not opened; load it elsewhere and name the folder that save_pretrained writes"
+NO_PICKLES = "pickles may run code and are not opened; load them elsewhere and name what save_pretrained writes"
 # Config keys of architectures for the number of positions that they accept.
 LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_length")
 
@@ -246,23 +234,19 @@ def model_files(start_from: str, setting: str) -> dict[str, list[Path]]:
     """
     directory = _directory(start_from, setting)
     if not (directory / CONFIG).is_file():
-        if any((folder / ADAPTER_CONFIG).is_file() for folder in (directory, directory / ADAPTER_DIRECTORY)):
-            raise UsageError(
-                f"{setting} is '{start_from}', which is an adapter; merge it into a model first: "
-                f"`ttrain export {start_from} --merge --to FOLDER`"
-            )
-        raise UsageError(f"{setting} is '{start_from}', which has no {CONFIG}; name a folder that save_pretrained wrote")
+        raise UsageError(
+            f"{setting} is '{start_from}', which has no {CONFIG}; name a folder that save_pretrained wrote, or merge an "
+            f"adapter into its model first: `ttrain export {start_from} --merge --to FOLDER`"
+        )
     try:
         weights = weight_files(directory)
     except ArtifactError as error:
-        pickled = next((path for path in sorted(directory.iterdir()) if path.suffix in PICKLES), None)
-        hint = f"; {pickled.name} is a pickle, {NOT_OPENED}" if pickled else ""
-        raise UsageError(f"{setting} is '{start_from}': {error}{hint}") from None
-    config = [directory / name for name in (CONFIG, GENERATION, MODEL + INDEX_SUFFIX)]
-    if weights == [directory / MODEL]:
-        del config[2]  # an index of shards in the same folder is not read
+        raise UsageError(f"{setting} is '{start_from}': {error}; {NO_PICKLES}") from None
+    names = [CONFIG, GENERATION]
+    if weights != [directory / MODEL]:  # else an index of shards in the same folder is not read
+        names.append(MODEL + INDEX_SUFFIX)
     files_by_role = {
-        "config": [path for path in config if path.is_file()],
+        "config": [directory / name for name in names if (directory / name).is_file()],
         "weights": weights,
         "tokenizer": [directory / JSON],
         "second_head": [directory / SECOND_HEAD],
@@ -289,10 +273,8 @@ def _directory(start_from: str, setting: str) -> Path:
     if directory.is_dir():
         is_artifact = not (directory / CONFIG).is_file() and (directory / MODEL_DIRECTORY / CONFIG).is_file()
         return directory / MODEL_DIRECTORY if is_artifact else directory
-    if directory.suffix in PICKLES and directory.is_file():
-        raise UsageError(f"{setting} is '{start_from}', a pickle, {NOT_OPENED}")
-    near = difflib.get_close_matches(start_from, (NONE, *TRAININGS), n=1)
-    fix = f"did you mean '{near[0]}'?" if near else "name a folder that holds config.json, or owner/name[@revision]"
+    stages = ", ".join((NONE, *TRAININGS))
+    fix = f"name one of {stages}, a folder that holds config.json, or owner/name[@revision]"
     return from_hub(start_from, setting, MODEL_FILES, _is_whole, fix)
 
 

@@ -69,8 +69,3 @@ _PARTS = {
 }  # fmt: skip
 
 JINJA = {name: string.Template(_JINJA).substitute(_TOOLS, **parts).lstrip() for name, parts in _PARTS.items()}
-
-
-def name_of(jinja: str) -> str:
-    """Name of the template whose Jinja text this is; "own" for any that is not one of ttrain's."""
-    return next((name for name, text in JINJA.items() if text == jinja), "own")

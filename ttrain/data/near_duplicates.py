@@ -18,7 +18,7 @@ import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,11 +92,6 @@ class NearDuplicate(NamedTuple):
     jaccard: float
 
 
-def shingles_of(text: bytes) -> Hashes:
-    """Sorted distinct hashes of the shingles of a plain text."""
-    return np.unique(_hashes(text))
-
-
 def _hashes(text: bytes) -> Hashes:
     """The hash of the shingle at each byte of a plain text: a sum of three products."""
     padded = text and text.ljust(SHINGLE_BYTES, b"\0")
@@ -107,20 +102,19 @@ def _hashes(text: bytes) -> Hashes:
     return hashes
 
 
-def jaccard(first: Hashes, second: Hashes) -> float:
-    """Shingles that both have, as a share of those that one of them has."""
-    common = len(np.intersect1d(first, second, assume_unique=True))
-    return common / max(1, len(first) + len(second) - common)
-
-
 def sketches_of(texts: Sequence[bytes], rule: SimilarityRule) -> Values:
     """The key of each band of each plain text, of shape [bands, texts]."""
-    factors, summands = _factors()
+    drawn = np.frombuffer(hashlib.shake_128(b"ttrain near-duplicates").digest(8 * VALUES), "<u4")
+    columns = drawn.astype(np.uint32)[:, None]
+    factors, summands = columns[:VALUES] | np.uint32(1), columns[VALUES:]  # factors are odd
     lowest = np.full((len(texts), VALUES), 2**32 - 1, np.uint32)
     for number, text in enumerate(texts):
-        mixed = _mixed(_hashes(text))
-        for start in range(0, len(mixed), SLICE):
-            values = factors * mixed[None, start : start + SLICE] + summands
+        mixed = _hashes(text)  # to 32 well mixed bits, by the finalizer of splitmix64
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(FACTORS[1])
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(FACTORS[2])
+        bits = (mixed >> np.uint64(32)).astype(np.uint32)
+        for start in range(0, len(bits), SLICE):
+            values = factors * bits[None, start : start + SLICE] + summands
             np.minimum(lowest[number], values.min(axis=1), out=lowest[number])
     bands = lowest[:, : rule.bands * rule.rows].reshape(len(texts), rule.bands, rule.rows)
     weights = np.uint64(FACTORS[0]) * (2 * np.arange(rule.rows, dtype=np.uint64) + np.uint64(1))
@@ -128,28 +122,12 @@ def sketches_of(texts: Sequence[bytes], rule: SimilarityRule) -> Values:
     return (keys.T >> np.uint64(32)).astype(np.uint32)
 
 
-def _mixed(hashes: Hashes) -> Values:
-    """32 well mixed bits of each hash (the finalizer of splitmix64)."""
-    mixed = (hashes ^ (hashes >> np.uint64(30))) * np.uint64(FACTORS[1])
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(FACTORS[2])
-    return (mixed >> np.uint64(32)).astype(np.uint32)
-
-
-@cache
-def _factors() -> tuple[Values, Values]:
-    """An odd factor and a summand for each MinHash value, of shape [values, 1]."""
-    drawn = np.frombuffer(hashlib.shake_128(b"ttrain near-duplicates").digest(8 * VALUES), "<u4")
-    columns = drawn.astype(np.uint32)[:, None]
-    return columns[:VALUES] | np.uint32(1), columns[VALUES:]
-
-
 def sketches_of_shard(shard: str, tokenizer: str, rule: SimilarityRule, files: Sequence[str]) -> Values:
     """The sketches of a shard: from the first of these files that has them, else made and written to the first."""
     column = shards.read_shard(Path(shard))
-    shape = rule.bands, len(column)
     for file in map(Path, files):
         if file.is_file() and file.stat().st_size == 4 * rule.bands * len(column):
-            return np.fromfile(file, "<u4").reshape(shape)
+            return np.fromfile(file, "<u4").reshape(rule.bands, len(column))
     sketches = sketches_of([_plain(column, record, tokenizer) for record in range(len(column))], rule)
     shards.write_files([(Path(files[0]), sketches.astype("<u4").tobytes())])
     return sketches
@@ -174,8 +152,11 @@ def near_duplicates(
         alike = Counter(original for band in bands for original in kept[band]) if droppable[position] else Counter()
         hashes = shingles(position) if alike else np.zeros(0, np.uint64)
         for original in sorted(alike, key=lambda original: (-alike[original], original))[:MOST_COMPARED]:
-            if (similarity := jaccard(hashes, shingles(original))) >= threshold:
-                dropped.append(NearDuplicate(position, original, similarity))
+            others = shingles(original)
+            common = len(np.intersect1d(hashes, others, assume_unique=True))
+            jaccard = common / max(1, len(hashes) + len(others) - common)
+            if jaccard >= threshold:
+                dropped.append(NearDuplicate(position, original, jaccard))
                 break
         else:
             for band in bands:
@@ -225,24 +206,21 @@ class NearDuplicateSearch:
                     positions = start + np.flatnonzero(block.in_part(part_name))
                     self.shards.append(SketchedShard(block.shard(part_name), entry["sha256"], positions))
         self._column = lru_cache(maxsize=64)(shards.read_shard)  # each has a file descriptor
-        self._sketch([output, *map(Path, recipe.reuse), *(origin.directory for origin in earlier)], pool)
-
-    def _sketch(self, outputs: Sequence[Path], pool: Pool) -> None:
-        rows = int(self.starts[-1])
-        self.sketches = np.zeros((self.rule.bands, rows), np.uint32)
-        self.shard_of, self.record_of = np.zeros(rows, np.int32), np.zeros(rows, np.int64)
-        tokenizer, digest, rule = self.recipe.tokenizer, self.recipe.tokenizer_digest, self.rule
-        names = [f"{digest_of([FORMAT, s.sha256, digest, rule.bands, rule.rows])[:24]}.near" for s in self.shards]
+        self.sketches = np.zeros((rule.bands, self.starts[-1]), np.uint32)
+        self.places = np.zeros((self.starts[-1], 2), np.int64)  # of each document its shard, and its record there
+        folders = [output, *map(Path, recipe.reuse), *(origin.directory for origin in earlier)]
+        kind = [FORMAT, recipe.tokenizer_digest, rule.bands, rule.rows]
+        names = [f"{digest_of([shard.sha256, *kind])[:24]}.near" for shard in self.shards]
         tasks = (
-            (str(shard.path), tokenizer, rule, [str(folder / FOLDER / name) for folder in outputs])
+            (str(shard.path), recipe.tokenizer, rule, [str(folder / FOLDER / name) for folder in folders])
             for shard, name in zip(self.shards, names, strict=True)
         )
         with contextlib.closing(pool.map(sketches_of_shard, tasks)) as results:
             for number, (shard, sketches) in enumerate(zip(self.shards, results, strict=True)):
                 self.sketches[:, shard.positions] = sketches
-                self.shard_of[shard.positions] = number
-                self.record_of[shard.positions] = np.arange(len(shard.positions))
-        for path in (self.output / FOLDER).glob("*"):
+                self.places[shard.positions, 0] = number
+                self.places[shard.positions, 1] = np.arange(len(shard.positions))
+        for path in (output / FOLDER).glob("*"):
             if path.name not in names:
                 path.unlink()
 
@@ -266,19 +244,21 @@ class NearDuplicateSearch:
             "threshold": self.rule.threshold,
             "dropped": len(dropped),
             "of_earlier_sets": sum(near.original < self.old_rows for near in dropped),
-            "earlier_documents": self.old_rows,
         }
 
     def _shingles(self, position: int) -> Hashes:
-        column = self._column(self.shards[self.shard_of[position]].path)
-        return shingles_of(_plain(column, int(self.record_of[position]), self.recipe.tokenizer))
+        """Sorted distinct hashes of the shingles of a document."""
+        number, record = self.places[position].tolist()
+        column = self._column(self.shards[number].path)
+        return np.unique(_hashes(_plain(column, record, self.recipe.tokenizer)))
 
     def _place(self, position: int) -> JsonDict:
         """Where a document stands: its set, shard and row, or its file and line."""
-        shard = self.shards[self.shard_of[position]]
+        number, record = self.places[position].tolist()
+        shard = self.shards[number]
         if shard.earlier:
             name = f"{shard.path.parent.name}/{shard.path.name}"
-            return {"set": shard.earlier, "shard": name, "row": int(self.record_of[position])}
+            return {"set": shard.earlier, "shard": name, "row": record}
         number = int(self.starts.searchsorted(position, "right")) - 1
         block = self.built_blocks[number]
         return {"file": block.source.name, "line": block.line_of(position - int(self.starts[number]))}

@@ -148,7 +148,11 @@ class PairRows(PieceRows):
         for record in np.flatnonzero(is_learnt & (prompts - shared + needed > self.row_length)).tolist():
             begin = int(column.offsets[record])
             prompt = column.tokens[begin : begin + int(prompts[record])]
-            starts[record] = self._cut_start(prompt, self.row_length - int(needed[record]))
+            borders = np.flatnonzero(prompt == self._end_id) + 1
+            left = len(prompt) - borders
+            room = self.row_length - int(needed[record])  # for all of the prompt but its last token
+            fitting = borders[(left - 1 <= room) & (left > max(1, self._header_length))]
+            starts[record] = fitting[0] if len(fitting) else -1
         self._cut += int((starts > 0).sum())
         fits = is_learnt & (starts >= 0)
         self._all_masked += int((~is_learnt).sum())
@@ -158,12 +162,6 @@ class PairRows(PieceRows):
         self._used += int((sizes.sum(0) - starts)[fits].sum())
         records = np.flatnonzero(fits)
         return first + records, starts[records], (prompts - shared + needed - starts)[records]
-
-    def _cut_start(self, prompt: Array, room: int) -> int:
-        """The first token that is kept of a prompt, so that all but its last token fit into `room`; -1 if they cannot."""
-        borders = np.flatnonzero(prompt == self._end_id) + 1
-        fitting = borders[(len(prompt) - 1 - borders <= room) & (len(prompt) - borders > max(1, self._header_length))]
-        return int(fitting[0]) if len(fitting) else -1
 
 
 def answer_rows(

@@ -12,15 +12,14 @@ import orjson
 
 from ttrain.core.files import JsonDict
 from ttrain.data import chat_shapes
-from ttrain.data.chat_shapes import RawTurns, Row, is_blank
+from ttrain.data.chat_shapes import RawTurns, Row, is_blank, wording
 from ttrain.data.chat_templates import Message, Messages
 from ttrain.data.tools import kind_of, require
 
 ANSWER_KEYS = ("chosen", "rejected")
 RATED_KEYS = ("prompt", "completion")
-# The first that is present holds the prompt; under these two it is a list of turns.
+# The first that is present holds the prompt.
 PROMPT_KEYS = ("prompt", "conversations", "messages", "instruction", "question", "query", "input")
-TURNS_KEYS = ("conversations", "messages")
 PREFERENCE_FIELDS = (
     "'prompt', 'chosen' and 'rejected' (texts or lists of turns), 'chosen' and 'rejected' with a "
     "common beginning, or 'prompt', 'completion' and 'label'"
@@ -28,7 +27,7 @@ PREFERENCE_FIELDS = (
 # Parts of a record's tokens; a single rated answer is CHOSEN if it is desirable.
 PROMPT, CHOSEN, REJECTED = 0, 1, 2
 Labels = tuple[tuple[str, str], ...]  # of a row, by key
-Turns = Sequence[Message]
+Turns = list[Message]
 Sides = tuple[Turns, Turns, Turns]  # prompt, chosen, rejected
 
 
@@ -90,23 +89,30 @@ def preference_of(row: Row, labels: Labels = ()) -> Preference:
         prompt, chosen, rejected = _pair(row)
     else:
         prompt, chosen, rejected = _rated(row)
-    turns = chat_shapes.with_system_and_tools(list(prompt), row)
-    prompt = tuple(map(chat_shapes.not_learnt, turns))
-    return Preference(prompt, tuple(chosen), tuple(rejected), labels)
+    turns = chat_shapes.with_system_and_tools(prompt, row)
+    asked = tuple(map(chat_shapes.not_learnt, turns))
+    return Preference(asked, tuple(chosen), tuple(rejected), labels)
 
 
 def _pair(row: Row) -> Sides:
     answers = [_answer_turns(row, key) for key in ANSWER_KEYS]
     if any(row.get(key) is not None for key in PROMPT_KEYS):
         asked = _prompt_turns(row, answers)
-        prompt, chosen = _asked_and_answered(row, asked, answers[0], "chosen")
-        other_prompt, rejected = _asked_and_answered(row, asked, answers[1], "rejected")
+        prompt, chosen = chat_shapes.prompt_and_answer(asked, answers[0], "chosen")
+        other_prompt, rejected = chat_shapes.prompt_and_answer(asked, answers[1], "rejected")
         require(
             len(prompt) == len(other_prompt),
             "'chosen' and 'rejected' have no common prompt: one has turns before it; write both alike",
         )
     else:
-        prompt, chosen, rejected = _common_beginning(row, answers)
+        alike = [wording(one) == wording(other) for one, other in zip(*answers, strict=False)]
+        size = [*alike, False].index(False)
+        require(
+            size,
+            "'chosen' and 'rejected' have no common prompt: their first turns differ; write it under 'prompt'",
+        )
+        chosen, rejected = map(chat_shapes.turns_of, answers, ANSWER_KEYS)
+        prompt, chosen, rejected = chosen[:size], chosen[size:], rejected[size:]
     require(
         _identity(chosen) != _identity(rejected),
         "'chosen' and 'rejected' are equal; write two different answers, or leave the row out",
@@ -123,19 +129,27 @@ def _rated(row: Row) -> Sides:
         f"none of the keys 'chosen', 'rejected' and 'completion' holds an answer; write {PREFERENCE_FIELDS}",
     )
     label = row.get("label")
-    kind = kind_of(label) if "label" in row else "missing"
     require(
         isinstance(label, bool),
-        f"'label' is {kind} beside 'completion'; write true (the answer is good) or false",
+        f"'label' is {kind_of(label)} beside 'completion'; write true (the answer is good) or false",
     )
     require(
         row.get("prompt") is not None,
         "no key 'prompt' beside 'completion'; write the prompt as text or as a list of turns",
     )
     answer = _answer_turns(row, "completion")
-    prompt, turns = _asked_and_answered(row, _prompt_turns(row, [answer]), answer, "completion")
+    asked = _prompt_turns(row, [answer])
+    prompt, turns = chat_shapes.prompt_and_answer(asked, answer, "completion")
     _check_answer(turns, "completion")
-    return (prompt, turns, ()) if label else (prompt, (), turns)
+    return (prompt, turns, []) if label else (prompt, [], turns)
+
+
+def _answer_turns(row: Row, key: str) -> RawTurns:
+    """The turns of an answer as they stand in the row: of a text, a turn or a list of turns."""
+    if isinstance(row.get(key), dict):
+        return [row[key]]
+    other_key = "chosen" if key == "rejected" else "rejected"
+    return chat_shapes.turns_under(row, key, other_key, "assistant")
 
 
 def _prompt_turns(row: Row, answers: Sequence[RawTurns]) -> RawTurns:
@@ -143,57 +157,13 @@ def _prompt_turns(row: Row, answers: Sequence[RawTurns]) -> RawTurns:
     key = next(key for key in PROMPT_KEYS if row.get(key) is not None)
     if key == "instruction":
         prompt = [message.to_json() for message in chat_shapes.alpaca_question(row)]
-    elif key in TURNS_KEYS:
-        prompt = chat_shapes.list_of_turns(row[key], key, "text or ")
     else:
         prompt = chat_shapes.turns_under(row, key, "chosen", "user")
-    has_tools = bool(row.get("tools"))
-    for turns in answers:
-        last = chat_shapes.wordings(turns, has_tools)[-2:]
-        words = chat_shapes.wordings(prompt, has_tools)
-        if len(prompt) > 1 and last and words[-len(last) :] == last:
+    for answer in answers:
+        last = [*map(wording, answer[-2:])]
+        if len(prompt) > 1 and [*map(wording, prompt[-len(last) :])] == last:
             prompt = prompt[:-1]
     return prompt
-
-
-def _answer_turns(row: Row, key: str) -> RawTurns:
-    """The turns of an answer as they stand in the row: of a text, a turn or a list of turns."""
-    value = row.get(key)
-    other_key = "chosen" if key == "rejected" else "rejected"
-    state = "null" if key in row else "missing"
-    require(value is not None, f"'{key}' is {state} beside '{other_key}'; write both answers")
-    if isinstance(value, dict):
-        return [value]
-    if isinstance(value, str):
-        return chat_shapes.turns_under(row, key, "prompt", "assistant")
-    return chat_shapes.list_of_turns(value, key, "text, a turn or ")
-
-
-def _asked_and_answered(row: Row, prompt: RawTurns, answer: RawTurns, key: str) -> tuple[Turns, Turns]:
-    """(turns of the prompt, those of the answer under `key`)."""
-    has_tools = bool(row.get("tools"))
-    prompt, answer = chat_shapes.apart(prompt, answer, key, has_tools=has_tools)
-    turns = chat_shapes.turns_of([*prompt, *answer], key, has_tools=has_tools)
-    return turns[: len(prompt)], turns[len(prompt) :]
-
-
-def _common_beginning(row: Row, answers: Sequence[RawTurns]) -> Sides:
-    """(common turns, the others of `chosen`, those of `rejected`)."""
-    sides: list[list[Message]] = []
-    for key, turns in zip(ANSWER_KEYS, answers, strict=True):
-        require(
-            not isinstance(row[key], str),
-            f"'{key}' is a text but there is no 'prompt'; write it, or lists of turns that begin alike",
-        )
-        sides.append(chat_shapes.turns_of(turns, key, has_tools=bool(row.get("tools"))))
-    chosen, rejected = sides
-    alike = [_identity([one]) == _identity([other]) for one, other in zip(*sides, strict=False)]
-    size = [*alike, False].index(False)
-    require(
-        size,
-        "'chosen' and 'rejected' have no common prompt: their first turns differ; write it under 'prompt'",
-    )
-    return chosen[:size], chosen[size:], rejected[size:]
 
 
 def _check_answer(answer: Turns, key: str) -> None:
@@ -203,5 +173,5 @@ def _check_answer(answer: Turns, key: str) -> None:
     )
 
 
-def _identity(turns: Turns) -> list[list[object]]:
+def _identity(turns: Sequence[Message]) -> list[list[object]]:
     return [message.identity() for message in turns]

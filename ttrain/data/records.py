@@ -18,7 +18,7 @@ from ttrain.core.files import JsonDict
 from ttrain.data import json_rows
 from ttrain.data.chat_shapes import CHAT_FIELDS, is_blank, is_chat, messages_of, unread_keys
 from ttrain.data.chat_templates import Messages
-from ttrain.data.json_rows import KEY_CHARACTERS, TEXT, TOO_DEEP, Row, Tally, count
+from ttrain.data.json_rows import TEXT, TOO_DEEP, Row, Tally, count
 from ttrain.data.preferences import (
     PREFERENCE_FIELDS,
     Labels,
@@ -109,8 +109,7 @@ def accepted(rows: Iterable[Row], parse: Parser, tally: Tally) -> Iterator[tuple
         else:
             tally.kept += 1
             if not isinstance(parsed, TextDocument):
-                keys = unread_keys(value, is_pair=isinstance(parsed, Preference))
-                count(tally.unread_keys, {key[:KEY_CHARACTERS]: 1 for key in keys})
+                count(tally.unread_keys, dict.fromkeys(unread_keys(value), 1))
                 tally.with_reasoning += any(turn.thought for turn in parsed.messages)
             yield number, parsed
 

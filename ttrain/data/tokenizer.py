@@ -76,8 +76,8 @@ def save(tokenizer: Tokenizer, directory: Path, template: str = "ttrain") -> Non
         "unk_token": jinja_templates.UNK,
         END_OF_TURN: jinja_templates.END_TOKENS[template],
     }
-    others = jinja_templates.SPECIAL_TOKENS[template][4:]
-    write(directory, tokenizer.to_str(pretty=True), tokens, others, jinja_templates.JINJA[template], MODEL_MAX_LENGTH)
+    others, jinja = jinja_templates.SPECIAL_TOKENS[template][4:], jinja_templates.JINJA[template]
+    write(directory, tokenizer.to_str(pretty=True), tokens, others, jinja, MODEL_MAX_LENGTH)
 
 
 def write(
@@ -124,57 +124,31 @@ class TextSample:
     documents_seen: int
 
 
-class Reservoir:
-    """A uniform sample: the documents with the lowest hash, as many as both limits allow. The order of the input does not
-    matter, and only the sample is in memory.
-
-    The hash is of the text, keyed by the seed. If the lowest document alone is too large, it is the whole sample.
-    """
-
-    def __init__(self, max_bytes: int, max_documents: int | None, seed: int) -> None:
-        self._max_bytes, self._max_documents = max_bytes, max_documents or math.inf
-        self._key = seed.to_bytes(8, "big")
-        self._heap: list[tuple[int, int, int, str]] = []  # (-hash, -number, bytes, text): the highest comes first
-        self._cutoff: tuple[int, int] | None = None  # (-hash, -number) of the last one removed; lower ones are skipped
-        self._bytes = self.documents_seen = 0
-
-    def add(self, text: str) -> None:
-        """Offer a document."""
-        data = text.encode("utf-8")
-        priority = int.from_bytes(hashlib.blake2b(data, digest_size=8, key=self._key).digest(), "big")
-        entry = (-priority, -self.documents_seen, len(data), text)
-        self.documents_seen += 1
-        if self._cutoff is not None and entry[:2] < self._cutoff:
-            return
-        heapq.heappush(self._heap, entry)
-        self._bytes += entry[2]
-        while len(self._heap) > 1 and (self._bytes > self._max_bytes or len(self._heap) > self._max_documents):
-            gone = heapq.heappop(self._heap)
-            self._bytes -= gone[2]
-            self._cutoff = gone[:2]
-
-    def sample(self) -> TextSample:
-        """The current sample."""
-        entries = sorted(self._heap, key=lambda entry: -entry[1])
-        return TextSample([text for *_, text in entries], sum(size for _, _, size, _ in entries), self.documents_seen)
-
-
 def sample(texts: Iterable[str], config: TokenizerSettings) -> TextSample:
-    """`tokenizer.sample` of the texts, within `max_bytes` and `max_documents`. "head" stops reading when full."""
-    if config.sample == "reservoir":
-        reservoir = Reservoir(config.max_bytes, config.max_documents, config.seed)
-        for text in texts:
-            reservoir.add(text)
-        return reservoir.sample()
-    chosen: list[str] = []
+    """`tokenizer.sample` of the texts, within `max_bytes` and `max_documents`.
+
+    "head": the first ones. "reservoir": a uniform sample, those with the lowest hash keyed by the
+    seed; the order of the input does not matter. Only the sample is in memory. If the lowest text
+    alone is too large, it is the whole sample.
+    """
+    is_head, max_documents = config.sample == "head", config.max_documents or math.inf
+    key = config.seed.to_bytes(8, "big")
+    heap: list[tuple[int, int, int, str]] = []  # (-hash, -number, bytes, text): the highest comes first
+    cutoff: tuple[int, int] | None = None  # (-hash, -number) of the last one removed; lower ones are skipped
     size = documents_seen = 0
     for text in texts:
+        data = text.encode("utf-8")
+        digest = b"" if is_head else hashlib.blake2b(data, digest_size=8, key=key).digest()
+        entry = (-int.from_bytes(digest, "big"), -documents_seen, len(data), text)
         documents_seen += 1
-        text_bytes = len(text.encode("utf-8"))
-        if chosen and size + text_bytes > config.max_bytes:
+        if cutoff is None or entry[:2] >= cutoff:
+            heapq.heappush(heap, entry)
+            size += len(data)
+        while len(heap) > 1 and (size > config.max_bytes or len(heap) > max_documents):
+            gone = heapq.heappop(heap)
+            size -= gone[2]
+            cutoff = gone[:2]
+        if is_head and (cutoff or len(heap) == max_documents):
             break
-        chosen.append(text)
-        size += text_bytes
-        if len(chosen) == config.max_documents:
-            break
-    return TextSample(chosen, size, documents_seen)
+    entries = sorted(heap, key=lambda entry: -entry[1])
+    return TextSample([text for *_, text in entries], size, documents_seen)

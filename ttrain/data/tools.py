@@ -21,6 +21,7 @@ TOOLS_SENTENCE = "You may call these functions; put each call as JSON between <t
 TOOLS_BEGIN, TOOLS_END = "<tools>", "</tools>"
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 A_TOOL, A_CALL = '{"name": "f", "parameters": {}}', '{"name": "f", "arguments": {}}'
+A_PLACE = '{"city": "Rome"}'
 JSON_TYPES = {
     type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list",
     dict: "an object",
@@ -77,10 +78,9 @@ def calls_of(value: object, key: str) -> list[JsonDict]:
     for call in calls:
         _check_name(call, "a tool call", A_CALL)
         arguments = _parsed(_function(call).get("arguments"), "the arguments of a tool call")
-        example = '{"city": "Rome"}'
         require(
             isinstance(arguments, dict),
-            f"the arguments of a tool call are {kind_of(arguments)}, not an object such as {example}",
+            f"the arguments of a tool call are {kind_of(arguments)}, not an object such as {A_PLACE}",
         )
     return list(calls)
 
@@ -89,26 +89,24 @@ def calls_of_turn(turn: JsonDict, role: str) -> list[JsonDict]:
     """The calls under `tool_calls`, or the one under `function_call`, as OpenAI wrote it before."""
     keys = [key for key in ("tool_calls", "function_call") if not _is_nothing(turn.get(key), f"'{key}'")]
     require(len(keys) < 2, "both 'tool_calls' and 'function_call' on a turn; keep one of them")
-    calls = calls_of(turn[keys[0]], keys[0]) if keys else []
-    if calls and role != "assistant":
-        raise Malformed(f"'{keys[0]}' on a turn of role '{role}'; only an assistant's turn may call functions")
+    calls: list[JsonDict] = []
+    for key in keys:
+        calls = calls_of(turn[key], key)
+        require(
+            role == "assistant",
+            f"'{key}' on a turn of role '{role}'; only an assistant's turn may call functions",
+        )
     return calls
 
 
 def with_calls(content: str, calls: list[JsonDict]) -> str:
     """An assistant's text followed by its calls."""
-    return "\n".join(([content] if content else []) + [_call_text(_function(call)) for call in calls])
-
-
-def has_calls(content: str) -> bool:
-    """Whether an assistant's text holds a call."""
-    return CALL_BEGIN in content
-
-
-def _call_text(function: JsonDict) -> str:
-    arguments = function["arguments"]
-    written = arguments if isinstance(arguments, str) else dumps(arguments)
-    return f'{CALL_BEGIN}\n{{"name": {dumps(function["name"])}, "arguments": {written}}}\n{CALL_END}'
+    texts = [content] if content else []
+    for call in calls:
+        name, arguments = dumps(_function(call)["name"]), _function(call)["arguments"]
+        written = arguments if isinstance(arguments, str) else dumps(arguments)
+        texts.append(f'{CALL_BEGIN}\n{{"name": {name}, "arguments": {written}}}\n{CALL_END}')
+    return "\n".join(texts)
 
 
 def _function(value: JsonDict) -> JsonDict:
@@ -149,11 +147,7 @@ def without_null_keys(data: str | bytes) -> Any:
     Whole numbers are exact: orjson reads those beyond 64 bits as doubles, so that an order number
     was trained on as 9.876543210987654e+19.
     """
-    return json.loads(data, object_hook=_without_nulls)
-
-
-def _without_nulls(values: JsonDict) -> JsonDict:
-    return {key: value for key, value in values.items() if value is not None}
+    return json.loads(data, object_hook=lambda values: {k: v for k, v in values.items() if v is not None})
 
 
 def dumps(value: object) -> str:
