@@ -6,11 +6,10 @@ Reads the models and the held-out part of their shards, by the names of `evaluat
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +43,7 @@ from ttrain.train.distributed import Ranks, share_cores
 
 ROWS = {row.model: row for row in TRAINING_STAGES.values()}
 PARTS = {row.part: row for row in ROWS.values() if row.metric}  # held-out records, and the stage whose metric is over them
+METRICS = {row.part: row.metric for row in ROWS.values() if row.metric}
 SPECS: dict[str, type[RecordsTask]] = {"documents": TextTask, "chats": ChatsTask, "pairs": PairsTask}
 log = logging.getLogger("ttrain")
 
@@ -51,9 +51,8 @@ log = logging.getLogger("ttrain")
 def run(config: Settings, job: StageContext) -> Figures:
     """Score those of base, SFT and LoRA model that exist on the same held-out rows, with names that depend on none of them.
 
-    Writes `evaluation.json`, `samples.json` and `scores.json`, which has the sums of each record; with suites also
-    `items.jsonl` with prompts and answers. Several ranks share the held-out rows, with the same scores; the first does the
-    rest.
+    Writes `evaluation.json`, and `scores.json`, which has the sums of each record; with suites also `items.jsonl` with
+    prompts and answers. Several ranks share the held-out rows, with the same scores; the first does the rest.
     """
     settings, ranks = config.evaluate, join_ranks(job.runtime)
     held_out = heldout_items(job.inputs, settings)
@@ -62,39 +61,36 @@ def run(config: Settings, job: StageContext) -> Figures:
         return {}
     prompts = _prompts(held_out, settings, Encoder(job.inputs["base"] / "model")) if settings.new_tokens else []
     suite_items = _suite_items(settings, job)
-    recorded, baselines = dict[str, Metric](), dict[str, float]()
+    recorded, counts = dict[str, Metric](), {part: 0 for part in PARTS if part != "pairs"}
     samples_by_model, outcomes = dict[str, Any](), list[TaskResult]()
-    counts = {part: 0 for part in PARTS if part != "pairs"}
     for name in _models(job):
         subject = _load(name, job, ranks.device)
         for result in shared.get(name) or running.ask(held_out, subject, _progress(job, name, 0)):
             recorded |= result.recorded(_names(result, name))
             counts |= _counts(result)
-            baselines |= {BITS_PER_BYTE.of(baseline): value for baseline, value in result.baselines.items()}
-        samples_by_model[name] = [
-            sample.to_json() for sample in samples.continuations(subject, prompts, new_tokens=settings.new_tokens)
-        ]
+            baselines = {BITS_PER_BYTE.of(baseline): value for baseline, value in result.baselines.items()}
+            recorded |= {baseline: Metric.of_value(baseline, value) for baseline, value in baselines.items()}
+        samples_by_model[name] = samples.continuations(subject, prompts, new_tokens=settings.new_tokens)
         outcomes += running.ask(suite_items[name], subject, _progress(job, name, 1))
     rule = statistics.Rule(settings.confidence, settings.resamples, settings.seed)
     results = Results(outcomes, rule)
-    of_parts = {name: metric.value for name, metric in recorded.items()}
-    of_suites = {name: value for name, value in results.metrics().items() if math.isfinite(value)}
+    metrics = {name: metric.value for name, metric in recorded.items()} | results.metrics()
     recorded |= results.recorded()
     intervals = {name: statistics.interval(metric, rule) for name, metric in recorded.items()}
     evaluation: dict[str, Any] = {
-        "metrics": {**of_parts, **baselines, **of_suites},
+        "metrics": metrics,
         "counts": {**counts, **results.counts()},
         "intervals": {name: list(interval) for name, interval in intervals.items() if interval},
         "paired": _paired(recorded, _models(job), rule),
+        "samples": samples_by_model,
     }
     if outcomes:
         evaluation["suites"] = results.to_json()
         lines = (orjson.dumps(row) + b"\n" for row in results.rows())
         (job.output / "items.jsonl").write_bytes(b"".join(lines))
     write_json(job.output / "evaluation.json", evaluation)
-    write_json(job.output / "samples.json", samples_by_model)
     scores.write(job.output, recorded.values())
-    return {**evaluation, "samples": samples_by_model}
+    return evaluation
 
 
 # --- held-out records ---------------------------------------------------------------------------------------------------
@@ -126,19 +122,17 @@ def _documents(directory: Path, max_bytes: int) -> list[dict[str, Any]]:
 
 def _names(result: TaskResult, model: str) -> dict[str, str]:
     """The metrics of a part that are recorded, by their names in its result."""
-    metric = PARTS[result.task].metric
-    assert metric is not None, "only parts with a metric are read"
-    names = {result.primary.name: metric.of(model)}
-    return names | ({"margin": f"preference_margin/{model}"} if result.kind == "pairs" else {})
+    names = {result.primary.name: METRICS[result.task].of(model)}
+    return names | ({"margin": f"preference_margin/{model}"} if result.items.spec.kind == "pairs" else {})
 
 
 def _counts(result: TaskResult) -> dict[str, int]:
     """Records of a part, tokens of it that are scored, and bytes of documents; the same for every model."""
-    sizes = {metric.name: int(sum(metric.sizes)) for metric in result.figures}
-    counts = {result.task: len(result.items)}
-    if result.kind == "text":
+    sizes = {metric.name: int(sum(metric.sizes)) for metric in result.figures if not metric.group}
+    counts = {result.task: len(result.items.digests)}
+    if result.items.spec.kind == "text":
         counts |= {"document_bytes": sizes["bits_per_byte"], "document_tokens": sizes["loss"]}
-    if result.kind == "chats":
+    if result.items.spec.kind == "chats":
         counts[f"{PARTS[result.task].loss.removesuffix('_loss')}_tokens"] = sizes["loss"]
     return counts
 
@@ -167,13 +161,10 @@ def _prompts(held_out: list[Items[Any]], settings: Evaluate, encoder: Encoder) -
 def _paired(figures: Mapping[str, Metric], models: list[str], rule: statistics.Rule) -> dict[str, dict[str, Any]]:
     """{metric: how the model compares with the one before it on the same held-out records}."""
     paired = {}
-    for row in PARTS.values():
-        assert row.metric is not None, "only parts with a metric are read"
-        for earlier, later in pairwise(models):
-            first, second = figures.get(row.metric.of(later)), figures.get(row.metric.of(earlier))
-            if first and second and statistics.comparable(first, second):
-                compared = asdict(statistics.compare(first, second, rule))
-                paired[row.metric.of(later)] = {"against": earlier, **finite(compared)}
+    for metric, (earlier, later) in product(METRICS.values(), pairwise(models)):
+        first, second = figures.get(metric.of(later)), figures.get(metric.of(earlier))
+        if first and second and statistics.comparable(first, second):
+            paired[first.name] = {"against": earlier, **finite(asdict(statistics.compare(first, second, rule)))}
     return paired
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -143,7 +142,7 @@ def language_model_callbacks(
     return callbacks
 
 
-def _write_samples(model: nn.Module, encoder: Encoder, prompts: Sequence[SamplePrompt]) -> list[samples.Sample]:
+def _write_samples(model: nn.Module, encoder: Encoder, prompts: Sequence[SamplePrompt]) -> list[dict[str, str]]:
     """What the model in training writes for the prompts."""
     with generation_mode(model, encoder) as subject:
         return samples.continuations(subject, prompts, new_tokens=SAMPLE_TOKENS)
@@ -190,7 +189,8 @@ def measure_of(
         with generation_mode(model, encoder) as subject:
             outcomes = run.ask(items, subject, lambda task, done, total: None)
         results = Results(outcomes, RULE)
-        log.info("evaluation at step %d: %s", step, "  ".join(map(results.line, outcomes)))
+        shown = [f"{outcome.task}/{outcome.primary.name} {results.cell(outcome.primary)}" for outcome in outcomes]
+        log.info("evaluation at step %d: %s", step, "  ".join(shown))
         directory = job.run_directory / "evaluations"
         directory.mkdir(exist_ok=True)
         write_json(directory / f"step-{step:08d}.json", results.to_json())
@@ -212,8 +212,7 @@ def read_items(config: Training, job: StageContext) -> list[Items[Any]]:
 def figures_of(results: Results) -> dict[str, float]:
     """Every figure as TASK/FIGURE, and the primary one of a group as TASK/FIGURE/KEY:VALUE; none without an item."""
     model_infix = f"/{NAME}"
-    metrics = {name.replace(model_infix, "", 1): value for name, value in results.metrics().items() if model_infix in name}
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+    return {name.replace(model_infix, "", 1): value for name, value in results.metrics().items() if model_infix in name}
 
 
 @contextlib.contextmanager

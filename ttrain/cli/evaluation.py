@@ -87,7 +87,7 @@ def evaluate(
             del loaded_model, evaluated_model
             gc.collect()  # the next model needs the memory
     identities = dict(zip(labels, map(lookup.to_json, references), strict=True))
-    return Results(outcomes, Rule(), items), identities, [*notes, *reading.lines(items)]
+    return Results(outcomes, Rule()), identities, [*notes, *reading.lines(items)]
 
 
 def default_suite(heldout: Records, models: Sequence[Reference]) -> tuple[LoadedSuite, list[str]]:
