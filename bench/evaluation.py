@@ -40,12 +40,11 @@ def compare_choices(options: argparse.Namespace, directory: Path, table: Table) 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from ttrain.inference import loading
-    from ttrain.inference.evaluated_model import as_evaluated_model
     from ttrain.lineage import lookup
 
     file = write_items(directory / "python.jsonl")
     reference = lookup.resolve(str(write_random_model(file, directory / "model")))
-    evaluated = as_evaluated_model(loading.load(reference, device="cpu"), batch_tokens=BATCH_TOKENS)
+    evaluated = replace(loading.load(reference, device="cpu"), batch_tokens=BATCH_TOKENS)
     model = AutoModelForCausalLM.from_pretrained(reference.model)
     tokenizer = AutoTokenizer.from_pretrained(reference.tokenizer)
     harness = HFLM(model, tokenizer=tokenizer, device="cpu", softmax_dtype="float32", max_length=evaluated.max_length)

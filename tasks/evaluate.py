@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,11 @@ from ttrain.data.encoder import Encoder
 from ttrain.evaluate import items as items_of
 from ttrain.evaluate import run as running
 from ttrain.evaluate import samples, scores, statistics, suites
-from ttrain.evaluate.evaluated_model import EvaluatedModel
 from ttrain.evaluate.items import Items, SuiteFiles
 from ttrain.evaluate.results import Results
 from ttrain.evaluate.samples import SamplePrompt
 from ttrain.evaluate.task_result import Metric, TaskResult
-from ttrain.inference.evaluated_model import as_evaluated_model
-from ttrain.inference.loading import with_tokenizer
+from ttrain.inference.loading import LoadedModel, with_tokenizer
 from ttrain.model import adapters, factory
 from ttrain.store.model_files import weights_digest
 from ttrain.tasks import BASE_OF, heldout
@@ -196,9 +194,9 @@ def _progress(job: StageContext, model: str, half: int) -> Callable[[str, float,
     return lambda task, done, total: job.progress.update(done_before + done / max(1, total), 2 * len(models), "parts")
 
 
-def _load(name: str, job: StageContext, device: torch.device, ranks: Ranks | None = None) -> EvaluatedModel:
+def _load(name: str, job: StageContext, device: torch.device, ranks: Ranks | None = None) -> LoadedModel:
     model: nn.Module = _network(name, job).to(device)
-    return as_evaluated_model(with_tokenizer(name, model, job.inputs["base"] / "model"), ranks=ranks)
+    return replace(with_tokenizer(name, model, job.inputs["base"] / "model"), ranks=ranks)
 
 
 def _network(name: str, job: StageContext) -> Any:

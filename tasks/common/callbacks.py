@@ -25,12 +25,10 @@ from ttrain.data.encoder import Encoder
 from ttrain.data.loader import Loader
 from ttrain.errors import UsageError
 from ttrain.evaluate import run, samples, statistics, suites
-from ttrain.evaluate.evaluated_model import EvaluatedModel
 from ttrain.evaluate.items import Items, comparable
 from ttrain.evaluate.results import Results
 from ttrain.evaluate.samples import SamplePrompt
-from ttrain.inference.evaluated_model import as_evaluated_model
-from ttrain.inference.loading import with_encoder
+from ttrain.inference.loading import LoadedModel, causal_of, with_encoder
 from ttrain.store.runs import read_rows
 from ttrain.tasks.common.job import Figures, StageContext
 from ttrain.tasks.shards import heldout_records
@@ -216,13 +214,13 @@ def figures_of(results: Results) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def generation_mode(model: Any, encoder: Encoder) -> Iterator[EvaluatedModel]:
+def generation_mode(model: Any, encoder: Encoder) -> Iterator[LoadedModel]:
     """Use the model in training for generation; afterwards its own generation settings, which are written beside its
     weights, are restored."""
-    causal = model.get_base_model() if hasattr(model, "get_base_model") else model
+    causal = causal_of(model)
     generation_config = causal.generation_config
     try:
-        yield as_evaluated_model(with_encoder(NAME, model, encoder, (encoder.bos_id,), can_chat=True))
+        yield with_encoder(NAME, model, encoder, (encoder.bos_id,), can_chat=True)
     finally:
         vars(model).pop("generation_config")  # PEFT's has the one of the model within it
         causal.generation_config = generation_config

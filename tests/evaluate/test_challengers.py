@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from ttrain.config import Promotion
+from ttrain.config.evaluate import TextTask
 from ttrain.evaluate import promotion
+from ttrain.evaluate.items import Items
 from ttrain.evaluate.promotion import Judged
 from ttrain.evaluate.scores import Evaluation
-from ttrain.evaluate.task_result import LN2, Metric, TaskResult
+from ttrain.evaluate.task_result import LN2, Metric
 
 COUNT = 40  # records of each night, and of each other part
 NIGHTS = ("old", "new")
@@ -27,7 +29,7 @@ def metric(name: str, values: Sequence[float], records: Sequence[str], size: flo
 
 
 def evaluation(*metrics: Metric) -> Evaluation:
-    return Evaluation({each.name: each.value for each in metrics}, {each.name: each for each in metrics})
+    return Evaluation({each.name: each for each in metrics})
 
 
 def evaluated(
@@ -115,7 +117,7 @@ def test_each_source_has_a_metric_and_a_bound_under_its_own_name() -> None:
     for cost in (2.5, 2.0):
         names = tuple(f"text {number}" for number in range(30 * len(STRANGE)))
         bits = metric("bits_per_byte", [cost if number in groups["source=r?d"] else 2.0 for number in range(len(names))], ())
-        result = TaskResult("documents", "text", "base", names, (bits,), groups=groups)
+        result = Items("documents", TextTask(), (), names, groups=groups).result("base", [bits], [])
         recorded = result.recorded({"bits_per_byte": "bits_per_byte"})
         assert list(recorded) == ["bits_per_byte", *(f"bits_per_byte/source:{name}" for name in STRANGE)]
         sides.append(evaluation(*recorded.values()))

@@ -21,9 +21,9 @@ from ttrain.data.chat import encode_chat, prompt_ids
 from ttrain.data.chat_templates import Message, Messages
 from ttrain.data.encoder import Encoder
 from ttrain.evaluate import chats
-from ttrain.evaluate.evaluated_model import EvaluatedModel
 from ttrain.evaluate.items import SuiteFiles
 from ttrain.evaluate.task_result import TaskResult
+from ttrain.inference.loading import LoadedModel
 
 # Names in plain text, a special token at the end of each turn, and no system turn.
 NAMED = (
@@ -44,13 +44,13 @@ def turns(*contents: str, system: str = "") -> Messages:
     return (*([Message("system", system)] if system else []), *roles)
 
 
-def saying(encoder: Encoder, model: Any, said: Sequence[tuple[Sequence[int], bool]], **changes: Any) -> EvaluatedModel:
+def saying(encoder: Encoder, model: Any, said: Sequence[tuple[Sequence[int], bool]], **changes: Any) -> LoadedModel:
     """A model whose answers, to prompts of any order, are these; they are told apart by the user's last turn."""
     waiting = iter(said)
-    return subject_of(model, encoder, generate=lambda prompts, count: [next(waiting) for _ in prompts], **changes)
+    return subject_of(model, encoder, said=lambda prompts, count: [next(waiting) for _ in prompts], **changes)
 
 
-def evaluated(rows: Sequence[Messages], directory: Path, subject: EvaluatedModel, **settings: Any) -> TaskResult:
+def evaluated(rows: Sequence[Messages], directory: Path, subject: LoadedModel, **settings: Any) -> TaskResult:
     lines = [json.dumps({"messages": [vars(turn) for turn in messages]}) for messages in rows]
     (directory / "chats.jsonl").write_text("\n".join(lines))
     spec = ChatsTask(file="chats.jsonl", **settings)
@@ -135,7 +135,7 @@ def test_a_short_context_gets_the_end_of_what_was_said(encoder: Encoder, model: 
         return [([], True) for _ in prompts]
 
     rows = [turns("word " * 30, "Yes"), turns("Hi", "Yes")]
-    outcome = evaluated(rows, tmp_path, subject_of(model, encoder, max_length=24, generate=generate), new_tokens=50)
+    outcome = evaluated(rows, tmp_path, subject_of(model, encoder, max_length=24, said=generate), new_tokens=50)
     whole = prompt_ids(encoder, rows[0][:1])
     assert (whole[-12:], 12) in asked and len(outcome.rows[0]["answers"]) == 1
 

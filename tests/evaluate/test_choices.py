@@ -19,9 +19,9 @@ from ttrain.config.evaluate import ChoicesTask, LastWordTask
 from ttrain.data.encoder import Encoder
 from ttrain.errors import DataError
 from ttrain.evaluate import choices
-from ttrain.evaluate.evaluated_model import EvaluatedModel, beginning
 from ttrain.evaluate.items import BadRow, SuiteFiles
 from ttrain.evaluate.log_likelihood import encode_pairs, fit, log_likelihoods
+from ttrain.inference.loading import LoadedModel
 
 PASSAGE = "A list is a sequence of items; a tuple is one that cannot change. " * 2
 TEXTS = [
@@ -36,7 +36,7 @@ def model_of(encoder: Encoder, **more: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def subject(encoder: Encoder) -> EvaluatedModel:
+def subject(encoder: Encoder) -> LoadedModel:
     return subject_of(model_of(encoder), encoder)
 
 
@@ -44,7 +44,7 @@ def quiet(done: int, total: int) -> None:
     pass
 
 
-def naive(subject: EvaluatedModel, context: Sequence[int], continuation: Sequence[int]) -> tuple[float, bool]:
+def naive(subject: LoadedModel, context: Sequence[int], continuation: Sequence[int]) -> tuple[float, bool]:
     """A pass over the whole row, whose logits are all made."""
     ids = torch.tensor([[*context, *continuation]])
     with torch.no_grad():
@@ -66,7 +66,7 @@ class Watched(nn.Module):
         self.shapes.append((rows, width))
 
 
-def check(subject: EvaluatedModel) -> None:
+def check(subject: LoadedModel) -> None:
     """Every score of TEXTS is that of a pass over its whole row."""
     pairs = encode_pairs(subject, TEXTS)
     wanted = [naive(subject, *pair) for pair in pairs]
@@ -105,7 +105,7 @@ def test_a_score_does_not_depend_on_its_batch_which_has_a_limit(encoder: Encoder
     assert max(rows * width for rows, width in watched.shapes if rows > 1 or batch_tokens == 1) > 0.7 * batch_tokens
 
 
-def test_tokens_at_the_border_are_those_of_the_whole_text(subject: EvaluatedModel) -> None:
+def test_tokens_at_the_border_are_those_of_the_whole_text(subject: LoadedModel) -> None:
     encoder, begin = subject.encoder, subject.begin_ids
     ((context, continuation),) = encode_pairs(subject, [("Return the ", "number")])
     assert context == (*begin, *encoder.encode(["Return the"])[0])
@@ -122,7 +122,7 @@ def test_a_text_without_a_context_stands_after_what_the_model_knows(encoder: Enc
     begins = {(): (encoder.eos_id,), (encoder.bos_id,): (encoder.bos_id,), (len(encoder),): (encoder.eos_id,)}
     for given_ids, expected in begins.items():
         subject = subject_of(model, encoder, begin_ids=given_ids)
-        assert beginning(subject) == expected
+        assert subject.beginning() == expected
     for empty in ("", "  "):
         ((context, continuation),) = encode_pairs(subject_of(model, encoder, begin_ids=()), [(empty, "number")])
         assert context == (encoder.eos_id,)
@@ -163,7 +163,7 @@ BAD = {
 }  # fmt: skip
 
 
-def test_bad_rows_are_told_with_their_place_and_never_count(tmp_path: Path, subject: EvaluatedModel) -> None:
+def test_bad_rows_are_told_with_their_place_and_never_count(tmp_path: Path, subject: LoadedModel) -> None:
     path = write(tmp_path / "a.jsonl", [question(0), *BAD.values(), "{broken\n", question(1)])
     items = quiz(tmp_path)
     assert [one.choice.answer for one in items.items] == [0, 1]
@@ -185,7 +185,7 @@ def test_an_answer_is_a_whole_number_a_letter_or_a_text() -> None:
             choices.parse_choice(question(0, answer=wrong))
 
 
-def test_figures_are_those_of_a_naive_loop(tmp_path: Path, subject: EvaluatedModel) -> None:
+def test_figures_are_those_of_a_naive_loop(tmp_path: Path, subject: LoadedModel) -> None:
     rows = [question(number, source="odd" if number % 2 else "even") for number in range(12)]
     write(tmp_path / "a.jsonl", rows)
     items = quiz(tmp_path, normalise="bytes", by=("source",))
@@ -235,7 +235,7 @@ def test_examples_of_another_file_and_its_bad_rows(tmp_path: Path) -> None:
         choices.read_choices("quiz", spec.model_copy(update={"shots": 2}), SuiteFiles(tmp_path))
 
 
-def test_last_words_are_those_that_the_model_would_say(tmp_path: Path, subject: EvaluatedModel) -> None:
+def test_last_words_are_those_that_the_model_would_say(tmp_path: Path, subject: LoadedModel) -> None:
     contexts = [line.rsplit(" ", 1)[0] for line in LINES[:3]]
     said = [subject.generate([[*subject.begin_ids, *subject.encoder.encode([text])[0]]], 1)[0][0] for text in contexts]
     rows = [{"context": text, "target": subject.encoder.decode(ids)} for text, ids in zip(contexts, said, strict=True)]

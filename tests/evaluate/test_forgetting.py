@@ -143,7 +143,8 @@ def test_a_challenger_that_gains_on_the_champion_passes_however_good_an_earlier_
 )
 def test_a_first_champion_must_beat_the_baseline(setting: str | float | None, value: float, promote: bool, why: str) -> None:
     rules, challenger = Promotion(baseline=setting), Metric("bits_per_byte", (value,), (1.0,), None)  # type: ignore[arg-type]
-    metrics = {"bits_per_byte": value, "bits_per_byte_xz": 2.0, "bits_per_byte_zlib": 2.5}
+    values = {"bits_per_byte": value, "bits_per_byte_xz": 2.0, "bits_per_byte_zlib": 2.5}
+    metrics = {name: Metric.of_value(name, known) for name, known in values.items()}
     decision = decide(challenger, None, rules, first=first_champion(metrics, challenger, rules))
     assert (decision.promote, decision.word) == (promote, "promoted" if promote else "kept")
     assert why in decision.reason, decision.reason

@@ -15,10 +15,9 @@ from support.tiny_models import speaker, write_model
 from ttrain.config.evaluate import ChoicesTask, HarnessTask
 from ttrain.errors import DataError, UsageError
 from ttrain.evaluate import choices, lm_eval_tasks, run
-from ttrain.evaluate.evaluated_model import EvaluatedModel
 from ttrain.evaluate.items import Items, SuiteFiles
 from ttrain.evaluate.task_result import TaskResult
-from ttrain.inference.evaluated_model import as_evaluated_model
+from ttrain.inference.loading import LoadedModel
 
 lm_eval = pytest.importorskip("lm_eval")
 ITEMS, SHOTS = 12, 2
@@ -66,8 +65,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def subject(place: Path) -> EvaluatedModel:
-    return as_evaluated_model(speaker(place / "model"))
+def subject(place: Path) -> LoadedModel:
+    return speaker(place / "model")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -90,7 +89,7 @@ def read(place: Path, name: str, **settings: Any) -> Items[lm_eval_tasks.Harness
     return lm_eval_tasks.read("theirs", HarnessTask(task=f"{name}.yaml", **settings), SuiteFiles(place, allow_code=True))
 
 
-def asked(place: Path, name: str, subject: EvaluatedModel, **settings: Any) -> TaskResult:
+def asked(place: Path, name: str, subject: LoadedModel, **settings: Any) -> TaskResult:
     return lm_eval_tasks.run(read(place, name, **settings), subject, lambda done, total: None)
 
 
@@ -116,7 +115,7 @@ def theirs(place: Path, cache: None) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", TASKS)
 def test_every_item_is_judged_as_by_its_own_backend(
-    place: Path, subject: EvaluatedModel, name: str, theirs: dict[str, Any]
+    place: Path, subject: LoadedModel, name: str, theirs: dict[str, Any]
 ) -> None:
     outcome, found = asked(place, name, subject), theirs[name]
     assert len(outcome.items) == len(set(outcome.items)) == ITEMS
@@ -130,7 +129,7 @@ def test_every_item_is_judged_as_by_its_own_backend(
     ]  # Matthews' correlation is no mean over items
 
 
-def test_our_multiple_choice_is_the_harness_s(place: Path, subject: EvaluatedModel, theirs: dict[str, Any]) -> None:
+def test_our_multiple_choice_is_the_harness_s(place: Path, subject: LoadedModel, theirs: dict[str, Any]) -> None:
     spec = ChoicesTask(file="items.jsonl", delimiter=" ", shots=SHOTS)
     ours = choices.score_choices(choices.read_choices("ours", spec, SuiteFiles(place)), subject, lambda done, total: None)
     samples = theirs["choices"]["samples"]
@@ -185,7 +184,7 @@ def test_a_task_file_needs_leave_to_run_python_and_runs_none_before(tmp_path: Pa
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_group_counts_every_item_and_shows_each_task(place: Path, subject: EvaluatedModel) -> None:
+def test_a_group_counts_every_item_and_shows_each_task(place: Path, subject: LoadedModel) -> None:
     (place / "both.yaml").write_text("group: both\ntask:\n- words\n- answers\n")
     outcome = asked(place, "both", subject)
     assert outcome.groups == {"task=words": tuple(range(ITEMS)), "task=answers": tuple(range(ITEMS, 2 * ITEMS))}

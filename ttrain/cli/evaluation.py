@@ -22,7 +22,6 @@ from ttrain.evaluate.statistics import Rule
 from ttrain.evaluate.suites import LoadedSuite
 from ttrain.evaluate.task_result import TaskResult
 from ttrain.inference import loading
-from ttrain.inference.evaluated_model import as_evaluated_model
 from ttrain.lineage import lookup
 from ttrain.store import layout
 from ttrain.store.artifacts import ArtifactStore
@@ -82,9 +81,8 @@ def evaluate(
                 progress(int(100 * (number + done / total) / len(references)))
 
             loaded_model = loading.load(reference, device=options.device, dtype=options.dtype)
-            evaluated_model = as_evaluated_model(replace(loaded_model, name=label))
-            outcomes += run.ask(items, evaluated_model, report)
-            del loaded_model, evaluated_model
+            outcomes += run.ask(items, replace(loaded_model, name=label), report)
+            del loaded_model
             gc.collect()  # the next model needs the memory
     identities = dict(zip(labels, map(lookup.to_json, references), strict=True))
     return Results(outcomes, Rule()), identities, [*notes, *reading.lines(items)]

@@ -16,10 +16,10 @@ from ttrain.data.encoder import Encoder
 from ttrain.errors import DataError, UsageError
 from ttrain.evaluate import generation, perplexity
 from ttrain.evaluate import items as reading
-from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
 from ttrain.evaluate.items import UNSPACED, Items, SuiteFiles
-from ttrain.evaluate.perplexity import Tokens
+from ttrain.evaluate.perplexity import ProgressCallback, Tokens
 from ttrain.evaluate.task_result import Metric, TaskResult
+from ttrain.inference.loading import LoadedModel
 
 log = logging.getLogger("ttrain")
 
@@ -36,7 +36,7 @@ def read(task: str, spec: ChatsTask, files: SuiteFiles) -> Items[Messages]:
     return reading.read_texts(task, spec, files, parsers)
 
 
-def run(items: Items[Messages], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
+def run(items: Items[Messages], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:
     """Compute loss in nats per token of the assistant's turns, their end tokens included, and its exponential; and the
     metrics of `answer_metrics` unless `answers` or `new_tokens` is 0.
 
@@ -62,7 +62,7 @@ def run(items: Items[Messages], subject: EvaluatedModel, progress: ProgressCallb
     return items.result(subject.name, metrics, rows)
 
 
-def encode(items: Items[Any], subject: EvaluatedModel, conversations: Sequence[Messages]) -> list[Tokens | str]:
+def encode(items: Items[Any], subject: LoadedModel, conversations: Sequence[Messages]) -> list[Tokens | str]:
     """Encode the conversations of a task as (ids, live), or, if the model's template refuses one, as the error message; one
     of these is reported in a warning. Raises UsageError for a model without a chat template."""
     if not subject.can_chat:
@@ -85,7 +85,7 @@ def encode(items: Items[Any], subject: EvaluatedModel, conversations: Sequence[M
 
 
 def ask(
-    chats: Sequence[Messages], subject: EvaluatedModel, spec: ChatsTask, progress: ProgressCallback
+    chats: Sequence[Messages], subject: LoadedModel, spec: ChatsTask, progress: ProgressCallback
 ) -> list[list[JsonDict]]:
     """Generate greedy answers to at most `spec.answers` turns of each chat, the last ones, each after the chat's own
     preceding turns; as rows.

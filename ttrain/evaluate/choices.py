@@ -18,10 +18,11 @@ from ttrain.config.evaluate import ChoicesTask, LastWordTask
 from ttrain.core.files import JsonDict, finite
 from ttrain.core.text import is_number
 from ttrain.evaluate import items as prompts
-from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
 from ttrain.evaluate.items import BadRow, Items, SuiteFiles
 from ttrain.evaluate.log_likelihood import Likelihood, log_likelihoods
+from ttrain.evaluate.perplexity import ProgressCallback
 from ttrain.evaluate.task_result import LN2, Metric, TaskResult, mean
+from ttrain.inference.loading import LoadedModel
 
 CHOICE_FORMAT = '{"question": text, "choices": [texts], "answer": number from 0, letter or text}'
 PASSAGE_FORMAT = '{"context": text, "target": text}'
@@ -100,7 +101,7 @@ def _prompt(
     return prompt, [prompt.context, continuations, item.answer]
 
 
-def score_choices(items: Items[ChoicePrompt], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
+def score_choices(items: Items[ChoicePrompt], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:
     """Score a model on the items; the first metric is the one that `normalise` selects.
 
     `choice_loss` is the cost of the right choice in nats, with the probabilities of an item's choices normalised to one: it
@@ -182,7 +183,7 @@ def _loss(nats: Sequence[float], answer: int) -> float:
     return nats[answer] - least + math.log(math.fsum(math.exp(least - cost) for cost in nats))
 
 
-def score_passages(items: Items[ChoicePrompt], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
+def score_passages(items: Items[ChoicePrompt], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:
     """Compute `accuracy`, where all tokens of the target must be the most likely ones, and `perplexity` of the targets."""
     costs = log_likelihoods(subject, choice_texts(items.items), progress)
     figures = [

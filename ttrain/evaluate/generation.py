@@ -18,9 +18,10 @@ from ttrain.data.chat_templates import Message
 from ttrain.errors import UsageError
 from ttrain.evaluate import items as wording
 from ttrain.evaluate.choices import cut_figure
-from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
 from ttrain.evaluate.items import BadRow, Items, SuiteFiles
+from ttrain.evaluate.perplexity import ProgressCallback
 from ttrain.evaluate.task_result import TaskResult, mean
+from ttrain.inference.loading import LoadedModel
 
 ROW_FORMAT = '{"question": text, "answer": text or number, "final" (optional): the result alone}'
 
@@ -88,7 +89,7 @@ def read(task: str, spec: GenerationTask, files: SuiteFiles) -> Items[ProblemWit
     return wording.with_examples(task, spec, rows, files, parsed, ROW_FORMAT, item_of)
 
 
-def run(items: Items[ProblemWithExamples], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
+def run(items: Items[ProblemWithExamples], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:
     """Compute `accuracy_exact` or `accuracy_numeric`, by `match`, and `ended`: the share of answers that the model or a text
     of `stop` ended before `new_tokens`."""
     spec = items.spec
@@ -122,7 +123,7 @@ class Answer(NamedTuple):
 
 
 def answers(
-    subject: EvaluatedModel,
+    subject: LoadedModel,
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
     stops: Sequence[str],
@@ -203,7 +204,7 @@ def _text_or_number(record: JsonDict, key: str) -> str:
 
 
 def _prompt(
-    spec: GenerationTask, item: ProblemWithExamples, subject: EvaluatedModel, longest: int | None
+    spec: GenerationTask, item: ProblemWithExamples, subject: LoadedModel, longest: int | None
 ) -> tuple[list[int], int]:
     """(prompt ids, number of cut tokens): too long a prompt loses its oldest examples first, then its beginning."""
     problem, examples = item
@@ -215,7 +216,7 @@ def _prompt(
     return ids, len(whole) - len(ids)
 
 
-def _render(spec: GenerationTask, problem: Problem, examples: Sequence[Problem], subject: EvaluatedModel) -> list[int]:
+def _render(spec: GenerationTask, problem: Problem, examples: Sequence[Problem], subject: LoadedModel) -> list[int]:
     if spec.chat:
         turns = [turn for shot in examples for turn in (Message("user", shot.question), Message("assistant", shot.answer))]
         return prompt_ids(subject.encoder, (*turns, Message("user", problem.question)))

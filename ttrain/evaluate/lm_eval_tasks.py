@@ -26,11 +26,12 @@ from ttrain.core.files import JsonDict
 from ttrain.core.text import first_line
 from ttrain.errors import DataError, UsageError
 from ttrain.evaluate import perplexity
-from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback, beginning
 from ttrain.evaluate.generation import answers
 from ttrain.evaluate.items import Items, SuiteFiles, digests, sampled
 from ttrain.evaluate.log_likelihood import log_likelihoods
+from ttrain.evaluate.perplexity import ProgressCallback
 from ttrain.evaluate.task_result import LN2, Metric, TaskResult
+from ttrain.inference.loading import LoadedModel
 
 EXAMPLES_SEED = 1234  # the harness's default, so that prompts equal those of published results
 ROW_CHARACTERS = 2000  # from the end of a prompt, shown in a row of results
@@ -104,7 +105,7 @@ def task_index() -> Any:
     return TaskManager()
 
 
-def run(items: Items[HarnessItem], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
+def run(items: Items[HarnessItem], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:
     """Let the harness ask the model and judge its answers.
 
     The result has each metric of the task that is a mean over items, and of multiple choice the bits per byte of the right
@@ -164,7 +165,7 @@ class HarnessModel(LM):  # type: ignore[misc]  # the harness has no types
     probability 1.
     """
 
-    def __init__(self, subject: EvaluatedModel, progress: ProgressCallback) -> None:
+    def __init__(self, subject: LoadedModel, progress: ProgressCallback) -> None:
         super().__init__()
         self._subject, self._progress = subject, progress
 
@@ -177,7 +178,7 @@ class HarnessModel(LM):  # type: ignore[misc]  # the harness has no types
         """Log-likelihood of each whole text, in the harness's windows: they overlap by one token, the last one is full."""
         subject = self._subject
         length = subject.max_length or DEFAULT_LENGTH
-        start_ids = [beginning(subject)[-1], *subject.begin_ids]
+        start_ids = [subject.beginning()[-1], *subject.begin_ids]
         encoded = subject.encoder.encode([request.args[0] for request in requests])
         sequences = [([*start_ids, *ids], [True] * (len(start_ids) + len(ids))) for ids in encoded]
         scores = perplexity.score_items(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,23 +19,15 @@ from ttrain.data import records as sources
 from ttrain.data.packing import IGNORE, Array, Flags
 from ttrain.evaluate import baselines
 from ttrain.evaluate import items as reading
-from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback, beginning
 from ttrain.evaluate.items import Items, SuiteFiles
 from ttrain.evaluate.task_result import LN2, Metric, TaskResult
 from ttrain.evaluate.token_losses import TokenLosses
+from ttrain.inference.generate import batch_slices, batch_tokens_of
+from ttrain.inference.loading import LoadedModel
 from ttrain.train.distributed import Ranks
 
-LEAST_FILL = 0.9  # of a row that is added to a batch with enough tokens
-
+ProgressCallback = Callable[[int, int], None]
 Tokens = tuple[Sequence[int], Sequence[bool]]  # ids, and whether each counts
-
-
-def batch_tokens_of(device: torch.device) -> tuple[int, int]:
-    """Padded tokens of a forward pass: (the default maximum, how many are enough for full speed).
-
-    On a CPU 512 tokens take as long each as 2048 (S, rows of 512: 829 and 807 us).
-    """
-    return (4096, 512) if device.type == "cpu" else (32_768, 8192)
 
 
 class Score(NamedTuple):
@@ -122,24 +114,6 @@ def score_each(
     return [Score(total, int(live[1:].sum())) for total, (_, live) in zip(totals, arrays, strict=True)]
 
 
-def batch_slices(lengths: Sequence[int], most: int, enough: int) -> list[slice]:
-    """Split descending lengths into batches of at least one and, padded to their first, at most `most` tokens.
-
-    A batch with `enough` tokens ends before a length that would be padded by more than a tenth: of 6,000 tokens in texts of
-    log-normal lengths the padding is then 4 % instead of 29 %.
-    """
-    slices, start = [], 0
-    while start < len(lengths):
-        widest, end = lengths[start], start + 1
-        while end < len(lengths) and (end + 1 - start) * widest <= most:
-            if (end - start) * widest >= enough and lengths[end] < LEAST_FILL * widest:
-                break
-            end += 1
-        slices.append(slice(start, end))
-        start = end
-    return slices
-
-
 def padded(rows: Sequence[tuple[Array, Flags, ScoringWindow]]) -> tuple[Tensor, Tensor]:
     """Inputs and labels of windows, padded on the right, where a causal model's earlier positions cannot see it."""
     shape = (len(rows), max(window.inputs for _, _, window in rows))
@@ -167,7 +141,7 @@ def read(task: str, spec: TextTask, files: SuiteFiles) -> Items[str]:
     return reading.read_texts(task, spec, files, parsers)
 
 
-def run(items: Items[str], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
+def run(items: Items[str], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:
     """Compute bits per byte, loss in nats per token, and perplexity per token. Every token of a text is scored.
 
     Bits are divided by the bytes of the text as it stands in the file, so that models with different tokenizers can be
@@ -176,7 +150,7 @@ def run(items: Items[str], subject: EvaluatedModel, progress: ProgressCallback) 
     """
     spec = items.spec
     ids = subject.encoder.encode(items.items)
-    begin_ids = beginning(subject)
+    begin_ids = subject.beginning()
     sequences = [([*begin_ids, *text_ids], [False] * len(begin_ids) + [True] * len(text_ids)) for text_ids in ids]
     scores = score_items(spec, subject, sequences, progress)
     sizes = [len(text.encode("utf-8")) for text in items.items]
@@ -196,7 +170,7 @@ def run(items: Items[str], subject: EvaluatedModel, progress: ProgressCallback) 
 
 
 def score_items(
-    spec: RecordsTask, subject: EvaluatedModel, sequences: Sequence[Tokens | str], progress: ProgressCallback
+    spec: RecordsTask, subject: LoadedModel, sequences: Sequence[Tokens | str], progress: ProgressCallback
 ) -> list[Score]:
     """Score the live tokens of each item of a task, in windows that the model accepts; none of an item with an error message
     in place of its tokens."""

@@ -15,10 +15,10 @@ from ttrain.data.chat_templates import Messages
 from ttrain.data.preferences import PREFERENCE_FIELDS, Preference
 from ttrain.evaluate import chats, perplexity
 from ttrain.evaluate import items as reading
-from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
 from ttrain.evaluate.items import BadRow, Items, SuiteFiles
-from ttrain.evaluate.perplexity import Score
+from ttrain.evaluate.perplexity import ProgressCallback, Score
 from ttrain.evaluate.task_result import Metric, TaskResult
+from ttrain.inference.loading import LoadedModel
 
 PAIRS = "pairs"  # the held-out records, as the metric over them names them
 RATED = "a single rated answer, which has no other one to be compared with"
@@ -45,7 +45,7 @@ def read(task: str, spec: PairsTask, files: SuiteFiles) -> Items[Preference]:
     return reading.read_texts(task, spec, files, parsers)
 
 
-def run(items: Items[Preference], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
+def run(items: Items[Preference], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:
     """Compute the share of pairs whose chosen answer is likelier, a tie counting one half, and its mean lead in nats.
 
     A pair that the model's own template refuses is not scored. Raises UsageError for a model without a chat template.

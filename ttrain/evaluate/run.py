@@ -13,10 +13,10 @@ from ttrain.data.contamination import digest_of_text
 from ttrain.data.plain_text import plain
 from ttrain.errors import UsageError
 from ttrain.evaluate import chats, choices, generation, perplexity, preferences
-from ttrain.evaluate.evaluated_model import EvaluatedModel
 from ttrain.evaluate.items import Items, SuiteFiles
 from ttrain.evaluate.suites import LoadedSuite, check_parts
 from ttrain.evaluate.task_result import TaskResult
+from ttrain.inference.loading import LoadedModel
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -37,7 +37,7 @@ def read(suites: Sequence[LoadedSuite], heldout: Mapping[str, Records]) -> list[
     return items
 
 
-def ask(items: Sequence[Items[Any]], subject: EvaluatedModel, report: ReportProgress) -> list[TaskResult]:
+def ask(items: Sequence[Items[Any]], subject: LoadedModel, report: ReportProgress) -> list[TaskResult]:
     """Evaluate a model on every task."""
     outcomes = []
     for number, task_items in enumerate(items):

@@ -16,7 +16,7 @@ from ttrain.data.chat_templates import Message, Messages
 from ttrain.data.encoder import Encoder
 from ttrain.data.records import hash_of
 from ttrain.errors import ArtifactError
-from ttrain.evaluate.evaluated_model import EvaluatedModel
+from ttrain.inference.loading import LoadedModel
 
 SAMPLED = 2  # documents, and as many questions
 BEGINNING_BYTES = 80  # of a document: about a line, of at most as many tokens
@@ -83,7 +83,7 @@ def _begun(text: str, most_bytes: int) -> SamplePrompt:
     return SamplePrompt(shown, reference=text[len(shown) :])
 
 
-def continuations(subject: EvaluatedModel, prompts: Sequence[SamplePrompt], *, new_tokens: int) -> list[dict[str, str]]:
+def continuations(subject: LoadedModel, prompts: Sequence[SamplePrompt], *, new_tokens: int) -> list[dict[str, str]]:
     """The prompt, its most likely continuation as `answer`, and the `reference` where there is one."""
     encoder = subject.encoder
     ids = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,9 +27,11 @@ from transformers import (
 
 from ttrain.data.encoder import Encoder
 from ttrain.errors import ArtifactError, DataError
-from ttrain.evaluate.prefix_cache import PrefixCache
-from ttrain.inference.loading import LoadedModel
+from ttrain.inference.kv_cache import KVCache
 from ttrain.inference.sampling import Sampling
+
+if TYPE_CHECKING:
+    from ttrain.inference.loading import LoadedModel
 
 # Gets the new token of each row that has not ended, by row; may return the rows that end here.
 OnTokens = Callable[[dict[int, int]], Collection[int] | None]
@@ -73,7 +75,7 @@ def generate(
     for row, prompt in enumerate(prompts):  # left padding, so that all answers begin at the same position
         ids_BT[row, longest - len(prompt) :] = torch.as_tensor(np.asarray(prompt, dtype=np.int64))
         mask_BT[row, longest - len(prompt) :] = 1
-    cache = kv_cache.take(prompts[0]) if kv_cache else None
+    cache = kv_cache.take(prompts[0][:-1]) if kv_cache else None  # the last token predicts
     with torch.no_grad():  # not inference_mode: tables cached in the model would be unusable for further training
         found_BT = loaded_model.model.generate(
             input_ids=ids_BT.to(loaded_model.device),
@@ -106,6 +108,35 @@ def available_tokens(loaded_model: LoadedModel, prompt_tokens: int, sampling: Sa
             "together with the answer; shorten it"
         )
     return min(sampling.max_tokens, loaded_model.max_length - prompt_tokens)
+
+
+LEAST_FILL = 0.9  # of a row that is added to a batch with enough tokens
+
+
+def batch_tokens_of(device: torch.device) -> tuple[int, int]:
+    """Padded tokens of a forward pass: (the default maximum, how many are enough for full speed).
+
+    On a CPU 512 tokens take as long each as 2048 (S, rows of 512: 829 and 807 us).
+    """
+    return (4096, 512) if device.type == "cpu" else (32_768, 8192)
+
+
+def batch_slices(lengths: Sequence[int], most: int, enough: int) -> list[slice]:
+    """Split descending lengths into batches of at least one and, padded to their first, at most `most` tokens.
+
+    A batch with `enough` tokens ends before a length that would be padded by more than a tenth: of 6,000 tokens in texts of
+    log-normal lengths the padding is then 4 % instead of 29 %.
+    """
+    slices, start = [], 0
+    while start < len(lengths):
+        widest, end = lengths[start], start + 1
+        while end < len(lengths) and (end + 1 - start) * widest <= most:
+            if (end - start) * widest >= enough and lengths[end] < LEAST_FILL * widest:
+                break
+            end += 1
+        slices.append(slice(start, end))
+        start = end
+    return slices
 
 
 class TextStream:
@@ -204,16 +235,3 @@ def logits_processors(sampling: Sampling, numbers: Sequence[int], prompt_tokens:
 def _completion(loaded_model: LoadedModel, ids: list[int], seconds: float) -> Completion:
     end = next((at for at, token in enumerate(ids) if token in loaded_model.stop_ids), None)
     return Completion(ids if end is None else ids[:end], end is not None, seconds)
-
-
-class KVCache(PrefixCache):
-    """Keys and values of a conversation. Unused for models without a cache."""
-
-    def __init__(self, loaded_model: LoadedModel) -> None:
-        causal = loaded_model.causal
-        super().__init__(causal.config)
-        self._uses_cache = loaded_model.uses_cache and loaded_model.model is causal  # a prefix has a cache of its own
-
-    def take(self, ids: Sequence[int]) -> Any:
-        """A cache of the prompt's beginning, never including its last token; None if not possible."""
-        return super().take(ids[:-1]) if self._uses_cache else None

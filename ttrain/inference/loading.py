@@ -14,11 +14,14 @@ from transformers import GenerationConfig, PreTrainedModel
 from ttrain.core.files import temporary_directory
 from ttrain.data import existing
 from ttrain.data.encoder import Encoder, open_tokenizer
-from ttrain.errors import ArtifactError
-from ttrain.evaluate.token_losses import causal_of
+from ttrain.data.jinja_templates import BOS
+from ttrain.errors import ArtifactError, UsageError
+from ttrain.inference.generate import Completion, batch_slices, batch_tokens_of, generate
+from ttrain.inference.sampling import Sampling
 from ttrain.model import adapters, factory
 from ttrain.store.model_files import Reference
 from ttrain.train import precision
+from ttrain.train.distributed import Ranks
 from ttrain.train.precision import DTYPES
 
 
@@ -32,6 +35,8 @@ class LoadedModel:
     stop_ids     tokens that end an answer
     max_length   positions the model accepts; None if it has no limit
     can_chat     whether its tokenizer has a chat template whose tokens the model knows
+    batch_tokens padded tokens of a forward pass of an evaluation, which bound the memory; None: by device
+    ranks        that score texts and chats together; None: this process alone
     """
 
     name: str
@@ -41,6 +46,8 @@ class LoadedModel:
     stop_ids: tuple[int, ...]
     max_length: int | None
     can_chat: bool
+    batch_tokens: int | None = None
+    ranks: Ranks | None = None
 
     @property
     def device(self) -> torch.device:
@@ -59,6 +66,48 @@ class LoadedModel:
         use_cache = self.model.generation_config.use_cache
         return bool(use_cache) and "past_key_values" in inspect.signature(self.causal.forward).parameters
 
+    @property
+    def has_prefix(self) -> bool:
+        """Whether an adapter puts virtual tokens before every text."""
+        adapter = getattr(self.model, "active_peft_config", None)
+        return adapter is not None and bool(adapter.is_prompt_learning)
+
+    def room(self, new_tokens: int) -> tuple[int, int | None]:
+        """(tokens of an answer, tokens of a prompt at most): an answer takes at most half of the positions.
+
+        Both are the same for all prompts, so that no answer depends on its batch.
+        """
+        if self.max_length is None:
+            return new_tokens, None
+        tokens = min(new_tokens, self.max_length // 2)
+        return tokens, self.max_length - tokens
+
+    def beginning(self) -> tuple[int, ...]:
+        """Ids before a text, so that its first token is scored too: those that the tokenizer adds, else its bos, as in the
+        harness, else its eos.
+
+        The model does not know a bos that ttrain added to the tokenizer. Raises UsageError if it knows none of these.
+        """
+        rows = self.model.get_input_embeddings().weight.shape[0]
+        bos_ids = () if self.encoder.tokens["bos_token"] == BOS else (self.encoder.bos_id,)
+        for ids in (self.begin_ids, bos_ids, (self.encoder.eos_id,)):
+            if ids and max(ids) < rows:
+                return ids
+        raise UsageError(
+            f"the model {self.name} knows no token that begins or ends a text, so the first token of a text cannot be "
+            "scored; give its tokenizer a bos_token or an eos_token"
+        )
+
+    def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[tuple[list[int], bool]]:
+        """Greedy answers: for each prompt (new ids without the stop id, whether a stop id ended them)."""
+        most = self.batch_tokens or batch_tokens_of(self.device)[0]
+        order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))  # so that there is little padding
+        completions: dict[int, Completion] = {}
+        for part in batch_slices([len(prompts[number]) + new_tokens for number in order], most, most):
+            batch = [prompts[number] for number in order[part]]
+            completions |= zip(order[part], generate(self, batch, Sampling(max_tokens=new_tokens)), strict=True)
+        return [(completions[number].ids, completions[number].ended) for number in range(len(prompts))]
+
     def text_ids(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of texts that are to be continued."""
         return [[*self.begin_ids, *ids] for ids in self.encoder.encode(texts)]
@@ -69,6 +118,11 @@ class LoadedModel:
         limit = f", {self.max_length} tokens of context" if self.max_length else ""
         numbers = f"{size:,} parameters in {str(self.model.dtype).removeprefix('torch.')}"
         return f"{self.name}: {self.causal.config.model_type}, {numbers} on {self.device}{limit}"
+
+
+def causal_of(model: Any) -> Any:
+    """The model of transformers, inside PEFT's if there is one."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def load(reference: Reference, *, device: str = "auto", dtype: str = "fp32") -> LoadedModel:
