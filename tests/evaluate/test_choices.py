@@ -167,10 +167,9 @@ def test_bad_rows_are_told_with_their_place_and_never_count(tmp_path: Path, subj
     path = write(tmp_path / "a.jsonl", [question(0), *BAD.values(), "{broken\n", question(1)])
     items = quiz(tmp_path)
     assert [one.choice.answer for one in items.items] == [0, 1]
-    assert [row.reason for row in items.left_out[: len(BAD)]] == list(BAD)
-    assert [row.location for row in items.left_out] == [f"{path}:{line}" for line in range(2, len(BAD) + 3)]
+    assert [row["reason"] for row in items.left_out[: len(BAD)]] == list(BAD)
+    assert [(row["file"], row["line"]) for row in items.left_out] == [(str(path), line) for line in range(2, len(BAD) + 3)]
     outcome = choices.score_choices(items, subject, quiet)
-    assert sum(outcome.left_out.values()) == len(BAD) + 1
     assert all(len(figure.sizes) == 2 and all(figure.sizes) for figure in outcome.figures)
     write(path, [BAD["no answer"]])
     with pytest.raises(DataError, match=r"tasks.quiz.file a.jsonl has no usable row .*a.jsonl:1: no answer"):
@@ -198,12 +197,12 @@ def test_figures_are_those_of_a_naive_loop(tmp_path: Path, subject: LoadedModel)
         shares = [score / len(choice) for score, choice in zip(scores, row["choices"], strict=True)]
         by_byte.append(float(shares.index(max(shares)) == row["answer"]))
         losses.append(-scores[row["answer"]] + math.log(sum(map(math.exp, scores))))
-    found = {figure.name: figure for figure in outcome.figures}
+    found = {figure.name + figure.suffix: figure for figure in outcome.figures}
     assert outcome.primary.name == "accuracy_bytes"
     assert found["accuracy"].sums == tuple(right)
     assert found["accuracy_bytes"].sums == tuple(by_byte)
     assert found["choice_loss"].sums == pytest.approx(losses, abs=1e-4)
-    assert outcome.groups == {"source=even": (0, 2, 4, 6, 8, 10), "source=odd": (1, 3, 5, 7, 9, 11)}
+    assert outcome.items.groups == {"source=even": (0, 2, 4, 6, 8, 10), "source=odd": (1, 3, 5, 7, 9, 11)}
     assert [row["right"] for row in outcome.rows] == [bool(one) for one in by_byte]
 
 

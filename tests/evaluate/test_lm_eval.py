@@ -118,7 +118,7 @@ def test_every_item_is_judged_as_by_its_own_backend(
     place: Path, subject: LoadedModel, name: str, theirs: dict[str, Any]
 ) -> None:
     outcome, found = asked(place, name, subject), theirs[name]
-    assert len(outcome.items) == len(set(outcome.items)) == ITEMS
+    assert len(outcome.items.digests) == len(set(outcome.items.digests)) == ITEMS
     figures = [figure for figure in outcome.figures if name == "texts" or figure.name != "bits_per_byte"]
     for figure in figures:
         assert figure.value == pytest.approx(found["figures"][f"{figure.name},none"], rel=1e-4)
@@ -153,7 +153,7 @@ def test_data_and_names_that_the_harness_does_not_have_are_refused(place: Path, 
     monkeypatch.setattr("lm_eval.tasks.manager.__file__", str(place / "manager.py"))  # its 14,000 files take 8 s to read
     monkeypatch.chdir(place)
     found = lm_eval_tasks.read("theirs", HarnessTask(task="words"), SuiteFiles(place / "elsewhere"))
-    assert len(found.items) == ITEMS
+    assert len(found.items.digests) == ITEMS
     with pytest.raises(UsageError, match=r"theirs\.task is wordz, .* does not know; `lm-eval ls tasks` lists"):
         lm_eval_tasks.read("theirs", HarnessTask(task="wordz"), SuiteFiles(place))
 
@@ -187,11 +187,11 @@ def test_a_task_file_needs_leave_to_run_python_and_runs_none_before(tmp_path: Pa
 def test_a_group_counts_every_item_and_shows_each_task(place: Path, subject: LoadedModel) -> None:
     (place / "both.yaml").write_text("group: both\ntask:\n- words\n- answers\n")
     outcome = asked(place, "both", subject)
-    assert outcome.groups == {"task=words": tuple(range(ITEMS)), "task=answers": tuple(range(ITEMS, 2 * ITEMS))}
+    assert outcome.items.groups == {"task=words": tuple(range(ITEMS)), "task=answers": tuple(range(ITEMS, 2 * ITEMS))}
     accuracy, exact = (next(one for one in outcome.figures if one.name == name) for name in ("acc", "exact_match"))
     assert (sum(accuracy.sizes), sum(exact.sizes)) == (ITEMS, ITEMS)
     of_one_task = asked(place, "both", subject, limit=1)
-    assert (len(of_one_task.items), of_one_task.groups) == (1, {})
+    assert (len(of_one_task.items.digests), of_one_task.items.groups) == (1, {})
     assert all(figure.sizes == (1.0,) for figure in of_one_task.figures)
     (place / "both.yaml").unlink()
 

@@ -74,12 +74,12 @@ def test_pairs_of_a_file_are_scored_one_by_one(encoder: Encoder, model: Any, tmp
     items = preferences.read("mine", *asked(tmp_path, by="lang"))
     result = preferences.run(items, subject_of(model, encoder), lambda done, total: None)
     expected = scored(model, encoder, items.items)
-    accuracy, margin = result.figures
+    accuracy, *_, margin = result.figures
     assert (accuracy.name, margin.name) == ("accuracy", "margin") and accuracy.higher_is_better
     assert accuracy.value == sum(pair.preferred for pair in expected) / 2
     assert margin.sums == pytest.approx([pair.margin for pair in expected], abs=1e-4)
     assert [row["preferred"] for row in result.rows] == [pair.preferred for pair in expected]
-    assert result.groups == {"lang=en": (0,), "lang=zh": (1,)}
-    places = {row.location.rpartition("/")[2]: row.reason for row in items.left_out}
+    assert result.items.groups == {"lang=en": (0,), "lang=zh": (1,)}
+    places = {f"{Path(row['file']).name}:{row['line']}": row["reason"] for row in items.left_out}
     assert set(places) == {"pairs.jsonl:3", "pairs.jsonl:4"}
     assert "equal" in places["pairs.jsonl:3"] and places["pairs.jsonl:4"] == preferences.RATED

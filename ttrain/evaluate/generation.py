@@ -99,10 +99,10 @@ def run(items: Items[ProblemWithExamples], subject: LoadedModel, progress: Progr
             "or evaluate a model that was trained on chats"
         )
     room, longest = subject.room(spec.new_tokens)
-    prompts = [_prompt(spec, item, subject, longest) for item in items.items]
+    prompts = [_prompt(spec, problem, examples, subject) for problem, examples in items.items]
     stops, lead = ((), lead_text(subject.encoder)) if spec.chat else (spec.stop, "")
     rows: list[JsonDict] = []
-    answered = answers(subject, [ids for ids, _ in prompts], room, stops, progress, lead)
+    answered = answers(subject, [ids[-(longest or 0) :] for ids in prompts], room, stops, progress, lead)
     for (problem, _), (_, answer, ended) in zip(items.items, answered, strict=True):
         parsed, right = judge_answer(answer, problem.final, spec.match)
         rows.append({
@@ -110,7 +110,7 @@ def run(items: Items[ProblemWithExamples], subject: LoadedModel, progress: Progr
             "match": spec.match, "right": right, "ended": ended,
         })  # fmt: skip
     metrics = [mean(f"accuracy_{spec.match}", (row["right"] for row in rows)), mean("ended", (row["ended"] for row in rows))]
-    metrics += cut_figure([cut for _, cut in prompts])
+    metrics += cut_figure([len(ids) - (longest or len(ids)) for ids in prompts])
     return items.result(subject.name, metrics, rows)
 
 
@@ -144,8 +144,9 @@ def answers(
             generated = subject.generate([[*prompts[number], *answered[number].ids] for number in going_on], piece)
             for number, (new_ids, ended) in zip(going_on, generated, strict=True):
                 ids = [*answered[number].ids, *new_ids]
-                text, stopped = _until(subject.encoder.decode(ids).removeprefix(lead), stops)
-                answered[number] = Answer(ids, text, ended or stopped)
+                text = subject.encoder.decode(ids).removeprefix(lead)
+                ends = [text.find(stop) for stop in stops if stop and stop in text]
+                answered[number] = Answer(ids, text[: min(ends, default=len(text))], ended or bool(ends))
             going_on = [number for number in going_on if not answered[number].ended]
         progress(min(start + AT_ONCE, len(order)), len(order))
     return answered
@@ -203,20 +204,7 @@ def _text_or_number(record: JsonDict, key: str) -> str:
     return str(value)
 
 
-def _prompt(
-    spec: GenerationTask, item: ProblemWithExamples, subject: LoadedModel, longest: int | None
-) -> tuple[list[int], int]:
-    """(prompt ids, number of cut tokens): too long a prompt loses its oldest examples first, then its beginning."""
-    problem, examples = item
-    ids = whole = _render(spec, problem, examples, subject)
-    while longest is not None and len(ids) > longest and examples:
-        examples = examples[1:]
-        ids = _render(spec, problem, examples, subject)
-    ids = ids[-(longest or 0) :]
-    return ids, len(whole) - len(ids)
-
-
-def _render(spec: GenerationTask, problem: Problem, examples: Sequence[Problem], subject: LoadedModel) -> list[int]:
+def _prompt(spec: GenerationTask, problem: Problem, examples: Sequence[Problem], subject: LoadedModel) -> list[int]:
     if spec.chat:
         turns = [turn for shot in examples for turn in (Message("user", shot.question), Message("assistant", shot.answer))]
         return prompt_ids(subject.encoder, (*turns, Message("user", problem.question)))
@@ -226,9 +214,3 @@ def _render(spec: GenerationTask, problem: Problem, examples: Sequence[Problem],
         text += question + wording.separator(question, shot.answer) + shot.answer + spec.shots_separator
     text += spec.template.replace("{question}", problem.question)
     return [*subject.begin_ids, *subject.encoder.encode([text])[0]]
-
-
-def _until(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """(the text up to the first of `stops`, whether there was one)."""
-    ends = [at for stop in stops if stop and (at := text.find(stop)) >= 0]
-    return (text[: min(ends)], True) if ends else (text, False)

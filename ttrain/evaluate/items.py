@@ -165,10 +165,10 @@ def sampled(items: Sequence[T], limit: int | None, seed: int) -> list[T]:
     return [items[number] for number in sorted(random.Random(seed).sample(range(len(items)), limit))]
 
 
-def groups(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> Groups:
+def groups(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], most: int = MOST_GROUPS) -> Groups:
     """Group rows by the values of each key: {"lang=zh": row numbers}; rows without the key are in none of its groups.
 
-    A key with more than MOST_GROUPS values, such as the address that each row came from, or with the same value on every
+    A key with more than `most` values, such as the address that each row came from, or with the same value on every
     row forms no groups.
     """
     numbers: dict[str, tuple[int, ...]] = {}
@@ -177,7 +177,7 @@ def groups(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> Groups:
         for number, row in enumerate(rows):
             if isinstance(value := row.get(key), str | int) and not isinstance(value, bool):
                 of_key.setdefault(f"{key}={value}", []).append(number)
-        if len(of_key) <= MOST_GROUPS:
+        if len(of_key) <= most:
             numbers |= {name: tuple(found) for name, found in of_key.items() if len(found) < len(rows)}
     return dict(sorted(numbers.items()))
 

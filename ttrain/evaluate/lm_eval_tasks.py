@@ -27,7 +27,7 @@ from ttrain.core.text import first_line
 from ttrain.errors import DataError, UsageError
 from ttrain.evaluate import perplexity
 from ttrain.evaluate.generation import answers
-from ttrain.evaluate.items import Items, SuiteFiles, digests, sampled
+from ttrain.evaluate.items import Items, SuiteFiles, digests, groups, sampled
 from ttrain.evaluate.log_likelihood import log_likelihoods
 from ttrain.evaluate.perplexity import ProgressCallback
 from ttrain.evaluate.task_result import LN2, Metric, TaskResult
@@ -47,6 +47,7 @@ FORMS: dict[Any, dict[str, Any]] = {
 }
 ANSWER_BITS = "bits_per_byte"  # of the right choice: not a metric of the harness
 
+Parts = tuple[list[float], list[float]]
 HarnessItem = tuple[Task, int]  # a document of a task, by its number there
 
 
@@ -65,11 +66,8 @@ def read(task: str, spec: HarnessTask, files: SuiteFiles) -> Items[HarnessItem]:
         harness_task.set_fewshot_seed(seed=EXAMPLES_SEED)
         documents += [(harness_task, number) for number in range(len(harness_task.eval_docs))]
     drawn = sampled(documents, spec.limit, spec.seed)
-    groups: dict[str, list[int]] = defaultdict(list)
-    for place, (harness_task, _) in enumerate(drawn):
-        groups[f"task={harness_task.task_name}"].append(place)
-    by_task = {name: tuple(places) for name, places in groups.items() if len(places) < len(drawn)}
-    return Items(task, spec, tuple(drawn), (), groups=by_task)
+    tasks = [{"task": harness_task.task_name} for harness_task, _ in drawn]
+    return Items(task, spec, tuple(drawn), (), groups=groups(tasks, ["task"], len(tasks)))
 
 
 def _load_tasks(spec: HarnessTask, files: SuiteFiles, setting: str) -> list[Task]:
@@ -118,9 +116,8 @@ def run(items: Items[HarnessItem], subject: LoadedModel, progress: ProgressCallb
     for name, of_task in judged["samples"].items():
         for sample in of_task:
             samples[tasks[name], sample["doc_id"]].append(sample)
-    rows: list[JsonDict] = []
-    identities: list[object] = []
-    parts: dict[str, dict[int, tuple[float, float]]] = defaultdict(dict)  # of each metric: (sum, size) by number of the item
+    rows, identities, count = list[JsonDict](), list[object](), len(items.items)
+    parts: dict[str, Parts] = defaultdict(lambda: ([0.0] * count, [0.0] * count))  # by metric: its sums and sizes
     fields: dict[str, JsonDict] = {}
     for place, item in enumerate(items.items):
         first, name = samples[item][0], item[0].task_name
@@ -131,11 +128,9 @@ def run(items: Items[HarnessItem], subject: LoadedModel, progress: ProgressCallb
         for sample in samples[item]:
             rows[place] |= {metric: str(sample[metric]) for metric in sample["metrics"]}
             for label, fields[label], amount, size in _values(item[0], sample):
-                parts[label][place] = amount, size
-    metrics: list[Metric] = []
-    for label, by_place in parts.items():
-        sums, sizes = zip(*(by_place.get(place, (0.0, 0.0)) for place in range(len(rows))), strict=True)
-        metrics.append(Metric(label, sums, sizes, **fields[label]))
+                sums, sizes = parts[label]
+                sums[place], sizes[place] = amount, size
+    metrics = [Metric(label, tuple(sums), tuple(sizes), **fields[label]) for label, (sums, sizes) in parts.items()]
     if not metrics:
         raise DataError(f"tasks.{items.task}: {items.spec} has no metric that is a mean over items; choose another task")
     return replace(items, digests=digests(identities)).result(subject.name, metrics, rows)
@@ -145,12 +140,11 @@ def _values(task: Task, sample: JsonDict) -> Iterator[tuple[str, JsonDict, float
     """The metrics of a sample that are quotients of sums over items: (name, fields of the metric, sum, size)."""
     aggregation, higher = task.aggregation(), task.higher_is_better()
     for metric in sample["metrics"]:
-        if (form := FORMS.get(aggregation[metric])) is None:
-            continue
-        label = metric if sample["filter"] == "none" else f"{metric}_{sample['filter']}"
-        amount, size = sample[metric] if isinstance(sample[metric], tuple | list) else (sample[metric], 1.0)
-        fields = {**form, "higher_is_better": higher.get(metric) is not False}
-        yield label, fields, float(-amount if form else amount), float(size)
+        if (form := FORMS.get(aggregation[metric])) is not None:
+            label = metric if sample["filter"] == "none" else f"{metric}_{sample['filter']}"
+            amount, size = sample[metric] if isinstance(sample[metric], tuple | list) else (sample[metric], 1.0)
+            fields = {**form, "higher_is_better": higher.get(metric) is not False}
+            yield label, fields, float(-amount if form else amount), float(size)
     target = sample["target"]
     if task.OUTPUT_TYPE == "multiple_choice" and target in range(len(sample["arguments"])):
         [(log_likelihood, _)] = sample["resps"][target]

@@ -24,9 +24,8 @@ from transformers import DynamicCache
 
 from ttrain.data.packing import IGNORE
 from ttrain.errors import DataError
-from ttrain.evaluate.perplexity import ProgressCallback, ScoringWindow, padded
+from ttrain.evaluate.perplexity import ProgressCallback, ScoringWindow, batch_slices, padded
 from ttrain.evaluate.token_losses import PROBED_TOKENS, TokenLosses
-from ttrain.inference.generate import batch_slices, batch_tokens_of
 from ttrain.inference.kv_cache import KVCache, common
 from ttrain.inference.loading import LoadedModel
 
@@ -58,7 +57,7 @@ def log_likelihoods(subject: LoadedModel, texts: Sequence[tuple[str, str]], prog
     losses = TokenLosses(subject.model)
     cache = StartCache(subject, losses)
     shares = bool(pairs) and cache.works(pairs[0][0][:PROBED_TOKENS])
-    for start, numbers in _batches(pairs, shares=shares, most=subject.batch_tokens or batch_tokens_of(subject.device)[0]):
+    for start, numbers in _batches(pairs, shares=shares, most=subject.batch_tokens):
         cached = cache.repeated(start, len(numbers)) if start else {}
         inputs_BT, labels_BT = padded([_row(*pairs[number], len(start)) for number in numbers])
         nats_N, likeliest_N = losses.with_greedy(inputs_BT.to(subject.device), labels_BT, **cached)

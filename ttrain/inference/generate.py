@@ -110,35 +110,6 @@ def available_tokens(loaded_model: LoadedModel, prompt_tokens: int, sampling: Sa
     return min(sampling.max_tokens, loaded_model.max_length - prompt_tokens)
 
 
-LEAST_FILL = 0.9  # of a row that is added to a batch with enough tokens
-
-
-def batch_tokens_of(device: torch.device) -> tuple[int, int]:
-    """Padded tokens of a forward pass: (the default maximum, how many are enough for full speed).
-
-    On a CPU 512 tokens take as long each as 2048 (S, rows of 512: 829 and 807 us).
-    """
-    return (4096, 512) if device.type == "cpu" else (32_768, 8192)
-
-
-def batch_slices(lengths: Sequence[int], most: int, enough: int) -> list[slice]:
-    """Split descending lengths into batches of at least one and, padded to their first, at most `most` tokens.
-
-    A batch with `enough` tokens ends before a length that would be padded by more than a tenth: of 6,000 tokens in texts of
-    log-normal lengths the padding is then 4 % instead of 29 %.
-    """
-    slices, start = [], 0
-    while start < len(lengths):
-        widest, end = lengths[start], start + 1
-        while end < len(lengths) and (end + 1 - start) * widest <= most:
-            if (end - start) * widest >= enough and lengths[end] < LEAST_FILL * widest:
-                break
-            end += 1
-        slices.append(slice(start, end))
-        start = end
-    return slices
-
-
 class TextStream:
     """Decodes a stream of tokens; a character is held back until all its bytes have arrived.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from ttrain.data import existing
 from ttrain.data.encoder import Encoder, open_tokenizer
 from ttrain.data.jinja_templates import BOS
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.inference.generate import Completion, batch_slices, batch_tokens_of, generate
+from ttrain.inference.generate import Completion, generate
 from ttrain.inference.sampling import Sampling
 from ttrain.model import adapters, factory
 from ttrain.store.model_files import Reference
@@ -35,7 +35,7 @@ class LoadedModel:
     stop_ids     tokens that end an answer
     max_length   positions the model accepts; None if it has no limit
     can_chat     whether its tokenizer has a chat template whose tokens the model knows
-    batch_tokens padded tokens of a forward pass of an evaluation, which bound the memory; None: by device
+    batch_tokens padded tokens of a batch of an evaluation, which bound the memory; no score may depend on it
     ranks        that score texts and chats together; None: this process alone
     """
 
@@ -46,7 +46,7 @@ class LoadedModel:
     stop_ids: tuple[int, ...]
     max_length: int | None
     can_chat: bool
-    batch_tokens: int | None = None
+    batch_tokens: int = 4096
     ranks: Ranks | None = None
 
     @property
@@ -100,12 +100,13 @@ class LoadedModel:
 
     def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[tuple[list[int], bool]]:
         """Greedy answers: for each prompt (new ids without the stop id, whether a stop id ended them)."""
-        most = self.batch_tokens or batch_tokens_of(self.device)[0]
         order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))  # so that there is little padding
         completions: dict[int, Completion] = {}
-        for part in batch_slices([len(prompts[number]) + new_tokens for number in order], most, most):
-            batch = [prompts[number] for number in order[part]]
-            completions |= zip(order[part], generate(self, batch, Sampling(max_tokens=new_tokens)), strict=True)
+        while order:
+            rows = max(1, self.batch_tokens // (len(prompts[order[0]]) + new_tokens))
+            batch, order = order[:rows], order[rows:]
+            answers = generate(self, [prompts[number] for number in batch], Sampling(max_tokens=new_tokens))
+            completions |= zip(batch, answers, strict=True)
         return [(completions[number].ids, completions[number].ended) for number in range(len(prompts))]
 
     def text_ids(self, texts: Sequence[str]) -> list[list[int]]:
@@ -118,6 +119,11 @@ class LoadedModel:
         limit = f", {self.max_length} tokens of context" if self.max_length else ""
         numbers = f"{size:,} parameters in {str(self.model.dtype).removeprefix('torch.')}"
         return f"{self.name}: {self.causal.config.model_type}, {numbers} on {self.device}{limit}"
+
+
+def most_batch_tokens(device: torch.device) -> int:
+    """Padded tokens of a forward pass, by default."""
+    return 4096 if device.type == "cpu" else 32_768
 
 
 def causal_of(model: Any) -> Any:
@@ -161,24 +167,18 @@ def with_encoder(name: str, model: Any, encoder: Encoder, begins: tuple[int, ...
         encoder=encoder,
         begin_ids=begins,
         stop_ids=tuple(sorted(stops)),
-        max_length=_max_length(model, config),
+        max_length=getattr(config, "max_position_embeddings", None),
         can_chat=can_chat,
+        batch_tokens=most_batch_tokens(next(model.parameters()).device),
     )
+    if loaded.has_prefix and loaded.max_length is not None:
+        loaded = replace(loaded, max_length=loaded.max_length - model.active_peft_config.num_virtual_tokens)
     # Neutral settings: `generate` would use a temperature or a penalty that a model from the Hub brings
     pad = encoder.pad_id if encoder.pad_id < config.vocab_size else 0  # masked, but it must exist in the embedding
     settings = {"do_sample": False, "eos_token_id": list(loaded.stop_ids), "pad_token_id": pad}
     causal.generation_config = GenerationConfig(**settings, use_cache=getattr(config, "use_cache", True) is not False)
     model.generation_config = causal.generation_config
     return loaded
-
-
-def _max_length(model: Any, config: Any) -> int | None:
-    """Positions available for tokens, without those of a prefix."""
-    length: int | None = getattr(config, "max_position_embeddings", None)
-    prefix = getattr(model, "active_peft_config", None)
-    if length is not None and prefix is not None and prefix.is_prompt_learning:
-        length -= prefix.num_virtual_tokens
-    return length
 
 
 def _encoder(directory: Path) -> tuple[Encoder, tuple[int, ...], bool]:
