@@ -25,11 +25,11 @@ from ttrain.data import contamination
 from ttrain.data.encoder import Encoder
 from ttrain.evaluate import items as items_of
 from ttrain.evaluate import run as running
-from ttrain.evaluate import samples, scores, statistics, suites
+from ttrain.evaluate import samples, statistics, suites
 from ttrain.evaluate.items import Items, SuiteFiles
 from ttrain.evaluate.results import Results
 from ttrain.evaluate.samples import SamplePrompt
-from ttrain.evaluate.task_result import Metric, TaskResult
+from ttrain.evaluate.task_result import Metric, TaskResult, write_scores
 from ttrain.inference.loading import LoadedModel, with_tokenizer
 from ttrain.model import adapters, factory
 from ttrain.store.model_files import weights_digest
@@ -87,7 +87,7 @@ def run(config: Settings, job: StageContext) -> Figures:
         lines = (orjson.dumps(row) + b"\n" for row in results.rows())
         (job.output / "items.jsonl").write_bytes(b"".join(lines))
     write_json(job.output / "evaluation.json", evaluation)
-    scores.write(job.output, recorded.values())
+    write_scores(job.output, recorded.values())
     return evaluation
 
 

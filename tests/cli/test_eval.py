@@ -19,7 +19,7 @@ from ttrain.config import Promotion, Settings
 from ttrain.errors import UsageError
 from ttrain.evaluate import baselines
 from ttrain.evaluate.promotion import decide
-from ttrain.evaluate.scores import Evaluation
+from ttrain.evaluate.task_result import Evaluation
 from ttrain.lineage.lookup import resolve
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact

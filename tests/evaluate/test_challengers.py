@@ -14,8 +14,7 @@ from ttrain.config.evaluate import TextTask
 from ttrain.evaluate import promotion
 from ttrain.evaluate.items import Items
 from ttrain.evaluate.promotion import Judged
-from ttrain.evaluate.scores import Evaluation
-from ttrain.evaluate.task_result import LN2, Metric
+from ttrain.evaluate.task_result import LN2, Evaluation, Metric
 
 COUNT = 40  # records of each night, and of each other part
 NIGHTS = ("old", "new")

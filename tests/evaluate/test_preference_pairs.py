@@ -17,7 +17,7 @@ from ttrain.data.chat import encode_chat
 from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
 from ttrain.data.preferences import Preference
-from ttrain.evaluate import perplexity, preferences
+from ttrain.evaluate import chats
 from ttrain.evaluate.items import SuiteFiles
 
 QUESTION = Message("user", "How many?")
@@ -71,8 +71,8 @@ def asked(directory: Path, **settings: Any) -> tuple[PairsTask, SuiteFiles]:
 
 
 def test_pairs_of_a_file_are_scored_one_by_one(encoder: Encoder, model: Any, tmp_path: Path) -> None:
-    items = preferences.read("mine", *asked(tmp_path, by="lang"))
-    result = preferences.run(items, subject_of(model, encoder), lambda done, total: None)
+    items = chats.read_pairs("mine", *asked(tmp_path, by="lang"))
+    result = chats.run_pairs(items, subject_of(model, encoder), lambda done, total: None)
     expected = scored(model, encoder, items.items)
     accuracy, *_, margin = result.figures
     assert (accuracy.name, margin.name) == ("accuracy", "margin") and accuracy.higher_is_better
@@ -82,4 +82,4 @@ def test_pairs_of_a_file_are_scored_one_by_one(encoder: Encoder, model: Any, tmp
     assert result.items.groups == {"lang=en": (0,), "lang=zh": (1,)}
     places = {f"{Path(row['file']).name}:{row['line']}": row["reason"] for row in items.left_out}
     assert set(places) == {"pairs.jsonl:3", "pairs.jsonl:4"}
-    assert "equal" in places["pairs.jsonl:3"] and places["pairs.jsonl:4"] == preferences.RATED
+    assert "equal" in places["pairs.jsonl:3"] and places["pairs.jsonl:4"] == chats.RATED

@@ -15,10 +15,8 @@ from ttrain.config import Promotion, Settings
 from ttrain.config.evaluate import GenerationTask
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.evaluate import choices
-from ttrain.evaluate import scores as files
 from ttrain.evaluate.promotion import FIGURES, check_metric, decide
-from ttrain.evaluate.scores import FILE, Evaluation
-from ttrain.evaluate.task_result import Metric
+from ttrain.evaluate.task_result import SCORES, Evaluation, Metric, write_scores
 from ttrain.store.layout import Artifact
 
 RECORDS = 60
@@ -112,7 +110,7 @@ def evaluation(directory: Path) -> Artifact:
     """Three documents that cost 6, 3 and 1 nats over 2, 2 and 1 bytes: 2 a byte, in nats."""
     metric = Metric("bits_per_byte", (6.0, 3.0, 1.0), (2.0, 2.0, 1.0), False, "", records=("ab", "cd", "e"))
     assert metric.value == 2.0
-    files.write(directory, [metric, Metric.of_value("bits_per_byte_xz", 3.0)])
+    write_scores(directory, [metric, Metric.of_value("bits_per_byte_xz", 3.0)])
     return Artifact("evaluate", "key", directory, {})
 
 
@@ -129,8 +127,8 @@ def test_a_figure_that_there_is_not_is_named_with_those_there_are_and_records_th
     found = evaluation(tmp_path)
     with pytest.raises(UsageError, match=r"promotion\.metric is accuracy.*choose one of bits_per_byte, bits_per_byte_xz"):
         Evaluation.of(found).metric("accuracy")
-    (tmp_path / FILE).unlink()
-    elsewhere = Artifact(found.stage, found.key, found.path, {**found.manifest, "absent": [FILE]})
+    (tmp_path / SCORES).unlink()
+    elsewhere = Artifact(found.stage, found.key, found.path, {**found.manifest, "absent": [SCORES]})
     with pytest.raises(ArtifactError, match="was not fetched yet"):
         Evaluation.of(elsewhere).metric("bits_per_byte")
 

@@ -15,8 +15,9 @@ from support.tiny_trainers import in_ranks, score_of
 
 from ttrain.config import Reading
 from ttrain.data.encoder import Encoder
-from ttrain.evaluate import baselines, scores
-from ttrain.evaluate.task_result import Metric
+from ttrain.evaluate import baselines
+from ttrain.evaluate.task_result import SCORES, Metric
+from ttrain.evaluate.task_result import read_scores as read
 from ttrain.model import factory
 from ttrain.tasks import evaluate, lora, sft
 from ttrain.tasks.shards import heldout_records, recipe_of
@@ -24,7 +25,7 @@ from ttrain.train.distributed import Ranks
 
 
 def read_scores(directory: Path, metric: str) -> Metric | None:
-    return scores.read(directory / scores.FILE).get(metric)
+    return read(directory / SCORES).get(metric)
 
 
 HALF = Reading(heldout_fraction=0.5)

@@ -26,7 +26,7 @@ from ttrain.data.packing import IGNORE
 from ttrain.errors import DataError
 from ttrain.evaluate.perplexity import ProgressCallback, ScoringWindow, batch_slices, padded
 from ttrain.evaluate.token_losses import PROBED_TOKENS, TokenLosses
-from ttrain.inference.kv_cache import KVCache, common
+from ttrain.inference.generate import KVCache, common
 from ttrain.inference.loading import LoadedModel
 
 Ids = tuple[int, ...]

@@ -15,9 +15,8 @@ from ttrain.core.files import JsonDict, finite
 from ttrain.errors import UsageError
 from ttrain.evaluate import forgetting, suites
 from ttrain.evaluate.forgetting import BestFigure, Digests, TextFigure
-from ttrain.evaluate.scores import Evaluation
 from ttrain.evaluate.statistics import Interval
-from ttrain.evaluate.task_result import Metric, too_few
+from ttrain.evaluate.task_result import Evaluation, Metric, too_few
 
 ANY_FIGURE = "FIGURE"  # stands for any metric of a kind with too many to list, or of the harness
 FIGURES: Mapping[str, tuple[str, ...]] = {  # of suites' tasks, by kind

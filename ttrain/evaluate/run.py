@@ -12,7 +12,7 @@ from ttrain.data import contamination
 from ttrain.data.contamination import digest_of_text
 from ttrain.data.plain_text import plain
 from ttrain.errors import UsageError
-from ttrain.evaluate import chats, choices, generation, perplexity, preferences
+from ttrain.evaluate import chats, choices, generation, perplexity
 from ttrain.evaluate.items import Items, SuiteFiles
 from ttrain.evaluate.suites import LoadedSuite, check_parts
 from ttrain.evaluate.task_result import TaskResult
@@ -69,7 +69,7 @@ Functions = tuple[Callable[..., Items[Any]], Callable[..., TaskResult]]
 FUNCTIONS: dict[str, Functions] = {
     "text": (perplexity.read, perplexity.run),
     "chats": (chats.read, chats.run),
-    "pairs": (preferences.read, preferences.run),
+    "pairs": (chats.read_pairs, chats.run_pairs),
     "choices": (choices.read_choices, choices.score_choices),
     "last_word": (choices.read_passages, choices.score_passages),
     "generation": (generation.read, generation.run),

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ttrain.config.nightly import FEWEST_RECORDS
-from ttrain.core.files import JsonDict
+from ttrain.core.files import JsonDict, write_json
 from ttrain.core.hashing import digest_of
+from ttrain.core.text import short_digest
+from ttrain.errors import ArtifactError, UsageError
+from ttrain.store.layout import Artifact
 
 if TYPE_CHECKING:
     from ttrain.evaluate.items import Items
@@ -134,3 +139,51 @@ def not_judged(count: int, *, noun: str = "held-out records") -> str:
     """What stands in place of a winner, a star or a percentage; "" where there are enough records."""
     few = too_few(count, noun=noun)
     return f"not judged ({few})" if few else ""
+
+
+SCORES = "scores.json"  # of an evaluation
+
+
+def write_scores(directory: Path, metrics: Iterable[Metric]) -> None:
+    """Write the metrics with their records, as a list."""
+    write_json(directory / SCORES, [vars(metric) for metric in metrics])
+
+
+def read_scores(file: Path) -> dict[str, Metric]:
+    """The metrics of the file, by name."""
+    metrics: dict[str, Metric] = {}
+    for entry in json.loads(file.read_bytes()):
+        lists = {name: tuple(entry[name]) for name in ("sums", "sizes", "records")}
+        metrics[entry["name"]] = Metric(**{**entry, **lists})
+    return metrics
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The metrics of an evaluation, by name."""
+
+    metrics: Mapping[str, Metric]
+
+    @classmethod
+    def of(cls, artifact: Artifact) -> Evaluation:
+        """That of an artifact. Raises ArtifactError if its file was not fetched."""
+        if SCORES in artifact.absent:
+            raise ArtifactError(
+                f"{SCORES} of {artifact.stage} {short_digest(artifact.key)} is missing; it was not fetched yet"
+            )
+        return cls(read_scores(artifact.path / SCORES))
+
+    def metric(self, name: str) -> Metric:
+        """A metric. Raises UsageError if there is no such metric."""
+        if name not in self.metrics:
+            raise UsageError(
+                f"promotion.metric is {name}, which the evaluation does not have; choose one of "
+                f"{', '.join(sorted(self.metrics))}"
+            )
+        return self.metrics[name]
+
+    def sources(self, metric: str) -> dict[str, tuple[str, ...]]:
+        """What identifies the records of each source, as far as the evaluation has groups of them."""
+        prefix = f"{metric}/source:"
+        names = [name for name in self.metrics if name.startswith(prefix)]
+        return {name.removeprefix(prefix): self.metrics[name].records for name in names}

@@ -10,8 +10,7 @@ from weakref import WeakKeyDictionary
 
 from ttrain.core.text import first_line
 from ttrain.errors import TTrainError
-from ttrain.inference.generate import TextStream, generate
-from ttrain.inference.kv_cache import KVCache
+from ttrain.inference.generate import KVCache, TextStream, generate
 from ttrain.inference.loading import LoadedModel
 from ttrain.inference.sampling import Sampling
 

@@ -12,8 +12,7 @@ from ttrain.data.chat import lead_text, prompt_ids
 from ttrain.data.chat_templates import Message
 from ttrain.errors import DataError, UsageError
 from ttrain.inference import generate
-from ttrain.inference.generate import TextStream
-from ttrain.inference.kv_cache import KVCache
+from ttrain.inference.generate import KVCache, TextStream
 from ttrain.inference.loading import LoadedModel
 from ttrain.inference.sampling import Sampling
 

@@ -5,15 +5,18 @@ Letters in names: B rows, T positions.
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
+    DynamicCache,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -24,10 +27,10 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from transformers.cache_utils import DynamicLayer
 
 from ttrain.data.encoder import Encoder
 from ttrain.errors import ArtifactError, DataError
-from ttrain.inference.kv_cache import KVCache
 from ttrain.inference.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -206,3 +209,38 @@ def logits_processors(sampling: Sampling, numbers: Sequence[int], prompt_tokens:
 def _completion(loaded_model: LoadedModel, ids: list[int], seconds: float) -> Completion:
     end = next((at for at, token in enumerate(ids) if token in loaded_model.stop_ids), None)
     return Completion(ids if end is None else ids[:end], end is not None, seconds)
+
+
+class KVCache:
+    """The cache of the last sequence, cut to what the next one has in common with it."""
+
+    def __init__(self, loaded_model: LoadedModel) -> None:
+        self._config = loaded_model.causal.config
+        self._is_used = loaded_model.uses_cache and not loaded_model.has_prefix  # a prefix has a cache of its own
+        self._ids: Sequence[int] = ()
+        self._cache: Any = None
+
+    def take(self, ids: Sequence[int]) -> Any:
+        """The cache of what `ids` begin with; None for a model without one, or with layers whose cache cannot be cut: with a
+        sliding window, or a recurrent state.
+
+        The caller owns it until `put`: an interrupted pass leaves no half-filled cache behind.
+        """
+        cache, self._cache = self._cache, None
+        same = common(self._ids, ids)
+        if cache is None or not same:
+            cache = DynamicCache(config=self._config) if self._is_used else None
+            return cache if cache and all(type(layer) is DynamicLayer for layer in cache.layers) else None
+        if same < len(self._ids):
+            cache.crop(same - len(self._ids))
+        return cache
+
+    def put(self, ids: Sequence[int], cache: Any) -> None:
+        """Store the cache of a sequence, the last of which may be missing in it."""
+        self._cache = cache
+        self._ids = ids[: cache.get_seq_length()] if cache is not None else ()
+
+
+def common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    return sum(takewhile(bool, map(operator.eq, first, second)))

@@ -10,8 +10,7 @@ from typing import Any
 from ttrain.config import SHAPE_NO_RESULT, Promotion, flatten
 from ttrain.config.training import EVALUATED, PRIMARY_METRICS, TRAINING_STAGES, VALIDATION_LOSS, model_order
 from ttrain.core.text import ABSENT, format_duration, format_number, format_time, is_number
-from ttrain.evaluate.scores import FILE, read
-from ttrain.evaluate.task_result import Metric, not_judged
+from ttrain.evaluate.task_result import SCORES, Metric, not_judged, read_scores
 from ttrain.reports import facts
 from ttrain.reports.summary import rounded
 from ttrain.store.results import ShardsResult
@@ -293,7 +292,7 @@ def _samples(views: Sequence[RunView]) -> Iterator[ComparedSample]:
 def _scores(view: RunView) -> Scores:
     """The metrics of the run's evaluation with the share of each held-out record; empty where its files are gone."""
     stage = view.stages.get(EVALUATION)
-    path = view.store.path(EVALUATION, stage.key) / FILE if stage and stage.key else None
+    path = view.store.path(EVALUATION, stage.key) / SCORES if stage and stage.key else None
     if path is None or not path.is_file():
         return {}
-    return {name: metric for name, metric in read(path).items() if metric.records}
+    return {name: metric for name, metric in read_scores(path).items() if metric.records}
