@@ -153,7 +153,7 @@ def test_data_and_names_that_the_harness_does_not_have_are_refused(place: Path, 
     monkeypatch.setattr("lm_eval.tasks.manager.__file__", str(place / "manager.py"))  # its 14,000 files take 8 s to read
     monkeypatch.chdir(place)
     found = lm_eval_tasks.read("theirs", HarnessTask(task="words"), SuiteFiles(place / "elsewhere"))
-    assert len(found.items.digests) == ITEMS
+    assert len(found.items) == ITEMS
     with pytest.raises(UsageError, match=r"theirs\.task is wordz, .* does not know; `lm-eval ls tasks` lists"):
         lm_eval_tasks.read("theirs", HarnessTask(task="wordz"), SuiteFiles(place))
 

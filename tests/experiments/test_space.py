@@ -29,7 +29,6 @@ LR = "pretrain.optim.lr"
         ("log(1e-4,3e-3)", Interval(1e-4, 3e-3, log=True)),
         ("uniform(0,0.2)", Interval(0.0, 0.2)),
         ("int(64,256,64)", ValueList(range(64, 257, 64), ordered=True)),
-        ("logint(4,64)", Interval(4, 64, log=True, whole=True)),
         ("choice(1,2.5,null,true)", ValueList((1, 2.5, None, True))),
         ("choice([0.9,0.95],[0.9,0.99])", ValueList(([0.9, 0.95], [0.9, 0.99]))),
         ("choice('a,b',c)", ValueList(("a,b", "c"))),
