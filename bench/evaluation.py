@@ -62,7 +62,7 @@ def compare_items(file: Path, shots: int, rounds: int, evaluated: Any, harness: 
     from ttrain.evaluate.log_likelihood import encode_pairs, log_likelihoods
 
     task = ChoicesTask(file=file.name, shots=shots)
-    texts = choices.choice_texts(choices.read_choices("items", task, SuiteFiles(file.parent.resolve())).items)
+    texts = choices.choice_texts(choices.read("items", task, SuiteFiles(file.parent.resolve())).items)
     lengths = [len(context) + len(continuation) for context, continuation in encode_pairs(evaluated, texts)]
     harness.batch_size_per_gpu = max(1, BATCH_TOKENS // min(max(lengths), evaluated.max_length or max(lengths)))
     requests = [Instance("loglikelihood", {}, pair, 0) for pair in texts]

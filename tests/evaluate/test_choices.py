@@ -146,7 +146,7 @@ def question(number: int, **changes: Any) -> dict[str, Any]:
 
 
 def quiz(directory: Path, **settings: Any) -> Any:
-    return choices.read_choices("quiz", ChoicesTask(file="a.jsonl", **settings), SuiteFiles(directory))
+    return choices.read("quiz", ChoicesTask(file="a.jsonl", **settings), SuiteFiles(directory))
 
 
 BAD = {
@@ -223,7 +223,7 @@ def test_examples_of_another_file_and_its_bad_rows(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [question(number) for number in range(3)])
     write(tmp_path / "b.jsonl", [BAD["no answer"], question(0), question(7)])
     spec = ChoicesTask(file="a.jsonl", shots=1, shots_file="b.jsonl", template="Q: {question}\nA:", shots_separator="\n")
-    items = choices.read_choices("quiz", spec, SuiteFiles(tmp_path))
+    items = choices.read("quiz", spec, SuiteFiles(tmp_path))
     assert [one.context for one in items.items] == [
         "Q: Question 7?\nA: no\nQ: Question 0?\nA:",
         "Q: Question 0?\nA: yes\nQ: Question 1?\nA:",
@@ -231,7 +231,7 @@ def test_examples_of_another_file_and_its_bad_rows(tmp_path: Path) -> None:
     ]
     assert items.reasons == {"as an example: no answer": 1}
     with pytest.raises(DataError, match=r"tasks.quiz.shots is 2, but b.jsonl has 1 row besides the item itself"):
-        choices.read_choices("quiz", spec.model_copy(update={"shots": 2}), SuiteFiles(tmp_path))
+        choices.read("quiz", spec.model_copy(update={"shots": 2}), SuiteFiles(tmp_path))
 
 
 def test_last_words_are_those_that_the_model_would_say(tmp_path: Path, subject: LoadedModel) -> None:
@@ -240,7 +240,7 @@ def test_last_words_are_those_that_the_model_would_say(tmp_path: Path, subject: 
     rows = [{"context": text, "target": subject.encoder.decode(ids)} for text, ids in zip(contexts, said, strict=True)]
     rows += [{"context": contexts[0], "target": "fox"}, {"context": "", "target": "fox"}, {"context": "a", "target": 5}]
     write(tmp_path / "a.jsonl", rows)
-    items = choices.read_passages("words", LastWordTask(file="a.jsonl"), SuiteFiles(tmp_path))
+    items = choices.read("words", LastWordTask(file="a.jsonl"), SuiteFiles(tmp_path))
     assert items.reasons == {"context is empty": 1, "target is not a string": 1}
     outcome = choices.score_passages(items, subject, quiet)
     pairs = encode_pairs(subject, choices.choice_texts(items.items))

@@ -7,9 +7,8 @@ acc_norm, `accuracy_bytes` its acc_bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from string import ascii_uppercase
 
 import numpy as np
@@ -66,39 +65,27 @@ def parse_passage(record: JsonDict) -> ChoiceQuestion:
     return ChoiceQuestion(context, (prompts.separator(context, target) + target,), 0)
 
 
-def read_choices(task: str, spec: ChoicesTask, files: SuiteFiles) -> Items[ChoicePrompt]:
-    """Read the questions of the file. Raises UsageError if it does not exist, DataError if it has none."""
+def read(task: str, spec: ChoicesTask | LastWordTask, files: SuiteFiles) -> Items[ChoicePrompt]:
+    """Read the questions or passages of the file. Raises UsageError if it does not exist, DataError if it has none."""
+    parse, row_format, template, delimiter = parse_passage, PASSAGE_FORMAT, "{question}", ""
+    if isinstance(spec, ChoicesTask):
+        parse, row_format, template, delimiter = parse_choice, CHOICE_FORMAT, spec.template, spec.delimiter
 
-    def question_text(row: ChoiceQuestion) -> str:
-        return spec.template.replace("{question}", row.question)
+    def prompt(item: ChoiceQuestion, examples: Sequence[ChoiceQuestion]) -> tuple[ChoicePrompt, object]:
+        shots = ""
+        for shot in examples:
+            context, continuations = texts(shot)
+            shots += context + continuations[shot.answer] + spec.shots_separator
+        context, continuations = texts(item)
+        return ChoicePrompt(item, shots + context, continuations), [shots + context, continuations, item.answer]
 
-    def choice_text(row: ChoiceQuestion, choice: str) -> str:
-        return (prompts.separator(question_text(row), choice) if spec.delimiter is None else spec.delimiter) + choice
+    def texts(row: ChoiceQuestion) -> tuple[str, tuple[str, ...]]:
+        context = template.replace("{question}", row.question)
+        between = (prompts.separator(context, choice) if delimiter is None else delimiter for choice in row.choices)
+        return context, tuple(map("".join, zip(between, row.choices, strict=True)))
 
-    rows = prompts.read_rows(f"tasks.{task}.file", spec.file, files, parse_choice, CHOICE_FORMAT)
-    prompt = partial(_prompt, question_text, choice_text, spec.shots_separator)
-    return prompts.with_examples(task, spec, rows, files, parse_choice, CHOICE_FORMAT, prompt)
-
-
-def read_passages(task: str, spec: LastWordTask, files: SuiteFiles) -> Items[ChoicePrompt]:
-    """Read the passages of the file. Raises UsageError if it does not exist, DataError if it has none."""
-    rows = prompts.read_rows(f"tasks.{task}.file", spec.file, files, parse_passage, PASSAGE_FORMAT)
-    prompt = partial(_prompt, lambda row: row.question, lambda row, choice: choice, spec.shots_separator)
-    return prompts.with_examples(task, spec, rows, files, parse_passage, PASSAGE_FORMAT, prompt)
-
-
-def _prompt(
-    question_text: Callable[[ChoiceQuestion], str],
-    choice_text: Callable[[ChoiceQuestion, str], str],
-    separator: str,
-    item: ChoiceQuestion,
-    examples: Sequence[ChoiceQuestion],
-) -> tuple[ChoicePrompt, object]:
-    """(the item with its worked examples, what identifies it)."""
-    shots = "".join(question_text(shot) + choice_text(shot, shot.choices[shot.answer]) + separator for shot in examples)
-    continuations = tuple(choice_text(item, choice) for choice in item.choices)
-    prompt = ChoicePrompt(item, shots + question_text(item), continuations)
-    return prompt, [prompt.context, continuations, item.answer]
+    rows = prompts.read_rows(f"tasks.{task}.file", spec.file, files, parse, row_format)
+    return prompts.with_examples(task, spec, rows, files, parse, row_format, prompt)
 
 
 def score_choices(items: Items[ChoicePrompt], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:

@@ -34,12 +34,10 @@ class BadRow(ValueError):
 @dataclass(frozen=True)
 class SuiteFiles:
     """Where a suite's data comes from: paths in it are relative to `base`; `heldout` has the records of a run's held-out
-    parts ("documents", "chats", "pairs", "domain"), which tasks name instead of a file; `allow_code`: whether task files of
-    the harness are opened."""
+    parts ("documents", "chats", "pairs", "domain"), which tasks name instead of a file."""
 
     base: Path
     heldout: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
-    allow_code: bool = False
 
     def file(self, name: str) -> Path:
         """Path of a file that the suite names."""

@@ -5,12 +5,10 @@ A group is one task here, whose `groups` have the metrics of each of its tasks.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import lm_eval
@@ -54,11 +52,19 @@ HarnessItem = tuple[Task, int]  # a document of a task, by its number there
 def read(task: str, spec: HarnessTask, files: SuiteFiles) -> Items[HarnessItem]:
     """Load the task, or all tasks of a group. What identifies an item is known when a model is asked it.
 
-    Raises UsageError if the harness does not know the task, or would run Python of a task file; DataError if the data
-    cannot be loaded.
+    Raises UsageError if the harness does not know the task; DataError if the data cannot be loaded.
     """
+    setting = f"tasks.{task}.task is {spec.task}"
+    if spec.task not in task_index().all_tasks:  # a path, which the harness would open too, may run Python
+        raise UsageError(f"{setting}, which lm-evaluation-harness does not know; `lm-eval ls tasks` lists the names")
+    try:
+        loaded: list[Task] = list(task_index().load(spec.task)["tasks"].values())
+    except Exception as error:  # from `datasets` or the network: many types without a common base
+        raise DataError(
+            f"{setting}, which cannot be loaded: {first_line(error)}. Data of the Hub must be in the cache of `datasets`"
+        ) from error
     documents: list[HarnessItem] = []
-    for harness_task in _load_tasks(spec, files, f"tasks.{task}.task"):
+    for harness_task in loaded:
         default_shots = harness_task.get_config("num_fewshot")
         if default_shots != 0:  # as in the harness, a task that says 0 takes no examples
             shots = default_shots or 0 if spec.shots is None else spec.shots
@@ -68,33 +74,6 @@ def read(task: str, spec: HarnessTask, files: SuiteFiles) -> Items[HarnessItem]:
     drawn = sampled(documents, spec.limit, spec.seed)
     tasks = [{"task": harness_task.task_name} for harness_task, _ in drawn]
     return Items(task, spec, tuple(drawn), (), groups=groups(tasks, ["task"], len(tasks)))
-
-
-def _load_tasks(spec: HarnessTask, files: SuiteFiles, setting: str) -> list[Task]:
-    """Load the harness's tasks by the name of a task or group, or from a task file."""
-    path = files.file(spec.task).resolve() if spec.task.endswith((".yaml", ".yml")) else None
-    if path and not files.allow_code:
-        raise UsageError(
-            f"{setting} is {path}: a task file may run Python, by its functions, metrics and templates; "
-            "read it and the files that it names, then set allow_code: true in the suite"
-        )
-    # The harness takes a name that it does not know as the path of a task file, whatever it ends in.
-    if path is None and spec.task not in task_index().all_tasks:
-        raise UsageError(
-            f"{setting} is {spec.task}, which lm-evaluation-harness does not know; "
-            "`lm-eval ls tasks` lists the names, and a task file's ends in .yaml or .yml"
-        )
-    folder, name = (path.parent, path.stem) if path else (Path.cwd(), spec.task)
-    try:
-        manager = TaskManager(include_path=folder, include_defaults=False) if path else task_index()
-        with contextlib.chdir(folder):  # paths in a task file are relative to it
-            loaded = manager.load(str(path) if path and name not in manager.all_tasks else name)  # a group by its name
-    except Exception as error:  # from `datasets`, the network or the file: many types without a common base
-        raise DataError(
-            f"{setting} is {spec.task}, which cannot be loaded: {first_line(error)}. "
-            "Data of the Hub must be in the cache of `datasets`; a task file names its own in dataset_kwargs.data_files"
-        ) from error
-    return list(loaded["tasks"].values())
 
 
 @functools.cache

@@ -32,7 +32,7 @@ def read(suites: Sequence[LoadedSuite], heldout: Mapping[str, Records]) -> list[
         check_parts(loaded, heldout)
     items: list[Items[Any]] = []
     for loaded in suites:
-        files = SuiteFiles(loaded.base, heldout, loaded.suite.allow_code)
+        files = SuiteFiles(loaded.base, heldout)
         items += [functions_of(spec)[0](name, spec, files) for name, spec in loaded.suite.tasks.items()]
     return items
 
@@ -70,8 +70,8 @@ FUNCTIONS: dict[str, Functions] = {
     "text": (perplexity.read, perplexity.run),
     "chats": (chats.read, chats.run),
     "pairs": (chats.read_pairs, chats.run_pairs),
-    "choices": (choices.read_choices, choices.score_choices),
-    "last_word": (choices.read_passages, choices.score_passages),
+    "choices": (choices.read, choices.score_choices),
+    "last_word": (choices.read, choices.score_passages),
     "generation": (generation.read, generation.run),
 }
 
