@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import pty
-import select
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -186,36 +182,3 @@ def test_two_models_answer_side_by_side(directory: Path, tmp_path: Path, pipe: P
     answers = [chat_with(speaker(place)).ask("Who?").text for place in (directory, other)]
     assert [each["answer"] for each in reply["answers"]] == answers
     assert answers[0] != answers[1]
-
-
-@pytest.mark.soak
-def test_in_a_terminal_it_streams_survives_a_slip_saves_and_ends(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TTRAIN_HOME", str(tmp_path / "home"))
-    process, terminal = pty.fork()
-    if not process:
-        os.execv(sys.executable, [sys.executable, "-m", "ttrain", "chat", str(directory), "--device", "cpu"])
-    try:
-        assert "parameters in float32 on cpu" in _until(terminal, "> ")
-        for line, shown in (("Who?", "tokens"), ("/rest", "there is no command /rest"), ("你好，世界", "tokens")):
-            os.write(terminal, f"{line}\n".encode())
-            assert shown in _until(terminal, "\n> ")
-        os.write(terminal, f"/save {tmp_path / 'chat.jsonl'}\n".encode())
-        _until(terminal, "\n> ")
-        asked = [turn["content"] for turn in json.loads((tmp_path / "chat.jsonl").read_text())["messages"][::2]]
-        assert asked == ["Who?", "你好，世界"]
-        os.write(terminal, b"\x04")  # Ctrl-D
-        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
-    finally:
-        os.close(terminal)
-
-
-def _until(terminal: int, mark: str, seconds: float = 60) -> str:
-    """What the terminal shows until the mark comes."""
-    text, end = "", time.monotonic() + seconds
-    while not text.replace("\r", "").replace("\x1b[?2004h", "").endswith(mark):  # which asks for pastes in brackets
-        assert time.monotonic() < end, text
-        if select.select([terminal], [], [], 0.2)[0]:
-            text += os.read(terminal, 65536).decode("utf-8", "replace")
-    return text
