@@ -65,11 +65,12 @@ def parse_passage(record: JsonDict) -> ChoiceQuestion:
     return ChoiceQuestion(context, (prompts.separator(context, target) + target,), 0)
 
 
+PARSERS = {"choices": (parse_choice, CHOICE_FORMAT), "last_word": (parse_passage, PASSAGE_FORMAT)}
+
+
 def read(task: str, spec: ChoicesTask | LastWordTask, files: SuiteFiles) -> Items[ChoicePrompt]:
     """Read the questions or passages of the file. Raises UsageError if it does not exist, DataError if it has none."""
-    parse, row_format, template, delimiter = parse_passage, PASSAGE_FORMAT, "{question}", ""
-    if isinstance(spec, ChoicesTask):
-        parse, row_format, template, delimiter = parse_choice, CHOICE_FORMAT, spec.template, spec.delimiter
+    parse, row_format = PARSERS[spec.kind]
 
     def prompt(item: ChoiceQuestion, examples: Sequence[ChoiceQuestion]) -> tuple[ChoicePrompt, object]:
         shots = ""
@@ -80,8 +81,10 @@ def read(task: str, spec: ChoicesTask | LastWordTask, files: SuiteFiles) -> Item
         return ChoicePrompt(item, shots + context, continuations), [shots + context, continuations, item.answer]
 
     def texts(row: ChoiceQuestion) -> tuple[str, tuple[str, ...]]:
-        context = template.replace("{question}", row.question)
-        between = (prompts.separator(context, choice) if delimiter is None else delimiter for choice in row.choices)
+        if not isinstance(spec, ChoicesTask):
+            return row.question, row.choices
+        context, delimiter = spec.template.replace("{question}", row.question), spec.delimiter
+        between = [prompts.separator(context, choice) if delimiter is None else delimiter for choice in row.choices]
         return context, tuple(map("".join, zip(between, row.choices, strict=True)))
 
     rows = prompts.read_rows(f"tasks.{task}.file", spec.file, files, parse, row_format)
