@@ -15,7 +15,6 @@ from typing import Any
 
 import orjson
 import torch
-from torch import nn
 
 from ttrain.config import TRAINING_STAGES, Evaluate, Runtime, Settings
 from ttrain.config.evaluate import ChatsTask, PairsTask, RecordsTask, TextTask
@@ -23,10 +22,9 @@ from ttrain.config.training import BITS_PER_BYTE
 from ttrain.core.files import finite, write_json
 from ttrain.data import contamination
 from ttrain.data.encoder import Encoder
-from ttrain.evaluate import items as items_of
 from ttrain.evaluate import run as running
 from ttrain.evaluate import samples, statistics, suites
-from ttrain.evaluate.items import Items, SuiteFiles
+from ttrain.evaluate.items import Items, SuiteFiles, comparable, notes_on
 from ttrain.evaluate.results import Results
 from ttrain.evaluate.samples import SamplePrompt
 from ttrain.evaluate.task_result import Metric, TaskResult, write_scores
@@ -100,22 +98,17 @@ def heldout_items(inputs: Inputs, settings: Evaluate) -> list[Items[Any]]:
     for part, row in PARTS.items():
         if part not in inputs:
             continue
-        if row.rows == "documents":
-            records = _documents(inputs[part], settings.max_bytes)
-            own: dict[str, Any] = {}
-        else:
-            records = items_of.comparable(heldout_records(inputs[part]))[: settings.max_chats]
+        records = heldout_records(inputs[part])
+        own: dict[str, Any] = {}
+        if row.rows != "documents":
+            records = comparable(records)[: settings.max_chats]
             own = {"file": part, **({"answers": 0} if row.rows == "chats" else {})}
+        elif not heldout.read_nights(inputs[part]):  # of a set of several nights, each brought its share
+            records = scored_documents(records, settings.max_bytes)
         if records:
             spec = SPECS[row.rows].model_validate({"row_length": settings.row_length, "stride": settings.stride, **own})
             tasks.append(running.functions_of(spec)[0](part, spec, SuiteFiles(Path(), {part: records})))
     return tasks
-
-
-def _documents(directory: Path, max_bytes: int) -> list[dict[str, Any]]:
-    """The documents that are scored: of a set of several nights all, of which each brought its share."""
-    documents = heldout_records(directory)
-    return documents if heldout.read_nights(directory) else scored_documents(documents, max_bytes)
 
 
 def _names(result: TaskResult, model: str) -> dict[str, str]:
@@ -169,13 +162,13 @@ def _paired(figures: Mapping[str, Metric], models: list[str], rule: statistics.R
 def _suite_items(settings: Evaluate, job: StageContext) -> dict[str, list[Items[Any]]]:
     """The items of each model's suites; a suite of several models is read once."""
     inputs = {part: job.inputs[part] for part in PARTS if part in job.inputs}
-    records = {part: items_of.comparable(heldout_records(directory)) for part, directory in inputs.items()}
+    records = {part: comparable(heldout_records(directory)) for part, directory in inputs.items()}
     overlaps = {digest for directory in inputs.values() for digest in contamination.read_item_shares(directory)}
     by_suite: dict[str, list[Items[Any]]] = {}
     for suite in dict.fromkeys(suite for name in _models(job) for suite in settings.suites.of(name)):
         read = running.read([suites.load(suite)], records)
         by_suite[suite] = [running.mark_overlaps(items, overlaps) for items in read]
-        for line in items_of.lines(read):
+        for line in notes_on(read):
             log.warning("%s", line)  # not among the results: they name paths of this machine
     return {name: [items for suite in settings.suites.of(name) for items in by_suite[suite]] for name in _models(job)}
 
@@ -195,19 +188,17 @@ def _progress(job: StageContext, model: str, half: int) -> Callable[[str, float,
 
 
 def _load(name: str, job: StageContext, device: torch.device, ranks: Ranks | None = None) -> LoadedModel:
-    model: nn.Module = _network(name, job).to(device)
-    return replace(with_tokenizer(name, model, job.inputs["base"] / "model"), ranks=ranks)
-
-
-def _network(name: str, job: StageContext) -> Any:
-    if ROWS[name].role != "adapter":
-        return factory.load(job.inputs[name] / "model")
-    directory = job.inputs[name] / "adapter"
-    bases = [job.inputs[model_name] / "model" for model_name in _models(job) if ROWS[model_name].role != "adapter"]
-    bases += [job.inputs[own] / "model" for own in (f"{BASE_OF}{name}",) if own in job.inputs]
-    digest = adapters.base_digest_of(directory)
-    base = next((path for path in reversed(bases) if weights_digest(path) == digest), bases[-1])
-    return adapters.load(factory.load(base), directory, weights_digest(base))
+    model: Any
+    if ROWS[name].role == "adapter":
+        directory = job.inputs[name] / "adapter"
+        bases = [job.inputs[model] / "model" for model in _models(job) if ROWS[model].role != "adapter"]
+        bases += [job.inputs[own] / "model" for own in (f"{BASE_OF}{name}",) if own in job.inputs]
+        digest = adapters.base_digest_of(directory)
+        base = next((path for path in reversed(bases) if weights_digest(path) == digest), bases[-1])
+        model = adapters.load(factory.load(base), directory, weights_digest(base))
+    else:
+        model = factory.load(job.inputs[name] / "model")
+    return replace(with_tokenizer(name, model.to(device), job.inputs["base"] / "model"), ranks=ranks)
 
 
 def join_ranks(runtime: Runtime) -> Ranks:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ttrain.config.evaluate import ChoicesTask, TextTask
-from ttrain.evaluate.items import Items, groups, lines
+from ttrain.evaluate.items import Items, groups, notes_on
 from ttrain.evaluate.results import OTHER_COUNTS, OTHER_ITEMS, Results
 from ttrain.evaluate.statistics import Rule
 from ttrain.evaluate.task_result import LN2, Metric, TaskResult
@@ -71,7 +71,7 @@ def test_notes_say_which_rows_are_left_out() -> None:
     assert len(groups(rows[:20], by)) == 22, "each of 20 values is a group, and of 21 none"
     names = tuple(map(str, range(30)))
     read = Items("poems", ChoicesTask(file="x", by=by), tuple(rows), names, rows, left_out, found)
-    assert lines([read]) == [
+    assert notes_on([read]) == [
         "poems: 2 rows left out: no text (/data/a.jsonl:3, /data/a.jsonl:7)",
         "poems: 1,200 rows left out: empty (/data/b.jsonl:11, /data/b.jsonl:12, /data/b.jsonl:13 and 1,197 more)",
     ]

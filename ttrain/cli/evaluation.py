@@ -14,9 +14,8 @@ from ttrain.core.files import JsonDict, JsonObject, user_path
 from ttrain.core.terminal import bar
 from ttrain.data import existing
 from ttrain.errors import UsageError
-from ttrain.evaluate import items as reading
 from ttrain.evaluate import run, suites
-from ttrain.evaluate.items import comparable
+from ttrain.evaluate.items import comparable, notes_on
 from ttrain.evaluate.results import Results
 from ttrain.evaluate.statistics import Rule
 from ttrain.evaluate.suites import LoadedSuite
@@ -85,7 +84,7 @@ def evaluate(
             del loaded_model
             gc.collect()  # the next model needs the memory
     identities = dict(zip(labels, map(lookup.to_json, references), strict=True))
-    return Results(outcomes, Rule()), identities, [*notes, *reading.lines(items)]
+    return Results(outcomes, Rule()), identities, [*notes, *notes_on(items)]
 
 
 def default_suite(heldout: Records, models: Sequence[Reference]) -> tuple[LoadedSuite, list[str]]:

@@ -21,8 +21,7 @@ from ttrain.data.encoder import Encoder
 from ttrain.data.preferences import PREFERENCE_FIELDS, Preference
 from ttrain.errors import DataError, UsageError
 from ttrain.evaluate import generation, perplexity
-from ttrain.evaluate import items as reading
-from ttrain.evaluate.items import UNSPACED, BadRow, Items, SuiteFiles
+from ttrain.evaluate.items import UNSPACED, BadRow, Items, Parsers, SuiteFiles, accepted, read_texts
 from ttrain.evaluate.perplexity import ProgressCallback, Tokens
 from ttrain.evaluate.task_result import Metric, TaskResult
 from ttrain.inference.loading import LoadedModel
@@ -33,13 +32,13 @@ log = logging.getLogger("ttrain")
 def read(task: str, spec: ChatsTask, files: SuiteFiles) -> Items[Messages]:
     """Read the chats of a file, or those that the model's run held out. Raises UsageError if the file does not exist,
     DataError if it has no chat."""
-    parsers = reading.Parsers(
-        lambda row: reading.accepted(records.parse_conversation(row), records.Conversation).messages,
+    parsers = Parsers(
+        lambda row: accepted(records.parse_conversation(row), records.Conversation).messages,
         lambda row: tuple(map(Message.from_json, row["messages"])),
         lambda messages: [message.identity() for message in messages],
         chat_shapes.CHAT_FIELDS,
     )
-    return reading.read_texts(task, spec, files, parsers)
+    return read_texts(task, spec, files, parsers)
 
 
 def run(items: Items[Messages], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:
@@ -193,13 +192,13 @@ def read_pairs(task: str, spec: PairsTask, files: SuiteFiles) -> Items[Preferenc
     DataError if it has no pair."""
 
     def parse(row: JsonDict) -> Preference:
-        pair = reading.accepted(records.parse_preference(row), Preference)
+        pair = accepted(records.parse_preference(row), Preference)
         if not (pair.chosen and pair.rejected):
             raise BadRow(RATED)
         return pair
 
-    parsers = reading.Parsers(parse, Preference.from_json, lambda pair: pair.content().decode(), PREFERENCE_FIELDS)
-    return reading.read_texts(task, spec, files, parsers)
+    parsers = Parsers(parse, Preference.from_json, lambda pair: pair.content().decode(), PREFERENCE_FIELDS)
+    return read_texts(task, spec, files, parsers)
 
 
 def run_pairs(items: Items[Preference], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:

@@ -16,8 +16,7 @@ import numpy as np
 from ttrain.config.evaluate import ChoicesTask, LastWordTask
 from ttrain.core.files import JsonDict, finite
 from ttrain.core.text import is_number
-from ttrain.evaluate import items as prompts
-from ttrain.evaluate.items import BadRow, Items, SuiteFiles
+from ttrain.evaluate.items import BadRow, Items, SuiteFiles, read_rows, separator, text_of, with_examples
 from ttrain.evaluate.log_likelihood import Likelihood, log_likelihoods
 from ttrain.evaluate.perplexity import ProgressCallback
 from ttrain.evaluate.task_result import LN2, Metric, TaskResult, mean
@@ -49,7 +48,7 @@ class ChoicePrompt:
 
 def parse_choice(record: JsonDict) -> ChoiceQuestion:
     """Parse a row. Raises BadRow unless it has exactly one right answer among different choices."""
-    question, choices = prompts.text(record, "question"), record.get("choices")
+    question, choices = text_of(record, "question"), record.get("choices")
     if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
         raise BadRow("choices is not a list of strings")
     texts = {choice.strip() for choice in choices} - {""}
@@ -61,8 +60,8 @@ def parse_choice(record: JsonDict) -> ChoiceQuestion:
 def parse_passage(record: JsonDict) -> ChoiceQuestion:
     """Parse a row of last words: a question with one choice, which begins with a space where the script has them. Raises
     BadRow if its context or target is missing or empty."""
-    context, target = prompts.text(record, "context"), prompts.text(record, "target")
-    return ChoiceQuestion(context, (prompts.separator(context, target) + target,), 0)
+    context, target = text_of(record, "context"), text_of(record, "target")
+    return ChoiceQuestion(context, (separator(context, target) + target,), 0)
 
 
 PARSERS = {"choices": (parse_choice, CHOICE_FORMAT), "last_word": (parse_passage, PASSAGE_FORMAT)}
@@ -84,11 +83,11 @@ def read(task: str, spec: ChoicesTask | LastWordTask, files: SuiteFiles) -> Item
         if not isinstance(spec, ChoicesTask):
             return row.question, row.choices
         context, delimiter = spec.template.replace("{question}", row.question), spec.delimiter
-        between = [prompts.separator(context, choice) if delimiter is None else delimiter for choice in row.choices]
+        between = [separator(context, choice) if delimiter is None else delimiter for choice in row.choices]
         return context, tuple(map("".join, zip(between, row.choices, strict=True)))
 
-    rows = prompts.read_rows(f"tasks.{task}.file", spec.file, files, parse, row_format)
-    return prompts.with_examples(task, spec, rows, files, parse, row_format, prompt)
+    rows = read_rows(f"tasks.{task}.file", spec.file, files, parse, row_format)
+    return with_examples(task, spec, rows, files, parse, row_format, prompt)
 
 
 def score_choices(items: Items[ChoicePrompt], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:

@@ -16,9 +16,8 @@ from ttrain.core.text import is_number as is_plain_number
 from ttrain.data.chat import lead_text, prompt_ids
 from ttrain.data.chat_templates import Message
 from ttrain.errors import UsageError
-from ttrain.evaluate import items as wording
 from ttrain.evaluate.choices import cut_figure
-from ttrain.evaluate.items import BadRow, Items, SuiteFiles
+from ttrain.evaluate.items import BadRow, Items, SuiteFiles, read_rows, separator, text_of, with_examples
 from ttrain.evaluate.perplexity import ProgressCallback
 from ttrain.evaluate.task_result import TaskResult, mean
 from ttrain.inference.loading import LoadedModel
@@ -56,7 +55,7 @@ ProblemWithExamples = tuple[Problem, tuple[Problem, ...]]  # with its worked exa
 def parse(record: JsonDict, match: str) -> Problem:
     """Parse a row. Raises BadRow without a right answer of the kind that `match` compares; auto accepts what exact accepts,
     which includes every number."""
-    question = wording.text(record, "question")
+    question = text_of(record, "question")
     final = _text_or_number(record, "final")
     answer = _text_or_number(record, "answer") or final
     if not answer:
@@ -76,7 +75,7 @@ def read(task: str, spec: GenerationTask, files: SuiteFiles) -> Items[ProblemWit
     def parsed(record: JsonDict) -> Problem:
         return parse(record, spec.match)
 
-    rows = wording.read_rows(f"tasks.{task}.file", spec.file, files, parsed, ROW_FORMAT)
+    rows = read_rows(f"tasks.{task}.file", spec.file, files, parsed, ROW_FORMAT)
     if spec.match == "auto":  # worked examples of another file are parsed by this choice
         match = "numeric" if all(is_number(problem.final) for problem, _ in rows[0]) else "exact"
         spec = spec.model_copy(update={"match": match})
@@ -86,7 +85,7 @@ def read(task: str, spec: GenerationTask, files: SuiteFiles) -> Items[ProblemWit
         shots = [[shot.question, shot.answer] for shot in examples]
         return (problem, examples), [problem.question, problem.final, shots, how]
 
-    return wording.with_examples(task, spec, rows, files, parsed, ROW_FORMAT, item_of)
+    return with_examples(task, spec, rows, files, parsed, ROW_FORMAT, item_of)
 
 
 def run(items: Items[ProblemWithExamples], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:
@@ -211,6 +210,6 @@ def _prompt(spec: GenerationTask, problem: Problem, examples: Sequence[Problem],
     text = ""
     for shot in examples:
         question = spec.template.replace("{question}", shot.question)
-        text += question + wording.separator(question, shot.answer) + shot.answer + spec.shots_separator
+        text += question + separator(question, shot.answer) + shot.answer + spec.shots_separator
     text += spec.template.replace("{question}", problem.question)
     return [*subject.begin_ids, *subject.encoder.encode([text])[0]]

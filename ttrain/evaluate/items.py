@@ -187,7 +187,7 @@ def _place(row: LeftOut) -> str:
     return f"{row['file']}:{row['line']}"
 
 
-def lines(items: Sequence[Items[Any]]) -> list[str]:
+def notes_on(items: Sequence[Items[Any]]) -> list[str]:
     """Notes on the tasks, a line each: rows that were left out, with their places; and duplicates, which are not
     independent: five copies of a row would show a difference that one cannot."""
     notes: list[str] = []
@@ -245,7 +245,7 @@ def with_examples(
     return Items(task, spec, items, digests(identities), records_drawn, left_out, groups(records_drawn, spec.by))
 
 
-def text(record: JsonDict, key: str) -> str:
+def text_of(record: JsonDict, key: str) -> str:
     """Return the string under a key of a row. Raises BadRow if it is missing, not a string or empty."""
     value = record.get(key)
     if not isinstance(value, str):

@@ -5,7 +5,6 @@ Letters in names: B windows, T positions.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -18,8 +17,7 @@ from ttrain.config.evaluate import RecordsTask, TextTask
 from ttrain.data import records as sources
 from ttrain.data.packing import IGNORE, Array, Flags
 from ttrain.evaluate import baselines
-from ttrain.evaluate import items as reading
-from ttrain.evaluate.items import Items, SuiteFiles
+from ttrain.evaluate.items import Items, Parsers, SuiteFiles, accepted, read_texts
 from ttrain.evaluate.task_result import LN2, Metric, TaskResult
 from ttrain.evaluate.token_losses import TokenLosses
 from ttrain.inference.loading import LoadedModel, most_batch_tokens
@@ -155,10 +153,10 @@ def read(task: str, spec: TextTask, files: SuiteFiles) -> Items[str]:
     Raises UsageError if the file does not exist, DataError if it has no document.
     """
     parser, fields = sources.document_parser(spec.text_field), sources.document_fields(spec.text_field, f"tasks.{task}.")
-    parsers = reading.Parsers(
-        lambda row: reading.accepted(parser(row), sources.TextDocument).text, lambda row: str(row["text"]), str, fields
+    parsers = Parsers(
+        lambda row: accepted(parser(row), sources.TextDocument).text, lambda row: str(row["text"]), str, fields
     )
-    return reading.read_texts(task, spec, files, parsers)
+    return read_texts(task, spec, files, parsers)
 
 
 def run(items: Items[str], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:
@@ -186,7 +184,9 @@ def run(items: Items[str], subject: LoadedModel, progress: ProgressCallback) -> 
     ]
     nats = tuple(score.nats for score in scores)
     bits = Metric("bits_per_byte", nats, tuple(map(float, sizes)), False, "bits per byte", factor=1 / LN2)
-    return items.result(subject.name, [bits, *loss_figures(scores)], rows, _baselines(items.items))
+    return items.result(
+        subject.name, [bits, *loss_figures(scores)], rows, baselines.bits_per_byte("".join(items.items).encode("utf-8"))
+    )
 
 
 def score_items(
@@ -214,9 +214,3 @@ def loss_figures(scores: Sequence[Score]) -> list[Metric]:
         Metric("loss", nats, tokens, False, "nats per token"),
         Metric("perplexity", nats, tokens, False, "per token", shown="exp"),
     ]
-
-
-@functools.lru_cache(maxsize=8)
-def _baselines(texts: tuple[str, ...]) -> dict[str, float]:
-    """Compute the baselines once for all models: xz takes a second for a megabyte."""
-    return baselines.bits_per_byte("".join(texts).encode("utf-8"))

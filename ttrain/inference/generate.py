@@ -5,6 +5,7 @@ Letters in names: B rows, T positions.
 
 from __future__ import annotations
 
+import inspect
 import operator
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -67,7 +68,12 @@ def generate(
     Raises DataError for a prompt that leaves no room for an answer.
     """
     longest = max(map(len, prompts))
-    new_tokens = available_tokens(loaded_model, longest, sampling)
+    room = sampling.max_tokens if loaded_model.max_length is None else loaded_model.max_length - longest
+    if room <= 0:
+        raise DataError(
+            f"the prompt has {longest} tokens, but the model '{loaded_model.name}' takes {loaded_model.max_length} "
+            "together with the answer; shorten it"
+        )
     numbers = range(len(prompts)) if numbers is None else numbers
     began = time.monotonic()
     processors = logits_processors(sampling, numbers, longest)
@@ -83,7 +89,9 @@ def generate(
         found_BT = loaded_model.model.generate(
             input_ids=ids_BT.to(loaded_model.device),
             attention_mask=mask_BT.to(loaded_model.device),
-            generation_config=GenerationConfig(max_new_tokens=new_tokens, eos_token_id=list(loaded_model.stop_ids)),
+            generation_config=GenerationConfig(
+                max_new_tokens=min(sampling.max_tokens, room), eos_token_id=list(loaded_model.stop_ids)
+            ),
             logits_processor=processors,
             stopping_criteria=StoppingCriteriaList([_TokenWatch(on_tokens, loaded_model.stop_ids)] if on_tokens else []),
             **({"past_key_values": cache} if cache is not None else {}),
@@ -99,18 +107,6 @@ def completion_text(encoder: Encoder, completion: Completion, lead: str = "") ->
     without an incomplete last character."""
     text = encoder.decode(completion.ids).removeprefix(lead)
     return text if completion.ended else text.rstrip(UNFINISHED)
-
-
-def available_tokens(loaded_model: LoadedModel, prompt_tokens: int, sampling: Sampling) -> int:
-    """Maximum number of tokens of an answer. Raises DataError if the prompt leaves none."""
-    if loaded_model.max_length is None:
-        return sampling.max_tokens
-    if prompt_tokens >= loaded_model.max_length:
-        raise DataError(
-            f"the prompt has {prompt_tokens} tokens, but the model '{loaded_model.name}' takes {loaded_model.max_length} "
-            "together with the answer; shorten it"
-        )
-    return min(sampling.max_tokens, loaded_model.max_length - prompt_tokens)
 
 
 class TextStream:
@@ -215,8 +211,11 @@ class KVCache:
     """The cache of the last sequence, cut to what the next one has in common with it."""
 
     def __init__(self, loaded_model: LoadedModel) -> None:
-        self._config = loaded_model.causal.config
-        self._is_used = loaded_model.uses_cache and not loaded_model.has_prefix  # a prefix has a cache of its own
+        causal = loaded_model.causal
+        self._config = causal.config
+        accepts_cache = "past_key_values" in inspect.signature(causal.forward).parameters
+        # A prefix has a cache of its own.
+        self._is_used = accepts_cache and causal.generation_config.use_cache and not loaded_model.has_prefix
         self._ids: Sequence[int] = ()
         self._cache: Any = None
 

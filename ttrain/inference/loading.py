@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,12 +58,6 @@ class LoadedModel:
         """The transformers model, inside PEFT's if there is one."""
         causal_model: PreTrainedModel = causal_of(self.model)
         return causal_model
-
-    @property
-    def uses_cache(self) -> bool:
-        """Whether the model accepts a cache of keys and values."""
-        use_cache = self.model.generation_config.use_cache
-        return bool(use_cache) and "past_key_values" in inspect.signature(self.causal.forward).parameters
 
     @property
     def has_prefix(self) -> bool:
