@@ -77,9 +77,7 @@ def check(subject: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"kind": "moyun"}, {"kind": "mistral"}, {"kind": "mistral", "fields": {"sliding_window": 8}}, {"kind": "bloom"}],
-    ids=["shares", "few positions", "windows", "a window that hides the beginning of a context", "positions by distance"],
+    "options", [{}, {"kind": "moyun"}, {"kind": "mistral", "fields": {"sliding_window": 8}}, {"kind": "bloom"}], ids=str
 )
 def test_what_is_shared_scores_as_rows_of_their_own(encoder: Encoder, options: dict[str, Any]) -> None:
     check(subject_of(model_of(encoder, **options), encoder, max_length=128))
@@ -150,14 +148,11 @@ def quiz(directory: Path, **settings: Any) -> Any:
 
 
 BAD = {
-    "no question": {"choices": ["a", "b"], "answer": 0},
-    "question is not a string": question(0, question=5),
     "question is empty": question(0, question=" \n"),
     "choices is not a list of strings": question(0, choices="yes"),
     "choices are not two or more different texts": question(0, choices=["yes", "yes "]),
     "no answer": question(0, answer=None),
     "answer is neither a whole number, a letter nor a choice": question(0, answer=True),
-    "answer is no choice": question(0, answer=3),
     "answer is the letter of one choice and the text of another": question(0, choices=["B", "A"], answer="A"),
     "not a JSON object but a list": [1],
 }  # fmt: skip
@@ -171,9 +166,6 @@ def test_bad_rows_are_told_with_their_place_and_never_count(tmp_path: Path, subj
     assert [(row["file"], row["line"]) for row in items.left_out] == [(str(path), line) for line in range(2, len(BAD) + 3)]
     outcome = choices.score_choices(items, subject, quiet)
     assert all(len(figure.sizes) == 2 and all(figure.sizes) for figure in outcome.figures)
-    write(path, [BAD["no answer"]])
-    with pytest.raises(DataError, match=r"tasks.quiz.file a.jsonl has no usable row .*a.jsonl:1: no answer"):
-        quiz(tmp_path)
 
 
 def test_an_answer_is_a_whole_number_a_letter_or_a_text() -> None:

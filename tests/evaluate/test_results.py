@@ -94,8 +94,6 @@ def test_the_metrics_name_task_figure_model_and_the_groups_own_value_and_each_it
     }  # fmt: skip
     assert found.metrics()["poems/accuracy/sft"] == 0.4
     assert found.counts() == {"prose/items": 100, "prose/left_out": 2, "poems/items": 100, "poems/left_out": 0}
-    rows = list(found.rows())
-    assert len(rows) == 200 and rows[100] == {"task": "poems", "model": "sft", "item": "item0", "question": "0"}
 
 
 def test_the_json_holds_what_the_table_shows_and_is_json() -> None:
