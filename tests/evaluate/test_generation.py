@@ -128,6 +128,7 @@ def test_a_prompt_that_is_too_long_loses_its_beginning(tmp_path: Path, subject: 
     watched, given = watching(subject, [])
     outcome = asked(tmp_path, rows, watched, shots=5)
     assert {len(ids) for ids in given} == {128 - 20} and outcome.figures[-1].name == "cut"
+    assert asked(tmp_path, rows, watched).figures[-1].name == "ended", "no prompt is cut"
     assert all(subject.encoder.decode(ids).endswith("?\nAnswer:") for ids in given)
 
 

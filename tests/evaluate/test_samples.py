@@ -35,7 +35,7 @@ def chats_of(encoder: Encoder, chats: list[Messages], room: int = 200) -> list[S
     return samples.of_chats(chats, encoder, new_tokens=48, room=room)
 
 
-@pytest.mark.parametrize("text", [ENGLISH, CHINESE, "one two", "word" * 99, "def f():\n    return 1\n"])
+@pytest.mark.parametrize("text", [ENGLISH, CHINESE, "one two"])
 def test_a_document_is_cut_into_its_beginning_and_what_follows(encoder: Encoder, text: str) -> None:
     (prompt,) = documents_of(encoder, [text])
     assert prompt.text and prompt.reference and text.startswith(prompt.text + prompt.reference)

@@ -48,15 +48,6 @@ def test_the_same_seed_draws_the_same_values_also_from_a_record_that_was_read_ag
     assert [trial.values for trial in run(sampler_of(kind=kind, seed=2), 9)] != [trial.values for trial in expected]
 
 
-def test_tpe_finds_better_values_than_chance_does() -> None:
-    """Over three seeds, so that no luck of one decides."""
-    means = {}
-    for kind in ("tpe", "random"):
-        found = [run(sampler_of(kind=kind, seed=seed), 16) for seed in range(3)]
-        means[kind] = sum(min(trial.value or 0.0 for trial in trials) for trials in found)
-    assert means["tpe"] < means["random"]
-
-
 def test_the_first_trials_reach_every_part_of_a_range() -> None:
     for seed in range(20):
         drawn = sampler_of(seed=seed).upcoming([], STARTUP_TRIALS)

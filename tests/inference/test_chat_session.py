@@ -10,22 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 from support.chat_models import SHORT, chat_with
 from support.data_commands import Result, Run
-from support.tiny_models import reference, speaker, write_model
+from support.tiny_models import speaker, write_model
 
 from ttrain.cli import chat_screen
-from ttrain.config import Gate
-from ttrain.core.hashing import sha256_file
 from ttrain.data.chat import prompt_ids
 from ttrain.data.chat_templates import Message
 from ttrain.data.records import Conversation, parse_conversation
-from ttrain.errors import ArtifactError, DataError, UsageError
-from ttrain.inference import gate_files, gate_router, generate
-from ttrain.inference.chat import Chat
-from ttrain.inference.gate_router import Router, padded, run_ids
+from ttrain.errors import DataError, UsageError
+from ttrain.inference import generate
 from ttrain.inference.loading import LoadedModel
 from ttrain.inference.sampling import Sampling
 
@@ -106,37 +100,6 @@ def test_commands_save_and_end_the_conversation(one: LoadedModel, tmp_path: Path
         chat_screen.run_command(f"/save {tmp_path}", [chat])
     with pytest.raises(UsageError, match="no command /rest"):
         chat_screen.run_command("/rest", [chat])
-
-
-def test_a_gate_picks_who_answers_and_an_expert_that_changed_is_refused(directory: Path, tmp_path: Path) -> None:
-    other = write_model(tmp_path / "other", seed=2)
-    experts = tuple(gate_files.expert_of(reference(place)) for place in (directory, other))
-    settings = Gate(buckets=64, embedding_size=8, hidden=8)
-    torch.manual_seed(0)
-    router = Router(settings, len(experts))
-    with torch.no_grad():  # so that neither expert gets all of them
-        router.layers[-1].bias -= router(padded([run_ids(text, settings) for text in QUESTIONS])).mean(0)
-    (tmp_path / "gate").mkdir()
-    save_file(router.state_dict(), tmp_path / "gate" / gate_files.WEIGHTS)
-    digest = sha256_file(tmp_path / "gate" / gate_files.WEIGHTS)
-    contents = gate_files.GateFile(experts=experts, settings=settings, figures={}, router_sha256=digest)
-    gate_files.write(tmp_path / "gate", contents)
-    chat = Chat(gate_router.GateSelector(tmp_path / "gate", device="cpu", dtype="fp32"), SHORT)
-    picked = set()
-    for question in QUESTIONS:
-        number, probabilities = gate_router.GateSelector(tmp_path / "gate", device="cpu", dtype="fp32").route(question)
-        chat.reset()
-        reply = chat.ask(question)
-        assert reply.by == experts[number].reference
-        assert reply.to_json()["probabilities"] == pytest.approx(probabilities, abs=1e-4)
-        assert reply.text == chat_with(speaker((directory, other)[number])).ask(question).text
-        picked.add(number)
-    assert picked == {0, 1}
-    write_model(other, seed=3)
-    changed = Chat(gate_router.GateSelector(tmp_path / "gate", device="cpu", dtype="fp32"), SHORT)
-    with pytest.raises(ArtifactError, match="not the one that the gate knows"):
-        for question in QUESTIONS:
-            changed.ask(question)
 
 
 Pipe = Callable[..., Result]

@@ -109,7 +109,7 @@ def run(items: Items[ProblemWithExamples], subject: LoadedModel, progress: Progr
             "match": spec.match, "right": right, "ended": ended,
         })  # fmt: skip
     metrics = [mean(f"accuracy_{spec.match}", (row["right"] for row in rows)), mean("ended", (row["ended"] for row in rows))]
-    metrics += cut_figure([len(ids) - (longest or len(ids)) for ids in prompts])
+    metrics += cut_figure([len(ids) - len(ids[-(longest or 0) :]) for ids in prompts])
     return items.result(subject.name, metrics, rows)
 
 
