@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ttrain.config.nightly import FEWEST_RECORDS
 from ttrain.core.files import JsonDict, write_json
@@ -15,9 +15,6 @@ from ttrain.core.hashing import digest_of
 from ttrain.core.text import short_digest
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.store.layout import Artifact
-
-if TYPE_CHECKING:
-    from ttrain.evaluate.items import Items
 
 LN2 = math.log(2)
 DIGEST_CHARACTERS = 16  # 64 bits: among a million records two have the same with a probability of 3e-8
@@ -99,7 +96,7 @@ class TaskResult:
     baselines  values of the primary metric without the model, by name: zlib, chance
     """
 
-    items: Items[Any]
+    items: Any  # `Items`, whose module imports this one
     subject: str
     figures: tuple[Metric, ...]
     rows: list[JsonDict]
@@ -108,7 +105,7 @@ class TaskResult:
     @property
     def task(self) -> str:
         """The task's name in the suite."""
-        return self.items.task
+        return str(self.items.task)
 
     @property
     def primary(self) -> Metric:

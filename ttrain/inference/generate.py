@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,9 +34,7 @@ from ttrain.data.encoder import Encoder
 from ttrain.errors import ArtifactError, DataError
 from ttrain.inference.sampling import Sampling
 
-if TYPE_CHECKING:
-    from ttrain.inference.loading import LoadedModel
-
+LoadedModel = Any  # of `loading`, which imports this module
 # Gets the new token of each row that has not ended, by row; may return the rows that end here.
 OnTokens = Callable[[dict[int, int]], Collection[int] | None]
 UNFINISHED = "\ufffd"  # the decoder's output for an incomplete character
