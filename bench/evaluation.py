@@ -40,12 +40,11 @@ def compare_choices(options: argparse.Namespace, directory: Path, table: Table) 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from ttrain.inference import loading
-    from ttrain.inference.evaluated_model import as_evaluated_model
     from ttrain.lineage import lookup
 
     file = write_items(directory / "python.jsonl")
     reference = lookup.resolve(str(write_random_model(file, directory / "model")))
-    evaluated = as_evaluated_model(loading.load(reference, device="cpu"), batch_tokens=BATCH_TOKENS)
+    evaluated = replace(loading.load(reference, device="cpu"), batch_tokens=BATCH_TOKENS)
     model = AutoModelForCausalLM.from_pretrained(reference.model)
     tokenizer = AutoTokenizer.from_pretrained(reference.tokenizer)
     harness = HFLM(model, tokenizer=tokenizer, device="cpu", softmax_dtype="float32", max_length=evaluated.max_length)
@@ -63,7 +62,7 @@ def compare_items(file: Path, shots: int, rounds: int, evaluated: Any, harness: 
     from ttrain.evaluate.log_likelihood import encode_pairs, log_likelihoods
 
     task = ChoicesTask(file=file.name, shots=shots)
-    texts = choices.choice_texts(choices.read_choices("items", task, SuiteFiles(file.parent.resolve())).items)
+    texts = choices.choice_texts(choices.read("items", task, SuiteFiles(file.parent.resolve())).items)
     lengths = [len(context) + len(continuation) for context, continuation in encode_pairs(evaluated, texts)]
     harness.batch_size_per_gpu = max(1, BATCH_TOKENS // min(max(lengths), evaluated.max_length or max(lengths)))
     requests = [Instance("loglikelihood", {}, pair, 0) for pair in texts]

@@ -6,17 +6,15 @@ Reads the models and the held-out part of their shards, by the names of `evaluat
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
-from itertools import pairwise
+from dataclasses import asdict, replace
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import orjson
 import torch
-from torch import nn
 
 from ttrain.config import TRAINING_STAGES, Evaluate, Runtime, Settings
 from ttrain.config.evaluate import ChatsTask, PairsTask, RecordsTask, TextTask
@@ -24,16 +22,13 @@ from ttrain.config.training import BITS_PER_BYTE
 from ttrain.core.files import finite, write_json
 from ttrain.data import contamination
 from ttrain.data.encoder import Encoder
-from ttrain.evaluate import items as items_of
 from ttrain.evaluate import run as running
-from ttrain.evaluate import samples, scores, statistics, suites
-from ttrain.evaluate.evaluated_model import EvaluatedModel
-from ttrain.evaluate.items import Items, SuiteFiles
+from ttrain.evaluate import samples, statistics, suites
+from ttrain.evaluate.items import Items, SuiteFiles, comparable, notes_on
 from ttrain.evaluate.results import Results
 from ttrain.evaluate.samples import SamplePrompt
-from ttrain.evaluate.task_result import Metric, TaskResult
-from ttrain.inference.evaluated_model import as_evaluated_model
-from ttrain.inference.loading import with_tokenizer
+from ttrain.evaluate.task_result import Metric, TaskResult, write_scores
+from ttrain.inference.loading import LoadedModel, with_tokenizer
 from ttrain.model import adapters, factory
 from ttrain.store.model_files import weights_digest
 from ttrain.tasks import BASE_OF, heldout
@@ -44,6 +39,7 @@ from ttrain.train.distributed import Ranks, share_cores
 
 ROWS = {row.model: row for row in TRAINING_STAGES.values()}
 PARTS = {row.part: row for row in ROWS.values() if row.metric}  # held-out records, and the stage whose metric is over them
+METRICS = {row.part: row.metric for row in ROWS.values() if row.metric}
 SPECS: dict[str, type[RecordsTask]] = {"documents": TextTask, "chats": ChatsTask, "pairs": PairsTask}
 log = logging.getLogger("ttrain")
 
@@ -51,9 +47,8 @@ log = logging.getLogger("ttrain")
 def run(config: Settings, job: StageContext) -> Figures:
     """Score those of base, SFT and LoRA model that exist on the same held-out rows, with names that depend on none of them.
 
-    Writes `evaluation.json`, `samples.json` and `scores.json`, which has the sums of each record; with suites also
-    `items.jsonl` with prompts and answers. Several ranks share the held-out rows, with the same scores; the first does the
-    rest.
+    Writes `evaluation.json`, and `scores.json`, which has the sums of each record; with suites also `items.jsonl` with
+    prompts and answers. Several ranks share the held-out rows, with the same scores; the first does the rest.
     """
     settings, ranks = config.evaluate, join_ranks(job.runtime)
     held_out = heldout_items(job.inputs, settings)
@@ -62,39 +57,36 @@ def run(config: Settings, job: StageContext) -> Figures:
         return {}
     prompts = _prompts(held_out, settings, Encoder(job.inputs["base"] / "model")) if settings.new_tokens else []
     suite_items = _suite_items(settings, job)
-    recorded, baselines = dict[str, Metric](), dict[str, float]()
+    recorded, counts = dict[str, Metric](), {part: 0 for part in PARTS if part != "pairs"}
     samples_by_model, outcomes = dict[str, Any](), list[TaskResult]()
-    counts = {part: 0 for part in PARTS if part != "pairs"}
     for name in _models(job):
         subject = _load(name, job, ranks.device)
         for result in shared.get(name) or running.ask(held_out, subject, _progress(job, name, 0)):
             recorded |= result.recorded(_names(result, name))
             counts |= _counts(result)
-            baselines |= {BITS_PER_BYTE.of(baseline): value for baseline, value in result.baselines.items()}
-        samples_by_model[name] = [
-            sample.to_json() for sample in samples.continuations(subject, prompts, new_tokens=settings.new_tokens)
-        ]
+            baselines = {BITS_PER_BYTE.of(baseline): value for baseline, value in result.baselines.items()}
+            recorded |= {baseline: Metric.of_value(baseline, value) for baseline, value in baselines.items()}
+        samples_by_model[name] = samples.continuations(subject, prompts, new_tokens=settings.new_tokens)
         outcomes += running.ask(suite_items[name], subject, _progress(job, name, 1))
     rule = statistics.Rule(settings.confidence, settings.resamples, settings.seed)
     results = Results(outcomes, rule)
-    of_parts = {name: metric.value for name, metric in recorded.items()}
-    of_suites = {name: value for name, value in results.metrics().items() if math.isfinite(value)}
+    metrics = {name: metric.value for name, metric in recorded.items()} | results.metrics()
     recorded |= results.recorded()
     intervals = {name: statistics.interval(metric, rule) for name, metric in recorded.items()}
     evaluation: dict[str, Any] = {
-        "metrics": {**of_parts, **baselines, **of_suites},
+        "metrics": metrics,
         "counts": {**counts, **results.counts()},
         "intervals": {name: list(interval) for name, interval in intervals.items() if interval},
         "paired": _paired(recorded, _models(job), rule),
+        "samples": samples_by_model,
     }
     if outcomes:
         evaluation["suites"] = results.to_json()
         lines = (orjson.dumps(row) + b"\n" for row in results.rows())
         (job.output / "items.jsonl").write_bytes(b"".join(lines))
     write_json(job.output / "evaluation.json", evaluation)
-    write_json(job.output / "samples.json", samples_by_model)
-    scores.write(job.output, recorded.values())
-    return {**evaluation, "samples": samples_by_model}
+    write_scores(job.output, recorded.values())
+    return evaluation
 
 
 # --- held-out records ---------------------------------------------------------------------------------------------------
@@ -106,39 +98,32 @@ def heldout_items(inputs: Inputs, settings: Evaluate) -> list[Items[Any]]:
     for part, row in PARTS.items():
         if part not in inputs:
             continue
-        if row.rows == "documents":
-            records = _documents(inputs[part], settings.max_bytes)
-            own: dict[str, Any] = {}
-        else:
-            records = items_of.comparable(heldout_records(inputs[part]))[: settings.max_chats]
+        records = heldout_records(inputs[part])
+        own: dict[str, Any] = {}
+        if row.rows != "documents":
+            records = comparable(records)[: settings.max_chats]
             own = {"file": part, **({"answers": 0} if row.rows == "chats" else {})}
+        elif not heldout.read_nights(inputs[part]):  # of a set of several nights, each brought its share
+            records = scored_documents(records, settings.max_bytes)
         if records:
             spec = SPECS[row.rows].model_validate({"row_length": settings.row_length, "stride": settings.stride, **own})
             tasks.append(running.functions_of(spec)[0](part, spec, SuiteFiles(Path(), {part: records})))
     return tasks
 
 
-def _documents(directory: Path, max_bytes: int) -> list[dict[str, Any]]:
-    """The documents that are scored: of a set of several nights all, of which each brought its share."""
-    documents = heldout_records(directory)
-    return documents if heldout.read_nights(directory) else scored_documents(documents, max_bytes)
-
-
 def _names(result: TaskResult, model: str) -> dict[str, str]:
     """The metrics of a part that are recorded, by their names in its result."""
-    metric = PARTS[result.task].metric
-    assert metric is not None, "only parts with a metric are read"
-    names = {result.primary.name: metric.of(model)}
-    return names | ({"margin": f"preference_margin/{model}"} if result.kind == "pairs" else {})
+    names = {result.primary.name: METRICS[result.task].of(model)}
+    return names | ({"margin": f"preference_margin/{model}"} if result.items.spec.kind == "pairs" else {})
 
 
 def _counts(result: TaskResult) -> dict[str, int]:
     """Records of a part, tokens of it that are scored, and bytes of documents; the same for every model."""
-    sizes = {metric.name: int(sum(metric.sizes)) for metric in result.figures}
-    counts = {result.task: len(result.items)}
-    if result.kind == "text":
+    sizes = {metric.name: int(sum(metric.sizes)) for metric in result.figures if not metric.group}
+    counts = {result.task: len(result.items.digests)}
+    if result.items.spec.kind == "text":
         counts |= {"document_bytes": sizes["bits_per_byte"], "document_tokens": sizes["loss"]}
-    if result.kind == "chats":
+    if result.items.spec.kind == "chats":
         counts[f"{PARTS[result.task].loss.removesuffix('_loss')}_tokens"] = sizes["loss"]
     return counts
 
@@ -167,26 +152,23 @@ def _prompts(held_out: list[Items[Any]], settings: Evaluate, encoder: Encoder) -
 def _paired(figures: Mapping[str, Metric], models: list[str], rule: statistics.Rule) -> dict[str, dict[str, Any]]:
     """{metric: how the model compares with the one before it on the same held-out records}."""
     paired = {}
-    for row in PARTS.values():
-        assert row.metric is not None, "only parts with a metric are read"
-        for earlier, later in pairwise(models):
-            first, second = figures.get(row.metric.of(later)), figures.get(row.metric.of(earlier))
-            if first and second and statistics.comparable(first, second):
-                compared = asdict(statistics.compare(first, second, rule))
-                paired[row.metric.of(later)] = {"against": earlier, **finite(compared)}
+    for metric, (earlier, later) in product(METRICS.values(), pairwise(models)):
+        first, second = figures.get(metric.of(later)), figures.get(metric.of(earlier))
+        if first and second and statistics.comparable(first, second):
+            paired[first.name] = {"against": earlier, **finite(asdict(statistics.compare(first, second, rule)))}
     return paired
 
 
 def _suite_items(settings: Evaluate, job: StageContext) -> dict[str, list[Items[Any]]]:
     """The items of each model's suites; a suite of several models is read once."""
     inputs = {part: job.inputs[part] for part in PARTS if part in job.inputs}
-    records = {part: items_of.comparable(heldout_records(directory)) for part, directory in inputs.items()}
+    records = {part: comparable(heldout_records(directory)) for part, directory in inputs.items()}
     overlaps = {digest for directory in inputs.values() for digest in contamination.read_item_shares(directory)}
     by_suite: dict[str, list[Items[Any]]] = {}
     for suite in dict.fromkeys(suite for name in _models(job) for suite in settings.suites.of(name)):
         read = running.read([suites.load(suite)], records)
         by_suite[suite] = [running.mark_overlaps(items, overlaps) for items in read]
-        for line in items_of.lines(read):
+        for line in notes_on(read):
             log.warning("%s", line)  # not among the results: they name paths of this machine
     return {name: [items for suite in settings.suites.of(name) for items in by_suite[suite]] for name in _models(job)}
 
@@ -205,20 +187,18 @@ def _progress(job: StageContext, model: str, half: int) -> Callable[[str, float,
     return lambda task, done, total: job.progress.update(done_before + done / max(1, total), 2 * len(models), "parts")
 
 
-def _load(name: str, job: StageContext, device: torch.device, ranks: Ranks | None = None) -> EvaluatedModel:
-    model: nn.Module = _network(name, job).to(device)
-    return as_evaluated_model(with_tokenizer(name, model, job.inputs["base"] / "model"), ranks=ranks)
-
-
-def _network(name: str, job: StageContext) -> Any:
-    if ROWS[name].role != "adapter":
-        return factory.load(job.inputs[name] / "model")
-    directory = job.inputs[name] / "adapter"
-    bases = [job.inputs[model_name] / "model" for model_name in _models(job) if ROWS[model_name].role != "adapter"]
-    bases += [job.inputs[own] / "model" for own in (f"{BASE_OF}{name}",) if own in job.inputs]
-    digest = adapters.base_digest_of(directory)
-    base = next((path for path in reversed(bases) if weights_digest(path) == digest), bases[-1])
-    return adapters.load(factory.load(base), directory, weights_digest(base))
+def _load(name: str, job: StageContext, device: torch.device, ranks: Ranks | None = None) -> LoadedModel:
+    model: Any
+    if ROWS[name].role == "adapter":
+        directory = job.inputs[name] / "adapter"
+        bases = [job.inputs[model] / "model" for model in _models(job) if ROWS[model].role != "adapter"]
+        bases += [job.inputs[own] / "model" for own in (f"{BASE_OF}{name}",) if own in job.inputs]
+        digest = adapters.base_digest_of(directory)
+        base = next((path for path in reversed(bases) if weights_digest(path) == digest), bases[-1])
+        model = adapters.load(factory.load(base), directory, weights_digest(base))
+    else:
+        model = factory.load(job.inputs[name] / "model")
+    return replace(with_tokenizer(name, model.to(device), job.inputs["base"] / "model"), ranks=ranks)
 
 
 def join_ranks(runtime: Runtime) -> Ranks:

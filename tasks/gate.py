@@ -22,10 +22,8 @@ from ttrain.data.json_rows import Tally
 from ttrain.data.records import Conversation, Record, TextDocument
 from ttrain.errors import DataError, Interrupted, UsageError
 from ttrain.evaluate import perplexity
-from ttrain.evaluate.evaluated_model import beginning
 from ttrain.evaluate.items import sampled
 from ttrain.inference import gate_files, loading
-from ttrain.inference.evaluated_model import as_evaluated_model
 from ttrain.inference.gate_files import GateFile
 from ttrain.inference.gate_router import Router, padded, run_ids
 from ttrain.inference.loading import LoadedModel
@@ -187,7 +185,7 @@ def _sequence(model: LoadedModel, record: Record) -> perplexity.Tokens:
     """(ids, live) of a record: all tokens of a document's text, the answers of a chat."""
     if not isinstance(record, TextDocument):
         return chat.encode_chat(model.encoder, record.messages)
-    begins, [ids] = beginning(as_evaluated_model(model)), model.encoder.encode([record.text])
+    begins, [ids] = model.beginning(), model.encoder.encode([record.text])
     return [*begins, *ids], [False] * len(begins) + [True] * len(ids)
 
 

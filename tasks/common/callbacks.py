@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,12 +25,10 @@ from ttrain.data.encoder import Encoder
 from ttrain.data.loader import Loader
 from ttrain.errors import UsageError
 from ttrain.evaluate import run, samples, statistics, suites
-from ttrain.evaluate.evaluated_model import EvaluatedModel
 from ttrain.evaluate.items import Items, comparable
 from ttrain.evaluate.results import Results
 from ttrain.evaluate.samples import SamplePrompt
-from ttrain.inference.evaluated_model import as_evaluated_model
-from ttrain.inference.loading import with_encoder
+from ttrain.inference.loading import LoadedModel, causal_of, with_encoder
 from ttrain.store.runs import read_rows
 from ttrain.tasks.common.job import Figures, StageContext
 from ttrain.tasks.shards import heldout_records
@@ -143,7 +140,7 @@ def language_model_callbacks(
     return callbacks
 
 
-def _write_samples(model: nn.Module, encoder: Encoder, prompts: Sequence[SamplePrompt]) -> list[samples.Sample]:
+def _write_samples(model: nn.Module, encoder: Encoder, prompts: Sequence[SamplePrompt]) -> list[dict[str, str]]:
     """What the model in training writes for the prompts."""
     with generation_mode(model, encoder) as subject:
         return samples.continuations(subject, prompts, new_tokens=SAMPLE_TOKENS)
@@ -190,7 +187,8 @@ def measure_of(
         with generation_mode(model, encoder) as subject:
             outcomes = run.ask(items, subject, lambda task, done, total: None)
         results = Results(outcomes, RULE)
-        log.info("evaluation at step %d: %s", step, "  ".join(map(results.line, outcomes)))
+        shown = [f"{outcome.task}/{outcome.primary.name} {results.cell(outcome.primary)}" for outcome in outcomes]
+        log.info("evaluation at step %d: %s", step, "  ".join(shown))
         directory = job.run_directory / "evaluations"
         directory.mkdir(exist_ok=True)
         write_json(directory / f"step-{step:08d}.json", results.to_json())
@@ -212,18 +210,17 @@ def read_items(config: Training, job: StageContext) -> list[Items[Any]]:
 def figures_of(results: Results) -> dict[str, float]:
     """Every figure as TASK/FIGURE, and the primary one of a group as TASK/FIGURE/KEY:VALUE; none without an item."""
     model_infix = f"/{NAME}"
-    metrics = {name.replace(model_infix, "", 1): value for name, value in results.metrics().items() if model_infix in name}
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+    return {name.replace(model_infix, "", 1): value for name, value in results.metrics().items() if model_infix in name}
 
 
 @contextlib.contextmanager
-def generation_mode(model: Any, encoder: Encoder) -> Iterator[EvaluatedModel]:
+def generation_mode(model: Any, encoder: Encoder) -> Iterator[LoadedModel]:
     """Use the model in training for generation; afterwards its own generation settings, which are written beside its
     weights, are restored."""
-    causal = model.get_base_model() if hasattr(model, "get_base_model") else model
+    causal = causal_of(model)
     generation_config = causal.generation_config
     try:
-        yield as_evaluated_model(with_encoder(NAME, model, encoder, (encoder.bos_id,), can_chat=True))
+        yield with_encoder(NAME, model, encoder, (encoder.bos_id,), can_chat=True)
     finally:
         vars(model).pop("generation_config")  # PEFT's has the one of the model within it
         causal.generation_config = generation_config

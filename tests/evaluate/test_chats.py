@@ -21,9 +21,9 @@ from ttrain.data.chat import encode_chat, prompt_ids
 from ttrain.data.chat_templates import Message, Messages
 from ttrain.data.encoder import Encoder
 from ttrain.evaluate import chats
-from ttrain.evaluate.evaluated_model import EvaluatedModel
 from ttrain.evaluate.items import SuiteFiles
 from ttrain.evaluate.task_result import TaskResult
+from ttrain.inference.loading import LoadedModel
 
 # Names in plain text, a special token at the end of each turn, and no system turn.
 NAMED = (
@@ -44,13 +44,13 @@ def turns(*contents: str, system: str = "") -> Messages:
     return (*([Message("system", system)] if system else []), *roles)
 
 
-def saying(encoder: Encoder, model: Any, said: Sequence[tuple[Sequence[int], bool]], **changes: Any) -> EvaluatedModel:
+def saying(encoder: Encoder, model: Any, said: Sequence[tuple[Sequence[int], bool]], **changes: Any) -> LoadedModel:
     """A model whose answers, to prompts of any order, are these; they are told apart by the user's last turn."""
     waiting = iter(said)
-    return subject_of(model, encoder, generate=lambda prompts, count: [next(waiting) for _ in prompts], **changes)
+    return subject_of(model, encoder, said=lambda prompts, count: [next(waiting) for _ in prompts], **changes)
 
 
-def evaluated(rows: Sequence[Messages], directory: Path, subject: EvaluatedModel, **settings: Any) -> TaskResult:
+def evaluated(rows: Sequence[Messages], directory: Path, subject: LoadedModel, **settings: Any) -> TaskResult:
     lines = [json.dumps({"messages": [vars(turn) for turn in messages]}) for messages in rows]
     (directory / "chats.jsonl").write_text("\n".join(lines))
     spec = ChatsTask(file="chats.jsonl", **settings)
@@ -61,26 +61,13 @@ def values(outcome: TaskResult) -> dict[str, float]:
     return {figure.name: figure.value for figure in outcome.figures}
 
 
-def test_what_an_answer_has_had_before_is_repeated() -> None:
-    assert chats.repeated(["a", "b", "c", "d", "a", "b", "c", "d"]) == (1, 5)
-    assert chats.repeated(["a", "b", "c"]) == (0, 0)
-    assert chats.repeated(["x"] * 10) == (6, 7)
-
-
 def test_special_tokens_and_the_turns_of_others_are_markers(encoder: Encoder) -> None:
     user = encoder.special("<|user|>")
     assert chats.find_markers(encoder, [*encoder.encode(["Hello"])[0], user], "Hello") == [f"token {user}"]
     assert chats.find_markers(encoder, [len(encoder)], "") == [f"token {len(encoder)}"], "of no vocabulary"
     found = chats.find_markers(encoder, [], "Yes.<|im_end|>\n### Human: and?\n用户：再见\n[INST]")
     assert found == ["<|im_end|>", "### Human:", "用户：", "[INST]"]
-    for clean in (
-        "A user: somebody who uses it.",
-        "if a < b | c > d",
-        "The assistant said: no.",
-        "1. Users: many",
-        "a <b> c",
-    ):
-        assert chats.find_markers(encoder, encoder.encode([clean])[0], clean) == []
+    assert chats.find_markers(encoder, [], "A user: somebody. The assistant said: if a < b | c > d") == []
 
 
 def named(directory: Path) -> Encoder:
@@ -124,7 +111,7 @@ def test_figures_of_answers_are_counted_by_hand(encoder: Encoder, model: Any, tm
     assert first[1]["answer"] == "Nothing" and ended.sizes[0] == 2
     once = evaluated(rows, tmp_path, saying(encoder, model, said), new_tokens=40, answers=1)
     assert [len(row["answers"]) for row in once.rows] == [1, 1, 1] and once.rows[0]["answers"][0]["turn"] == 3
-    assert once.items == outcome.items, "how many answers are asked for makes no other items"
+    assert once.items.digests == outcome.items.digests, "how many answers are asked for makes no other items"
 
 
 def test_a_short_context_gets_the_end_of_what_was_said(encoder: Encoder, model: Any, tmp_path: Path) -> None:
@@ -135,7 +122,7 @@ def test_a_short_context_gets_the_end_of_what_was_said(encoder: Encoder, model: 
         return [([], True) for _ in prompts]
 
     rows = [turns("word " * 30, "Yes"), turns("Hi", "Yes")]
-    outcome = evaluated(rows, tmp_path, subject_of(model, encoder, max_length=24, generate=generate), new_tokens=50)
+    outcome = evaluated(rows, tmp_path, subject_of(model, encoder, max_length=24, said=generate), new_tokens=50)
     whole = prompt_ids(encoder, rows[0][:1])
     assert (whole[-12:], 12) in asked and len(outcome.rows[0]["answers"]) == 1
 

@@ -18,10 +18,10 @@ from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
 from ttrain.errors import UsageError
 from ttrain.evaluate import generation
-from ttrain.evaluate.evaluated_model import EvaluatedModel
 from ttrain.evaluate.generation import answer_in
 from ttrain.evaluate.items import SuiteFiles
 from ttrain.evaluate.task_result import TaskResult
+from ttrain.inference.loading import LoadedModel
 
 RESULTS: dict[str, str | None] = {
     "He has 5 - 2 = 3 left.\n#### 3": "3", "#### 1,234.50 dollars, 7 in all": "2469/2", "#### none, so 8": "8",
@@ -33,7 +33,7 @@ RESULTS: dict[str, str | None] = {
 
 
 @pytest.fixture(scope="module")
-def subject(encoder: Encoder) -> EvaluatedModel:
+def subject(encoder: Encoder) -> LoadedModel:
     return subject_of(tiny_model(vocab=len(encoder), init_std=0.4, tie_embeddings=False), encoder)
 
 
@@ -41,13 +41,13 @@ def quiet(done: int, total: int) -> None:
     pass
 
 
-def asked(tmp_path: Path, rows: Sequence[Any], subject: EvaluatedModel, **settings: Any) -> TaskResult:
+def asked(tmp_path: Path, rows: Sequence[Any], subject: LoadedModel, **settings: Any) -> TaskResult:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     spec = GenerationTask(file="a.jsonl", **{"new_tokens": 20, **settings})
     return generation.run(generation.read("sums", spec, SuiteFiles(tmp_path)), subject, quiet)
 
 
-def saying(subject: EvaluatedModel, *texts: str) -> EvaluatedModel:
+def saying(subject: LoadedModel, *texts: str) -> LoadedModel:
     """Answers the prompts, from the longest to the shortest, with these texts, a piece at a time."""
     told: dict[tuple[int, ...], list[int]] = {}
     left = list(texts)
@@ -60,10 +60,10 @@ def saying(subject: EvaluatedModel, *texts: str) -> EvaluatedModel:
             found.append((ids[:count], len(ids) <= count))
         return found
 
-    return subject_of(subject.model, subject.encoder, generate=generate, max_length=None)
+    return subject_of(subject.model, subject.encoder, said=generate, max_length=None)
 
 
-def watching(subject: EvaluatedModel, answer: list[int], **changes: Any) -> tuple[EvaluatedModel, list[list[int]]]:
+def watching(subject: LoadedModel, answer: list[int], **changes: Any) -> tuple[LoadedModel, list[list[int]]]:
     """(the model, answering each prompt so; the prompts that it gets)."""
     given: list[list[int]] = []
 
@@ -72,7 +72,7 @@ def watching(subject: EvaluatedModel, answer: list[int], **changes: Any) -> tupl
         assert count == 20
         return [(answer, True)] * len(prompts)
 
-    return subject_of(subject.model, subject.encoder, generate=generate, **changes), given
+    return subject_of(subject.model, subject.encoder, said=generate, **changes), given
 
 
 def test_the_result_of_a_text() -> None:
@@ -92,7 +92,7 @@ def test_exact_answers() -> None:
 
 @pytest.mark.parametrize(("last", "match"), [("one and two\n#### 3", "numeric"), ("3 apples", "exact")])
 def test_auto_compares_numbers_where_every_right_answer_of_the_file_is_one(
-    tmp_path: Path, subject: EvaluatedModel, last: str, match: str
+    tmp_path: Path, subject: LoadedModel, last: str, match: str
 ) -> None:
     rows = [
         {"question": "longest question?", "answer": "#### 1,000"}, {"question": "question?", "answer": 2},
@@ -101,12 +101,12 @@ def test_auto_compares_numbers_where_every_right_answer_of_the_file_is_one(
     outcome = asked(tmp_path, rows, saying(subject, "so 1000", "2", "3 apples"))
     assert outcome.primary.name == f"accuracy_{match}"
     assert [row["right"] for row in outcome.rows] == [match == "numeric", True, True]
-    assert sum(outcome.left_out.values()) == 1
+    assert len(outcome.items.left_out) == 1
     few = GenerationTask(file="a.jsonl", limit=1, seed=3)  # the sample decides nothing
     assert generation.read("sums", few, SuiteFiles(tmp_path)).spec.match == match
 
 
-def test_a_text_ends_an_answer_and_what_follows_costs_little(tmp_path: Path, subject: EvaluatedModel) -> None:
+def test_a_text_ends_an_answer_and_what_follows_costs_little(tmp_path: Path, subject: LoadedModel) -> None:
     rows = [{"question": "first one?", "answer": "1"}, {"question": "other?", "answer": "2"}]
     counted: list[int] = []
     one = saying(subject, "1\n\n" + "Question: and 7 " * 40, "2 " * 300)
@@ -115,7 +115,7 @@ def test_a_text_ends_an_answer_and_what_follows_costs_little(tmp_path: Path, sub
         counted.append(len(prompts) * count)
         return one.generate(prompts, count)
 
-    watched = subject_of(subject.model, subject.encoder, generate=generate, max_length=None, batch_tokens=10**6)
+    watched = subject_of(subject.model, subject.encoder, said=generate, max_length=None, batch_tokens=10**6)
     outcome = asked(tmp_path, rows, watched, match="numeric", new_tokens=200)
     assert outcome.rows[0]["answer"].strip() == "1"
     assert [row["right"] for row in outcome.rows] == [True, True]
@@ -123,21 +123,16 @@ def test_a_text_ends_an_answer_and_what_follows_costs_little(tmp_path: Path, sub
     assert sum(counted) == generation.PIECE + 200
 
 
-def test_prompts_that_are_too_long_lose_their_oldest_examples_first(tmp_path: Path, subject: EvaluatedModel) -> None:
+def test_a_prompt_that_is_too_long_loses_its_beginning(tmp_path: Path, subject: LoadedModel) -> None:
     rows = [{"question": f"{number} {'word ' * 5}?", "answer": str(number)} for number in range(6)]
     watched, given = watching(subject, [])
     outcome = asked(tmp_path, rows, watched, shots=5)
-    unlimited, wholes = watching(subject, [], max_length=None)
-    asked(tmp_path, rows, unlimited, shots=5)
-    assert all(len(ids) <= 128 - 20 and ids[0] == subject.begin_ids[0] for ids in given)
-    texts = [subject.encoder.decode(ids) for ids in given]
-    assert all(text.startswith("Question: ") and text.endswith("Answer:") for text in texts)
-    whole = "".join(map(subject.encoder.decode, wholes))
-    assert all(text in whole and len(text) < len(whole) / len(rows) for text in texts)
-    assert outcome.figures[-1].name == "cut"
+    assert {len(ids) for ids in given} == {128 - 20} and outcome.figures[-1].name == "cut"
+    assert asked(tmp_path, rows, watched).figures[-1].name == "ended", "no prompt is cut"
+    assert all(subject.encoder.decode(ids).endswith("?\nAnswer:") for ids in given)
 
 
-def test_a_chat_is_asked_through_the_template(tmp_path: Path, subject: EvaluatedModel) -> None:
+def test_a_chat_is_asked_through_the_template(tmp_path: Path, subject: LoadedModel) -> None:
     rows = [{"question": "first?", "answer": "1"}, {"question": "second?", "answer": "2"}]
     watched, given = watching(subject, subject.encoder.encode(["2"])[0])
     outcome = asked(tmp_path, rows, watched, shots=1, chat=True)

@@ -15,10 +15,9 @@ from support.tiny_models import speaker, write_model
 from ttrain.config.evaluate import ChoicesTask, HarnessTask
 from ttrain.errors import DataError, UsageError
 from ttrain.evaluate import choices, lm_eval_tasks, run
-from ttrain.evaluate.evaluated_model import EvaluatedModel
 from ttrain.evaluate.items import Items, SuiteFiles
 from ttrain.evaluate.task_result import TaskResult
-from ttrain.inference.evaluated_model import as_evaluated_model
+from ttrain.inference.loading import LoadedModel
 
 lm_eval = pytest.importorskip("lm_eval")
 ITEMS, SHOTS = 12, 2
@@ -29,8 +28,7 @@ ROWS = [
     for number in range(ITEMS)
 ]  # fmt: skip
 COMMON = {
-    "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "items.jsonl"}}, "test_split": "test",
-    "num_fewshot": 0, "doc_to_text": "{{question}}",
+    "dataset_path": "json", "test_split": "test", "num_fewshot": 0, "doc_to_text": "{{question}}",
 }  # fmt: skip
 TASKS: dict[str, dict[str, Any]] = {
     "choices": {
@@ -56,18 +54,22 @@ TASKS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, items, and task files beside them."""
+    """A model, items, and the harness's files of tasks on them."""
     directory = tmp_path_factory.mktemp("harness")
     write_model(directory / "model")
     (directory / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    for name, task in TASKS.items():
-        (directory / f"{name}.yaml").write_text(json.dumps({"task": name, **COMMON, **task}))
+    data = {"data_files": {"test": str(directory / "items.jsonl")}}
+    absent = {**TASKS["words"], "dataset_kwargs": {"data_files": {"test": str(directory / "absent.jsonl")}}}
+    for name, task in {**TASKS, "broken": absent}.items():
+        content = {"task": name, **COMMON, "dataset_kwargs": data, **task}
+        (directory / f"{name}.yaml").write_text(json.dumps(content))
+    (directory / "both.yaml").write_text("group: both\ntask:\n- words\n- answers\n")
     return directory
 
 
 @pytest.fixture(scope="module")
-def subject(place: Path) -> EvaluatedModel:
-    return as_evaluated_model(speaker(place / "model"))
+def subject(place: Path) -> LoadedModel:
+    return speaker(place / "model")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -80,17 +82,20 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lm_eval_tasks.task_index.cache_clear()
-    monkeypatch.chdir(tmp_path)  # a task file finds its data beside itself, wherever the command is run
+@pytest.fixture(scope="module", autouse=True)
+def _known(place: Path) -> Iterator[None]:
+    """The harness knows these tasks alone: its own 14,000 files take 8 s to read."""
+    index = lm_eval_tasks.TaskManager(include_path=place, include_defaults=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lm_eval_tasks, "task_index", lambda: index)
+        yield
 
 
 def read(place: Path, name: str, **settings: Any) -> Items[lm_eval_tasks.HarnessItem]:
-    return lm_eval_tasks.read("theirs", HarnessTask(task=f"{name}.yaml", **settings), SuiteFiles(place, allow_code=True))
+    return lm_eval_tasks.read("theirs", HarnessTask(task=name, **settings), SuiteFiles(place))
 
 
-def asked(place: Path, name: str, subject: EvaluatedModel, **settings: Any) -> TaskResult:
+def asked(place: Path, name: str, subject: LoadedModel, **settings: Any) -> TaskResult:
     return lm_eval_tasks.run(read(place, name, **settings), subject, lambda done, total: None)
 
 
@@ -103,8 +108,7 @@ def theirs(place: Path, cache: None) -> dict[str, Any]:
 
     model = AutoModelForCausalLM.from_pretrained(place / "model")
     backend = HFLM(model, tokenizer=AutoTokenizer.from_pretrained(place / "model"), batch_size=4, device="cpu")
-    data = {"dataset_kwargs": {"data_files": {"test": str(place / "items.jsonl")}}}
-    tasks = [{**json.loads((place / f"{name}.yaml").read_text()), **data} for name in TASKS]
+    tasks = [json.loads((place / f"{name}.yaml").read_text()) for name in TASKS]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # processes that ask pip and git: 1.5 s
         found: dict[str, Any] = lm_eval.simple_evaluate(
@@ -116,10 +120,10 @@ def theirs(place: Path, cache: None) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", TASKS)
 def test_every_item_is_judged_as_by_its_own_backend(
-    place: Path, subject: EvaluatedModel, name: str, theirs: dict[str, Any]
+    place: Path, subject: LoadedModel, name: str, theirs: dict[str, Any]
 ) -> None:
     outcome, found = asked(place, name, subject), theirs[name]
-    assert len(outcome.items) == len(set(outcome.items)) == ITEMS
+    assert len(outcome.items.digests) == len(set(outcome.items.digests)) == ITEMS
     figures = [figure for figure in outcome.figures if name == "texts" or figure.name != "bits_per_byte"]
     for figure in figures:
         assert figure.value == pytest.approx(found["figures"][f"{figure.name},none"], rel=1e-4)
@@ -130,9 +134,9 @@ def test_every_item_is_judged_as_by_its_own_backend(
     ]  # Matthews' correlation is no mean over items
 
 
-def test_our_multiple_choice_is_the_harness_s(place: Path, subject: EvaluatedModel, theirs: dict[str, Any]) -> None:
+def test_our_multiple_choice_is_the_harness_s(place: Path, subject: LoadedModel, theirs: dict[str, Any]) -> None:
     spec = ChoicesTask(file="items.jsonl", delimiter=" ", shots=SHOTS)
-    ours = choices.score_choices(choices.read_choices("ours", spec, SuiteFiles(place)), subject, lambda done, total: None)
+    ours = choices.score_choices(choices.read("ours", spec, SuiteFiles(place)), subject, lambda done, total: None)
     samples = theirs["choices"]["samples"]
     for name, metric in (("accuracy", "acc"), ("accuracy_characters", "acc_norm"), ("accuracy_bytes", "acc_bytes")):
         (figure,) = (figure for figure in ours.figures if figure.name == name)
@@ -146,55 +150,23 @@ def test_our_multiple_choice_is_the_harness_s(place: Path, subject: EvaluatedMod
         assert row["nats"] == pytest.approx([-one[0] for one in sample["filtered_resps"]], abs=1e-4)
 
 
-def test_data_and_names_that_the_harness_does_not_have_are_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = {**COMMON, **TASKS["words"], "dataset_kwargs": {"data_files": {"test": "absent.jsonl"}}}
-    (place / "broken.yaml").write_text(json.dumps({"task": "broken", **broken}))
-    with pytest.raises(DataError, match=r"tasks.theirs.task is broken.yaml, which cannot be loaded"):
+def test_data_and_names_that_the_harness_does_not_have_are_refused(place: Path) -> None:
+    with pytest.raises(DataError, match=r"tasks.theirs.task is broken, which cannot be loaded"):
         read(place, "broken")
-    monkeypatch.setattr("lm_eval.tasks.manager.__file__", str(place / "manager.py"))  # its 14,000 files take 8 s to read
-    monkeypatch.chdir(place)
-    found = lm_eval_tasks.read("theirs", HarnessTask(task="words"), SuiteFiles(place / "elsewhere"))
-    assert len(found.items) == ITEMS
-    with pytest.raises(UsageError, match=r"theirs\.task is wordz, .* does not know; `lm-eval ls tasks` lists"):
-        lm_eval_tasks.read("theirs", HarnessTask(task="wordz"), SuiteFiles(place))
+    (place / "evil.txt").write_text("task: mine\nprocess_docs: !function evil.run\n")
+    for name in ("wordz", str(place / "evil.txt"), str(place)):
+        with pytest.raises(UsageError, match=rf"theirs\.task is {name}, .* does not know; `lm-eval ls tasks` lists"):
+            read(place, name)
 
 
-def test_a_name_that_the_harness_does_not_have_is_no_path_of_python_to_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef run(*rows): return rows[0]\n")
-    (tmp_path / "evil.txt").write_text("task: mine\nprocess_docs: !function evil.run\n")
-    index = lm_eval_tasks.TaskManager(include_defaults=False)
-    monkeypatch.setattr(lm_eval_tasks, "task_index", lambda: index)
-    monkeypatch.chdir(tmp_path)
-    for task in ("evil.txt", str(tmp_path / "evil.txt"), str(tmp_path)):
-        with pytest.raises(UsageError, match="does not know"):
-            lm_eval_tasks.read("theirs", HarnessTask(task=task), SuiteFiles(tmp_path))
-    assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize(
-    "line", ["process_docs: !function evil.run", "metric_list: [{metric: ./evil.py}]", "include: base.yaml"]
-)
-def test_a_task_file_needs_leave_to_run_python_and_runs_none_before(tmp_path: Path, line: str) -> None:
-    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef run(*rows): return rows[0]\n")
-    (tmp_path / "base.yaml").write_text("process_docs: !function evil.run\n")
-    (tmp_path / "task.yaml").write_text(f"task: mine\n{line}\n")
-    with pytest.raises(UsageError, match=r"theirs\.task is .*task\.yaml: a task file may run Python.*allow_code: true"):
-        lm_eval_tasks.read("theirs", HarnessTask(task="task.yaml"), SuiteFiles(tmp_path))
-    assert not (tmp_path / "ran").exists()
-
-
-def test_a_group_counts_every_item_and_shows_each_task(place: Path, subject: EvaluatedModel) -> None:
-    (place / "both.yaml").write_text("group: both\ntask:\n- words\n- answers\n")
+def test_a_group_counts_every_item_and_shows_each_task(place: Path, subject: LoadedModel) -> None:
     outcome = asked(place, "both", subject)
-    assert outcome.groups == {"task=words": tuple(range(ITEMS)), "task=answers": tuple(range(ITEMS, 2 * ITEMS))}
+    assert outcome.items.groups == {"task=words": tuple(range(ITEMS)), "task=answers": tuple(range(ITEMS, 2 * ITEMS))}
     accuracy, exact = (next(one for one in outcome.figures if one.name == name) for name in ("acc", "exact_match"))
     assert (sum(accuracy.sizes), sum(exact.sizes)) == (ITEMS, ITEMS)
     of_one_task = asked(place, "both", subject, limit=1)
-    assert (len(of_one_task.items), of_one_task.groups) == (1, {})
+    assert (len(of_one_task.items.digests), of_one_task.items.groups) == (1, {})
     assert all(figure.sizes == (1.0,) for figure in of_one_task.figures)
-    (place / "both.yaml").unlink()
 
 
 def test_without_the_harness_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

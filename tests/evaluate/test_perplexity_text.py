@@ -48,14 +48,18 @@ def test_the_figures_are_those_of_all_texts_together_and_of_each_group(tmp_path:
     sequences = [([encoder.bos_id, *ids], [False] + [True] * len(ids)) for ids in encoder.encode([r["text"] for r in ROWS])]
     nats, tokens = score_of(model, sequences, 32, 16)
     size = sum(len(row["text"].encode()) for row in ROWS)
-    figures = {figure.name: figure for figure in found.figures}
+    figures = {figure.name + figure.suffix: figure for figure in found.figures}
     assert found.primary.value == figures["bits_per_byte"].value == pytest.approx(nats / math.log(2) / size, rel=1e-6)
     assert figures["loss"].value == pytest.approx(nats / tokens, rel=1e-6)
     assert figures["perplexity"].value == pytest.approx(math.exp(nats / tokens), rel=1e-6)
     assert not any(figure.higher_is_better for figure in found.figures)
-    assert {name: len(numbers) for name, numbers in found.groups.items()} == {"source=s0": 4, "source=s1": 4, "source=s2": 4}
+    assert {name: len(numbers) for name, numbers in found.items.groups.items()} == {
+        "source=s0": 4,
+        "source=s1": 4,
+        "source=s2": 4,
+    }
     assert found.baselines == baselines.bits_per_byte("".join(row["text"] for row in ROWS).encode())
-    for name, numbers in found.groups.items():
+    for name, numbers in found.items.groups.items():
         rows = [row for row in ROWS if f"source={row['source']}" == name]
         alone = evaluated(tmp_path, rows, subject_of(model, encoder))
         assert found.primary.restricted(numbers).value == pytest.approx(alone.primary.value, rel=1e-6)

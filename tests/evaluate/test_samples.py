@@ -10,7 +10,6 @@ from ttrain.data.chat_templates import Message, Messages
 from ttrain.data.encoder import Encoder
 from ttrain.evaluate import samples
 from ttrain.evaluate.samples import SamplePrompt
-from ttrain.inference.evaluated_model import as_evaluated_model
 from ttrain.inference.loading import with_encoder
 
 CHINESE = "山海经\n南山经之首曰鹊山其首曰招摇之山临于西海之上多桂多金玉有草焉其状如韭而青花其名曰祝余食之不饥" * 4
@@ -36,7 +35,7 @@ def chats_of(encoder: Encoder, chats: list[Messages], room: int = 200) -> list[S
     return samples.of_chats(chats, encoder, new_tokens=48, room=room)
 
 
-@pytest.mark.parametrize("text", [ENGLISH, CHINESE, "one two", "word" * 99, "def f():\n    return 1\n"])
+@pytest.mark.parametrize("text", [ENGLISH, CHINESE, "one two"])
 def test_a_document_is_cut_into_its_beginning_and_what_follows(encoder: Encoder, text: str) -> None:
     (prompt,) = documents_of(encoder, [text])
     assert prompt.text and prompt.reference and text.startswith(prompt.text + prompt.reference)
@@ -66,9 +65,9 @@ def test_a_question_has_the_turns_before_it_and_its_own_answer(encoder: Encoder)
 def test_a_sample_has_the_answer_of_the_model_beside_that_of_the_data(encoder: Encoder) -> None:
     speaker = with_encoder("model", tiny_model(vocab=len(encoder)), encoder, (encoder.bos_id,), can_chat=True)
     prompts = [SamplePrompt("The fox"), samples.question("Why?"), *documents_of(encoder, [ENGLISH])]
-    written = samples.continuations(as_evaluated_model(speaker), prompts, new_tokens=3)
-    assert [sample.prompt for sample in written] == [prompt.text for prompt in prompts]
-    assert [sorted(sample.to_json()) for sample in written] == [
+    written = samples.continuations(speaker, prompts, new_tokens=3)
+    assert [sample["prompt"] for sample in written] == [prompt.text for prompt in prompts]
+    assert [sorted(sample) for sample in written] == [
         ["answer", "prompt"], ["answer", "prompt"], ["answer", "prompt", "reference"],
     ]  # fmt: skip
 
@@ -77,5 +76,5 @@ def test_a_model_that_has_diverged_writes_nothing_and_stops_nothing(encoder: Enc
     model = tiny_model(vocab=len(encoder))
     model.get_input_embeddings().weight.data.fill_(float("nan"))
     speaker = with_encoder("model", model, encoder, (encoder.bos_id,), can_chat=True)
-    (written,) = samples.continuations(as_evaluated_model(speaker), [SamplePrompt("The fox")], new_tokens=3)
-    assert written.to_json() == {"prompt": "The fox", "answer": ""}
+    (written,) = samples.continuations(speaker, [SamplePrompt("The fox")], new_tokens=3)
+    assert written == {"prompt": "The fox", "answer": ""}

@@ -13,9 +13,8 @@ from typer.testing import CliRunner
 from ttrain.cli.main import app
 from ttrain.config import Runtime
 from ttrain.config.loading import layers, settings_of
-from ttrain.engine import processes
 from ttrain.errors import UsageError
-from ttrain.experiments import measure, records, request
+from ttrain.experiments import records, request
 from ttrain.flows.full import full
 from ttrain.lineage import lookup
 from ttrain.store import runs
@@ -33,7 +32,6 @@ def asked(*overrides: str, **options: Any) -> request.SweepRequest:
     [
         ([LR], "pretrain/validation_loss", ["pretrain"]),
         ([LR, "sft.epochs=choice(1,2)"], "sft/validation_loss", ["pretrain", "sft"]),
-        (["lora.rank=choice(4,8)"], "lora/validation_loss", ["lora"]),
         (["data.sft=choice(a.jsonl,b.jsonl)"], "sft/validation_loss", ["shards-sft", "sft"]),
     ],
 )
@@ -56,12 +54,9 @@ def test_more_is_better_where_the_metric_says_so_or_the_user() -> None:
     assert not asked(LR).measure.maximize
     assert asked(LR, metric="pretrain/tokens_per_second").measure.maximize
     assert asked(LR, maximize=True).measure.maximize
-    assert not asked(LR, metric="pretrain/tokens_per_second", maximize=False).measure.maximize
     beta = ("dpo.beta=choice(0.1,0.2)", "data.dpo=pairs.jsonl", "lora.start_from=dpo")
     by_default = asked(*beta).measure
     assert by_default == asked(*beta, metric="eval/preference_accuracy/dpo").measure and by_default.maximize
-    assert asked(*beta, metric="eval/preference_margin/dpo").measure.maximize
-    assert not asked(*beta, maximize=False).measure.maximize
 
 
 @pytest.mark.parametrize(
@@ -70,7 +65,6 @@ def test_more_is_better_where_the_metric_says_so_or_the_user() -> None:
         (["runtime.threads=int(1,4)"], {}, "runtime.threads changes no result"),
         ([LR, "runtime.nodes=2", "runtime.rendezvous=a:1"], {}, "runtime.nodes is 2, but a sweep runs on one machine"),
         ([LR], {"sampler": "grid"}, "add a count: log(1e-4,3e-3,5)"),
-        ([LR], {"metric": "tok/bytes_per_token"}, "pretrain.optim.lr cannot change"),
         (["lr=log(1e-5,1e-3)"], {}, "did you mean 'pretrain.optim.lr' or 'sft.optim.lr' or 'dpo.optim.lr' or"),
         (["lora.rank=uniform(4,9)"], {}, "the sweep cannot try lora.rank=6.5"),
     ],
@@ -94,18 +88,11 @@ def test_a_dry_run_tells_what_is_tried_and_leaves_nothing_and_needs_no_name_of_t
     assert (told["once"], told["each"]) == (["source"], ["tokenizer", "shards-pretrain", "pretrain", "evaluate"])
     assert [trial["values"] for trial in told["trials"]] == [{"tokenizer.vocab_size": size} for size in (1024, 2048)]
     assert not (tmp_path / "home" / "sweeps").exists() and not (tmp_path / "home" / "runs").exists()
-    assert "No such command 'shwo'. Did you mean 'show'?" in CliRunner().invoke(app, ["sweep", "shwo"]).output
-
-
-def test_settings_that_change_the_held_out_records_are_named() -> None:
-    found = asked("reading.heldout_fraction=uniform(0.01,0.1)", LR, metric="pretrain/validation_loss")
-    assert measure.changes_heldout(list(found.space.dimensions), found.graph()) == ["reading.heldout_fraction"]
 
 
 def test_a_grid_is_all_of_its_combinations_and_no_sweep_is_larger_than_its_space() -> None:
     grid = ["pretrain.optim.lr=log(1e-4,1e-2,3)", "pretrain.seed=int(1,2)"]
     assert asked(*grid, sampler="grid").trials == 6
-    assert asked(*grid, sampler="grid", trials=4).trials == 4
     assert asked(*grid, trials=50).trials == 6
     assert asked(LR).trials == request.TRIALS
 
@@ -133,10 +120,6 @@ def test_a_sweep_is_named_by_a_part_of_its_name_and_one_process_has_it(tmp_path:
     first, second = (records.begin(tmp_path, found.identity(ArtifactStore(tmp_path))) for _ in range(2))
     assert records.find_sweep(tmp_path, first.name[-5:]).name == first.name
     assert records.find_sweep(tmp_path).name == second.name
-    with pytest.raises(UsageError, match="'sweep-' is the beginning or end of 2 sweeps: "):
-        records.find_sweep(tmp_path, "sweep-")
-    with pytest.raises(UsageError, match=f"there is no sweep 'yesterday'; there are {second.name}, {first.name}"):
-        records.find_sweep(tmp_path, "yesterday")
     with first.lock(), pytest.raises(UsageError, match=f"{first.name} is running in process"):
         with records.find_sweep(tmp_path, first.name).lock():
             raise AssertionError("two have it")
@@ -158,15 +141,6 @@ def test_trials_share_the_gpus_or_the_cores(tmp_path: Path) -> None:
     assert request.assigned_gpus(pairs, devices=tmp_path, chosen="2,3") == [2, 3]
     assert request.assigned_gpus(Runtime(device="cpu"), devices=tmp_path) == []
     assert request.trial_device(Runtime(), [], 0, 10_000) == {"runtime.threads": 1}
-    assert request.trial_device(Runtime(threads=3), [], 0, 2) == {}
-
-
-def test_the_place_of_a_trial_is_no_part_of_what_it_computes_and_its_stages_see_its_gpus_alone() -> None:
-    found = asked(LR, parallel=4)
-    one, other = (found.settings({"pretrain.optim.lr": 1e-3}, slot) for slot in (0, 3))
-    assert one.model_copy(update={"runtime": other.runtime}) == other
-    chosen = settings_of(layers(["runtime.gpus=[2,3]"])).settings
-    assert processes.environment_of(chosen)["CUDA_VISIBLE_DEVICES"] == "2,3"
 
 
 def test_a_rerun_takes_the_settings_of_no_trial(tmp_path: Path) -> None:

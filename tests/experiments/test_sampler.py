@@ -12,7 +12,7 @@ import pytest
 
 from ttrain.errors import UsageError
 from ttrain.experiments import records
-from ttrain.experiments.records import COMPLETED, DIVERGED, FAILED, RUNNING, Trial, best_of
+from ttrain.experiments.records import COMPLETED, DIVERGED, FAILED, RUNNING, Trial
 from ttrain.experiments.sampler import STARTUP_TRIALS, TrialSampler
 from ttrain.experiments.space import Interval, Space, ValueList
 
@@ -48,15 +48,6 @@ def test_the_same_seed_draws_the_same_values_also_from_a_record_that_was_read_ag
     assert [trial.values for trial in run(sampler_of(kind=kind, seed=2), 9)] != [trial.values for trial in expected]
 
 
-def test_tpe_finds_better_values_than_chance_does() -> None:
-    """Over three seeds, so that no luck of one decides."""
-    means = {}
-    for kind in ("tpe", "random"):
-        found = [best_of(run(sampler_of(kind=kind, seed=seed), 16), maximize=False) for seed in range(3)]
-        means[kind] = sum(best.value for best in found) / len(found)  # type: ignore[union-attr,misc]
-    assert means["tpe"] < means["random"]
-
-
 def test_the_first_trials_reach_every_part_of_a_range() -> None:
     for seed in range(20):
         drawn = sampler_of(seed=seed).upcoming([], STARTUP_TRIALS)
@@ -79,14 +70,17 @@ def test_no_values_are_tried_twice_until_all_were(kind: str) -> None:
 
 
 def test_a_record_keeps_trials_by_their_numbers_and_only_complete_ones_can_be_best(tmp_path: Path) -> None:
-    sweep = records.begin(tmp_path, {})
+    measure = {"metric": "m", "stage": "s"}
+    sweep = records.begin(tmp_path, {"measure": measure})
+    highest = records.begin(tmp_path, {"measure": {**measure, "maximize": True}})
     outcomes = ((DIVERGED, None), (COMPLETED, 3.0), (COMPLETED, 2.5), (FAILED, None), (RUNNING, None))
     for number, (outcome, value) in enumerate(outcomes, start=1):
         sweep.put(Trial(number, {LR: 0.01}, outcome, value, seconds=1.5, run=f"full-{number}", error=f"{outcome} it is"))
     sweep.put(Trial(4, {LR: 0.01}, COMPLETED, 4.0))
-    found = records.find_sweep(tmp_path).trials
+    found = records.find_sweep(tmp_path, sweep.name).trials
     assert [trial.number for trial in found] == [1, 2, 3, 4, 5]
     assert [trial.outcome for trial in found] == [DIVERGED, COMPLETED, COMPLETED, COMPLETED, RUNNING]
     assert (found[0].error, found[0].seconds, found[4].run) == ("diverged it is", 1.5, "full-5")
-    best, highest = best_of(found, maximize=False), best_of(found, maximize=True)
-    assert best and highest and (best.number, highest.number) == (3, 4)
+    for trial in found:
+        highest.put(trial)
+    assert sweep.best and highest.best and (sweep.best.number, highest.best.number) == (3, 4)

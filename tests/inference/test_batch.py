@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -85,25 +84,6 @@ def test_an_answering_that_was_cut_goes_on_where_it_was(
     with pytest.raises(KeyboardInterrupt):
         batch.write_answers(cut, {"model": 1}, lambda start: make(start, 1))
     assert batch.write_answers(cut, {"model": 2}, make) == 0  # another model begins anew
-
-
-def test_answers_that_are_there_are_not_read_into_memory_at_once(tmp_path: Path) -> None:
-    path, row = tmp_path / "a.jsonl", {"answer": "x" * 1000}
-    rows = 20_000
-    tracemalloc.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            batch.write_answers(path, {}, lambda start: stopped_after(rows, row))
-        assert batch.write_answers(path, {}, lambda start: ()) == rows
-        assert tracemalloc.get_traced_memory()[1] < 2_000_000 < path.stat().st_size
-    finally:
-        tracemalloc.stop()
-
-
-def stopped_after(rows: int, row: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
-    for _ in range(rows):
-        yield [row]
-    raise KeyboardInterrupt
 
 
 def test_every_shape_of_a_prompt_is_read_and_a_line_that_is_none_is_named(tmp_path: Path) -> None:

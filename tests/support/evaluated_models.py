@@ -1,6 +1,7 @@
 """Subjects of an evaluation, made of the tiny models that tests have."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,9 @@ import torch
 from torch import nn
 
 from ttrain.data.encoder import Encoder
-from ttrain.evaluate.evaluated_model import EvaluatedModel
+from ttrain.inference.loading import LoadedModel
+
+Said = list[tuple[list[int], bool]]
 
 
 class Uniform(nn.Module):
@@ -26,22 +29,31 @@ class Uniform(nn.Module):
         return SimpleNamespace(logits=torch.zeros(*input_ids.shape, self.embedding.num_embeddings))
 
 
-def subject_of(model: nn.Module, encoder: Encoder, **changes: Any) -> EvaluatedModel:
-    values: dict[str, Any] = {
-        "name": "tiny", "model": model.eval(), "encoder": encoder, "device": torch.device("cpu"),
-        "begin_ids": (encoder.bos_id,), "max_length": 128, "can_chat": True,
-        "batch_tokens": 512, **changes,
-    }  # fmt: skip
-    values.setdefault("generate", lambda prompts, count: [_said(model, values, prompt, count) for prompt in prompts])
-    return EvaluatedModel(**values)
+@dataclass(frozen=True, eq=False)
+class Subject(LoadedModel):
+    """A model that says what it is told to, else what is likeliest, token by token without a cache."""
 
+    said: Callable[[Sequence[Sequence[int]], int], Said] | None = None
 
-def _said(model: nn.Module, values: dict[str, Any], prompt: Sequence[int], count: int) -> tuple[list[int], bool]:
-    ids = list(prompt)
-    with torch.no_grad():
-        for _ in range(min(count, values["max_length"] - len(prompt))):
-            token = int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax())
-            if token in (values["encoder"].eos_id, values["encoder"].end_id):
+    def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Said:
+        if self.said:
+            return self.said(prompts, new_tokens)
+        return [self._likeliest(list(prompt), new_tokens) for prompt in prompts]
+
+    @torch.no_grad()
+    def _likeliest(self, prompt: list[int], count: int) -> tuple[list[int], bool]:
+        ids = list(prompt)
+        for _ in range(min(count, (self.max_length or 0) - len(prompt))):
+            token = int(self.model(input_ids=torch.tensor([ids])).logits[0, -1].argmax())
+            if token in self.stop_ids:
                 return ids[len(prompt) :], True
             ids.append(token)
-    return ids[len(prompt) :], False
+        return ids[len(prompt) :], False
+
+
+def subject_of(model: Any, encoder: Encoder, **changes: Any) -> Subject:
+    values: dict[str, Any] = {
+        "name": "tiny", "model": model.eval(), "encoder": encoder, "begin_ids": (encoder.bos_id,),
+        "stop_ids": (encoder.eos_id, encoder.end_id), "max_length": 128, "can_chat": True, "batch_tokens": 512,
+    }  # fmt: skip
+    return Subject(**{**values, **changes})

@@ -15,8 +15,9 @@ from support.tiny_trainers import in_ranks, score_of
 
 from ttrain.config import Reading
 from ttrain.data.encoder import Encoder
-from ttrain.evaluate import baselines, scores
-from ttrain.evaluate.task_result import Metric
+from ttrain.evaluate import baselines
+from ttrain.evaluate.task_result import SCORES, Metric
+from ttrain.evaluate.task_result import read_scores as read
 from ttrain.model import factory
 from ttrain.tasks import evaluate, lora, sft
 from ttrain.tasks.shards import heldout_records, recipe_of
@@ -24,7 +25,7 @@ from ttrain.train.distributed import Ranks
 
 
 def read_scores(directory: Path, metric: str) -> Metric | None:
-    return scores.read(directory / scores.FILE).get(metric)
+    return read(directory / SCORES).get(metric)
 
 
 HALF = Reading(heldout_fraction=0.5)
@@ -92,7 +93,8 @@ def test_the_records_behind_a_figure_give_it_and_bits_per_byte_are_those_of_the_
         assert found is not None
         assert len(found.sums) == len(found.sizes) == len(found.records) > 1
         assert found.value == metrics[metric], metric
-    assert read_scores(output, "bits_per_byte_xz") is None, "a compressor reads all as one stream"
+    compressed = read_scores(output, "bits_per_byte_xz")
+    assert compressed is not None and compressed.records == (), "a compressor reads all as one stream"
     files = sorted((evaluated.inputs["documents"] / "heldout").glob("*.jsonl"))
     texts = [json.loads(line)["text"] for path in files for line in path.read_text(encoding="utf-8").splitlines()]
     encoder, model = Encoder(evaluated.inputs["base"] / "model"), factory.load(evaluated.inputs["base"] / "model")
@@ -133,5 +135,5 @@ def test_two_ranks_leave_the_bytes_of_one(evaluated: Any, tmp_path: Path, monkey
 
     first, second = in_ranks(2, tmp_path / "ranks", work)
     assert (first, second) == (evaluated.result, {})
-    for name in ("evaluation.json", "samples.json", "scores.json"):
+    for name in ("evaluation.json", "scores.json"):
         assert (output / name).read_bytes() == (evaluated.root / "output" / name).read_bytes()

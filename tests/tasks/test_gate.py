@@ -116,6 +116,9 @@ def test_a_gate_routes_to_the_planted_experts_and_touches_none_of_them(run: Run,
     for text, expert in (("7 31. 95", 0), ("abba. cede.", 1)):
         number, probabilities = opened.route(text)
         assert number == expert and probabilities[expert] == max(probabilities)
+        model, choice = opened(text)
+        assert model.name == planted.names[expert]
+        assert choice["probabilities"] == pytest.approx(probabilities, abs=1e-4)
     digest, again = sha256_file(router), run(*words)
     assert again.code == 0 and "scoring" not in again.err, again.err
     assert sha256_file(router) == digest, "the same command makes the same gate"

@@ -26,13 +26,11 @@ from ttrain.engine import planner as plan
 from ttrain.engine.provenance import with_absolute_paths
 from ttrain.errors import UsageError
 from ttrain.evaluate import run
-from ttrain.evaluate.evaluated_model import EvaluatedModel
 from ttrain.evaluate.items import Items
 from ttrain.evaluate.results import Results
 from ttrain.evaluate.suites import LoadedSuite
 from ttrain.flows.full import full
-from ttrain.inference.evaluated_model import as_evaluated_model
-from ttrain.inference.loading import with_tokenizer
+from ttrain.inference.loading import LoadedModel, with_tokenizer
 from ttrain.model import factory, multi_token
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.tasks.common import callbacks
@@ -88,7 +86,7 @@ def test_pretraining_with_a_suite_samples_and_quick_validations_has_the_same_fil
     assert {task["task"]: task["items"] for task in written["tasks"]} == {"sums": 4, "documents": 4}
     # The last weights are those of the finished model, loaded by itself.
     items = callbacks.read_items(settings.pretrain, job_of(stage_home.documents.path, settings.runtime))
-    own = asked(items, as_evaluated_model(with_tokenizer("model", factory.load(second / "model"), second / "model")))
+    own = asked(items, with_tokenizer("model", factory.load(second / "model"), second / "model"))
     logged = {name.removeprefix("eval/"): value for name, value in evaluated[-1].items() if name != "step"}
     assert logged == pytest.approx(own, rel=1e-5) and {"sums/accuracy", "documents/bits_per_byte"} <= {*logged}
     lines = curve(second / "run" / "metrics.jsonl")
@@ -101,7 +99,7 @@ def test_pretraining_with_a_suite_samples_and_quick_validations_has_the_same_fil
     assert plain["guard_warnings"] == {} and not (first / "run" / "samples").exists()
 
 
-def asked(items: Sequence[Items[Any]], subject: EvaluatedModel) -> dict[str, float]:
+def asked(items: Sequence[Items[Any]], subject: LoadedModel) -> dict[str, float]:
     return callbacks.figures_of(Results(run.ask(items, subject, lambda *told: None), callbacks.RULE))
 
 

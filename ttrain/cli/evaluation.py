@@ -14,15 +14,13 @@ from ttrain.core.files import JsonDict, JsonObject, user_path
 from ttrain.core.terminal import bar
 from ttrain.data import existing
 from ttrain.errors import UsageError
-from ttrain.evaluate import items as reading
 from ttrain.evaluate import run, suites
-from ttrain.evaluate.items import comparable
+from ttrain.evaluate.items import comparable, notes_on
 from ttrain.evaluate.results import Results
 from ttrain.evaluate.statistics import Rule
 from ttrain.evaluate.suites import LoadedSuite
 from ttrain.evaluate.task_result import TaskResult
 from ttrain.inference import loading
-from ttrain.inference.evaluated_model import as_evaluated_model
 from ttrain.lineage import lookup
 from ttrain.store import layout
 from ttrain.store.artifacts import ArtifactStore
@@ -82,12 +80,11 @@ def evaluate(
                 progress(int(100 * (number + done / total) / len(references)))
 
             loaded_model = loading.load(reference, device=options.device, dtype=options.dtype)
-            evaluated_model = as_evaluated_model(replace(loaded_model, name=label))
-            outcomes += run.ask(items, evaluated_model, report)
-            del loaded_model, evaluated_model
+            outcomes += run.ask(items, replace(loaded_model, name=label), report)
+            del loaded_model
             gc.collect()  # the next model needs the memory
     identities = dict(zip(labels, map(lookup.to_json, references), strict=True))
-    return Results(outcomes, Rule(), items), identities, [*notes, *reading.lines(items)]
+    return Results(outcomes, Rule()), identities, [*notes, *notes_on(items)]
 
 
 def default_suite(heldout: Records, models: Sequence[Reference]) -> tuple[LoadedSuite, list[str]]:

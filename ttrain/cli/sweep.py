@@ -130,17 +130,14 @@ def sweep_show(name: Name = "latest") -> Output:
 
 def _shown(sweep: Sweep) -> Output:
     """The trials, the best first."""
-    from ttrain.experiments import summary
-    from ttrain.experiments.records import FAILED, RUNNING, best_of
+    from ttrain.experiments.records import FAILED, RUNNING
 
-    trials = sweep.trials
-    trial_table = Table(*summary.trial_table(trials, sweep.space, sweep.measure))
-    lines = [f"{sweep.name}: {summary.verdict(trials, sweep.measure)}"]
-    if any(trial.outcome in (RUNNING, FAILED) for trial in trials):
+    lines = [f"{sweep.name}: {sweep.verdict()}"]
+    if any(trial.outcome in (RUNNING, FAILED) for trial in sweep.trials):
         lines.append("the same command continues unfinished trials and retries failed ones")
-    if best := best_of(trials, maximize=sweep.measure.maximize):
-        lines.append(f"to run the best one in full: {summary.command(sweep, best)}")
-    return Output(summary.sweep_json(sweep), [trial_table, *lines])
+    if best := sweep.best:
+        lines.append(f"to run the best one in full: {sweep.command(best)}")
+    return Output(sweep.to_json(), [Table(*sweep.table()), *lines])
 
 
 def _plan(plan: Mapping[str, Any]) -> Output:

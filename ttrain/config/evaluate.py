@@ -211,10 +211,10 @@ class GenerationTask(Shots):
 
 
 class HarnessTask(TaskBase):
-    """A task of lm-evaluation-harness: its name there, or a task file of its form."""
+    """A task of lm-evaluation-harness, by its name there."""
 
     kind: Literal["harness"] = "harness"
-    task: str = Field(min_length=1, description="a name that the harness knows, or a YAML file relative to the suite")
+    task: str = Field(min_length=1, description="a task or group that the harness knows")
     shots: int | None = setting(None, "worked examples; empty: as the task says", ge=0, le=64)
 
 
@@ -231,4 +231,3 @@ class Suite(Section):
     """Tasks by name, in the order in which a table shows them."""
 
     tasks: dict[TaskName, Annotated[Task, Field(discriminator="kind")]] = Field(min_length=1)
-    allow_code: bool = setting(False, "open task files of lm-evaluation-harness, which may run Python")

@@ -12,7 +12,7 @@ from pydantic import Field, field_serializer, field_validator
 from ttrain.config.base import Count, Listed, Section, Seed, TimeOfDay, TimeZone, need, setting
 from ttrain.config.training import BITS_PER_BYTE
 
-FEWEST_RECORDS = 20  # held-out records below which no model is called better: see `ttrain.evaluate.few_records`
+FEWEST_RECORDS = 20  # held-out records below which no model is called better: see `ttrain.evaluate.task_result`
 Event = Literal["failed", "completed", "promoted", "kept", "skipped", "unfinished"]
 HIDDEN = "/***"  # stands for what follows a webhook's host
 

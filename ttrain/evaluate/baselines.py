@@ -6,6 +6,7 @@ fixed frequencies counted in the same text would already know what it has to pre
 
 from __future__ import annotations
 
+import functools
 import lzma
 import zlib
 
@@ -20,6 +21,7 @@ MOST_BYTES = 4 << 20  # xz -9e reads about 1 MB a second
 Floats = npt.NDArray[np.float64]
 
 
+@functools.lru_cache(maxsize=8)  # once for all models: xz takes a second for a megabyte
 def bits_per_byte(data: bytes) -> dict[str, float]:
     """Bits per byte of zlib -9, of xz -9e and of byte models of order 0 and 3, each over the text as one stream.
 

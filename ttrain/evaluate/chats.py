@@ -1,25 +1,30 @@
-"""Tasks of kind `chats`: loss on the assistant's turns, and metrics of the model's own answers in their place."""
+"""Tasks on conversations.
+
+chats  loss on the assistant's turns, and metrics of the model's own answers in their place
+pairs  whether a model gives the chosen answer a higher probability than the rejected one
+"""
 
 from __future__ import annotations
 
 import logging
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from ttrain.config.evaluate import ChatsTask
+from ttrain.config.evaluate import ChatsTask, PairsTask
 from ttrain.core.files import JsonDict
 from ttrain.data import chat as chat_data
 from ttrain.data import chat_shapes, records
 from ttrain.data.chat_templates import Message, Messages, is_live
 from ttrain.data.encoder import Encoder
+from ttrain.data.preferences import PREFERENCE_FIELDS, Preference
 from ttrain.errors import DataError, UsageError
 from ttrain.evaluate import generation, perplexity
-from ttrain.evaluate import items as reading
-from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
-from ttrain.evaluate.items import UNSPACED, Items, SuiteFiles
-from ttrain.evaluate.perplexity import Tokens
+from ttrain.evaluate.items import UNSPACED, BadRow, Items, Parsers, SuiteFiles, accepted, read_texts
+from ttrain.evaluate.perplexity import ProgressCallback, Tokens
 from ttrain.evaluate.task_result import Metric, TaskResult
+from ttrain.inference.loading import LoadedModel
 
 log = logging.getLogger("ttrain")
 
@@ -27,16 +32,16 @@ log = logging.getLogger("ttrain")
 def read(task: str, spec: ChatsTask, files: SuiteFiles) -> Items[Messages]:
     """Read the chats of a file, or those that the model's run held out. Raises UsageError if the file does not exist,
     DataError if it has no chat."""
-    parsers = reading.Parsers(
-        lambda row: reading.accepted(records.parse_conversation(row), records.Conversation).messages,
+    parsers = Parsers(
+        lambda row: accepted(records.parse_conversation(row), records.Conversation).messages,
         lambda row: tuple(map(Message.from_json, row["messages"])),
         lambda messages: [message.identity() for message in messages],
         chat_shapes.CHAT_FIELDS,
     )
-    return reading.read_texts(task, spec, files, parsers)
+    return read_texts(task, spec, files, parsers)
 
 
-def run(items: Items[Messages], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
+def run(items: Items[Messages], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:
     """Compute loss in nats per token of the assistant's turns, their end tokens included, and its exponential; and the
     metrics of `answer_metrics` unless `answers` or `new_tokens` is 0.
 
@@ -62,7 +67,7 @@ def run(items: Items[Messages], subject: EvaluatedModel, progress: ProgressCallb
     return items.result(subject.name, metrics, rows)
 
 
-def encode(items: Items[Any], subject: EvaluatedModel, conversations: Sequence[Messages]) -> list[Tokens | str]:
+def encode(items: Items[Any], subject: LoadedModel, conversations: Sequence[Messages]) -> list[Tokens | str]:
     """Encode the conversations of a task as (ids, live), or, if the model's template refuses one, as the error message; one
     of these is reported in a warning. Raises UsageError for a model without a chat template."""
     if not subject.can_chat:
@@ -85,7 +90,7 @@ def encode(items: Items[Any], subject: EvaluatedModel, conversations: Sequence[M
 
 
 def ask(
-    chats: Sequence[Messages], subject: EvaluatedModel, spec: ChatsTask, progress: ProgressCallback
+    chats: Sequence[Messages], subject: LoadedModel, spec: ChatsTask, progress: ProgressCallback
 ) -> list[list[JsonDict]]:
     """Generate greedy answers to at most `spec.answers` turns of each chat, the last ones, each after the chat's own
     preceding turns; as rows.
@@ -175,3 +180,47 @@ def repeated(answer_words: Sequence[str]) -> tuple[int, int]:
     starts = range(len(answer_words) - REPEATED_WORDS + 1)
     runs = [tuple(answer_words[start : start + REPEATED_WORDS]) for start in starts]
     return len(runs) - len(set(runs)), len(runs)
+
+
+# --- pairs ---
+
+RATED = "a single rated answer, which has no other one to be compared with"
+
+
+def read_pairs(task: str, spec: PairsTask, files: SuiteFiles) -> Items[Preference]:
+    """Read the pairs of a file, or those that the model's run held out. Raises UsageError if the file does not exist,
+    DataError if it has no pair."""
+
+    def parse(row: JsonDict) -> Preference:
+        pair = accepted(records.parse_preference(row), Preference)
+        if not (pair.chosen and pair.rejected):
+            raise BadRow(RATED)
+        return pair
+
+    parsers = Parsers(parse, Preference.from_json, lambda pair: pair.content().decode(), PREFERENCE_FIELDS)
+    return read_texts(task, spec, files, parsers)
+
+
+def run_pairs(items: Items[Preference], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:
+    """Compute the share of pairs whose chosen answer is likelier, a tie counting one half, and its mean lead in nats.
+
+    A pair that the model's own template refuses is not scored. Raises UsageError for a model without a chat template.
+    """
+    conversations = [(*pair.prompt, *answer) for pair in items.items for answer in (pair.chosen, pair.rejected)]
+    encoded = encode(items, subject, conversations)
+    scores = perplexity.score_items(items.spec, subject, encoded, progress)
+    rows: list[JsonDict] = []
+    preferred, margins, sizes = list[float](), list[float](), list[float]()
+    for number in range(0, len(scores), 2):
+        chosen, rejected = scores[number : number + 2]
+        errors = [side for side in encoded[number : number + 2] if isinstance(side, str)]
+        # Of whole answers, which preference tuning moves; divided by length, an answer that ends too early would count by
+        # its first tokens.
+        margin = rejected.nats - chosen.nats
+        sizes.append(float(not errors))
+        margins.append(margin * sizes[-1])
+        preferred.append(((margin > 0) + 0.5 * (margin == 0)) * sizes[-1])
+        answers = {"chosen": chosen._asdict(), "rejected": rejected._asdict()}
+        rows.append({"refused": errors[0]} if errors else {"preferred": preferred[-1], "margin": margin, **answers})
+    accuracy = Metric("accuracy", tuple(preferred), tuple(sizes), higher_is_better=True, unit="share")
+    return items.result(subject.name, [accuracy, replace(accuracy, name="margin", sums=tuple(margins), unit="nats")], rows)

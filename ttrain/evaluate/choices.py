@@ -7,9 +7,8 @@ acc_norm, `accuracy_bytes` its acc_bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from string import ascii_uppercase
 
 import numpy as np
@@ -17,11 +16,11 @@ import numpy as np
 from ttrain.config.evaluate import ChoicesTask, LastWordTask
 from ttrain.core.files import JsonDict, finite
 from ttrain.core.text import is_number
-from ttrain.evaluate import items as prompts
-from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
-from ttrain.evaluate.items import BadRow, Items, SuiteFiles
+from ttrain.evaluate.items import BadRow, Items, SuiteFiles, read_rows, separator, text_of, with_examples
 from ttrain.evaluate.log_likelihood import Likelihood, log_likelihoods
+from ttrain.evaluate.perplexity import ProgressCallback
 from ttrain.evaluate.task_result import LN2, Metric, TaskResult, mean
+from ttrain.inference.loading import LoadedModel
 
 CHOICE_FORMAT = '{"question": text, "choices": [texts], "answer": number from 0, letter or text}'
 PASSAGE_FORMAT = '{"context": text, "target": text}'
@@ -49,7 +48,7 @@ class ChoicePrompt:
 
 def parse_choice(record: JsonDict) -> ChoiceQuestion:
     """Parse a row. Raises BadRow unless it has exactly one right answer among different choices."""
-    question, choices = prompts.text(record, "question"), record.get("choices")
+    question, choices = text_of(record, "question"), record.get("choices")
     if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
         raise BadRow("choices is not a list of strings")
     texts = {choice.strip() for choice in choices} - {""}
@@ -61,46 +60,37 @@ def parse_choice(record: JsonDict) -> ChoiceQuestion:
 def parse_passage(record: JsonDict) -> ChoiceQuestion:
     """Parse a row of last words: a question with one choice, which begins with a space where the script has them. Raises
     BadRow if its context or target is missing or empty."""
-    context, target = prompts.text(record, "context"), prompts.text(record, "target")
-    return ChoiceQuestion(context, (prompts.separator(context, target) + target,), 0)
+    context, target = text_of(record, "context"), text_of(record, "target")
+    return ChoiceQuestion(context, (separator(context, target) + target,), 0)
 
 
-def read_choices(task: str, spec: ChoicesTask, files: SuiteFiles) -> Items[ChoicePrompt]:
-    """Read the questions of the file. Raises UsageError if it does not exist, DataError if it has none."""
-
-    def question_text(row: ChoiceQuestion) -> str:
-        return spec.template.replace("{question}", row.question)
-
-    def choice_text(row: ChoiceQuestion, choice: str) -> str:
-        return (prompts.separator(question_text(row), choice) if spec.delimiter is None else spec.delimiter) + choice
-
-    rows = prompts.read_rows(f"tasks.{task}.file", spec.file, files, parse_choice, CHOICE_FORMAT)
-    prompt = partial(_prompt, question_text, choice_text, spec.shots_separator)
-    return prompts.with_examples(task, spec, rows, files, parse_choice, CHOICE_FORMAT, prompt)
+PARSERS = {"choices": (parse_choice, CHOICE_FORMAT), "last_word": (parse_passage, PASSAGE_FORMAT)}
 
 
-def read_passages(task: str, spec: LastWordTask, files: SuiteFiles) -> Items[ChoicePrompt]:
-    """Read the passages of the file. Raises UsageError if it does not exist, DataError if it has none."""
-    rows = prompts.read_rows(f"tasks.{task}.file", spec.file, files, parse_passage, PASSAGE_FORMAT)
-    prompt = partial(_prompt, lambda row: row.question, lambda row, choice: choice, spec.shots_separator)
-    return prompts.with_examples(task, spec, rows, files, parse_passage, PASSAGE_FORMAT, prompt)
+def read(task: str, spec: ChoicesTask | LastWordTask, files: SuiteFiles) -> Items[ChoicePrompt]:
+    """Read the questions or passages of the file. Raises UsageError if it does not exist, DataError if it has none."""
+    parse, row_format = PARSERS[spec.kind]
+
+    def prompt(item: ChoiceQuestion, examples: Sequence[ChoiceQuestion]) -> tuple[ChoicePrompt, object]:
+        shots = ""
+        for shot in examples:
+            context, continuations = texts(shot)
+            shots += context + continuations[shot.answer] + spec.shots_separator
+        context, continuations = texts(item)
+        return ChoicePrompt(item, shots + context, continuations), [shots + context, continuations, item.answer]
+
+    def texts(row: ChoiceQuestion) -> tuple[str, tuple[str, ...]]:
+        if not isinstance(spec, ChoicesTask):
+            return row.question, row.choices
+        context, delimiter = spec.template.replace("{question}", row.question), spec.delimiter
+        between = [separator(context, choice) if delimiter is None else delimiter for choice in row.choices]
+        return context, tuple(map("".join, zip(between, row.choices, strict=True)))
+
+    rows = read_rows(f"tasks.{task}.file", spec.file, files, parse, row_format)
+    return with_examples(task, spec, rows, files, parse, row_format, prompt)
 
 
-def _prompt(
-    question_text: Callable[[ChoiceQuestion], str],
-    choice_text: Callable[[ChoiceQuestion, str], str],
-    separator: str,
-    item: ChoiceQuestion,
-    examples: Sequence[ChoiceQuestion],
-) -> tuple[ChoicePrompt, object]:
-    """(the item with its worked examples, what identifies it)."""
-    shots = "".join(question_text(shot) + choice_text(shot, shot.choices[shot.answer]) + separator for shot in examples)
-    continuations = tuple(choice_text(item, choice) for choice in item.choices)
-    prompt = ChoicePrompt(item, shots + question_text(item), continuations)
-    return prompt, [prompt.context, continuations, item.answer]
-
-
-def score_choices(items: Items[ChoicePrompt], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
+def score_choices(items: Items[ChoicePrompt], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:
     """Score a model on the items; the first metric is the one that `normalise` selects.
 
     `choice_loss` is the cost of the right choice in nats, with the probabilities of an item's choices normalised to one: it
@@ -182,7 +172,7 @@ def _loss(nats: Sequence[float], answer: int) -> float:
     return nats[answer] - least + math.log(math.fsum(math.exp(least - cost) for cost in nats))
 
 
-def score_passages(items: Items[ChoicePrompt], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
+def score_passages(items: Items[ChoicePrompt], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:
     """Compute `accuracy`, where all tokens of the target must be the most likely ones, and `perplexity` of the targets."""
     costs = log_likelihoods(subject, choice_texts(items.items), progress)
     figures = [

@@ -11,9 +11,8 @@ from types import MappingProxyType
 from ttrain.config import Promotion
 from ttrain.core.files import JsonDict, finite
 from ttrain.evaluate import statistics
-from ttrain.evaluate.few_records import not_judged
 from ttrain.evaluate.statistics import Interval, PairedComparison, Rule
-from ttrain.evaluate.task_result import Metric
+from ttrain.evaluate.task_result import Metric, not_judged
 
 SHOWN = 3  # of the texts that a reason names
 Digests = Mapping[str, Collection[str]]  # of the records of each night or source

@@ -16,11 +16,11 @@ from ttrain.core.text import is_number as is_plain_number
 from ttrain.data.chat import lead_text, prompt_ids
 from ttrain.data.chat_templates import Message
 from ttrain.errors import UsageError
-from ttrain.evaluate import items as wording
 from ttrain.evaluate.choices import cut_figure
-from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback
-from ttrain.evaluate.items import BadRow, Items, SuiteFiles
+from ttrain.evaluate.items import BadRow, Items, SuiteFiles, read_rows, separator, text_of, with_examples
+from ttrain.evaluate.perplexity import ProgressCallback
 from ttrain.evaluate.task_result import TaskResult, mean
+from ttrain.inference.loading import LoadedModel
 
 ROW_FORMAT = '{"question": text, "answer": text or number, "final" (optional): the result alone}'
 
@@ -55,7 +55,7 @@ ProblemWithExamples = tuple[Problem, tuple[Problem, ...]]  # with its worked exa
 def parse(record: JsonDict, match: str) -> Problem:
     """Parse a row. Raises BadRow without a right answer of the kind that `match` compares; auto accepts what exact accepts,
     which includes every number."""
-    question = wording.text(record, "question")
+    question = text_of(record, "question")
     final = _text_or_number(record, "final")
     answer = _text_or_number(record, "answer") or final
     if not answer:
@@ -75,7 +75,7 @@ def read(task: str, spec: GenerationTask, files: SuiteFiles) -> Items[ProblemWit
     def parsed(record: JsonDict) -> Problem:
         return parse(record, spec.match)
 
-    rows = wording.read_rows(f"tasks.{task}.file", spec.file, files, parsed, ROW_FORMAT)
+    rows = read_rows(f"tasks.{task}.file", spec.file, files, parsed, ROW_FORMAT)
     if spec.match == "auto":  # worked examples of another file are parsed by this choice
         match = "numeric" if all(is_number(problem.final) for problem, _ in rows[0]) else "exact"
         spec = spec.model_copy(update={"match": match})
@@ -85,10 +85,10 @@ def read(task: str, spec: GenerationTask, files: SuiteFiles) -> Items[ProblemWit
         shots = [[shot.question, shot.answer] for shot in examples]
         return (problem, examples), [problem.question, problem.final, shots, how]
 
-    return wording.with_examples(task, spec, rows, files, parsed, ROW_FORMAT, item_of)
+    return with_examples(task, spec, rows, files, parsed, ROW_FORMAT, item_of)
 
 
-def run(items: Items[ProblemWithExamples], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
+def run(items: Items[ProblemWithExamples], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:
     """Compute `accuracy_exact` or `accuracy_numeric`, by `match`, and `ended`: the share of answers that the model or a text
     of `stop` ended before `new_tokens`."""
     spec = items.spec
@@ -98,10 +98,10 @@ def run(items: Items[ProblemWithExamples], subject: EvaluatedModel, progress: Pr
             "or evaluate a model that was trained on chats"
         )
     room, longest = subject.room(spec.new_tokens)
-    prompts = [_prompt(spec, item, subject, longest) for item in items.items]
+    prompts = [_prompt(spec, problem, examples, subject) for problem, examples in items.items]
     stops, lead = ((), lead_text(subject.encoder)) if spec.chat else (spec.stop, "")
     rows: list[JsonDict] = []
-    answered = answers(subject, [ids for ids, _ in prompts], room, stops, progress, lead)
+    answered = answers(subject, [ids[-(longest or 0) :] for ids in prompts], room, stops, progress, lead)
     for (problem, _), (_, answer, ended) in zip(items.items, answered, strict=True):
         parsed, right = judge_answer(answer, problem.final, spec.match)
         rows.append({
@@ -109,7 +109,7 @@ def run(items: Items[ProblemWithExamples], subject: EvaluatedModel, progress: Pr
             "match": spec.match, "right": right, "ended": ended,
         })  # fmt: skip
     metrics = [mean(f"accuracy_{spec.match}", (row["right"] for row in rows)), mean("ended", (row["ended"] for row in rows))]
-    metrics += cut_figure([cut for _, cut in prompts])
+    metrics += cut_figure([len(ids) - len(ids[-(longest or 0) :]) for ids in prompts])
     return items.result(subject.name, metrics, rows)
 
 
@@ -122,7 +122,7 @@ class Answer(NamedTuple):
 
 
 def answers(
-    subject: EvaluatedModel,
+    subject: LoadedModel,
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
     stops: Sequence[str],
@@ -143,8 +143,9 @@ def answers(
             generated = subject.generate([[*prompts[number], *answered[number].ids] for number in going_on], piece)
             for number, (new_ids, ended) in zip(going_on, generated, strict=True):
                 ids = [*answered[number].ids, *new_ids]
-                text, stopped = _until(subject.encoder.decode(ids).removeprefix(lead), stops)
-                answered[number] = Answer(ids, text, ended or stopped)
+                text = subject.encoder.decode(ids).removeprefix(lead)
+                ends = [text.find(stop) for stop in stops if stop and stop in text]
+                answered[number] = Answer(ids, text[: min(ends, default=len(text))], ended or bool(ends))
             going_on = [number for number in going_on if not answered[number].ended]
         progress(min(start + AT_ONCE, len(order)), len(order))
     return answered
@@ -202,32 +203,13 @@ def _text_or_number(record: JsonDict, key: str) -> str:
     return str(value)
 
 
-def _prompt(
-    spec: GenerationTask, item: ProblemWithExamples, subject: EvaluatedModel, longest: int | None
-) -> tuple[list[int], int]:
-    """(prompt ids, number of cut tokens): too long a prompt loses its oldest examples first, then its beginning."""
-    problem, examples = item
-    ids = whole = _render(spec, problem, examples, subject)
-    while longest is not None and len(ids) > longest and examples:
-        examples = examples[1:]
-        ids = _render(spec, problem, examples, subject)
-    ids = ids[-(longest or 0) :]
-    return ids, len(whole) - len(ids)
-
-
-def _render(spec: GenerationTask, problem: Problem, examples: Sequence[Problem], subject: EvaluatedModel) -> list[int]:
+def _prompt(spec: GenerationTask, problem: Problem, examples: Sequence[Problem], subject: LoadedModel) -> list[int]:
     if spec.chat:
         turns = [turn for shot in examples for turn in (Message("user", shot.question), Message("assistant", shot.answer))]
         return prompt_ids(subject.encoder, (*turns, Message("user", problem.question)))
     text = ""
     for shot in examples:
         question = spec.template.replace("{question}", shot.question)
-        text += question + wording.separator(question, shot.answer) + shot.answer + spec.shots_separator
+        text += question + separator(question, shot.answer) + shot.answer + spec.shots_separator
     text += spec.template.replace("{question}", problem.question)
     return [*subject.begin_ids, *subject.encoder.encode([text])[0]]
-
-
-def _until(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """(the text up to the first of `stops`, whether there was one)."""
-    ends = [at for stop in stops if stop and (at := text.find(stop)) >= 0]
-    return (text[: min(ends)], True) if ends else (text, False)

@@ -6,23 +6,21 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from ttrain.config.evaluate import HELDOUT_PARTS, ChoicesTask, GenerationTask, LastWordTask, RecordsTask, Task, TextTask
 from ttrain.core.files import JsonDict, user_path
-from ttrain.core.hashing import digest_of
 from ttrain.core.text import counted, first_of
 from ttrain.data import json_rows
 from ttrain.errors import DataError, UsageError
-from ttrain.evaluate.task_result import DIGEST_CHARACTERS, Groups, Metric, TaskResult
+from ttrain.evaluate.task_result import Metric, TaskResult, record_name
 
 T = TypeVar("T")
-
-NO_BASELINES: Mapping[str, float] = MappingProxyType({})
+Groups = Mapping[str, tuple[int, ...]]  # "lang=zh" -> numbers of the items that belong to it
+LeftOut = JsonDict  # a row that is not a valid item: its file, line and reason
 
 MAX_LINE_BYTES = 32 << 20
 
@@ -33,28 +31,13 @@ class BadRow(ValueError):
     """A row that is not a valid item of its task; the message is the reason."""
 
 
-class LeftOut(NamedTuple):
-    """A row that is not a valid item."""
-
-    file: str
-    line: int
-    reason: str
-
-    @property
-    def location(self) -> str:
-        """Where a row of a file is, for messages."""
-        return f"{self.file}:{self.line}"
-
-
 @dataclass(frozen=True)
 class SuiteFiles:
     """Where a suite's data comes from: paths in it are relative to `base`; `heldout` has the records of a run's held-out
-    parts ("documents", "chats", "pairs", "domain"), which tasks name instead of a file; `allow_code`: whether task files of
-    the harness are opened."""
+    parts ("documents", "chats", "pairs", "domain"), which tasks name instead of a file."""
 
     base: Path
     heldout: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
-    allow_code: bool = False
 
     def file(self, name: str) -> Path:
         """Path of a file that the suite names."""
@@ -69,6 +52,7 @@ class Items(Generic[T]):
     spec      its settings, of the kind that the task's own module reads
     items     of the task's own type
     digests   of each item: two evaluations with equal digests used the same items
+    rows      from which the items were made; none of the harness
     left_out  rows that are not valid items
     groups    "lang=zh" -> numbers of the items that belong to it
     """
@@ -77,25 +61,22 @@ class Items(Generic[T]):
     spec: Any
     items: tuple[T, ...]
     digests: tuple[str, ...]
-    left_out: tuple[LeftOut, ...] = ()
+    rows: Sequence[Mapping[str, Any]] = ()
+    left_out: Sequence[LeftOut] = ()
     groups: Groups = field(default_factory=dict)
 
     @property
     def reasons(self) -> dict[str, int]:
         """How many rows were left out, by reason."""
-        return dict(Counter(row.reason for row in self.left_out))
+        return dict(Counter(row["reason"] for row in self.left_out))
 
     def result(
-        self,
-        subject: str,
-        figures: Sequence[Metric],
-        rows: list[JsonDict],
-        baselines: Mapping[str, float] = NO_BASELINES,
+        self, subject: str, figures: Iterable[Metric], rows: list[JsonDict], baselines: Mapping[str, float] | None = None
     ) -> TaskResult:
-        """The result of a model on these items; the first metric is primary."""
-        return TaskResult(
-            self.task, self.spec.kind, subject, self.digests, tuple(figures), rows, self.reasons, self.groups, baselines
-        )
+        """The result of a model on these items; the first metric is primary, and has a value for each group too."""
+        primary, *others = (replace(metric, records=self.digests) for metric in figures)
+        groups = (primary.restricted(numbers, group) for group, numbers in self.groups.items())
+        return TaskResult(self, subject, (primary, *groups, *others), rows, baselines or {})
 
 
 Rows = list[tuple[T, Mapping[str, Any]]]  # (what a row says, the row)
@@ -113,7 +94,7 @@ def read_rows(
     if not path.is_file():
         raise UsageError(f"{setting} is {path}, which is not a file; a suite's paths are relative to the suite's own file")
     left_out: list[LeftOut] = []
-    tally = json_rows.Tally(quarantine=lambda row: left_out.append(LeftOut(row["file"], row["line"], row["reason"])))
+    tally = json_rows.Tally(quarantine=left_out.append)
     rows: Rows[T] = []
     for name, line, record in json_rows.read([str(path)], tally, MAX_LINE_BYTES):
         try:
@@ -121,7 +102,7 @@ def read_rows(
         except BadRow as bad:
             tally.reject(name, line, str(bad))
     if not rows:
-        reasons = "; ".join(f"{row.location}: {row.reason}" for row in left_out[:3]) or "it is empty"
+        reasons = "; ".join(f"{_place(row)}: {row['reason']}" for row in left_out[:3]) or "it is empty"
         raise DataError(f"{setting} {file} has no usable row ({reasons}); a row needs {row_format}")
     return rows, left_out
 
@@ -149,9 +130,8 @@ def read_texts(task: str, spec: RecordsTask, files: SuiteFiles, parsers: Parsers
     if isinstance(spec, TextTask) and spec.max_bytes is not None:
         sizes = accumulate(len(str(text).encode("utf-8")) for text, _ in rows)
         rows = rows[: max(1, sum(size <= spec.max_bytes for size in sizes))]
-    values = tuple(value for value, _ in rows)
-    by_label = groups([row for _, row in rows], spec.by)
-    return Items(task, spec, values, digests(map(parsers.identity, values)), tuple(left_out), by_label)
+    values, drawn = tuple(value for value, _ in rows), [row for _, row in rows]
+    return Items(task, spec, values, digests(map(parsers.identity, values)), drawn, left_out, groups(drawn, spec.by))
 
 
 def accepted(record: Any, kind: type[T]) -> T:
@@ -173,7 +153,7 @@ def comparable(records: Iterable[JsonDict]) -> list[JsonDict]:
 
 def digests(values: Iterable[object]) -> tuple[str, ...]:
     """Digest of each item, from JSON with everything that the model gets and is judged by."""
-    return tuple(digest_of(value)[:DIGEST_CHARACTERS] for value in values)
+    return tuple(map(record_name, values))
 
 
 def sampled(items: Sequence[T], limit: int | None, seed: int) -> list[T]:
@@ -183,10 +163,10 @@ def sampled(items: Sequence[T], limit: int | None, seed: int) -> list[T]:
     return [items[number] for number in sorted(random.Random(seed).sample(range(len(items)), limit))]
 
 
-def groups(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> Groups:
+def groups(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], most: int = MOST_GROUPS) -> Groups:
     """Group rows by the values of each key: {"lang=zh": row numbers}; rows without the key are in none of its groups.
 
-    A key with more than MOST_GROUPS values, such as the address that each row came from, or with the same value on every
+    A key with more than `most` values, such as the address that each row came from, or with the same value on every
     row forms no groups.
     """
     numbers: dict[str, tuple[int, ...]] = {}
@@ -195,7 +175,7 @@ def groups(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> Groups:
         for number, row in enumerate(rows):
             if isinstance(value := row.get(key), str | int) and not isinstance(value, bool):
                 of_key.setdefault(f"{key}={value}", []).append(number)
-        if len(of_key) <= MOST_GROUPS:
+        if len(of_key) <= most:
             numbers |= {name: tuple(found) for name, found in of_key.items() if len(found) < len(rows)}
     return dict(sorted(numbers.items()))
 
@@ -203,13 +183,17 @@ def groups(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> Groups:
 SHOWN_PLACES = 3  # of each reason
 
 
-def lines(items: Sequence[Items[Any]]) -> list[str]:
+def _place(row: LeftOut) -> str:
+    return f"{row['file']}:{row['line']}"
+
+
+def notes_on(items: Sequence[Items[Any]]) -> list[str]:
     """Notes on the tasks, a line each: rows that were left out, with their places; and duplicates, which are not
     independent: five copies of a row would show a difference that one cannot."""
     notes: list[str] = []
     for each in items:
         for reason, count in each.reasons.items():
-            places = first_of([row.location for row in each.left_out if row.reason == reason], SHOWN_PLACES)
+            places = first_of([_place(row) for row in each.left_out if row["reason"] == reason], SHOWN_PLACES)
             notes.append(f"{each.task}: {counted(count, 'row')} left out: {reason} ({places})")
         if copies := len(each.digests) - len(set(each.digests)):
             number = counted(len(each.digests), "item")
@@ -255,13 +239,13 @@ def with_examples(
             f"tasks.{task}.shots is {spec.shots}, but {source} has {counted(fewest, 'row')} "
             f"besides the item itself; set fewer"
         )
-    left_out = [*left_out, *(row._replace(reason=f"as an example: {row.reason}") for row in bad_examples)]
+    left_out = [*left_out, *({**row, "reason": f"as an example: {row['reason']}"} for row in bad_examples)]
     items, identities = zip(*(item_of(row, shown) for (row, _), shown in zip(drawn, shots, strict=True)), strict=True)
-    by_label = groups([record for _, record in drawn], spec.by)
-    return Items(task, spec, items, digests(identities), tuple(left_out), by_label)
+    records_drawn = [record for _, record in drawn]
+    return Items(task, spec, items, digests(identities), records_drawn, left_out, groups(records_drawn, spec.by))
 
 
-def text(record: JsonDict, key: str) -> str:
+def text_of(record: JsonDict, key: str) -> str:
     """Return the string under a key of a row. Raises BadRow if it is missing, not a string or empty."""
     value = record.get(key)
     if not isinstance(value, str):

@@ -5,12 +5,10 @@ A group is one task here, whose `groups` have the metrics of each of its tasks.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import lm_eval
@@ -26,11 +24,12 @@ from ttrain.core.files import JsonDict
 from ttrain.core.text import first_line
 from ttrain.errors import DataError, UsageError
 from ttrain.evaluate import perplexity
-from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback, beginning
 from ttrain.evaluate.generation import answers
-from ttrain.evaluate.items import Items, SuiteFiles, digests, sampled
+from ttrain.evaluate.items import Items, SuiteFiles, digests, groups, sampled
 from ttrain.evaluate.log_likelihood import log_likelihoods
+from ttrain.evaluate.perplexity import ProgressCallback
 from ttrain.evaluate.task_result import LN2, Metric, TaskResult
+from ttrain.inference.loading import LoadedModel
 
 EXAMPLES_SEED = 1234  # the harness's default, so that prompts equal those of published results
 ROW_CHARACTERS = 2000  # from the end of a prompt, shown in a row of results
@@ -46,17 +45,26 @@ FORMS: dict[Any, dict[str, Any]] = {
 }
 ANSWER_BITS = "bits_per_byte"  # of the right choice: not a metric of the harness
 
+Parts = tuple[list[float], list[float]]
 HarnessItem = tuple[Task, int]  # a document of a task, by its number there
 
 
 def read(task: str, spec: HarnessTask, files: SuiteFiles) -> Items[HarnessItem]:
     """Load the task, or all tasks of a group. What identifies an item is known when a model is asked it.
 
-    Raises UsageError if the harness does not know the task, or would run Python of a task file; DataError if the data
-    cannot be loaded.
+    Raises UsageError if the harness does not know the task; DataError if the data cannot be loaded.
     """
+    setting = f"tasks.{task}.task is {spec.task}"
+    if spec.task not in task_index().all_tasks:  # a path, which the harness would open too, may run Python
+        raise UsageError(f"{setting}, which lm-evaluation-harness does not know; `lm-eval ls tasks` lists the names")
+    try:
+        loaded: list[Task] = list(task_index().load(spec.task)["tasks"].values())
+    except Exception as error:  # from `datasets` or the network: many types without a common base
+        raise DataError(
+            f"{setting}, which cannot be loaded: {first_line(error)}. Data of the Hub must be in the cache of `datasets`"
+        ) from error
     documents: list[HarnessItem] = []
-    for harness_task in _load_tasks(spec, files, f"tasks.{task}.task"):
+    for harness_task in loaded:
         default_shots = harness_task.get_config("num_fewshot")
         if default_shots != 0:  # as in the harness, a task that says 0 takes no examples
             shots = default_shots or 0 if spec.shots is None else spec.shots
@@ -64,38 +72,8 @@ def read(task: str, spec: HarnessTask, files: SuiteFiles) -> Items[HarnessItem]:
         harness_task.set_fewshot_seed(seed=EXAMPLES_SEED)
         documents += [(harness_task, number) for number in range(len(harness_task.eval_docs))]
     drawn = sampled(documents, spec.limit, spec.seed)
-    groups: dict[str, list[int]] = defaultdict(list)
-    for place, (harness_task, _) in enumerate(drawn):
-        groups[f"task={harness_task.task_name}"].append(place)
-    by_task = {name: tuple(places) for name, places in groups.items() if len(places) < len(drawn)}
-    return Items(task, spec, tuple(drawn), (), groups=by_task)
-
-
-def _load_tasks(spec: HarnessTask, files: SuiteFiles, setting: str) -> list[Task]:
-    """Load the harness's tasks by the name of a task or group, or from a task file."""
-    path = files.file(spec.task).resolve() if spec.task.endswith((".yaml", ".yml")) else None
-    if path and not files.allow_code:
-        raise UsageError(
-            f"{setting} is {path}: a task file may run Python, by its functions, metrics and templates; "
-            "read it and the files that it names, then set allow_code: true in the suite"
-        )
-    # The harness takes a name that it does not know as the path of a task file, whatever it ends in.
-    if path is None and spec.task not in task_index().all_tasks:
-        raise UsageError(
-            f"{setting} is {spec.task}, which lm-evaluation-harness does not know; "
-            "`lm-eval ls tasks` lists the names, and a task file's ends in .yaml or .yml"
-        )
-    folder, name = (path.parent, path.stem) if path else (Path.cwd(), spec.task)
-    try:
-        manager = TaskManager(include_path=folder, include_defaults=False) if path else task_index()
-        with contextlib.chdir(folder):  # paths in a task file are relative to it
-            loaded = manager.load(str(path) if path and name not in manager.all_tasks else name)  # a group by its name
-    except Exception as error:  # from `datasets`, the network or the file: many types without a common base
-        raise DataError(
-            f"{setting} is {spec.task}, which cannot be loaded: {first_line(error)}. "
-            "Data of the Hub must be in the cache of `datasets`; a task file names its own in dataset_kwargs.data_files"
-        ) from error
-    return list(loaded["tasks"].values())
+    tasks = [{"task": harness_task.task_name} for harness_task, _ in drawn]
+    return Items(task, spec, tuple(drawn), (), groups=groups(tasks, ["task"], len(tasks)))
 
 
 @functools.cache
@@ -104,7 +82,7 @@ def task_index() -> Any:
     return TaskManager()
 
 
-def run(items: Items[HarnessItem], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
+def run(items: Items[HarnessItem], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:
     """Let the harness ask the model and judge its answers.
 
     The result has each metric of the task that is a mean over items, and of multiple choice the bits per byte of the right
@@ -117,9 +95,8 @@ def run(items: Items[HarnessItem], subject: EvaluatedModel, progress: ProgressCa
     for name, of_task in judged["samples"].items():
         for sample in of_task:
             samples[tasks[name], sample["doc_id"]].append(sample)
-    rows: list[JsonDict] = []
-    identities: list[object] = []
-    parts: dict[str, dict[int, tuple[float, float]]] = defaultdict(dict)  # of each metric: (sum, size) by number of the item
+    rows, identities, count = list[JsonDict](), list[object](), len(items.items)
+    parts: dict[str, Parts] = defaultdict(lambda: ([0.0] * count, [0.0] * count))  # by metric: its sums and sizes
     fields: dict[str, JsonDict] = {}
     for place, item in enumerate(items.items):
         first, name = samples[item][0], item[0].task_name
@@ -130,11 +107,9 @@ def run(items: Items[HarnessItem], subject: EvaluatedModel, progress: ProgressCa
         for sample in samples[item]:
             rows[place] |= {metric: str(sample[metric]) for metric in sample["metrics"]}
             for label, fields[label], amount, size in _values(item[0], sample):
-                parts[label][place] = amount, size
-    metrics: list[Metric] = []
-    for label, by_place in parts.items():
-        sums, sizes = zip(*(by_place.get(place, (0.0, 0.0)) for place in range(len(rows))), strict=True)
-        metrics.append(Metric(label, sums, sizes, **fields[label]))
+                sums, sizes = parts[label]
+                sums[place], sizes[place] = amount, size
+    metrics = [Metric(label, tuple(sums), tuple(sizes), **fields[label]) for label, (sums, sizes) in parts.items()]
     if not metrics:
         raise DataError(f"tasks.{items.task}: {items.spec} has no metric that is a mean over items; choose another task")
     return replace(items, digests=digests(identities)).result(subject.name, metrics, rows)
@@ -144,12 +119,11 @@ def _values(task: Task, sample: JsonDict) -> Iterator[tuple[str, JsonDict, float
     """The metrics of a sample that are quotients of sums over items: (name, fields of the metric, sum, size)."""
     aggregation, higher = task.aggregation(), task.higher_is_better()
     for metric in sample["metrics"]:
-        if (form := FORMS.get(aggregation[metric])) is None:
-            continue
-        label = metric if sample["filter"] == "none" else f"{metric}_{sample['filter']}"
-        amount, size = sample[metric] if isinstance(sample[metric], tuple | list) else (sample[metric], 1.0)
-        fields = {**form, "higher_is_better": higher.get(metric) is not False}
-        yield label, fields, float(-amount if form else amount), float(size)
+        if (form := FORMS.get(aggregation[metric])) is not None:
+            label = metric if sample["filter"] == "none" else f"{metric}_{sample['filter']}"
+            amount, size = sample[metric] if isinstance(sample[metric], tuple | list) else (sample[metric], 1.0)
+            fields = {**form, "higher_is_better": higher.get(metric) is not False}
+            yield label, fields, float(-amount if form else amount), float(size)
     target = sample["target"]
     if task.OUTPUT_TYPE == "multiple_choice" and target in range(len(sample["arguments"])):
         [(log_likelihood, _)] = sample["resps"][target]
@@ -164,7 +138,7 @@ class HarnessModel(LM):  # type: ignore[misc]  # the harness has no types
     probability 1.
     """
 
-    def __init__(self, subject: EvaluatedModel, progress: ProgressCallback) -> None:
+    def __init__(self, subject: LoadedModel, progress: ProgressCallback) -> None:
         super().__init__()
         self._subject, self._progress = subject, progress
 
@@ -177,7 +151,7 @@ class HarnessModel(LM):  # type: ignore[misc]  # the harness has no types
         """Log-likelihood of each whole text, in the harness's windows: they overlap by one token, the last one is full."""
         subject = self._subject
         length = subject.max_length or DEFAULT_LENGTH
-        start_ids = [beginning(subject)[-1], *subject.begin_ids]
+        start_ids = [subject.beginning()[-1], *subject.begin_ids]
         encoded = subject.encoder.encode([request.args[0] for request in requests])
         sequences = [([*start_ids, *ids], [True] * (len(start_ids) + len(ids))) for ids in encoded]
         scores = perplexity.score_items(

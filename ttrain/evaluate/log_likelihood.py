@@ -24,10 +24,10 @@ from transformers import DynamicCache
 
 from ttrain.data.packing import IGNORE
 from ttrain.errors import DataError
-from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback, beginning
-from ttrain.evaluate.perplexity import ScoringWindow, batch_slices, padded
-from ttrain.evaluate.prefix_cache import PrefixCache, common, new_cache
-from ttrain.evaluate.token_losses import PROBED_TOKENS, TokenLosses, causal_of
+from ttrain.evaluate.perplexity import ProgressCallback, ScoringWindow, batch_slices, padded
+from ttrain.evaluate.token_losses import PROBED_TOKENS, TokenLosses
+from ttrain.inference.generate import KVCache, common
+from ttrain.inference.loading import LoadedModel
 
 Ids = tuple[int, ...]
 Pair = tuple[Ids, Ids]  # context and continuation, neither of them empty
@@ -46,9 +46,7 @@ class Likelihood(NamedTuple):
     cut: int
 
 
-def log_likelihoods(
-    subject: EvaluatedModel, texts: Sequence[tuple[str, str]], progress: ProgressCallback
-) -> list[Likelihood]:
+def log_likelihoods(subject: LoadedModel, texts: Sequence[tuple[str, str]], progress: ProgressCallback) -> list[Likelihood]:
     """Score each (context, continuation); equal, up to the rounding of sums (1e-5 nats in fp32), for any batches.
 
     Raises DataError for a continuation without tokens.
@@ -73,7 +71,7 @@ def log_likelihoods(
     return [scored[number] for number in range(len(pairs))]
 
 
-def encode_pairs(subject: EvaluatedModel, texts: Sequence[tuple[str, str]]) -> list[Pair]:
+def encode_pairs(subject: LoadedModel, texts: Sequence[tuple[str, str]]) -> list[Pair]:
     """Encode each (context, continuation) as one text, split after as many tokens as the context has alone.
 
     White space at the end of a context moves to the continuation, since words begin with their space. A context without
@@ -94,7 +92,7 @@ def encode_pairs(subject: EvaluatedModel, texts: Sequence[tuple[str, str]]) -> l
                 f"the continuation {continuation!r} has no token in the tokenizer of {subject.name}, so it has no "
                 "likelihood; remove its item"
             )
-        pairs.append((context_ids or beginning(subject), tuple(continuation_ids)))
+        pairs.append((context_ids or subject.beginning(), tuple(continuation_ids)))
     return pairs
 
 
@@ -116,19 +114,20 @@ class StartCache:
     The next batch computes only what it has not in common with the last one.
     """
 
-    def __init__(self, subject: EvaluatedModel, losses: TokenLosses) -> None:
-        self._device, self._losses = subject.device, losses
-        self._config = getattr(causal_of(subject.model), "config", None)
-        self._prefix = PrefixCache(self._config)
+    _kv_cache: KVCache  # once it is known to work
+
+    def __init__(self, subject: LoadedModel, losses: TokenLosses) -> None:
+        self._subject, self._losses = subject, losses
 
     def works(self, ids: Ids) -> bool:
         """Whether it saves time here, and each layer keeps all keys and values, unlike a window."""
-        parts = self._losses.parts(torch.tensor([ids], device=self._device))
-        if self._device.type != "cpu" or self._config is None or parts is None:
+        parts = self._losses.parts(torch.tensor([ids], device=self._subject.device))
+        if self._subject.device.type != "cpu" or parts is None:
             return False
-        if "past_key_values" not in inspect.signature(parts[0].forward).parameters or new_cache(self._config) is None:
+        if "past_key_values" not in inspect.signature(parts[0].forward).parameters:
             return False
-        return all(layer.get_seq_length() == len(ids) for layer in self._filled(ids).layers)
+        self._kv_cache = KVCache(self._subject)
+        return self._kv_cache.take(()) is not None and self._filled(ids).get_seq_length() == len(ids)
 
     def repeated(self, ids: Ids, rows: int) -> dict[str, Any]:
         """Inputs with the keys and values of `ids` in every row; a pass adds to copies of them."""
@@ -138,12 +137,12 @@ class StartCache:
         return {"past_key_values": DynamicCache(states), "use_cache": True}
 
     def _filled(self, ids: Ids) -> Any:
-        cache = self._prefix.take(ids)
+        cache = self._kv_cache.take(ids)
         rest = ids[cache.get_seq_length() :]
         if rest:
-            ids_1T = torch.tensor([rest], device=self._device)
+            ids_1T = torch.tensor([rest], device=self._subject.device)
             self._losses(ids_1T, torch.full(ids_1T.shape, IGNORE), past_key_values=cache, use_cache=True)
-        self._prefix.put(ids, cache)
+        self._kv_cache.put(ids, cache)
         return cache
 
 

@@ -5,9 +5,8 @@ Letters in names: B windows, T positions.
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,24 +17,16 @@ from ttrain.config.evaluate import RecordsTask, TextTask
 from ttrain.data import records as sources
 from ttrain.data.packing import IGNORE, Array, Flags
 from ttrain.evaluate import baselines
-from ttrain.evaluate import items as reading
-from ttrain.evaluate.evaluated_model import EvaluatedModel, ProgressCallback, beginning
-from ttrain.evaluate.items import Items, SuiteFiles
+from ttrain.evaluate.items import Items, Parsers, SuiteFiles, accepted, read_texts
 from ttrain.evaluate.task_result import LN2, Metric, TaskResult
 from ttrain.evaluate.token_losses import TokenLosses
+from ttrain.inference.loading import LoadedModel, most_batch_tokens
 from ttrain.train.distributed import Ranks
 
 LEAST_FILL = 0.9  # of a row that is added to a batch with enough tokens
 
+ProgressCallback = Callable[[int, int], None]
 Tokens = tuple[Sequence[int], Sequence[bool]]  # ids, and whether each counts
-
-
-def batch_tokens_of(device: torch.device) -> tuple[int, int]:
-    """Padded tokens of a forward pass: (the default maximum, how many are enough for full speed).
-
-    On a CPU 512 tokens take as long each as 2048 (S, rows of 512: 829 and 807 us).
-    """
-    return (4096, 512) if device.type == "cpu" else (32_768, 8192)
 
 
 class Score(NamedTuple):
@@ -99,8 +90,9 @@ def score_each(
         if live[window.first : window.end].any()
     ]
     numbered_windows.sort(key=lambda item: -item[1].inputs)
-    most, enough = batch_tokens_of(device)
-    batches = batch_slices([window.inputs for _, window in numbered_windows], batch_tokens or most, enough)
+    most = batch_tokens or most_batch_tokens(device)
+    enough = 512 if device.type == "cpu" else 8192  # for full speed: on a CPU they take as long each as of 2048
+    batches = batch_slices([window.inputs for _, window in numbered_windows], most, enough)
     mine = batches if ranks is None else batches[ranks.rank :: ranks.world]
     nats, losses = np.zeros(len(numbered_windows)), TokenLosses(model)
     was_training = model.training
@@ -161,13 +153,13 @@ def read(task: str, spec: TextTask, files: SuiteFiles) -> Items[str]:
     Raises UsageError if the file does not exist, DataError if it has no document.
     """
     parser, fields = sources.document_parser(spec.text_field), sources.document_fields(spec.text_field, f"tasks.{task}.")
-    parsers = reading.Parsers(
-        lambda row: reading.accepted(parser(row), sources.TextDocument).text, lambda row: str(row["text"]), str, fields
+    parsers = Parsers(
+        lambda row: accepted(parser(row), sources.TextDocument).text, lambda row: str(row["text"]), str, fields
     )
-    return reading.read_texts(task, spec, files, parsers)
+    return read_texts(task, spec, files, parsers)
 
 
-def run(items: Items[str], subject: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
+def run(items: Items[str], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:
     """Compute bits per byte, loss in nats per token, and perplexity per token. Every token of a text is scored.
 
     Bits are divided by the bytes of the text as it stands in the file, so that models with different tokenizers can be
@@ -176,7 +168,7 @@ def run(items: Items[str], subject: EvaluatedModel, progress: ProgressCallback) 
     """
     spec = items.spec
     ids = subject.encoder.encode(items.items)
-    begin_ids = beginning(subject)
+    begin_ids = subject.beginning()
     sequences = [([*begin_ids, *text_ids], [False] * len(begin_ids) + [True] * len(text_ids)) for text_ids in ids]
     scores = score_items(spec, subject, sequences, progress)
     sizes = [len(text.encode("utf-8")) for text in items.items]
@@ -192,11 +184,13 @@ def run(items: Items[str], subject: EvaluatedModel, progress: ProgressCallback) 
     ]
     nats = tuple(score.nats for score in scores)
     bits = Metric("bits_per_byte", nats, tuple(map(float, sizes)), False, "bits per byte", factor=1 / LN2)
-    return items.result(subject.name, [bits, *loss_figures(scores)], rows, _baselines(items.items))
+    return items.result(
+        subject.name, [bits, *loss_figures(scores)], rows, baselines.bits_per_byte("".join(items.items).encode("utf-8"))
+    )
 
 
 def score_items(
-    spec: RecordsTask, subject: EvaluatedModel, sequences: Sequence[Tokens | str], progress: ProgressCallback
+    spec: RecordsTask, subject: LoadedModel, sequences: Sequence[Tokens | str], progress: ProgressCallback
 ) -> list[Score]:
     """Score the live tokens of each item of a task, in windows that the model accepts; none of an item with an error message
     in place of its tokens."""
@@ -220,9 +214,3 @@ def loss_figures(scores: Sequence[Score]) -> list[Metric]:
         Metric("loss", nats, tokens, False, "nats per token"),
         Metric("perplexity", nats, tokens, False, "per token", shown="exp"),
     ]
-
-
-@functools.lru_cache(maxsize=8)
-def _baselines(texts: tuple[str, ...]) -> dict[str, float]:
-    """Compute the baselines once for all models: xz takes a second for a megabyte."""
-    return baselines.bits_per_byte("".join(texts).encode("utf-8"))

@@ -14,11 +14,9 @@ from ttrain.config.training import BITS_PER_BYTE, TRAINING_STAGES, TRAININGS
 from ttrain.core.files import JsonDict, finite
 from ttrain.errors import UsageError
 from ttrain.evaluate import forgetting, suites
-from ttrain.evaluate.few_records import too_few
 from ttrain.evaluate.forgetting import BestFigure, Digests, TextFigure
-from ttrain.evaluate.scores import Evaluation
 from ttrain.evaluate.statistics import Interval
-from ttrain.evaluate.task_result import Metric
+from ttrain.evaluate.task_result import Evaluation, Metric, too_few
 
 ANY_FIGURE = "FIGURE"  # stands for any metric of a kind with too many to list, or of the harness
 FIGURES: Mapping[str, tuple[str, ...]] = {  # of suites' tasks, by kind
@@ -116,7 +114,7 @@ First = tuple[bool, str]  # whether a challenger becomes champion where there is
 NO_CHAMPION = "there is no champion yet"
 
 
-def first_champion(metrics: Mapping[str, float], challenger: Metric, settings: Promotion) -> First:
+def first_champion(metrics: Mapping[str, Metric], challenger: Metric, settings: Promotion) -> First:
     """Compare a first challenger with what `promotion.baseline` names, from the metrics of its evaluation.
 
     There is nothing to beat where there is no such baseline, as without held-out documents.
@@ -125,7 +123,8 @@ def first_champion(metrics: Mapping[str, float], challenger: Metric, settings: P
     sign = forgetting.sign_of(challenger, settings)
     if isinstance(value, str):
         name, sign = value, -1.0
-        value, own = metrics.get(BITS_PER_BYTE.of(name)), metrics.get(BITS_PER_BYTE.name, math.nan)
+        values = {key: metric.value for key, metric in metrics.items()}
+        value, own = values.get(BITS_PER_BYTE.of(name)), values.get(BITS_PER_BYTE.name, math.nan)
     if value is None or math.isnan(own):
         return True, NO_CHAMPION
     if sign * (own - value) > 0:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import compress
 from typing import Any
 
 from ttrain.config.evaluate import HarnessTask, Task
 from ttrain.data import contamination
-from ttrain.data.chat_templates import Message
 from ttrain.data.contamination import digest_of_text
 from ttrain.data.plain_text import plain
-from ttrain.data.preferences import Preference
 from ttrain.errors import UsageError
-from ttrain.evaluate import chats, choices, generation, perplexity, preferences
-from ttrain.evaluate.evaluated_model import EvaluatedModel
+from ttrain.evaluate import chats, choices, generation, perplexity
 from ttrain.evaluate.items import Items, SuiteFiles
 from ttrain.evaluate.suites import LoadedSuite, check_parts
 from ttrain.evaluate.task_result import TaskResult
+from ttrain.inference.loading import LoadedModel
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -33,12 +32,12 @@ def read(suites: Sequence[LoadedSuite], heldout: Mapping[str, Records]) -> list[
         check_parts(loaded, heldout)
     items: list[Items[Any]] = []
     for loaded in suites:
-        files = SuiteFiles(loaded.base, heldout, loaded.suite.allow_code)
+        files = SuiteFiles(loaded.base, heldout)
         items += [functions_of(spec)[0](name, spec, files) for name, spec in loaded.suite.tasks.items()]
     return items
 
 
-def ask(items: Sequence[Items[Any]], subject: EvaluatedModel, report: ReportProgress) -> list[TaskResult]:
+def ask(items: Sequence[Items[Any]], subject: LoadedModel, report: ReportProgress) -> list[TaskResult]:
     """Evaluate a model on every task."""
     outcomes = []
     for number, task_items in enumerate(items):
@@ -51,44 +50,28 @@ def ask(items: Sequence[Items[Any]], subject: EvaluatedModel, report: ReportProg
     return outcomes
 
 
-GROUPS = ("overlap=yes", "overlap=no")
-
-
 def mark_overlaps(items: Items[Any], overlap_digests: Collection[str]) -> Items[Any]:
     """Put the items whose plain text's digest is in `overlap_digests` into a group of their own, and the others into one."""
-    overlapping = [number for number, item in enumerate(items.items) if _digest(item) in overlap_digests]
-    if not overlapping:
+    if not overlap_digests:
         return items
-    clean = sorted(set(range(len(items.items))).difference(overlapping))
-    marked = {name: tuple(numbers) for name, numbers in zip(GROUPS, (overlapping, clean), strict=True) if numbers}
-    return replace(items, groups={**items.groups, **marked})
-
-
-def _digest(item: object) -> str | None:
-    """Digest of the text that `item_text.of_row` makes of the item's row; None for kinds of items without such a text."""
-    match item:
-        case str():
-            text = item
-        case choices.ChoicePrompt(choice=choice):
-            text = contamination.of_row({"question": choice.question, "answer": choice.choices[choice.answer]}) or ""
-        case (generation.Problem() as problem, _):
-            text = contamination.of_row({"question": problem.question, "answer": problem.answer}) or ""
-        case Preference():
-            text = contamination.of_chat((*item.prompt, *item.chosen))
-        case (Message(), *_):
-            text = contamination.of_chat(item)  # type: ignore[arg-type]
-        case _:
-            return None
-    return digest_of_text(plain(text))
+    texts = [contamination.of_row(dict(row)) or "" for row in items.rows]
+    has_overlap = [digest_of_text(plain(text)) in overlap_digests for text in texts]
+    if not any(has_overlap):
+        return items
+    numbers = range(len(texts))
+    groups = {"overlap=yes": tuple(compress(numbers, has_overlap))}
+    if not all(has_overlap):
+        groups["overlap=no"] = tuple(number for number in numbers if not has_overlap[number])
+    return replace(items, groups={**items.groups, **groups})
 
 
 Functions = tuple[Callable[..., Items[Any]], Callable[..., TaskResult]]
 FUNCTIONS: dict[str, Functions] = {
     "text": (perplexity.read, perplexity.run),
     "chats": (chats.read, chats.run),
-    "pairs": (preferences.read, preferences.run),
-    "choices": (choices.read_choices, choices.score_choices),
-    "last_word": (choices.read_passages, choices.score_passages),
+    "pairs": (chats.read_pairs, chats.run_pairs),
+    "choices": (choices.read, choices.score_choices),
+    "last_word": (choices.read, choices.score_passages),
     "generation": (generation.read, generation.run),
 }
 

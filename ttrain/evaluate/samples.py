@@ -16,7 +16,7 @@ from ttrain.data.chat_templates import Message, Messages
 from ttrain.data.encoder import Encoder
 from ttrain.data.records import hash_of
 from ttrain.errors import ArtifactError
-from ttrain.evaluate.evaluated_model import EvaluatedModel
+from ttrain.inference.loading import LoadedModel
 
 SAMPLED = 2  # documents, and as many questions
 BEGINNING_BYTES = 80  # of a document: about a line, of at most as many tokens
@@ -32,17 +32,9 @@ class SamplePrompt:
     reference: str = ""
 
 
-@dataclass(frozen=True)
-class Sample:
-    """What a model answered to a prompt."""
-
-    prompt: str
-    answer: str
-    reference: str = ""
-
-    def to_json(self) -> dict[str, str]:
-        """The fields that there are: prompts of the settings have no reference."""
-        return {"prompt": self.prompt, "answer": self.answer, **({"reference": self.reference} if self.reference else {})}
+def hash_of_text(text: str) -> bytes:
+    """The place of a text among others, which does not depend on them."""
+    return hash_of(text.encode("utf-8"))
 
 
 def question(text: str) -> SamplePrompt:
@@ -55,14 +47,14 @@ def of_documents(texts: Iterable[str], encoder: Encoder, *, new_tokens: int, roo
 
     Those with the lowest hashes, so that runs with the same held-out rows have the same prompts.
     """
-    begun = (_begun(text, min(BEGINNING_BYTES, room)) for text in sorted(texts, key=_place))
+    begun = (_begun(text, min(BEGINNING_BYTES, room)) for text in sorted(texts, key=hash_of_text))
     return _chosen((prompt for prompt in begun if prompt.text.strip()), encoder, new_tokens)
 
 
 def of_chats(chats: Iterable[Messages], encoder: Encoder, *, new_tokens: int, room: int) -> list[SamplePrompt]:
     """The same of questions: the first one of a chat, with the turns before it, and its answer."""
     prompts: list[SamplePrompt] = []
-    for turns in sorted(chats, key=lambda turns: _place("\n".join(turn.content for turn in turns))):
+    for turns in sorted(chats, key=lambda turns: hash_of_text("\n".join(turn.content for turn in turns))):
         before = tuple(itertools.takewhile(lambda turn: turn.role != "assistant", turns))
         if before and before[-1].role == "user" and before[-1].content.strip() and len(before) < len(turns):
             prompts.append(SamplePrompt(before[-1].content, before, turns[len(before)].content))
@@ -82,10 +74,6 @@ def _chosen(prompts: Iterator[SamplePrompt], encoder: Encoder, new_tokens: int) 
     return list(chosen.values())
 
 
-def _place(text: str) -> bytes:
-    return hash_of(text.encode("utf-8"))
-
-
 def _begun(text: str, most_bytes: int) -> SamplePrompt:
     """The document in two: at most its first half, up to the end of a word."""
     half = text[: len(text) // 2].encode("utf-8")[:most_bytes].decode("utf-8", errors="ignore")
@@ -95,10 +83,9 @@ def _begun(text: str, most_bytes: int) -> SamplePrompt:
     return SamplePrompt(shown, reference=text[len(shown) :])
 
 
-def continuations(subject: EvaluatedModel, prompts: Sequence[SamplePrompt], *, new_tokens: int) -> list[Sample]:
-    """The most likely continuation of each prompt."""
+def continuations(subject: LoadedModel, prompts: Sequence[SamplePrompt], *, new_tokens: int) -> list[dict[str, str]]:
+    """The prompt, its most likely continuation as `answer`, and the `reference` where there is one."""
     encoder = subject.encoder
-    lead = chat.lead_text(encoder)
     ids = [
         chat.prompt_ids(encoder, prompt.turns) if prompt.turns else [encoder.bos_id, *encoder.encode([prompt.text])[0]]
         for prompt in prompts
@@ -107,7 +94,9 @@ def continuations(subject: EvaluatedModel, prompts: Sequence[SamplePrompt], *, n
         answers = [encoder.decode(tokens) for tokens, _ in subject.generate(ids, new_tokens)]
     except ArtifactError:  # of a model that has diverged, which is scored all the same
         answers = [""] * len(ids)
-    return [
-        Sample(prompt.text, answer.removeprefix(lead) if prompt.turns else answer, prompt.reference)
-        for prompt, answer in zip(prompts, answers, strict=True)
-    ]
+    samples: list[dict[str, str]] = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        shown = answer.removeprefix(chat.lead_text(encoder)) if prompt.turns else answer
+        reference = {"reference": prompt.reference} if prompt.reference else {}
+        samples.append({"prompt": prompt.text, "answer": shown, **reference})
+    return samples

@@ -11,17 +11,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from ttrain.evaluate.task_result import Metric
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float64]
-
+Floats = npt.NDArray[np.float64]
 Interval = tuple[float, float]
 
 FEWEST_ITEMS = 5  # with fewer, an interval would depend more on its method than on the model
@@ -259,7 +255,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def randomised(differences_N: NDArray[np.float64], resamples: int, seed: int) -> float:
+def randomised(differences_N: Floats, resamples: int, seed: int) -> float:
     """Two-sided p of the summed difference under random exchange of each item's two scores (approximate
     randomisation: Noreen 1989; Yeh 2000, https://aclanthology.org/C00-2137). Never below 1 / (resamples + 1)."""
     if not resamples:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from ttrain.config.evaluate import HELDOUT, KINDS, HarnessTask, Suite, Task
+from ttrain.config.evaluate import HELDOUT, KINDS, Suite, Task
 from ttrain.config.loading import read_yaml
 from ttrain.config.yaml_text import configs_directory, one_line
 from ttrain.core.files import JsonDict, user_path
@@ -119,11 +119,12 @@ def files_of(loaded: LoadedSuite) -> list[Path]:
     """List the suite's own file and those of its tasks, on which the results depend. Raises UsageError if one is missing."""
     files = [] if loaded.file is None else [loaded.file]
     for task, spec in loaded.suite.tasks.items():
-        for setting, file in _files_of_task(spec):
-            path = loaded.base / user_path(file)
-            if not path.is_file():
-                raise UsageError(f"{loaded.name}: {task}.{setting} is {file}, but there is no file {path}")
-            files.append(path)
+        for setting in ("shots_file",) if heldout_part(spec) else ("file", "shots_file"):
+            if (file := getattr(spec, setting, None)) is not None:
+                path = loaded.base / user_path(file)
+                if not path.is_file():
+                    raise UsageError(f"{loaded.name}: {task}.{setting} is {file}, but there is no file {path}")
+                files.append(path)
     return list(dict.fromkeys(files))
 
 
@@ -147,11 +148,3 @@ def check_distinct_tasks(suites: Sequence[LoadedSuite]) -> None:
 
 def _shipped() -> Path:
     return configs_directory() / "suites"
-
-
-def _files_of_task(task: Task) -> Iterable[tuple[str, str]]:
-    """(setting, file) of the files that a task reads."""
-    if isinstance(task, HarnessTask):
-        return [("task", task.task)] if task.task.endswith(ENDINGS) else []
-    names = ("shots_file",) if heldout_part(task) else ("file", "shots_file")
-    return [(name, file) for name in names if (file := getattr(task, name, None)) is not None]

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
 
-from ttrain.core.files import JsonDict
+from ttrain.config.nightly import FEWEST_RECORDS
+from ttrain.core.files import JsonDict, write_json
 from ttrain.core.hashing import digest_of
+from ttrain.core.text import short_digest
+from ttrain.errors import ArtifactError, UsageError
+from ttrain.store.layout import Artifact
 
 LN2 = math.log(2)
 DIGEST_CHARACTERS = 16  # 64 bits: among a million records two have the same with a probability of 3e-8
 
 Shown = Literal["exp"] | None  # how the quotient of a metric is displayed: as its exponential, or as it is
-Groups = Mapping[str, tuple[int, ...]]  # "lang=zh" -> numbers of the items that belong to it
 
 
 @dataclass(frozen=True)
@@ -24,8 +29,9 @@ class Metric:
     accuracy: sums are 0 or 1, sizes 1; bits per byte: nats over bytes with factor 1/ln 2; perplexity: nats over tokens,
     shown as "exp". An item whose size is 0 does not count.
 
-    records           digests of the items; empty where the task result has them
     higher_is_better  None: the evaluation does not say
+    records           digests of the items; empty where none are behind it, as of a baseline
+    group             "lang=zh": of the items of this group alone
     """
 
     name: str
@@ -36,9 +42,12 @@ class Metric:
     factor: float = 1.0
     shown: Shown = None
     records: tuple[str, ...] = ()
+    group: str = ""
 
-    def __post_init__(self) -> None:
-        assert len(self.sums) == len(self.sizes), f"{self.name} has {len(self.sums)} sums and {len(self.sizes)} sizes"
+    @classmethod
+    def of_value(cls, name: str, value: float) -> Metric:
+        """A metric that is known by its value alone."""
+        return cls(name, (value,), (1.0,), None)
 
     @property
     def value(self) -> float:
@@ -51,18 +60,23 @@ class Metric:
         """Number of items that count."""
         return sum(size > 0 for size in self.sizes)
 
+    @property
+    def suffix(self) -> str:
+        """The group in the name of a recorded metric: /lang:zh, with the group's own value in every character."""
+        return f"/{self.group.replace('=', ':', 1)}" if self.group else ""
+
     def transform(self, value: float) -> float:
         """Convert the quotient to the displayed value; monotonic, so that it applies to the ends of an interval too."""
         if self.shown is None:
             return value
         return math.exp(value) if value < 700 else math.inf  # e^709 is the largest double
 
-    def restricted(self, numbers: Sequence[int]) -> Metric:
+    def restricted(self, numbers: Sequence[int], group: str = "") -> Metric:
         """The same metric over some of the items."""
         sums = tuple(self.sums[number] for number in numbers)
         sizes = tuple(self.sizes[number] for number in numbers)
         records = tuple(self.records[number] for number in numbers) if self.records else ()
-        return replace(self, sums=sums, sizes=sizes, records=records)
+        return replace(self, sums=sums, sizes=sizes, records=records, group=group)
 
 
 def mean(name: str, values: Iterable[float], unit: str = "share", *, higher: bool = True, shown: Shown = None) -> Metric:
@@ -73,55 +87,100 @@ def mean(name: str, values: Iterable[float], unit: str = "share", *, higher: boo
 
 @dataclass(frozen=True)
 class TaskResult:
-    """The result of one model on one task.
+    """The result of one model on one task; made by `Items.result`.
 
-    task       its name in the suite
-    kind       text, chats, pairs, choices, last_word, generation or harness
+    items      of the task, the same for every model
     subject    the model's name
-    items      digests of the items, the same for every model, for comparisons item by item
-    figures    metrics with an entry per item; the first one is primary
+    figures    the primary metric, that of each group of items, the other metrics
     rows       per item, as JSON: prompt, answer, whether it was right
-    left_out   number of unused rows, by reason
-    groups     "lang=zh" -> numbers of the items that belong to it, for metrics of a part of the items
     baselines  values of the primary metric without the model, by name: zlib, chance
     """
 
-    task: str
-    kind: str
+    items: Any  # `Items`, whose module imports this one
     subject: str
-    items: tuple[str, ...]
     figures: tuple[Metric, ...]
-    rows: list[JsonDict] = field(default_factory=list)
-    left_out: Mapping[str, int] = field(default_factory=dict)
-    groups: Groups = field(default_factory=dict)
-    baselines: Mapping[str, float] = field(default_factory=dict)
+    rows: list[JsonDict]
+    baselines: Mapping[str, float]
+
+    @property
+    def task(self) -> str:
+        """The task's name in the suite."""
+        return str(self.items.task)
 
     @property
     def primary(self) -> Metric:
         """The task's primary metric."""
         return self.figures[0]
 
-    def by_group(self) -> dict[str, Metric]:
-        """The primary metric over the items of each group."""
-        return {group: self.primary.restricted(numbers) for group, numbers in self.groups.items()}
-
-    def recorded(self, names: Mapping[str, str] | None = None) -> dict[str, Metric]:
-        """The metrics as an evaluation records them, with the digests of their items, and the primary one of each group.
-
-        `names`: which ones, and their names there; by default all as TASK/METRIC/MODEL. A group's metric is
-        bits_per_byte/lang:zh, with the group's own value in every character.
-        """
-        if names is None:
-            names = {metric.name: f"{self.task}/{metric.name}/{self.subject}" for metric in self.figures}
-        shown = [metric for metric in self.figures if metric.name in names]
-        whole = [replace(metric, name=names[metric.name], records=self.items) for metric in shown]
-        metrics = {metric.name: metric for metric in whole}
-        for group, numbers in self.groups.items():
-            name = f"{whole[0].name}/{group.replace('=', ':', 1)}"
-            metrics[name] = replace(whole[0].restricted(numbers), name=name)
-        return metrics
+    def recorded(self, names: Mapping[str, str]) -> dict[str, Metric]:
+        """The metrics that have a name in an evaluation, by that name and their group's suffix."""
+        named = {names[metric.name] + metric.suffix: metric for metric in self.figures if metric.name in names}
+        return {name: replace(metric, name=name) for name, metric in named.items()}
 
 
 def record_name(record: object) -> str:
     """What identifies a record among the scores: a digest of its content, such as a document's text."""
     return digest_of(record)[:DIGEST_CHARACTERS]
+
+
+def too_few(count: int, least: int = FEWEST_RECORDS, *, noun: str = "held-out records") -> str:
+    """How many records there are of how many that are needed to judge a model by; "" where there are enough.
+
+    20 are the fewest on which a model that is better on three of four records is so by more than chance (sign test:
+    p = 0.04; on 16 of them 0.08).
+    """
+    return "" if count >= least else f"{count:,} of {least:,} {noun}"
+
+
+def not_judged(count: int, *, noun: str = "held-out records") -> str:
+    """What stands in place of a winner, a star or a percentage; "" where there are enough records."""
+    few = too_few(count, noun=noun)
+    return f"not judged ({few})" if few else ""
+
+
+SCORES = "scores.json"  # of an evaluation
+
+
+def write_scores(directory: Path, metrics: Iterable[Metric]) -> None:
+    """Write the metrics with their records, as a list."""
+    write_json(directory / SCORES, [vars(metric) for metric in metrics])
+
+
+def read_scores(file: Path) -> dict[str, Metric]:
+    """The metrics of the file, by name."""
+    metrics: dict[str, Metric] = {}
+    for entry in json.loads(file.read_bytes()):
+        lists = {name: tuple(entry[name]) for name in ("sums", "sizes", "records")}
+        metrics[entry["name"]] = Metric(**{**entry, **lists})
+    return metrics
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The metrics of an evaluation, by name."""
+
+    metrics: Mapping[str, Metric]
+
+    @classmethod
+    def of(cls, artifact: Artifact) -> Evaluation:
+        """That of an artifact. Raises ArtifactError if its file was not fetched."""
+        if SCORES in artifact.absent:
+            raise ArtifactError(
+                f"{SCORES} of {artifact.stage} {short_digest(artifact.key)} is missing; it was not fetched yet"
+            )
+        return cls(read_scores(artifact.path / SCORES))
+
+    def metric(self, name: str) -> Metric:
+        """A metric. Raises UsageError if there is no such metric."""
+        if name not in self.metrics:
+            raise UsageError(
+                f"promotion.metric is {name}, which the evaluation does not have; choose one of "
+                f"{', '.join(sorted(self.metrics))}"
+            )
+        return self.metrics[name]
+
+    def sources(self, metric: str) -> dict[str, tuple[str, ...]]:
+        """What identifies the records of each source, as far as the evaluation has groups of them."""
+        prefix = f"{metric}/source:"
+        names = [name for name in self.metrics if name.startswith(prefix)]
+        return {name.removeprefix(prefix): self.metrics[name].records for name in names}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ttrain.data.packing import IGNORE
+from ttrain.inference.loading import causal_of
 from ttrain.train.losses import SLICE_ENTRIES, default_chunk_tokens
 
 Parts = tuple[nn.Module, nn.Module]  # the decoder and the output head of a model
@@ -69,11 +70,6 @@ class TokenLosses:
             decoder, head = parts
             hidden_BTD = decoder(**inputs).last_hidden_state
             return _costs(hidden_BTD.flatten(0, 1), live_N.to(device), labels_N, head, greedy=greedy)
-
-
-def causal_of(model: Any) -> Any:
-    """The model of transformers, inside PEFT's if there is one."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def plain_parts(model: Any, input_ids_BT: Tensor) -> Parts | None:

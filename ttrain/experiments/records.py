@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import platform
+import shlex
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
 from ttrain.core.files import exclusive, read_object, write_json
+from ttrain.core.text import format_duration, truncated
 from ttrain.errors import UsageError
 from ttrain.experiments.measure import Measure
-from ttrain.experiments.space import Space, Values, parse
+from ttrain.experiments.space import Space, Values, assignment, format_value, parse
 from ttrain.store import name_syntax, runs
 
 DIRECTORY, FILE = "sweeps", "sweep.json"
 BEGIN = "begin with `ttrain sweep full 'pretrain.optim.lr=log(1e-4,3e-3)'`"
+SHORT = 100  # characters of an error in a table
 COMPLETED, DIVERGED, FAILED, RUNNING = "completed", "diverged", "failed", "running"
 
 
@@ -33,6 +37,14 @@ class Trial:
     seconds: float | None = None
     run: str | None = None  # its newest pipeline run
     error: str | None = None
+
+    @property
+    def description(self) -> str:
+        """How the trial ended, and why it failed."""
+        if self.outcome == RUNNING:
+            return "to go on" if self.run else "begun"
+        short = truncated((self.error or "").partition("\n")[0], SHORT)
+        return f"{self.outcome}: {short}" if short else self.outcome
 
 
 class Sweep:
@@ -68,6 +80,66 @@ class Sweep:
         word, process = str(self._data["outcome"]), self._data["process"]
         is_local = process["host"] == platform.node()
         return "crashed" if word == "running" and is_local and not runs.is_alive(process) else word
+
+    @property
+    def ranked(self) -> list[Trial]:
+        """The trials with a metric, the best first, the earlier of equals."""
+        sign = -1 if self.measure.maximize else 1
+        done = [trial for trial in self.trials if trial.outcome == COMPLETED and trial.value is not None]
+        return sorted(done, key=lambda trial: (sign * (trial.value or 0.0), trial.number))
+
+    @property
+    def best(self) -> Trial | None:
+        """The trial with the best metric; None if there is none with one."""
+        return next(iter(self.ranked), None)
+
+    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """(header, rows): the best trial first, with its settings, its metric, how it ended and its run."""
+        done, dimensions = self.ranked, self.space.dimensions
+        rows = [
+            (
+                f"{trial.number}{' *' if trial in done[:1] else ''}",
+                *(format_value(trial.values[key]) for key in dimensions),
+                "" if trial.value is None else f"{trial.value:.4f}",
+                trial.description,
+                format_duration(trial.seconds),
+                trial.run or "",
+            )
+            for trial in [*done, *(trial for trial in self.trials if trial not in done)]
+        ]
+        return ("trial", *dimensions, self.measure.metric, "outcome", "time", "run"), rows
+
+    def verdict(self) -> str:
+        """One sentence: which trial is best, and how far the others are from it."""
+        done = self.ranked
+        if not done:
+            return "no trial has completed"
+        best, worst = done[0], done[-1]
+        settings = ", ".join(starmap(assignment, best.values.items()))
+        spread = f"; the worst has {worst.value:.4f}" if len(done) > 1 else ""
+        return f"trial {best.number} is best: {self.measure.metric} {best.value:.4f} with {settings}{spread}"
+
+    def command(self, trial: Trial) -> str:
+        """The command that runs the whole pipeline with a trial's settings; what the trial made comes from the store."""
+        arguments = ["ttrain", "pipeline", "run", "full", *(self["arguments"] or [])]
+        return shlex.join([*arguments, *starmap(assignment, trial.values.items())])
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `show --json` prints."""
+        best = self.best
+        return {
+            "sweep": self.name,
+            "outcome": self.outcome,
+            "started": self["started"],
+            "space": dict(self.space.texts),
+            "metric": self.measure.metric,
+            "direction": self.measure.direction,
+            "sampler": self["request"]["sampler"],
+            "best": asdict(best) if best else None,
+            "command": self.command(best) if best else None,
+            "trials": [asdict(trial) for trial in self.trials],
+            "tracking": self["tracking"],
+        }
 
     def note(self, **values: Any) -> None:
         """Record values about the sweep."""
@@ -125,14 +197,3 @@ def find_sweep(home: Path, name: str = name_syntax.LATEST) -> Sweep:
     if match is None:
         raise name_syntax.unknown("sweep", name, sweeps, begin=BEGIN)
     return sweeps[match]
-
-
-def ranked(trials: Iterable[Trial], *, maximize: bool) -> list[Trial]:
-    """The trials with a metric, the best first, the earlier of equals."""
-    done = [trial for trial in trials if trial.outcome == COMPLETED and trial.value is not None]
-    return sorted(done, key=lambda trial: (-(trial.value or 0.0) if maximize else trial.value or 0.0, trial.number))
-
-
-def best_of(trials: Iterable[Trial], *, maximize: bool) -> Trial | None:
-    """The trial with the best metric; None if there is none with one."""
-    return next(iter(ranked(trials, maximize=maximize)), None)

@@ -95,8 +95,7 @@ class TrialSampler:
 
 def _distribution(dimension: Dimension) -> BaseDistribution:
     if isinstance(dimension, Interval):
-        kind = IntDistribution if dimension.whole else FloatDistribution
-        return kind(dimension.low, dimension.high, log=dimension.log)  # type: ignore[arg-type]
+        return FloatDistribution(dimension.low, dimension.high, log=dimension.log)
     last = len(dimension.values) - 1
     return IntDistribution(0, last) if dimension.ordered else CategoricalDistribution(range(last + 1))
 

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ttrain.config import Settings
 from ttrain.config.loading import Override, type_of
@@ -22,7 +22,6 @@ FORMS = {
     "log": "log(low,high) or log(low,high,count)",
     "uniform": "uniform(low,high) or uniform(low,high,count)",
     "int": "int(low,high) or int(low,high,step)",
-    "logint": "logint(low,high) or logint(low,high,count)",
     "choice": "choice(a,b,...)",
 }
 _RANGE = re.compile(rf"\s*({'|'.join(FORMS)})\s*\(")
@@ -30,17 +29,12 @@ _RANGE = re.compile(rf"\s*({'|'.join(FORMS)})\s*\(")
 
 @dataclass(frozen=True)
 class Interval:
-    """Any number from `low` to `high`, drawn evenly or, with `log`, evenly in its logarithm; with `whole` rounded."""
+    """Any number from `low` to `high`, drawn evenly or, with `log`, evenly in its logarithm."""
 
     low: float
     high: float
     log: bool = False
-    whole: bool = False
-
-    @property
-    def values(self) -> Sequence[Any] | None:
-        """All whole numbers; None where they cannot be counted."""
-        return range(int(self.low), int(self.high) + 1) if self.whole else None
+    values: ClassVar[None] = None  # they cannot be counted
 
     @property
     def probes(self) -> tuple[Any, ...]:
@@ -54,8 +48,7 @@ class Interval:
 
     def nearest(self, drawn: float) -> float:
         """The number that is used for the one that was drawn: rounded to DIGITS, within the ends."""
-        rounded = round(drawn) if self.whole else float(f"{drawn:.{DIGITS}g}")
-        return min(self.high, max(self.low, rounded))
+        return min(self.high, max(self.low, float(f"{drawn:.{DIGITS}g}")))
 
 
 @dataclass(frozen=True)
@@ -170,14 +163,14 @@ def parse(key: str, text: str) -> Dimension:
 def _range(kind: str, numbers: Sequence[float]) -> Dimension:
     """The values of every form but `choice`. Raises ValueError, which names the rule that the numbers break."""
     low, high, *third = numbers
-    whole, log = kind in ("int", "logint"), kind in ("log", "logint")
-    if log and low <= 0:
+    whole = kind == "int"
+    if kind == "log" and low <= 0:
         raise ValueError("a logarithm needs numbers above 0")
     if any(number != int(number) for number in (numbers if whole else third)):
         raise ValueError("it takes whole numbers" if whole else "the count of values must be a whole number")
-    if kind == "int":
+    if whole:
         return ValueList(range(int(low), int(high) + 1, *map(int, third)), ordered=True)
-    interval = Interval(int(low) if whole else low, int(high) if whole else high, log, whole)
+    interval = Interval(low, high, kind == "log")
     if not third:
         return interval
     shares = [index / max(1, third[0] - 1) for index in range(int(third[0]))]

@@ -23,9 +23,8 @@ from ttrain.engine.display import Display
 from ttrain.engine.execution import PipelineRun
 from ttrain.engine.stop_request import StopRequest
 from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
-from ttrain.experiments import summary
 from ttrain.experiments.measure import changes_heldout
-from ttrain.experiments.records import COMPLETED, DIVERGED, FAILED, RUNNING, Sweep, Trial, best_of
+from ttrain.experiments.records import COMPLETED, DIVERGED, FAILED, RUNNING, Sweep, Trial
 from ttrain.experiments.request import SweepRequest
 from ttrain.experiments.sampler import TrialSampler
 from ttrain.experiments.space import format_value
@@ -149,9 +148,8 @@ class TrialRunner:
         trial = self.sweep.put(replace(running.trial, outcome=outcome, value=value, seconds=seconds, error=error))
         self._keep()
         if outcome != RUNNING:
-            result = summary.outcome(trial) if value is None else f"{value:.4f}"
-            so_far = summary.verdict(self.sweep.trials, self.request.measure)
-            self.display.say(f"trial {trial.number}: {result} in {format_duration(seconds)}; {so_far}")
+            result = trial.description if value is None else f"{value:.4f}"
+            self.display.say(f"trial {trial.number}: {result} in {format_duration(seconds)}; {self.sweep.verdict()}")
 
     def _finish(self, outcome: str) -> None:
         while any(running.thread.is_alive() for running in self._running.values()):  # after an error in the loop
@@ -170,16 +168,16 @@ class TrialRunner:
     def _tracked(self) -> TrackedRun:
         """The sweep as trackers show it: the table of its trials, and the metrics of the best, so that it stands beside
         other runs. The step is the number of trials that ended, so that the newest metrics count."""
-        request, trials, outcome = self.request, self.sweep.trials, self.sweep.outcome
-        header, table = summary.trial_table(trials, request.space, request.measure)
-        text = f"{summary.verdict(trials, request.measure)}\n\n{report.markdown(table, header)}"
-        best, rows = best_of(trials, maximize=request.measure.maximize), list[MetricRow]()
+        request, outcome = self.request, self.sweep.outcome
+        header, table = self.sweep.table()
+        text = f"{self.sweep.verdict()}\n\n{report.markdown(table, header)}"
+        best, rows = self.sweep.best, list[MetricRow]()
         if best and best.value is not None:
             record = (runs.read(self.store.root, best.run) if best.run else None) or {}
             metrics = {request.measure.metric: best.value, **record.get("metrics", {}), "sweep/best_trial": best.number}
             # of one time, by whichever process the row is pushed: then MLflow has it once
             ended = float(record.get("started_unix") or 1.0) + float(record.get("seconds") or 0.0)
-            rows = [{"step": _done(trials), "time": ended, "metrics": metrics}]
+            rows = [{"step": _done(self.sweep.trials), "time": ended, "metrics": metrics}]
         return TrackedRun(
             self.sweep.name,
             self.sweep.name,

@@ -1,4 +1,4 @@
-"""Answers the requests of the endpoint: one batch at a time, in a thread of its own."""
+"""Answers the requests of the endpoint, one at a time, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import groupby
 from weakref import WeakKeyDictionary
 
 from ttrain.core.text import first_line
@@ -14,7 +15,6 @@ from ttrain.inference.generate import KVCache, TextStream, generate
 from ttrain.inference.loading import LoadedModel
 from ttrain.inference.sampling import Sampling
 
-BATCH_ROWS = 16
 KEPT_MODELS = 2  # in memory: two that are compared
 # Number of an answer, new text of it, and with the last text why it ended: "stop" or "length"
 Piece = tuple[int, str, str | None]
@@ -28,7 +28,7 @@ class Order:
     sampling: Sampling  # without max_tokens, which each answer has
     stops: Sequence[str]
     answers: list[Answer] = field(default_factory=list)
-    is_cancelled: bool = False
+    has_ended: bool = False
     _pieces: asyncio.Queue[Piece | TTrainError] = field(default_factory=asyncio.Queue)
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
@@ -47,7 +47,7 @@ class Order:
                 unfinished -= piece[2] is not None
                 yield piece
         finally:
-            self.is_cancelled = True
+            self.has_ended = True
 
 
 @dataclass(eq=False)
@@ -90,15 +90,14 @@ class Answer:
 
 
 class AnswerQueue:
-    """Loads models and generates answers. Those that wait for one model, sampled alike, share a batch."""
+    """Loads models and generates the answers of one request after the other."""
 
     def __init__(self, load: Callable[[str], LoadedModel], max_requests: int) -> None:
         self.max_requests = max_requests
         self._load = load
         self._models: dict[str, LoadedModel] = {}
         self._kv_caches = WeakKeyDictionary[LoadedModel, KVCache]()
-        self._waiting: list[Answer] = []
-        self._running: list[Answer] = []
+        self._orders: list[Order] = []
         self._thread = ThreadPoolExecutor(1, "answers")
 
     async def model(self, name: str) -> LoadedModel:
@@ -116,69 +115,42 @@ class AnswerQueue:
         return self._models[name]
 
     @property
-    def is_full(self) -> bool:
-        """Whether as many requests are answered or wait as may be."""
-        orders = {answer.order for answer in (*self._running, *self._waiting)}
-        return sum(not order.is_cancelled for order in orders) >= self.max_requests
+    def requests(self) -> int:
+        """Number of requests that are answered or wait."""
+        self._orders = [order for order in self._orders if not order.has_ended]
+        return len(self._orders)
 
     def submit(self, order: Order) -> None:
-        """Generate the order's answers as soon as their turn comes."""
-        self._waiting += order.answers
-        for _ in order.answers:  # a batch takes several: the calls left over find nothing to do
-            self._thread.submit(self._answer_next)
+        """Generate the order's answers as soon as their turn comes, those to one prompt side by side."""
+        self._orders.append(order)
+        for _, answers in groupby(order.answers, key=lambda answer: id(answer.prompt)):
+            self._thread.submit(self._generate, order, list(answers))
 
     def close(self) -> None:
         """End all answers where they are."""
-        for answer in (*self._running, *self._waiting):
-            answer.order.is_cancelled = True
+        for order in self._orders:
+            order.has_ended = True
         self._thread.shutdown(cancel_futures=True)
 
-    def _take_batch(self) -> list[Answer]:
-        batch: list[Answer] = []
-        for answer in list(self._waiting):
-            if len(batch) < BATCH_ROWS and _fit([*batch, answer]):
-                self._waiting.remove(answer)
-                batch.append(answer)
-        return batch
-
-    def _answer_next(self) -> None:
-        self._running = batch = self._take_batch()
-        if not batch:
-            return
-        order = batch[0].order
-        kv_cache = None
-        if len(batch) == 1:
-            kv_cache = self._kv_caches.setdefault(order.model, KVCache(order.model))
-
+    def _generate(self, order: Order, batch: list[Answer]) -> None:
         def take(tokens: dict[int, int]) -> list[int]:
             for row, answer in enumerate(batch):
                 if row in tokens:
                     answer.add(tokens[row])
                 elif not answer.has_ended:
                     answer.end()
-            return [row for row in tokens if batch[row].has_ended or batch[row].order.is_cancelled]
+            return [row for row in tokens if batch[row].has_ended or order.has_ended]
 
+        if order.has_ended:
+            return
         try:
             generate(
                 order.model,
                 [answer.prompt for answer in batch],
-                order.sampling.replaced({"max_tokens": max(answer.max_tokens for answer in batch)}),
+                order.sampling.replaced({"max_tokens": batch[0].max_tokens}),
                 numbers=[answer.number for answer in batch],
                 on_tokens=take,
-                kv_cache=kv_cache,
+                kv_cache=self._kv_caches.setdefault(order.model, KVCache(order.model)) if len(batch) == 1 else None,
             )
-        except Exception as error:  # of any kind, such as CUDA's: the next batch may be smaller
-            failure = TTrainError(f"the answer could not be computed: {first_line(error)}")
-            for answer in batch:
-                answer.order.send(failure)
-        self._running = []
-
-
-def _fit(answers: Sequence[Answer]) -> bool:
-    """Whether the answers can share a batch: left padding makes all prompts as long as the longest."""
-    first, last = answers[0].order, answers[-1].order
-    if last.model is not first.model or last.sampling != first.sampling:
-        return False
-    longest = max(len(answer.prompt) for answer in answers)
-    length = longest + max(answer.max_tokens for answer in answers)
-    return first.model.max_length is None or length <= first.model.max_length
+        except Exception as error:  # of any kind, such as CUDA's: the next request may be smaller
+            order.send(TTrainError(f"the answer could not be computed: {first_line(error)}"))

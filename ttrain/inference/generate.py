@@ -5,15 +5,19 @@ Letters in names: B rows, T positions.
 
 from __future__ import annotations
 
+import inspect
+import operator
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
+    DynamicCache,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -24,13 +28,13 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from transformers.cache_utils import DynamicLayer
 
 from ttrain.data.encoder import Encoder
 from ttrain.errors import ArtifactError, DataError
-from ttrain.evaluate.prefix_cache import PrefixCache
-from ttrain.inference.loading import LoadedModel
 from ttrain.inference.sampling import Sampling
 
+LoadedModel = Any  # of `loading`, which imports this module
 # Gets the new token of each row that has not ended, by row; may return the rows that end here.
 OnTokens = Callable[[dict[int, int]], Collection[int] | None]
 UNFINISHED = "\ufffd"  # the decoder's output for an incomplete character
@@ -62,7 +66,12 @@ def generate(
     Raises DataError for a prompt that leaves no room for an answer.
     """
     longest = max(map(len, prompts))
-    new_tokens = available_tokens(loaded_model, longest, sampling)
+    room = sampling.max_tokens if loaded_model.max_length is None else loaded_model.max_length - longest
+    if room <= 0:
+        raise DataError(
+            f"the prompt has {longest} tokens, but the model '{loaded_model.name}' takes {loaded_model.max_length} "
+            "together with the answer; shorten it"
+        )
     numbers = range(len(prompts)) if numbers is None else numbers
     began = time.monotonic()
     processors = logits_processors(sampling, numbers, longest)
@@ -73,12 +82,14 @@ def generate(
     for row, prompt in enumerate(prompts):  # left padding, so that all answers begin at the same position
         ids_BT[row, longest - len(prompt) :] = torch.as_tensor(np.asarray(prompt, dtype=np.int64))
         mask_BT[row, longest - len(prompt) :] = 1
-    cache = kv_cache.take(prompts[0]) if kv_cache else None
+    cache = kv_cache.take(prompts[0][:-1]) if kv_cache else None  # the last token predicts
     with torch.no_grad():  # not inference_mode: tables cached in the model would be unusable for further training
         found_BT = loaded_model.model.generate(
             input_ids=ids_BT.to(loaded_model.device),
             attention_mask=mask_BT.to(loaded_model.device),
-            generation_config=GenerationConfig(max_new_tokens=new_tokens, eos_token_id=list(loaded_model.stop_ids)),
+            generation_config=GenerationConfig(
+                max_new_tokens=min(sampling.max_tokens, room), eos_token_id=list(loaded_model.stop_ids)
+            ),
             logits_processor=processors,
             stopping_criteria=StoppingCriteriaList([_TokenWatch(on_tokens, loaded_model.stop_ids)] if on_tokens else []),
             **({"past_key_values": cache} if cache is not None else {}),
@@ -94,18 +105,6 @@ def completion_text(encoder: Encoder, completion: Completion, lead: str = "") ->
     without an incomplete last character."""
     text = encoder.decode(completion.ids).removeprefix(lead)
     return text if completion.ended else text.rstrip(UNFINISHED)
-
-
-def available_tokens(loaded_model: LoadedModel, prompt_tokens: int, sampling: Sampling) -> int:
-    """Maximum number of tokens of an answer. Raises DataError if the prompt leaves none."""
-    if loaded_model.max_length is None:
-        return sampling.max_tokens
-    if prompt_tokens >= loaded_model.max_length:
-        raise DataError(
-            f"the prompt has {prompt_tokens} tokens, but the model '{loaded_model.name}' takes {loaded_model.max_length} "
-            "together with the answer; shorten it"
-        )
-    return min(sampling.max_tokens, loaded_model.max_length - prompt_tokens)
 
 
 class TextStream:
@@ -206,14 +205,39 @@ def _completion(loaded_model: LoadedModel, ids: list[int], seconds: float) -> Co
     return Completion(ids if end is None else ids[:end], end is not None, seconds)
 
 
-class KVCache(PrefixCache):
-    """Keys and values of a conversation. Unused for models without a cache."""
+class KVCache:
+    """The cache of the last sequence, cut to what the next one has in common with it."""
 
     def __init__(self, loaded_model: LoadedModel) -> None:
         causal = loaded_model.causal
-        super().__init__(causal.config)
-        self._uses_cache = loaded_model.uses_cache and loaded_model.model is causal  # a prefix has a cache of its own
+        self._config = causal.config
+        accepts_cache = "past_key_values" in inspect.signature(causal.forward).parameters
+        # A prefix has a cache of its own.
+        self._is_used = accepts_cache and causal.generation_config.use_cache and not loaded_model.has_prefix
+        self._ids: Sequence[int] = ()
+        self._cache: Any = None
 
     def take(self, ids: Sequence[int]) -> Any:
-        """A cache of the prompt's beginning, never including its last token; None if not possible."""
-        return super().take(ids[:-1]) if self._uses_cache else None
+        """The cache of what `ids` begin with; None for a model without one, or with layers whose cache cannot be cut: with a
+        sliding window, or a recurrent state.
+
+        The caller owns it until `put`: an interrupted pass leaves no half-filled cache behind.
+        """
+        cache, self._cache = self._cache, None
+        same = common(self._ids, ids)
+        if cache is None or not same:
+            cache = DynamicCache(config=self._config) if self._is_used else None
+            return cache if cache and all(type(layer) is DynamicLayer for layer in cache.layers) else None
+        if same < len(self._ids):
+            cache.crop(same - len(self._ids))
+        return cache
+
+    def put(self, ids: Sequence[int], cache: Any) -> None:
+        """Store the cache of a sequence, the last of which may be missing in it."""
+        self._cache = cache
+        self._ids = ids[: cache.get_seq_length()] if cache is not None else ()
+
+
+def common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    return sum(takewhile(bool, map(operator.eq, first, second)))

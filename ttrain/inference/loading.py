@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,14 @@ from transformers import GenerationConfig, PreTrainedModel
 from ttrain.core.files import temporary_directory
 from ttrain.data import existing
 from ttrain.data.encoder import Encoder, open_tokenizer
-from ttrain.errors import ArtifactError
-from ttrain.evaluate.token_losses import causal_of
+from ttrain.data.jinja_templates import BOS
+from ttrain.errors import ArtifactError, UsageError
+from ttrain.inference.generate import Completion, generate
+from ttrain.inference.sampling import Sampling
 from ttrain.model import adapters, factory
 from ttrain.store.model_files import Reference
 from ttrain.train import precision
+from ttrain.train.distributed import Ranks
 from ttrain.train.precision import DTYPES
 
 
@@ -32,6 +34,8 @@ class LoadedModel:
     stop_ids     tokens that end an answer
     max_length   positions the model accepts; None if it has no limit
     can_chat     whether its tokenizer has a chat template whose tokens the model knows
+    batch_tokens padded tokens of a batch of an evaluation, which bound the memory; no score may depend on it
+    ranks        that score texts and chats together; None: this process alone
     """
 
     name: str
@@ -41,6 +45,8 @@ class LoadedModel:
     stop_ids: tuple[int, ...]
     max_length: int | None
     can_chat: bool
+    batch_tokens: int = 4096
+    ranks: Ranks | None = None
 
     @property
     def device(self) -> torch.device:
@@ -54,10 +60,47 @@ class LoadedModel:
         return causal_model
 
     @property
-    def uses_cache(self) -> bool:
-        """Whether the model accepts a cache of keys and values."""
-        use_cache = self.model.generation_config.use_cache
-        return bool(use_cache) and "past_key_values" in inspect.signature(self.causal.forward).parameters
+    def has_prefix(self) -> bool:
+        """Whether an adapter puts virtual tokens before every text."""
+        adapter = getattr(self.model, "active_peft_config", None)
+        return adapter is not None and bool(adapter.is_prompt_learning)
+
+    def room(self, new_tokens: int) -> tuple[int, int | None]:
+        """(tokens of an answer, tokens of a prompt at most): an answer takes at most half of the positions.
+
+        Both are the same for all prompts, so that no answer depends on its batch.
+        """
+        if self.max_length is None:
+            return new_tokens, None
+        tokens = min(new_tokens, self.max_length // 2)
+        return tokens, self.max_length - tokens
+
+    def beginning(self) -> tuple[int, ...]:
+        """Ids before a text, so that its first token is scored too: those that the tokenizer adds, else its bos, as in the
+        harness, else its eos.
+
+        The model does not know a bos that ttrain added to the tokenizer. Raises UsageError if it knows none of these.
+        """
+        rows = self.model.get_input_embeddings().weight.shape[0]
+        bos_ids = () if self.encoder.tokens["bos_token"] == BOS else (self.encoder.bos_id,)
+        for ids in (self.begin_ids, bos_ids, (self.encoder.eos_id,)):
+            if ids and max(ids) < rows:
+                return ids
+        raise UsageError(
+            f"the model {self.name} knows no token that begins or ends a text, so the first token of a text cannot be "
+            "scored; give its tokenizer a bos_token or an eos_token"
+        )
+
+    def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[tuple[list[int], bool]]:
+        """Greedy answers: for each prompt (new ids without the stop id, whether a stop id ended them)."""
+        order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))  # so that there is little padding
+        completions: dict[int, Completion] = {}
+        while order:
+            rows = max(1, self.batch_tokens // (len(prompts[order[0]]) + new_tokens))
+            batch, order = order[:rows], order[rows:]
+            answers = generate(self, [prompts[number] for number in batch], Sampling(max_tokens=new_tokens))
+            completions |= zip(batch, answers, strict=True)
+        return [(completions[number].ids, completions[number].ended) for number in range(len(prompts))]
 
     def text_ids(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of texts that are to be continued."""
@@ -69,6 +112,16 @@ class LoadedModel:
         limit = f", {self.max_length} tokens of context" if self.max_length else ""
         numbers = f"{size:,} parameters in {str(self.model.dtype).removeprefix('torch.')}"
         return f"{self.name}: {self.causal.config.model_type}, {numbers} on {self.device}{limit}"
+
+
+def most_batch_tokens(device: torch.device) -> int:
+    """Padded tokens of a forward pass, by default."""
+    return 4096 if device.type == "cpu" else 32_768
+
+
+def causal_of(model: Any) -> Any:
+    """The model of transformers, inside PEFT's if there is one."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def load(reference: Reference, *, device: str = "auto", dtype: str = "fp32") -> LoadedModel:
@@ -107,24 +160,18 @@ def with_encoder(name: str, model: Any, encoder: Encoder, begins: tuple[int, ...
         encoder=encoder,
         begin_ids=begins,
         stop_ids=tuple(sorted(stops)),
-        max_length=_max_length(model, config),
+        max_length=getattr(config, "max_position_embeddings", None),
         can_chat=can_chat,
+        batch_tokens=most_batch_tokens(next(model.parameters()).device),
     )
+    if loaded.has_prefix and loaded.max_length is not None:
+        loaded = replace(loaded, max_length=loaded.max_length - model.active_peft_config.num_virtual_tokens)
     # Neutral settings: `generate` would use a temperature or a penalty that a model from the Hub brings
     pad = encoder.pad_id if encoder.pad_id < config.vocab_size else 0  # masked, but it must exist in the embedding
     settings = {"do_sample": False, "eos_token_id": list(loaded.stop_ids), "pad_token_id": pad}
     causal.generation_config = GenerationConfig(**settings, use_cache=getattr(config, "use_cache", True) is not False)
     model.generation_config = causal.generation_config
     return loaded
-
-
-def _max_length(model: Any, config: Any) -> int | None:
-    """Positions available for tokens, without those of a prefix."""
-    length: int | None = getattr(config, "max_position_embeddings", None)
-    prefix = getattr(model, "active_peft_config", None)
-    if length is not None and prefix is not None and prefix.is_prompt_learning:
-        length -= prefix.num_virtual_tokens
-    return length
 
 
 def _encoder(directory: Path) -> tuple[Encoder, tuple[int, ...], bool]:

@@ -151,7 +151,7 @@ class Endpoint:
             raise RefusedError(404, "model_not_found", str(error)) from None
 
     async def _answer(self, request: Request, body: Body, order: Order) -> Response:
-        if self.queue.is_full:
+        if self.queue.requests >= self.queue.max_requests:
             raise RefusedError(
                 429,
                 "rate_limit_exceeded",
@@ -166,7 +166,7 @@ class Endpoint:
             texts[index] += text
             reasons[index] = reason or ""
             if await request.is_disconnected():
-                order.is_cancelled = True
+                order.has_ended = True
                 break
         choices = [reply.choice(index, texts[index], reason) for index, reason in enumerate(reasons)]
         return JSONResponse(reply.fields | {"choices": choices, "usage": reply.usage()})

@@ -10,7 +10,7 @@ from ttrain.config.training import BITS_PER_BYTE, DOMAIN_LOSS, TRAINING_STAGES
 from ttrain.engine.execution import REGISTERED, PipelineRun
 from ttrain.evaluate import promotion
 from ttrain.evaluate.promotion import Judged
-from ttrain.evaluate.scores import Evaluation
+from ttrain.evaluate.task_result import Evaluation
 from ttrain.nightly import heldout, history
 from ttrain.nightly.inputs import NightInputs
 from ttrain.nightly.records import NightRecord, Nights

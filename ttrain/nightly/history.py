@@ -13,7 +13,7 @@ from pathlib import Path
 from ttrain.core.files import JsonDict
 from ttrain.core.text import ABSENT, counted, first_of, format_time
 from ttrain.errors import UsageError
-from ttrain.evaluate.few_records import not_judged
+from ttrain.evaluate.task_result import not_judged
 from ttrain.nightly.records import NightRecord, Nights
 from ttrain.store.layout import Artifact, Artifacts
 from ttrain.store.results import ReplayResult, ShardsResult, TrainingResult

@@ -10,10 +10,7 @@ from typing import Any
 from ttrain.config import SHAPE_NO_RESULT, Promotion, flatten
 from ttrain.config.training import EVALUATED, PRIMARY_METRICS, TRAINING_STAGES, VALIDATION_LOSS, model_order
 from ttrain.core.text import ABSENT, format_duration, format_number, format_time, is_number
-from ttrain.errors import ArtifactError
-from ttrain.evaluate import few_records
-from ttrain.evaluate.scores import FILE, read
-from ttrain.evaluate.task_result import Metric
+from ttrain.evaluate.task_result import SCORES, Metric, not_judged, read_scores
 from ttrain.reports import facts
 from ttrain.reports.summary import rounded
 from ttrain.store.results import ShardsResult
@@ -228,7 +225,7 @@ def _not_judged(name: str, views: Sequence[RunView], scores: Sequence[Scores]) -
         return OTHER_RECORDS
     if len({each.sizes for each in known}) > 1:
         return OTHER_TOKENIZERS
-    return few_records.not_judged(len(known[0].records))
+    return not_judged(len(known[0].records))
 
 
 def _not_judged_on_rows(stage: str, views: Sequence[RunView]) -> str:
@@ -239,7 +236,7 @@ def _not_judged_on_rows(stage: str, views: Sequence[RunView]) -> str:
     dataset = TRAINING_STAGES[stage].dataset
     results = [view.manifest(f"shards-{dataset}").get("result") for view in views]
     counts = [ShardsResult.of(result).heldout.rows for result in results if result]
-    return few_records.not_judged(min(counts)) if counts else ""
+    return not_judged(min(counts)) if counts else ""
 
 
 def _verdict(metrics: Sequence[ComparedMetric], scores: Sequence[Scores]) -> tuple[str, bool]:
@@ -293,15 +290,9 @@ def _samples(views: Sequence[RunView]) -> Iterator[ComparedSample]:
 
 
 def _scores(view: RunView) -> Scores:
-    """The metrics of the run's evaluation with the share of each held-out record.
-
-    Empty where its files are gone, or are those of an earlier version.
-    """
+    """The metrics of the run's evaluation with the share of each held-out record; empty where its files are gone."""
     stage = view.stages.get(EVALUATION)
-    path = view.store.path(EVALUATION, stage.key) / FILE if stage and stage.key else None
+    path = view.store.path(EVALUATION, stage.key) / SCORES if stage and stage.key else None
     if path is None or not path.is_file():
         return {}
-    try:
-        return read(path)
-    except ArtifactError:
-        return {}
+    return {name: metric for name, metric in read_scores(path).items() if metric.records}

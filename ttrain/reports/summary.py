@@ -215,7 +215,7 @@ Shown = tuple[str, str, int, str]  # a metric of an evaluation that is shown: it
 def rows(metrics: Mapping[str, float], results: Mapping[str, Result] = MappingProxyType({})) -> list[EvaluationRow]:
     """(metric, value, remark) of each evaluated metric of the run and of a night's champion; with the results of its
     stages, also the metrics' intervals and the tasks of its suites."""
-    from ttrain.evaluate.few_records import not_judged
+    from ttrain.evaluate.task_result import not_judged
 
     evaluation = EvaluationResult.of(results.get("evaluate", {}))
     champion = EvaluationResult.of(results.get("evaluate-champion", {}))
@@ -236,7 +236,7 @@ def _heldout(metrics: Mapping[str, float], evaluation: EvaluationResult) -> Iter
     """The metrics on held-out records: each model compared with the one before, and of documents also the base model on
     each group, and what compressors need."""
     from ttrain.config.training import BITS_PER_BYTE, MODELS, PRIMARY_METRICS  # here: `status` needs no settings, 0.1 s
-    from ttrain.evaluate.few_records import not_judged
+    from ttrain.evaluate.task_result import not_judged
 
     for metric in PRIMARY_METRICS.values():
         records = int(metrics.get(f"eval/{metric.records}", 0))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -62,7 +61,9 @@ class PeriodicSamples(Callback):
     Training continues bit for bit as without the samples.
     """
 
-    def __init__(self, directory: Path, model: nn.Module, write: Callable[[], Sequence[Any]], *, every: int) -> None:
+    def __init__(
+        self, directory: Path, model: nn.Module, write: Callable[[], Iterable[Mapping[str, str]]], *, every: int
+    ) -> None:
         self._directory, self._model, self._write, self._every = directory, model, write, every
 
     def step_end(self, record: StepRecord) -> None:
@@ -75,10 +76,10 @@ class PeriodicSamples(Callback):
         write_bytes(path, "".join(map(_as_text, written)).encode("utf-8"))
 
 
-def _as_text(sample: Any) -> str:
+def _as_text(sample: Mapping[str, str]) -> str:
     """A prompt, what the model answered, and what the data answer, if that is known."""
-    reference = f"--- reference\n{sample.reference}\n" if sample.reference else ""
-    return f"=== {sample.prompt}\n{sample.answer}\n{reference}\n"
+    reference = f"--- reference\n{sample['reference']}\n" if "reference" in sample else ""
+    return f"=== {sample['prompt']}\n{sample['answer']}\n{reference}\n"
 
 
 @contextmanager
