@@ -252,7 +252,7 @@ def artifacts_clean(
     if cleaned.running:
         active_runs = ", ".join(f"{run} on {machine}" for run, machine in cleaned.running.items())
         shown.append(
-            f"no artifact is removed while runs are in progress: {active_runs}; one on another machine counts until its "
+            f"nothing is removed while runs are in progress: {active_runs}; one on another machine counts until its "
             f"file in {store.root / 'runs'} has not changed for {ELSEWHERE_DAYS} days"
         )
     return Output({**value, "running": cleaned.running}, shown)
