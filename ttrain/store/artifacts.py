@@ -25,7 +25,6 @@ from ttrain.core.files import (
     fsync,
     read_object,
     refuse,
-    remove_tree,
     write_bytes,
     write_json,
 )
@@ -46,7 +45,6 @@ from ttrain.store.layout import (
 )
 
 SHOWN_KEY = 12  # characters of a key that a person reads
-HEX = frozenset("0123456789abcdef")
 SHOWN_DAMAGES = 3  # damaged artifacts that a message names
 DISTRUSTED = "distrusted.json"  # {STAGE/KEY: time of publication} of artifacts that must not be fetched from elsewhere
 HOLDER = ".holder"  # beside a key's lock: which process has it
@@ -103,11 +101,32 @@ class ArtifactStore:
 
         Raises ArtifactError where one cannot be had, or is not what was published.
         """
-        if not artifact.lacking(names):
+        stage, key, missing = artifact.stage, artifact.key, artifact.lacking(names)
+        if not missing:
             if not (artifact.path / MANIFEST).is_file():  # removed by `clean` between the plan and now
                 raise ArtifactError(f"{artifact.path} was removed a moment ago; run the same command again")
             return artifact
-        return fetch_absent(self, artifact, names, report)
+        if self.elsewhere is None:
+            raise ArtifactError(
+                f"the artifact {stage} {key[:SHOWN_KEY]} in {self.root} lacks {missing[0]}, which stayed in MLflow, "
+                f"and tracking is off; try tracking.enabled=true, or `ttrain pipeline rerun {stage}` to build it again"
+            )
+        waiting = f"another run is at work on {stage}; waiting to fetch its files"
+        with self.lock(stage, key, waiting=lambda: report(waiting)):
+            present = self.at(artifact.path)  # another stage, thread or run may have fetched some of it
+            artifact = present or artifact
+            missing = artifact.lacking(names)
+            size = format_size(sum(artifact.manifest["files"][name]["bytes"] for name in missing))
+            report(f"fetching {len(missing)} files of {stage} ({size})")
+            directory = artifact.path if present else self.work(stage, f"{key}.fetch")
+            part = self.work(stage, f"{key}.part")
+            for name in missing:
+                _fetch(self.elsewhere, artifact, name, directory / name, part)
+            manifest = {**artifact.manifest, "absent": sorted(artifact.absent.difference(missing))}
+            write_json(part, manifest)
+            part.replace(directory / MANIFEST)
+            fetched = replace(artifact, path=directory, manifest=manifest)
+            return fetched if present else self._put(fetched)
 
     def damage(self, artifact: Artifact) -> str | None:
         """The first file that is missing or differs from the manifest; None where all is well.
@@ -311,67 +330,20 @@ class ArtifactStore:
         return Artifact(path.parent.name, path.name, path, manifest) if manifest else None
 
 
-def fetch_absent(
-    store: ArtifactStore, artifact: Artifact, names: tuple[str, ...], report: Callable[[str], object] = lambda line: None
-) -> Artifact:
-    """The artifact, in the store, with all its files under `names` (none: all that are not private).
-
-    Each is fetched under the key's lock, compared with the manifest, and renamed into its place;
-    then the manifest lists them. A kill leaves whole files, which the next attempt reuses.
-    Raises ArtifactError.
-    """
-    stage, key = artifact.stage, artifact.key
-    if store.elsewhere is None:
-        raise ArtifactError(
-            f"the artifact {stage} {key[:12]} in {store.root} lacks {artifact.lacking(names)[0]}, which stayed in MLflow, "
-            f"and tracking is off; try tracking.enabled=true, or `ttrain pipeline rerun {stage}` to build it again"
-        )
-    with store.lock(stage, key, waiting=lambda: report(f"another run is at work on {stage}; waiting to fetch its files")):
-        present = store.at(store.path(stage, key))  # another stage, thread or run may have fetched some of it
-        artifact = present or artifact
-        missing = artifact.lacking(names)
-        if not missing:
-            return artifact
-        sizes = artifact.manifest["files"]
-        size = format_size(sum(sizes[name]["bytes"] for name in missing))
-        report(f"fetching {len(missing)} files of {stage} ({size})")
-        work = store.work(stage, key)
-        directory = present.path if present else work.with_name(f"{key}.fetch")
-        parts = work.with_name(f"{key}.part")
-        for name in missing:
-            _fetch(store.elsewhere, artifact, name, directory / name, parts / name)
-        remove_tree(parts)
-        manifest = {**artifact.manifest, "absent": sorted(artifact.absent.difference(missing))}
-        for stale_file in directory.glob(f".{MANIFEST}.*.tmp"):  # of a kill while it fetched
-            stale_file.unlink()
-        write_json(directory / MANIFEST, manifest)
-        if not present:
-            artifact.path.parent.mkdir(parents=True, exist_ok=True)
-            if artifact.path.exists():  # what has no manifest, or another key's
-                store.set_aside(stage, key)
-            directory.rename(artifact.path)
-            fsync(artifact.path.parent)
-    return Artifact(stage, key, artifact.path, manifest)
-
-
 def _fetch(elsewhere: Elsewhere, artifact: Artifact, name: str, target: Path, part: Path) -> None:
-    """Fetch a file, with the bytes and the mtime of the manifest, first as `part`.
-
-    One that an earlier attempt fetched is reused.
-    """
+    """Fetch a file, with the bytes and the mtime of the manifest, first as `part`; one that is there is reused."""
+    if target.is_file():
+        return
     entry = artifact.manifest["files"][name]
-    if not (target.is_file() and sha256_file(target) == entry["sha256"]):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        part.parent.mkdir(parents=True, exist_ok=True)
-        part.unlink(missing_ok=True)
-        elsewhere.fetch(artifact.stage, artifact.key, name, part)
-        if sha256_file(part) != entry["sha256"]:
-            part.unlink()
-            raise ArtifactError(
-                f"{name} of {artifact.stage} {artifact.key[:SHOWN_KEY]}, as MLflow has it, is not "
-                f"what was published; build it again: `ttrain pipeline rerun {artifact.stage}`"
-            )
-        fsync(part)
-        part.replace(target)
-        fsync(target.parent)
-    os.utime(target, ns=(entry["mtime_ns"], entry["mtime_ns"]))  # so that a hit costs a stat
+    part.unlink(missing_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    elsewhere.fetch(artifact.stage, artifact.key, name, part)
+    if sha256_file(part) != entry["sha256"]:
+        part.unlink()
+        raise ArtifactError(
+            f"{name} of {artifact.stage} {artifact.key[:SHOWN_KEY]}, as MLflow has it, is not "
+            f"what was published; build it again: `ttrain pipeline rerun {artifact.stage}`"
+        )
+    fsync(part)
+    os.utime(part, ns=(entry["mtime_ns"], entry["mtime_ns"]))  # so that a hit costs a stat
+    part.replace(target)
