@@ -148,7 +148,7 @@ def find_run(home: Path, text: str) -> JsonDict | None:
         return runs.read(home, name)
     if model := name_syntax.registered(text):
         return runs.read(home, Registry(home).resolve(model).run)
-    for record in runs.newest_first(home, [f'"{text}"']) if text else ():
+    for record in runs.newest_first(home) if text else ():
         if text in ((record.get("tracking") or {}).get("run_id"), record.get("night")):
             return record
     return None
