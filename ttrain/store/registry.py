@@ -320,18 +320,8 @@ def _set(state: JsonObject, name: str, version: str) -> ModelSet:
     for stage, (model, number) in entry["members"].items():
         members[stage] = Version(model, number, **state["models"][model][number])
     aliases = sorted(alias for alias, holder in of_name["aliases"].items() if holder == version)
-    return ModelSet(
-        name=name,
-        version=version,
-        members=members,
-        keys=entry["keys"],
-        run=entry["run"],
-        created=entry["created"],
-        metrics=entry["metrics"],
-        decision=entry.get("decision"),
-        aliases=tuple(aliases),
-        decided=entry.get("decided", {}),
-    )
+    facts = {**entry, "members": members}
+    return ModelSet(name=name, version=version, aliases=tuple(aliases), **facts)
 
 
 def _next_number(versions: JsonObject) -> str:

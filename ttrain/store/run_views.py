@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ttrain.config import flatten
@@ -79,8 +79,6 @@ class RunView:
 
     def text(self, stage: str, path: str) -> str | None:
         """A text among the files of a stage, such as "run/samples/step-00000100.txt"; None if there is none."""
-        if not _is_inside(path):
-            return None
         for directory in self._directories(stage):
             with contextlib.suppress(OSError), (directory / path).open("rb") as file:
                 return file.read(LARGEST_TEXT).decode("utf-8", errors="replace")
@@ -93,7 +91,7 @@ class RunView:
 
     def files(self, stage: str, under: str = "") -> Sequence[str]:
         """Paths of the files of a stage below a directory, for `text`."""
-        for directory in self._directories(stage) if not under or _is_inside(under) else ():
+        for directory in self._directories(stage):
             if (directory / under).is_dir():
                 paths = (path for path in (directory / under).rglob("*") if path.is_file())
                 return sorted(path.relative_to(directory).as_posix() for path in paths)
@@ -167,7 +165,9 @@ def _view(home: Path, record: JsonObject, cache: dict[tuple[str, str | None], An
     stages = {entry["name"]: _stage(store, record, entry) for entry in record["stages"]}
     gone = [name for name, stage in stages.items() if stage.status in (*runs.BUILT, "cached") and not stage.manifest]
     notes = (f"the artifacts of {', '.join(gone)} are no longer in {home}",) if gone else ()
-    decision = record.get("decision")
+    decision, night, words = record.get("decision"), record.get("night"), tuple[str, ...]()
+    if decision and night:
+        words = (str(night), "promoted" if decision["promote"] else "kept", str(decision["reason"]))
     return RunView(
         name=record["run"],
         pipeline=record["pipeline"],
@@ -178,7 +178,7 @@ def _view(home: Path, record: JsonObject, cache: dict[tuple[str, str | None], An
         metrics={**(record.get("metrics") or {}), **(decision_metrics(decision) if decision else {})},
         stages=stages,
         notes=notes,
-        decision=_words(record),
+        decision=words,
         record=record,
         store=store,
         cache=cache,
@@ -202,13 +202,6 @@ def _stage(store: ArtifactStore, record: JsonObject, entry: JsonObject) -> Stage
     )
 
 
-def _words(record: JsonObject) -> tuple[str, ...]:
-    decision = record.get("decision")
-    if not decision or not record.get("night"):
-        return ()
-    return str(record["night"]), "promoted" if decision["promote"] else "kept", str(decision["reason"])
-
-
 def decision_metrics(decision: JsonObject) -> dict[str, float]:
     """The values of a decision, as metrics of the run whose models it was about."""
     low, high = decision["interval"] or (None, None)
@@ -226,8 +219,3 @@ def _curves_of(rows: Iterable[MetricRow]) -> dict[str, list[Point]]:
             number = math.nan if value is None else float(value)  # JSON has no NaN: the trainer writes null
             latest.setdefault(name, {})[row["step"]] = Point(row["step"], tokens, when, number)
     return {name: [steps[at] for at in sorted(steps)] for name, steps in latest.items()}
-
-
-def _is_inside(path: str) -> bool:
-    """Whether a relative path stays inside its directory."""
-    return bool(path) and "\0" not in path and not path.startswith("/") and ".." not in PurePosixPath(path).parts
