@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,7 +41,8 @@ class TrainableModel:
     """A model to train, and how it is stored: `directory` under the output, weights file, files beside it.
 
     `identity`: the settings that shaped it, which a checkpoint must match as it must those of the stage. A tensor that
-    `state` names FILE.safetensors/NAME is stored in that file; files in `left_out` are in checkpoints only.
+    `state` names FILE.safetensors/NAME is stored in that file; files in `left_out` are in checkpoints only. `finish` is
+    called with the output once the files are written.
     """
 
     model: nn.Module
@@ -50,6 +52,7 @@ class TrainableModel:
     weights_file: str = checkpoint.WEIGHTS
     identity: Mapping[str, Any] = field(default_factory=dict)
     left_out: frozenset[str] = frozenset()
+    finish: Callable[[Path], object] = lambda output: None
 
     def load(self, weights: dict[str, Tensor]) -> None:
         """Load weights into the model. Raises ArtifactError if names or shapes differ."""
@@ -160,6 +163,7 @@ def _write(trainer: Trainer, trained: TrainableModel, job: StageContext) -> None
         checkpoint_format.write_model(directory, trained.files, weights, trained.weights_file, trained.left_out)
         if (step := plateau_end(config.schedule, steps)) is not None:
             plateau.write(job.output, step)
+        trained.finish(job.output)
     trainer.ranks.barrier()
 
 

@@ -35,7 +35,7 @@ from ttrain.train.training_options import Origin, Validation
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["TrainableModel", "fit", "run", "start", "task_of", "tokenizer_files", "whole_model"]
+__all__ = ["TrainableModel", "run", "start", "task_of", "tokenizer_files", "whole_model"]
 
 log = logging.getLogger("ttrain")
 
@@ -65,16 +65,6 @@ def task_options(runtime: Runtime) -> dict[str, Any]:
     }
 
 
-def run(
-    settings: Settings, config: Training, job: StageContext, prepare: Callable[[Settings, Inputs, Encoder], TrainableModel]
-) -> Figures:
-    """Train the model that `prepare` makes of the settings, the inputs and the tokenizer."""
-    ranks = start(job.runtime)
-    tokenizer = job.inputs["tokenizer"] if "tokenizer" in job.inputs else job.inputs["base"] / "model"
-    encoder = Encoder(tokenizer, fast=False)  # its ids are asked for, no text is encoded
-    return fit(config, prepare(settings, job.inputs, encoder), job, ranks, encoder)
-
-
 @dataclass(frozen=True)
 class Objective:
     """What a stage trains for: the task, by default next-token prediction, and the batches of `train` or `heldout`."""
@@ -86,15 +76,21 @@ class Objective:
 NEXT_TOKEN = Objective()
 
 
-def fit(
+def run(
+    settings: Settings,
     config: Training,
-    trained: TrainableModel,
     job: StageContext,
-    ranks: Ranks,
-    encoder: Encoder,
+    prepare: Callable[[Settings, Inputs, Encoder], TrainableModel],
     objective: Objective = NEXT_TOKEN,
 ) -> Figures:
-    """Train, write the model under the output, return the figures of the manifest. Raises Interrupted after saving."""
+    """Train what `prepare` makes of settings, inputs and tokenizer, write the model under the output.
+
+    Returns the figures of the manifest. Raises Interrupted after saving.
+    """
+    ranks = start(job.runtime)
+    tokenizer = job.inputs["tokenizer"] if "tokenizer" in job.inputs else job.inputs["base"] / "model"
+    encoder = Encoder(tokenizer, fast=False)  # its ids are asked for, no text is encoded
+    trained = prepare(settings, job.inputs, encoder)
     rows = open_rows(job.inputs["shards"] / "train", encoder, config)
     if "replay" in job.inputs:
         rows = with_replay(rows, job.inputs["replay"] / "train", encoder, config)
@@ -118,9 +114,9 @@ def fit(
     extended = _extended(config, job, trained, order.steps)
     log.info("%s", rows_sentence(rows.counts()))
     identity = {**trained.identity, **dict(flatten(config.model_dump(mode="json", exclude={"start_from"})))}
-    start = plateau.read(job.inputs["plateau"], trained.weights_file) if "plateau" in job.inputs else None
+    earlier = plateau.read(job.inputs["plateau"], trained.weights_file) if "plateau" in job.inputs else None
     # A shorter run is extended, --continue names work of another rate; all else has another key.
-    origin = Origin(extended, start, identity, BUDGET | RATES)
+    origin = Origin(extended, earlier, identity, BUDGET | RATES)
     parts = TrainingParts(loader, ranks, computed_in, validation, origin)
     callbacks = [
         *early_stopping(config, validation.batches),

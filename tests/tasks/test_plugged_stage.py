@@ -22,15 +22,13 @@ class Toy(Training):
 ROW = TrainingStage(Toy, "the toy", "Toys", "chat", "chats", data="sft", module="toy_stages.stage")
 """
 STAGE = '''
-from ttrain.data.encoder import Encoder
 from ttrain.tasks import sft
 from ttrain.tasks.common import training
 
 
 def run(config, job):
     """Train the base again on the chats."""
-    ranks, encoder = training.start(job.runtime), Encoder(job.inputs["base"] / "model", fast=False)
-    return training.fit(config.toy, sft.prepare(config, job.inputs, encoder), job, ranks, encoder)
+    return training.run(config, config.toy, job, sft.prepare)
 '''
 SMALL = (
     *("toy.tokens_per_step=512", "toy.row_length=64", "toy.validation_rows=16", "pretrain.tokens=2048"),
