@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ttrain.config import TaskConfig, TaskJob, flatten
 from ttrain.config.loading import Override, merge, settable_keys, with_types, without_pipeline_settings
+from ttrain.data.loader import Loader
 from ttrain.data.order import ShuffledOrder
 from ttrain.errors import DataError, TTrainError, UsageError
 from ttrain.tasks.common import trainable_model
@@ -50,7 +51,7 @@ def run(config: TaskJob, job: StageContext) -> Figures:
     model = task.build_model()
     counts = {"rows": len(rows), "heldout_rows": len(heldout)}
     parts = TrainingParts(
-        trainable_model.loader_of(rows, order, job.runtime, ranks),
+        Loader(rows, order, rows_per_device=job.runtime.rows_per_device, rank=ranks.rank, world=ranks.world),
         ranks,
         precision.resolve_precision(settings.precision, ranks.device),
         Validation(validation),

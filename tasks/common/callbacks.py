@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import entry_points
 from itertools import pairwise
 from pathlib import Path
@@ -133,7 +132,12 @@ def language_model_callbacks(
     if TRAINING_STAGES[config.section].rows != "pairs":  # whose loss is not a cross entropy
         callbacks.append(Perplexity())
     if runtime.sample_every_steps:
-        write = partial(_write_samples, model, encoder, sample_prompts(config, job, encoder))
+        prompts = sample_prompts(config, job, encoder)
+
+        def write() -> list[samples.Sample]:
+            with generation_mode(model, encoder) as subject:
+                return samples.continuations(subject, prompts, new_tokens=SAMPLE_TOKENS)
+
         directory = job.run_directory / "samples"
         callbacks.append(PeriodicSamples(directory, model, write, every=runtime.sample_every_steps))
     if runtime.eval_every_steps:
@@ -141,12 +145,6 @@ def language_model_callbacks(
         measure = measure_of(config, job, model, encoder, parts.ranks)
         callbacks.append(PeriodicEvaluation(model, measure, writers, every=runtime.eval_every_steps))
     return callbacks
-
-
-def _write_samples(model: nn.Module, encoder: Encoder, prompts: Sequence[SamplePrompt]) -> list[samples.Sample]:
-    """What the model in training writes for the prompts."""
-    with generation_mode(model, encoder) as subject:
-        return samples.continuations(subject, prompts, new_tokens=SAMPLE_TOKENS)
 
 
 def sample_prompts(config: Training, job: StageContext, encoder: Encoder) -> list[SamplePrompt]:
@@ -210,10 +208,9 @@ def read_items(config: Training, job: StageContext) -> list[Items[Any]]:
 
 
 def figures_of(results: Results) -> dict[str, float]:
-    """Every figure as TASK/FIGURE, and the primary one of a group as TASK/FIGURE/KEY:VALUE; none without an item."""
-    model_infix = f"/{NAME}"
-    metrics = {name.replace(model_infix, "", 1): value for name, value in results.metrics().items() if model_infix in name}
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+    """Every metric as TASK/METRIC, and the primary one of a group as TASK/METRIC/KEY:VALUE; none without an item."""
+    named = ((name.replace(f"/{NAME}", "", 1), value) for name, value in results.metrics().items() if f"/{NAME}" in name)
+    return {name: value for name, value in named if math.isfinite(value)}
 
 
 @contextlib.contextmanager

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from ttrain.config import Loop, Runtime, Training
 from ttrain.core.files import finite
-from ttrain.data.loader import BatchSource, Loader
-from ttrain.data.order import Order
+from ttrain.data.loader import BatchSource
 from ttrain.errors import ArtifactError, Interrupted, TTrainError
 from ttrain.model.factory import count_parameters, need_finite, overwrite
 from ttrain.tasks.common import plateau
@@ -66,11 +65,6 @@ def start(runtime: Runtime) -> Ranks:
     device = precision.resolve_device(runtime.device, local_rank)
     limit_memory(limit_bytes(runtime), device)
     return Ranks.join(device, runtime.rank_timeout_seconds)
-
-
-def loader_of(rows: BatchSource, order: Order, runtime: Runtime, ranks: Ranks) -> Loader:
-    """This rank's batches of the rows."""
-    return Loader(rows, order, rows_per_device=runtime.rows_per_device, rank=ranks.rank, world=ranks.world)
 
 
 def compiles(runtime: Runtime, device: torch.device, rows: BatchSource, steps: int) -> bool:
@@ -158,22 +152,17 @@ def _write(trainer: Trainer, trained: TrainableModel, job: StageContext) -> None
     config, steps = trainer.task.config, trainer.loader.order.steps
     weights = trainer.parallel.whole(trained.state())
     if trainer.ranks.first:
-        _check_weights(config, weights, trained.model)
+        buffers = dict(trained.model.named_buffers())  # which may hold any number
+        try:
+            need_finite({name: tensor for name, tensor in weights.items() if name not in buffers}, "the trained model")
+        except ArtifactError as error:  # what was trained became NaN
+            raise TTrainError(f"{str(error).partition(', so that')[0]}; {_remedy(config)}") from None
         directory = job.output / trained.directory
         checkpoint_format.write_model(directory, trained.files, weights, trained.weights_file, trained.left_out)
         if (step := plateau_end(config.schedule, steps)) is not None:
             plateau.write(job.output, step)
         trained.finish(job.output)
     trainer.ranks.barrier()
-
-
-def _check_weights(config: Loop, weights: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Raise TTrainError where what was trained became NaN: no such model is published. Buffers may hold any number."""
-    buffers = dict(model.named_buffers())
-    try:
-        need_finite({name: tensor for name, tensor in weights.items() if name not in buffers}, "the trained model")
-    except ArtifactError as error:
-        raise TTrainError(f"{str(error).partition(', so that')[0]}; {_remedy(config)}") from None
 
 
 def _remedy(config: Loop) -> str:

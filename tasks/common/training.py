@@ -12,7 +12,7 @@ from torch import nn
 
 from ttrain.config import TRAINING_STAGES, Runtime, Settings, Training, flatten
 from ttrain.data.encoder import Encoder
-from ttrain.data.loader import BatchSource, pad_fraction
+from ttrain.data.loader import BatchSource, Loader, pad_fraction
 from ttrain.data.order import Order
 from ttrain.data.packing import Rows
 from ttrain.errors import UsageError
@@ -21,7 +21,7 @@ from ttrain.tasks.common import plateau
 from ttrain.tasks.common.callbacks import METRICS, TrainingParts, is_without_effect, language_model_callbacks
 from ttrain.tasks.common.job import Figures, Inputs, StageContext
 from ttrain.tasks.common.rows import open_rows, order_of, validation_batches, with_replay
-from ttrain.tasks.common.trainable_model import TrainableModel, loader_of, start, train
+from ttrain.tasks.common.trainable_model import TrainableModel, start, train
 from ttrain.tasks.common.tuning import tuned
 from ttrain.tasks.new_model import tokenizer_files
 from ttrain.train import checkpoint, leakage_check, precision
@@ -109,10 +109,21 @@ def run(
         runtime = tuned(learner, rows, order, job, ranks, computed_in)
     chosen = {} if runtime is job.runtime else {"tuned": {"rows_per_device": runtime.rows_per_device}}
     job = replace(job, runtime=runtime)
-    loader = loader_of(objective.batches("train", rows), order, runtime, ranks)
+    batches, size = objective.batches("train", rows), runtime.rows_per_device
+    loader = Loader(batches, order, rows_per_device=size, rank=ranks.rank, world=ranks.world)
     validation = _validation(config, objective.batches("heldout", heldout), order, runtime)
     extended = _extended(config, job, trained, order.steps)
-    log.info("%s", rows_sentence(rows.counts()))
+    counts = rows.counts()
+    named = ("rows", "row_length", "records", "fill")
+    rest = [f"{name.replace('_', ' ')} {count:,.6g}" for name, count in counts.items() if name not in named]
+    log.info(
+        "trains on %s rows of %s tokens, %.1f %% full, from %s records; %s",
+        f"{counts['rows']:,}",
+        f"{counts['row_length']:,}",
+        100 * counts["fill"],
+        f"{counts['records']:,}",
+        ", ".join(rest),
+    )
     identity = {**trained.identity, **dict(flatten(config.model_dump(mode="json", exclude={"start_from"})))}
     earlier = plateau.read(job.inputs["plateau"], trained.weights_file) if "plateau" in job.inputs else None
     # A shorter run is extended, --continue names work of another rate; all else has another key.
@@ -129,7 +140,7 @@ def run(
         **({"by_rule": by_rule} if by_rule else {}),
         "guard_warnings": _warnings(config, job, ranks, figures["guard_warnings"]),
         "extended_from_step": extended.step if extended else None,
-        "rows": {**rows.counts(), "pad_fraction": pad_fraction(rows, loader)},
+        "rows": {**counts, "pad_fraction": pad_fraction(rows, loader)},
         "heldout_rows": heldout.counts(),
     }
 
@@ -170,11 +181,3 @@ def _warnings(config: Training, job: StageContext, ranks: Ranks, warned: Mapping
     fix = f"{config.prefix}optim.lr is {config.optim.lr:g}: try a larger one, or train longer"
     log.warning("the loss on held-out rows hardly changed in all of this stage; %s", fix)
     return {**warned, "no_effect": 1}
-
-
-def rows_sentence(counts: Mapping[str, float]) -> str:
-    """The counts of the rows as a sentence for the log."""
-    named = ("rows", "row_length", "records", "fill")
-    rest = [f"{name.replace('_', ' ')} {count:,.6g}" for name, count in counts.items() if name not in named]
-    rows, length, records, fill = (counts[name] for name in named)
-    return f"trains on {rows:,} rows of {length:,} tokens, {fill:.1%} full, from {records:,} records; {', '.join(rest)}"

@@ -64,7 +64,7 @@ def verify_entries(files: Sequence[tuple[Path, JsonObject]], home: Path | None) 
         else:
             small.append((path, entry))
     with ThreadPoolExecutor(usable_cores(), "verify") as pool:  # hashing releases the interpreter's lock
-        for _ in pool.map(lambda file: _verify(*file, home), small):
+        for _ in pool.map(lambda file: _verify(file[0], file[1], home), small):
             pass
 
 
