@@ -155,9 +155,6 @@ class Adapted:
     def build_model(self) -> nn.Module:
         return self._model
 
-    def build_criterion(self) -> Callable[[Tensor, Tensor], Tensor]:
-        return self._task.criterion
-
     def train_step(self, model: nn.Module, batch: RowBatch, device: torch.device) -> LossSum:
         return self._checked("train_step", self._task.train_step(model, batch.content, device), batch)
 

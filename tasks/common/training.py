@@ -13,7 +13,6 @@ from torch import nn
 from ttrain.config import TRAINING_STAGES, Runtime, Settings, Training, flatten
 from ttrain.data.encoder import Encoder
 from ttrain.data.loader import BatchSource, Loader, pad_fraction
-from ttrain.data.order import Order
 from ttrain.data.packing import Rows
 from ttrain.errors import UsageError
 from ttrain.model import factory, multi_token
@@ -111,7 +110,11 @@ def run(
     job = replace(job, runtime=runtime)
     batches, size = objective.batches("train", rows), runtime.rows_per_device
     loader = Loader(batches, order, rows_per_device=size, rank=ranks.rank, world=ranks.world)
-    validation = _validation(config, objective.batches("heldout", heldout), order, runtime)
+    heldout_batches = objective.batches("heldout", heldout)
+    validation = Validation(validation_batches(heldout_batches, config.validation_rows, size))
+    if not config.validates_while_training:  # then there are quick ones, over fewer rows
+        fewer = min(config.validation_rows, quick_rows(order.total_rows, runtime.quick_validations + 1))
+        validation = replace(validation, quick=validation_batches(heldout_batches, fewer, size))
     extended = _extended(config, job, trained, order.steps)
     counts = rows.counts()
     named = ("rows", "row_length", "records", "fill")
@@ -143,15 +146,6 @@ def run(
         "rows": {**counts, "pad_fraction": pad_fraction(rows, loader)},
         "heldout_rows": heldout.counts(),
     }
-
-
-def _validation(config: Training, heldout: BatchSource, order: Order, runtime: Runtime) -> Validation:
-    """The batches of a validation, and the fewer ones of a quick validation, which there are by default only."""
-    validation = validation_batches(heldout, config.validation_rows, runtime.rows_per_device)
-    if config.validates_while_training:
-        return Validation(validation)
-    quick_row_count = min(config.validation_rows, quick_rows(order.total_rows, runtime.quick_validations + 1))
-    return Validation(validation, validation_batches(heldout, quick_row_count, runtime.rows_per_device))
 
 
 def _extended(config: Training, job: StageContext, trained: TrainableModel, steps: int) -> Snapshot | None:
