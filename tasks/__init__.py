@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ttrain import config
-from ttrain.config import GateJob, Reading, Section, Settings, TaskJob, part_of
 from ttrain.config.training import PrimaryMetric
 from ttrain.core.files import JsonDict
 from ttrain.store.model_files import PLATEAU
@@ -58,12 +57,12 @@ class Stage:
     reuses_parts: bool = False  # what unfinished work and earlier artifacts hold is taken where it fits
     primary_metric: PrimaryMetric | None = None
     result: type[Result] = Result  # what its artifact records, for readers
-    job: type[Section] = Settings  # what its process gets
+    job: type[config.Section] = config.Settings  # what its process gets
 
-    def part_of(self, settings: Settings) -> JsonDict:
+    def part_of(self, settings: config.Settings) -> JsonDict:
         """The settings that it may see, as JSON for its key and its process."""
         sections = {prefix.partition(".")[0] for prefix in self.sees}
-        return part_of(settings.model_dump(mode="json", include=sections), self.sees)
+        return config.part_of(settings.model_dump(mode="json", include=sections), self.sees)
 
     @property
     def loads_torch(self) -> bool:
@@ -72,7 +71,7 @@ class Stage:
 
 
 # Reading of stages that do not compare documents.
-EXACT_READING = tuple(f"reading.{name}" for name in Reading.model_fields if name != "near_duplicates")
+EXACT_READING = tuple(f"reading.{name}" for name in config.Reading.model_fields if name != "near_duplicates")
 EARLIER_HELDOUT = "earlier"  # among the inputs of stages: the held-out documents of earlier nights
 
 
@@ -228,6 +227,6 @@ STAGES: Mapping[str, Stage] = {
 }
 
 # What `ttrain train` and `ttrain gate train` run is not part of a pipeline, but runs like a stage.
-TASK = Stage("task", "ttrain.tasks.user_task", job=TaskJob, uses_ranks=True, memory=("runtime.rows_per_device",))
-GATE = Stage("gate", "ttrain.tasks.gate", job=GateJob, uses_ranks=True)
+TASK = Stage("task", "ttrain.tasks.user_task", job=config.TaskJob, uses_ranks=True, memory=("runtime.rows_per_device",))
+GATE = Stage("gate", "ttrain.tasks.gate", job=config.GateJob, uses_ranks=True)
 RUNNABLE: Mapping[str, Stage] = {**STAGES, TASK.name: TASK, GATE.name: GATE}

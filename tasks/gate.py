@@ -17,16 +17,13 @@ from ttrain.config import Expert, Gate, GateJob, Reading
 from ttrain.core.hashing import sha256_file
 from ttrain.data import chat, first_rows
 from ttrain.data import records as sources
-from ttrain.data.records import Conversation, Record, Tally, TextDocument
 from ttrain.errors import DataError, Interrupted, UsageError
 from ttrain.evaluate import perplexity
 from ttrain.evaluate.evaluated_model import beginning
 from ttrain.evaluate.items import sampled
 from ttrain.inference import gate_files, loading
 from ttrain.inference.evaluated_model import as_evaluated_model
-from ttrain.inference.gate_files import GateFile
 from ttrain.inference.gate_router import Router, padded, run_ids
-from ttrain.inference.loading import LoadedModel
 from ttrain.tasks.common.job import Figures, StageContext
 from ttrain.train import precision
 from ttrain.train.distributed import share_cores
@@ -56,7 +53,9 @@ def run(config: GateJob, job: StageContext) -> Figures:
     routing = routing_metrics(nats_RE[heldout_R], heldout_bytes, chosen_R)
     weights = job.output / gate_files.WEIGHTS
     save_file(router.state_dict(), weights)
-    gate = GateFile(experts=config.experts, settings=settings, figures=routing, router_sha256=sha256_file(weights))
+    gate = gate_files.GateFile(
+        experts=config.experts, settings=settings, figures=routing, router_sha256=sha256_file(weights)
+    )
     gate_files.write(job.output, gate)  # last, since it makes the directory a gate
     return {"routing": routing, "heldout_rows": int(heldout_R.sum())}
 
@@ -84,12 +83,12 @@ def train(settings: Gate, texts: Sequence[str], nats_RE: Floats) -> Router:
 # --- the records --------------------------------------------------------------------------------------------------------
 
 
-def read(locations: Sequence[str], settings: Gate) -> list[Record]:
+def read(locations: Sequence[str], settings: Gate) -> list[sources.Record]:
     """The distinct records of the files, each file read by its kind, in an order that does not depend on the files.
 
     Raises DataError where too many rows are bad or none is left, as sharding does.
     """
-    tally, by_content = Tally(), dict[bytes, Record]()
+    tally, by_content = sources.Tally(), dict[bytes, sources.Record]()
     for location in locations:
         is_chats = first_rows.kind_of_file(location, Reading()) == "chats"
         parse = sources.parse_conversation if is_chats else sources.document_parser(settings.text_field)
@@ -102,22 +101,22 @@ def read(locations: Sequence[str], settings: Gate) -> list[Record]:
     return records
 
 
-def text_of(record: Record) -> str:
+def text_of(record: sources.Record) -> str:
     """The text for the router: that of a document, or what the user says in a chat before the first answer."""
-    if isinstance(record, TextDocument):
+    if isinstance(record, sources.TextDocument):
         return record.text
     before = itertools.takewhile(lambda message: message.role != "assistant", record.messages)
     return "\n".join(message.content for message in before if message.role == "user")
 
 
-def bytes_of(record: Record) -> int:
+def bytes_of(record: sources.Record) -> int:
     """UTF-8 bytes of what is scored: a document's text, or a chat's answers."""
-    if isinstance(record, TextDocument):
+    if isinstance(record, sources.TextDocument):
         return len(record.text.encode("utf-8"))
     return sum(len(message.content.encode("utf-8")) for message in record.messages if message.role == "assistant")
 
 
-def heldout_flags(records: Sequence[Record], settings: Gate) -> Flags:
+def heldout_flags(records: Sequence[sources.Record], settings: Gate) -> Flags:
     """Whether each record is held out, by its content, of shape [R]. Raises DataError where all or none are."""
     is_heldout = np.array([sources.position(record) < settings.heldout_fraction for record in records])
     if is_heldout.all() or not is_heldout.any():
@@ -132,7 +131,7 @@ def heldout_flags(records: Sequence[Record], settings: Gate) -> Flags:
 
 
 def score(
-    experts: Sequence[Expert], records: Sequence[Record], settings: Gate, job: StageContext, device: torch.device
+    experts: Sequence[Expert], records: Sequence[sources.Record], settings: Gate, job: StageContext, device: torch.device
 ) -> Floats:
     """Summed negative log-likelihoods of all experts in nats, [R, E]. They are loaded one after the other.
 
@@ -148,7 +147,7 @@ def score(
 
         log.info("scoring %s", expert.reference)
         model = loading.load(gate_files.reference_of(expert), device=device.type)
-        if not model.can_chat and any(isinstance(record, Conversation) for record in records):
+        if not model.can_chat and any(isinstance(record, sources.Conversation) for record in records):
             raise UsageError(f"--data holds chats, but the tokenizer of the expert {expert.reference} has no chat template")
         scores = perplexity.score_each(
             model.model,
@@ -162,9 +161,9 @@ def score(
     return np.array(nats_ER, np.float64).T
 
 
-def _sequence(model: LoadedModel, record: Record) -> perplexity.Tokens:
+def _sequence(model: loading.LoadedModel, record: sources.Record) -> perplexity.Tokens:
     """(ids, live) of a record: all tokens of a document's text, the answers of a chat."""
-    if not isinstance(record, TextDocument):
+    if not isinstance(record, sources.TextDocument):
         return chat.encode_chat(model.encoder, record.messages)
     begins, [ids] = beginning(as_evaluated_model(model)), model.encoder.encode([record.text])
     return [*begins, *ids], [False] * len(begins) + [True] * len(ids)

@@ -24,7 +24,7 @@ from ttrain.data.shards import ShardSet
 from ttrain.tasks import new_model
 from ttrain.tasks.common.job import Figures, StageContext
 from ttrain.tasks.common.rows import open_rows
-from ttrain.tasks.common.trainable_model import start
+from ttrain.tasks.common.training import start
 from ttrain.train import leakage_check, precision
 from ttrain.train.language_modeling import NextTokenLoss
 from ttrain.train.losses import token_loss_sum

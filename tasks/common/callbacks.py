@@ -28,7 +28,6 @@ from ttrain.evaluate import run, samples, statistics, suites
 from ttrain.evaluate.evaluated_model import EvaluatedModel
 from ttrain.evaluate.items import Items, comparable
 from ttrain.evaluate.results import Results
-from ttrain.evaluate.samples import SamplePrompt
 from ttrain.inference.evaluated_model import as_evaluated_model
 from ttrain.inference.loading import with_encoder
 from ttrain.store.runs import read_rows
@@ -147,11 +146,11 @@ def language_model_callbacks(
     return callbacks
 
 
-def sample_prompts(config: Training, job: StageContext, encoder: Encoder) -> list[SamplePrompt]:
+def sample_prompts(config: Training, job: StageContext, encoder: Encoder) -> list[samples.SamplePrompt]:
     """The prompts of the settings, else of rows that the stage holds out, of which there may be none."""
     of_documents = TRAINING_STAGES[config.section].rows == "documents"
     if (texts := job.runtime.sample_prompts) is not None:
-        return list(map(SamplePrompt if of_documents else samples.question, texts))
+        return list(map(samples.SamplePrompt if of_documents else samples.question, texts))
     heldout = heldout_records(job.inputs["shards"])
     size = {"new_tokens": SAMPLE_TOKENS, "room": max(8, config.row_length - SAMPLE_TOKENS)}
     if of_documents:

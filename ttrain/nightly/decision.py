@@ -9,7 +9,6 @@ from ttrain.config import Promotion, Settings
 from ttrain.config.training import BITS_PER_BYTE, DOMAIN_LOSS, TRAINING_STAGES
 from ttrain.engine.execution import REGISTERED, PipelineRun
 from ttrain.evaluate import promotion
-from ttrain.evaluate.promotion import Judged
 from ttrain.evaluate.scores import Evaluation
 from ttrain.nightly import heldout, history
 from ttrain.nightly.inputs import NightInputs
@@ -78,7 +77,7 @@ def _judge(
     execution: PipelineRun,
     store: ArtifactStore,
     say: Callable[[str], object],
-) -> Judged:
+) -> promotion.Judged:
     """Compare the evaluations of challenger and champion."""
 
     def complete(stage: Stage) -> Artifact | None:  # the files of a cached one may be in MLflow

@@ -21,7 +21,6 @@ from ttrain.errors import UsageError
 from ttrain.store import name_syntax, runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
-from ttrain.store.name_syntax import Registered
 
 FILE = "registry.json"
 CHAMPION, CHALLENGER = "champion", "challenger"
@@ -165,7 +164,7 @@ class Registry:
             named.setdefault(str(model), model)
         return named
 
-    def resolve(self, reference: Registered) -> Version | ModelSet:
+    def resolve(self, reference: name_syntax.Registered) -> Version | ModelSet:
         """The set or model of this name. Raises UsageError that lists what there is."""
         versions, also = self.versions(), ""
         if str(reference) in versions:

@@ -16,7 +16,6 @@ from ttrain.store import name_syntax, runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import MANIFEST, Manifest
 from ttrain.store.registry import Registry
-from ttrain.store.runs import MetricRow, read_rows
 
 CURVES = ("metrics.jsonl", "system*.jsonl")  # under run/
 LARGEST_TEXT = 4 << 20  # bytes of a file that are read as a text
@@ -113,13 +112,13 @@ class RunView:
         curves: Mapping[str, list[Point]] = self.cache[key]
         return curves
 
-    def _rows(self, stage: str) -> Iterator[MetricRow]:
+    def _rows(self, stage: str) -> Iterator[runs.MetricRow]:
         """The rows of a stage's own curves, without torn lines."""
         for directory in self._directories(stage):
             paths = [path for name in CURVES for path in sorted((directory / "run").glob(name))]
             for path in paths:
                 with contextlib.suppress(OSError):
-                    yield from read_rows(path)
+                    yield from runs.read_rows(path)
             if paths:
                 return
 
@@ -210,7 +209,7 @@ def decision_metrics(decision: JsonObject) -> dict[str, float]:
     return {f"promotion/{key}": value for key, value in values.items() if value is not None}
 
 
-def _curves_of(rows: Iterable[MetricRow]) -> dict[str, list[Point]]:
+def _curves_of(rows: Iterable[runs.MetricRow]) -> dict[str, list[Point]]:
     latest: dict[str, dict[int, Point]] = {}
     for row in rows:
         tokens, when = row.get("tokens"), float(row.get("time") or 0.0)
