@@ -213,17 +213,6 @@ def test_without_data_the_experts_own_held_out_records_are_taken(
         cli_gate.heldout_files([resolve(planted.names[0])])
 
 
-def test_runs_of_characters_have_the_same_ids_everywhere_and_padding_counts_nothing() -> None:
-    settings = Gate(buckets=1000, ngram_characters=2, characters=16)
-    assert gate_router.run_ids("ab", settings).tolist() == [216, 442, 573, 684, 784, 815]
-    assert gate_router.run_ids("x" * 16 + "y", settings).tolist() == gate_router.run_ids("x" * 16, settings).tolist()
-    assert len(gate_router.run_ids("aaaa", settings)) == 2 + 3  # " " and "a"; " a", "aa" and "a "
-    torch.manual_seed(0)
-    model, texts = gate_router.Router(settings, 3), ["a", "some longer text", "字"]
-    alone = torch.cat([model.probabilities([text]) for text in texts])
-    torch.testing.assert_close(model.probabilities(texts), alone)
-
-
 def test_figures_of_a_routing_worked_out_by_hand() -> None:
     nats_RE = np.array([[1.0, 2.0], [4.0, 2.0], [6.0, 3.0], [2.0, 9.0], [1.0, 8.0]])
     found = gate.routing_metrics(nats_RE * math.log(2), 10, np.array([0, 1, 0, 0, 1]))
