@@ -14,17 +14,6 @@ from ttrain import config
 from ttrain.config.training import PrimaryMetric
 from ttrain.core.files import JsonDict
 from ttrain.store.model_files import PLATEAU
-from ttrain.store.results import (
-    EvaluationResult,
-    HeldoutResult,
-    ModelResult,
-    ReferenceResult,
-    ReplayResult,
-    Result,
-    ShardsResult,
-    TokenizerResult,
-    TrainingResult,
-)
 
 
 @dataclass(frozen=True)
@@ -56,7 +45,6 @@ class Stage:
     about: str = ""  # what it does, in a line for people
     reuses_parts: bool = False  # what unfinished work and earlier artifacts hold is taken where it fits
     primary_metric: PrimaryMetric | None = None
-    result: type[Result] = Result  # what its artifact records, for readers
     job: type[config.Section] = config.Settings  # what its process gets
 
     def part_of(self, settings: config.Settings) -> JsonDict:
@@ -90,7 +78,6 @@ def _shards(dataset: str, kind: str) -> Stage:
         about=f"Tokenize the {kind} of data.{dataset} into Arrow files, and hold a part of them out",
         reuses_parts=True,
         memory=("runtime.workers", "reading.max_line_bytes"),
-        result=ShardsResult,
     )
 
 
@@ -108,7 +95,6 @@ TOKENIZER = Stage(
     inputs={"source": ("pretrain.jsonl",)},
     dataset="tokenizer",
     memory=("tokenizer.max_bytes",),
-    result=TokenizerResult,
     about="Train a byte-level BPE with a chat template, or take an existing tokenizer",
 )
 ROWS = config.TRAINING_STAGES.values()  # of the table in `ttrain/config/training.py`
@@ -120,7 +106,6 @@ EXISTING_MODEL = Stage(
     inputs={"tokenizer": ()},
     uses_model=True,
     reads_model=True,
-    result=ModelResult,
     about="Take the existing model that a training starts from",
 )
 NEW_MODEL = Stage(
@@ -129,7 +114,6 @@ NEW_MODEL = Stage(
     ("model", "pretrain.seed"),
     {"tokenizer": ()},
     uses_model=True,
-    result=ModelResult,
     about="Make a model of random weights, where nothing is pretrained",
 )
 
@@ -142,7 +126,6 @@ REFERENCE = Stage(
     uses_model=True,
     spreads=True,
     memory=("runtime.rows_per_device",),
-    result=ReferenceResult,
     about="Score the answers of the pairs with the model that preference tuning starts from",
 )
 # What a training stage reads besides the model that it starts from and its shards.
@@ -159,7 +142,6 @@ def _training(row: config.TrainingStage) -> Stage:
         uses_ranks=True,
         memory=("runtime.rows_per_device",),
         primary_metric=row.metric,
-        result=TrainingResult,
         about=(row.help or f"Train {row.label}.").split(". ")[0].rstrip("."),
     )
 
@@ -182,7 +164,6 @@ EVALUATE = Stage(
     uses_model=True,
     reads_suites=True,
     spreads=True,
-    result=EvaluationResult,
     about="Measure the models on held-out data and on the suites of the evaluation",
 )
 # Stages of nights only: documents learnt before, the held-out set that a night's models are evaluated on, and the champion's
@@ -198,7 +179,6 @@ REPLAY = Stage(
     ),
     # And those of each earlier night, by names that begin with LEARNT_BEFORE; the tokenizer beside what is held out.
     {"documents": (), "tokenizer": (), EARLIER_HELDOUT: ("heldout",)},
-    result=ReplayResult,
     about="Sample documents that the champion has learnt before",
 )
 REPLAY_SFT = replace(
@@ -212,7 +192,6 @@ HELDOUT = Stage(
     "ttrain.tasks.heldout",
     ("evaluate.max_bytes",),
     {EARLIER_HELDOUT: ("heldout",), "documents": ("heldout",)},
-    result=HeldoutResult,
     about="Collect the held-out documents of all nights",
 )
 EVALUATE_CHAMPION = replace(EVALUATE, name="evaluate-champion", about="Measure the champion on the same data, in a night")

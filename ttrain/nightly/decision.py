@@ -89,9 +89,12 @@ def _judge(
     champion = Evaluation.of(of_champion) if of_champion else None
     rules, by_night = _rules(inputs.settings, inputs, execution), dict[str, list[str]]()
     if reference := heldout_of(evaluation):
+        from ttrain.tasks.heldout import read_nights  # loads what reads shards
+
         documents = heldout.find_heldout(store, reference, night.name)
         documents = store.complete(documents, ("heldout",), report=say)
-        by_night = heldout.names_by_night(documents, heldout_nights(night, evaluation))
+        groups = read_nights(documents.path)  # none for a set of one night alone
+        by_night = dict(zip(heldout_nights(night, evaluation), groups, strict=True)) if groups else {}
     nights = Nights(store.root, inputs.settings.name).newest_first()
     best = heldout.best_figures(nights, promotion.metric_of_texts(rules.metric))
     return promotion.judge(Evaluation.of(evaluation), champion, rules, by_night, night.name, best)

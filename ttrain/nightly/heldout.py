@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from ttrain.config import Settings
@@ -69,18 +69,6 @@ def need_artifact(store: ArtifactStore, reference: str, use: str, advice: str) -
     if artifact := store.find(stage, key):
         return artifact
     raise ArtifactError(f"{use} {stage} {key[:12]}, which is not in {store.root / 'store'}, or is damaged; {advice}")
-
-
-def names_by_night(heldout: Artifact, names: Sequence[str]) -> dict[str, list[str]]:
-    """What identifies the held-out records in scores, by the night that brought them, oldest first.
-
-    `names`: of the nights. Empty for a set of one night alone. Raises ArtifactError if the set is
-    damaged.
-    """
-    from ttrain.tasks.heldout import read_nights  # loads what reads shards
-
-    groups = read_nights(heldout.path)
-    return dict(zip(names, groups, strict=True)) if groups else {}
 
 
 def best_figures(nights: Iterable[NightRecord], metric: str) -> dict[str, BestFigure]:

@@ -237,6 +237,7 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
         if files and not weighted and not user.data.uses_python_docs(dataset):
             tree["data"][dataset] = [file["location"] for file in files]
     artifacts: dict[str, Artifact] = {}
+    keys = frozen.champion.keys.values() if frozen.champion else ()
     if frozen.champion:
         use = f"the champion, version {frozen.champion.version}, needs the artifact"
         advice = "restore it, or make another set the champion with `ttrain models promote`"
@@ -258,7 +259,13 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
                 assert frozen.champion is not None, "it has artifacts"
                 plateau, note = _continued_plateau(user, artifacts["pretrain"], frozen.champion.version)
                 tree["pretrain"] |= budget_and_schedule(user, has_plateau=plateau is not None)
-    bases = _chat_bases(user, artifacts, store)
+    bases: dict[str, Artifact] = {}
+    if user.nightly.sft_base == "champion" and "sft" in artifacts and user.sft.start_from == "pretrain":
+        bases["sft"] = artifacts["sft"]
+    adapters = {name: artifacts.get(name) for name, row in TRAINING_STAGES.items() if row.role == "adapter"}
+    own_bases = {name: base for name, adapter in adapters.items() if (base := store.input_of(adapter, "base"))}
+    if user.nightly.lora_base == "champion" and "lora" in own_bases:
+        bases["lora"] = own_bases["lora"]
     if "sft" in bases and not frozen.files.get("sft"):
         replacements["sft"] = bases.pop("sft")
     learnt: tuple[Artifact, ...] = ()
@@ -290,7 +297,8 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
         replayed_chats=_recorded_artifacts(store, frozen.chats) if has_chats else (),
         plateau=plateau,
         bases=bases,
-        champion_bases=_foreign_bases(artifacts, store),
+        # Of adapters that stayed with their model while the champion's own became another
+        champion_bases={name: base for name, base in own_bases.items() if base.key not in keys},
         note=note,
     )
 
@@ -374,21 +382,3 @@ def _continued_plateau(settings: Settings, base: Artifact, version: str) -> tupl
         f"the champion, version {version}, is warmed up again: it left no plateau of "
         f"pretrain.optim.kind {kind} (it was {trained or 'unknown'}); the next champion will have one"
     )
-
-
-def _chat_bases(settings: Settings, champion: Artifacts, store: ArtifactStore) -> dict[str, Artifact]:
-    """By stage, the models that SFT and LoRA start from instead of tonight's; `champion`: its artifacts by stage."""
-    bases: dict[str, Artifact] = {}
-    nightly = settings.nightly
-    if nightly.sft_base == "champion" and "sft" in champion and settings.sft.start_from == "pretrain":
-        bases["sft"] = champion["sft"]
-    if nightly.lora_base == "champion" and "lora" in champion and (base := store.input_of(champion["lora"], "base")):
-        bases["lora"] = base
-    return bases
-
-
-def _foreign_bases(champion: Artifacts, store: ArtifactStore) -> dict[str, Artifact]:
-    """By stage, the bases of adapters that stayed with their model while the champion's own became another."""
-    own = {artifact.key for artifact in champion.values()}
-    adapters = (name for name in champion if name in TRAINING_STAGES and TRAINING_STAGES[name].role == "adapter")
-    return {name: base for name in adapters if (base := store.input_of(champion[name], "base")) and base.key not in own}

@@ -12,7 +12,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -151,25 +151,17 @@ class ArtifactStore:
 
     def artifacts(self, stage: str = "*") -> list[Artifact]:
         """All artifacts of a stage, or of all, newest first, damaged ones included."""
-        return self._newest_first((self.root / "store").glob(f"{stage}/*"))
+        artifacts = filter(None, map(self.at, (self.root / "store").glob(f"{stage}/*")))
+        return sorted(artifacts, key=lambda artifact: artifact.manifest["published"], reverse=True)
 
     def made_from(self, artifact: Artifact, stage: str) -> list[Artifact]:
         """Those artifacts of a stage that have this one as an input, newest first."""
-        manifests, mentioning = (self.root / "store").glob(f"{stage}/*/{MANIFEST}"), list[Path]()
-        for path in manifests:
-            with contextlib.suppress(OSError):  # to search the text takes a tenth of the time that reading it as JSON takes
-                if artifact.key.encode() in path.read_bytes():
-                    mentioning.append(path.parent)
         source = (artifact.stage, artifact.key)
         return [
             candidate
-            for candidate in self._newest_first(mentioning)
+            for candidate in self.artifacts(stage)
             if source in ((used["stage"], used["key"]) for used in candidate.manifest["inputs"].values())
         ]
-
-    def _newest_first(self, paths: Iterable[Path]) -> list[Artifact]:
-        artifacts = [artifact for path in paths if (artifact := self.at(path))]
-        return sorted(artifacts, key=lambda artifact: artifact.manifest["published"], reverse=True)
 
     def unreadable(self, stage: str = "*") -> dict[Path, str]:
         """Directories in the place of an artifact (of one stage, or of all) that have no manifest to go by, and why."""
