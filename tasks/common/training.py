@@ -176,11 +176,14 @@ def run(
         *language_model_callbacks(config, job, parts, trained.model, encoder),
     ]
     figures = train(learner, trained, parts, job, callbacks)
+    if ranks.first and is_without_effect(job.run_directory / METRICS):
+        fix = f"{config.prefix}optim.lr is {config.optim.lr:g}: try a larger one, or train longer"
+        log.warning("the loss on held-out rows hardly changed in all of this stage; %s", fix)
+        figures["guard_warnings"]["no_effect"] = 1
     return {
         **figures,
         **chosen,
         **({"by_rule": by_rule} if by_rule else {}),
-        "guard_warnings": _warnings(config, job, ranks, figures["guard_warnings"]),
         "extended_from_step": extended.step if extended else None,
         "rows": {**counts, "pad_fraction": pad_fraction(rows, loader)},
         "heldout_rows": heldout.counts(),
@@ -205,15 +208,6 @@ def _extended(config: Training, job: StageContext, trained: TrainableModel, step
         return snapshot
     log.warning("--extend starts from scratch: step %d is after step %d, where the decay begins", snapshot.step, shared)
     return None
-
-
-def _warnings(config: Training, job: StageContext, ranks: Ranks, warned: Mapping[str, int]) -> dict[str, int]:
-    """How often each guard warned, and whether the training had no effect."""
-    if not (ranks.first and is_without_effect(job.run_directory / METRICS)):
-        return dict(warned)
-    fix = f"{config.prefix}optim.lr is {config.optim.lr:g}: try a larger one, or train longer"
-    log.warning("the loss on held-out rows hardly changed in all of this stage; %s", fix)
-    return {**warned, "no_effect": 1}
 
 
 # --- a training of any model ---------------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from support.night_files import artifact, completed, frozen, inbox, list_of
 
 from ttrain.config import Nightly, Settings
 from ttrain.config.training import TRAINING_STAGES
-from ttrain.errors import ArtifactError, UsageError
+from ttrain.errors import ArtifactError
 from ttrain.flows import night_plan
-from ttrain.nightly import decision, heldout, records
+from ttrain.nightly import decision, records
 from ttrain.nightly import inputs as night_inputs
 from ttrain.nightly.inputs import NightInputs
 from ttrain.nightly.records import Champion, InputSnapshot, Nights
@@ -136,8 +136,6 @@ def test_a_night_that_goes_on_keeps_its_settings_but_for_what_changes_no_result(
     found = night_inputs.settings_of(list_of(settings, store), Settings.model_validate({**settings.model_dump(), **changed}))
     assert found.sft == settings.sft and found.runtime.threads == 1
     assert found.nightly == Nightly(epochs=1, deadline_hours=5, attempts=9, sft_base="champion")
-    with pytest.raises(UsageError, match="of an unfinished night do not fit this version"):
-        night_inputs.settings_of(InputSnapshot({}, {**settings.model_dump(mode="json"), "gone": 1}), settings)
 
 
 def test_a_list_that_goes_on_leaves_out_what_came_meanwhile_and_follows_renames(
@@ -161,16 +159,16 @@ def test_held_out_documents_are_those_of_the_last_completed_night(
 ) -> None:
     settings = inbox(tmp_path, a="1")
 
-    def chosen(now: Settings) -> heldout.EarlierHeldout:
-        return heldout.earlier_heldout(champion, known.newest_first(), store, now)
+    def chosen(now: Settings) -> night_inputs.EarlierHeldout:
+        return night_inputs.earlier_heldout(champion, known.newest_first(), store, now)
 
     of_base = chosen(settings)  # no night yet: those beside which the champion's base was trained
-    assert of_base == ("shards-pretrain/s", (heldout.BEFORE,), "")
+    assert of_base == ("shards-pretrain/s", (night_inputs.BEFORE,), "")
     artifact(store, "heldout", "h", {"heldout/index.json": "{}"})
     night = known.begin(list_of(settings, store), None)
-    night.note(heldout="heldout/h", heldout_nights=[heldout.BEFORE, night.name])
+    night.note(heldout="heldout/h", heldout_nights=[night_inputs.BEFORE, night.name])
     night.end_try("kept", "", closed=True)
-    assert chosen(settings) == ("heldout/h", (heldout.BEFORE, night.name), "")
+    assert chosen(settings) == ("heldout/h", (night_inputs.BEFORE, night.name), "")
     less = Settings.model_validate({**settings.model_dump(), "reading": {"heldout_fraction": 0.01}})
     assert chosen(less).reference is None  # some may be learnt from now on
     assert "reading.heldout_fraction was auto and is 0.01: nothing is measured" in chosen(less).note
@@ -195,7 +193,7 @@ def test_lost_held_out_documents_of_earlier_nights_stop_a_night_with_a_fix(
     shutil.rmtree(store.path("heldout", "h"))
     why = r"held-out documents heldout h, which is not in .*, or is damaged.*data\.pretrain_heldout"
     with pytest.raises(ArtifactError, match=f"night-000001 measures its models on the {why}"):
-        heldout.earlier_heldout(champion, known.newest_first(), store, settings)
+        night_inputs.earlier_heldout(champion, known.newest_first(), store, settings)
     with pytest.raises(ArtifactError, match=why):
         night_inputs.inputs_of(unfinished, settings, store)
 

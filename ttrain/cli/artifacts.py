@@ -126,19 +126,19 @@ def artifacts_verify(
 ) -> Output:
     """Read every byte of every artifact and compare with its manifest. Exit code 1 if something is damaged."""
     from ttrain.engine import artifact_commands
-    from ttrain.store import damaged as damage
+    from ttrain.store import artifacts as store_artifacts
 
     store = ArtifactStore(home())
     artifacts, unreadable = store.artifacts(stage or "*"), store.unreadable(stage or "*")
-    damaged = [damage.DamagedArtifact(*entry) for entry in unreadable.items()]
+    damaged = [store_artifacts.DamagedArtifact(*entry) for entry in unreadable.items()]
     sizes = [artifact_commands.size_of(artifact) for artifact in artifacts]
     with bar("verifying", "MB", round(sum(sizes) / MEGABYTE)) as show:
         for done, artifact in zip(itertools.accumulate(sizes), artifacts, strict=True):
             if problems := artifact_commands.verify(artifact):
-                damaged.append(damage.DamagedArtifact(artifact.path, "; ".join(problems), artifact))
+                damaged.append(store_artifacts.DamagedArtifact(artifact.path, "; ".join(problems), artifact))
             show(round(done / MEGABYTE))
     if set_aside:
-        damage.set_aside(store, damaged)
+        store_artifacts.set_aside(store, damaged)
     count = len(sizes) + len(unreadable)
     entries = [
         {"stage": entry.stage, "key": entry.key, "path": entry.path, "problems": entry.why.split("; ")} for entry in damaged

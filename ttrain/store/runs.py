@@ -1,4 +1,9 @@
-"""The history of pipeline runs: a record each, `runs/<run>.json`, and the events that it is made of (`events`)."""
+"""The history of pipeline runs: a record each, `runs/<run>.json`, and the events that it is made of.
+
+The events are one append-only file beside the record, with one writer, the pipeline's process. A line is {"time": seconds
+since 1970, "stage": ..., "values": {...}}. A fold over the lines gives the record: `values` update the record itself, or the
+entry of the stage. Whoever shows a run while it goes on reads this file.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +38,6 @@ from ttrain.core.files import (
     write_json,
 )
 from ttrain.core.terminal import escaped
-from ttrain.store import events
 from ttrain.store.artifacts import ArtifactStore
 
 log = logging.getLogger("ttrain")
@@ -110,8 +114,14 @@ class RunRecord:
 
     def _append(self, values: JsonObject, stage: str | None = None) -> None:
         with self._lock:
-            events.apply(self._data, values, stage)
-            self._attempt(lambda: events.append(events.path_of(self.path), values, stage))
+            _apply(self._data, values, stage)
+            line = {"time": time.time(), **({"stage": stage} if stage else {}), "values": values}
+            data = orjson.dumps(line, option=orjson.OPT_NON_STR_KEYS, default=str) + b"\n"
+            self._attempt(lambda: self._write(data))
+
+    def _write(self, data: bytes) -> None:
+        with open(events_of(self.path), "ab", buffering=0, opener=private_opener) as file:
+            file.write(data)
 
     def _attempt(self, write: Callable[[], object]) -> None:
         try:
@@ -197,9 +207,35 @@ def read(home: Path, name: str) -> JsonDict | None:
     with contextlib.suppress(OSError):
         run = parse_object(path.read_bytes())
         if run.keys() >= REQUIRED:  # else it is one of another version
-            record = events.fold(events.path_of(path), run) if run["outcome"] == "running" else run
-            return _as_it_is_now(home, record)
+            if run["outcome"] == "running":
+                _fold(run, events_of(path))
+            return _as_it_is_now(home, run)
     return None
+
+
+def events_of(record: Path) -> Path:
+    """The events beside the record of a run: `full-20261121-160222-1a2b4.events.jsonl`."""
+    return record.with_suffix(".events.jsonl")
+
+
+def _apply(record: JsonDict, values: JsonObject, stage: str | None) -> None:
+    """Update the record, or the entry of its stage."""
+    if stage is None:
+        record.update(values)
+        return
+    entry = next(entry for entry in record["stages"] if entry["name"] == stage)
+    if "outcome" in values:
+        entry.pop("progress", None)
+    entry.update(values)
+
+
+def _fold(record: JsonDict, events: Path) -> None:
+    """Update the record, as it was written at the beginning, by its events."""
+    with contextlib.suppress(FileNotFoundError), events.open("rb") as lines:
+        for line in lines:
+            with contextlib.suppress(orjson.JSONDecodeError):  # a line that a kill or a full disk cut
+                event = orjson.loads(line)
+                _apply(record, event["values"], event.get("stage"))
 
 
 def _as_it_is_now(home: Path, run: JsonDict) -> JsonDict:
@@ -222,8 +258,7 @@ def _seems_alive(home: Path, run: RecordedRun) -> bool:
     if run["process"].get("host", platform.node()) == platform.node():
         return is_alive(run["process"])
     path = home / "runs" / f"{run['run']}.json"
-    noted = events.path_of(path)  # which a kill right after the claim of the name leaves unwritten
-    last_written = (noted if noted.exists() else path).stat().st_mtime
+    last_written = max(each.stat().st_mtime for each in (path, events_of(path)) if each.exists())
     return time.time() - last_written < ELSEWHERE_DAYS * 86400
 
 
@@ -287,17 +322,9 @@ def record_cached(
 
 
 def builder(store: ArtifactStore, stage: str, key: str) -> str:
-    """Who holds the lock of a key: the run, its process, and the machine where that is another."""
-    holder = store.holder(stage, key)
-    if holder is None:  # who has just taken it writes its file in the next moment
-        return "another run"
-    pid, host = holder
-    process = f"process {pid}" if host == platform.node() else f"process {pid} on {host}"
-    for run in newest_first(store.root):
-        is_its = (run["process"]["pid"], run["process"].get("host")) == holder and key in keys_of(run).values()
-        if is_its and run["outcome"] == "running":
-            return f"the run {run['run']} ({process})"
-    return process
+    """The process that holds the lock of a key, for those who wait."""
+    holder = store.holder(stage, key)  # who has just taken the lock writes its file in the next moment
+    return f"process {holder[0]} on {holder[1]}" if holder else "another run"
 
 
 def this_process() -> JsonDict:
