@@ -220,7 +220,7 @@ def artifacts_clean(
     ] = "",
     dry_run: Annotated[bool, option("only print what would be removed", "--dry-run")] = False,
 ) -> Output:
-    """Remove artifacts and work that no run in progress, no recent run and no registered model needs."""
+    """Remove artifacts and work that no recent run and no registered model needs; nothing while a run is in progress."""
     from ttrain.nightly import records
     from ttrain.store import garbage_collection
     from ttrain.store.registry import Registry

@@ -115,6 +115,7 @@ class TrainingResult(Result):
     epochs: float | None = None
     parameters: int = 0
     loss: float | None = None
+    validation_loss: float | None = None
     tokens_per_second: float | None = None
     train_seconds: float | None = None
     resumed_from_step: int | None = None
