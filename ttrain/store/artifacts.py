@@ -116,6 +116,8 @@ class ArtifactStore:
             present = self.at(artifact.path)  # another stage, thread or run may have fetched some of it
             artifact = present or artifact
             missing = artifact.lacking(names)
+            if not missing:
+                return artifact
             size = format_size(sum(artifact.manifest["files"][name]["bytes"] for name in missing))
             report(f"fetching {len(missing)} files of {stage} ({size})")
             directory = artifact.path if present else self.work(stage, f"{key}.fetch")
