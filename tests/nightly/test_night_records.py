@@ -47,14 +47,6 @@ def test_ten_late_slots_give_one_night_and_one_that_somebody_asks_for_is_never_c
     assert known.covered(tomorrow) is known.covered(None) is None
 
 
-def test_a_slot_that_lies_before_a_night_s_beginning_is_covered_by_it_whatever_came_of_it(known: Nights) -> None:
-    slot = datetime.now(UTC) - timedelta(hours=2)
-    for outcome in ("failed", "unfinished", "promoted"):
-        known.begin(NONE, slot).end_try(outcome, "", closed=outcome == "promoted")
-        said = known.covered(slot + timedelta(hours=1))
-        assert said and known.newest().name in said  # type: ignore[union-attr]
-
-
 def test_a_retry_of_a_slot_runs_where_it_came_to_nothing(tmp_path: Path) -> None:
     slot = datetime.now(UTC) - timedelta(seconds=5)
     for outcome in ("failed", "refused", "unfinished", "kept", "promoted"):

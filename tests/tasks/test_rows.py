@@ -197,6 +197,13 @@ def test_batch_and_passes_of_few_rows_give_about_sixty_steps(rows: int, batch: i
     assert rows < 6 or steps_of(found, rows)[0] >= 60
 
 
+def test_pretraining_reads_little_text_five_times_and_what_is_set_stays() -> None:
+    for rows, tokens in ((43, 5 * 43 * 256), (1406, 5 * 1406 * 256), (1407, 1_800_000)):
+        assert Pretrain().resolved(rows) == Pretrain(tokens=tokens)
+    assert Pretrain(tokens=5_000_000).resolved(43) == Pretrain(tokens=5_000_000)
+    assert Sft(epochs=3).resolved(100) == Sft(epochs=3, tokens_per_step=5 * 256)
+
+
 @pytest.mark.parametrize("kind", ["documents", "chats"])
 def test_too_few_rows_are_known_from_the_shards_as_the_stage_finds_them(tmp_path: Path, encoder: Encoder, kind: str) -> None:
     write = documents if kind == "documents" else partial(chats, answered=6)
