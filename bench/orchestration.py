@@ -97,7 +97,7 @@ PIPELINE = """
 import os
 
 from ttrain.engine.graph import Graph
-from ttrain.tasks.stages import SIX
+from ttrain.tasks import SIX
 
 
 def six(settings):
@@ -122,7 +122,7 @@ def copy_package(directory: Path) -> Path:
         shutil.copytree(REPOSITORY / name, package / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name, code in {
         "ttrain/six_step.py": STAGE_MODULE,
-        "ttrain/tasks/stages.py": STAGE_TABLE,
+        "ttrain/tasks/__init__.py": STAGE_TABLE,
         "ttrain/flows/__init__.py": PIPELINE,
         "prefect_six.py": PREFECT_FLOW,
     }.items():

@@ -301,7 +301,8 @@ def mark_crashed_runs(home: Path) -> None:
     )
     with best_effort(), sync_client() as client:
         for run in client.read_flow_runs(flow_run_filter=unfinished):
-            record = next(newest_first(home, [str(run.id)]), None)
+            runs_in_it = (each for each in newest_first(home) if each.get("prefect", {}).get("flow_run_id") == str(run.id))
+            record = next(runs_in_it, None)
             has_ended = record is not None and record["outcome"] != "running"
             if has_ended and str(run.id) != flow_run.id:  # our own may be the second try of one that ended
                 client.set_flow_run_state(run.id, Crashed(message=PROCESS_GONE), force=True)

@@ -14,8 +14,8 @@ from ttrain.engine.planner import plan
 from ttrain.errors import UsageError
 from ttrain.evaluate import promotion
 from ttrain.flows.full import full
-from ttrain.nightly import heldout, records
 from ttrain.nightly import inputs as night_inputs
+from ttrain.nightly import records
 from ttrain.nightly.inputs import NightInputs
 from ttrain.nightly.records import Champion, InputSnapshot, NightRecord, Nights
 from ttrain.store.artifacts import ArtifactStore
@@ -166,7 +166,7 @@ def _new_inputs(settings: Settings, store: ArtifactStore, nights: Nights) -> tup
     )
     if not chosen.new:
         return None, nothing
-    earlier = heldout.earlier_heldout(champion, nights.newest_first(), store, settings)
+    earlier = night_inputs.earlier_heldout(champion, nights.newest_first(), store, settings)
     learnt_before = tuple(sorted(learnt - in_nights))  # the next champion's own artifacts will not record them
     nightly, weights = settings.nightly, settings.data.weights
     documents: tuple[str, ...] = ()

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
 
 from ttrain.config import Settings
 from ttrain.core.files import temporary_directory
@@ -53,8 +52,15 @@ def prepare_base_model(files: Mapping[str, Sequence[Path]], tokenizer: Path, dir
         for number in new.values()
         if number >= rows_before or (own_vocabulary is not None and number not in own_vocabulary.values())
     }
-    if own_vocabulary is not None:
-        _warn_of_changed_ids(own_vocabulary, new, rows_before)
+    known = own_vocabulary or {}
+    moved = sum(number < rows_before and new.get(token) != number for token, number in known.items())
+    if moved:
+        log.warning(
+            "%d of the %d tokens that the model knows have other ids in the tokenizer, so that their embeddings must be "
+            "learnt again; better leave tokenizer.existing out",
+            moved,
+            len(known),
+        )
     grow(model, len(encoder), _pieces(encoder, new, unseen))
     _set_ids(model, encoder)
     new_model.write(model, tokenizer, directory)
@@ -80,17 +86,6 @@ def _load(files: Mapping[str, Sequence[Path]]) -> PreTrainedModel:
 
 def _vocabulary(path: Path) -> dict[str, int]:
     return dict(open_tokenizer(path).get_vocab(with_added_tokens=True))
-
-
-def _warn_of_changed_ids(own_vocabulary: Mapping[str, int], new: Mapping[str, int], rows: int) -> None:
-    others = sum(number < rows and new.get(token) != number for token, number in own_vocabulary.items())
-    if others:
-        log.warning(
-            "%d of the %d tokens that the model knows have other ids in the tokenizer, so that their embeddings must be "
-            "learnt again; better leave tokenizer.existing out",
-            others,
-            len(own_vocabulary),
-        )
 
 
 def _pieces(encoder: Encoder, new: Mapping[str, int], unseen: set[int]) -> dict[int, list[int]]:
@@ -124,37 +119,20 @@ def grow(model: PreTrainedModel, size: int, pieces: Mapping[int, Sequence[int]])
     old = embedding_rows(model)
     if size > old:
         model.resize_token_embeddings(size, mean_resizing=False)
-        for head in _second_heads(model):
-            _lengthen(head, size)
+        if hasattr(model, multi_token.NAME):  # it has no row for them; `model.multi_token` makes another
+            delattr(model, multi_token.NAME)
     seen_ids = [number for number in range(old) if number not in pieces]
-    tables = {id(table): table for table in _tables(model)}  # tied: one table twice
+    head = model.get_output_embeddings()
+    # With a row, or one number, per token: [V, D] or [V]; of tied ones one table twice
+    tables = {id(table): table for table in (model.get_input_embeddings().weight, head.weight, head.bias)}
     with torch.no_grad():
         for table in tables.values():
-            values = {number: table[list(chosen or seen_ids)].mean(dim=0) for number, chosen in pieces.items()}
-            for number, value in values.items():
-                table[number] = value
+            if table is not None:
+                means = {number: table[list(chosen or seen_ids)].mean(dim=0) for number, chosen in pieces.items()}
+                for number, mean in means.items():
+                    table[number] = mean
 
 
 def embedding_rows(model: PreTrainedModel) -> int:
     """How many tokens the model has an embedding for."""
     return int(model.get_input_embeddings().weight.shape[0])
-
-
-def _tables(model: PreTrainedModel) -> list[Tensor]:
-    """Tensors with a row, or one number, per token: [V, D] or [V]."""
-    heads = [model.get_output_embeddings(), *_second_heads(model)]
-    of_heads = [tensor for head in heads if head is not None for tensor in (head.weight, getattr(head, "bias", None))]
-    return [model.get_input_embeddings().weight, *(tensor for tensor in of_heads if tensor is not None)]
-
-
-def _second_heads(model: PreTrainedModel) -> list[nn.Linear]:
-    head = getattr(model, multi_token.NAME, None)
-    return [] if head is None else [head]
-
-
-def _lengthen(head: nn.Linear, rows: int) -> None:
-    """Append rows of zeros to a head, in place."""
-    for name, tensor in list(head.named_parameters()):
-        new_rows = tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])
-        setattr(head, name, nn.Parameter(torch.cat([tensor.detach(), new_rows])))
-    head.out_features = rows

@@ -6,6 +6,7 @@ Reads `base` (the fine-tuned model), `shards-dpo` and `reference`. Sees the sett
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -28,17 +29,12 @@ ADAPTER = "lora"  # directory beside `model/` where dpo.adapter is set; `adapter
 
 def run(settings: Settings, job: StageContext) -> Figures:
     """Tune the model on pairs; leaves `model/` (Hugging Face), with dpo.adapter also `lora/`, checkpoints and curves."""
-    ranks, config = training.start(job.runtime), settings.dpo
-    encoder = Encoder(job.inputs["base"] / "model", fast=False)  # its ids are asked for, no text is encoded
-    trained = prepare(settings, job.inputs, encoder)
+    config = settings.dpo
 
     def batches(part: str, rows: Rows) -> BatchSource:
         return ReferencedRows(rows, job.inputs["reference"], part) if config.has_reference else rows
 
-    figures = training.fit(config, trained, job, ranks, encoder, training.Objective(task_of, batches))
-    if config.adapter != "none" and ranks.first:
-        merge(job.inputs["base"] / "model", job.output)
-    ranks.barrier()
+    figures = training.run(settings, config, job, prepare, training.Objective(task_of, batches))
     return {**figures, "answers" if config.loss == "kto" else "pairs": figures.pop("target_tokens")}
 
 
@@ -48,7 +44,7 @@ def prepare(settings: Settings, inputs: Inputs, encoder: Encoder) -> training.Tr
     adapter = adapter_of("dpo", settings)
     if adapter is None:
         return training.whole_model(new_model.load(base), base)
-    return replace(lora.with_adapter(base, adapter), directory=ADAPTER)
+    return replace(lora.with_adapter(base, adapter), directory=ADAPTER, finish=partial(merge, base))
 
 
 def task_of(config: Training, model: nn.Module, runtime: Runtime) -> PreferenceTuning:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -14,24 +14,18 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ttrain.config import Expert, Gate, GateJob, Reading
-from ttrain.core.files import read_json, write_json
-from ttrain.core.hashing import digest_of, sha256_file
-from ttrain.data import chat, first_rows
+from ttrain.core.hashing import sha256_file
+from ttrain.data import chat, first_rows, json_rows
 from ttrain.data import records as sources
-from ttrain.data.json_rows import Tally
-from ttrain.data.records import Conversation, Record, TextDocument
 from ttrain.errors import DataError, Interrupted, UsageError
 from ttrain.evaluate import perplexity
 from ttrain.evaluate.items import sampled
 from ttrain.inference import gate_files, loading
-from ttrain.inference.gate_files import GateFile
 from ttrain.inference.gate_router import Router, padded, run_ids
-from ttrain.inference.loading import LoadedModel
 from ttrain.tasks.common.job import Figures, StageContext
 from ttrain.train import precision
 from ttrain.train.distributed import share_cores
 
-LOSSES = "losses"  # under run/: a file for each expert
 MAX_LINE_BYTES = 32 << 20
 
 Floats = npt.NDArray[np.float64]
@@ -57,7 +51,9 @@ def run(config: GateJob, job: StageContext) -> Figures:
     routing = routing_metrics(nats_RE[heldout_R], heldout_bytes, chosen_R)
     weights = job.output / gate_files.WEIGHTS
     save_file(router.state_dict(), weights)
-    gate = GateFile(experts=config.experts, settings=settings, figures=routing, router_sha256=sha256_file(weights))
+    gate = gate_files.GateFile(
+        experts=config.experts, settings=settings, figures=routing, router_sha256=sha256_file(weights)
+    )
     gate_files.write(job.output, gate)  # last, since it makes the directory a gate
     return {"routing": routing, "heldout_rows": int(heldout_R.sum())}
 
@@ -85,43 +81,40 @@ def train(settings: Gate, texts: Sequence[str], nats_RE: Floats) -> Router:
 # --- the records --------------------------------------------------------------------------------------------------------
 
 
-def read(locations: Sequence[str], settings: Gate) -> list[Record]:
+def read(locations: Sequence[str], settings: Gate) -> list[sources.Record]:
     """The distinct records of the files, each file read by its kind, in an order that does not depend on the files.
 
     Raises DataError where too many rows are bad or none is left, as sharding does.
     """
-    by_content = {sources.content_hash(record): record for record in _records(locations, settings)}
+    tally, by_content = json_rows.Tally(), dict[bytes, sources.Record]()
+    for location in locations:
+        is_chats = first_rows.kind_of_file(location, Reading()) == "chats"
+        parse = sources.parse_conversation if is_chats else sources.document_parser(settings.text_field)
+        for record in sources.read([location], parse, tally, MAX_LINE_BYTES, settings.text_field):
+            by_content[sources.content_hash(record)] = record
+    expected_fields = f"{sources.document_fields(settings.text_field, prefix='')}, or a chat"
+    tally.check("--data", settings.rejected_fraction, expected_fields, prefix="")
     records = sampled([by_content[key] for key in sorted(by_content)], settings.limit, settings.seed)
     log.info("%d records of %d files", len(records), len(locations))
     return records
 
 
-def _records(locations: Sequence[str], settings: Gate) -> Iterator[Record]:
-    tally = Tally()
-    for location in locations:
-        kind = first_rows.kind_of_file(location, Reading())
-        parse = sources.parse_conversation if kind == "chats" else sources.document_parser(settings.text_field)
-        yield from sources.read([location], parse, tally, MAX_LINE_BYTES, settings.text_field)
-    expected_fields = f"{sources.document_fields(settings.text_field, prefix='')}, or a chat"
-    tally.check("--data", settings.rejected_fraction, expected_fields, prefix="")
-
-
-def text_of(record: Record) -> str:
+def text_of(record: sources.Record) -> str:
     """The text for the router: that of a document, or what the user says in a chat before the first answer."""
-    if isinstance(record, TextDocument):
+    if isinstance(record, sources.TextDocument):
         return record.text
     before = itertools.takewhile(lambda message: message.role != "assistant", record.messages)
     return "\n".join(message.content for message in before if message.role == "user")
 
 
-def bytes_of(record: Record) -> int:
+def bytes_of(record: sources.Record) -> int:
     """UTF-8 bytes of what is scored: a document's text, or a chat's answers."""
-    if isinstance(record, TextDocument):
+    if isinstance(record, sources.TextDocument):
         return len(record.text.encode("utf-8"))
     return sum(len(message.content.encode("utf-8")) for message in record.messages if message.role == "assistant")
 
 
-def heldout_flags(records: Sequence[Record], settings: Gate) -> Flags:
+def heldout_flags(records: Sequence[sources.Record], settings: Gate) -> Flags:
     """Whether each record is held out, by its content, of shape [R]. Raises DataError where all or none are."""
     is_heldout = np.array([sources.position(record) < settings.heldout_fraction for record in records])
     if is_heldout.all() or not is_heldout.any():
@@ -136,16 +129,12 @@ def heldout_flags(records: Sequence[Record], settings: Gate) -> Flags:
 
 
 def score(
-    experts: Sequence[Expert], records: Sequence[Record], settings: Gate, job: StageContext, device: torch.device
+    experts: Sequence[Expert], records: Sequence[sources.Record], settings: Gate, job: StageContext, device: torch.device
 ) -> Floats:
-    """Summed negative log-likelihoods of all experts in nats, [R, E].
+    """Summed negative log-likelihoods of all experts in nats, [R, E]. They are loaded one after the other.
 
-    They are loaded one after the other; losses that an earlier attempt saved are reused.
-    Raises Interrupted after a request to stop; the losses of finished experts are saved.
+    Raises Interrupted after a request to stop.
     """
-    directory = job.run_directory / LOSSES
-    directory.mkdir(exist_ok=True)
-    content = digest_of([sources.content_hash(record).hex() for record in records])
     nats_ER = []
     for number, expert in enumerate(experts):
 
@@ -154,36 +143,25 @@ def score(
             if job.stop_requested():
                 raise Interrupted(f"stopped while scoring the experts: {scored} of {len(experts)} are scored")
 
-        key = digest_of([gate_files.digests(expert), content, settings.row_length, settings.stride])[:16]
-        path = directory / f"{key}.json"
-        if not path.exists():
-            log.info("scoring %s", expert.reference)
-            write_json(path, _nats(expert, records, settings, device, report_progress))
-        nats_ER.append(read_json(path))
+        log.info("scoring %s", expert.reference)
+        model = loading.load(gate_files.reference_of(expert), device=device.type)
+        if not model.can_chat and any(isinstance(record, sources.Conversation) for record in records):
+            raise UsageError(f"--data holds chats, but the tokenizer of the expert {expert.reference} has no chat template")
+        scores = perplexity.score_each(
+            model.model,
+            [_sequence(model, record) for record in records],
+            length=settings.row_length,
+            stride=settings.stride,
+            device=device,
+            progress=report_progress,
+        )
+        nats_ER.append([score.nats for score in scores])
     return np.array(nats_ER, np.float64).T
 
 
-def _nats(
-    expert: Expert, records: Sequence[Record], settings: Gate, device: torch.device,
-    report_progress: Callable[[int, int], None],
-) -> list[float]:  # fmt: skip
-    model = loading.load(gate_files.reference_of(expert), device=device.type)
-    if not model.can_chat and any(isinstance(record, Conversation) for record in records):
-        raise UsageError(f"--data holds chats, but the tokenizer of the expert {expert.reference} has no chat template")
-    scores = perplexity.score_each(
-        model.model,
-        [_sequence(model, record) for record in records],
-        length=settings.row_length,
-        stride=settings.stride,
-        device=device,
-        progress=report_progress,
-    )
-    return [score.nats for score in scores]
-
-
-def _sequence(model: LoadedModel, record: Record) -> perplexity.Tokens:
+def _sequence(model: loading.LoadedModel, record: sources.Record) -> perplexity.Tokens:
     """(ids, live) of a record: all tokens of a document's text, the answers of a chat."""
-    if not isinstance(record, TextDocument):
+    if not isinstance(record, sources.TextDocument):
         return chat.encode_chat(model.encoder, record.messages)
     begins, [ids] = model.beginning(), model.encoder.encode([record.text])
     return [*begins, *ids], [False] * len(begins) + [True] * len(ids)

@@ -5,7 +5,7 @@ Letters in names: A answers, of the whole set of shards or of a batch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
@@ -24,7 +24,7 @@ from ttrain.data.shards import ShardSet
 from ttrain.tasks import new_model
 from ttrain.tasks.common.job import Figures, StageContext
 from ttrain.tasks.common.rows import open_rows
-from ttrain.tasks.common.trainable_model import start
+from ttrain.tasks.common.training import start
 from ttrain.train import leakage_check, precision
 from ttrain.train.language_modeling import NextTokenLoss
 from ttrain.train.losses import token_loss_sum
@@ -51,9 +51,11 @@ def run(settings: Settings, job: StageContext) -> Figures:
     computed_in = precision.resolve_precision(config.precision, ranks.device)
     model.to(ranks.device).eval()
 
-    def scored(batches: Iterator[PairBatch]) -> Scores:
+    def scored(rows: Rows, block: range) -> Scores:
         columns: dict[str, list[npt.NDArray[Any]]] = {ANSWERS: [], LOG_PROBABILITIES: [], TOKENS: []}
-        for batch in batches:
+        for first in block[:: runtime.rows_per_device]:
+            batch = rows.batch(range(first, min(first + runtime.rows_per_device, block.stop)))
+            assert isinstance(batch, PairBatch)
             with torch.no_grad(), computed_in.autocast():
                 log_probs_A, tokens_A = score_answers(model, batch, ranks.device)
             columns[ANSWERS].append(batch.answer_ids_A)
@@ -70,7 +72,7 @@ def run(settings: Settings, job: StageContext) -> Figures:
             path = blocks / part / f"{number:06}.safetensors"
             if number % ranks.world == ranks.rank and not path.exists():
                 block = range(first, min(first + BLOCK_ROWS, len(rows)))
-                write_bytes(path, save(scored(_batches(rows, block, runtime.rows_per_device))))
+                write_bytes(path, save(scored(rows, block)))
         job.progress.update(len(rows), len(rows), "rows")
     ranks.barrier()
     if not ranks.first:
@@ -83,13 +85,6 @@ def run(settings: Settings, job: StageContext) -> Figures:
         "log_probability": figures["train"][1],
         "precision": computed_in.word,
     }
-
-
-def _batches(rows: Rows, block: range, size: int) -> Iterator[PairBatch]:
-    for first in block[::size]:
-        batch = rows.batch(range(first, min(first + size, block.stop)))
-        assert isinstance(batch, PairBatch)
-        yield batch
 
 
 def _join(job: StageContext, part: str) -> tuple[int, float | None]:

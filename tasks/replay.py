@@ -54,7 +54,10 @@ def run(settings: Settings, job: StageContext) -> Figures:
     total = sum(source.tokens for sources in learnt.values() for source in sources)
     sampled_share = min(1.0, share * read / max(1, total))
     held_out = {digest for name in ("documents", *names) for digest in _digests(ShardSet(job.inputs[name] / "heldout"))}
-    held_out.update(_digests_of_earlier(job))
+    if EARLIER_HELDOUT in job.inputs:  # as text, which gets the tokens of tonight's tokenizer
+        encoder = encoder_of(str(job.inputs["tokenizer"]))
+        for document in heldout_documents(job.inputs[EARLIER_HELDOUT]):
+            held_out.add(_digest(encode_records(encoder, "documents", [document]), 0))
     directory = job.output / "train"
     directory.mkdir(parents=True, exist_ok=True)
     entries: list[dict[str, Any]] = []
@@ -123,14 +126,6 @@ def _digests(shards: ShardSet) -> Iterator[bytes]:
     """The digest of each record."""
     for column in shards.columns():
         yield from (_digest(column, record) for record in range(len(column)))
-
-
-def _digests_of_earlier(job: StageContext) -> Iterator[bytes]:
-    """The digest of each document that earlier nights hold out, as text, in the tokens of tonight's tokenizer."""
-    if EARLIER_HELDOUT in job.inputs:
-        encoder = encoder_of(str(job.inputs["tokenizer"]))
-        for document in heldout_documents(job.inputs[EARLIER_HELDOUT]):
-            yield _digest(encode_records(encoder, "documents", [document]), 0)
 
 
 def _digest(column: Column, record: int) -> bytes:

@@ -10,11 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ttrain.config import Reading, Settings, Tokenizer
-from ttrain.data import existing, locations, records
+from ttrain.data import existing, json_rows, locations, records
 from ttrain.data import tokenizer as tokenizers
 from ttrain.data.encoder import Encoder
-from ttrain.data.json_rows import Tally
-from ttrain.data.records import TextDocument
 from ttrain.errors import DataError
 from ttrain.tasks.common.job import Figures, StageContext
 
@@ -52,20 +50,20 @@ def train_directory(
     An existing one needs no files, which only measure it. Returns the figures of the manifest. Raises DataError where too
     many rows are bad, and UsageError where an existing tokenizer cannot be used.
     """
-    tally, figures = Tally(), dict[str, int]()
+    tally, figures = json_rows.Tally(), dict[str, int]()
     if config.existing:
         existing.install(existing_files or existing.tokenizer_files(config.existing), output, config.template)
     else:
         share = records.with_heldout_share(reading, paths, records.document_parser(reading.text_field)).heldout_fraction
         split = records.split(_documents(paths, reading, tally), float(share))
-        training = (record.text for heldout, record in split if not heldout and isinstance(record, TextDocument))
+        training = (record.text for heldout, record in split if not heldout and isinstance(record, records.TextDocument))
         chosen = tokenizers.sample(_counted(training, progress), config)
         tally.check(SETTING, reading.rejected_fraction, records.document_fields(reading.text_field))
         if not chosen.texts:
             raise DataError(f"{SETTING}: all {tally.kept} documents went to the held-out part; bring more documents")
         tokenizers.save(tokenizers.train(chosen.texts, config.vocab_size, config.template), output, config.template)
         figures = {"documents": len(chosen.texts), "documents_seen": chosen.documents_seen, "bytes": chosen.bytes}
-    encoder, measured = Encoder(output), tally if config.existing else Tally()
+    encoder, measured = Encoder(output), tally if config.existing else json_rows.Tally()
     files = [
         {"name": locations.name(path), **tokenizers.measure(encoder, _beginning(_documents([path], reading, measured)))}
         for path in paths
@@ -91,7 +89,7 @@ def train_directory(
     }
 
 
-def _documents(paths: Sequence[str], reading: Reading, tally: Tally) -> Iterator[records.Record]:
+def _documents(paths: Sequence[str], reading: Reading, tally: json_rows.Tally) -> Iterator[records.Record]:
     parse = records.document_parser(reading.text_field)
     return records.read(paths, parse, tally, reading.max_line_bytes, reading.text_field)
 
@@ -100,7 +98,7 @@ def _beginning(documents: Iterator[records.Record]) -> list[str]:
     """The texts of the first documents."""
     texts, size = list[str](), 0
     for record in itertools.islice(documents, MEASURED_DOCUMENTS):
-        if isinstance(record, TextDocument) and size < MEASURED_BYTES:
+        if isinstance(record, records.TextDocument) and size < MEASURED_BYTES:
             texts.append(record.text)
             size += len(record.text)
     return texts

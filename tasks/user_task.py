@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from ttrain.config import TaskConfig, TaskJob, flatten
 from ttrain.config.loading import Override, merge, settable_keys, with_types, without_pipeline_settings
+from ttrain.data.loader import Loader
 from ttrain.data.order import ShuffledOrder
 from ttrain.errors import DataError, TTrainError, UsageError
-from ttrain.tasks.common import trainable_model
+from ttrain.tasks.common import training
 from ttrain.tasks.common.callbacks import TrainingParts, training_callbacks
 from ttrain.tasks.common.job import Figures, StageContext
 from ttrain.tasks.common.rows import validation_batches
@@ -36,7 +37,7 @@ def run(config: TaskJob, job: StageContext) -> Figures:
     given = without_pipeline_settings([Override(*override) for override in config.given], kind.Config)
     settings, _ = merge(kind.Config, with_types(kind.Config, given))
     allow = allowed(config.allow, kind.Config)
-    ranks = trainable_model.start(job.runtime)
+    ranks = training.start(job.runtime)
     task = kind(settings)
     rows, heldout = (Batches(dataset, task.collate) for dataset in (task.rows(), task.heldout_rows() or ()))
     if len(rows) < settings.rows_per_step:
@@ -50,7 +51,7 @@ def run(config: TaskJob, job: StageContext) -> Figures:
     model = task.build_model()
     counts = {"rows": len(rows), "heldout_rows": len(heldout)}
     parts = TrainingParts(
-        trainable_model.loader_of(rows, order, job.runtime, ranks),
+        Loader(rows, order, rows_per_device=job.runtime.rows_per_device, rank=ranks.rank, world=ranks.world),
         ranks,
         precision.resolve_precision(settings.precision, ranks.device),
         Validation(validation),
@@ -69,8 +70,8 @@ def run(config: TaskJob, job: StageContext) -> Figures:
         *(task.callbacks() if ranks.first else ()),
     ]
     adapted = cast("TrainingTask", Adapted(task, model))
-    trained = trainable_model.TrainableModel(model, lambda: state(model), {}, directory=".")
-    figures = trainable_model.train(adapted, trained, parts, job, callbacks)
+    trained = training.TrainableModel(model, lambda: state(model), {}, directory=".")
+    figures = training.train(adapted, trained, parts, job, callbacks)
     if ranks.first:
         (job.output / SETTINGS).write_text(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))
     return {**figures, **counts}
@@ -153,9 +154,6 @@ class Adapted:
 
     def build_model(self) -> nn.Module:
         return self._model
-
-    def build_criterion(self) -> Callable[[Tensor, Tensor], Tensor]:
-        return self._task.criterion
 
     def train_step(self, model: nn.Module, batch: RowBatch, device: torch.device) -> LossSum:
         return self._checked("train_step", self._task.train_step(model, batch.content, device), batch)

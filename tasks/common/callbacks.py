@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import entry_points
 from itertools import pairwise
 from pathlib import Path
@@ -27,7 +26,6 @@ from ttrain.errors import UsageError
 from ttrain.evaluate import run, samples, statistics, suites
 from ttrain.evaluate.items import Items, comparable
 from ttrain.evaluate.results import Results
-from ttrain.evaluate.samples import SamplePrompt
 from ttrain.inference.loading import LoadedModel, causal_of, with_encoder
 from ttrain.store.runs import read_rows
 from ttrain.tasks.common.job import Figures, StageContext
@@ -130,7 +128,12 @@ def language_model_callbacks(
     if TRAINING_STAGES[config.section].rows != "pairs":  # whose loss is not a cross entropy
         callbacks.append(Perplexity())
     if runtime.sample_every_steps:
-        write = partial(_write_samples, model, encoder, sample_prompts(config, job, encoder))
+        prompts = sample_prompts(config, job, encoder)
+
+        def write() -> list[dict[str, str]]:
+            with generation_mode(model, encoder) as subject:
+                return samples.continuations(subject, prompts, new_tokens=SAMPLE_TOKENS)
+
         directory = job.run_directory / "samples"
         callbacks.append(PeriodicSamples(directory, model, write, every=runtime.sample_every_steps))
     if runtime.eval_every_steps:
@@ -140,17 +143,11 @@ def language_model_callbacks(
     return callbacks
 
 
-def _write_samples(model: nn.Module, encoder: Encoder, prompts: Sequence[SamplePrompt]) -> list[dict[str, str]]:
-    """What the model in training writes for the prompts."""
-    with generation_mode(model, encoder) as subject:
-        return samples.continuations(subject, prompts, new_tokens=SAMPLE_TOKENS)
-
-
-def sample_prompts(config: Training, job: StageContext, encoder: Encoder) -> list[SamplePrompt]:
+def sample_prompts(config: Training, job: StageContext, encoder: Encoder) -> list[samples.SamplePrompt]:
     """The prompts of the settings, else of rows that the stage holds out, of which there may be none."""
     of_documents = TRAINING_STAGES[config.section].rows == "documents"
     if (texts := job.runtime.sample_prompts) is not None:
-        return list(map(SamplePrompt if of_documents else samples.question, texts))
+        return list(map(samples.SamplePrompt if of_documents else samples.question, texts))
     heldout = heldout_records(job.inputs["shards"])
     size = {"new_tokens": SAMPLE_TOKENS, "room": max(8, config.row_length - SAMPLE_TOKENS)}
     if of_documents:
@@ -208,7 +205,7 @@ def read_items(config: Training, job: StageContext) -> list[Items[Any]]:
 
 
 def figures_of(results: Results) -> dict[str, float]:
-    """Every figure as TASK/FIGURE, and the primary one of a group as TASK/FIGURE/KEY:VALUE; none without an item."""
+    """Every metric as TASK/METRIC, and the primary one of a group as TASK/METRIC/KEY:VALUE; none without an item."""
     model_infix = f"/{NAME}"
     return {name.replace(model_infix, "", 1): value for name, value in results.metrics().items() if model_infix in name}
 

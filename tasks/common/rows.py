@@ -94,7 +94,16 @@ def order_of(config: Training, rows: Rows) -> Order:
     steps. Rows of one record are short: they count by their length, and a budget in tokens ends with the step in which it
     has been read.
     """
-    check_left_out(config, rows)
+    limit, counts = f"{config.section}.dropped_fraction {config.dropped_fraction}", rows.counts()
+    too_long = f"pairs are longer than {config.section}.row_length {config.row_length}, prompt and both answers together"
+    for reason, what, fix in (
+        ("too_long_dropped", too_long, "raise row_length"),
+        ("all_masked_dropped", "chats have no token to learn from: no answer, or all of it masked", "fix the data"),
+    ):
+        if counts.get(reason, 0) > config.dropped_fraction * counts["records"]:
+            raise DataError(
+                f"{counts[reason]} of {counts['records']} {what}. That is more than {limit}; {fix}, or raise the fraction"
+            )
     if not len(rows):
         stage = TRAINING_STAGES.get(config.section)
         # The others start from the base model, which cannot be left out.
@@ -128,42 +137,19 @@ def _order(config: Training, rows: Rows) -> Order:
         counts, weights = zip(*draws_of_groups, strict=True)
         draws = DRAWS_PER_CYCLE
         if not isinstance(rows, MixedRows) or len(weights) > len(rows.groups):  # rows of data have weights
-            draws = max(draws, _draws_for(min(weights) / sum(weights)))
+            least = min(weights) / sum(weights)
+            if least * MOST_DRAWS < 1:
+                raise DataError(
+                    f"the rows with the least weight would get one of {1 / least:.3g} draws, but may get one of "
+                    f"{MOST_DRAWS:,}; raise their weight, or leave them out"
+                )
+            draws = max(draws, math.ceil(1 / least))
         if is_exact:
             draws = max(min(rows.epoch, total, MOST_DRAWS), math.ceil(1 / min(weights)))
         return WeightedOrder(counts, weights, size, total, config.seed, draws=draws)
     if config.order == "length-grouped":
         return LengthGroupedOrder(rows.lengths(), size, total, config.seed)
     return ShuffledOrder(len(rows), size, total, config.seed)
-
-
-def _draws_for(least: float) -> int:
-    """Draws of which the lightest rows, with this share of all, get one. Raises DataError where that is seldom."""
-    if least * MOST_DRAWS < 1:
-        raise DataError(
-            f"the rows with the least weight would get one of {1 / least:.3g} draws, but may get one of {MOST_DRAWS:,}; "
-            f"raise their weight, or leave them out"
-        )
-    return math.ceil(1 / least)
-
-
-def check_left_out(config: Training, rows: Rows) -> None:
-    """Raise DataError where too many pairs are too long for a row, or too many chats have nothing to learn from."""
-    counts = rows.counts()
-    dropped, records, limit = counts.get("all_masked_dropped", 0), counts["records"], config.dropped_fraction
-    too_long = counts.get("too_long_dropped", 0)
-    if too_long > limit * records:
-        raise DataError(
-            f"{too_long} of {records} pairs are longer than {config.section}.row_length {config.row_length}, prompt and "
-            f"both answers together, and half an answer has another probability. That is more than "
-            f"{config.section}.dropped_fraction {limit}; raise {config.section}.row_length, or dropped_fraction to leave "
-            f"them out"
-        )
-    if dropped > limit * records:
-        raise DataError(
-            f"{dropped} of {records} chats have no token to learn from: no answer, or all of it masked. That is more than "
-            f"{config.section}.dropped_fraction {limit}; fix the data, or raise it"
-        )
 
 
 def validation_batches(rows: BatchSource, limit: int, rows_per_batch: int) -> list[Any]:

@@ -1,43 +1,78 @@
-"""The part of training that all training stages share: rows and their order, task, callbacks, figures."""
+"""Training: what the stages that train share, and one training of any model, from the ranks to the files it leaves.
+
+A stage gives `run` its settings and what prepares its model; a user's task calls `train` with its own parts.
+
+An artifact of `schedule.kind=infinite` holds a `plateau/`: weights and optimizer state, in the files of a checkpoint, which
+another training continues. The model beside it has been annealed in the decay that ends it; a rate as high as the peak would
+raise its loss on what it has learnt (arXiv:2308.04014).
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from ttrain.config import TRAINING_STAGES, Runtime, Settings, Training, flatten
+from ttrain.config import TRAINING_STAGES, Loop, Runtime, Settings, Training, flatten
+from ttrain.core.files import finite, link_or_copy, remove_tree
 from ttrain.data.encoder import Encoder
-from ttrain.data.loader import BatchSource, pad_fraction
-from ttrain.data.order import Order
+from ttrain.data.loader import BatchSource, Loader, pad_fraction
 from ttrain.data.packing import Rows
-from ttrain.errors import UsageError
+from ttrain.errors import ArtifactError, Interrupted, TTrainError, UsageError
 from ttrain.model import factory, multi_token
-from ttrain.tasks.common import plateau
-from ttrain.tasks.common.callbacks import METRICS, TrainingParts, is_without_effect, language_model_callbacks
+from ttrain.store.model_files import PLATEAU
+from ttrain.tasks.common.callbacks import GUARDS, METRICS, TrainingParts, is_without_effect, language_model_callbacks
 from ttrain.tasks.common.job import Figures, Inputs, StageContext
 from ttrain.tasks.common.rows import open_rows, order_of, validation_batches, with_replay
-from ttrain.tasks.common.trainable_model import TrainableModel, loader_of, start, train
 from ttrain.tasks.common.tuning import tuned
 from ttrain.tasks.new_model import tokenizer_files
-from ttrain.train import checkpoint, leakage_check, precision
-from ttrain.train.checkpoint import Snapshot
-from ttrain.train.distributed import Ranks
+from ttrain.train import checkpoint, checkpoint_format, guards, leakage_check, precision
+from ttrain.train.callbacks import Callback
+from ttrain.train.distributed import Ranks, share_cores
 from ttrain.train.early_stopping import early_stopping
 from ttrain.train.language_modeling import CausalTask, LanguageModeling
-from ttrain.train.schedules import BUDGET, RATES, quick_rows, shared_steps
-from ttrain.train.training_options import Origin, Validation
+from ttrain.train.resource_limits import NightThrottle, explain_out_of_memory, limit_bytes, limit_memory
+from ttrain.train.schedules import BUDGET, RATES, decay_start, plateau_end, quick_rows, shared_steps
+from ttrain.train.task import TrainingTask
+from ttrain.train.trainer import Trainer
+from ttrain.train.training_options import INTERRUPTED, Cadence, FitResult, Origin, Speed, TrainerOptions, Validation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["TrainableModel", "fit", "run", "start", "task_of", "tokenizer_files", "whole_model"]
+__all__ = ["TrainableModel", "run", "start", "task_of", "tokenizer_files", "whole_model"]
+
+COMPILED_STEPS = 500  # compiling takes about a minute
 
 log = logging.getLogger("ttrain")
+
+
+@dataclass(frozen=True)
+class TrainableModel:
+    """A model to train, and how it is stored: `directory` under the output, weights file, files beside it.
+
+    `identity`: the settings that shaped it, which a checkpoint must match as it must those of the stage. A tensor that
+    `state` names FILE.safetensors/NAME is stored in that file; files in `left_out` are in checkpoints only. `finish` is
+    called with the output once the files are written.
+    """
+
+    model: nn.Module
+    state: Callable[[], dict[str, Tensor]]
+    files: dict[str, bytes]
+    directory: str = "model"
+    weights_file: str = checkpoint.WEIGHTS
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    left_out: frozenset[str] = frozenset()
+    finish: Callable[[Path], object] = lambda output: None
+
+    def load(self, weights: dict[str, Tensor]) -> None:
+        """Load weights into the model. Raises ArtifactError if names or shapes differ."""
+        factory.overwrite(self.state(), weights)
 
 
 def whole_model(model: PreTrainedModel, tokenizer: Path, identity: Mapping[str, Any] | None = None) -> TrainableModel:
@@ -49,6 +84,9 @@ def whole_model(model: PreTrainedModel, tokenizer: Path, identity: Mapping[str, 
         left_out=multi_token.discarded_files(model),
         identity=identity or {},
     )
+
+
+# --- a training stage ----------------------------------------------------------------------------------------------------
 
 
 def task_of(config: Training, model: nn.Module, runtime: Runtime) -> LanguageModeling:
@@ -65,16 +103,6 @@ def task_options(runtime: Runtime) -> dict[str, Any]:
     }
 
 
-def run(
-    settings: Settings, config: Training, job: StageContext, prepare: Callable[[Settings, Inputs, Encoder], TrainableModel]
-) -> Figures:
-    """Train the model that `prepare` makes of the settings, the inputs and the tokenizer."""
-    ranks = start(job.runtime)
-    tokenizer = job.inputs["tokenizer"] if "tokenizer" in job.inputs else job.inputs["base"] / "model"
-    encoder = Encoder(tokenizer, fast=False)  # its ids are asked for, no text is encoded
-    return fit(config, prepare(settings, job.inputs, encoder), job, ranks, encoder)
-
-
 @dataclass(frozen=True)
 class Objective:
     """What a stage trains for: the task, by default next-token prediction, and the batches of `train` or `heldout`."""
@@ -86,15 +114,21 @@ class Objective:
 NEXT_TOKEN = Objective()
 
 
-def fit(
+def run(
+    settings: Settings,
     config: Training,
-    trained: TrainableModel,
     job: StageContext,
-    ranks: Ranks,
-    encoder: Encoder,
+    prepare: Callable[[Settings, Inputs, Encoder], TrainableModel],
     objective: Objective = NEXT_TOKEN,
 ) -> Figures:
-    """Train, write the model under the output, return the figures of the manifest. Raises Interrupted after saving."""
+    """Train what `prepare` makes of settings, inputs and tokenizer, write the model under the output.
+
+    Returns the figures of the manifest. Raises Interrupted after saving.
+    """
+    ranks = start(job.runtime)
+    tokenizer = job.inputs["tokenizer"] if "tokenizer" in job.inputs else job.inputs["base"] / "model"
+    encoder = Encoder(tokenizer, fast=False)  # its ids are asked for, no text is encoded
+    trained = prepare(settings, job.inputs, encoder)
     rows = open_rows(job.inputs["shards"] / "train", encoder, config)
     if "replay" in job.inputs:
         rows = with_replay(rows, job.inputs["replay"] / "train", encoder, config)
@@ -113,41 +147,50 @@ def fit(
         runtime = tuned(learner, rows, order, job, ranks, computed_in)
     chosen = {} if runtime is job.runtime else {"tuned": {"rows_per_device": runtime.rows_per_device}}
     job = replace(job, runtime=runtime)
-    loader = loader_of(objective.batches("train", rows), order, runtime, ranks)
-    validation = _validation(config, objective.batches("heldout", heldout), order, runtime)
+    batches, size = objective.batches("train", rows), runtime.rows_per_device
+    loader = Loader(batches, order, rows_per_device=size, rank=ranks.rank, world=ranks.world)
+    heldout_batches = objective.batches("heldout", heldout)
+    validation = Validation(validation_batches(heldout_batches, config.validation_rows, size))
+    if not config.validates_while_training:  # then there are quick ones, over fewer rows
+        fewer = min(config.validation_rows, quick_rows(order.total_rows, runtime.quick_validations + 1))
+        validation = replace(validation, quick=validation_batches(heldout_batches, fewer, size))
     extended = _extended(config, job, trained, order.steps)
-    log.info("%s", rows_sentence(rows.counts()))
+    counts = rows.counts()
+    named = ("rows", "row_length", "records", "fill")
+    rest = [f"{name.replace('_', ' ')} {count:,.6g}" for name, count in counts.items() if name not in named]
+    log.info(
+        "trains on %s rows of %s tokens, %.1f %% full, from %s records; %s",
+        f"{counts['rows']:,}",
+        f"{counts['row_length']:,}",
+        100 * counts["fill"],
+        f"{counts['records']:,}",
+        ", ".join(rest),
+    )
     identity = {**trained.identity, **dict(flatten(config.model_dump(mode="json", exclude={"start_from"})))}
-    start = plateau.read(job.inputs["plateau"], trained.weights_file) if "plateau" in job.inputs else None
+    earlier = read_plateau(job.inputs["plateau"], trained.weights_file) if "plateau" in job.inputs else None
     # A shorter run is extended, --continue names work of another rate; all else has another key.
-    origin = Origin(extended, start, identity, BUDGET | RATES)
+    origin = Origin(extended, earlier, identity, BUDGET | RATES)
     parts = TrainingParts(loader, ranks, computed_in, validation, origin)
     callbacks = [
         *early_stopping(config, validation.batches),
         *language_model_callbacks(config, job, parts, trained.model, encoder),
     ]
     figures = train(learner, trained, parts, job, callbacks)
+    if ranks.first and is_without_effect(job.run_directory / METRICS):
+        fix = f"{config.prefix}optim.lr is {config.optim.lr:g}: try a larger one, or train longer"
+        log.warning("the loss on held-out rows hardly changed in all of this stage; %s", fix)
+        figures["guard_warnings"]["no_effect"] = 1
     return {
         **figures,
         **chosen,
         **({"by_rule": by_rule} if by_rule else {}),
-        "guard_warnings": _warnings(config, job, ranks, figures["guard_warnings"]),
         "extended_from_step": extended.step if extended else None,
-        "rows": {**rows.counts(), "pad_fraction": pad_fraction(rows, loader)},
+        "rows": {**counts, "pad_fraction": pad_fraction(rows, loader)},
         "heldout_rows": heldout.counts(),
     }
 
 
-def _validation(config: Training, heldout: BatchSource, order: Order, runtime: Runtime) -> Validation:
-    """The batches of a validation, and the fewer ones of a quick validation, which there are by default only."""
-    validation = validation_batches(heldout, config.validation_rows, runtime.rows_per_device)
-    if config.validates_while_training:
-        return Validation(validation)
-    quick_row_count = min(config.validation_rows, quick_rows(order.total_rows, runtime.quick_validations + 1))
-    return Validation(validation, validation_batches(heldout, quick_row_count, runtime.rows_per_device))
-
-
-def _extended(config: Training, job: StageContext, trained: TrainableModel, steps: int) -> Snapshot | None:
+def _extended(config: Training, job: StageContext, trained: TrainableModel, steps: int) -> checkpoint.Snapshot | None:
     """The checkpoint of the shorter run that `--extend` continues.
 
     The plan, which reads no rows, estimates the steps of a budget in tokens where rows count by their length.
@@ -167,18 +210,179 @@ def _extended(config: Training, job: StageContext, trained: TrainableModel, step
     return None
 
 
-def _warnings(config: Training, job: StageContext, ranks: Ranks, warned: Mapping[str, int]) -> dict[str, int]:
-    """How often each guard warned, and whether the training had no effect."""
-    if not (ranks.first and is_without_effect(job.run_directory / METRICS)):
-        return dict(warned)
-    fix = f"{config.prefix}optim.lr is {config.optim.lr:g}: try a larger one, or train longer"
-    log.warning("the loss on held-out rows hardly changed in all of this stage; %s", fix)
-    return {**warned, "no_effect": 1}
+# --- a training of any model ---------------------------------------------------------------------------------------------
 
 
-def rows_sentence(counts: Mapping[str, float]) -> str:
-    """The counts of the rows as a sentence for the log."""
-    named = ("rows", "row_length", "records", "fill")
-    rest = [f"{name.replace('_', ' ')} {count:,.6g}" for name, count in counts.items() if name not in named]
-    rows, length, records, fill = (counts[name] for name in named)
-    return f"trains on {rows:,} rows of {length:,} tokens, {fill:.1%} full, from {records:,} records; {', '.join(rest)}"
+def start(runtime: Runtime) -> Ranks:
+    """Join the other ranks and share the cores among them."""
+    local_rank = share_cores(runtime.threads)
+    precision.set_deterministic(runtime.deterministic)
+    device = precision.resolve_device(runtime.device, local_rank)
+    limit_memory(limit_bytes(runtime), device)
+    return Ranks.join(device, runtime.rank_timeout_seconds)
+
+
+def compiles(runtime: Runtime, device: torch.device, rows: BatchSource, steps: int) -> bool:
+    """Whether the model is compiled: as the setting says; where it is empty, on CUDA in long runs over rows of one width.
+
+    The rows of a user's task may have any shape: they are not compiled unless that is asked for.
+    """
+    if runtime.compile is not None:
+        return runtime.compile
+    return device.type == "cuda" and steps >= COMPILED_STEPS and getattr(rows, "trimmed", True) is False
+
+
+def train(
+    task: TrainingTask, trained: TrainableModel, parts: TrainingParts, job: StageContext, callbacks: Sequence[Callback]
+) -> Figures:
+    """Train, write the model under the output, return the figures. Raises Interrupted after saving."""
+    config, order, runtime = task.config, parts.loader.order, job.runtime
+    checkpoints = checkpoint.Checkpoints(
+        job.output / "checkpoints",
+        files=lambda: trained.files,
+        weights_file=trained.weights_file,
+        keep=runtime.keep_checkpoints,
+        keep_every=runtime.keep_every_steps,
+        # A longer run continues the one where the decay begins.
+        permanent=frozenset({decay_start(config.schedule, order.steps)}),
+    )
+    night = None
+    if runtime.night:
+        night = NightThrottle(
+            runtime.night,
+            parts.ranks.device,
+            rows_per_device=runtime.rows_per_device,
+            memory_limit=limit_bytes(runtime),
+            ranks=runtime.devices,
+        )
+    options = TrainerOptions(
+        trained,
+        parts.ranks,
+        parts.precision,
+        checkpoints,
+        parts.validation,
+        Cadence(
+            log=runtime.log_every_steps,
+            checkpoint=runtime.checkpoint_every_steps,
+            checkpoint_steps=order.epoch_ends(runtime.checkpoint_every_epochs),
+            validate=config.validate_every_steps,
+            validate_steps=order.epoch_ends(config.validate_every_epochs),
+            quick_validations=runtime.quick_validations,
+        ),
+        parts.origin,
+        Speed(compiles(runtime, parts.ranks.device, parts.loader.rows, order.steps), runtime.parallel),
+        night,
+        job.stop_requested,
+    )
+    trainer = Trainer(task, parts.loader, options, callbacks)
+    for group in trainer.optimizers.groups():
+        log.info(
+            "%s updates %s parameters in %d tensors (%s, ...): peak learning rate %g, weight decay %g",
+            group["optimizer"],
+            f"{group['parameters']:,}",
+            group["tensors"],
+            ", ".join(group["names"]),
+            group["lr"],
+            group["weight_decay"],
+        )
+    try:
+        with explain_out_of_memory(limit_bytes(runtime), runtime.rows_per_device):
+            result = trainer.fit()
+    finally:
+        checkpoints.close()
+    if result.stop_reason == INTERRUPTED:
+        raise Interrupted(f"stopped after step {result.step} of {order.steps}; the state is saved")
+    if result.step and result.skipped_steps >= result.step:  # the model is the one before training
+        raise TTrainError(
+            f"all {result.step} steps were left out, since loss or gradient was not finite; {_remedy(config)}, "
+            f"or look at the rows that the log names"
+        )
+    _write(trainer, trained, job)
+    warned = guards.counts(job.run_directory / GUARDS)
+    return {**_figures(trainer, result, runtime, trained.model), "guard_warnings": warned}
+
+
+def _write(trainer: Trainer, trained: TrainableModel, job: StageContext) -> None:
+    """Write the model, and with it the plateau that another training continues; the first rank does."""
+    config, steps = trainer.task.config, trainer.loader.order.steps
+    weights = trainer.parallel.whole(trained.state())
+    if trainer.ranks.first:
+        buffers = dict(trained.model.named_buffers())  # which may hold any number
+        try:
+            factory.need_finite(
+                {name: tensor for name, tensor in weights.items() if name not in buffers}, "the trained model"
+            )
+        except ArtifactError as error:  # what was trained became NaN
+            raise TTrainError(f"{str(error).partition(', so that')[0]}; {_remedy(config)}") from None
+        directory = job.output / trained.directory
+        checkpoint_format.write_model(directory, trained.files, weights, trained.weights_file, trained.left_out)
+        if (step := plateau_end(config.schedule, steps)) is not None:
+            write_plateau(job.output, step)
+        trained.finish(job.output)
+    trainer.ranks.barrier()
+
+
+def _remedy(config: Loop) -> str:
+    remedies = f"lower {config.prefix}optim.lr ({config.optim.lr:g})"
+    return remedies if config.precision == "fp32" else f"{remedies}, set {config.prefix}precision=fp32"
+
+
+def _figures(trainer: Trainer, result: FitResult, runtime: Runtime, model: nn.Module) -> Figures:
+    """The figures of a training, for the manifest."""
+    order, ranks, read = trainer.loader.order, trainer.ranks, dict[str, float]()
+    if isinstance(trainer.task.config, Training):  # the rows of a user's task have no tokens
+        new_tokens = result.tokens - trainer.first_tokens
+        read = {"tokens": result.tokens, "tokens_per_second": new_tokens / max(result.seconds, 1e-9)}
+    return {
+        "steps": result.step,
+        "kept_step": result.kept_step,
+        **read,
+        "target_tokens": result.live_tokens,
+        "loss": result.loss,
+        **finite({"validation_loss": result.validation_loss, "best_validation_loss": trainer.counters.best_loss}),
+        "resumed_from_step": result.resumed_from_step,
+        "stop_reason": result.stop_reason,
+        "skipped_steps": result.skipped_steps,
+        "epochs": min(result.step * order.rows_per_step, order.total_rows) / order.rows,
+        "train_seconds": result.seconds,
+        "optimizer_groups": trainer.optimizers.groups(),
+        "precision": trainer.precision.word,
+        "compiled": trainer.model.compiled,
+        "deterministic": runtime.deterministic,
+        "device": ranks.device.type,
+        "ranks": ranks.world,
+        "threads": torch.get_num_threads(),
+        "parameters": factory.count_parameters(model),
+        "trainable_parameters": factory.count_parameters(model, trained=True),
+    }
+
+
+# --- the plateau ----------------------------------------------------------------------------------------------------------
+
+
+def write_plateau(output: Path, step: int) -> bool:
+    """Link the checkpoint of this step as `plateau/` of the output; False, with a warning, if there is none."""
+    remove_tree(output / PLATEAU)
+    source = next(
+        (
+            path
+            for path in checkpoint_format.list_checkpoints(output / "checkpoints")
+            if checkpoint_format.step_of(path) == step
+        ),
+        None,
+    )
+    if source is None:
+        log.warning("there is no checkpoint of step %d, the end of the plateau; a night will warm this model up again", step)
+        return False
+    (output / PLATEAU).mkdir()
+    for path in source.glob(f"*{checkpoint_format.SAFETENSORS}"):
+        link_or_copy(path, output / PLATEAU / path.name)
+    return True
+
+
+def read_plateau(directory: Path, weights_file: str) -> checkpoint.Snapshot:
+    """Read the plateau of an artifact, as a snapshot at step 0. Raises ArtifactError that names the damaged file."""
+    path = directory / PLATEAU
+    return checkpoint.Snapshot(
+        0, *checkpoint_format.read_tensors(path, [file.name for file in sorted(path.iterdir())], weights_file), {}
+    )

@@ -54,7 +54,19 @@ def tuned(
             "set runtime.deterministic=false runtime.parallel=ddp"
         )
         return runtime
-    key = digest_of(_measured_on(task, rows, order, runtime, ranks, precision))
+    model, device = task.build_model(), ranks.device
+    measured_on = [  # another machine, shape, version or setting is measured again
+        processor(),
+        torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        ranks.world,
+        versions(),
+        precision.word,
+        type(model.causal).__name__,
+        [count_parameters(model), count_parameters(model, trained=True)],
+        [rows.row_length, order.rows_per_step],
+        runtime.model_dump(mode="json", include=SETTINGS),
+    ]
+    key = digest_of(measured_on)
     path = job.home / FILE if job.home and ranks.first else None
     remembered = read_object(path) if path else {}
     rows_per_device = int(ranks.sum([float(remembered.get(key, 0))])[0])
@@ -121,21 +133,3 @@ def step_seconds(
         module.zero_grad(set_to_none=True)
         del reserved
     return min(seconds[1:]) * math.ceil(order.rows_per_step / rows_per_device / ranks.world)
-
-
-def _measured_on(
-    task: LanguageModeling, rows: Rows, order: Order, runtime: Runtime, ranks: Ranks, precision: Precision
-) -> list[Any]:
-    """All on which the fastest size depends: another machine, shape, version or setting is measured again."""
-    model, device = task.build_model(), ranks.device
-    return [
-        processor(),
-        torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        ranks.world,
-        versions(),
-        precision.word,
-        type(model.causal).__name__,
-        [count_parameters(model), count_parameters(model, trained=True)],
-        [rows.row_length, order.rows_per_step],
-        runtime.model_dump(mode="json", include=SETTINGS),
-    ]

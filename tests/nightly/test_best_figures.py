@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ttrain.evaluate.forgetting import BestFigure
-from ttrain.nightly.heldout import best_figures
+from ttrain.nightly.decision import best_figures
 from ttrain.nightly.records import Champion, InputSnapshot, Nights
 
 BITS = "bits_per_byte"

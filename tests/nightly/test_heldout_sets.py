@@ -6,14 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from support.night_files import artifact
 from support.tiny_stages import run_here
 
 from ttrain.config import Runtime, Settings
 from ttrain.core.files import write_json
 from ttrain.evaluate.task_result import record_name
-from ttrain.nightly import heldout
-from ttrain.store.artifacts import ArtifactStore
 from ttrain.tasks import evaluate
 from ttrain.tasks import heldout as stage
 from ttrain.tasks.shards import heldout_records, scored_documents
@@ -79,10 +76,3 @@ def test_a_document_that_does_not_fit_keeps_no_others_from_being_scored() -> Non
 
     assert sizes(10, 10, 90, 30, 40) == [10, 10, 30, 40] and sizes(10, 51, 50, 41, 20) == [10, 51]
     assert sizes(60, 60, 60, 1) == [60] and sizes(300, 200, 250) == [200] and sizes() == []
-
-
-def test_each_night_has_the_held_out_records_that_it_brought(tmp_path: Path, store: ArtifactStore) -> None:
-    whole = artifact(store, "heldout", "h", {"heldout/nights.json": json.dumps([["a", "b"], ["c"], ["d"]])})
-    named = heldout.names_by_night(whole, ["night-000001", "night-000002", "night-000005"])
-    assert named == {"night-000001": ["a", "b"], "night-000002": ["c"], "night-000005": ["d"]}
-    assert heldout.names_by_night(artifact(store, "shards-pretrain", "s", {"heldout/index.json": "{}"}), ["x"]) == {}

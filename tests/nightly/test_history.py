@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from support.pipeline_home import Cli
-from support.recorded_homes import NONE_SUCH
 
 from ttrain.errors import UsageError
 from ttrain.nightly import history
@@ -65,15 +64,6 @@ def test_the_last_nights_are_told_newest_first_with_what_they_learnt_lost_and_wh
     assert history.summary_line(told) == (
         "4 nights: 1 running, 1 nothing-new, 1 kept, 1 promoted; promoted models learnt 1,200 documents, 340,000 tokens"
     )
-
-
-def test_a_night_whose_process_was_killed_is_not_told_as_running(nights: Nights) -> None:
-    newest = next(nights.newest_first())
-    newest.note_try(process=NONE_SUCH)
-    told = of_home(nights)[0]
-    assert told["outcome"] == "crashed" and told["reason"].startswith("its process was killed")
-    newest.note_try(process={**NONE_SUCH, "host": "another"})
-    assert of_home(nights)[0]["outcome"] == "running", "of another machine nothing is known"
 
 
 def test_a_night_that_lost_nothing_beyond_the_bound_names_what_became_worse_by_most(nights: Nights) -> None:

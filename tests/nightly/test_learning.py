@@ -13,7 +13,7 @@ from ttrain.config import Nightly, Settings
 from ttrain.flows.night_plan import night_graph
 from ttrain.nightly import inputs as night_inputs
 from ttrain.nightly.inputs import NightInputs
-from ttrain.nightly.records import COMPLETED, Champion, InputSnapshot, Nights, needed_keys
+from ttrain.nightly.records import Champion, InputSnapshot
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 
@@ -197,16 +197,3 @@ def watched(*names: str) -> dict[str, list[dict[str, Any]]]:
 def test_new_chats_are_those_that_the_champion_has_not_learnt(nightly: dict[str, Any], files: str, chosen: str) -> None:
     choice = night_inputs.select_files(Nightly(**nightly), watched(*files), {"a"}, {"a"}, has_champion=True)
     assert "".join(file["sha256"] for file in choice.files["sft"]) == chosen
-
-
-def test_the_chats_of_a_champion_are_those_of_its_night_and_of_the_nights_before(store: ArtifactStore) -> None:
-    nights = Nights(store.root, "mine")
-    nights.directory.mkdir(parents=True)
-    champion = Champion("7", KEYS)
-    assert night_inputs.learnt_shards("sft", champion, nights.newest_first(), store) == ("shards-sft/c",)  # no night made it
-    publish(store, "shards-sft", "new", "train/index.json")
-    night = nights.begin(InputSnapshot({}, {}, chats=("shards-sft/c",)), None)
-    night.note(version="7", chats="shards-sft/new")
-    night.end_try(COMPLETED[0], "", closed=True)
-    assert night_inputs.learnt_shards("sft", champion, nights.newest_first(), store) == ("shards-sft/c", "shards-sft/new")
-    assert needed_keys(store.root) == {"c", "new"}

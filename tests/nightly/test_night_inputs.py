@@ -9,17 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
 from support.night_files import artifact, completed, frozen, inbox, list_of
 
 from ttrain.config import Nightly, Settings
 from ttrain.config.training import TRAINING_STAGES
-from ttrain.data import python_docs
-from ttrain.errors import ArtifactError, CannotRead, UsageError
+from ttrain.errors import ArtifactError
 from ttrain.flows import night_plan
-from ttrain.flows.engine import RunOptions
-from ttrain.flows.nightly import run_night
-from ttrain.nightly import decision, heldout, records
+from ttrain.nightly import decision, records
 from ttrain.nightly import inputs as night_inputs
 from ttrain.nightly.inputs import NightInputs
 from ttrain.nightly.records import Champion, InputSnapshot, Nights
@@ -35,12 +31,6 @@ def watched(*digests: str, chats: str = "c") -> dict[str, list[dict[str, Any]]]:
 
 def pretrain_of(choice: night_inputs.FileSelection) -> list[str]:
     return [file["sha256"] for file in choice.files["pretrain"]]
-
-
-def test_the_first_night_reads_all_there_is_and_where_all_files_have_been_read_nothing_is_new() -> None:
-    choice = night_inputs.select_files(Nightly(), watched("a", "b"), set(), set(), has_champion=False)
-    assert pretrain_of(choice) == ["a", "b"] and len(choice.new) == 3
-    assert night_inputs.select_files(Nightly(), watched("a"), {"a", "c"}, {"a", "c"}, has_champion=True).new == ()
 
 
 @pytest.mark.parametrize(
@@ -146,8 +136,6 @@ def test_a_night_that_goes_on_keeps_its_settings_but_for_what_changes_no_result(
     found = night_inputs.settings_of(list_of(settings, store), Settings.model_validate({**settings.model_dump(), **changed}))
     assert found.sft == settings.sft and found.runtime.threads == 1
     assert found.nightly == Nightly(epochs=1, deadline_hours=5, attempts=9, sft_base="champion")
-    with pytest.raises(UsageError, match="of an unfinished night do not fit this version"):
-        night_inputs.settings_of(InputSnapshot({}, {**settings.model_dump(mode="json"), "gone": 1}), settings)
 
 
 def test_a_list_that_goes_on_leaves_out_what_came_meanwhile_and_follows_renames(
@@ -166,56 +154,21 @@ def test_a_list_that_goes_on_leaves_out_what_came_meanwhile_and_follows_renames(
     assert night_inputs.refreshed_snapshot(again, now) == (again, [])
 
 
-def test_an_emptied_folder_is_a_mistake_only_before_there_is_a_champion(tmp_path: Path, store: ArtifactStore) -> None:
-    settings = inbox(tmp_path)
-
-    def reading(path: str) -> Settings:
-        return settings.model_copy(update={"data": settings.data.model_copy(update={"pretrain": (str(tmp_path / path),)})})
-
-    with pytest.raises(UsageError, match="no file in that folder ends in"):
-        night_inputs.watched_files(settings, store, may_be_gone=False)
-    assert night_inputs.watched_files(settings, store, may_be_gone=True)["pretrain"] == []
-    with pytest.raises(UsageError, match="there is no such file"):
-        night_inputs.watched_files(reading("typo"), store, may_be_gone=True)
-    (tmp_path / "inbox" / "link.jsonl").symlink_to(tmp_path / "nowhere")
-    for pattern in ("inbox", "inbox/*.jsonl"):  # a file that cannot be read does not make a folder an emptied one
-        with pytest.raises(CannotRead, match=r"link\.jsonl, which data\.pretrain names: No such file"):
-            night_inputs.watched_files(reading(pattern), store, may_be_gone=True)
-
-
-def test_weighted_sources_stay_as_they_are_named(tmp_path: Path, store: ArtifactStore, champion: Champion) -> None:
-    plain = inbox(tmp_path, a="1")
-    data = {**plain.data.model_dump(), "pretrain": [{"path": str(tmp_path / "inbox"), "weight": 3.0}]}
-    settings = Settings.model_validate({**plain.model_dump(), "data": data})
-    inputs = night_inputs.inputs_of(list_of(settings, store, champion), settings, store)
-    assert inputs.settings.data.pretrain == settings.data.pretrain
-
-
-def test_python_docs_are_one_file_that_changes_with_the_text(
-    tmp_path: Path, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = night_inputs.watched_files(Settings(), store, may_be_gone=True)
-    assert [file["location"] for files in first.values() for file in files] == ["python-docs"] * 3
-    (tmp_path / "other.zst").write_bytes(b"other text")
-    monkeypatch.setattr(python_docs, "text_file", lambda: tmp_path / "other.zst")
-    assert night_inputs.watched_files(Settings(), store, may_be_gone=True) != first
-
-
 def test_held_out_documents_are_those_of_the_last_completed_night(
     tmp_path: Path, store: ArtifactStore, champion: Champion, known: Nights
 ) -> None:
     settings = inbox(tmp_path, a="1")
 
-    def chosen(now: Settings) -> heldout.EarlierHeldout:
-        return heldout.earlier_heldout(champion, known.newest_first(), store, now)
+    def chosen(now: Settings) -> night_inputs.EarlierHeldout:
+        return night_inputs.earlier_heldout(champion, known.newest_first(), store, now)
 
     of_base = chosen(settings)  # no night yet: those beside which the champion's base was trained
-    assert of_base == ("shards-pretrain/s", (heldout.BEFORE,), "")
+    assert of_base == ("shards-pretrain/s", (night_inputs.BEFORE,), "")
     artifact(store, "heldout", "h", {"heldout/index.json": "{}"})
     night = known.begin(list_of(settings, store), None)
-    night.note(heldout="heldout/h", heldout_nights=[heldout.BEFORE, night.name])
+    night.note(heldout="heldout/h", heldout_nights=[night_inputs.BEFORE, night.name])
     night.end_try("kept", "", closed=True)
-    assert chosen(settings) == ("heldout/h", (heldout.BEFORE, night.name), "")
+    assert chosen(settings) == ("heldout/h", (night_inputs.BEFORE, night.name), "")
     less = Settings.model_validate({**settings.model_dump(), "reading": {"heldout_fraction": 0.01}})
     assert chosen(less).reference is None  # some may be learnt from now on
     assert "reading.heldout_fraction was auto and is 0.01: nothing is measured" in chosen(less).note
@@ -240,7 +193,7 @@ def test_lost_held_out_documents_of_earlier_nights_stop_a_night_with_a_fix(
     shutil.rmtree(store.path("heldout", "h"))
     why = r"held-out documents heldout h, which is not in .*, or is damaged.*data\.pretrain_heldout"
     with pytest.raises(ArtifactError, match=f"night-000001 measures its models on the {why}"):
-        heldout.earlier_heldout(champion, known.newest_first(), store, settings)
+        night_inputs.earlier_heldout(champion, known.newest_first(), store, settings)
     with pytest.raises(ArtifactError, match=why):
         night_inputs.inputs_of(unfinished, settings, store)
 
@@ -312,10 +265,3 @@ def test_what_nights_will_read_is_named_for_those_who_clean(known: Nights, tmp_p
     known.begin(InputSnapshot({}, {}, champion, "heldout/h2", documents=("shards-pretrain/s1", "shards-pretrain/s2")), None)
     assert records.needed_keys(tmp_path) == {"h2", "s1", "s2", "q", "p"}
     assert records.needed_keys(tmp_path / "elsewhere") == set()
-
-
-def test_settings_that_no_night_can_have_are_refused(store: ArtifactStore) -> None:
-    settings = Settings.model_validate({"runtime": {"nodes": 2, "rendezvous": "h:29500"}})
-    with pytest.raises(UsageError, match=r"set runtime\.nodes=1"):
-        run_night(settings, store, Console(), RunOptions("none"))
-    assert not (store.root / "nightly").exists()

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
-import signal
-import subprocess
-import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from unittest import mock
 
-import pytest
 from support.night_files import BERLIN, NONE, at, completed, frozen
 
 from ttrain.config import Nightly, Settings
 from ttrain.nightly import inputs as night_inputs
 from ttrain.nightly import records
-from ttrain.nightly.records import Champion, InputSnapshot, Nights, StillRunning
+from ttrain.nightly.records import Champion, InputSnapshot, Nights
 
 # --- what became of a night ---
 
@@ -54,14 +47,6 @@ def test_ten_late_slots_give_one_night_and_one_that_somebody_asks_for_is_never_c
     assert known.covered(tomorrow) is known.covered(None) is None
 
 
-def test_a_slot_that_lies_before_a_night_s_beginning_is_covered_by_it_whatever_came_of_it(known: Nights) -> None:
-    slot = datetime.now(UTC) - timedelta(hours=2)
-    for outcome in ("failed", "unfinished", "promoted"):
-        known.begin(NONE, slot).end_try(outcome, "", closed=outcome == "promoted")
-        said = known.covered(slot + timedelta(hours=1))
-        assert said and known.newest().name in said  # type: ignore[union-attr]
-
-
 def test_a_retry_of_a_slot_runs_where_it_came_to_nothing(tmp_path: Path) -> None:
     slot = datetime.now(UTC) - timedelta(seconds=5)
     for outcome in ("failed", "refused", "unfinished", "kept", "promoted"):
@@ -87,24 +72,7 @@ def test_a_deadline_is_the_next_such_hour_of_its_time_zone_or_so_many_hours_that
     assert records.stop_at(Nightly(), began_at) is None
 
 
-def test_two_deadlines_and_unknown_time_zones_are_refused() -> None:
-    with pytest.raises(ValueError, match="set one of them"):
-        Nightly(deadline="06:00", deadline_hours=2)
-    with pytest.raises(ValueError, match="such as Europe/Berlin"):
-        Nightly(timezone="Europe/Berlyn")
-
-
 # --- the records ---
-
-
-def test_the_newest_night_is_read_without_a_look_at_the_others(known: Nights, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a thousand nights all take seconds to read."""
-    completed(known, NONE, "kept", "1")
-    completed(known, NONE, "kept", "2")
-    reads = mock.Mock(side_effect=records.read_json)
-    monkeypatch.setattr(records, "read_json", reads)
-    newest = known.newest()
-    assert newest is not None and newest.name == "night-000002" and reads.call_count == 1
 
 
 def test_a_frozen_list_reads_back_as_it_was_and_skipped_slots_are_noted_without_the_lock(known: Nights) -> None:
@@ -144,34 +112,6 @@ def test_being_stopped_or_killed_is_no_failure_and_a_killed_night_is_marked_once
 
 
 # --- one at a time ---
-
-
-def test_a_second_night_is_told_who_runs_and_a_killed_one_leaves_no_lock(known: Nights) -> None:
-    ours, theirs = multiprocessing.Pipe()
-
-    def hold() -> None:
-        with known.lock():
-            known.begin(NONE, None)
-            theirs.send(subprocess.Popen(["sleep", "60"]).pid)  # what a night starts must not hold the lock for it
-            time.sleep(60)
-
-    process = multiprocessing.get_context("fork").Process(target=hold)
-    process.start()
-    theirs.close()
-    child = ours.recv()
-    try:
-        with pytest.raises(StillRunning, match=f"night-000001 is still running.*process {process.pid}"), known.lock():
-            pass
-        process.kill()
-        process.join()
-        os.kill(child, 0)  # it lives
-        with known.lock():
-            settled = known.settle()
-            assert settled is not None and settled.outcome == "crashed" and settled.is_open
-            assert settled.failures == 0
-    finally:
-        os.kill(child, signal.SIGKILL)
-        process.kill()
 
 
 # --- secrets of sources ---

@@ -23,8 +23,7 @@ from ttrain.errors import ArtifactError, DamagedFile, StageFailed
 from ttrain.inference import loading
 from ttrain.lineage import lookup
 from ttrain.store import integrity
-from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.damaged import DamagedArtifact, set_aside
+from ttrain.store.artifacts import ArtifactStore, DamagedArtifact, set_aside
 from ttrain.store.layout import Artifact
 from ttrain.tasks import PRETRAIN, SFT, SHARDS, Stage
 

@@ -12,7 +12,6 @@ from ttrain.errors import UsageError
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.registry import Registry
 from ttrain.store.run_views import read_run, read_runs
-from ttrain.store.runs import read_rows
 
 FIRST, SECOND, CACHED, KILLED = (
     "full-20261121-100000-0001a",
@@ -93,25 +92,11 @@ def test_a_cached_stage_has_the_curves_of_the_run_that_made_it(read_home: Path) 
     assert cached.stages["pretrain"].seconds == 5.5 and cached.stages["pretrain"].ended is None
 
 
-def test_runs_that_share_a_stage_read_its_curves_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Comparing ten runs of one base of 100,000 steps took 84 s and 870 MB instead of 7 s and 180 MB."""
-    make_run(tmp_path, FIRST, [made := Made("pretrain", falling(8))])
-    make_run(tmp_path, SECOND, [Made("pretrain", made.losses, outcome="cached", key=made.key)], number=1)
-    read: list[Path] = []
-    monkeypatch.setattr("ttrain.store.run_views.read_rows", lambda path: read.append(path) or read_rows(path))
-    first, second = read_runs(tmp_path, [FIRST, SECOND])
-    assert first.curve("pretrain", "loss") == second.curve("pretrain", "loss") != []
-    assert len(read) == 1
-
-
-def test_files_are_listed_and_texts_cannot_lead_out_of_the_stage(read_home: Path, tmp_path: Path) -> None:
+def test_files_are_listed_and_texts_are_read(read_home: Path) -> None:
     view = read_run(read_home, FIRST)
     assert view.files("pretrain", "run/samples") == ["run/samples/step-00000004.txt"]
     assert view.text("pretrain", "run/samples/step-00000004.txt") == "=== Hello\nworld\n"
     assert view.text("pretrain", "run/none.txt") is None
-    for path in ("../../../runs/x", f"{tmp_path}/x", "run/../../x", "", "a\0b"):
-        assert view.text("pretrain", path) is None
-    assert view.files("pretrain", "../..") == []
 
 
 def test_settings_that_look_like_secrets_are_masked(tmp_path: Path) -> None:

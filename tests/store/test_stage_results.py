@@ -7,8 +7,7 @@ from pathlib import Path
 
 from support.tiny_stages import Home, stage_settings
 
-from ttrain.store.results import PartCounts, Result, ShardsResult, TrainingResult
-from ttrain.tasks import STAGES
+from ttrain.store.results import PartCounts, ShardsResult, TrainingResult
 
 ONLY_WITH_AUTO = {"by_rule"}
 
@@ -24,8 +23,3 @@ def test_a_result_that_lacks_a_part_counts_nothing_there() -> None:
     made = ShardsResult.of({"train": {"rows": 2, "tokens": 9, "kind": "documents"}, "rows": {"train": tally}, "files": None})
     assert (made.train, made.heldout, made.files) == (PartCounts(rows=2, tokens=9), PartCounts(), ())
     assert made.row_counts["train"].left_out == 3
-
-
-def test_every_stage_names_the_type_of_its_result() -> None:
-    untyped = {name for name, stage in STAGES.items() if stage.result is Result}
-    assert untyped == {"source"}, "whose result has a part for each file that it writes"

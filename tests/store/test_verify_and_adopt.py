@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,27 +29,6 @@ from ttrain.store.model_files import Reference
 
 def alter(manifest: Path, **values: Any) -> None:
     manifest.write_text(json.dumps({**read_json(manifest), **values}))  # half a pair is an escape in it
-
-
-UNREADABLE, ALTERED = "cannot be read: ", "was altered after it was written"
-OTHER = "is not one that this version of ttrain writes"
-MANIFESTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing": (lambda manifest: manifest.unlink(), "is missing"),
-    "truncated": (lambda manifest: os.truncate(manifest, 40), UNREADABLE),
-    "another format": (lambda manifest: alter(manifest, format=2), OTHER),
-    "another figure": (lambda manifest: alter(manifest, result={"loss": 1.4}), ALTERED),
-}
-
-
-def test_an_artifact_whose_manifest_is_damaged_is_not_found_and_is_named(user_home: Home) -> None:
-    whole = user_home.publish("sft", "whole")
-    for harm, (damage, said) in MANIFESTS.items():
-        harmed = user_home.publish("sft", harm)
-        damage(harmed.path / "manifest.json")
-        assert user_home.store.find("sft", harmed.key) is None and user_home.store.find("sft", whole.key) == whole
-        ((path, problem),) = user_home.store.damaged().items()
-        assert path == harmed.path and problem.startswith(f"manifest.json {said}"), harm
-        shutil.rmtree(path)
 
 
 def test_a_model_is_compared_with_no_manifest_that_was_altered(user_home: Home) -> None:

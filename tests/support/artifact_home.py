@@ -16,7 +16,7 @@ from ttrain.core.hashing import digest_of
 from ttrain.engine.graph import Planned
 from ttrain.engine.planner import key_of
 from ttrain.nightly import records
-from ttrain.store import events, garbage_collection, runs
+from ttrain.store import garbage_collection, runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import JOB, Artifact, write_manifest
 
@@ -59,7 +59,7 @@ class Home:
         name = f"full-{datetime.fromtimestamp(began, UTC):%Y%m%d-%H%M%S}-{record.run[-4:]}"
         path = self.store.root / "runs" / f"{name}.json"
         record.path.unlink()
-        events.path_of(record.path).rename(events.path_of(path))
+        runs.events_of(record.path).rename(runs.events_of(path))
         write_json(path, {**record.snapshot(), "run": name})
         return record
 

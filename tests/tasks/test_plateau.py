@@ -12,7 +12,7 @@ from support.comparing import same
 from support.tiny_stages import Home, stage_settings
 
 from ttrain.store.model_files import PLATEAU
-from ttrain.tasks.common import plateau
+from ttrain.tasks.common import training
 from ttrain.train import checkpoint_format
 
 STEPS = 8
@@ -40,19 +40,19 @@ def test_the_artifact_holds_the_state_before_the_decay_beside_the_annealed_model
     champion, home = first
     assert {path.name for path in (champion / PLATEAU).iterdir()} == {"model.safetensors", "optimizer.safetensors"}
     saved = checkpoint_format.read(champion / "checkpoints" / f"step-{DECAY_BEGINS:08d}")
-    kept = plateau.read(champion, "model.safetensors")
+    kept = training.read_plateau(champion, "model.safetensors")
     assert same(saved.weights, kept.weights) and same(saved.optimizer, kept.optimizer) and kept.step == 0
     assert not same(dict(kept.weights), weights(champion))
     home.pretrain(stage_settings(2), tmp_path)
     assert not (tmp_path / PLATEAU).exists(), "of another schedule"
-    assert not plateau.write(tmp_path, DECAY_BEGINS) and not (tmp_path / PLATEAU).exists(), "without its checkpoint"
+    assert not training.write_plateau(tmp_path, DECAY_BEGINS) and not (tmp_path / PLATEAU).exists(), "without its checkpoint"
 
 
 def test_a_night_continues_the_plateau_and_not_the_annealed_model(first: Any, whole_night: Path, tmp_path: Path) -> None:
     champion, home = first
     home.pretrain(stage_settings(2, NIGHT, checkpoint_every_steps=1), tmp_path, {"base": champion})
     night, warm = (checkpoint_format.read(path / "checkpoints" / "step-00000001") for path in (whole_night, tmp_path))
-    kept = plateau.read(champion, "model.safetensors")
+    kept = training.read_plateau(champion, "model.safetensors")
     steps = {int(value) for name, value in night.optimizer.items() if name.startswith("step|")}
     assert steps == {DECAY_BEGINS + 1}, "with those before it"
     assert {int(value) for name, value in warm.optimizer.items() if name.startswith("step|")} == {1}

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.tiny_data import make_tokenizer, write_shards
 
-from ttrain.config import Lora, Pretrain, Sft, Training
+from ttrain.config import Pretrain, Sft, Training
 from ttrain.core.files import read_json, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.data.encoder import Encoder
@@ -197,19 +197,11 @@ def test_batch_and_passes_of_few_rows_give_about_sixty_steps(rows: int, batch: i
     assert rows < 6 or steps_of(found, rows)[0] >= 60
 
 
-def test_what_is_set_stays() -> None:
-    assert Lora().resolved(10_000) == Lora(tokens_per_step=2048, epochs=2)
+def test_pretraining_reads_little_text_five_times_and_what_is_set_stays() -> None:
+    for rows, tokens in ((43, 5 * 43 * 256), (1406, 5 * 1406 * 256), (1407, 1_800_000)):
+        assert Pretrain().resolved(rows) == Pretrain(tokens=tokens)
+    assert Pretrain(tokens=5_000_000).resolved(43) == Pretrain(tokens=5_000_000)
     assert Sft(epochs=3).resolved(100) == Sft(epochs=3, tokens_per_step=5 * 256)
-    assert Sft(tokens_per_step=1024).resolved(10) == Sft(tokens_per_step=1024, epochs=10)
-
-
-@pytest.mark.parametrize(
-    ("rows", "tokens"), [(43, 5 * 43 * 256), (1406, 5 * 1406 * 256), (1407, 1_800_000), (2700, 1_800_000)]
-)
-def test_pretraining_reads_little_text_five_times_unless_its_budget_is_set(rows: int, tokens: int) -> None:
-    assert Pretrain().resolved(rows) == Pretrain(tokens=tokens)
-    assert Pretrain(tokens=5_000_000).resolved(rows) == Pretrain(tokens=5_000_000)
-    assert Pretrain(tokens=None, epochs=30).resolved(rows) == Pretrain(tokens=None, epochs=30)
 
 
 @pytest.mark.parametrize("kind", ["documents", "chats"])

@@ -96,22 +96,16 @@ def test_gpt2_s_and_other_architectures_are_taken_as_well(tmp_path: Path) -> Non
     torch.testing.assert_close(grown.lm_head.bias[encoder.special("<|user|>")], phi.lm_head.bias[pieces].mean())
 
 
-def test_a_second_head_comes_along_and_grows_as_the_first_does(tmp_path: Path) -> None:
+def test_a_second_head_comes_along_unless_the_vocabulary_grows(tmp_path: Path) -> None:
     size = size_of(tmp_path / "x")
-    model = llama(size)
-    multi_token.attach(model, MultiToken(weight=0.7), seed=3)
-    source = tmp_path / "source"
-    new_model.write(model, make_tokenizer(tmp_path / "words").directory, source)
-    make(source, None)
-    (source / "chat_template.jinja").unlink()
-    before = load_file(source / "multi_token.safetensors")["weight"]
-    encoder, _ = taken(source, tmp_path)
-    after = load_file(tmp_path / "model" / "multi_token.safetensors")["weight"]
-    assert torch.equal(after[:size], before) and len(after) == len(encoder) > size
-    pieces = encoder.encode(["user"])[0]
-    torch.testing.assert_close(after[encoder.special("<|user|>")], before[pieces].mean(dim=0))
-    again: Any = new_model.load(tmp_path / "model")
-    assert (again.multi_token.loss_weight, again.multi_token.out_features) == (0.7, len(encoder))
+    for rows, is_kept in ((size, False), (size + 20, True)):
+        model, source = llama(rows), tmp_path / str(rows)
+        multi_token.attach(model, MultiToken(weight=0.7), seed=3)
+        new_model.write(model, make_tokenizer(tmp_path / "words").directory, source)
+        make(source, None)
+        (source / "chat_template.jinja").unlink()
+        taken(source, tmp_path / f"{rows}-taken")
+        assert (tmp_path / f"{rows}-taken" / "model" / "multi_token.safetensors").exists() == is_kept
 
 
 def test_its_chat_template_is_kept_and_given_where_it_has_none(tmp_path: Path) -> None:

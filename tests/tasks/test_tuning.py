@@ -17,7 +17,7 @@ from support.tiny_trainers import ALONE, settings_of_training, tiny_model
 
 from ttrain.data.order import ShuffledOrder
 from ttrain.tasks.common import tuning
-from ttrain.tasks.common.trainable_model import compiles
+from ttrain.tasks.common.training import compiles
 from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.precision import Precision
 

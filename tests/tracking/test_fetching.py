@@ -18,8 +18,7 @@ from support.tracked_stores import client_of
 from ttrain.core.files import read_json
 from ttrain.engine.planner import explain
 from ttrain.errors import ArtifactError
-from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.damaged import DamagedArtifact, set_aside
+from ttrain.store.artifacts import ArtifactStore, DamagedArtifact, set_aside
 from ttrain.store.layout import Artifact, write_manifest
 from ttrain.tasks import STAGES
 from ttrain.tracking.artifact_source import MlflowArtifacts
@@ -122,7 +121,7 @@ def test_the_homes_own_mlflow_is_not_asked_and_a_name_loads_no_torch(
 import sys
 from pathlib import Path
 from ttrain.tracking.artifact_source import MlflowArtifacts
-from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.artifacts import ArtifactStore, DamagedArtifact, set_aside
 home = Path({str(bare_home)!r})
 store = ArtifactStore(home, MlflowArtifacts(home, {EXPERIMENT!r}))
 assert store.find({STAGE!r}, {KEY!r})

@@ -126,19 +126,19 @@ def artifacts_verify(
 ) -> Output:
     """Read every byte of every artifact and compare with its manifest. Exit code 1 if something is damaged."""
     from ttrain.engine import artifact_commands
-    from ttrain.store import damaged as damage
+    from ttrain.store import artifacts as store_artifacts
 
     store = ArtifactStore(home())
     artifacts, unreadable = store.artifacts(stage or "*"), store.unreadable(stage or "*")
-    damaged = [damage.DamagedArtifact(*entry) for entry in unreadable.items()]
+    damaged = [store_artifacts.DamagedArtifact(*entry) for entry in unreadable.items()]
     sizes = [artifact_commands.size_of(artifact) for artifact in artifacts]
     with bar("verifying", "MB", round(sum(sizes) / MEGABYTE)) as show:
         for done, artifact in zip(itertools.accumulate(sizes), artifacts, strict=True):
             if problems := artifact_commands.verify(artifact):
-                damaged.append(damage.DamagedArtifact(artifact.path, "; ".join(problems), artifact))
+                damaged.append(store_artifacts.DamagedArtifact(artifact.path, "; ".join(problems), artifact))
             show(round(done / MEGABYTE))
     if set_aside:
-        damage.set_aside(store, damaged)
+        store_artifacts.set_aside(store, damaged)
     count = len(sizes) + len(unreadable)
     entries = [
         {"stage": entry.stage, "key": entry.key, "path": entry.path, "problems": entry.why.split("; ")} for entry in damaged
@@ -220,7 +220,7 @@ def artifacts_clean(
     ] = "",
     dry_run: Annotated[bool, option("only print what would be removed", "--dry-run")] = False,
 ) -> Output:
-    """Remove artifacts and work that no run in progress, no recent run and no registered model needs."""
+    """Remove artifacts and work that no recent run and no registered model needs; nothing while a run is in progress."""
     from ttrain.nightly import records
     from ttrain.store import garbage_collection
     from ttrain.store.registry import Registry
@@ -252,7 +252,7 @@ def artifacts_clean(
     if cleaned.running:
         active_runs = ", ".join(f"{run} on {machine}" for run, machine in cleaned.running.items())
         shown.append(
-            f"no artifact is removed while runs are in progress: {active_runs}; one on another machine counts until its "
+            f"nothing is removed while runs are in progress: {active_runs}; one on another machine counts until its "
             f"file in {store.root / 'runs'} has not changed for {ELSEWHERE_DAYS} days"
         )
     return Output({**value, "running": cleaned.running}, shown)

@@ -20,7 +20,7 @@ from ttrain.data.loader import Loader
 from ttrain.data.order import ShuffledOrder
 from ttrain.data.packing import IGNORE, Batch, Rows
 from ttrain.data.pair_rows import PairBatch, finished_pairs
-from ttrain.tasks.common.trainable_model import TrainableModel
+from ttrain.tasks.common.training import TrainableModel
 from ttrain.train.callbacks import Callback, StepRecord
 from ttrain.train.distributed import Ranks
 from ttrain.train.precision import Precision, resolve_precision

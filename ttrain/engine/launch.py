@@ -22,8 +22,7 @@ from ttrain.engine.stage_worker import PROGRESS
 from ttrain.engine.stop_request import StopRequest
 from ttrain.errors import ArtifactError, DamagedFile, Interrupted, StageFailed, TTrainError
 from ttrain.store import integrity, runs
-from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.damaged import DamagedArtifact, set_aside
+from ttrain.store.artifacts import ArtifactStore, DamagedArtifact, set_aside
 from ttrain.store.layout import JOB, Artifact, Artifacts
 from ttrain.tasks import Stage
 

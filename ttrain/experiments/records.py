@@ -169,7 +169,7 @@ class Sweep:
 
 def begin(home: Path, request: Mapping[str, Any]) -> Sweep:
     """Create a sweep. `request`: what identifies it, as JSON."""
-    name = runs.new_name("sweep", (sweep.name for sweep in list_sweeps(home)))
+    name = runs.new_name("sweep")
     path = home / DIRECTORY / name
     path.mkdir(parents=True)
     sweep = Sweep(path, {"sweep": name, "request": request, "trials": []})

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from ttrain.config import Promotion, Settings
 from ttrain.config.training import BITS_PER_BYTE, DOMAIN_LOSS, TRAINING_STAGES
 from ttrain.engine.execution import REGISTERED, PipelineRun
 from ttrain.evaluate import promotion
-from ttrain.evaluate.promotion import Judged
+from ttrain.evaluate.forgetting import BestFigure
 from ttrain.evaluate.task_result import Evaluation
-from ttrain.nightly import heldout, history
-from ttrain.nightly.inputs import NightInputs
-from ttrain.nightly.records import NightRecord, Nights
+from ttrain.nightly import history
+from ttrain.nightly.inputs import NightInputs, find_heldout
+from ttrain.nightly.records import COMPLETED, NightRecord, Nights
 from ttrain.reports import summary
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
@@ -78,7 +78,7 @@ def _judge(
     execution: PipelineRun,
     store: ArtifactStore,
     say: Callable[[str], object],
-) -> Judged:
+) -> promotion.Judged:
     """Compare the evaluations of challenger and champion."""
 
     def complete(stage: Stage) -> Artifact | None:  # the files of a cached one may be in MLflow
@@ -90,11 +90,14 @@ def _judge(
     champion = Evaluation.of(of_champion) if of_champion else None
     rules, by_night = _rules(inputs.settings, inputs, execution), dict[str, list[str]]()
     if reference := heldout_of(evaluation):
-        documents = heldout.find_heldout(store, reference, night.name)
+        from ttrain.tasks.heldout import read_nights  # loads what reads shards
+
+        documents = find_heldout(store, reference, night.name)
         documents = store.complete(documents, ("heldout",), report=say)
-        by_night = heldout.names_by_night(documents, heldout_nights(night, evaluation))
+        groups = read_nights(documents.path)  # none for a set of one night alone
+        by_night = dict(zip(heldout_nights(night, evaluation), groups, strict=True)) if groups else {}
     nights = Nights(store.root, inputs.settings.name).newest_first()
-    best = heldout.best_figures(nights, promotion.metric_of_texts(rules.metric))
+    best = best_figures(nights, promotion.metric_of_texts(rules.metric))
     return promotion.judge(Evaluation.of(evaluation), champion, rules, by_night, night.name, best)
 
 
@@ -124,3 +127,27 @@ def heldout_of(evaluation: Artifact) -> str | None:
     """Reference ("stage/key") of the held-out documents of an evaluation."""
     documents = evaluation.manifest["inputs"].get("documents")
     return f"{documents['stage']}/{documents['key']}" if documents else None
+
+
+def best_figures(nights: Iterable[NightRecord], metric: str) -> dict[str, BestFigure]:
+    """By the label of a text, the best figure of a champion, as the records tell it; `nights` are the newest first,
+    lower figures are better.
+
+    Figures of another metric, of sources, whose text grows, and of a text that has other records by now tell nothing; so
+    do texts that were judged together.
+    """
+    best: dict[str, BestFigure] = {}
+    for night in nights:
+        decision, champion = night.data.get("decision") or {}, night.frozen.champion
+        if night.outcome not in COMPLETED or promotion.metric_of_texts(str(decision.get("metric"))) != metric:
+            continue
+        for text in night.data.get("texts") or ():
+            values = {champion.version: text["champion"]} if champion else {}
+            if night.outcome == "promoted":  # its challenger is the champion from then on
+                values = {night.data["version"]: text["challenger"], **values}
+            for version, value in values.items():
+                known = best.get(text["name"])
+                is_best = known is None or (known.records == text["records"] and known.value > value)
+                if text["kind"] == "night" and value is not None and is_best:
+                    best[text["name"]] = BestFigure(value, f"version {version}", text["records"])
+    return best

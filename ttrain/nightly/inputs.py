@@ -8,8 +8,6 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from pydantic import ValidationError
-
 from ttrain.config import PYTHON_DOCS, Nightly, Settings
 from ttrain.config.data import NEAR_DUPLICATES_OF_NIGHTS
 from ttrain.config.rules import AUTO
@@ -19,8 +17,7 @@ from ttrain.core.hashing import EMPTY_FILE, digest_of
 from ttrain.data import locations, python_docs
 from ttrain.data.records import LEAST_SHARE
 from ttrain.engine.input_files import TRAIN, data_files, file_digests
-from ttrain.errors import UsageError
-from ttrain.nightly.heldout import find_heldout, need_artifact
+from ttrain.errors import ArtifactError
 from ttrain.nightly.records import (
     Champion,
     FileEntry,
@@ -37,6 +34,7 @@ from ttrain.tasks import SHARDS
 from ttrain.train.schedules import RATES
 
 log = logging.getLogger("ttrain")
+BEFORE = "before the nights"  # the name of held-out documents that no night brought
 DOCUMENTS = "pretrain"  # the data set of documents
 # Not part of any key: the current values are used.
 UNFROZEN_SECTIONS = ("runtime", "tracking", "promotion", "notify")
@@ -217,15 +215,11 @@ def frozen_part(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def settings_of(frozen: InputSnapshot, current: Settings) -> Settings:
     """The user's settings of the snapshot. Settings that do not affect results, and secrets of
-    sources, which are not recorded, are the current ones. Raises UsageError if they no longer fit
-    this version of ttrain."""
+    sources, which are not recorded, are the current ones."""
     now = current.model_dump()
     tree = {**redact.restored(frozen.settings, now), **{name: now[name] for name in UNFROZEN_SECTIONS}}
     of_nightly = {name: now["nightly"][name] for name in UNFROZEN_OF_NIGHTLY}
-    try:
-        return Settings.model_validate({**tree, "nightly": {**tree.get("nightly", {}), **of_nightly}})
-    except ValidationError as error:
-        raise UsageError(f"the settings of an unfinished night do not fit this version of ttrain: {error}") from None
+    return Settings.model_validate({**tree, "nightly": {**tree.get("nightly", {}), **of_nightly}})
 
 
 def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) -> NightInputs:
@@ -237,6 +231,7 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
         if files and not weighted and not user.data.uses_python_docs(dataset):
             tree["data"][dataset] = [file["location"] for file in files]
     artifacts: dict[str, Artifact] = {}
+    keys = frozen.champion.keys.values() if frozen.champion else ()
     if frozen.champion:
         use = f"the champion, version {frozen.champion.version}, needs the artifact"
         advice = "restore it, or make another set the champion with `ttrain models promote`"
@@ -258,7 +253,13 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
                 assert frozen.champion is not None, "it has artifacts"
                 plateau, note = _continued_plateau(user, artifacts["pretrain"], frozen.champion.version)
                 tree["pretrain"] |= budget_and_schedule(user, has_plateau=plateau is not None)
-    bases = _chat_bases(user, artifacts, store)
+    bases: dict[str, Artifact] = {}
+    if user.nightly.sft_base == "champion" and "sft" in artifacts and user.sft.start_from == "pretrain":
+        bases["sft"] = artifacts["sft"]
+    adapters = {name: artifacts.get(name) for name, row in TRAINING_STAGES.items() if row.role == "adapter"}
+    own_bases = {name: base for name, adapter in adapters.items() if (base := store.input_of(adapter, "base"))}
+    if user.nightly.lora_base == "champion" and "lora" in own_bases:
+        bases["lora"] = own_bases["lora"]
     if "sft" in bases and not frozen.files.get("sft"):
         replacements["sft"] = bases.pop("sft")
     learnt: tuple[Artifact, ...] = ()
@@ -290,7 +291,8 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
         replayed_chats=_recorded_artifacts(store, frozen.chats) if has_chats else (),
         plateau=plateau,
         bases=bases,
-        champion_bases=_foreign_bases(artifacts, store),
+        # Of adapters that stayed with their model while the champion's own became another
+        champion_bases={name: base for name, base in own_bases.items() if base.key not in keys},
         note=note,
     )
 
@@ -376,19 +378,59 @@ def _continued_plateau(settings: Settings, base: Artifact, version: str) -> tupl
     )
 
 
-def _chat_bases(settings: Settings, champion: Artifacts, store: ArtifactStore) -> dict[str, Artifact]:
-    """By stage, the models that SFT and LoRA start from instead of tonight's; `champion`: its artifacts by stage."""
-    bases: dict[str, Artifact] = {}
-    nightly = settings.nightly
-    if nightly.sft_base == "champion" and "sft" in champion and settings.sft.start_from == "pretrain":
-        bases["sft"] = champion["sft"]
-    if nightly.lora_base == "champion" and "lora" in champion and (base := store.input_of(champion["lora"], "base")):
-        bases["lora"] = base
-    return bases
+# --- the held-out documents of all nights
 
 
-def _foreign_bases(champion: Artifacts, store: ArtifactStore) -> dict[str, Artifact]:
-    """By stage, the bases of adapters that stayed with their model while the champion's own became another."""
-    own = {artifact.key for artifact in champion.values()}
-    adapters = (name for name in champion if name in TRAINING_STAGES and TRAINING_STAGES[name].role == "adapter")
-    return {name: base for name in adapters if (base := store.input_of(champion[name], "base")) and base.key not in own}
+class EarlierHeldout(NamedTuple):
+    """Reference ("stage/key") of the held-out documents of earlier nights, and the names of these nights, oldest first.
+
+    `note`: why there are none, where a user may have expected some.
+    """
+
+    reference: str | None = None
+    nights: tuple[str, ...] = ()
+    note: str = ""
+
+
+def earlier_heldout(
+    champion: Champion | None, nights: Iterable[NightRecord], store: ArtifactStore, settings: Settings
+) -> EarlierHeldout:
+    """The earlier held-out documents that both models are also evaluated on, if any.
+
+    Those of the last completed night for which the user named none, else those of the champion's base model. They are not
+    used if the user has changed the held-out share: some may have been learnt since. Where the user names the held-out
+    documents, nothing is measured on them, but they are not learnt, either: later nights may use them again.
+    Raises ArtifactError where those of a night are gone: without them nothing would show what is forgotten.
+    """
+    is_named = bool(settings.data.pretrain_heldout)
+    for night in nights:
+        if reference := night.heldout:
+            reading = night.frozen.settings.get("reading", {})
+            if (before := reading.get("heldout_fraction")) != (now := settings.reading.heldout_fraction):
+                note = f"reading.heldout_fraction was {before} and is {now}: nothing is measured on earlier nights' text"
+                return EarlierHeldout(note=note)
+            if is_named:
+                return EarlierHeldout(reference)
+            find_heldout(store, reference, night.name)
+            return EarlierHeldout(reference, tuple(night.data.get("heldout_nights") or ()))
+    base = store.find("pretrain", champion.keys["pretrain"]) if champion and "pretrain" in champion.keys else None
+    shards = store.input_of(base, "shards")
+    return EarlierHeldout(f"{shards.stage}/{shards.key}", () if is_named else (BEFORE,)) if shards else EarlierHeldout()
+
+
+def find_heldout(store: ArtifactStore, reference: str, night: str) -> Artifact:
+    """The held-out documents of this "stage/key" reference. Raises ArtifactError where they are gone or damaged."""
+    advice = (
+        "without it nothing shows what a model forgets. Restore it from a copy of the home, or name held-out documents with "
+        "data.pretrain_heldout"
+    )
+    return need_artifact(store, reference, f"{night} measures its models on the held-out documents", advice)
+
+
+def need_artifact(store: ArtifactStore, reference: str, use: str, advice: str) -> Artifact:
+    """The artifact of a "stage/key" reference. Raises ArtifactError, which tells its use and the advice, where it is gone or
+    damaged."""
+    stage, _, key = reference.partition("/")
+    if artifact := store.find(stage, key):
+        return artifact
+    raise ArtifactError(f"{use} {stage} {key[:12]}, which is not in {store.root / 'store'}, or is damaged; {advice}")

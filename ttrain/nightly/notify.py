@@ -24,10 +24,6 @@ log = logging.getLogger("ttrain")
 ERROR_OUTPUT_BYTES = 2000  # of a failing program's standard error that are kept
 
 
-class _NotificationError(TTrainError):
-    """A notification failed; the message says why, without the address."""
-
-
 def send(settings: Notify, event: Event, message: Mapping[str, Any]) -> None:
     """Send the message to the program and the address of the settings, if they are subscribed to this event.
 
@@ -40,12 +36,12 @@ def send(settings: Notify, event: Event, message: Mapping[str, Any]) -> None:
     now = datetime.now(UTC).isoformat(timespec="seconds")
     whole = {"event": event, "time": now, "host": socket.gethostname(), "text": f"ttrain: {event}", **message}
     body = json.dumps(whole, ensure_ascii=False, default=str).encode("utf-8")
-    recipients = (("the command of notify.command", _run), ("the webhook", _post))
-    for name, action in recipients:
+    for name, action in (("the command of notify.command", _run), ("the webhook", _post)):
         try:
             action(settings, body)
         except Exception as error:  # a user's program or a network can fail in any way
-            reason = str(error) if isinstance(error, _NotificationError) else type(error).__name__
+            # The text of others may hold the address, or the program's arguments
+            reason = str(error) if isinstance(error, TTrainError | OSError) else type(error).__name__
             log.warning("%s was not notified: %s", name, reason)
 
 
@@ -67,30 +63,23 @@ def _run(settings: Notify, body: bytes) -> None:
     command, seconds = settings.command, settings.timeout_seconds
     if not command:
         return
-    streams: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     try:
-        done = subprocess.run(command, input=body, timeout=seconds, **streams)
+        done = subprocess.run(command, input=body, timeout=seconds, capture_output=True)
     except subprocess.TimeoutExpired:
-        raise _NotificationError(f"{command[0]} did not end within {seconds:g} s (notify.timeout_seconds)") from None
-    except OSError as error:
-        raise _NotificationError(f"{command[0]} cannot be started: {error.strerror}") from None
+        raise TTrainError(f"{command[0]} did not end within {seconds:g} s (notify.timeout_seconds)") from None
     if done.returncode:
         last = done.stderr[-ERROR_OUTPUT_BYTES:].decode("utf-8", "replace").strip()
-        raise _NotificationError(f"{command[0]} ended with exit code {done.returncode}{last and f': {last}'}")
+        raise TTrainError(f"{command[0]} ended with exit code {done.returncode}{last and f': {last}'}")
 
 
 def _post(settings: Notify, body: bytes) -> None:
     """Send one POST, if there is an address; that is a secret, so that an error shows its host alone."""
-    address = settings.webhook or ""
+    address = settings.webhook
     if settings.webhook_file:
         path = user_path(settings.webhook_file)
-        try:
-            address = path.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError):
-            raise _NotificationError(f"notify.webhook_file is {path}, which cannot be read") from None
+        address = path.read_text(encoding="utf-8").strip()
         if not address.startswith(("http://", "https://")):
-            rule = "which must hold one http or https address"
-            raise _NotificationError(f"notify.webhook_file is {path}, {rule}")
+            raise TTrainError(f"notify.webhook_file is {path}, which must hold one http or https address")
     if not address:
         return
     import httpx
@@ -100,6 +89,6 @@ def _post(settings: Notify, body: bytes) -> None:
     try:
         answer = httpx.post(address, content=body, headers=headers, timeout=settings.timeout_seconds)
     except httpx.HTTPError as error:
-        raise _NotificationError(f"{host}: {error}") from None
+        raise TTrainError(f"{host}: {error}") from None
     if not answer.is_success:
-        raise _NotificationError(f"{host}: it answered with HTTP {answer.status_code}")
+        raise TTrainError(f"{host}: it answered with HTTP {answer.status_code}")

@@ -211,8 +211,12 @@ class NightRecord:
 
 def _new_try(slot: datetime | None) -> dict[str, Any]:
     """A try of this process that begins now."""
-    began = {"began": time.time(), "slot": slot.timestamp() if slot else None}
-    return {**began, "outcome": "running", "process": this_process()}
+    return {
+        "began": time.time(),
+        "slot": slot.timestamp() if slot else None,
+        "outcome": "running",
+        "process": this_process(),
+    }
 
 
 class Nights:

@@ -12,8 +12,8 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from ttrain.core.files import (
     fsync,
     read_object,
     refuse,
-    remove_tree,
     write_bytes,
     write_json,
 )
@@ -46,7 +45,6 @@ from ttrain.store.layout import (
 )
 
 SHOWN_KEY = 12  # characters of a key that a person reads
-HEX = frozenset("0123456789abcdef")
 SHOWN_DAMAGES = 3  # damaged artifacts that a message names
 DISTRUSTED = "distrusted.json"  # {STAGE/KEY: time of publication} of artifacts that must not be fetched from elsewhere
 HOLDER = ".holder"  # beside a key's lock: which process has it
@@ -103,11 +101,34 @@ class ArtifactStore:
 
         Raises ArtifactError where one cannot be had, or is not what was published.
         """
-        if not artifact.lacking(names):
+        stage, key, missing = artifact.stage, artifact.key, artifact.lacking(names)
+        if not missing:
             if not (artifact.path / MANIFEST).is_file():  # removed by `clean` between the plan and now
                 raise ArtifactError(f"{artifact.path} was removed a moment ago; run the same command again")
             return artifact
-        return fetch_absent(self, artifact, names, report)
+        if self.elsewhere is None:
+            raise ArtifactError(
+                f"the artifact {stage} {key[:SHOWN_KEY]} in {self.root} lacks {missing[0]}, which stayed in MLflow, "
+                f"and tracking is off; try tracking.enabled=true, or `ttrain pipeline rerun {stage}` to build it again"
+            )
+        waiting = f"another run is at work on {stage}; waiting to fetch its files"
+        with self.lock(stage, key, waiting=lambda: report(waiting)):
+            present = self.at(artifact.path)  # another stage, thread or run may have fetched some of it
+            artifact = present or artifact
+            missing = artifact.lacking(names)
+            if not missing:
+                return artifact
+            size = format_size(sum(artifact.manifest["files"][name]["bytes"] for name in missing))
+            report(f"fetching {len(missing)} files of {stage} ({size})")
+            directory = artifact.path if present else self.work(stage, f"{key}.fetch")
+            part = self.work(stage, f"{key}.part")
+            for name in missing:
+                _fetch(self.elsewhere, artifact, name, directory / name, part)
+            manifest = {**artifact.manifest, "absent": sorted(artifact.absent.difference(missing))}
+            write_json(part, manifest)
+            part.replace(directory / MANIFEST)
+            fetched = replace(artifact, path=directory, manifest=manifest)
+            return fetched if present else self._put(fetched)
 
     def damage(self, artifact: Artifact) -> str | None:
         """The first file that is missing or differs from the manifest; None where all is well.
@@ -132,25 +153,17 @@ class ArtifactStore:
 
     def artifacts(self, stage: str = "*") -> list[Artifact]:
         """All artifacts of a stage, or of all, newest first, damaged ones included."""
-        return self._newest_first((self.root / "store").glob(f"{stage}/*"))
+        artifacts = filter(None, map(self.at, (self.root / "store").glob(f"{stage}/*")))
+        return sorted(artifacts, key=lambda artifact: artifact.manifest["published"], reverse=True)
 
     def made_from(self, artifact: Artifact, stage: str) -> list[Artifact]:
         """Those artifacts of a stage that have this one as an input, newest first."""
-        manifests, mentioning = (self.root / "store").glob(f"{stage}/*/{MANIFEST}"), list[Path]()
-        for path in manifests:
-            with contextlib.suppress(OSError):  # to search the text takes a tenth of the time that reading it as JSON takes
-                if artifact.key.encode() in path.read_bytes():
-                    mentioning.append(path.parent)
         source = (artifact.stage, artifact.key)
         return [
             candidate
-            for candidate in self._newest_first(mentioning)
+            for candidate in self.artifacts(stage)
             if source in ((used["stage"], used["key"]) for used in candidate.manifest["inputs"].values())
         ]
-
-    def _newest_first(self, paths: Iterable[Path]) -> list[Artifact]:
-        artifacts = [artifact for path in paths if (artifact := self.at(path))]
-        return sorted(artifacts, key=lambda artifact: artifact.manifest["published"], reverse=True)
 
     def unreadable(self, stage: str = "*") -> dict[Path, str]:
         """Directories in the place of an artifact (of one stage, or of all) that have no manifest to go by, and why."""
@@ -311,67 +324,65 @@ class ArtifactStore:
         return Artifact(path.parent.name, path.name, path, manifest) if manifest else None
 
 
-def fetch_absent(
-    store: ArtifactStore, artifact: Artifact, names: tuple[str, ...], report: Callable[[str], object] = lambda line: None
-) -> Artifact:
-    """The artifact, in the store, with all its files under `names` (none: all that are not private).
-
-    Each is fetched under the key's lock, compared with the manifest, and renamed into its place;
-    then the manifest lists them. A kill leaves whole files, which the next attempt reuses.
-    Raises ArtifactError.
-    """
-    stage, key = artifact.stage, artifact.key
-    if store.elsewhere is None:
-        raise ArtifactError(
-            f"the artifact {stage} {key[:12]} in {store.root} lacks {artifact.lacking(names)[0]}, which stayed in MLflow, "
-            f"and tracking is off; try tracking.enabled=true, or `ttrain pipeline rerun {stage}` to build it again"
-        )
-    with store.lock(stage, key, waiting=lambda: report(f"another run is at work on {stage}; waiting to fetch its files")):
-        present = store.at(store.path(stage, key))  # another stage, thread or run may have fetched some of it
-        artifact = present or artifact
-        missing = artifact.lacking(names)
-        if not missing:
-            return artifact
-        sizes = artifact.manifest["files"]
-        size = format_size(sum(sizes[name]["bytes"] for name in missing))
-        report(f"fetching {len(missing)} files of {stage} ({size})")
-        work = store.work(stage, key)
-        directory = present.path if present else work.with_name(f"{key}.fetch")
-        parts = work.with_name(f"{key}.part")
-        for name in missing:
-            _fetch(store.elsewhere, artifact, name, directory / name, parts / name)
-        remove_tree(parts)
-        manifest = {**artifact.manifest, "absent": sorted(artifact.absent.difference(missing))}
-        for stale_file in directory.glob(f".{MANIFEST}.*.tmp"):  # of a kill while it fetched
-            stale_file.unlink()
-        write_json(directory / MANIFEST, manifest)
-        if not present:
-            artifact.path.parent.mkdir(parents=True, exist_ok=True)
-            if artifact.path.exists():  # what has no manifest, or another key's
-                store.set_aside(stage, key)
-            directory.rename(artifact.path)
-            fsync(artifact.path.parent)
-    return Artifact(stage, key, artifact.path, manifest)
-
-
 def _fetch(elsewhere: Elsewhere, artifact: Artifact, name: str, target: Path, part: Path) -> None:
-    """Fetch a file, with the bytes and the mtime of the manifest, first as `part`.
-
-    One that an earlier attempt fetched is reused.
-    """
+    """Fetch a file, with the bytes and the mtime of the manifest, first as `part`; one that is there is reused."""
+    if target.is_file():
+        return
     entry = artifact.manifest["files"][name]
-    if not (target.is_file() and sha256_file(target) == entry["sha256"]):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        part.parent.mkdir(parents=True, exist_ok=True)
-        part.unlink(missing_ok=True)
-        elsewhere.fetch(artifact.stage, artifact.key, name, part)
-        if sha256_file(part) != entry["sha256"]:
-            part.unlink()
-            raise ArtifactError(
-                f"{name} of {artifact.stage} {artifact.key[:SHOWN_KEY]}, as MLflow has it, is not "
-                f"what was published; build it again: `ttrain pipeline rerun {artifact.stage}`"
-            )
-        fsync(part)
-        part.replace(target)
-        fsync(target.parent)
-    os.utime(target, ns=(entry["mtime_ns"], entry["mtime_ns"]))  # so that a hit costs a stat
+    part.unlink(missing_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    elsewhere.fetch(artifact.stage, artifact.key, name, part)
+    if sha256_file(part) != entry["sha256"]:
+        part.unlink()
+        raise ArtifactError(
+            f"{name} of {artifact.stage} {artifact.key[:SHOWN_KEY]}, as MLflow has it, is not "
+            f"what was published; build it again: `ttrain pipeline rerun {artifact.stage}`"
+        )
+    fsync(part)
+    os.utime(part, ns=(entry["mtime_ns"], entry["mtime_ns"]))  # so that a hit costs a stat
+    part.replace(target)
+
+
+# --- damaged artifacts, which are moved out of the store so that the next run builds them again
+
+
+@dataclass(frozen=True)
+class DamagedArtifact:
+    """An artifact to set aside, or already set aside; `artifact` is None if its manifest cannot be read."""
+
+    path: Path
+    why: str
+    artifact: Artifact | None = None
+
+    @property
+    def stage(self) -> str:
+        return self.path.parent.name
+
+    @property
+    def key(self) -> str:
+        return self.path.name
+
+    def __str__(self) -> str:
+        return f"{self.stage} {self.key[:SHOWN_KEY]} ({self.why})"
+
+
+def set_aside(store: ArtifactStore, damaged: Sequence[DamagedArtifact]) -> list[DamagedArtifact]:
+    """Move damaged artifacts out of the store; return those that were moved.
+
+    MLflow's copy of one is not fetched in its place if it is a hard link to the same file. What was made from it stays:
+    each stage verifies what it reads.
+    """
+    moved = []
+    for removal in damaged:
+        artifact = removal.artifact
+        present = store.at(removal.path)
+        if artifact and present and present.manifest["published"] != artifact.manifest["published"]:
+            continue  # it was rebuilt meanwhile
+        paths = (artifact.path / name for name in artifact.files_of(())) if artifact else ()
+        # hard-linked elsewhere, such as in MLflow's folder, and thus damaged there too
+        if artifact and any(path.stat().st_nlink > 1 for path in paths if path.exists()):
+            store.distrust(removal.stage, removal.key, artifact.manifest["published"])
+        with contextlib.suppress(FileNotFoundError):  # another run has already moved it
+            store.set_aside(removal.stage, removal.key)
+            moved.append(removal)
+    return moved

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -23,18 +24,18 @@ def differences(old: Ingredients, new: Ingredients) -> list[str]:
     """
     lines = []
     described, now_described = _description(old), _description(new)
-    began_anew = {*described, *now_described} if bool(described) != bool(now_described) else set()
-    if began_anew:
-        kinds = ("a new model", "an existing one") if now_described else ("an existing model", "a new one")
-        lines.append("starts from {} instead of {}".format(*kinds))
-    for kind, label in (("arguments", "argument "), ("settings", "")):
+    hidden = {"base", *described, *now_described} if bool(described) != bool(now_described) else set()
+    if hidden:
+        kinds = "a new model instead of an existing one" if now_described else "an existing model instead of a new one"
+        lines.append(f"starts from {kinds}")
+    for kind, label in (("arguments", "argument "), ("settings", ""), ("inputs", "input ")):
+        short = _short_digest if kind == "inputs" else _short
         for name, old_value, new_value in _changed(old.get(kind, {}), new.get(kind, {})):
-            if kind != "settings" or name not in began_anew:
-                lines.append(f"{label}{name}: {_short(old_value)} → {_short(new_value)}")
-    lines += _changed_files(old.get("files", {}), new.get("files", {}))
-    for name, old_value, new_value in _changed(old.get("inputs", {}), new.get("inputs", {})):
-        if name != "base" or not began_anew:
-            lines.append(f"input {name}: {_short_digest(old_value)} → {_short_digest(new_value)}")
+            if name not in hidden:
+                lines.append(f"{label}{name}: {short(old_value)} → {short(new_value)}")
+    files, new_files = old.get("files", {}), new.get("files", {})
+    for role in sorted({*files, *new_files}):
+        lines += _changed_files(role, files.get(role, []), new_files.get(role, []))
     for name, old_value, new_value in _changed(old.get("code", {}), new.get("code", {})):
         lines.append(f"module {name} {_change(old_value, new_value, 'is gone')}")
     return lines
@@ -54,37 +55,30 @@ def _change(old_value: object, new_value: object, gone: str) -> str:
 
 def _description(ingredients: Ingredients) -> set[str]:
     """Names of the settings that describe a new model; empty where the stage starts from one that exists."""
-    if "base" in ingredients.get("inputs", {}):
-        return set()
-    return {
-        name for name in ingredients.get("settings", {}) if name.startswith("model.") and not name.startswith(SECOND_HEAD)
-    }
+    names = ingredients.get("settings", {}) if "base" not in ingredients.get("inputs", {}) else ()
+    return {name for name in names if name.startswith("model.") and not name.startswith(SECOND_HEAD)}
 
 
-def _changed_files(old: JsonObject, new: JsonObject) -> list[str]:
-    lines = []
-    for role in sorted({*old, *new}):
-        old_files, new_files = _by_name(old.get(role, [])), _by_name(new.get(role, []))
-        for name, old_value, new_value in _changed(old_files, new_files):
-            if UNSET not in (old_value, new_value) and old_value.split()[0] == new_value.split()[0]:
-                weights = (" ".join(file.split()[1:]) or "none" for file in (old_value, new_value))
-                lines.append(f"weight of {role} file {name}: {' → '.join(weights)}")
-            else:
-                lines.append(f"{role} file {name} {_change(old_value, new_value, 'is no longer read')}")
-        if old_files == new_files and old.get(role) != new.get(role):
-            lines.append(f"{role} files come in another order")
-    return lines
+def _changed_files(role: str, old: list[JsonObject], new: list[JsonObject]) -> Iterator[str]:
+    """A line for each file of a role that differs."""
+    old_files, new_files = _by_name(old), _by_name(new)
+    for name, was, now in _changed(old_files, new_files):
+        if UNSET in (was, now) or was["sha256"] != now["sha256"]:
+            yield f"{role} file {name} {_change(was, now, 'is no longer read')}"
+        else:
+            yield f"weight of {role} file {name}: {was.get('weight', 'none')} → {now.get('weight', 'none')}"
+    if old_files == new_files and old != new:
+        yield f"{role} files come in another order"
 
 
-def _by_name(files: list[dict[str, str]]) -> dict[str, str]:
-    """{name: digest}; a second file of the same name, from another folder, is "name (2)"."""
-    digests: dict[str, str] = {}
+def _by_name(files: list[JsonObject]) -> dict[str, JsonObject]:
+    """The files by their names; a second one of a name, from another folder, is "name (2)"."""
+    named, count = dict[str, JsonObject](), Counter[str]()
     for file in files:
-        name, number = file["name"], 2
-        while name in digests:
-            name, number = f"{file['name']} ({number})", number + 1
-        digests[name] = f"{file['sha256']} {file['weight']}" if "weight" in file else file["sha256"]
-    return digests
+        count[file["name"]] += 1
+        number = count[file["name"]]
+        named[file["name"] if number == 1 else f"{file['name']} ({number})"] = file
+    return named
 
 
 def _short(value: object) -> str:

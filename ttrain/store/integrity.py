@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ttrain.core.files import JsonDict, JsonObject
 from ttrain.core.hashing import DigestCache, sha256_file
@@ -31,10 +30,6 @@ SHARD = ".arrow"  # what `data.shards` compares with its index when a row of it 
 CACHE = Path("cache", "verified.json")
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-SAVE_SECONDS = 5.0  # between two writings of the cache, where files are verified one by one
-
-_saved_at = 0.0
 
 _memories: dict[Path, DigestCache] = {}  # by home
 
@@ -53,6 +48,7 @@ def verify_artifact(artifact: Artifact, names: tuple[str, ...] = ()) -> None:
 def verify_files(files: Sequence[tuple[Path, str]], home: Path | None) -> None:
     """Compare files with their sha256, as `verify_entries` does."""
     verify_entries([(path, {"sha256": digest}) for path, digest in files], home)
+    save()
 
 
 def verify_entries(files: Sequence[tuple[Path, JsonObject]], home: Path | None) -> None:
@@ -61,25 +57,21 @@ def verify_entries(files: Sequence[tuple[Path, JsonObject]], home: Path | None) 
     `home`: whose memory is used; None: every file is read. Raises DamagedFile for one that differs or is missing, and
     ArtifactError for one that cannot be read.
     """
-    small = [(path, entry) for path, entry in files if pieces_of(entry) is None]
+    small = []
     for path, entry in files:
-        if pieces_of(entry) or len(small) == 1:
-            _verify(path, entry, home)  # itself on all cores, where it has pieces
-    if len(small) <= 1:
-        return
-    with ThreadPoolExecutor(min(usable_cores(), len(small)), "verify") as pool:  # hashing releases the interpreter's lock
-        futures = [pool.submit(_verify, path, entry, home) for path, entry in small]
-        try:
-            for future in futures:
-                future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+        if pieces_of(entry):
+            _verify(path, entry, home)  # itself on all cores
+        else:
+            small.append((path, entry))
+    with ThreadPoolExecutor(usable_cores(), "verify") as pool:  # hashing releases the interpreter's lock
+        for _ in pool.map(lambda file: _verify(file[0], file[1], home), small):
+            pass
 
 
 def is_intact(path: Path, digest: str, home: Path | None) -> bool:
     """Whether the file is there and has this sha256."""
     try:
-        verify_files([(path, digest)], home)
+        _verify(path, {"sha256": digest}, home)
     except ArtifactError:
         return False
     return True
@@ -105,8 +97,6 @@ def _verify(path: Path, entry: JsonObject, home: Path | None) -> None:
         raise ArtifactError(f"{path} cannot be read: {error.strerror}; check the disk, and run the same command") from None
     if problem:
         raise DamagedFile(f"{path} is damaged: {problem}", path, fix)
-    if home and time.monotonic() - _saved_at > SAVE_SECONDS:
-        save()
 
 
 # --- memory -------------------------------------------------------------------------------------------------------------
@@ -119,10 +109,8 @@ def memory(home: Path) -> DigestCache:
 
 def save() -> None:
     """Write what was learnt, for other processes."""
-    global _saved_at
     for cache in [*_memories.values()]:
         cache.save()
-    _saved_at = time.monotonic()
 
 
 def home_of(directory: Path) -> Path | None:
@@ -146,32 +134,15 @@ def _boot() -> str:
 
 
 PIECES = "pieces"  # in a manifest entry: {"bytes": of each piece but the last, "blake2b": [hex digest of each]}
-
 LARGE_BYTES = 64 << 20  # files from this size on have pieces
-
 PIECE_BYTES = 32 << 20
-
 CHUNK_BYTES = 1 << 20  # read at once, by each thread that verifies
-
 MEASURED_BYTES = 8 << 20  # read at once to publish; two threads wait for each other after each, which takes ms under load
-
 DIGEST_BYTES = 32
 
 
 class DifferentBytes(Exception):
     """The bytes of a file are not those of its manifest entry; the message says how."""
-
-
-class PieceDigests(NamedTuple):
-    """The pieces of a file: their size, the size of the file, and the digest of each."""
-
-    piece_bytes: int
-    file_bytes: int
-    digests: tuple[str, ...]
-
-    def range(self, number: int) -> tuple[int, int]:
-        """(first byte, byte after the last) of a piece."""
-        return number * self.piece_bytes, min((number + 1) * self.piece_bytes, self.file_bytes)
 
 
 def measure(path: Path) -> JsonDict:
@@ -202,47 +173,41 @@ def verified_sha256(path: Path, entry: JsonObject) -> str:
     that differs, OSError where the file cannot be read.
     """
     pieces = pieces_of(entry)
-    if pieces is None:
+    if not pieces:
         return sha256_file(path)
-    _compare(path, pieces)
+    with path.open("rb") as file, ThreadPoolExecutor(usable_cores(), "verify") as pool:
+        size = os.fstat(file.fileno()).st_size
+        if size != entry["bytes"]:
+            raise DifferentBytes(f"it has {size:,} bytes, but {entry['bytes']:,} were published")
+        digests = pool.map(partial(_digest_of_range, file.fileno()), [(start, end) for start, end, _ in pieces])
+        for (start, end, published), actual in zip(pieces, digests, strict=True):
+            if actual != published:
+                pool.shutdown(cancel_futures=True)
+                raise DifferentBytes(f"its bytes {start:,} to {end - 1:,} are not those that were published")
     return str(entry["sha256"])
 
 
-def pieces_of(entry: JsonObject) -> PieceDigests | None:
-    """The pieces that an entry lists; None where it has none, or where they do not cover the whole file."""
-    try:
-        piece_bytes, file_bytes = entry[PIECES]["bytes"], entry["bytes"]
-        digests = tuple(map(str, entry[PIECES]["blake2b"]))
-        is_whole = piece_bytes > 0 and 0 < len(digests) == -(-file_bytes // piece_bytes)
-    except (KeyError, TypeError):
-        return None
-    return PieceDigests(int(piece_bytes), int(file_bytes), digests) if is_whole else None
+def pieces_of(entry: JsonObject) -> list[tuple[int, int, str]]:
+    """(first byte, byte after the last, digest) of each piece; none where the entry lists none for the whole file."""
+    pieces = entry.get(PIECES) or {}
+    size, digests = pieces.get("bytes"), pieces.get("blake2b", ())
+    if not isinstance(size, int) or size <= 0 or len(digests) != -(-entry["bytes"] // size):
+        return []
+    starts = range(0, entry["bytes"], size)
+    return [(start, min(start + size, entry["bytes"]), digest) for start, digest in zip(starts, digests, strict=True)]
 
 
-def _compare(path: Path, pieces: PieceDigests) -> None:
-    threads = min(usable_cores(), len(pieces.digests))
-    with path.open("rb") as file, ThreadPoolExecutor(threads, "verify") as pool:
-        size = os.fstat(file.fileno()).st_size
-        if size != pieces.file_bytes:
-            raise DifferentBytes(f"it has {size:,} bytes, but {pieces.file_bytes:,} were published")
-        ranges = [pieces.range(number) for number in range(len(pieces.digests))]
-        digests = pool.map(partial(_digest_of_range, file.fileno()), *zip(*ranges, strict=True))
-        for (start, end), actual, published in zip(ranges, digests, pieces.digests, strict=True):
-            if actual != published:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise DifferentBytes(f"its bytes {start:,} to {end - 1:,} are not those that were published")
-
-
-def _digest_of_range(descriptor: int, start: int, end: int) -> str:
+def _digest_of_range(descriptor: int, piece: tuple[int, int]) -> str:
     """Digest of the bytes in a range, read bit by bit. Raises DifferentBytes where the file ends before."""
-    piece = _piece_hash()
+    start, end = piece
+    digest = _piece_hash()
     while start < end:
         chunk = os.pread(descriptor, min(end - start, CHUNK_BYTES), start)
         if not chunk:
             raise DifferentBytes(f"it ended at byte {start:,} while it was read")
-        piece.update(chunk)  # lets other threads run
+        digest.update(chunk)  # lets other threads run
         start += len(chunk)
-    return piece.hexdigest()
+    return digest.hexdigest()
 
 
 def _piece_hash() -> hashlib.blake2b:

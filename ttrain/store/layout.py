@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ttrain.core.files import JsonDict, JsonObject, need_object, temporary_path, write_json
+from ttrain.core.files import JsonDict, JsonObject, need_object, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.errors import TTrainError, UsageError, is_disk_full
 
@@ -97,11 +98,7 @@ def usable_home(root: Path | None = None) -> Path:
     root = home() if root is None else root
     try:
         root.mkdir(parents=True, exist_ok=True)
-        probe = temporary_path(root / "probe")
-        try:
-            probe.touch()
-        finally:
-            probe.unlink(missing_ok=True)
+        tempfile.TemporaryFile(dir=root).close()
     except OSError as error:
         kind = TTrainError if is_disk_full(error) else UsageError
         raise kind(

@@ -21,7 +21,6 @@ from ttrain.errors import UsageError
 from ttrain.store import name_syntax, runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
-from ttrain.store.name_syntax import Registered
 
 FILE = "registry.json"
 CHAMPION, CHALLENGER = "champion", "challenger"
@@ -165,7 +164,7 @@ class Registry:
             named.setdefault(str(model), model)
         return named
 
-    def resolve(self, reference: Registered) -> Version | ModelSet:
+    def resolve(self, reference: name_syntax.Registered) -> Version | ModelSet:
         """The set or model of this name. Raises UsageError that lists what there is."""
         versions, also = self.versions(), ""
         if str(reference) in versions:
@@ -320,18 +319,8 @@ def _set(state: JsonObject, name: str, version: str) -> ModelSet:
     for stage, (model, number) in entry["members"].items():
         members[stage] = Version(model, number, **state["models"][model][number])
     aliases = sorted(alias for alias, holder in of_name["aliases"].items() if holder == version)
-    return ModelSet(
-        name=name,
-        version=version,
-        members=members,
-        keys=entry["keys"],
-        run=entry["run"],
-        created=entry["created"],
-        metrics=entry["metrics"],
-        decision=entry.get("decision"),
-        aliases=tuple(aliases),
-        decided=entry.get("decided", {}),
-    )
+    facts = {**entry, "members": members}
+    return ModelSet(name=name, version=version, aliases=tuple(aliases), **facts)
 
 
 def _next_number(versions: JsonObject) -> str:

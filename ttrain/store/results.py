@@ -1,7 +1,6 @@
 """What stages return, as whoever reads an artifact gets it: the `result` of its manifest, typed.
 
-A result that lacks a value, such as that of a training without tokens, has the default. The table of stages names the type
-of each (`ttrain.tasks.Stage.result`).
+A result that lacks a value, such as that of a training without tokens, has the default.
 """
 
 from __future__ import annotations
@@ -93,22 +92,6 @@ class HeldoutResult(Result):
     records: int = 0
     new: int = 0
     unscored: int = 0
-
-
-@dataclass(frozen=True)
-class ModelResult(Result):
-    """Of the stages `base-model` and `new-model`."""
-
-    parameters: int = 0
-    vocab_size: int | None = None
-
-
-@dataclass(frozen=True)
-class ReferenceResult(Result):
-    """Of the stage `reference`."""
-
-    answers: int = 0
-    log_probability: float | None = None  # their mean
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ttrain.config import flatten
@@ -16,7 +16,6 @@ from ttrain.store import name_syntax, runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import MANIFEST, Manifest
 from ttrain.store.registry import Registry
-from ttrain.store.runs import MetricRow, read_rows
 
 CURVES = ("metrics.jsonl", "system*.jsonl")  # under run/
 LARGEST_TEXT = 4 << 20  # bytes of a file that are read as a text
@@ -79,8 +78,6 @@ class RunView:
 
     def text(self, stage: str, path: str) -> str | None:
         """A text among the files of a stage, such as "run/samples/step-00000100.txt"; None if there is none."""
-        if not _is_inside(path):
-            return None
         for directory in self._directories(stage):
             with contextlib.suppress(OSError), (directory / path).open("rb") as file:
                 return file.read(LARGEST_TEXT).decode("utf-8", errors="replace")
@@ -93,7 +90,7 @@ class RunView:
 
     def files(self, stage: str, under: str = "") -> Sequence[str]:
         """Paths of the files of a stage below a directory, for `text`."""
-        for directory in self._directories(stage) if not under or _is_inside(under) else ():
+        for directory in self._directories(stage):
             if (directory / under).is_dir():
                 paths = (path for path in (directory / under).rglob("*") if path.is_file())
                 return sorted(path.relative_to(directory).as_posix() for path in paths)
@@ -115,13 +112,13 @@ class RunView:
         curves: Mapping[str, list[Point]] = self.cache[key]
         return curves
 
-    def _rows(self, stage: str) -> Iterator[MetricRow]:
+    def _rows(self, stage: str) -> Iterator[runs.MetricRow]:
         """The rows of a stage's own curves, without torn lines."""
         for directory in self._directories(stage):
             paths = [path for name in CURVES for path in sorted((directory / "run").glob(name))]
             for path in paths:
                 with contextlib.suppress(OSError):
-                    yield from read_rows(path)
+                    yield from runs.read_rows(path)
             if paths:
                 return
 
@@ -148,7 +145,7 @@ def find_run(home: Path, text: str) -> JsonDict | None:
         return runs.read(home, name)
     if model := name_syntax.registered(text):
         return runs.read(home, Registry(home).resolve(model).run)
-    for record in runs.newest_first(home, [f'"{text}"']) if text else ():
+    for record in runs.newest_first(home) if text else ():
         if text in ((record.get("tracking") or {}).get("run_id"), record.get("night")):
             return record
     return None
@@ -167,7 +164,9 @@ def _view(home: Path, record: JsonObject, cache: dict[tuple[str, str | None], An
     stages = {entry["name"]: _stage(store, record, entry) for entry in record["stages"]}
     gone = [name for name, stage in stages.items() if stage.status in (*runs.BUILT, "cached") and not stage.manifest]
     notes = (f"the artifacts of {', '.join(gone)} are no longer in {home}",) if gone else ()
-    decision = record.get("decision")
+    decision, night, words = record.get("decision"), record.get("night"), tuple[str, ...]()
+    if decision and night:
+        words = (str(night), "promoted" if decision["promote"] else "kept", str(decision["reason"]))
     return RunView(
         name=record["run"],
         pipeline=record["pipeline"],
@@ -178,7 +177,7 @@ def _view(home: Path, record: JsonObject, cache: dict[tuple[str, str | None], An
         metrics={**(record.get("metrics") or {}), **(decision_metrics(decision) if decision else {})},
         stages=stages,
         notes=notes,
-        decision=_words(record),
+        decision=words,
         record=record,
         store=store,
         cache=cache,
@@ -202,13 +201,6 @@ def _stage(store: ArtifactStore, record: JsonObject, entry: JsonObject) -> Stage
     )
 
 
-def _words(record: JsonObject) -> tuple[str, ...]:
-    decision = record.get("decision")
-    if not decision or not record.get("night"):
-        return ()
-    return str(record["night"]), "promoted" if decision["promote"] else "kept", str(decision["reason"])
-
-
 def decision_metrics(decision: JsonObject) -> dict[str, float]:
     """The values of a decision, as metrics of the run whose models it was about."""
     low, high = decision["interval"] or (None, None)
@@ -217,7 +209,7 @@ def decision_metrics(decision: JsonObject) -> dict[str, float]:
     return {f"promotion/{key}": value for key, value in values.items() if value is not None}
 
 
-def _curves_of(rows: Iterable[MetricRow]) -> dict[str, list[Point]]:
+def _curves_of(rows: Iterable[runs.MetricRow]) -> dict[str, list[Point]]:
     latest: dict[str, dict[int, Point]] = {}
     for row in rows:
         tokens, when = row.get("tokens"), float(row.get("time") or 0.0)
@@ -226,8 +218,3 @@ def _curves_of(rows: Iterable[MetricRow]) -> dict[str, list[Point]]:
             number = math.nan if value is None else float(value)  # JSON has no NaN: the trainer writes null
             latest.setdefault(name, {})[row["step"]] = Point(row["step"], tokens, when, number)
     return {name: [steps[at] for at in sorted(steps)] for name, steps in latest.items()}
-
-
-def _is_inside(path: str) -> bool:
-    """Whether a relative path stays inside its directory."""
-    return bool(path) and "\0" not in path and not path.startswith("/") and ".." not in PurePosixPath(path).parts

@@ -1,20 +1,23 @@
-"""The history of pipeline runs: a record each, `runs/<run>.json`, and the events that it is made of (`events`)."""
+"""The history of pipeline runs: a record each, `runs/<run>.json`, and the events that it is made of.
+
+The events are one append-only file beside the record, with one writer, the pipeline's process. A line is {"time": seconds
+since 1970, "stage": ..., "values": {...}}. A fold over the lines gives the record: `values` update the record itself, or the
+entry of the stage. Whoever shows a run while it goes on reads this file.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import glob
-import json
 import logging
 import os
 import platform
 import re
-import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -35,7 +38,6 @@ from ttrain.core.files import (
     write_json,
 )
 from ttrain.core.terminal import escaped
-from ttrain.store import events
 from ttrain.store.artifacts import ArtifactStore
 
 log = logging.getLogger("ttrain")
@@ -52,8 +54,7 @@ BUILT = ("completed", "equal", "different")  # outcomes of a stage that a run bu
 NIGHTLY = "nightly"  # the pipeline of nights
 NOTHING_NEW = "nothing-new"  # outcome of a run, and of its stage, that found nothing to learn
 
-NAME_TIME = re.compile(r"-(\d{8}-\d{6})-([0-9a-f]{3})[0-9a-f]{2}$")  # second and thousandths in the name of a run
-LATER = timedelta(milliseconds=1)  # by which a name is later than the one before it, whatever the clock says
+NAME_TIME = re.compile(r"-\d{8}-\d{6}-[0-9a-f]{5}$")  # in the name of a run
 
 SHORT_NAME = "run_name"  # in the record of a run that its user named: what its name begins with, instead of the pipeline
 
@@ -85,19 +86,18 @@ class RunRecord:
             self._data = _create(home, {**_new(pipeline, pending, settings), **labels})
         self.run = str(self._data["run"])
         self.path = home / "runs" / f"{self.run}.json"
-        self._append(events.BEGAN, self.snapshot())
 
     def stage(self, name: str, **values: Any) -> None:
         """Note what happened to a stage: outcome, seconds, key, path, log, metric, error."""
-        self._append(events.kind_of(values), values, name)
+        self._append(values, name)
 
     def progressed(self, name: str, **values: Any) -> None:
         """Note how far a stage is; readers see the newest."""
-        self._append(events.PROGRESSED, {"progress": values}, name)
+        self._append({"progress": values}, name)
 
     def note(self, **values: Any) -> None:
         """Note something about the run, also after its end: where it is tracked, what a night decided about it."""
-        self._append(events.NOTED, values)
+        self._append(values)
         if self._data["outcome"] != "running":
             self._attempt(lambda: write_json(self.path, self.snapshot(), PRIVATE_FILE))
 
@@ -109,14 +109,19 @@ class RunRecord:
     def finish(self, outcome: str, metrics: Mapping[str, float]) -> None:
         """Note the end of the run, and write its record."""
         seconds = round(time.monotonic() - self._began, 2)
-        self._append(events.ENDED, {"outcome": outcome, "seconds": seconds, "metrics": dict(metrics)})
+        self._append({"outcome": outcome, "seconds": seconds, "metrics": dict(metrics)})
         self._attempt(lambda: write_json(self.path, self.snapshot(), PRIVATE_FILE))
 
-    def _append(self, event: str, values: JsonObject, stage: str | None = None) -> None:
+    def _append(self, values: JsonObject, stage: str | None = None) -> None:
         with self._lock:
-            if event != events.BEGAN:
-                events.apply(self._data, values, stage)
-            self._attempt(lambda: events.append(events.path_of(self.path), event, values, stage))
+            _apply(self._data, values, stage)
+            line = {"time": time.time(), **({"stage": stage} if stage else {}), "values": values}
+            data = orjson.dumps(line, option=orjson.OPT_NON_STR_KEYS, default=str) + b"\n"
+            self._attempt(lambda: self._write(data))
+
+    def _write(self, data: bytes) -> None:
+        with open(events_of(self.path), "ab", buffering=0, opener=private_opener) as file:
+            file.write(data)
 
     def _attempt(self, write: Callable[[], object]) -> None:
         try:
@@ -147,7 +152,7 @@ def _create(home: Path, data: JsonDict) -> JsonDict:
     """Write a new record, under a name that no other run has."""
     directory = private_directory(home / "runs")
     while True:
-        data["run"] = new_name(str(data.get(SHORT_NAME) or data["pipeline"]), names(home))
+        data["run"] = new_name(str(data.get(SHORT_NAME) or data["pipeline"]))
         with contextlib.suppress(FileExistsError):
             path = directory / f"{data['run']}.json"
             path.touch(PRIVATE_FILE, exist_ok=False)
@@ -159,16 +164,10 @@ def _create(home: Path, data: JsonDict) -> JsonDict:
             return data
 
 
-def new_name(prefix: str, earlier: Iterable[str]) -> str:
-    """A name such as "full-20261121-160222-1a2b4": the time, but later than that of the newest of the `earlier` names, which
-    come first, also where the clock was set back: names sort in the order in which they were given."""
+def new_name(prefix: str) -> str:
+    """A name such as "full-20261121-160222-1a2b4": with the time, the last part of it in microseconds."""
     moment = datetime.now(UTC)
-    for match in filter(None, map(NAME_TIME.search, earlier)):
-        with contextlib.suppress(ValueError):  # a name that only looks like one
-            newest = datetime.strptime(f"{match[1]}+0000", "%Y%m%d-%H%M%S%z") + timedelta(milliseconds=int(match[2], 16))
-            moment = max(moment, newest + LATER)
-            break
-    return f"{prefix}-{moment:%Y%m%d-%H%M%S}-{moment.microsecond // 1000:03x}{secrets.token_hex(1)}"
+    return f"{prefix}-{moment:%Y%m%d-%H%M%S}-{moment.microsecond:05x}"
 
 
 def history(home: Path) -> list[JsonDict]:
@@ -176,46 +175,14 @@ def history(home: Path) -> list[JsonDict]:
     return list(newest_first(home))
 
 
-def newest_first(home: Path, phrases: Sequence[str] = ()) -> Iterator[JsonDict]:
-    """The runs by the time in their names, read one by one: for those who need the newest few of many.
-
-    With phrases, those whose records contain them all. Runs whose process is gone are marked as crashed.
-    """
-    return (_as_it_is_now(home, run) for run in _records_containing(home, phrases))
-
-
-def _records_containing(home: Path, phrases: Sequence[str]) -> Iterator[JsonDict]:
-    """The records that contain all of the phrases, as they were written, by the time in their names, newest first.
-
-    Looking for phrases costs a tenth of reading JSON, which counts where there are thousands of runs.
-    """
-    for name in names(home):
-        with contextlib.suppress(OSError):
-            path = home / "runs" / f"{name}.json"
-            data = path.read_bytes()
-            is_open = b'"outcome": "running"' in data  # or crashed: only its events have what it noted
-            if is_open or all(phrase.encode() in data for phrase in phrases):
-                run = _record_in(path, data)
-                if run and (not is_open or all(phrase in json.dumps(run) for phrase in phrases)):
-                    yield run
-
-
-def _record_in(path: Path, data: bytes) -> JsonDict | None:
-    """The record of a file, or of its events where the run has not ended; None if it is not one of this version."""
-    run = parse_object(data)
-    if not run.keys() >= REQUIRED:
-        return None
-    return events.fold(events.path_of(path), run) if run["outcome"] == "running" else run
+def newest_first(home: Path) -> Iterator[JsonDict]:
+    """The runs by the time in their names, read one by one: for those who need the newest few of many."""
+    return filter(None, (read(home, name) for name in names(home)))
 
 
 def names(home: Path) -> list[str]:
     """The names of all runs of a home, newest first; an empty record, which a kill may leave, is that of no run."""
-    stems = []
-    with contextlib.suppress(OSError), os.scandir(home / "runs") as entries:
-        for entry in entries:
-            with contextlib.suppress(OSError):  # one that is removed meanwhile, or a dangling link, hides no other
-                if entry.name.endswith(".json") and not entry.name.startswith(".") and entry.stat().st_size:
-                    stems.append(entry.name.removesuffix(".json"))
+    stems = [path.stem for path in (home / "runs").glob("*.json") if path.stat().st_size]
     return sorted(stems, key=time_in_name, reverse=True)
 
 
@@ -238,9 +205,37 @@ def read(home: Path, name: str) -> JsonDict | None:
     """The record of the run with this name, as `history` lists it; None where there is none."""
     path = home / "runs" / f"{name}.json"
     with contextlib.suppress(OSError):
-        if run := _record_in(path, path.read_bytes()):
+        run = parse_object(path.read_bytes())
+        if run.keys() >= REQUIRED:  # else it is one of another version
+            if run["outcome"] == "running":
+                _fold(run, events_of(path))
             return _as_it_is_now(home, run)
     return None
+
+
+def events_of(record: Path) -> Path:
+    """The events beside the record of a run: `full-20261121-160222-1a2b4.events.jsonl`."""
+    return record.with_suffix(".events.jsonl")
+
+
+def _apply(record: JsonDict, values: JsonObject, stage: str | None) -> None:
+    """Update the record, or the entry of its stage."""
+    if stage is None:
+        record.update(values)
+        return
+    entry = next(entry for entry in record["stages"] if entry["name"] == stage)
+    if "outcome" in values:
+        entry.pop("progress", None)
+    entry.update(values)
+
+
+def _fold(record: JsonDict, events: Path) -> None:
+    """Update the record, as it was written at the beginning, by its events."""
+    with contextlib.suppress(FileNotFoundError), events.open("rb") as lines:
+        for line in lines:
+            with contextlib.suppress(orjson.JSONDecodeError):  # a line that a kill or a full disk cut
+                event = orjson.loads(line)
+                _apply(record, event["values"], event.get("stage"))
 
 
 def _as_it_is_now(home: Path, run: JsonDict) -> JsonDict:
@@ -263,8 +258,7 @@ def _seems_alive(home: Path, run: RecordedRun) -> bool:
     if run["process"].get("host", platform.node()) == platform.node():
         return is_alive(run["process"])
     path = home / "runs" / f"{run['run']}.json"
-    noted = events.path_of(path)  # which a kill right after the claim of the name leaves unwritten
-    last_written = (noted if noted.exists() else path).stat().st_mtime
+    last_written = max(each.stat().st_mtime for each in (path, events_of(path)) if each.exists())
     return time.time() - last_written < ELSEWHERE_DAYS * 86400
 
 
@@ -275,13 +269,12 @@ def keys_of(run: RecordedRun) -> dict[str, str | None]:
 
 def equal_runs(home: Path, keys: Mapping[str, str | None]) -> Iterator[JsonDict]:
     """The runs of exactly these artifacts, newest first."""
-    phrases = [f'"{key}"' for key in keys.values() if key][-1:]  # quoted: the paths of other stages end in it, too
-    return (run for run in newest_first(home, phrases) if keys_of(run) == keys)
+    return (run for run in newest_first(home) if keys_of(run) == keys)
 
 
 def newest_finished(home: Path, name: str) -> JsonDict | None:
     """The newest finished run of a whole pipeline whose setting `name` is this: with it a user compares."""
-    for run in newest_first(home, [f'"{name}"']):
+    for run in newest_first(home):
         is_whole = is_own(run) and not run["pipeline"].startswith("stage-")
         if is_whole and is_finished(run) and run["settings"].get("name") == name:
             return run
@@ -329,16 +322,9 @@ def record_cached(
 
 
 def builder(store: ArtifactStore, stage: str, key: str) -> str:
-    """Who holds the lock of a key: the run, its process, and the machine where that is another."""
-    holder = store.holder(stage, key)
-    if holder is None:  # who has just taken it writes its file in the next moment
-        return "another run"
-    pid, host = holder
-    process = f"process {pid}" if host == platform.node() else f"process {pid} on {host}"
-    for run in _records_containing(store.root, ['"running"', f'"pid": {pid},', key]):
-        if run["outcome"] == "running" and run["process"]["host"] == host:
-            return f"the run {run['run']} ({process})"
-    return process
+    """The process that holds the lock of a key, for those who wait."""
+    holder = store.holder(stage, key)  # who has just taken the lock writes its file in the next moment
+    return f"process {holder[0]} on {holder[1]}" if holder else "another run"
 
 
 def this_process() -> JsonDict:
@@ -422,23 +408,19 @@ def log_lines(home: Path, name: str, *, follow: bool = False) -> Iterator[str]:
         time.sleep(LOG_POLL_SECONDS)
 
 
-MetricRow = JsonObject
-ROW_TYPES = {"step": int, "metrics": dict, "time": int | float | None}
+MetricRow = JsonObject  # "step", "metrics", "time" and others
 
 
 def read_rows(path: Path) -> Iterator[MetricRow]:
     """The rows of a `metrics.jsonl`, without invalid lines."""
     with path.open("rb") as lines:
-        for line in lines:
-            if line.endswith(b"\n") and (row := parse_row(line)) is not None:
-                yield row
+        yield from filter(None, map(parse_row, lines))
 
 
 def parse_row(line: bytes) -> MetricRow | None:
     """The row of a line; None for an invalid line, which a crash of the machine can leave."""
     try:
-        row = orjson.loads(line)  # a long training has a hundred thousand of them
+        row: MetricRow = orjson.loads(line)  # a long training has a hundred thousand of them
     except ValueError:
         return None
-    good = isinstance(row, dict) and all(isinstance(row.get(name), kind) for name, kind in ROW_TYPES.items())
-    return row if good else None
+    return row

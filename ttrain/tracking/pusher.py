@@ -17,7 +17,7 @@ from ttrain.core.files import PRIVATE_FILE, JsonDict, exclusive, write_json
 from ttrain.core.redact import without_user
 from ttrain.core.sqlite_files import is_damage
 from ttrain.engine.execution import PipelineRun
-from ttrain.store import events, runs, server_records
+from ttrain.store import runs, server_records
 from ttrain.tracking.client import (
     cannot_be_asked,
     rename_aside,
@@ -130,7 +130,7 @@ def state_of(home: Path, name: str) -> str:
     if (kept := sweep_file(home, name)).exists():
         return f"{name} {kept.stat().st_mtime_ns}"
     record = home / "runs" / f"{name}.json"  # its events only grow
-    paths = [record, events.path_of(record)]
+    paths = [record, runs.events_of(record)]
     return f"{name} {sum(path.stat().st_size for path in paths if path.exists())}"
 
 

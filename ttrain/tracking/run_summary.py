@@ -105,7 +105,7 @@ def difference(home: Path, run: RecordedRun) -> str:
     name, time = run["settings"].get("name"), runs.time_in_name(run["run"])
     older = (
         dict(flatten(record["settings"]))
-        for record in runs.newest_first(home, [f'"name": "{name}"'])
+        for record in runs.newest_first(home)
         if record["settings"].get("name") == name and runs.time_in_name(record["run"]) < time
     )
     earlier = [*islice(older, EARLIER_RUNS)]
