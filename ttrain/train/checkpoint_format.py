@@ -130,12 +130,11 @@ CHUNK_BYTES = 4 << 20
 
 ALIGNMENT = 8
 
-TYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+
+def _type_name(dtype: torch.dtype) -> str:
+    """As safetensors names it: F32, BF16, I64, U8, BOOL."""
+    name = str(dtype).removeprefix("torch.").upper()
+    return name.replace("FLOAT", "F").replace("UINT", "U").replace("INT", "I")
 
 
 def tensor_parts(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Iterator[bytes | memoryview]:
@@ -147,7 +146,7 @@ def tensor_parts(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | No
         tensor = tensors[name]
         assert tensor.device.type == "cpu", f"{name} is on {tensor.device}"
         begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": _type_name(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     yield len(text).to_bytes(8, "little") + text

@@ -20,8 +20,6 @@ from ttrain.train.precision import autocast_dtype
 
 FEW_ROWS = 64
 
-SLICE_ENTRIES = 1 << 18  # of softmax on a CPU: a megabyte of fp32, so that its passes stay in the cache of a core
-
 KEPT_ENTRIES = 1 << 24  # of the gradients of logits, until the backward pass: 64 MB of fp32
 
 FP16_GRADIENT_SCALE = 4096.0  # entries of softmax minus one-hot are at most 1, and 1/V underflows in fp16
@@ -120,7 +118,7 @@ class _LinearTokenLoss(torch.autograd.Function):
                 logits = hidden @ weight.T
                 if hits is not None:
                     hits += count_hits(logits, labels)
-                total += score(logits, labels, wide, scale if gradients else None)
+                total += score(logits, labels, wide, scale if gradients else None).sum()
                 if grad_hidden is not None:
                     grad_hidden.index_copy_(0, rows, _product(logits, weight).div_(scale).to(grad_hidden.dtype))
                 if grad_weight is not None:
@@ -166,9 +164,7 @@ class _LinearTokenLosses(torch.autograd.Function):
             for rows in ctx.chunks:
                 labels = labels_N.index_select(0, rows)
                 logits = hidden_ND.index_select(0, rows).to(ctx.dtype) @ weight.T
-                losses = torch.empty(len(rows), dtype=wide, device=labels.device)
-                _score(logits, labels, wide, ctx.scale if keeps_slopes else None, losses)
-                losses_N.index_copy_(0, rows, losses)
+                losses_N.index_copy_(0, rows, _score(logits, labels, wide, ctx.scale if keeps_slopes else None))
                 slopes += [logits] if keeps_slopes else []
         ctx.save_for_backward(hidden_ND, weight_VD, labels_N, *slopes)
         return losses_N
@@ -196,38 +192,25 @@ class _LinearTokenLosses(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight_VD.dtype), None, None, None
 
 
-def _score(
-    logits_CV: Tensor, labels_C: Tensor, wide: torch.dtype, scale: float | None, losses_C: Tensor | None = None
-) -> Tensor:
-    """The loss of a chunk. With a scale, overwrites the logits by scale times the gradient of the loss.
-
-    `losses_C`: where its terms are written, if anywhere.
+def _score(logits_CV: Tensor, labels_C: Tensor, wide: torch.dtype, scale: float | None) -> Tensor:
+    """The losses of a chunk, [C]. With a scale, overwrites the logits by scale times the gradient of their sum.
 
     The gradient is softmax minus one-hot, and 0 where there is no target. The loss of a position is
     max(logits) - logit of the target - ln max(softmax), so that one pass computes exponentials, and none underflows.
     """
     if wide == torch.float32 and native.takes(logits_CV, lanes=1):
-        losses = native.score(logits_CV, labels_C, scale)
-        if losses_C is not None:
-            losses_C.copy_(losses)
-        return losses.sum()
-    total = torch.zeros((), dtype=wide, device=logits_CV.device)
+        return native.score(logits_CV, labels_C, scale)
     dead_C1 = labels_C[:, None] == IGNORE
     targets_C1 = labels_C[:, None].masked_fill(dead_C1, 0)
-    tokens = max(1, SLICE_ENTRIES // logits_CV.shape[1]) if logits_CV.device.type == "cpu" else len(logits_CV)
-    places = range(0, len(logits_CV), tokens)
-    tensors = (logits_CV, dead_C1, targets_C1)
-    for start, logits, dead, targets in zip(places, *(_parts(tensor, tokens) for tensor in tensors), strict=True):
-        scores = logits.to(wide)
-        losses = scores.amax(1, keepdim=True) - scores.gather(1, targets)
-        slopes = torch.softmax(scores, 1)
-        total += losses.sub_(slopes.amax(1, keepdim=True).log_()).masked_fill_(dead, 0).sum()
-        if losses_C is not None:
-            losses_C[start : start + len(losses)] = losses[:, 0]
-        if scale is not None:
-            factors = torch.full_like(losses, scale).masked_fill_(dead, 0)
-            logits.copy_(slopes.scatter_add_(1, targets, torch.full_like(losses, -1)).mul_(factors))
-    return total
+    scores = logits_CV.to(wide)
+    losses_C1 = scores.amax(1, keepdim=True) - scores.gather(1, targets_C1)
+    slopes = torch.softmax(scores, 1)
+    losses_C1 = losses_C1.sub_(slopes.amax(1, keepdim=True).log_()).masked_fill_(dead_C1, 0)
+    if scale is not None:
+        factors_C1 = torch.full_like(losses_C1, scale).masked_fill_(dead_C1, 0)
+        slopes.scatter_add_(1, targets_C1, torch.full_like(losses_C1, -1)).mul_(factors_C1)
+        logits_CV.copy_(slopes)
+    return losses_C1[:, 0]
 
 
 @functools.cache
@@ -246,11 +229,11 @@ def fused_score(logits_CV: Tensor, labels_C: Tensor, wide: torch.dtype, scale: f
     tops_C1 = scores.amax(1, keepdim=True)
     powers = torch.exp(scores - tops_C1)
     sums_C1 = powers.sum(1, keepdim=True)
-    total = (tops_C1 - scores.gather(1, targets_C1) + sums_C1.log()).masked_fill(dead_C1, 0).sum()
+    losses_C1 = (tops_C1 - scores.gather(1, targets_C1) + sums_C1.log()).masked_fill(dead_C1, 0)
     if scale is not None:
         hits = torch.arange(scores.shape[1], device=scores.device) == targets_C1
         logits_CV.copy_((powers / sums_C1 - hits.to(wide)) * torch.where(dead_C1, 0.0, scale))
-    return total
+    return losses_C1[:, 0]
 
 
 def count_hits(logits_CV: Tensor, labels_C: Tensor) -> Tensor:

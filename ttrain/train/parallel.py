@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import final
 
 import torch
@@ -61,29 +60,20 @@ class Replicated(Parallel):
 
 
 def place(
-    module: nn.Module, ranks: Ranks, parallel: str, attempt: Callable[[nn.Module], None] | None
+    module: nn.Module, ranks: Ranks, parallel: str, attempt: Callable[[], None] | None
 ) -> tuple[Parallel, CompiledLayers | None]:
     """Distribute a module over the ranks; and its compiled layers, which `attempt` asks for by a pass to try.
 
     It is tried before the module is replicated: a pass that ends within DDP leaves it in the middle of a reduction. Sharded
-    layers can be tried only where they are.
+    layers are not tried: a pass that ends within one leaves it gathered. There the first step shows it.
     """
     layers = None if attempt is None else CompiledLayers(module)
-    sharded = parallel == "fsdp" and ranks.world > 1
-    if layers and attempt and not sharded and not layers.keep(partial(attempt, module), ranks, sharded=False):
-        layers = None
-    placed = parallelize(module, ranks, parallel)
-    if layers and attempt and sharded and not layers.keep(partial(attempt, placed.module), ranks, sharded=True):
-        layers = None
-    return placed, layers
-
-
-def parallelize(module: nn.Module, ranks: Ranks, parallel: str) -> Parallel:
-    """Distribute a module over the ranks as the settings say."""
     if parallel == "fsdp" and ranks.world > 1:
-        return Sharded(module, ranks)
+        return Sharded(module, ranks), layers
+    if layers and attempt and not layers.keep(attempt, ranks):
+        layers = None
     with ranks.exchanging():
-        return Replicated(module, ranks)
+        return Replicated(module, ranks), layers
 
 
 @torch.no_grad()

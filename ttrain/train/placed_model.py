@@ -93,10 +93,10 @@ class PlacedModel:
         self.optimizers.zero_grad()
         self.average.update(prevented)
 
-    def _trial_pass(self, module: nn.Module) -> None:
+    def _trial_pass(self) -> None:
         """Run one forward and backward pass, for the compiler."""
         with self.precision.autocast():
-            loss = self.task.train_step(module, self.loader.step(0)[0].batch, self.ranks.device)
+            loss = self.task.train_step(self.bare, self.loader.step(0)[0].batch, self.ranks.device)
         loss.total.backward()  # type: ignore[no-untyped-call]  # torch's
 
 

@@ -200,7 +200,7 @@ class Trainer:
         factor, norm = self.model.norm(live)
         self.model.update(factor, norm, deferred.prevents(figures[0], norm, self.counters.skipped_in_a_row))
         deferred.add(DeferredStep(step, live, sums.losses, figures, norm, data_seconds), began)
-        if self._votes.signal or self._votes.callback or deferred.is_full or self._reads(step + 1):
+        if self._votes.signal or self._votes.callback or self._reads(step + 1):
             for finished in deferred.read():
                 self._account(finished)
 

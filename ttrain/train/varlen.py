@@ -79,7 +79,7 @@ def _attention(
 
 
 @_attention.register_fake
-def _(q_MHK: Tensor, k_MGK: Tensor, v_MGK: Tensor, spans: Tensor, longest: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _(q_MHK: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q_MHK), q_MHK.new_empty((q_MHK.shape[1], q_MHK.shape[0]), dtype=torch.float32)
 
 
@@ -93,10 +93,7 @@ def _attention_backward(
 
 
 @_attention_backward.register_fake
-def _(
-    grad_MHK: Tensor, q_MHK: Tensor, k_MGK: Tensor, v_MGK: Tensor, out_MHK: Tensor, sums_HM: Tensor, spans: Tensor,
-    longest: Tensor, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _(grad_MHK: Tensor, q_MHK: Tensor, k_MGK: Tensor, v_MGK: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q_MHK), torch.empty_like(k_MGK), torch.empty_like(v_MGK)
 
 
