@@ -61,7 +61,7 @@ def test_an_architecture_with_experts_of_its_own_takes_the_settings(kind: str) -
     fields = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
     shared = {"shared_experts": 1} if kind == "deepseek_v3" else {}
     model = tiny_model(kind=kind, moe={"experts": 6, "top_k": 3, **shared}, fields=fields if shared else {})
-    routers = [module for _, module in Routers(model).modules]
+    routers = Routers(model).modules
     assert len(routers) == 2 and {(r.num_experts, r.top_k) for r in routers} == {(6, 3)}  # type: ignore[union-attr]
     assert torch.isfinite(sums_of(model, NumberedRows(3).batch(range(3))).total)
 

@@ -68,20 +68,6 @@ def test_a_spike_is_a_rise_above_the_noise(book: Path, losses: list[float], told
     assert [line["step"] for line in lines(book)] == told
 
 
-@pytest.mark.parametrize("stop", [30, 42])
-def test_a_spike_is_told_once_across_a_stop_though_steps_are_made_again(book: Path, stop: int) -> None:
-    losses = [*noisy(41), 9.0, *noisy(20), 9.0, *noisy(60), 9.0]
-    first, second = LossSpike(book), LossSpike(book)
-    first.start(0, 200)
-    steps(first, losses[:stop])
-    state = json.loads(json.dumps(first.state()))
-    steps(first, losses[stop : stop + 25], first=stop + 1)  # after the checkpoint, and so made again
-    second.load_state(state)
-    second.start(stop, 200)
-    steps(second, losses[stop:], first=stop + 1)
-    assert [line["step"] for line in lines(book)] == [42, 63, 124]
-
-
 def test_a_spike_in_a_run_names_the_rows_of_its_step_and_the_run_goes_on(book: Path) -> None:
     config, model = settings_of_training(tokens=24 * 96), tiny_model(layers=1)
     task = WatchedTask(config, model, spoil=lambda passes: 3.0 if passes == 22 else 1.0)

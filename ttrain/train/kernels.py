@@ -45,28 +45,21 @@ def fuse(model: nn.Module) -> None:
             module.forward = MethodType(_rotary_attention, module)
 
 
-def _norm(self: Any, hidden: Tensor) -> Tensor:
-    output: Tensor
+def _norm(self: Any, hidden: Tensor) -> Any:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or hidden.dtype != torch.float32:
-        output = type(self).forward(self, hidden)
-    else:
-        dtype = autocast_dtype(hidden.device, hidden.dtype)
-        output = _RMSNorm.apply(hidden, self.weight, self.variance_epsilon, dtype)  # type: ignore[no-untyped-call]  # torch's
-    return output
+        return type(self).forward(self, hidden)
+    dtype = autocast_dtype(hidden.device, hidden.dtype)
+    return _RMSNorm.apply(hidden, self.weight, self.variance_epsilon, dtype)  # type: ignore[no-untyped-call]  # torch's
 
 
-def _gated(self: Any, hidden: Tensor) -> Tensor:
-    output: Tensor
+def _gated(self: Any, hidden: Tensor) -> Any:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        output = type(self).forward(self, hidden)
-    else:
-        gate, up, down = self.gate_proj(hidden), self.up_proj(hidden), self.down_proj
-        bias = getattr(down, "bias", None)
-        if type(down) is nn.Linear and bias is None:
-            output = _GatedProduct.apply(gate, up, down.weight)  # type: ignore[no-untyped-call]  # torch's
-        else:  # an adapter's
-            output = down(_SwiGLU.apply(gate, up))  # type: ignore[no-untyped-call]  # torch's
-    return output
+        return type(self).forward(self, hidden)
+    gate, up, down = self.gate_proj(hidden), self.up_proj(hidden), self.down_proj
+    bias = getattr(down, "bias", None)
+    if type(down) is nn.Linear and bias is None:
+        return _GatedProduct.apply(gate, up, down.weight)  # type: ignore[no-untyped-call]  # torch's
+    return down(_SwiGLU.apply(gate, up))  # type: ignore[no-untyped-call]  # an adapter's
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -143,11 +136,10 @@ def _rotary_attention(
     attention_mask: Tensor | None = None,
     past_key_values: Any = None,
     **others: Any,
-) -> tuple[Tensor, Tensor | None]:
-    def of_transformers() -> tuple[Tensor, Tensor | None]:
+) -> Any:
+    def of_transformers() -> Any:
         inputs = hidden_states, position_embeddings, attention_mask
-        output: tuple[Tensor, Tensor | None] = type(self).forward(self, *inputs, past_key_values=past_key_values, **others)
-        return output
+        return type(self).forward(self, *inputs, past_key_values=past_key_values, **others)
 
     records, dtype = cast(Records | None, others.get("records")), autocast_dtype(hidden_states.device, hidden_states.dtype)
     dropout = self.attention_dropout if self.training else 0.0

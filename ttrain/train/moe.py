@@ -57,10 +57,9 @@ def _is_plain(module: Any) -> bool:
     )
 
 
-def _experts(self: Any, hidden_ND: Tensor, experts_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
+def _experts(self: Any, hidden_ND: Tensor, experts_Nk: Tensor, weights_Nk: Tensor) -> Any:
     """Weighted sum of the expert outputs of each token, [N, D]; the signature is transformers'."""
     dtype = autocast_dtype(hidden_ND.device, hidden_ND.dtype)
-    output: Tensor
     if torch.compiler.is_compiling() or not _is_plain(self) or not _has_products(hidden_ND.device, dtype):
         from transformers.integrations.moe import grouped_mm_experts_forward
 
@@ -117,23 +116,23 @@ class Routers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        kinds = ((name, module, type(module).__name__) for name, module in model.named_modules())
-        self.modules = [(name, module) for name, module, kind in kinds if kind.endswith("Router") and kind not in UNLIKE]
-        self._scored_independently = [_scores_apart(module) for _, module in self.modules]
+        self.modules = [module for module in model.modules() if type(module).__name__.endswith("Router")]
+        self.modules = [module for module in self.modules if type(module).__name__ not in UNLIKE]
+        self._scored_independently = [_scores_apart(module) for module in self.modules]
         self._open: list[RouterCall] | None = None
-        for number, (_, module) in enumerate(self.modules):
+        for number, module in enumerate(self.modules):
             module.forward = MethodType(_in_fp32, module)
             module.register_forward_hook(partial(self._note, number))
 
     @property
     def trained(self) -> bool:
         """Whether the routers are trained; those of a frozen base are only observed."""
-        return any(parameter.requires_grad for _, module in self.modules for parameter in module.parameters())
+        return any(parameter.requires_grad for module in self.modules for parameter in module.parameters())
 
     @property
     def biases(self) -> list[Tensor | None]:
         """The balancing bias of each router, which no gradient trains."""
-        tensors_by_name = ({**dict(module.named_buffers()), **dict(module.named_parameters())} for _, module in self.modules)
+        tensors_by_name = ({**dict(module.named_buffers()), **dict(module.named_parameters())} for module in self.modules)
         return [next((t for name, t in some.items() if name.rpartition(".")[2] == BIAS), None) for some in tensors_by_name]
 
     @contextlib.contextmanager

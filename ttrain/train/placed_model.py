@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ttrain.data.loader import Loader, MicroBatch
 from ttrain.train.averaging import MovingAverage
-from ttrain.train.distributed import Ranks, global_norm
+from ttrain.train.distributed import Ranks
 from ttrain.train.parallel import place
 from ttrain.train.precision import Precision
 from ttrain.train.step_figures import MicroBatchSums, measure
@@ -80,7 +80,8 @@ class PlacedModel:
     def norm(self, live: float) -> tuple[float, Tensor]:
         """The factor by which the gradient becomes that of the mean over the step's targets, and the norm of the latter."""
         factor = 1.0 / (self._scale * self.loss_scale.scale * live)
-        return factor, global_norm(self.optimizers.parameters) * factor
+        gradients = [p.grad for p in self.optimizers.parameters if p.grad is not None]
+        return factor, nn.utils.get_total_norm(gradients) * factor
 
     def update(self, factor: float, norm: Tensor, prevented: Tensor | None) -> None:
         """Multiply the gradient by the factor, clip it, and update; it is gone afterwards. Where `prevented` is 1.0, on the

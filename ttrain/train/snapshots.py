@@ -12,6 +12,7 @@ from torch import Tensor
 
 HEADERS_BYTES = 1 << 20  # headers and JSON files; every checkpoint so far had less than half of it
 
+Tensors = Mapping[str, Tensor]
 Memory = tuple[dict[str, Tensor], dict[str, Tensor]]  # held for weights, and for the optimizer's state
 
 
@@ -20,8 +21,8 @@ class Snapshot:
     """Copy of a run's state at the end of a step. `release()` gives its memory back."""
 
     step: int
-    weights: Mapping[str, Tensor]
-    optimizer: Mapping[str, Tensor]
+    weights: Tensors
+    optimizer: Tensors
     state: Mapping[str, Any]
     release: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
 
@@ -39,9 +40,7 @@ class SnapshotBuffers:
         for _ in range(sets):
             self._free.put(({}, {}))
 
-    def take(
-        self, step: int, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], state: Mapping[str, Any]
-    ) -> Snapshot:
+    def take(self, step: int, weights: Tensors, optimizer: Tensors, state: Mapping[str, Any]) -> Snapshot:
         """Copy the tensors, from any device. Waits while all sets are in use.
 
         The caller passes the snapshot to `Checkpoints.save`, or calls its `release`, once.
@@ -53,7 +52,7 @@ class SnapshotBuffers:
         return Snapshot(step, *copies, state, release=lambda: self._free.put(memory))
 
 
-def copy_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def copy_tensors(tensors: Tensors) -> dict[str, Tensor]:
     """Copy tensors to CPU memory: contiguous copies that training no longer changes."""
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
@@ -64,7 +63,7 @@ def needed_bytes(snapshot: Snapshot) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors) + HEADERS_BYTES
 
 
-def _copy_into(buffers: dict[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _copy_into(buffers: dict[str, Tensor], tensors: Tensors) -> dict[str, Tensor]:
     """Copy tensors into reusable buffers by name; a buffer is reallocated if shape or type changed."""
     for name in buffers.keys() - tensors.keys():
         del buffers[name]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -106,23 +106,11 @@ class FinishedStep:
         return self.total / self.live
 
 
-@dataclass(frozen=True)
-class DeferredStep:
-    """A step that the device may not have finished yet."""
-
-    step: int
-    live: float
-    losses: Mapping[int, Tensor]
-    figures: Tensor  # of `stacked`
-    norm: Tensor
-    data_seconds: float
-
-
 class DeferredSteps:
     """The steps since the last reading. After more in a row that are not finite than may be skipped nothing is updated."""
 
     def __init__(self, device: torch.device, config: Loop) -> None:
-        self._steps: list[DeferredStep] = []
+        self._steps: list[tuple[Callable[..., FinishedStep], Tensor, float]] = []
         self._device, self._most_skips = device, SKIPS_IN_A_ROW if config.nonfinite == "skip" else 0
         self._over = torch.zeros((), device=device)
         self._skips: Tensor | None = None  # in a row
@@ -142,21 +130,23 @@ class DeferredSteps:
         self._over = torch.maximum(self._over, (self._skips > self._most_skips).float())
         return torch.maximum(bad, self._over)
 
-    def add(self, step: DeferredStep, began: float) -> None:
-        """Add a step that began at this time of `time.monotonic`."""
+    def add(
+        self, finish: Callable[..., FinishedStep], norm: Tensor, figures: Tensor, data_seconds: float, began: float
+    ) -> None:
+        """Add a step that began at this time of `time.monotonic`; `finish`: FinishedStep with its first three fields."""
         if not self._steps:
             self._began = began
-        self._steps.append(step)
+        self._steps.append((finish, torch.cat([norm.double().view(1), figures]), data_seconds))
 
     def read(self) -> Iterator[FinishedStep]:
         """Wait for the device; the steps since the last reading, each with its share of the seconds."""
         steps, self._steps = self._steps, []
         if not steps:
             return
-        figures = torch.stack([torch.cat([step.norm.double().view(1), step.figures]) for step in steps]).tolist()
+        numbers = torch.stack([figures for _, figures, _ in steps]).tolist()
         seconds = (time.monotonic() - self._began) / len(steps)
-        for step, (norm, total, *others) in zip(steps, figures, strict=True):
-            yield FinishedStep(step.step, step.live, step.losses, total, norm, others, seconds, step.data_seconds)
+        for (finish, _, data_seconds), (norm, total, *others) in zip(steps, numbers, strict=True):
+            yield finish(total, norm, others, seconds, data_seconds)
 
 
 def measure(
