@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import final
 
 import torch
@@ -64,16 +65,21 @@ def place(
 ) -> tuple[Parallel, CompiledLayers | None]:
     """Distribute a module over the ranks; and its compiled layers, which `attempt` asks for by a pass to try.
 
-    It is tried before the module is replicated: a pass that ends within DDP leaves it in the middle of a reduction. Sharded
-    layers are not tried: a pass that ends within one leaves it gathered. There the first step shows it.
+    It is tried before the module is replicated: a pass that ends within DDP leaves it in the middle of a reduction. Of
+    sharded layers, which such a pass would leave gathered, only whether there is a compiler.
     """
+    is_sharded = parallel == "fsdp" and ranks.world > 1
     layers = None if attempt is None else CompiledLayers(module)
-    if parallel == "fsdp" and ranks.world > 1:
-        return Sharded(module, ranks), layers
-    if layers and attempt and not layers.keep(attempt, ranks):
+    if layers and attempt and not layers.keep(partial(_try_compiler, ranks) if is_sharded else attempt, ranks):
         layers = None
+    if is_sharded:
+        return Sharded(module, ranks), layers
     with ranks.exchanging():
         return Replicated(module, ranks), layers
+
+
+def _try_compiler(ranks: Ranks) -> None:
+    torch.compile(torch.sin)(torch.ones(1, device=ranks.device))
 
 
 @torch.no_grad()
