@@ -151,8 +151,7 @@ def norm(x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> tuple
     """weight x scale in this type, and the scale, which is 1 / rms(x)."""
     out, D = torch.empty_like(x, dtype=dtype), x.shape[-1]
     scale = x.new_empty(*x.shape[:-1], 1)
-    has_scale = False
-    _call(dtype, "norm", x, weight, epsilon, scale, has_scale, out, x.numel() // D, D, torch.get_num_threads())
+    _call(dtype, "norm", x, weight, epsilon, scale, False, out, x.numel() // D, D, torch.get_num_threads())
     return out, scale
 
 
