@@ -253,7 +253,6 @@ def train(
             parts.ranks.device,
             rows_per_device=runtime.rows_per_device,
             memory_limit=limit_bytes(runtime),
-            ranks=runtime.devices,
         )
     options = TrainerOptions(
         trained,

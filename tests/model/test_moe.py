@@ -61,7 +61,7 @@ def test_an_architecture_with_experts_of_its_own_takes_the_settings(kind: str) -
     fields = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
     shared = {"shared_experts": 1} if kind == "deepseek_v3" else {}
     model = tiny_model(kind=kind, moe={"experts": 6, "top_k": 3, **shared}, fields=fields if shared else {})
-    routers = [module for _, module in Routers(model).modules]
+    routers = Routers(model).modules
     assert len(routers) == 2 and {(r.num_experts, r.top_k) for r in routers} == {(6, 3)}  # type: ignore[union-attr]
     assert torch.isfinite(sums_of(model, NumberedRows(3).batch(range(3))).total)
 
@@ -90,12 +90,12 @@ def test_a_layer_is_what_a_slow_reference_says(kind: str) -> None:
     model = tiny_moe(kind, experts=16, top_k=4, **shared)
     moe.group(model)
     Routers(model)
-    block = blocks(model)[0].double().eval()
+    block = blocks(model)[0].eval()
     for name, tensor in [*block.named_parameters(), *block.named_buffers()]:
         torch.nn.init.normal_(tensor, std=0.2 if name.endswith("bias") else 1.0)
-    x = torch.randn(5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(5, 16, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        assert distance({"out": slow(block, x)}, {"out": block(x[None])[0]}) < 1e-6
+        assert distance({"out": slow(block, x)}, {"out": block(x[None])[0]}) < 1e-5
 
 
 def layer_gradients(implementation: str, *, autocast: bool, train: bool = True) -> dict[str, Tensor]:
@@ -130,21 +130,11 @@ def test_grouped_experts_are_those_of_transformers_one_by_one() -> None:
     assert {*frozen} == {"out", "hidden", "weights"} and same(frozen, {name: found[name] for name in frozen})
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_products_for_gpus_are_the_same(dtype: torch.dtype) -> None:
-    """On a CPU, where torch has them too, with an expert that nobody chose."""
-    generator = torch.Generator().manual_seed(4)
-    tensors = [torch.randn(shape, generator=generator) for shape in ((37, 16), (8, 48, 16), (8, 16, 24), (37, 2))]
-    chosen = torch.stack([torch.randperm(7, generator=generator)[:2] for _ in range(37)])
-    results = []
-    for compute in (moe.grouped_products, moe.Experts.apply):
-        hidden, gate_up, down, weights = (tensor.clone().requires_grad_() for tensor in tensors)
-        out = compute(hidden, gate_up, down, chosen, weights, dtype)
-        out.float().square().sum().backward()
-        results.append(
-            {"out": out.detach().float(), **{str(n): t.grad for n, t in enumerate((hidden, gate_up, down, weights))}}
-        )
-    assert distance(*results) < (1e-6 if dtype == torch.float32 else 0.02)
+def test_experts_of_a_width_that_groups_do_not_take_are_computed_one_by_one() -> None:
+    model = tiny_moe("mixtral", expert_size=20)
+    moe.group(model)
+    assert model.config._experts_implementation == "eager"
+    assert torch.isfinite(sums_of(model, padded_rows()).total)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -209,7 +199,6 @@ def test_the_sums_are_those_of_loops_over_rows_and_tokens(kind: str) -> None:
     assert loads == expected["load"]
     assert found.sums["moe_entropy"].tolist() == pytest.approx(expected["entropy"], rel=1e-5)
     assert found.sums["moe_tokens"].tolist() == [16 + 15 + 14 + 13 + 11], "padding and rows without a target are left out"
-    assert found.sums["moe_dropped"].tolist() == [0]
 
 
 @pytest.mark.parametrize(
@@ -244,22 +233,3 @@ def test_the_gradient_of_the_balance_is_that_of_finite_differences(kind: str) ->
         with torch.no_grad():
             slope = (value(logits + 1e-5 * direction) - value(logits - 1e-5 * direction)) / 2e-5
         assert float(slope) == pytest.approx(float((gradient * direction).sum()), rel=1e-6)
-
-
-def test_a_choice_that_no_expert_computes_counts_as_dropped() -> None:
-    model = tiny_moe("mixtral")
-    task = LanguageModeling(settings_of_training(), model)
-    block, expert_of_none = blocks(model)[1], torch.tensor(4)
-
-    def full(module: Any, inputs: Any) -> Any:
-        hidden, chosen, weights = inputs
-        chosen = chosen.clone()
-        chosen[:3, 1] = expert_of_none  # as transformers marks what another rank computes
-        return hidden, chosen, weights
-
-    module = task.build_model().train()
-    block.experts.register_forward_pre_hook(full, prepend=True)
-    found = task.train_step(module, padded_rows(), CPU)
-    assert found.sums["moe_dropped"].tolist() == [3]
-    found.total.backward()  # type: ignore[no-untyped-call]
-    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)

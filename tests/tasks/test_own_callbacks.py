@@ -108,7 +108,7 @@ def test_in_a_stage_a_callback_of_a_package_may_not_stop(tmp_path: Path, install
     [
         ("Broken", r"the callback Broken\.step_end raised ZeroDivisionError\('by itself'\)"),
         ("Missing", r"the callback bad \(spies:Missing, .*raised AttributeError"),
-        ("Watched.mro", r"the callback bad \(spies:Watched.mro, .* is a list; derive it from ttrain\.train\.callbacks"),
+        ("Watched.mro", r"the callback bad \(spies:Watched.mro, .*list is not derived from ttrain\.train\.callbacks"),
     ],
 )
 def test_a_callback_that_fails_or_is_none_is_named(tmp_path: Path, install: Any, value: str, said: str) -> None:

@@ -88,11 +88,6 @@ def test_a_half_life_is_a_share_of_the_steps() -> None:
     assert float(weight) == pytest.approx(0.5)
 
 
-def test_the_average_moves_no_weight_that_the_optimizer_sees(averaged: Any) -> None:
-    _, plain = fit(make_trainer(PLAIN, tiny_model(), ROWS))
-    assert all(same(first, second) for first, second in zip(averaged[2], plain, strict=True))
-
-
 def test_a_training_that_was_stopped_ends_in_the_same_bits(averaged: Any, tmp_path: Path) -> None:
     whole = averaged[0]
     assert 0 < trainer_of(tmp_path, stop_after=3).fit().step < whole.steps
@@ -116,11 +111,3 @@ def test_two_ranks_continue_an_average_as_one_does(averaged: Any, tmp_path: Path
 
     sharded = in_ranks(2, tmp_path, lambda ranks: continued(ranks, Speed(parallel="fsdp")))[0]
     assert distance(continued(ALONE, Speed()), sharded) < 1e-4
-
-
-def test_a_training_without_an_average_continues_the_average_of_one_that_had_it(averaged: Any) -> None:
-    found = saved(averaged[0])
-    plateau = Snapshot(0, found.weights, found.optimizer, {})
-    trainer = make_trainer(PLAIN, tiny_model(seed=3), ROWS, plateau=plateau)
-    assert same(weights(trainer), weights(averaged[0]))
-    assert not any("iterate" in name for name in trainer.optimizers.state())

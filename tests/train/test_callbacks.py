@@ -21,7 +21,7 @@ from ttrain.train import checkpoint
 from ttrain.train.callbacks import Callback, LogRecord, MetricsFile, ProgressBar, StepRecord
 from ttrain.train.distributed import Ranks
 from ttrain.train.early_stopping import EarlyStopping, early_stopping
-from ttrain.train.guards import GuardLog, LossSpike
+from ttrain.train.guards import LossSpike
 from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.task import LossSum
 from ttrain.train.trainer import STOPPED, Trainer
@@ -147,7 +147,7 @@ def trained(
     In a run that continues, another callback with a state stands before the one that stops it: each finds its own by name.
     """
     config, model = settings_of_training(tokens=12 * 96, schedule=Schedule(kind="constant")), tiny_model()
-    callbacks = [EarlyStopping(2), LossSpike(GuardLog(directory / "guards.jsonl"))]
+    callbacks = [EarlyStopping(2), LossSpike(directory / "guards.jsonl")]
     trainer = make_trainer(
         config, model, NumberedRows(52), directory=directory, ranks=ranks, validation=[BATCH] * ranks.world,
         callbacks=callbacks[::-1] if done else callbacks, cadence=Cadence(log=3, checkpoint=100, validate=1),
@@ -171,26 +171,6 @@ def test_all_ranks_stop_at_5_and_hold_the_best_weights(tmp_path: Path) -> None:
         assert (step, reason) == (5, STOPPED)
         assert same(weights, best.weights)
         assert not same(weights, last.weights)
-
-
-def test_the_result_of_a_run_that_ends_after_its_best_step_is_that_of_the_best_one(tmp_path: Path) -> None:
-    """Before its first logging step, too: the loss is the mean of the steps so far."""
-    losses, results = (3.0, 1.0, 2.0), []
-    for name, stops_early in (("last", None), ("best", {"patience": 9})):
-        config = settings_of_training(tokens=3 * 96, validate_every_steps=1, early_stopping=stops_early)
-        model = tiny_model()
-        recorder = Recorder()
-        trainer = make_trainer(
-            config, model, NumberedRows(52), directory=tmp_path / name, validation=[BATCH], keep=9,
-            callbacks=[recorder], cadence=Cadence(log=9, checkpoint=9, validate=1),
-            task=Scripted(config, model, losses=losses),
-        )  # fmt: skip
-        results.append(trainer.fit())
-    last, best = results
-    assert (last.kept_step, last.validation_loss, last.loss) == (3, 2.0, recorder.figures("loss")[-1])
-    assert (best.kept_step, best.validation_loss, best.step, best.tokens) == (2, 1.0, 3, 3 * 96)
-    totals = [(record.loss * record.live_tokens, record.live_tokens) for record in recorder.steps[:2]]
-    assert best.loss == pytest.approx(sum(loss for loss, _ in totals) / sum(targets for _, targets in totals))
 
 
 def test_a_metrics_file_that_continues_loses_what_comes_again_and_what_is_torn(tmp_path: Path) -> None:

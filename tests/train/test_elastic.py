@@ -10,7 +10,6 @@ from support.tiny_data import NumberedRows
 from support.tiny_trainers import ALONE, Recorder, WatchedTask, in_ranks, make_trainer, settings_of_training, tiny_model
 
 from ttrain.config import Optim
-from ttrain.errors import UsageError
 from ttrain.train.distributed import Ranks
 from ttrain.train.training_options import Cadence
 
@@ -60,23 +59,3 @@ def test_any_number_of_ranks_continues_one_run(tmp_path: Path) -> None:
     consumed = np.concatenate([straight["rows"][step] for step in sorted(straight["rows"])])
     for epoch in range(3):
         assert sorted(consumed[epoch * 13 : epoch * 13 + 13]) == list(range(13))
-
-
-def test_another_global_batch_is_refused_unless_allowed(tmp_path: Path) -> None:
-    def run(tokens_per_step: int, **options: Any) -> dict[str, Any]:
-        config, recorder = settings_of_training(tokens=6 * 96, tokens_per_step=tokens_per_step), Recorder()
-        identity = {"tokens_per_step": tokens_per_step, "optim.lr": 1e-2}
-        common: dict[str, Any] = {"directory": tmp_path, "callbacks": [recorder], "total_rows": 36}
-        trainer = make_trainer(config, tiny_model(layers=1), NumberedRows(36), identity=identity, **common, **options)
-        result = trainer.fit()
-        return {"rows": recorder.rows(), "first": result.resumed_from_step, "steps": result.step}
-
-    before = run(96, stop_after=3)
-    with pytest.raises(UsageError, match=r"tokens_per_step: 96 → 192.*allow"):
-        run(192)
-    with pytest.raises(UsageError, match=r"18 rows.*12 rows"):
-        run(192, allow=frozenset({"tokens_per_step"}))
-    after = run(48, allow=frozenset({"tokens_per_step"}))
-    assert (after["first"], after["steps"]) == (6, 12)
-    rows = [row for step in (before["rows"], after["rows"]) for number in sorted(step) for row in step[number]]
-    assert sorted(rows) == list(range(36)), "no row is lost or repeated"

@@ -66,15 +66,6 @@ def test_a_fused_layer_gives_what_the_layer_of_transformers_gives(name: str) -> 
     assert all(parameter is before[key] for key, parameter in module.named_parameters())
 
 
-def test_a_gated_layer_with_another_activation_stays_as_it_is() -> None:
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaMLP
-
-    module = LlamaMLP(LlamaConfig(hidden_size=16, intermediate_size=40, num_attention_heads=2, hidden_act="gelu"))
-    fuse(module)
-    assert "forward" not in vars(module)
-
-
 def adapted(**settings: Any) -> Any:
     base = tiny_model(kv_heads=1)
     for number, layer in enumerate(base.model.layers):

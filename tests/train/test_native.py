@@ -130,7 +130,6 @@ def test_norms_are_those_of_torch(kind: torch.dtype) -> None:
     expected.backward(grad.double())  # type: ignore[no-untyped-call]
     out, scale = native.norm(x, weight, 1e-5, kind)
     assert close(out, expected, kind)
-    assert torch.equal(native.norm(x, weight, 0.0, kind, scale)[0], out)
     of_x, of_weight = native.norm_slopes(grad, x, weight, scale)
     assert torch.allclose(of_x.double(), exact[0].grad, rtol=1e-4, atol=1e-5)
     assert torch.allclose(of_weight.double(), exact[1].grad, rtol=1e-4, atol=1e-4)
@@ -199,23 +198,6 @@ def test_attention_and_its_gradients_are_those_of_torch(shape: str, kind: torch.
     found = ours()
     for name in expected:
         assert distance({name: expected[name]}, {name: found[name]}) < (0.008 if kind == BF16 else 1e-6), name
-
-
-@pytest.mark.parametrize("factor", [300.0, 1e5])
-def test_large_scores_lose_no_digits(factor: float, kind: torch.dtype) -> None:
-    """Weights of 0 and 1 alone, as in a model that diverges; a top that was rounded otherwise gave 2^(1000)."""
-    states = [random(1, 40, 2, 32, seed=seed) for seed in range(3)]
-    places, results = Records(torch.zeros(1, 40, dtype=torch.int64)).places, []
-    for dtype in (kind, torch.float64):
-        leaves = [(state * size).to(dtype).requires_grad_() for state, size in zip(states, (factor, factor, 1), strict=True)]
-        if dtype == kind:
-            out = native.Attention.apply(*leaves, None, 0.0, None, 0.0, None, places, 32**-0.5)  # type: ignore[no-untyped-call]
-        else:
-            flat = [leaf.transpose(1, 2) for leaf in leaves]
-            out = F.scaled_dot_product_attention(*flat, is_causal=True).transpose(1, 2)
-        out.backward(random(1, 40, 2, 32, seed=9).to(dtype))
-        results.append({"out": out.detach(), "value": leaves[2].grad})
-    assert distance(results[1], results[0]) < 0.01
 
 
 def test_the_number_of_threads_changes_no_bit(threads: Callable[[int], None], kind: torch.dtype) -> None:

@@ -110,10 +110,10 @@ def test_running_statistics_are_those_of_rank_0_on_all_ranks(tmp_path: Path) -> 
     """Batch normalization on two ranks: what a checkpoint keeps is what every rank has."""
 
     def statistics(ranks: Ranks) -> Any:
-        from ttrain.train.parallel import parallelize
+        from ttrain.train.parallel import place
 
         module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-        way = parallelize(module, ranks, "ddp")
+        way, _ = place(module, ranks, "ddp", None)
         for step in range(3):
             torch.manual_seed(step * 2 + ranks.rank)
             way.module(torch.randn(4, 3)).sum().backward()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.comparing import copies, distance, same
 from support.tiny_data import NumberedRows
-from support.tiny_trainers import ALONE, Recorder, WatchedTask, in_ranks, make_trainer, settings_of_training, tiny_model
+from support.tiny_trainers import ALONE, Recorder, WatchedTask, make_trainer, settings_of_training, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ttrain.config import Optim
@@ -116,15 +116,6 @@ def test_the_run_ends_with_the_weights_before_the_step_and_names_its_rows(tmp_pa
     assert distance(*(dict(snapshot.weights) for snapshot in snapshots)) < 1e-5
     names = ("rows", "optimizers")
     assert [snapshots[0].state[name] for name in names] == [snapshots[1].state[name] for name in names]
-
-
-def test_two_ranks_that_defer_train_as_one_that_reads(tmp_path: Path) -> None:
-    def logged(ranks: Ranks) -> list[float]:
-        trainer, recorder = trainer_of(DEFERRED if ranks.world > 1 else Speed(), ranks=ranks, kind="adamw")
-        trainer.fit()
-        return recorder.figures("loss")
-
-    assert in_ranks(2, tmp_path, logged)[0] == pytest.approx(logged(ALONE), rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["adam", "adamw", "muon"])

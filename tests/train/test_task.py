@@ -133,15 +133,6 @@ def test_regression_comes_below_a_hundredth_in_ten_seconds(tmp_path: Path) -> No
     assert figures["validation_loss"] < 0.01 < 0.1 < float(Regression(Regression.Config()).heldout_rows().tensors[1].var())
 
 
-def test_parts_of_a_loss_are_logged_by_name_and_add_up(tmp_path: Path) -> None:
-    run(tmp_path, "epochs=2", "penalty=0.5", rows_per_device=7)
-    logged = metrics(tmp_path)
-    assert logged
-    for found in logged:
-        assert found["loss"] == pytest.approx(found["loss_error"] + found["loss_size"], rel=1e-6)
-        assert found["loss_error"] > 0 and found["loss_size"] > 0
-
-
 def test_a_stopped_training_continues_bit_for_bit(tmp_path: Path) -> None:
     settings = ("epochs=1", "rows_per_step=9", "optim.lr=0.05")
     whole = run(tmp_path / "whole", *settings)

@@ -14,9 +14,7 @@ class Night(Section):
     start: TimeOfDay = setting("22:00", "hour:minute; included")
     end: TimeOfDay = setting("08:00", "hour:minute; not included. The same as start: all day")
     timezone: TimeZone | None = setting(None, "such as Europe/Berlin; empty: the machine's own")
-    memory_share: float | None = setting(
-        None, "of the GPU, or of the machine for all ranks on a CPU; a rank keeps what it has used before", gt=0, le=1
-    )
+    memory_share: float | None = setting(None, "of a GPU; a rank keeps what it has used before", gt=0, le=1)
 
 
 class Runtime(Section):

@@ -14,10 +14,11 @@ from torch.nn import functional as F
 
 from ttrain.data.packing import IGNORE
 from ttrain.inference.loading import causal_of
-from ttrain.train.losses import SLICE_ENTRIES, default_chunk_tokens
+from ttrain.train.losses import default_chunk_tokens
 
 Parts = tuple[nn.Module, nn.Module]  # the decoder and the output head of a model
 PROBED_TOKENS = 8
+SLICE_ENTRIES = 1 << 18  # of softmax on a CPU: a megabyte of fp32, so that its passes stay in the cache of a core
 
 
 @final

@@ -94,9 +94,6 @@ class LowRank(torch.autograd.Function):
 
 NAME = "default"
 
-# Relative to the effect of the tokens: rounding is 1e-5 in fp32, and a few percent over 4-bit weights in bf16.
-TOLERANCE = 0.2
-
 
 class PrefixModel(PeftModelForCausalLM):  # type: ignore[misc]  # PEFT has no types
     """PEFT's model that can also be called token by token with its cache: PEFT alone would start over.
@@ -119,36 +116,34 @@ class PrefixModel(PeftModelForCausalLM):  # type: ignore[misc]  # PEFT has no ty
 def attach(model: PreTrainedModel, config: Lora) -> PrefixModel:
     """Add a prefix of random keys and values, as PEFT draws them, to a model and freeze the base.
 
-    Raises UsageError if there are too few positions, or if the architecture's attention ignores given keys and values:
-    tested with those of some tokens, which must have the same effect as the tokens themselves.
+    Raises UsageError if there are too few positions, or if the architecture caches other things than keys and values.
     """
     from peft import PrefixTuningConfig, TaskType
 
     _check_positions(model, config)
-    training = model.training
-    model.eval()
-    ids_1P, probe_1T = _random_tokens(model, config.seed, config.virtual_tokens), _random_tokens(model, config.seed + 1, 4)
-    keys_values_LPGK = _keys_and_values(model, ids_1P)
-    layers, virtual, heads, width = keys_values_LPGK.shape
+    was_training = model.training
+    probe_11 = torch.ones((1, 1), dtype=torch.long, device=model.device)
+    with torch.no_grad():
+        cache = getattr(model.eval()(input_ids=probe_11, use_cache=True), "past_key_values", None)
+    layers = getattr(cache, "layers", ())
+    states = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
+    shapes: set[Any] = {None if state is None else state.shape for state in states}
+    if len(shapes) != 1 or None in shapes:
+        raise UsageError(
+            f"lora.kind is prefix, but a model of the kind {model.config.model_type} does not cache keys and values of one "
+            f"shape in every layer; set lora.kind=lora"
+        )
+    [(_, heads, _, width)] = shapes
     settings = PrefixTuningConfig(
         task_type=TaskType.CAUSAL_LM,
-        num_virtual_tokens=virtual,
-        num_layers=layers // 2,
+        num_virtual_tokens=config.virtual_tokens,
+        num_layers=len(layers),
         num_attention_heads=heads,
         token_dim=heads * width,
         num_transformer_submodules=1,
     )
-    with torch.no_grad():
-        without_1TV = model(input_ids=probe_1T, use_cache=False).logits
-        expected_1TV = model(input_ids=torch.cat([ids_1P, probe_1T], 1), use_cache=False).logits[:, virtual:]
-        adapted = PrefixModel(model, settings)
-        fresh = weight(adapted).clone()
-        weight(adapted).copy_(keys_values_LPGK.transpose(0, 1).flatten(1))
-        found_1TV = adapted(input_ids=probe_1T, use_cache=False).logits
-        weight(adapted).copy_(fresh)
-    if float((found_1TV - expected_1TV).norm()) > TOLERANCE * float((without_1TV - expected_1TV).norm()):
-        raise _refusal(model, "ignores keys and values that it is given")
-    adapted.train(training)
+    adapted = PrefixModel(model, settings)
+    adapted.train(was_training)
     return adapted
 
 
@@ -156,24 +151,6 @@ def weight(model: PrefixModel, name: str = NAME) -> Tensor:
     """The prefix, [P, L*2*G*K], as PEFT's file holds it."""
     prefix_weight: Tensor = model.prompt_encoder[name].embedding.weight
     return prefix_weight
-
-
-def _keys_and_values(model: PreTrainedModel, ids_1P: Tensor) -> Tensor:
-    """[2L, P, G, K]: keys and values of each layer in turn, for these tokens."""
-    with torch.no_grad():
-        cache = getattr(model(input_ids=ids_1P, use_cache=True), "past_key_values", None)
-    layer_pairs = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in getattr(cache, "layers", ())]
-    parts = [tensor for pair in layer_pairs for tensor in pair if tensor is not None]
-    if not parts or len(parts) < 2 * len(layer_pairs):
-        raise _refusal(model, "caches other things than keys and values of every layer")
-    if len({tensor.shape for tensor in parts}) > 1:
-        raise _refusal(model, "caches keys and values of different shapes")
-    return torch.cat(parts).transpose(1, 2).float()
-
-
-def _refusal(model: PreTrainedModel, why: str) -> UsageError:
-    kind = model.config.model_type
-    return UsageError(f"lora.kind is prefix, but a model of the kind {kind} {why}; set lora.kind=lora")
 
 
 def _check_positions(model: PreTrainedModel, config: Lora) -> None:
@@ -186,10 +163,3 @@ def _check_positions(model: PreTrainedModel, config: Lora) -> None:
             f"lora.row_length is {config.row_length} and lora.virtual_tokens {config.virtual_tokens}, together {needed} "
             f"positions, but the base model has {limit}; {fix}"
         )
-
-
-def _random_tokens(model: PreTrainedModel, seed: int, count: int) -> Tensor:
-    """[1, count] ids, without id 0, which some models take for padding."""
-    vocab_size = model.config.get_text_config().vocab_size
-    ids = torch.randint(1, vocab_size, (1, count), generator=torch.Generator().manual_seed(seed))
-    return ids.to(model.device)

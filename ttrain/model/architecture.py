@@ -6,6 +6,7 @@ setting that the architecture does not have is refused, never ignored.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import difflib
@@ -166,14 +167,12 @@ def _fields(config: Model, names: FieldNames) -> Fields:
 def _typed(value: Any, kind: Any) -> Any:
     """Convert a number to the field's type: 1 to float, and 1e-6, which YAML reads as a string."""
     types = get_args(kind) or (kind,)
-    if float not in types or isinstance(value, bool) or str in types:
+    is_number = isinstance(value, str) or (isinstance(value, int) and int not in types)
+    if float not in types or str in types or isinstance(value, bool) or not is_number:
         return value
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return float(value) if isinstance(value, int) and int not in types else value
+    with contextlib.suppress(ValueError):
+        return float(value)
+    return value
 
 
 def _set_rope(config: Model, hf_config: PretrainedConfig, names: FieldNames) -> None:

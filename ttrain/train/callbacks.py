@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from ttrain.core.files import ProgressWriter, write_bytes
+from ttrain.core.files import ProgressWriter, fsync, write_bytes
 from ttrain.core.text import format_duration
 from ttrain.data.order import Order
 from ttrain.errors import TTrainError, UsageError
@@ -147,16 +146,13 @@ def installed_callbacks(*, may_stop: bool) -> list[Callback]:
     for point in sorted(entry_points(group=GROUP)):
         try:
             callback = point.load()()
+            if not isinstance(callback, Callback):
+                raise TypeError(f"{type(callback).__name__} is not derived from ttrain.train.callbacks.Callback")
         except Exception as error:
             raise UsageError(
                 f"the callback {point.name} ({point.value}, of the entry points {GROUP}) raised {error!r}; fix or "
                 f"uninstall its package"
             ) from error
-        if not isinstance(callback, Callback):
-            raise UsageError(
-                f"the callback {point.name} ({point.value}, of the entry points {GROUP}) is a {type(callback).__name__}; "
-                f"derive it from ttrain.train.callbacks.Callback"
-            )
         callback.may_stop = may_stop
         callbacks.append(callback)
     return callbacks
@@ -189,29 +185,18 @@ class MetricsFile(Callback):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: IO[str] | None = None
 
     def start(self, step: int, steps: int) -> None:
         truncate_after(self.path, step)
-        self._file = self.path.open("a")
 
     def log(self, record: LogRecord) -> None:
-        assert self._file is not None, "start() comes first"
         finite = {name: value if math.isfinite(value) else None for name, value in record.metrics.items()}
         line = {"step": record.step, "tokens": record.tokens, "time": time.time(), "metrics": finite}
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
     def saved(self, step: int) -> None:
-        assert self._file is not None, "start() comes first"
-        os.fsync(self._file.fileno())
-
-    def end(self, step: int) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def failed(self, error: BaseException) -> None:
-        self.end(0)
+        fsync(self.path)
 
 
 class ProgressBar(Callback):
@@ -277,16 +262,16 @@ class CallbackList:
 
     def epoch_start(self, step: int, *, continued: bool) -> None:
         """Dispatch `epoch_start` for epochs whose first row is in this step, or in which the run begins."""
-        first_row_epoch, last_row_epoch, start, _ = self._epochs(step)
-        first = first_row_epoch if continued or start % self._order.rows == 0 else first_row_epoch + 1
-        for epoch in range(first, last_row_epoch + 1):
+        start, end = self._rows(step)
+        first = start // self._order.rows if continued else -(-start // self._order.rows)
+        for epoch in range(first, -(-end // self._order.rows)):
             self.dispatch("epoch_start", epoch)
 
     def epoch_end(self, step: int) -> None:
         """Dispatch `epoch_end` for epochs whose last row is in this step, or with which the run ends."""
-        first_row_epoch, last_row_epoch, _, end = self._epochs(step)
-        over = end % self._order.rows == 0 or end == self._order.total_rows
-        for epoch in range(first_row_epoch, last_row_epoch + 1 if over else last_row_epoch):
+        start, end = self._rows(step)
+        begun, ended = -(-end // self._order.rows), end // self._order.rows
+        for epoch in range(start // self._order.rows, begun if end == self._order.total_rows else ended):
             self.dispatch("epoch_end", epoch)
 
     def figures(self, event: str, *arguments: Any) -> dict[str, float]:
@@ -329,12 +314,10 @@ class CallbackList:
             if type(callback).__name__ in states:
                 callback.load_state(states[type(callback).__name__])
 
-    def _epochs(self, step: int) -> tuple[int, int, int, int]:
-        """(epoch of the first row, of the last row, index of the first row, index after the last row) of a step."""
-        order = self._order
-        start = step * order.rows_per_step
-        end = min(start + order.rows_per_step, order.total_rows)
-        return start // order.rows, (end - 1) // order.rows, start, end
+    def _rows(self, step: int) -> tuple[int, int]:
+        """Index of the first row of a step, and after its last one."""
+        start = step * self._order.rows_per_step
+        return start, min(start + self._order.rows_per_step, self._order.total_rows)
 
 
 def _call(callback: Callback, event: str, *arguments: Any) -> Any:

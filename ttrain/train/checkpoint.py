@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from pathlib import Path
@@ -213,13 +213,9 @@ class Checkpoints:
         """Remove checkpoints that are not retained, and damaged ones, once the newest is durable."""
         ranked = self._ranked()
         steps = [step_of(path) for path in list_checkpoints(self.directory) if path not in self._damaged]
-        retained_steps = kept_steps(
-            steps,
-            keep=self._keep,
-            keep_every=self._keep_every,
-            permanent=self._permanent,
-            best=ranked[0][1] if ranked else None,
-        )
+        retained_steps = {*sorted({*steps})[-self._keep :], *self._permanent, *(step for _, step, _ in ranked[:1])}
+        if self._keep_every:
+            retained_steps |= {step for step in steps if step % self._keep_every == 0}
         for path in list_checkpoints(self.directory):
             if step_of(path) not in retained_steps:
                 remove_tree(path)
@@ -254,18 +250,6 @@ class Checkpoints:
             log.warning("the file %s is damaged; searching the checkpoints for the best", path)
             return None
         return step
-
-
-def kept_steps(
-    steps: Collection[int], *, keep: int, keep_every: int, permanent: Collection[int], best: int | None
-) -> frozenset[int]:
-    """Steps to retain: the newest, those of the cadence, the permanent ones, the best."""
-    newest = sorted({*steps})[-keep:]
-    return frozenset(
-        step
-        for step in steps
-        if step in newest or step in permanent or step == best or (keep_every > 0 and step % keep_every == 0)
-    )
 
 
 NICENESS = 10  # of 19
@@ -316,16 +300,12 @@ def write_failure_message(directory: Path, snapshot: Snapshot, error: OSError, w
     else:
         message += f"the checkpoint of step {whole} is intact, and the same command continues from it"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        free = format_size(shutil.disk_usage(directory).free)
         return (
-            f"{message}. It needs {format_size(needed_bytes(snapshot))}, and {_free(directory)}: make room, set "
+            f"{message}. It needs {format_size(needed_bytes(snapshot))}, and {free} are free: make room, set "
             f"runtime.keep_checkpoints=1, or set TTRAIN_HOME to a larger disk"
         )
     return f"{message}. Check whether the disk is failing (see `dmesg`), or set TTRAIN_HOME to another one"
-
-
-def _free(directory: Path) -> str:
-    size = format_size(shutil.disk_usage(directory).free)
-    return f"{size} are free"
 
 
 def lower_priority() -> None:

@@ -128,12 +128,6 @@ def share_cores(threads: int | None) -> int:
     return local_rank
 
 
-def global_norm(parameters: list[Tensor]) -> Tensor:
-    """L2 norm of all gradients together."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    return torch.nn.utils.get_total_norm(gradients)
-
-
 def full_tensor(tensor: Tensor) -> Tensor:
     """Gather a sharded tensor from all ranks, which must all call this; return any other tensor unchanged."""
     gather: Any = getattr(tensor, "full_tensor", None)

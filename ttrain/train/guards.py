@@ -10,11 +10,9 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from ttrain.core.text import first_of
 from ttrain.data.order import Order
@@ -24,25 +22,6 @@ from ttrain.train.trainer import QUICK
 ROWS_SHOWN = 8
 
 log = logging.getLogger("ttrain")
-
-
-class GuardLog:
-    """Writes warnings to a file and to the log."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def cut(self, step: int) -> None:
-        """Drop the lines that are written again when the run continues at `step`."""
-        truncate_after(self.path, step)
-
-    def warn(self, guard: str, step: int, message: str, rows: Sequence[int]) -> None:
-        """Write a warning; the log gets the first rows only."""
-        shown = first_of(rows, ROWS_SHOWN)
-        log.warning("guard %s: step %d: %s; rows %s", guard, step, message, shown)
-        line = {"step": step, "guard": guard, "message": message, "rows": list(rows), "time": time.time()}
-        with self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
 
 
 def counts(path: Path) -> dict[str, int]:
@@ -56,14 +35,19 @@ class Guard(Callback):
 
     name: str
 
-    def __init__(self, book: GuardLog) -> None:
-        self._guard_log = book
+    def __init__(self, path: Path) -> None:
+        self._path = path
 
     def start(self, step: int, steps: int) -> None:
-        self._guard_log.cut(step)
+        truncate_after(self._path, step)
 
-    def _warn(self, step: int, message: str, rows: Callable[[], npt.NDArray[np.int64]]) -> None:
-        self._guard_log.warn(self.name, step, message, rows().tolist())
+    def _warn(self, step: int, message: str, record: StepRecord) -> None:
+        """Write a warning; the log gets the first rows only."""
+        rows = record.rows().tolist()
+        log.warning("guard %s: step %d: %s; rows %s", self.name, step, message, first_of(rows, ROWS_SHOWN))
+        line = {"step": step, "guard": self.name, "message": message, "rows": rows, "time": time.time()}
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 class LossSpike(Guard):
@@ -78,8 +62,8 @@ class LossSpike(Guard):
     WINDOW, FEWEST = 50, 20  # steps
     DEVIATIONS, LEAST_DEVIATION = 6.0, 0.02
 
-    def __init__(self, book: GuardLog) -> None:
-        super().__init__(book)
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
         self._losses: list[float] = []
         self._high = False
 
@@ -91,7 +75,7 @@ class LossSpike(Guard):
             high = record.loss > mean + self.DEVIATIONS * max(deviation, self.LEAST_DEVIATION * abs(mean))
             if high and not self._high:
                 baseline = f"{mean:.3g} ± {deviation:.2g} over the {len(self._losses)} steps before"
-                self._warn(record.step, f"the loss is {record.loss:.4g}, after {baseline}", record.rows)
+                self._warn(record.step, f"the loss is {record.loss:.4g}, after {baseline}", record)
             self._high = high
         self._losses = [*self._losses, record.loss][-self.WINDOW :]
 
@@ -104,8 +88,8 @@ class Overfit(Guard):
     RISES = 3
     LEAST_RISE = 0.01
 
-    def __init__(self, book: GuardLog, order: Order) -> None:
-        super().__init__(book)
+    def __init__(self, path: Path, order: Order) -> None:
+        super().__init__(path)
         self._order = order
         self._loss, self._live_tokens = 0.0, 0  # since the last validation
         self._low: tuple[int, float, float] | None = None  # (step, training loss, validation loss) that rises follow
@@ -144,11 +128,10 @@ class Overfit(Guard):
                 f"the validation loss has risen since step {since}, {low:.4g} → {loss:.4g}, while the training loss fell, "
                 f"{train_then:.4g} → {train:.4g}; each row was read {times:.1f} times: set early_stopping, train for fewer "
                 f"tokens, or bring more data",
-                self._record.rows,
+                self._record,
             )
 
 
 def default_guards(path: Path, order: Order) -> list[Callback]:
     """All guards, writing to `path`."""
-    book = GuardLog(path)
-    return [LossSpike(book), Overfit(book, order)]
+    return [LossSpike(path), Overfit(path, order)]

@@ -5,7 +5,6 @@ Letters in names: B rows, T positions, H heads, K width of a head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import MethodType
 from typing import Any, cast
 
@@ -46,75 +45,39 @@ def fuse(model: nn.Module) -> None:
             module.forward = MethodType(_rotary_attention, module)
 
 
-def _norm(self: Any, hidden: Tensor) -> Tensor:
-    output: Tensor
+def _norm(self: Any, hidden: Tensor) -> Any:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or hidden.dtype != torch.float32:
-        output = type(self).forward(self, hidden)
-    else:
-        dtype = autocast_dtype(hidden.device, hidden.dtype)
-        output, scale = _RMSNorm.apply(hidden, self.weight, self.variance_epsilon, dtype)  # type: ignore[no-untyped-call]  # torch's
-        source = hidden.detach(), scale, self.weight.detach()
-        cast(Any, output).ttrain_source = output._version, source  # for `source_of`
-    return output
+        return type(self).forward(self, hidden)
+    dtype = autocast_dtype(hidden.device, hidden.dtype)
+    return _RMSNorm.apply(hidden, self.weight, self.variance_epsilon, dtype)  # type: ignore[no-untyped-call]  # torch's
 
 
-def _gated(self: Any, hidden: Tensor) -> Tensor:
-    output: Tensor
+def _gated(self: Any, hidden: Tensor) -> Any:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        output = type(self).forward(self, hidden)
-    else:
-        projections = (self.gate_proj, self.up_proj, self.down_proj)
-        if all(type(projection) is nn.Linear and projection.bias is None for projection in projections):
-            x = hidden.to(autocast_dtype(hidden.device, hidden.dtype))
-            output = _GatedLayer.apply(x, *(projection.weight for projection in projections), source_of(x))  # type: ignore[no-untyped-call]  # torch's
-        else:  # some are an adapter's
-            output = self.down_proj(_SwiGLU.apply(self.gate_proj(hidden), self.up_proj(hidden)))  # type: ignore[no-untyped-call]  # torch's
-    return output
-
-
-Source = tuple[Tensor, Tensor, Tensor]  # what a norm makes its output of: hidden states, inverse RMS, weight
-
-
-def source_of(x: Tensor) -> Source | None:
-    """Of what a norm made this tensor, where it is the output of one and was not changed since."""
-    version, source = getattr(x, "ttrain_source", (None, None))
-    return source if version == x._version else None
-
-
-def _scaled(x: Tensor, scale: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    if native.takes_norm(dtype, x, weight):
-        return native.norm(x, weight, 0.0, dtype, scale)[0]
-    return (x * scale).mul_(weight).to(dtype)
-
-
-def _kept(x: Tensor, source: Source | None) -> tuple[Tensor, ...]:
-    """What a layer keeps of its input: what the norm before it keeps anyway, and makes the same bits of, or itself."""
-    return source or (x,)
-
-
-def _restored(kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-    """The input of which `_kept` is left."""
-    x, *others = kept
-    return _scaled(x, others[0], others[1], dtype) if others else x
+        return type(self).forward(self, hidden)
+    gate, up, down = self.gate_proj(hidden), self.up_proj(hidden), self.down_proj
+    bias = getattr(down, "bias", None)
+    if type(down) is nn.Linear and bias is None:
+        return _GatedProduct.apply(gate, up, down.weight)  # type: ignore[no-untyped-call]  # torch's
+    return down(_SwiGLU.apply(gate, up))  # type: ignore[no-untyped-call]  # an adapter's
 
 
 class _RMSNorm(torch.autograd.Function):
-    """y = weight x / rms(x) (arXiv:1910.07467), computed in fp32, returned in `dtype`; and 1 / rms(x)."""
+    """y = weight x / rms(x) (arXiv:1910.07467), computed in fp32, returned in `dtype`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
         if native.takes_norm(dtype, x, weight):
             output, scale = native.norm(x, weight, epsilon, dtype)
         else:
             scale = _inverse_rms(x, epsilon)
-            output = _scaled(x, scale, weight, dtype)
+            output = (x * scale).mul_(weight).to(dtype)
         ctx.save_for_backward(x, weight, scale)
-        ctx.mark_non_differentiable(scale)
-        return output, scale
+        return output
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
         is_native = native.takes(grad) and native.takes_norm(grad.dtype, x, weight)
         return *(native.norm_slopes if is_native else _rms_slopes)(grad, x, weight, scale), None, None
@@ -132,67 +95,23 @@ def _activated_slopes(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, T
     return activated * up, torch.ops.aten.silu_backward(grad * up, gate), activated.mul_(grad)
 
 
-class _GatedLayer(torch.autograd.Function):
-    """y = (silu(x G) (x U)) D (arXiv:2002.05202), in the type of x.
-
-    What D multiplies is computed again for its gradient, weights are cast again, and x is made again of what the norm before
-    it keeps.
-    """
+class _GatedProduct(torch.autograd.Function):
+    """y = (silu(gate) up) D (arXiv:2002.05202). What D multiplies is computed again for its gradient, and not kept."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, source: Source | None
-    ) -> Tensor:
-        gate, up = F.linear(x, gate_weight.to(x.dtype)), F.linear(x, up_weight.to(x.dtype))
-        ctx.save_for_backward(gate, up, gate_weight, up_weight, down_weight, *_kept(x, source))
-        return F.linear(_activated(gate, up), down_weight.to(x.dtype))
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        return F.linear(_activated(gate, up), weight.to(gate.dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up, gate_weight, up_weight, down_weight, *kept = ctx.saved_tensors
-        inner = grad.flatten(0, -2).mm(down_weight.to(gate.dtype)).view_as(gate)
+        gate, up, weight = ctx.saved_tensors
+        inner = grad.flatten(0, -2).mm(weight.to(gate.dtype)).view_as(gate)
         activated, of_gate, of_up = _activated_slopes(inner, gate, up)
-        of_down = _weight_slopes(grad, activated, down_weight) if ctx.needs_input_grad[3] else None
-        slopes, weights = (of_gate, of_up), (gate_weight, up_weight)
-        return *_product_slopes(slopes, weights, tuple(kept), ctx.needs_input_grad), of_down, None
-
-
-class _Projections(torch.autograd.Function):
-    """Queries, keys and values of x, in its type; weights are cast again, and x is made again, for the gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, query: Tensor, key: Tensor, value: Tensor, source: Source | None) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(query, key, value, *_kept(x, source))
-        return tuple(F.linear(x, weight.to(x.dtype)) for weight in (query, key, value))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, *kept = ctx.saved_tensors
-        return *_product_slopes(grads, (query, key, value), tuple(kept), ctx.needs_input_grad), None
-
-
-def _product_slopes(
-    grads: Sequence[Tensor], weights: Sequence[Tensor], kept: tuple[Tensor, ...], needed: Sequence[bool]
-) -> list[Tensor | None]:
-    """Gradients of the input of several products, of which `kept` is left, and of their weights, as far as they are needed.
-
-    The last product comes first, as in autograd's own sums.
-    """
-    dtype = grads[0].dtype
-    pairs = [*zip(grads, weights, needed[1:], strict=False)]
-    x = _restored(kept, dtype) if any(need for _, _, need in pairs) else None
-    of_weights = [_weight_slopes(grad, x, weight) if x is not None and need else None for grad, weight, need in pairs]
-    of_x = None
-    for grad, weight, _ in reversed(pairs) if needed[0] else ():
-        slopes = grad.flatten(0, -2).mm(weight.to(dtype)).view(*grad.shape[:-1], -1)
-        of_x = slopes if of_x is None else of_x.add_(slopes)
-    return [of_x, *of_weights]
-
-
-def _weight_slopes(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """Gradient of the weight of a product with x."""
-    return grad.flatten(0, -2).t().mm(x.flatten(0, -2)).to(weight.dtype)
+        if not ctx.needs_input_grad[2]:
+            return of_gate, of_up, None
+        return of_gate, of_up, grad.flatten(0, -2).t().mm(activated.flatten(0, -2)).to(weight.dtype)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -217,11 +136,10 @@ def _rotary_attention(
     attention_mask: Tensor | None = None,
     past_key_values: Any = None,
     **others: Any,
-) -> tuple[Tensor, Tensor | None]:
-    def of_transformers() -> tuple[Tensor, Tensor | None]:
+) -> Any:
+    def of_transformers() -> Any:
         inputs = hidden_states, position_embeddings, attention_mask
-        output: tuple[Tensor, Tensor | None] = type(self).forward(self, *inputs, past_key_values=past_key_values, **others)
-        return output
+        return type(self).forward(self, *inputs, past_key_values=past_key_values, **others)
 
     records, dtype = cast(Records | None, others.get("records")), autocast_dtype(hidden_states.device, hidden_states.dtype)
     dropout = self.attention_dropout if self.training else 0.0
@@ -237,20 +155,11 @@ def _rotary_attention(
     widths = {tensor.shape[-1] for tensor in beside}
     if not (native.takes_heads(dtype, K, hidden_states) and native.takes(*beside, dtype=torch.float32) and widths == {K}):
         return of_transformers()
-    states = [state.to(dtype).view(B, T, -1, K).contiguous() for state in _projected(self, hidden_states)]
+    projections = (self.q_proj, self.k_proj, self.v_proj)
+    states = [layer(hidden_states).to(dtype).view(B, T, -1, K).contiguous() for layer in projections]
     arguments = *norms[0], *norms[1], angles, records.places, self.scaling
     mixed_BTHK = native.Attention.apply(*states, *arguments)  # type: ignore[no-untyped-call]  # torch's
     return self.o_proj(mixed_BTHK.view(B, T, -1)), None
-
-
-def _projected(self: Any, hidden: Tensor) -> Sequence[Tensor]:
-    """Queries, keys and values."""
-    projections = (self.q_proj, self.k_proj, self.v_proj)
-    if not torch.is_grad_enabled() or not all(type(layer) is nn.Linear and layer.bias is None for layer in projections):
-        return [projection(hidden) for projection in projections]
-    x = hidden.to(autocast_dtype(hidden.device, hidden.dtype))
-    states: tuple[Tensor, ...] = _Projections.apply(x, *(layer.weight for layer in projections), source_of(x))  # type: ignore[no-untyped-call]  # torch's
-    return states
 
 
 def _inverse_rms(x: Tensor, epsilon: float) -> Tensor:

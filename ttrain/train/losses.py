@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from ttrain.data.packing import IGNORE
 from ttrain.train import native
 from ttrain.train.precision import autocast_dtype
 
 FEW_ROWS = 64
-
-SLICE_ENTRIES = 1 << 18  # of softmax on a CPU: a megabyte of fp32, so that its passes stay in the cache of a core
 
 KEPT_ENTRIES = 1 << 24  # of the gradients of logits, until the backward pass: 64 MB of fp32
 
@@ -120,7 +119,7 @@ class _LinearTokenLoss(torch.autograd.Function):
                 logits = hidden @ weight.T
                 if hits is not None:
                     hits += count_hits(logits, labels)
-                total += score(logits, labels, wide, scale if gradients else None)
+                total += score(logits, labels, wide, scale if gradients else None).sum()
                 if grad_hidden is not None:
                     grad_hidden.index_copy_(0, rows, _product(logits, weight).div_(scale).to(grad_hidden.dtype))
                 if grad_weight is not None:
@@ -143,91 +142,67 @@ def linear_token_losses(hidden_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor
     The gradients of the logits are kept where they have at most `KEPT_ENTRIES` entries, else computed again, chunk by
     chunk, in the backward pass.
     """
-    arguments = _arguments(hidden_BTD, weight_VD, labels_BT, chunk_tokens)
-    losses_N: Tensor = _LinearTokenLosses.apply(*arguments)  # type: ignore[no-untyped-call]  # torch's
+    hidden_ND, weight_VD, labels_N, chunk_tokens, gradients = _arguments(hidden_BTD, weight_VD, labels_BT, chunk_tokens)
+    rows_N = live_rows(labels_N)
+    keeps_slopes = len(rows_N) * len(weight_VD) <= KEPT_ENTRIES or not gradients
+    dtype = torch.promote_types(autocast_dtype(hidden_ND.device, hidden_ND.dtype), torch.float32)
+    losses_N = torch.zeros(len(labels_N), dtype=dtype, device=labels_N.device)
+    for rows in _parts(rows_N, chunk_tokens):
+        arguments = hidden_ND.index_select(0, rows), weight_VD, labels_N.index_select(0, rows), gradients
+        if keeps_slopes:
+            losses_C = _ChunkLosses.apply(*arguments)  # type: ignore[no-untyped-call]  # torch's
+        else:
+            losses_C = checkpoint(_ChunkLosses.apply, *arguments, use_reentrant=False, preserve_rng_state=False)
+        losses_N = losses_N.index_copy(0, rows, losses_C)
     return losses_N.view_as(labels_BT)
 
 
-class _LinearTokenLosses(torch.autograd.Function):
+class _ChunkLosses(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunk_tokens: int, gradients: bool
-    ) -> Tensor:
-        kind = hidden_ND.device.type
-        ctx.dtype = autocast_dtype(hidden_ND.device, hidden_ND.dtype)
-        ctx.scale = FP16_GRADIENT_SCALE if ctx.dtype == torch.float16 else 1.0
-        wide = torch.promote_types(ctx.dtype, torch.float32)
-        losses_N = torch.zeros(len(labels_N), dtype=wide, device=labels_N.device)
-        ctx.chunks = _parts(live_rows(labels_N), chunk_tokens)
-        keeps_slopes = gradients and sum(map(len, ctx.chunks)) * len(weight_VD) <= KEPT_ENTRIES
-        slopes: list[Tensor] = []
-        with torch.autocast(kind, enabled=False):
-            weight = weight_VD.to(ctx.dtype)
-            for rows in ctx.chunks:
-                labels = labels_N.index_select(0, rows)
-                logits = hidden_ND.index_select(0, rows).to(ctx.dtype) @ weight.T
-                losses = torch.empty(len(rows), dtype=wide, device=labels.device)
-                _score(logits, labels, wide, ctx.scale if keeps_slopes else None, losses)
-                losses_N.index_copy_(0, rows, losses)
-                slopes += [logits] if keeps_slopes else []
-        ctx.save_for_backward(hidden_ND, weight_VD, labels_N, *slopes)
-        return losses_N
+    def forward(ctx: Any, hidden_CD: Tensor, weight_VD: Tensor, labels_C: Tensor, gradients: bool) -> Tensor:
+        dtype = autocast_dtype(hidden_CD.device, hidden_CD.dtype)
+        ctx.scale = FP16_GRADIENT_SCALE if dtype == torch.float16 else 1.0
+        with torch.autocast(hidden_CD.device.type, enabled=False):
+            logits_CV = hidden_CD.to(dtype) @ weight_VD.to(dtype).T
+            wide = torch.promote_types(dtype, torch.float32)
+            losses_C = _score(logits_CV, labels_C, wide, ctx.scale if gradients else None)
+        ctx.save_for_backward(hidden_CD, weight_VD, logits_CV)
+        return losses_C
 
     @staticmethod
-    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_ND, weight_VD, labels_N, *slopes_kept = ctx.saved_tensors
-        wide = torch.promote_types(ctx.dtype, torch.float32)
-        grad_hidden = torch.zeros_like(hidden_ND) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight_VD, dtype=wide) if ctx.needs_input_grad[1] else None
-        with torch.autocast(hidden_ND.device.type, enabled=False):
-            weight = weight_VD.to(ctx.dtype)
-            for number, rows in enumerate(ctx.chunks):
-                hidden = hidden_ND.index_select(0, rows).to(ctx.dtype)
-                if slopes_kept:
-                    slopes = slopes_kept[number]
-                else:
-                    slopes = hidden @ weight.T
-                    _score(slopes, labels_N.index_select(0, rows), wide, ctx.scale)
-                factors_C1 = grad_N.index_select(0, rows)[:, None].to(wide) / ctx.scale
-                if grad_hidden is not None:
-                    grad_hidden.index_copy_(0, rows, (_product(slopes, weight) * factors_C1).to(grad_hidden.dtype))
-                if grad_weight is not None:
-                    grad_weight.add_(_product(slopes.T, (hidden * factors_C1).to(ctx.dtype)))
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight_VD.dtype), None, None, None
+    def backward(ctx: Any, grad_C: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_CD, weight_VD, slopes_CV = ctx.saved_tensors
+        factors_C1 = grad_C[:, None] / ctx.scale
+        grad_hidden = grad_weight = None
+        with torch.autocast(hidden_CD.device.type, enabled=False):
+            if ctx.needs_input_grad[0]:
+                grad_hidden = _product(slopes_CV, weight_VD.to(slopes_CV.dtype)) * factors_C1
+                grad_hidden = grad_hidden.to(hidden_CD.dtype)
+            if ctx.needs_input_grad[1]:
+                scaled_CD = (hidden_CD.to(slopes_CV.dtype) * factors_C1).to(slopes_CV.dtype)
+                grad_weight = _product(slopes_CV.T, scaled_CD).to(weight_VD.dtype)
+        return grad_hidden, grad_weight, None, None
 
 
-def _score(
-    logits_CV: Tensor, labels_C: Tensor, wide: torch.dtype, scale: float | None, losses_C: Tensor | None = None
-) -> Tensor:
-    """The loss of a chunk. With a scale, overwrites the logits by scale times the gradient of the loss.
-
-    `losses_C`: where its terms are written, if anywhere.
+def _score(logits_CV: Tensor, labels_C: Tensor, wide: torch.dtype, scale: float | None) -> Tensor:
+    """The losses of a chunk, [C]. With a scale, overwrites the logits by scale times the gradient of their sum.
 
     The gradient is softmax minus one-hot, and 0 where there is no target. The loss of a position is
     max(logits) - logit of the target - ln max(softmax), so that one pass computes exponentials, and none underflows.
     """
     if wide == torch.float32 and native.takes(logits_CV, lanes=1):
-        losses = native.score(logits_CV, labels_C, scale)
-        if losses_C is not None:
-            losses_C.copy_(losses)
-        return losses.sum()
-    total = torch.zeros((), dtype=wide, device=logits_CV.device)
+        return native.score(logits_CV, labels_C, scale)
     dead_C1 = labels_C[:, None] == IGNORE
     targets_C1 = labels_C[:, None].masked_fill(dead_C1, 0)
-    tokens = max(1, SLICE_ENTRIES // logits_CV.shape[1]) if logits_CV.device.type == "cpu" else len(logits_CV)
-    places = range(0, len(logits_CV), tokens)
-    tensors = (logits_CV, dead_C1, targets_C1)
-    for start, logits, dead, targets in zip(places, *(_parts(tensor, tokens) for tensor in tensors), strict=True):
-        scores = logits.to(wide)
-        losses = scores.amax(1, keepdim=True) - scores.gather(1, targets)
-        slopes = torch.softmax(scores, 1)
-        total += losses.sub_(slopes.amax(1, keepdim=True).log_()).masked_fill_(dead, 0).sum()
-        if losses_C is not None:
-            losses_C[start : start + len(losses)] = losses[:, 0]
-        if scale is not None:
-            factors = torch.full_like(losses, scale).masked_fill_(dead, 0)
-            logits.copy_(slopes.scatter_add_(1, targets, torch.full_like(losses, -1)).mul_(factors))
-    return total
+    scores = logits_CV.to(wide)
+    losses_C1 = scores.amax(1, keepdim=True) - scores.gather(1, targets_C1)
+    slopes = torch.softmax(scores, 1)
+    losses_C1 = losses_C1.sub_(slopes.amax(1, keepdim=True).log_()).masked_fill_(dead_C1, 0)
+    if scale is not None:
+        factors_C1 = torch.full_like(losses_C1, scale).masked_fill_(dead_C1, 0)
+        slopes.scatter_add_(1, targets_C1, torch.full_like(losses_C1, -1)).mul_(factors_C1)
+        logits_CV.copy_(slopes)
+    return losses_C1[:, 0]
 
 
 @functools.cache
@@ -246,11 +221,11 @@ def fused_score(logits_CV: Tensor, labels_C: Tensor, wide: torch.dtype, scale: f
     tops_C1 = scores.amax(1, keepdim=True)
     powers = torch.exp(scores - tops_C1)
     sums_C1 = powers.sum(1, keepdim=True)
-    total = (tops_C1 - scores.gather(1, targets_C1) + sums_C1.log()).masked_fill(dead_C1, 0).sum()
+    losses_C1 = (tops_C1 - scores.gather(1, targets_C1) + sums_C1.log()).masked_fill(dead_C1, 0)
     if scale is not None:
         hits = torch.arange(scores.shape[1], device=scores.device) == targets_C1
         logits_CV.copy_((powers / sums_C1 - hits.to(wide)) * torch.where(dead_C1, 0.0, scale))
-    return total
+    return losses_C1[:, 0]
 
 
 def count_hits(logits_CV: Tensor, labels_C: Tensor) -> Tensor:

@@ -147,14 +147,12 @@ def takes_norm(dtype: torch.dtype, x: Tensor, weight: Tensor) -> bool:
     return dtype in kernels() and takes(x, weight, dtype=torch.float32)
 
 
-def norm(
-    x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype, scale: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """weight x scale in this type, and the scale, which is 1 / rms(x) unless it is given."""
+def norm(x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """weight x scale in this type, and the scale, which is 1 / rms(x)."""
     out, D = torch.empty_like(x, dtype=dtype), x.shape[-1]
-    scales = x.new_empty(*x.shape[:-1], 1) if scale is None else scale
-    _call(dtype, "norm", x, weight, epsilon, scales, scale is not None, out, x.numel() // D, D, torch.get_num_threads())
-    return out, scales
+    scale = x.new_empty(*x.shape[:-1], 1)
+    _call(dtype, "norm", x, weight, epsilon, scale, False, out, x.numel() // D, D, torch.get_num_threads())
+    return out, scale
 
 
 def norm_slopes(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

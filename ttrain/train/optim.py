@@ -43,8 +43,7 @@ class Optimizers:
         """Current rate by optimizer: {"muon": 0.02, "adamw": 0.004}. The last is that of
         `optim.lr`, if an optimizer has it.
         """
-        by_name = {type(o).__name__.lower(): o for o in self.optimizers}
-        return {name: float(optimizer.param_groups[0]["lr"]) for name, optimizer in by_name.items()}
+        return {type(each).__name__.lower(): float(each.param_groups[0]["lr"]) for each in self.optimizers}
 
     @property
     def can_be_prevented(self) -> bool:
@@ -235,13 +234,9 @@ class Muon(torch.optim.Optimizer):
         for parameter in parameters:
             if "momentum_buffer" not in self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        means, gradients = (
-            [tensor if tensor.ndim == 2 else local_part(tensor) for tensor in tensors]
-            for tensors in (
-                [self.state[parameter]["momentum_buffer"] for parameter in parameters],
-                [cast(Tensor, parameter.grad) for parameter in parameters],
-            )
-        )
+        of_rank: Callable[[Any], Tensor] = local_part if parameters[0].ndim == 3 else lambda tensor: tensor
+        means = [of_rank(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
+        gradients = [of_rank(parameter.grad) for parameter in parameters]
         shares: Any = 1 - MOMENTUM
         if self.found_inf is not None:
             gradients = [torch.where(self.found_inf > 0, 0.0, gradient) for gradient in gradients]

@@ -61,29 +61,25 @@ class Replicated(Parallel):
 
 
 def place(
-    module: nn.Module, ranks: Ranks, parallel: str, attempt: Callable[[nn.Module], None] | None
+    module: nn.Module, ranks: Ranks, parallel: str, attempt: Callable[[], None] | None
 ) -> tuple[Parallel, CompiledLayers | None]:
     """Distribute a module over the ranks; and its compiled layers, which `attempt` asks for by a pass to try.
 
-    It is tried before the module is replicated: a pass that ends within DDP leaves it in the middle of a reduction. Sharded
-    layers can be tried only where they are.
+    It is tried before the module is replicated: a pass that ends within DDP leaves it in the middle of a reduction. Of
+    sharded layers, which such a pass would leave gathered, only whether there is a compiler.
     """
+    is_sharded = parallel == "fsdp" and ranks.world > 1
     layers = None if attempt is None else CompiledLayers(module)
-    sharded = parallel == "fsdp" and ranks.world > 1
-    if layers and attempt and not sharded and not layers.keep(partial(attempt, module), ranks, sharded=False):
+    if layers and attempt and not layers.keep(partial(_try_compiler, ranks) if is_sharded else attempt, ranks):
         layers = None
-    placed = parallelize(module, ranks, parallel)
-    if layers and attempt and sharded and not layers.keep(partial(attempt, placed.module), ranks, sharded=True):
-        layers = None
-    return placed, layers
-
-
-def parallelize(module: nn.Module, ranks: Ranks, parallel: str) -> Parallel:
-    """Distribute a module over the ranks as the settings say."""
-    if parallel == "fsdp" and ranks.world > 1:
-        return Sharded(module, ranks)
+    if is_sharded:
+        return Sharded(module, ranks), layers
     with ranks.exchanging():
-        return Replicated(module, ranks)
+        return Replicated(module, ranks), layers
+
+
+def _try_compiler(ranks: Ranks) -> None:
+    torch.compile(torch.sin)(torch.ones(1, device=ranks.device))
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ttrain.data.loader import Loader, MicroBatch
 from ttrain.train.averaging import MovingAverage
-from ttrain.train.distributed import Ranks, global_norm
+from ttrain.train.distributed import Ranks
 from ttrain.train.parallel import place
 from ttrain.train.precision import Precision
 from ttrain.train.step_figures import MicroBatchSums, measure
@@ -80,7 +80,8 @@ class PlacedModel:
     def norm(self, live: float) -> tuple[float, Tensor]:
         """The factor by which the gradient becomes that of the mean over the step's targets, and the norm of the latter."""
         factor = 1.0 / (self._scale * self.loss_scale.scale * live)
-        return factor, global_norm(self.optimizers.parameters) * factor
+        gradients = [p.grad for p in self.optimizers.parameters if p.grad is not None]
+        return factor, nn.utils.get_total_norm(gradients) * factor
 
     def update(self, factor: float, norm: Tensor, prevented: Tensor | None) -> None:
         """Multiply the gradient by the factor, clip it, and update; it is gone afterwards. Where `prevented` is 1.0, on the
@@ -93,10 +94,10 @@ class PlacedModel:
         self.optimizers.zero_grad()
         self.average.update(prevented)
 
-    def _trial_pass(self, module: nn.Module) -> None:
+    def _trial_pass(self) -> None:
         """Run one forward and backward pass, for the compiler."""
         with self.precision.autocast():
-            loss = self.task.train_step(module, self.loader.step(0)[0].batch, self.ranks.device)
+            loss = self.task.train_step(self.bare, self.loader.step(0)[0].batch, self.ranks.device)
         loss.total.backward()  # type: ignore[no-untyped-call]  # torch's
 
 

@@ -17,7 +17,6 @@ import torch
 
 from ttrain.config import Night, Runtime
 from ttrain.errors import TTrainError, UsageError
-from ttrain.train.monitor import peak_memory
 
 GB = 1e9
 CGROUP = Path("/sys/fs/cgroup")
@@ -41,8 +40,8 @@ def limit_memory(limit: float | None, device: torch.device) -> None:
 
     On CUDA that is what torch's allocator takes of the GPU (the context's half gigabyte comes on top). On a CPU it is what
     the process, and each child of it, has that no file backs (RLIMIT_DATA, which unlike RLIMIT_AS counts neither mapped
-    shards nor libraries). macOS enforces no such limit, so there it is a warning. Infinite: as much as the system allows,
-    to lift an earlier limit. Raises UsageError where the process has more already.
+    shards nor libraries). macOS enforces no such limit, so there it is a warning. Raises UsageError where the process has
+    more already.
     """
     if limit is None:
         return
@@ -57,17 +56,10 @@ def limit_memory(limit: float | None, device: torch.device) -> None:
                 f"{more:.2f} to begin; set runtime.memory_limit_gb above {used + more:.2f}"
             )
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-        soft_limit = hard if limit == math.inf else int(limit) if hard == resource.RLIM_INFINITY else min(int(limit), hard)
-        resource.setrlimit(resource.RLIMIT_DATA, (soft_limit, hard))
+        soft = int(limit) if hard == resource.RLIM_INFINITY else min(int(limit), hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
     else:
         log.warning("runtime.memory_limit_gb is %g, which nothing enforces on %s here", limit / GB, device.type)
-
-
-def total_bytes(device: torch.device) -> float:
-    """Memory of the GPU, or of the machine, within what the container may use."""
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
-    return float(min(psutil.virtual_memory().total, _container_limit()))
 
 
 def _container_limit() -> float:
@@ -75,13 +67,6 @@ def _container_limit() -> float:
     file = CGROUP / "memory.max"
     text = file.read_text().strip() if file.exists() else "max"
     return math.inf if text == "max" else int(text)
-
-
-def most_used_bytes(device: torch.device) -> float:
-    """The most that this process has held so far of what `limit_memory` limits, about."""
-    if device.type == "cuda":
-        return float(torch.cuda.max_memory_reserved(device))
-    return float(max(data_bytes() if sys.platform == "linux" else 0, peak_memory(device)))
 
 
 def available_bytes(device: torch.device) -> float:
@@ -145,12 +130,9 @@ class NightThrottle:
         *,
         rows_per_device: int,
         memory_limit: float | None = None,
-        ranks: int = 1,
         clock: Callable[[], datetime] | None = None,
     ) -> None:
-        """`ranks`: that share the memory of this machine, where the device is its CPU."""
         self.settings, self.on = settings, False
-        self._ranks = 1 if device.type == "cuda" else ranks
         self._device, self._rows_per_device, self._memory_limit = device, rows_per_device, memory_limit
         self._threads = torch.get_num_threads()
         zone = ZoneInfo(settings.timezone) if settings.timezone else None
@@ -168,20 +150,17 @@ class NightThrottle:
         rows = max(1, self._rows_per_device // 2) if on else self._rows_per_device
         threads = max(1, self._threads // 2) if on else self._threads
         torch.set_num_threads(threads)
-        try:
-            limit_memory(self._limit(on), self._device)
-        except UsageError as error:
-            log.warning("the night begins without its memory limit: %s", error)
+        if self._device.type == "cuda" and self.settings.memory_share is not None:
+            limit_memory(self._gpu_limit(on, self.settings.memory_share), self._device)
         log.info("%s: %d rows a micro-batch, %d threads", "night" if on else "day", rows, threads)
         return rows
 
-    def _limit(self, on: bool) -> float | None:
-        """Bytes that this process may have, infinite without a limit; None where night changes none."""
-        if self.settings.memory_share is None:
-            return None
+    def _gpu_limit(self, on: bool, share: float) -> float:
+        """Bytes that this process may have of the GPU, infinite without a limit."""
         day = self._memory_limit or math.inf
-        share = self.settings.memory_share * total_bytes(self._device) / self._ranks
-        return min(day, max(share, most_used_bytes(self._device))) if on else day  # less would end what fits by day
+        most = share * torch.cuda.get_device_properties(self._device).total_memory
+        used = torch.cuda.max_memory_reserved(self._device)  # less would end what fits by day
+        return min(day, max(most, used)) if on else day
 
 
 def is_in_window(now: time, start: time, end: time) -> bool:

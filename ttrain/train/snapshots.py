@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from queue import LifoQueue
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 HEADERS_BYTES = 1 << 20  # headers and JSON files; every checkpoint so far had less than half of it
 
+Tensors = Mapping[str, Tensor]
 Memory = tuple[dict[str, Tensor], dict[str, Tensor]]  # held for weights, and for the optimizer's state
 
 
@@ -20,8 +21,8 @@ class Snapshot:
     """Copy of a run's state at the end of a step. `release()` gives its memory back."""
 
     step: int
-    weights: Mapping[str, Tensor]
-    optimizer: Mapping[str, Tensor]
+    weights: Tensors
+    optimizer: Tensors
     state: Mapping[str, Any]
     release: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
 
@@ -35,46 +36,23 @@ class SnapshotBuffers:
     """
 
     def __init__(self, sets: int = 2) -> None:
-        self._max_sets = sets
-        self._allocated_sets = 0
-        self._free: list[Memory] = []
-        self._changed = threading.Condition()
+        self._free: LifoQueue[Memory] = LifoQueue()
+        for _ in range(sets):
+            self._free.put(({}, {}))
 
-    def take(
-        self, step: int, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], state: Mapping[str, Any]
-    ) -> Snapshot:
+    def take(self, step: int, weights: Tensors, optimizer: Tensors, state: Mapping[str, Any]) -> Snapshot:
         """Copy the tensors, from any device. Waits while all sets are in use.
 
-        The caller passes the snapshot to `Checkpoints.save`, or calls its `release`.
+        The caller passes the snapshot to `Checkpoints.save`, or calls its `release`, once.
         """
-        memory = self._acquire()
-        try:
-            copied_weights, copied_optimizer = _copy_into(memory[0], weights), _copy_into(memory[1], optimizer)
-            _finish_copies([*weights.values(), *optimizer.values()])
-        except BaseException:
-            self._release([memory])
-            raise
-        lent = [memory]
-        return Snapshot(step, copied_weights, copied_optimizer, state, release=lambda: self._release(lent))
-
-    def _acquire(self) -> Memory:
-        with self._changed:
-            if not self._free and self._allocated_sets < self._max_sets:
-                self._allocated_sets += 1
-                return {}, {}
-            while not self._free:
-                self._changed.wait()
-            return self._free.pop()
-
-    def _release(self, lent: list[Memory]) -> None:
-        """Return a set to the pool, once: a second release must not free another snapshot's memory."""
-        with self._changed:
-            if lent:
-                self._free.append(lent.pop())
-                self._changed.notify()
+        memory = self._free.get()
+        copies = _copy_into(memory[0], weights), _copy_into(memory[1], optimizer)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
+            torch.cuda.synchronize()  # the next step changes what is being copied
+        return Snapshot(step, *copies, state, release=lambda: self._free.put(memory))
 
 
-def copy_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def copy_tensors(tensors: Tensors) -> dict[str, Tensor]:
     """Copy tensors to CPU memory: contiguous copies that training no longer changes."""
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
@@ -85,9 +63,9 @@ def needed_bytes(snapshot: Snapshot) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors) + HEADERS_BYTES
 
 
-def _copy_into(buffers: dict[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _copy_into(buffers: dict[str, Tensor], tensors: Tensors) -> dict[str, Tensor]:
     """Copy tensors into reusable buffers by name; a buffer is reallocated if shape or type changed."""
-    for name in [name for name in buffers if name not in tensors]:
+    for name in buffers.keys() - tensors.keys():
         del buffers[name]
     for name, tensor in tensors.items():
         memory = buffers.get(name)
@@ -95,9 +73,3 @@ def _copy_into(buffers: dict[str, Tensor], tensors: Mapping[str, Tensor]) -> dic
             memory = buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         memory.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
     return dict(buffers)
-
-
-def _finish_copies(tensors: list[Tensor]) -> None:
-    """Wait for asynchronous copies into pinned memory, before the next step changes their sources."""
-    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-        torch.cuda.synchronize(device)

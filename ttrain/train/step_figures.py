@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from ttrain.train.distributed import Ranks
 from ttrain.train.precision import Precision
 from ttrain.train.task import LossSum, TrainingTask
 
-MOST_STEPS = 64  # more are read before, so that a run without logging steps keeps few micro-batches' losses
+PART = "part/"  # before the name of a part of the loss, among the names of sums
 
 
 @dataclass
@@ -57,38 +58,28 @@ class ReducedSums:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._parts: list[str] | None = None
-        self._sums: list[tuple[str, int]] = []
+        self._lengths: dict[str, int] | None = None  # of all vectors; a part of the loss is one of length 1
 
     def flat(self, parts: Mapping[str, float], sums: Mapping[str, Sequence[float]]) -> list[float]:
         """All numbers in the agreed order, 0 for missing ones. Raises TTrainError for a part not in the first step."""
-        if self._parts is None:
-            agreed_names = self._ranks.union(
-                [f"0/{name}" for name in parts] + [f"{len(sums[name])}/{name}" for name in sums]
-            )
-            split = [(name.partition("/")[2], int(name.partition("/")[0])) for name in agreed_names]
-            self._parts = [name for name, length in split if not length]
-            self._sums = [(name, length) for name, length in split if length]
-        unknown = sorted({*parts} - {*self._parts}) or sorted({*sums} - {name for name, _ in self._sums})
-        if unknown:
+        vectors = {**{f"{PART}{name}": [value] for name, value in parts.items()}, **sums}
+        if self._lengths is None:
+            agreed = self._ranks.union([f"{name}|{len(vector)}" for name, vector in vectors.items()])
+            self._lengths = {name: int(length) for name, length in (entry.rsplit("|", 1) for entry in agreed)}
+        if unknown := sorted(vectors.keys() - self._lengths.keys()):
             raise TTrainError(
-                f"the loss has the part {unknown[0]!r}, which the first step did not have; return the same parts from "
-                f"every training step, with 0 for an absent one"
+                f"the loss has the part {unknown[0].removeprefix(PART)!r}, which the first step did not have; return the "
+                f"same parts from every training step, with 0 for an absent one"
             )
-        values = [parts.get(name, 0.0) for name in self._parts]
-        for name, length in self._sums:
-            values += sums.get(name, [0.0] * length)
-        return values
+        return [number for name, length in self._lengths.items() for number in vectors.get(name, [0.0] * length)]
 
     def named(self, values: Sequence[float]) -> tuple[dict[str, float], dict[str, list[float]]]:
         """Unpack a list made by `flat`: the parts, and the other sums."""
-        assert self._parts is not None, "flat() comes first"
-        start = len(self._parts)
-        parts, sums = dict(zip(self._parts, values[:start], strict=True)), dict[str, list[float]]()
-        for name, length in self._sums:
-            sums[name] = [*values[start : start + length]]
-            start += length
-        return parts, sums
+        assert self._lengths is not None, "flat() comes first"
+        numbers = iter(values)
+        vectors = {name: [*islice(numbers, length)] for name, length in self._lengths.items()}
+        parts = {name.removeprefix(PART): vectors.pop(name)[0] for name in [*vectors] if name.startswith(PART)}
+        return parts, vectors
 
 
 @dataclass(frozen=True)
@@ -115,32 +106,15 @@ class FinishedStep:
         return self.total / self.live
 
 
-@dataclass(frozen=True)
-class DeferredStep:
-    """A step that the device may not have finished yet."""
-
-    step: int
-    live: float
-    losses: Mapping[int, Tensor]
-    figures: Tensor  # of `stacked`
-    norm: Tensor
-    data_seconds: float
-
-
 class DeferredSteps:
     """The steps since the last reading. After more in a row that are not finite than may be skipped nothing is updated."""
 
     def __init__(self, device: torch.device, config: Loop) -> None:
-        self._steps: list[DeferredStep] = []
+        self._steps: list[tuple[Callable[..., FinishedStep], Tensor, float]] = []
         self._device, self._most_skips = device, SKIPS_IN_A_ROW if config.nonfinite == "skip" else 0
         self._over = torch.zeros((), device=device)
         self._skips: Tensor | None = None  # in a row
         self._began = time.monotonic()
-
-    @property
-    def is_full(self) -> bool:
-        """Whether they must be read before more are added."""
-        return len(self._steps) >= MOST_STEPS
 
     def stacked(self, losses: Mapping[int, Tensor], others: Sequence[Tensor | float]) -> Tensor:
         """The sum of the losses and the other sums in fp64."""
@@ -156,21 +130,23 @@ class DeferredSteps:
         self._over = torch.maximum(self._over, (self._skips > self._most_skips).float())
         return torch.maximum(bad, self._over)
 
-    def add(self, step: DeferredStep, began: float) -> None:
-        """Add a step that began at this time of `time.monotonic`."""
+    def add(
+        self, finish: Callable[..., FinishedStep], norm: Tensor, figures: Tensor, data_seconds: float, began: float
+    ) -> None:
+        """Add a step that began at this time of `time.monotonic`; `finish`: FinishedStep with its first three fields."""
         if not self._steps:
             self._began = began
-        self._steps.append(step)
+        self._steps.append((finish, torch.cat([norm.double().view(1), figures]), data_seconds))
 
     def read(self) -> Iterator[FinishedStep]:
         """Wait for the device; the steps since the last reading, each with its share of the seconds."""
         steps, self._steps = self._steps, []
         if not steps:
             return
-        figures = torch.stack([torch.cat([step.norm.double().view(1), step.figures]) for step in steps]).tolist()
+        numbers = torch.stack([figures for _, figures, _ in steps]).tolist()
         seconds = (time.monotonic() - self._began) / len(steps)
-        for step, (norm, total, *others) in zip(steps, figures, strict=True):
-            yield FinishedStep(step.step, step.live, step.losses, total, norm, others, seconds, step.data_seconds)
+        for (finish, _, data_seconds), (norm, total, *others) in zip(steps, numbers, strict=True):
+            yield finish(total, norm, others, seconds, data_seconds)
 
 
 def measure(

@@ -7,26 +7,27 @@ continues bit for bit from any checkpoint; what a step does to the weights is in
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import time
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ttrain.data.loader import Loader, MicroBatch
-from ttrain.errors import TTrainError
-from ttrain.train import resume
+from ttrain.errors import ArtifactError, TTrainError, UsageError
 from ttrain.train.callbacks import Callback, CallbackList, LogRecord, StepRecord
 from ttrain.train.checkpoint import Snapshot, SnapshotBuffers
+from ttrain.train.counters import Counters
 from ttrain.train.distributed import full_tensor
 from ttrain.train.placed_model import PlacedModel
-from ttrain.train.resume import Counters
 from ttrain.train.schedules import decay_start, spread_steps
 from ttrain.train.step_figures import (
-    DeferredStep,
     DeferredSteps,
     FinishedStep,
     MicroBatchSums,
@@ -71,7 +72,7 @@ class Trainer:
         origin, speed = options.origin, options.speed
         snapshot = newest or origin.start
         bare = task.build_model()
-        self.first = self.step = resume.check_resumable(self, snapshot, origin.allow) if snapshot else 0
+        self.first = self.step = self._resume_step(snapshot, origin.allow) if snapshot else 0
         if tensors := snapshot or origin.plateau:
             self.weights.load(dict(tensors.weights))
         self._wants_compiled = speed.compile
@@ -83,7 +84,7 @@ class Trainer:
         self._totals, self._votes = ReducedSums(self.ranks), Votes()
         defers = self.ranks.device.type == "cuda" if speed.defer is None else speed.defer
         self._deferred = DeferredSteps(self.ranks.device, task.config) if defers and self.model.can_defer else None
-        resume.check_same(self, snapshot)
+        self._check_ranks(snapshot)
         if snapshot:
             self._restore(snapshot)
         elif origin.plateau:
@@ -199,8 +200,8 @@ class Trainer:
         figures = self.ranks.add_up(deferred.stacked(sums.losses, self._totals.flat(sums.parts, {})))
         factor, norm = self.model.norm(live)
         self.model.update(factor, norm, deferred.prevents(figures[0], norm, self.counters.skipped_in_a_row))
-        deferred.add(DeferredStep(step, live, sums.losses, figures, norm, data_seconds), began)
-        if self._votes.signal or self._votes.callback or deferred.is_full or self._reads(step + 1):
+        deferred.add(partial(FinishedStep, step, live, sums.losses), norm, figures, data_seconds, began)
+        if self._votes.signal or self._votes.callback or self._reads(step + 1):
             for finished in deferred.read():
                 self._account(finished)
 
@@ -314,13 +315,18 @@ class Trainer:
             if not self.ranks.first:
                 return
             metric = self.counters.validation_loss if step == self.step and self._validates(step) else None
-            snapshot = self._buffers.take(step, weights, optimizer, resume.state_of(self, step))
+            snapshot = self._buffers.take(step, weights, optimizer, self._state(step))
             self.checkpoints.save(snapshot, metric=metric)
         self.callback_list.dispatch("saved", step)
 
     def _restore(self, snapshot: Snapshot) -> None:
         """Restore everything but the weights from a snapshot."""
-        resume.check_optimizers(self, snapshot)
+        old, new = snapshot.state["optimizers"], self._optimizer_names()
+        if old != new:
+            raise UsageError(
+                f"the checkpoint of step {snapshot.step} holds the state of {' and '.join(old)}, which {' and '.join(new)} "
+                f"cannot continue; restore optim.kind, or start a new run in another output directory"
+            )
         self.optimizers.load_state(self.average.load_state(snapshot.optimizer))
         if snapshot.state["precision"] == self.precision.word:
             self.loss_scale.load_state(snapshot.state["loss_scale"])
@@ -328,6 +334,68 @@ class Trainer:
         self.callback_list.load_state(snapshot.state["callbacks"])
         self.task.load_state(snapshot.state.get("task", {}))
         log.info("continuing at step %d", self.first)
+
+    def _optimizer_names(self) -> list[str]:
+        return [type(optimizer).__name__ for optimizer in self.optimizers.optimizers]
+
+    def _state(self, step: int) -> dict[str, Any]:
+        """The JSON part of a snapshot; `rows` are those consumed."""
+        order = self.loader.order
+        return {
+            "steps": self.steps,
+            "counters": asdict(self.counters),
+            "loss_scale": dict(vars(self.loss_scale)),
+            "callbacks": self.callback_list.state(),
+            "task": self.task.state(),
+            "rows": min(step * order.rows_per_step, order.total_rows),
+            "optimizers": self._optimizer_names(),
+            "identity": self.identity,
+            "world": self.ranks.world,
+            "precision": self.precision.word,
+        }
+
+    def _resume_step(self, snapshot: Snapshot, allow: frozenset[str]) -> int:
+        """The step at which this run continues from the snapshot: consumed rows are not read again.
+
+        Raises UsageError with the differences if it was made under other settings that may not change.
+        """
+        state, order = snapshot.state, self.loader.order
+        old, new = state["identity"], self.identity
+        changes = {
+            name: f"{old.get(name)} → {new.get(name)}"
+            for name in sorted(old.keys() | new.keys())
+            if old.get(name) != new.get(name)
+        }
+        if refused := [name for name in changes if name not in allow]:
+            raise UsageError(
+                f"the checkpoint of step {snapshot.step} was made under other settings "
+                f"({'; '.join(f'{name}: {changes[name]}' for name in refused)}); restore them, "
+                f"start a new run in another output directory, or allow the change of {', '.join(refused)} (--allow)"
+            )
+        for name, change in changes.items():
+            log.warning("continues with another %s: %s", name, change)
+        if state["precision"] != self.precision.word:
+            log.warning(
+                "continues in %s what was computed in %s: not the same bits", self.precision.word, state["precision"]
+            )
+        rows = int(state["rows"])
+        if rows % order.rows_per_step and rows != order.total_rows:
+            raise UsageError(
+                f"the checkpoint of step {snapshot.step} has consumed {rows} rows, which is not a multiple of the "
+                f"{order.rows_per_step} rows of a step now; use a tokens_per_step that divides it, or start a new run in "
+                f"another output directory"
+            )
+        return -(-rows // order.rows_per_step)
+
+    def _check_ranks(self, snapshot: Snapshot | None) -> None:
+        """Check that all ranks continue from the same checkpoint. Raises ArtifactError if one could not read it."""
+        state = json.dumps({**snapshot.state, "step": snapshot.step}, sort_keys=True) if snapshot else ""
+        fingerprint = [float(self.first), float(zlib.crc32(state.encode()))]  # whose sums are exact in fp64
+        if self.ranks.sum(fingerprint) != [value * self.ranks.world for value in fingerprint]:
+            raise ArtifactError(
+                f"the ranks start at different steps, rank {self.ranks.rank} at step {self.first}; all ranks must be able "
+                f"to read the checkpoints"
+            )
 
     def _drop_outdated_checkpoints(self) -> None:
         """Remove checkpoints with a higher step count after the step size grew: they would pass for later ones."""
