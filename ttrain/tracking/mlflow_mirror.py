@@ -59,13 +59,13 @@ class TrackedRun:
     started: float  # seconds since 1970
     status: str = RUNNING
     ended: float | None = None
-    tags: Mapping[str, str] = field(default_factory=dict)
-    params: Mapping[str, object] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
+    params: dict[str, object] = field(default_factory=dict)
     summary: Mapping[str, float] = field(default_factory=dict)  # of the whole run, at step 0
     curves: Sequence[Path] = ()  # files of metrics, `metrics.jsonl`
-    rows: Sequence[MetricRow] = ()  # further points
-    inputs: Sequence[DataInput] = ()
-    texts: Mapping[str, str] = field(default_factory=dict)
+    rows: list[MetricRow] = field(default_factory=list)  # further points
+    inputs: list[DataInput] = field(default_factory=list)
+    texts: dict[str, str] = field(default_factory=dict)
     files: Mapping[str, Path] = field(default_factory=dict)
     stages: list[TrackedRun] = field(default_factory=list)  # the runs below it
     parent: str = ""  # id of a run above it that is pushed by itself, as a sweep is

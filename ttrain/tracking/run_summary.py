@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,9 +19,6 @@ from ttrain.store import runs
 from ttrain.store.runs import RecordedRun
 
 log = logging.getLogger("ttrain")
-
-REPORT = "report.html"  # the run's page among the files of the tracked run
-EVALUATION_TABLE = "evaluation_table.json"
 
 # MLflow takes what stands before the slash as a section of the run's page, which it sorts by character code: with a capital
 # it comes before `eval`. The rest is the title of the chart; where runs are compared, the whole is, of which 27 letters fit.
@@ -64,11 +60,6 @@ def curves(stage: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[JsonDict]:
                 "time": row.get("time"),
                 "metrics": {curve_name(stage, metric): row["metrics"][metric]},
             }
-
-
-def evaluation_table(rows: Sequence[summary.EvaluationRow]) -> str:
-    """The evaluation as a JSON table for MLflow's pages and `mlflow.load_table`."""
-    return json.dumps({"columns": ["what", "value", "remark"], "data": [*rows]}, ensure_ascii=False)
 
 
 def description(
