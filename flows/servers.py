@@ -280,11 +280,9 @@ def start_lock(home: Path) -> FileLock:
 
 def free_port(wanted: int) -> int:
     """The wanted port, else any that nobody listens on."""
-    try:
-        probe = socket.create_server((HOST, wanted))
-    except OSError:
-        probe = socket.create_server((HOST, 0))
-    with probe:
+    with contextlib.suppress(OSError), socket.create_server((HOST, wanted)):
+        return wanted
+    with socket.create_server((HOST, 0)) as probe:
         return int(probe.getsockname()[1])
 
 

@@ -63,7 +63,7 @@ def stage_task(planned: Planned, execution: PipelineRun, on_end: Callable[[], ob
         task_run_name=stage.name,
         description=f"stage {stage.name}, module {stage.module}",
         retries=retries,
-        retry_condition_fn=lambda task, run, state: not execution.signum and not is_mistake(state.data),
+        retry_condition_fn=lambda task, run, state: not execution.signum and not getattr(state.data, "is_mistake", False),
         persist_result=False,
         cache_policy=NO_CACHE,
     )
@@ -75,11 +75,6 @@ def state_of(error: BaseException) -> State[Any]:
         return Cancelled(name="NothingNew", message=str(error), data=error)
     state = Cancelled if isinstance(error, Interrupted) else Failed
     return state(message=str(error), data=error)
-
-
-def is_mistake(error: object) -> bool:
-    """Whether a retry would repeat the failure: a mistake of settings or data."""
-    return isinstance(error, TTrainError) and error.is_mistake
 
 
 CLUSTER_AHEAD = 256  # blocks that a cluster of unknown size is given at a time

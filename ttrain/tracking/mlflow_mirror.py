@@ -236,21 +236,20 @@ class Mirror:
         root, sizes = local_path(bound.artifact_uri), bound.sizes
         if sizes is None and (texts or files):
             sizes = bound.sizes = dict(self.sizes(bound.run_id))
-        for target, text in texts.items():
-            if sizes.get(target) != (size := len(plain(text).encode())):
-                self.client.log_text(bound.run_id, plain(text), target)
-                sizes[target] = size
-        for target, source in files.items():
-            if sizes.get(target) == (size := source.stat().st_size):
+        contents: Mapping[str, str | Path] = {**texts, **files}
+        for target, source in contents.items():
+            size = len(plain(source).encode()) if isinstance(source, str) else source.stat().st_size
+            if sizes.get(target) == size:
                 continue
-            if root:
+            sizes[target] = size
+            if isinstance(source, str):
+                self.client.log_text(bound.run_id, plain(source), target)
+            elif root:
                 (root / target).parent.mkdir(parents=True, exist_ok=True)
                 (root / target).unlink(missing_ok=True)
                 link_or_copy(source, root / target)
             else:
-                folder = target.rpartition("/")[0] or None
-                self.client.log_artifact(bound.run_id, str(source), folder)
-            sizes[target] = size
+                self.client.log_artifact(bound.run_id, str(source), target.rpartition("/")[0] or None)
 
     def sizes(self, run_id: str, under: str | None = None) -> Iterator[tuple[str, int]]:
         """(path, bytes) of the run's files."""

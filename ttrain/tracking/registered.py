@@ -19,7 +19,6 @@ from ttrain.core.hashing import digest_of
 from ttrain.core.text import short_digest
 from ttrain.engine.execution import REGISTERED
 from ttrain.store.registry import CHALLENGER, CHAMPION, ModelSet, Registry, Version
-from ttrain.store.results import EvaluationResult
 from ttrain.tracking.client import cannot_be_asked, database_of, own_uri, plain, tracking_uri
 from ttrain.tracking.mlflow_mirror import ID, Bound, Mirror
 from ttrain.tracking.tracked_runs import RunContent, id_of
@@ -92,19 +91,16 @@ def _create(mirror: Mirror, content: RunContent, version: Version | ModelSet, pl
 def _description(content: RunContent, version: Version | ModelSet) -> str:
     """The metric of its last model that is judged, and the run's note; then what it is."""
     members = version.members if isinstance(version, ModelSet) else {version.stage: version}
-    evaluation, metric = content.artifacts.get("evaluate"), ""
-    metrics = EvaluationResult.of(evaluation.result).metrics if evaluation else {}
+    metric, metrics = "", content.record["metrics"]
     for stage, judged in PRIMARY_METRICS.items():
-        value = metrics.get(judged.name)
-        if stage in members and value is not None:
-            metric = f"{judged.label} **{value:.3f}**"
+        if stage in members and judged.of_run in metrics:
+            metric = f"{judged.label} **{metrics[judged.of_run]:.3f}**"
     note = " ".join(str(content.record.get("note") or "").split())
     models = (f"- `{one.name}`: {one.stage}, key `{short_digest(one.key)}`" for one in members.values())
-    name = f"{version.name}/{version.version}"
     parts = [
         ". ".join(filter(None, (metric, note))),
         "\n".join((f"Of the run `{version.run}`:", *models)),
-        f"What it was made of: `ttrain lineage {name}`; the same again: `ttrain reproduce {name}`.",
+        f"What it was made of: `ttrain lineage {version}`; the same again: `ttrain reproduce {version}`.",
     ]
     return "\n\n".join(filter(None, parts))
 

@@ -26,22 +26,10 @@ SECTION = "Curves"
 
 QUICK = "validation_loss_quick"
 
-TITLES = {"loss": "loss", "validation_loss": "validation", QUICK: "validation"}
-
 POINTS = 1000  # of a curve on the pipeline's run; the stage's own run has them all
 
 SHOWN_SETTINGS = 6
 EARLIER_RUNS = 20  # of which the most common settings are usual
-
-
-def curve_name(stage: str, metric: str) -> str:
-    """The name of a curve on the pipeline's run.
-
-    MLflow sorts charts by name, so `then` moves a stage behind those before it: `then lora loss`.
-    """
-    before = TRAININGS[: TRAININGS.index(stage)] if stage in TRAININGS else ()
-    prefix = "then " if any(name > stage for name in before) else ""
-    return f"{SECTION}/{prefix}{stage} {TITLES[metric]}"
 
 
 def curves(stage: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[JsonDict]:
@@ -52,13 +40,16 @@ def curves(stage: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[JsonDict]:
     """
     rows = [row for row in rows if row.get("tokens") is not None]
     validation = QUICK if any(QUICK in row["metrics"] for row in rows) else "validation_loss"
-    for metric in ("loss", validation):
+    # MLflow sorts charts by name, so `then` moves a stage behind those before it: `then lora loss`
+    before = TRAININGS[: TRAININGS.index(stage)] if stage in TRAININGS else ()
+    prefix = f"{SECTION}/then " if any(name > stage for name in before) else f"{SECTION}/"
+    for metric, title in (("loss", "loss"), (validation, "validation")):
         having = [row for row in rows if metric in row["metrics"]]
         for row in reversed(having[:: min(-1, -len(having) // POINTS)]):  # with the last one
             yield {
                 "step": int(row["tokens"]),
                 "time": row.get("time"),
-                "metrics": {curve_name(stage, metric): row["metrics"][metric]},
+                "metrics": {f"{prefix}{stage} {title}": row["metrics"][metric]},
             }
 
 
