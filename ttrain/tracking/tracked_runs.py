@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
@@ -212,17 +211,14 @@ class RunContent:
         work = self.store.work(name, entry.get("key") or "")
         output = artifact.path if artifact else work / "output"
         manifest: JsonObject = artifact.manifest if artifact else {}
-        ended = manifest.get("published")
-        seconds = entry.get("seconds") or manifest.get("seconds") or 0.0
-        started = entry.get("started_unix") or (ended - seconds if ended else record["started_unix"])
         run = TrackedRun(
             id_of(record, name),
             record["run"],
             f"{name} {record['run'].rpartition('-')[2]}",  # to differ in the legends of two runs
             str(record["settings"]["tracking"]["experiment"]),
-            float(started),
+            float(entry.get("started_unix") or record["started_unix"]),
             FINISHED if artifact else status_of(entry["outcome"]),
-            ended=ended,
+            ended=manifest.get("published"),
         )
         ingredients = manifest.get("ingredients") or read_object(work / resume.INGREDIENTS)
         run.params = dict(flatten(ingredients.get("settings") or {}))
@@ -302,7 +298,6 @@ def loadable(artifact: Artifact, directory: str, store: ArtifactStore) -> tuple[
         "flavors": {"transformers": flavor},
         "mlflow_version": metadata.version("mlflow"),
         "model_uuid": artifact.content[:32],
-        "utc_time_created": str(datetime.fromtimestamp(artifact.manifest["published"], UTC).replace(tzinfo=None)),
         "signature": {"inputs": TEXT, "outputs": TEXT, "params": None},
         "metadata": {"ttrain.stage": artifact.stage, "ttrain.key": artifact.key},
     }
