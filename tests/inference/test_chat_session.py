@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.chat_models import SHORT, chat_with
 from support.data_commands import Result, Run
-from support.tiny_models import reference, speaker, write_model
+from support.tiny_models import SHORT, chat_with, reference, speaker, write_model
 
 from ttrain.cli import chat_screen
 from ttrain.config import Gate
