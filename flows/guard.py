@@ -15,19 +15,14 @@ import base64
 import contextlib
 import hashlib
 import hmac
-from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from starlette.requests import HTTPConnection
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.types import Message, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
 from ttrain.store.server_records import HOST
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 COOKIE_SECONDS = 30 * 24 * 3600
 # Scripts as Prefect and MLflow need them, from no other host
