@@ -26,7 +26,7 @@ FIXTURES = (
     "support.tiny_stages",
     "support.champion_sets",
     "support.artifact_home",
-    "support.hub",
+    "support.web",
     "support.outage_proxy",
 )
 pytest.register_assert_rewrite(*FIXTURES)  # before other modules import them

@@ -20,8 +20,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.chat_templates import CHATML, make
-from support.hub import COMMIT, cache, use_hub
-from support.web import FakeHub
+from support.web import COMMIT, FakeHub, cache, use_hub
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from ttrain import config

@@ -10,8 +10,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import ClassVar
 from urllib.parse import unquote, urlsplit
+
+import pytest
+from support.chat_templates import CHATML, make
 
 
 @dataclass
@@ -21,7 +25,6 @@ class Site:
     files: dict[str, bytes]
     etags: bool = True
     dates: bool = False
-    ranges: bool = True
     statuses: list[int] = field(default_factory=list)  # errors with which the next requests are answered, one each
     failing: str = ""  # a path that is always answered with 503
     asked: list[tuple[str, str, str]] = field(default_factory=list)  # (method, path, range)
@@ -49,8 +52,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, url: str, *, with_body: bool) -> None:
         site, path = self.site, unquote(urlsplit(url).path)
-        wanted = self.headers.get("Range", "") if site.ranges else ""
-        site.asked.append((self.command, path, self.headers.get("Range", "")))
+        wanted = self.headers.get("Range", "")
+        site.asked.append((self.command, path, wanted))
         if site.statuses or path == site.failing:
             self._send(site.statuses.pop(0) if site.statuses else 503, b"", {}, with_body=False)
         elif path.endswith("/"):
@@ -150,3 +153,38 @@ def served(site: Site, hub: FakeHub | None = None) -> Iterator[Site]:
 def served_hub(hub: FakeHub) -> Iterator[FakeHub]:
     with served(hub.site, hub):
         yield hub
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def cache(home: Path, files: dict[str, bytes], commit: str = COMMIT) -> Path:
+    repository = home / "hub" / "models--someone--small"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    snapshot = repository / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    for name, data in files.items():
+        (snapshot / name).write_bytes(data)
+    return snapshot
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[FakeHub]:
+    """The Hub with the model `someone/small`."""
+    files = {path.name: path.read_bytes() for path in make(tmp_path / "source", CHATML).iterdir()}
+    with served_hub(
+        FakeHub({"someone/small": {"main": COMMIT}}, {COMMIT: {**files, "model.safetensors": b"weights"}})
+    ) as opened:
+        yield opened
+
+
+def use_hub(patch: pytest.MonkeyPatch, endpoint: str, home: Path) -> None:
+    """Let the Hub's library, which has read its environment, ask this server and keep what it fetches in this home."""
+    from huggingface_hub import constants
+
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE
+    patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{endpoint}/{template[template.index('{') :]}")
+    patch.setattr(constants, "ENDPOINT", endpoint)
+    patch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
+    patch.setattr(constants, "HF_HUB_OFFLINE", False)

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.hub import COMMIT, use_hub
 from support.planned_homes import SHARDS, House, running
-from support.web import FakeHub
+from support.web import COMMIT, FakeHub, use_hub
 
 from ttrain.config.loading import load
 from ttrain.data import existing
