@@ -129,11 +129,9 @@ def take_over_champions(home: Path) -> Registry:
     Returns the registry, as it is then. If MLflow does not answer, the home's own champions stay.
     """
     uri, registry, seen = tracking_uri(home), Registry(home), seen_file(home)
-    names, database = registry.read()["sets"], database_of(home)
-    if uri == own_uri(home):  # without a change since then MLflow is not loaded
-        is_known = seen.exists() and seen.stat().st_mtime_ns >= database.stat().st_mtime_ns
-        names = () if is_known else names
-    if not names:
+    names = registry.read()["sets"]
+    changed, known = (path.stat().st_mtime_ns if path.exists() else 0 for path in (database_of(home), seen))
+    if not names or (uri == own_uri(home) and changed <= known):  # then MLflow need not be loaded
         return registry
     try:
         mirror = Mirror(home, uri)
