@@ -18,14 +18,7 @@ from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo, available_timezones
 
-from ttrain.core.files import (
-    PRIVATE_FILE,
-    JsonDict,
-    private_directory,
-    read_json,
-    read_object,
-    write_json,
-)
+from ttrain.core.files import PRIVATE_FILE, private_directory, read_json, read_object, write_json
 from ttrain.errors import UsageError
 from ttrain.store.runs import is_alive
 
@@ -80,19 +73,14 @@ class Schedule:
         """The deployment's name, as Prefect writes it: "nightly/quickstart"."""
         return f"{self.kind}/{self.name}"
 
-    def next_slots(self, count: int) -> list[datetime]:
-        """The next slots, which pass unused where the schedule is paused; none without a cron."""
-        return next_slots(self.cron, self.timezone, count) if self.cron else []
 
-
-def next_slots(cron: str, timezone: str, count: int) -> list[datetime]:
-    """The next slots of Prefect's own scheduler; none for an expression that never fires."""
+def next_slots(cron: str | None, timezone: str, count: int = 1) -> list[datetime]:
+    """The next slots of Prefect's own scheduler; none without a cron, or for one that never fires."""
     from prefect.server.schemas.schedules import CronSchedule
 
-    try:
-        dates = asyncio.run(CronSchedule(cron=cron, timezone=timezone).get_dates(count))
-    except ValueError:
-        return []
+    dates: list[datetime] = []
+    with contextlib.suppress(ValueError):
+        dates = asyncio.run(CronSchedule(cron=cron, timezone=timezone).get_dates(count)) if cron else []
     return [date.astimezone(ZoneInfo(timezone)) for date in dates]
 
 
@@ -159,11 +147,6 @@ def last_run_file(home: Path, full_name: str) -> Path:
     return path_of(home, full_name).with_suffix(".last")
 
 
-def last_run(home: Path, schedule: Schedule) -> JsonDict | None:
-    """How the last run of the schedule ended."""
-    return read_object(last_run_file(home, schedule.full_name)) or None
-
-
 def check_cron(cron: str | None, timezone: str) -> None:
     """Raise UsageError where the cron is invalid or never fires, or there is no such time zone."""
     if timezone not in available_timezones():
@@ -171,7 +154,7 @@ def check_cron(cron: str | None, timezone: str) -> None:
         raise UsageError(f"--timezone is '{timezone}', {rule}")
     if cron is None:
         return
-    if len(cron.split()) != CRON_FIELDS or not next_slots(cron, timezone, 1):
+    if len(cron.split()) != CRON_FIELDS or not next_slots(cron, timezone):
         rule = "which is not a cron expression of five fields, or never fires"
         raise UsageError(f"--cron is '{cron}', {rule}; {EXAMPLE}")
 
@@ -186,18 +169,14 @@ def local_timezone() -> str:
 def unit(home: Path) -> str:
     """The text of a unit of the user's systemd; see systemd.service(5) for the quoting."""
     path = str(home.resolve())
+    words = [str(Path(sysconfig.get_path("scripts")) / "ttrain"), "pipeline", "serve"]
     return UNIT.format(
         home=path.replace("%", "%%"),
         variable=_quoted(f"TTRAIN_HOME={path}"),
-        command=" ".join(_quoted(word).replace("$", "$$") for word in command()),
+        command=" ".join(_quoted(word).replace("$", "$$") for word in words),
     )
 
 
 def _quoted(word: str) -> str:
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     return f'"{escaped}"'
-
-
-def command() -> list[str]:
-    """The command that serves, in full."""
-    return [str(Path(sysconfig.get_path("scripts")) / "ttrain"), "pipeline", "serve"]

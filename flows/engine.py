@@ -12,11 +12,10 @@ runs that `ttrain pipeline serve` started, to which Prefect's runner sends SIGTE
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -115,8 +114,6 @@ def run_pipeline(
 
 def begin(home: Path) -> None:
     """Choose or start the server, before Prefect is imported."""
-    if importlib.util.find_spec("prefect") is None:
-        raise UsageError("Prefect is not installed; try: pip install prefect, or run without it: --engine none")
     os.environ.update(servers.prefect_environment(home))
     silence_prefect()
     servers.start_own_server(home)
@@ -152,22 +149,21 @@ def run_in_prefect(execution: PipelineRun, *, in_flow: bool = False, night: str 
 
     settings, home, run = execution.settings, execution.store.root, execution.record.run
     if settings.runtime.sharding == "dask":
-        execution.make_parts_elsewhere = lambda stage, work: stage_task.make_on_dask(
-            stage, work, settings.runtime, lambda: execution.signum
-        )
+        execution.make_parts_elsewhere = partial(stage_task.make_on_dask, execution)
     mark_crashed_runs(home)
 
     def pipeline(settings: dict[str, Any]) -> Any:
         with execution.catching_signals():  # inside: Prefect sets a handler of its own
             if in_flow:
                 rename(night or run)
-            _run_stages(execution)
+            states = _run_stages(execution)
         error = failure_of(execution)
-        return stage_task.state_of(error) if error else None
+        incomplete = (state for state in states if not state.is_completed())
+        return stage_task.state_of(error) if error else next(incomplete, None)
 
-    values, final = settings.model_dump(mode="json"), None
+    values = settings.model_dump(mode="json")
     if in_flow:
-        pipeline(values)
+        final = pipeline(values)
     else:
         as_flow = flow(
             pipeline,
@@ -184,7 +180,7 @@ def run_in_prefect(execution: PipelineRun, *, in_flow: bool = False, night: str 
     if error := failure_of(execution):
         raise error
     if final and not final.is_completed():
-        raise TTrainError(f"Prefect ended the run as {final.name}: {final.message}")
+        raise TTrainError(f"Prefect ended the run, or a stage of it, as {final.name}: {final.message}")
 
 
 def link_to_page(execution: PipelineRun, stage: str | None = None) -> None:
@@ -203,8 +199,9 @@ def tags_of(execution: PipelineRun) -> list[str]:
     return [TAG, *(f"{key}={value}" for key, value in own.items())]
 
 
-def _run_stages(execution: PipelineRun) -> None:
-    """Submit every stage of the plan to the current flow run, wait for them, report the results."""
+def _run_stages(execution: PipelineRun) -> list[Any]:
+    """Submit every stage of the plan to the current flow run, report the results; returns their states."""
+    from prefect.artifacts import create_markdown_artifact
     from prefect.context import TagsContext
     from prefect.futures import PrefectFuture
     from prefect.runtime import flow_run
@@ -230,28 +227,11 @@ def _run_stages(execution: PipelineRun) -> None:
                 )
         for future in futures.values():
             future.wait()
-        check_all_completed(execution, [*futures.values()])
-    _show_report(execution)
-
-
-def _show_report(execution: PipelineRun) -> None:
-    """Show what the run measured on its page in Prefect."""
-    from prefect.artifacts import create_markdown_artifact
-
-    with best_effort():
+    with best_effort():  # what the run measured, on its page in Prefect
         rows, record = execution.evaluation_table(), execution.record.snapshot()
         text = run_summary.description(execution.store.root, record, execution.metrics(), rows)
         create_markdown_artifact(text, key="report", description=f"report of {execution.record.run}")
-
-
-def check_all_completed(execution: PipelineRun, futures: Sequence[Any]) -> None:
-    """Raise TTrainError where a stage did not complete though none failed or was to stop."""
-    if execution.signum or execution.failures:
-        return
-    for future in futures:
-        state = future.state
-        if not state.is_completed():
-            raise TTrainError(f"Prefect ended a stage as {state.name}: {state.message}")
+    return [future.state for future in futures.values()]
 
 
 def failure_of(execution: PipelineRun) -> BaseException | None:

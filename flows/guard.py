@@ -15,19 +15,14 @@ import base64
 import contextlib
 import hashlib
 import hmac
-from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from starlette.requests import HTTPConnection
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.types import Message, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
 from ttrain.store.server_records import HOST
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 COOKIE_SECONDS = 30 * 24 * 3600
 # Scripts as Prefect and MLflow need them, from no other host
@@ -90,7 +85,10 @@ class Guard:
         if method == "GET" and path == self._open_path:
             return None
         if method == "GET" and self._is_token(request.query_params.get("token", "")):
-            return self._landing()
+            # the first page of a browser, which keeps a cookie and leaves the token behind
+            landing, cookie = HTMLResponse(LANDING, headers=LANDING_HEADERS), (self._cookie_name, self._cookie)
+            landing.set_cookie(*cookie, COOKIE_SECONDS, httponly=True, samesite="strict")
+            return landing
         if not self._has_token(request):
             return PlainTextResponse(TOKEN_REFUSED, 401, {"WWW-Authenticate": "Bearer"})
         return None
@@ -115,10 +113,3 @@ class Guard:
             with contextlib.suppress(ValueError):
                 text = base64.b64decode(text).decode("latin-1")
         return self._is_token(text.strip()) or self._is_token(text.partition(":")[2])
-
-    def _landing(self) -> Response:
-        """The first page of a browser, which keeps a cookie and leaves the token behind."""
-        response = HTMLResponse(LANDING, headers=LANDING_HEADERS)
-        name, value = self._cookie_name, self._cookie
-        response.set_cookie(name, value, COOKIE_SECONDS, httponly=True, samesite="strict")
-        return response

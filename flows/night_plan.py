@@ -20,7 +20,6 @@ from ttrain.nightly.inputs import NightInputs
 from ttrain.nightly.records import Champion, InputSnapshot, NightRecord, Nights
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact, Artifacts
-from ttrain.store.registry import Registry
 from ttrain.store.runs import NIGHTLY
 from ttrain.tasks import (
     BASE_OF,
@@ -104,12 +103,9 @@ def night_graph(inputs: NightInputs) -> Graph:
             sources["replay"] = graph.add(REPLAY_SFT, documents=sources["shards"], **chats)
         elif stage is EVALUATE:
             if earlier and inputs.measures_earlier:
-                documents = sources.get("documents")
-                if documents:
-                    both = {"documents": documents, EARLIER_HELDOUT: earlier}
-                    sources["documents"] = graph.add(HELDOUT, **both)
-                else:
-                    sources["documents"] = earlier
+                new = sources.get("documents")
+                both = {"documents": new, EARLIER_HELDOUT: earlier}
+                sources["documents"] = graph.add(HELDOUT, **both) if new else earlier
             if inputs.champion:
                 data = {name: of for name, of in sources.items() if name in HELDOUT_PARTS}
                 bases = _adapter_bases(inputs.champion_bases)
@@ -169,14 +165,12 @@ def _new_inputs(settings: Settings, store: ArtifactStore, nights: Nights) -> tup
     earlier = night_inputs.earlier_heldout(champion, nights.newest_first(), store, settings)
     learnt_before = tuple(sorted(learnt - in_nights))  # the next champion's own artifacts will not record them
     nightly, weights = settings.nightly, settings.data.weights
-    documents: tuple[str, ...] = ()
-    chats: tuple[str, ...] = ()
     # Weighted sources are all read again, and have no new part
-    is_new = nightly.start_from == "champion" and nightly.data == "new"
-    if is_new and not weights("pretrain"):
-        documents = night_inputs.learnt_shards("pretrain", champion, nights.newest_first(), store)
-    if chosen.has_new_chats_alone and not weights("sft"):
-        chats = night_inputs.learnt_shards("sft", champion, nights.newest_first(), store)
+    are_new = {"pretrain": nightly.start_from == "champion" and nightly.data == "new", "sft": chosen.has_new_chats_alone}
+    documents, chats = (
+        night_inputs.learnt_shards(stage, champion, nights.newest_first(), store) if is_new and not weights(stage) else ()
+        for stage, is_new in are_new.items()
+    )
     replay = nightly.replay if documents and chosen.files.get("pretrain") else 0.0
     frozen = InputSnapshot(
         chosen.files, settings.model_dump(mode="json"), champion, earlier.reference, learnt_before, documents, chats, replay,
@@ -189,8 +183,7 @@ def _new_inputs(settings: Settings, store: ArtifactStore, nights: Nights) -> tup
 
 def current_champion(settings: Settings, store: ArtifactStore) -> Champion | None:
     """The registered champion with the artifacts of its models; None if there is none."""
-    take_over_champions(store.root)
-    champion = Registry(store.root).champion(settings.name)
+    champion = take_over_champions(store.root).champion(settings.name)
     if champion is None:
         return None
     return Champion(champion.version, {stage: key for stage, key in champion.keys.items() if stage in REGISTERED})

@@ -129,8 +129,7 @@ class NightRun:
             known = ended and (ended["outcome"], ended["reason"]) == (records.REFUSED, str(error))
             if self.slot and known and newest:  # notified at the slot before this one
                 if night:
-                    closed = isinstance(error, TooFewRows)
-                    night.end_try(records.REFUSED, str(error), closed=closed)
+                    night.end_try(records.REFUSED, str(error), closed=isinstance(error, TooFewRows))
                 name = (night or newest).name
                 reason = f"{name} is still refused: {error}"
                 self.nights.skipped(self.slot, reason)
@@ -179,26 +178,20 @@ class NightRun:
         too few rows, or with nothing new but damaged files, has trained nothing: it is given up at
         once, since the next one may have more files.
         """
-        is_damage = isinstance(error, StageFailed) and bool(error.files)
-        failures, attempts = (night.failures if night else 0) + 1, self.settings.nightly.attempts
-        outcome = records.FAILED
-        gives_up = is_damage or failures >= attempts
-        if isinstance(error, TooFewRows):
-            outcome, gives_up = records.REFUSED, True
-            advice = (
-                "was refused, which does not count as a failed attempt; the next night takes these "
-                "files and all new ones; bring more data, or correct the settings"
-            )
-        elif isinstance(error, TTrainError) and error.is_usage_error:
-            outcome, gives_up = records.REFUSED, False
-            advice = (
-                "was refused, which does not count as a failed attempt; correct the settings, and the next night goes on"
-            )
-        elif gives_up:
-            tries = "damaged files" if is_damage else f"{failures} of {attempts} times"
-            advice = f"failed ({tries}); its list is given up, the next night makes a new one"
+        too_few, outcome = isinstance(error, TooFewRows), records.FAILED
+        if too_few or (isinstance(error, TTrainError) and error.is_usage_error):
+            outcome, gives_up = records.REFUSED, too_few
+            advice = "correct the settings, and the next night goes on"
+            if too_few:
+                advice = "the next night takes these files and all new ones; bring more data, or correct the settings"
+            advice = f"was refused, which does not count as a failed attempt; {advice}"
         else:
-            advice = f"failed ({failures} of {attempts} times); the next night tries it again"
+            is_damage = isinstance(error, StageFailed) and bool(error.files)
+            failures, attempts = (night.failures if night else 0) + 1, self.settings.nightly.attempts
+            gives_up = is_damage or failures >= attempts
+            tries = "damaged files" if is_damage else f"{failures} of {attempts} times"
+            advice = "its list is given up, the next night makes a new one" if gives_up else "the next night tries it again"
+            advice = f"failed ({tries}); {advice}"
         result = self._end(night, outcome, str(error), closed=gives_up, event="failed")
         if night:
             self.say(f"{result.night} {advice}")
@@ -209,19 +202,16 @@ class NightRun:
             try:
                 return self._run_stages(night, frozen)
             except (NothingNew, StageFailed) as error:
-                damaged = error.files if isinstance(error, StageFailed) else ()
-                if damaged:
-                    entries = night_inputs.entries_of(frozen, damaged)
-                    night.leave_out(entries, str(error), self.settings)
-                elif isinstance(error, StageFailed):
-                    raise
+                goes_on, damaged = "the new chats are learnt", tuple[str, ...]()
+                if isinstance(error, StageFailed):
+                    damaged, goes_on = error.files, "the night goes on without it"
+                    if not damaged:
+                        raise
+                    night.leave_out(night_inputs.entries_of(frozen, damaged), str(error), self.settings)
                 smaller = night_inputs.smaller_snapshot(frozen, damaged, self.nights.read())
                 if smaller is None or len(night.left_out) > MOST_LEFT_OUT:
                     raise
                 frozen = smaller
-                goes_on = "the new chats are learnt"
-                if damaged:
-                    goes_on = "the night goes on without it"
                 self.say(f"{error}; {goes_on}")
                 night.note(inputs=frozen.to_json())
 
@@ -245,13 +235,12 @@ class NightRun:
     def send(self, event: Event, reason: str, night: NightRecord | None = None) -> None:
         """Notify whom the settings name."""
         name = night.name if night else None
-        decision = night.data.get("decision") if night else None
-        text = f"ttrain {self.settings.name}{f', {name}' if name else ''}: {event}: {reason}"
+        about = ", ".join(filter(None, (self.settings.name, name)))
         payload = {
             "pipeline": self.settings.name,
             "night": name,
-            "text": text,
+            "text": f"ttrain {about}: {event}: {reason}",
             "reason": reason,
-            "decision": decision,
+            "decision": night.data.get("decision") if night else None,
         }
         notify.send(self.settings.notify, event, payload)

@@ -67,11 +67,6 @@ engine.silence_prefect()  # now, not in the flow: a signal before it is logged a
 # --- the flows of deployments ---
 
 
-def slot_name() -> str:
-    """The name of a flow run until it is named after its night or run."""
-    return f"slot {flow_run.scheduled_start_time.astimezone():%Y-%m-%d %H:%M}"
-
-
 def run_slot(changes: tuple[str, ...] = ()) -> State[Any] | None:
     """Run one slot of a schedule.
 
@@ -91,15 +86,20 @@ def run_slot(changes: tuple[str, ...] = ()) -> State[Any] | None:
         if not isinstance(error, Interrupted):
             get_run_logger().error("%s", error)
         state = state_of(error)
+    ended = f"{state.name}, {state.message}" if state.message else str(state.name)
+    print(timed_lines(escaped(f"{schedule}: {ended}")), flush=True)
+    slot = flow_run.scheduled_start_time.isoformat()
+    last = {"outcome": state.name, "slot": slot, "message": state.message}
     with best_effort():
-        _note_end(home, schedule, state)
+        write_json(deploy.last_run_file(home, schedule), last, PRIVATE_FILE)
     return state
 
 
 # Prefect retries no flow run: stages have retries of their own, and the next slot continues. The
 # function has another name than the flows, as the runner's processes load it by its name.
 OPTIONS: Any = {
-    "flow_run_name": slot_name,
+    # until it is named after its night or run
+    "flow_run_name": lambda: f"slot {flow_run.scheduled_start_time.astimezone():%Y-%m-%d %H:%M}",
     "retries": 0,
     "persist_result": False,
     "task_runner": ThreadPoolTaskRunner(max_workers=engine.MAX_CONCURRENT_STAGES),
@@ -132,15 +132,6 @@ def _run_night(home: Path, settings: Settings) -> State[Any]:
     return state(name=result.outcome.title().replace("-", ""), message=result.reason)
 
 
-def _note_end(home: Path, schedule: str, state: State[Any]) -> None:
-    """Print how the flow run ended, and keep it as the schedule's last one."""
-    ended = f"{state.name}, {state.message}" if state.message else str(state.name)
-    print(timed_lines(escaped(f"{schedule}: {ended}")), flush=True)
-    slot = flow_run.scheduled_start_time.isoformat()
-    last = {"outcome": state.name, "slot": slot, "message": state.message}
-    write_json(deploy.last_run_file(home, schedule), last, PRIVATE_FILE)
-
-
 def settings_to_run(home: Path, full_name: str, changes: Sequence[str]) -> Settings:
     """The settings of a schedule with the changes of a flow run, validated as a whole.
 
@@ -160,23 +151,23 @@ def settings_to_run(home: Path, full_name: str, changes: Sequence[str]) -> Setti
     return changed
 
 
-def flow_run_console() -> Console:
-    """Make the console that prints to the terminal and to the flow run's log."""
-    return Console(file=_RunLog(), force_terminal=False, width=160)
-
-
-class _RunLog(io.StringIO):
+class RunLog(io.StringIO):
     """Passes the run's messages to the terminal, and line by line to the flow run's log."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._logger = get_run_logger()
+        self._logger = get_run_logger()  # other threads write, too, which have no flow run
 
     def write(self, text: str) -> int:
         for line in filter(None, map(str.rstrip, text.split("\n"))):
             print(timed_lines(line), flush=True)
             self._logger.info("%s", line)
         return len(text)
+
+
+def flow_run_console() -> Console:
+    """Make the console that prints to the terminal and to the flow run's log."""
+    return Console(file=RunLog(), force_terminal=False, width=160)
 
 
 # --- the process that serves ---
@@ -194,7 +185,7 @@ def serve(home: Path, say: Callable[[str], None]) -> None:
             server.start()
             asyncio.run(server.run())
         finally:
-            _stop_server(home)
+            server.stop()
     say(STOPPED)
     if signal.SIGINT in server.signums:
         stopped = Interrupted(STOPPED, signal.SIGINT)
@@ -217,20 +208,6 @@ def serve_lock(home: Path) -> Iterator[None]:
         ) from None
 
 
-def _stop_server(home: Path) -> None:
-    """End the server that was started to serve, by this process or one that was killed."""
-    server = server_records.read(home, "prefect")
-    is_ours = server is not None and server.owner == OWNER
-    if is_ours and not server_records.live_server(home, "mlflow"):  # else `up` has taken it over
-        with servers.start_lock(home):
-            servers.stop(home, "prefect")
-
-
-def home_tag(home: Path) -> str:
-    """The tag of a home's deployments, where several homes share a server."""
-    return f"home:{home.resolve()}"
-
-
 class ScheduleServer:
     """Makes deployments of the schedules of a home, and has Prefect's runner start what is due."""
 
@@ -238,6 +215,7 @@ class ScheduleServer:
         self._home, self._say = home.resolve(), say
         self._has_own_server = not os.environ.get("PREFECT_API_URL")
         self._environment = {"TTRAIN_HOME": str(self._home)}
+        self._tags = [TAG, f"home:{self._home}"]  # where several homes share a server
         self._made: dict[str, tuple[Schedule, UUID | None]] = {}  # None: it was refused
         self.signums: list[int] = []
 
@@ -257,6 +235,14 @@ class ScheduleServer:
             last = server_records.read(self._home, "prefect")
             port = last.port if last else 4200
             servers.start(self._home, {"prefect": port}, OWNER)
+
+    def stop(self) -> None:
+        """End the server that was started to serve, by this process or one that was killed."""
+        server = server_records.read(self._home, "prefect")
+        is_ours = server is not None and server.owner == OWNER
+        if is_ours and "mlflow" not in servers.running(self._home):  # else `up` has taken it over
+            with servers.start_lock(self._home):
+                servers.stop(self._home, "prefect")
 
     async def run(self) -> None:
         """Run what is due until a signal, and until all runs have ended."""
@@ -296,8 +282,7 @@ class ScheduleServer:
 
         A pause on Prefect's page is written into the file of the schedule.
         """
-        tags = {"tags": {"all_": [TAG, home_tag(self._home)]}}
-        mine = DeploymentFilter.model_validate(tags)
+        mine = DeploymentFilter.model_validate({"tags": {"all_": self._tags}})
         listing = await client.read_deployments(deployment_filter=mine)
         present = {one.id: one for one in listing}
         schedules = deploy.read_all(self._home)
@@ -320,16 +305,15 @@ class ScheduleServer:
 
     async def _make(self, runner: Runner, schedule: Schedule) -> Any:
         """Make or change a deployment."""
+        cron = Cron(schedule.cron, timezone=schedule.timezone, slug="cron") if schedule.cron else None
         options: dict[str, Any] = {
             "name": schedule.name,
-            "schedules": [],  # which removes an earlier one
+            "schedules": [cron] if cron else [],  # an empty list removes an earlier one
             "paused": schedule.paused,
-            "tags": [TAG, home_tag(self._home)],
+            "tags": self._tags,
             "version": VERSION,
             "entrypoint_type": EntrypointType.MODULE_PATH,
         }
-        if schedule.cron:
-            options["schedules"] = [Cron(schedule.cron, timezone=schedule.timezone, slug="cron")]
         own_flow = FLOWS[schedule.kind]
         if not schedule.pool:  # runs this flow itself, whatever entry point the server names
             return await runner.aadd_flow(own_flow, **options)

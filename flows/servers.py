@@ -21,7 +21,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,15 +76,6 @@ SLOTS_AHEAD = {
 }
 
 
-@dataclass(frozen=True)
-class ServerAddresses:
-    """The addresses of the two servers."""
-
-    prefect_url: str
-    prefect_api_url: str
-    mlflow_url: str
-
-
 def prefect_app() -> Any:
     """Prefect's server application behind the guard, in the server's process.
 
@@ -122,20 +114,11 @@ def guarded_app(app: Any, name: str) -> Any:
     return Guard(app, int(os.environ[PORT]), token, open_path=HEALTH[name])
 
 
-def up(home: Path, *, prefect_port: int = 4200, mlflow_port: int = 5000) -> ServerAddresses:
-    """Start the servers that are not running yet, in the background; returns when both answer.
+def start(home: Path, ports: Mapping[str, int], owner: str = "") -> None:
+    """Start the named servers that are not running yet, in the background; returns when all answer.
 
     A port that another program holds is passed over for the next free one. Raises TTrainError, with the end of the log,
     when a server does not start; then those that this call started are stopped.
-    """
-    start(home, {"prefect": prefect_port, "mlflow": mlflow_port})
-    addresses = running(home)
-    assert addresses is not None, "both have just answered"
-    return addresses
-
-
-def start(home: Path, ports: Mapping[str, int], owner: str = "") -> None:
-    """Start the named servers as `up` does, those that run not again.
 
     ports: those to try first
     owner: the command that ends the servers; empty for those of `up`
@@ -150,8 +133,7 @@ def start(home: Path, ports: Mapping[str, int], owner: str = "") -> None:
                 stop(home, name)  # remains of one that does not answer
                 port, mark = free_port(ports[name]), secrets.token_hex(8)
                 if port != ports[name]:
-                    taken = "port %d is taken by another program; %s listens on %d instead"
-                    log.warning(taken, ports[name], name, port)
+                    log.warning("port %d is taken; %s listens on %d instead", ports[name], name, port)
                 process = _start(home, name, port, token, {SERVER_MARK: mark})
                 started[name] = (port, process)
                 server = Server(name, process.pid, port, mark, owner)
@@ -183,19 +165,17 @@ def database_of(home: Path) -> Path:
 
 
 def down(home: Path) -> list[str]:
-    """Stop both servers with all their processes; returns those that ran. Raises TTrainError when one does not end."""
+    """Stop both servers with all their processes; returns those that ran."""
     if not server_records.folder_of(home).exists():
         return []
     with start_lock(home):
         return [name for name in HEALTH if stop(home, name)]
 
 
-def running(home: Path) -> ServerAddresses | None:
-    """The addresses where both servers run, else None."""
-    prefect, mlflow = (server_records.live_server(home, name) for name in HEALTH)
-    if not prefect or not mlflow:
-        return None
-    return ServerAddresses(prefect.url, f"{prefect.url}/api", mlflow.url)
+def running(home: Path) -> dict[str, str]:
+    """The addresses of the servers that run, by name."""
+    servers = {name: server_records.live_server(home, name) for name in HEALTH}
+    return {name: server.url for name, server in servers.items() if server}
 
 
 def _start(home: Path, name: str, port: int, token: str, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -268,11 +248,9 @@ def _wait(home: Path, name: str, port: int, process: subprocess.Popen[bytes]) ->
             if server_records.listens(psutil.Process(process.pid), port):
                 return
         time.sleep(0.05)
-    ended = process.returncode is not None
-    failure = f"ended with exit code {process.returncode}" if ended else f"did not answer within {START_SECONDS:.0f} s"
     path = _log_of(home, name)
     tail = "\n".join(path.read_text(errors="replace").splitlines()[-20:])
-    message = f"the {name} server {failure} on port {port}; {path} ends:\n{tail}"
+    message = f"the {name} server does not answer on port {port} (exit code {process.returncode}); {path} ends:\n{tail}"
     if UNKNOWN_REVISION in tail:
         aside = set_aside(database_of(home))
         message += (
@@ -285,15 +263,12 @@ def _wait(home: Path, name: str, port: int, process: subprocess.Popen[bytes]) ->
 def stop(home: Path, name: str) -> bool:
     """End every process of a server and remove its record; returns whether there was one."""
     server = server_records.read(home, name)
-    processes = family = server.processes() if server else []
-    for action, seconds in ((psutil.Process.terminate, STOP_SECONDS), (psutil.Process.kill, 5.0)):
-        for process in family:
+    processes = server.processes() if server else []
+    for action in (psutil.Process.terminate, psutil.Process.kill):
+        for process in server.processes() if server else ():
             with contextlib.suppress(psutil.Error):
                 action(process)
-        psutil.wait_procs(family, timeout=seconds)
-        family = server.processes() if server else []
-    if family:
-        raise TTrainError(f"the {name} server does not end; its processes: {', '.join(str(one.pid) for one in family)}")
+        psutil.wait_procs(processes, timeout=STOP_SECONDS)
     (server_records.folder_of(home) / f"{name}.json").unlink(missing_ok=True)
     return bool(processes)
 
@@ -305,11 +280,9 @@ def start_lock(home: Path) -> FileLock:
 
 def free_port(wanted: int) -> int:
     """The wanted port, else any that nobody listens on."""
-    try:
-        probe = socket.create_server((HOST, wanted))
-    except OSError:
-        probe = socket.create_server((HOST, 0))
-    with probe:
+    with contextlib.suppress(OSError), socket.create_server((HOST, wanted)):
+        return wanted
+    with socket.create_server((HOST, 0)) as probe:
         return int(probe.getsockname()[1])
 
 
@@ -340,17 +313,17 @@ def start_own_server(home: Path) -> None:
         port = free_port(10_000 + secrets.randbelow(10_000))
         token = server_records.new_token()  # known to this process and its children
         own = {OWNER: str(os.getpid()), "PREFECT_SERVER_UI_ENABLED": "false"}
-        process = _start(home, "prefect", port, token, own)
+        start_again = partial(_start, home, "prefect", port, token, own)
+        process = start_again()
         variables = {"PREFECT_API_URL": f"http://{HOST}:{port}/api", **access(token)}
         os.environ.update(variables)
         importlib.import_module("prefect")  # 0.9 s
         _wait(home, "prefect", port, process)
         _own[home] = variables, process
-    keep = (home, port, token, own, process)
-    threading.Thread(target=_keep, args=keep, name="own-server", daemon=True).start()
+    threading.Thread(target=_keep, args=(process, start_again), name="own-server", daemon=True).start()
 
 
-def _keep(home: Path, port: int, token: str, own: Mapping[str, str], process: subprocess.Popen[bytes]) -> None:
+def _keep(process: subprocess.Popen[bytes], start_again: Callable[[], subprocess.Popen[bytes]]) -> None:
     """Start a run's own server again where it dies, as the kernel kills what takes memory.
 
     Prefect's client would ask for minutes at each state: eight stages of 20 s had not ended after 5.
@@ -358,7 +331,7 @@ def _keep(home: Path, port: int, token: str, own: Mapping[str, str], process: su
     for _ in range(RESTARTS):
         code = process.wait()
         log.warning("the Prefect server of this run ended with code %d; it is started again", code)
-        process = _start(home, "prefect", port, token, own)
+        process = start_again()
 
 
 def prefect_environment(home: Path) -> dict[str, str]:
@@ -366,10 +339,15 @@ def prefect_environment(home: Path) -> dict[str, str]:
     variables = {**SILENT, **QUIET, "PREFECT_HOME": str(home.resolve() / "prefect")}
     if server := server_records.live_server(home, "prefect"):
         variables["PREFECT_API_URL"] = f"{server.url}/api"
-    chosen = unset(variables) | _without_proxy()
+    chosen = unset(variables)
     url = chosen.get("PREFECT_API_URL") or os.environ.get("PREFECT_API_URL", "")
     if token := server_records.token_for(home, "prefect", url):  # None for another server
         chosen |= access(token)
+    # Requests to our own address do not go to a proxy, which would see the token
+    proxy = "no_proxy" if "no_proxy" in os.environ else "NO_PROXY"
+    listed = os.environ.get(proxy, "")
+    if HOST not in listed and listed != "*":
+        chosen[proxy] = ",".join(filter(None, (listed, HOST, "localhost")))
     return chosen
 
 
@@ -401,12 +379,3 @@ def check_prefect_server() -> None:
 
 def unset(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in variables.items() if not os.environ.get(name)}
-
-
-def _without_proxy() -> dict[str, str]:
-    """Requests to our own address do not go to a proxy, which would see the token."""
-    name = "no_proxy" if "no_proxy" in os.environ else "NO_PROXY"
-    listed = os.environ.get(name, "")
-    if HOST in listed or listed.strip() == "*":
-        return {}
-    return {name: ",".join(filter(None, (listed, HOST, "localhost")))}

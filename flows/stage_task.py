@@ -64,7 +64,7 @@ def stage_task(planned: Planned, execution: PipelineRun, on_end: Callable[[], ob
         task_run_name=stage.name,
         description=f"stage {stage.name}, module {stage.module}",
         retries=retries,
-        retry_condition_fn=lambda task, run, state: not execution.signum and not is_mistake(state.data),
+        retry_condition_fn=lambda task, run, state: not execution.signum and not getattr(state.data, "is_mistake", False),
         persist_result=False,
         cache_policy=NO_CACHE,
     )
@@ -76,11 +76,6 @@ def state_of(error: BaseException) -> State[Any]:
         return Cancelled(name="NothingNew", message=str(error), data=error)
     state = Cancelled if isinstance(error, Interrupted) else Failed
     return state(message=str(error), data=error)
-
-
-def is_mistake(error: object) -> bool:
-    """Whether a retry would repeat the failure: a mistake of settings or data."""
-    return isinstance(error, TTrainError) and error.is_mistake
 
 
 CLUSTER_AHEAD = 256  # blocks that a cluster of unknown size is given at a time
@@ -100,7 +95,7 @@ class DaskPool:
     """Submits to the Dask cluster of the running flow; results in order, a bounded number ahead."""
 
     _ahead: int
-    _stop_signal: Callable[[], int]
+    _run: PipelineRun
 
     def map(self, function: Callable[..., Any], tasks: Iterator[tuple[Any, ...]]) -> Generator[Any]:
         """The results of the function for each of the tasks."""
@@ -118,25 +113,25 @@ class DaskPool:
 
     def _result(self, waiting: deque[Any]) -> Any:
         while not waiting[0].wrapped_future.done():
-            if signum := self._stop_signal():
-                raise Interrupted("stopped while Dask made its blocks; the next run continues there", signum)
+            if self._run.signum:
+                raise Interrupted("stopped while Dask made its blocks; the next run continues there", self._run.signum)
             waiting[0].wait(LOOK_SECONDS)
         return waiting.popleft().result()
 
 
-def make_on_dask(stage: Stage, work: Path, runtime: Runtime, stop_signal: Callable[[], int] = lambda: 0) -> None:
+def make_on_dask(run: PipelineRun, stage: Stage, work: Path) -> None:
     """Make the blocks of a shards stage whose work directory is laid out. Raises what a block raised, or Interrupted."""
     from prefect import flow
 
     from ttrain.engine.stage_worker import job_of
     from ttrain.tasks import shards
 
-    runner, ahead = task_runner(runtime)
+    runner, ahead = task_runner(run.settings.runtime)
 
     @flow(name=f"{stage.name}-blocks", task_runner=runner, persist_result=False, validate_parameters=False)  # type: ignore[untyped-decorator]
     def blocks() -> None:
         config, job = job_of(work, progress=False)
-        shards.make_blocks(config, job, DaskPool(ahead, stop_signal))
+        shards.make_blocks(config, job, DaskPool(ahead, run))
 
     blocks()
 

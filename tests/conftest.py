@@ -23,11 +23,11 @@ gc.disable()
 # Whose fixtures several folders use.
 FIXTURES = (
     "support.planned_homes",
-    "support.stage_homes",
+    "support.tiny_stages",
     "support.champion_sets",
     "support.artifact_home",
-    "support.hub",
-    "support.mlflow_server",
+    "support.web",
+    "support.outage_proxy",
 )
 pytest.register_assert_rewrite(*FIXTURES)  # before other modules import them
 

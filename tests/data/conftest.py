@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.hostile_rows import READING
-from support.located_files import ROW
+from support.streamed_files import ROW
 from support.tiny_data import make_tokenizer
 from support.web import Site, served
 

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.chat_templates import CHATML, make
-from support.hub import COMMIT, Hub, cache, use_hub
+from support.web import COMMIT, FakeHub, cache, use_hub
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from ttrain import config
@@ -387,20 +387,20 @@ def test_a_name_on_the_hub_is_read_from_the_cache_offline(tmp_path: Path, monkey
         assert ask(name) == [snapshot / "tokenizer.json", snapshot / "tokenizer_config.json"]
 
 
-def test_a_name_that_the_cache_lacks_is_fetched_once(tmp_path: Path, hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_the_cache_lacks_is_fetched_once(tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the files that count; a name that cannot be fetched is told with the fix."""
-    use_hub(monkeypatch, hub, tmp_path / "home")
+    use_hub(monkeypatch, hub.site.url, tmp_path / "home")
     cache(tmp_path / "home", {"config.json": b"{}"})  # of a model
     found = ask("someone/small")
     assert [path.name for path in found] == ["tokenizer.json", "tokenizer_config.json"]
-    assert [path.read_bytes() for path in found] == [Hub.files[path.name] for path in found]
-    assert not [path for path in Hub.asked if "safetensors" in path]
-    Hub.asked.clear()
+    assert [path.read_bytes() for path in found] == [hub.commits[COMMIT][path.name] for path in found]
+    assert not [path for _, path, _ in hub.site.asked if "safetensors" in path]
+    hub.site.asked.clear()
     assert ask("someone/small") == found
-    assert Hub.asked == []
+    assert hub.site.asked == []
     messages = {"someone/else": ask("someone/else")}
-    Hub.files = {"config.json": b"{}"}
-    use_hub(monkeypatch, hub, tmp_path / "another")
+    hub.commits[COMMIT] = {"config.json": b"{}"}
+    use_hub(monkeypatch, hub.site.url, tmp_path / "another")
     assert "which has no tokenizer.json; AutoTokenizer" in ask("someone/small")
     use_hub(monkeypatch, "http://127.0.0.1:9", tmp_path / "away")
     messages["someone/small"] = ask("someone/small")

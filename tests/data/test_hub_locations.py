@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
-from support.located_files import CONVERTED, NEW, OLD, ROW, expand
-from support.streamed_files import read
+from support.streamed_files import CONVERTED, NEW, OLD, ROW, expand, read
 from support.web import FakeHub, served_hub
 
 from ttrain.data import locations, streams

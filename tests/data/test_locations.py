@@ -7,7 +7,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from support.located_files import ROW, expand
+from support.streamed_files import ROW, expand
 from support.web import Site
 
 from ttrain.data import locations

@@ -12,9 +12,8 @@ from unittest.mock import MagicMock
 from uuid import uuid4
 
 import pytest
-from support.deployments import ended, run_of, start
 from support.pipeline_home import Cli
-from support.served import Served, call, processes_of, serving
+from support.served import Served, call, ended, processes_of, run_of, serving, start
 from support.waiting import wait_until
 
 from ttrain.config import DATASETS, NAMES_CODE, TRAININGS, Settings

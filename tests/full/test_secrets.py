@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.deployments import ended, start
 from support.pipeline_home import Cli
-from support.served import serving
+from support.served import ended, serving, start
 from support.web import Site, served
 
 from ttrain.nightly.records import Nights

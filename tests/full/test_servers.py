@@ -74,9 +74,13 @@ def ports() -> tuple[int, int]:
     return first, second
 
 
-def start_both(home: Path, **options: Any) -> servers.ServerAddresses:
-    prefect_port, mlflow_port = ports()
-    return servers.up(home, prefect_port=prefect_port, mlflow_port=mlflow_port, **options)
+def start_both(home: Path, chosen: tuple[int, int] | None = None) -> dict[str, str]:
+    servers.start(home, dict(zip(("prefect", "mlflow"), chosen or ports(), strict=True)))
+    return servers.running(home)
+
+
+def api_of(found: dict[str, str]) -> str:
+    return f"{found['prefect']}/api"
 
 
 def answers(url: str, token: str | None = None) -> bool:
@@ -106,31 +110,31 @@ def test_the_real_servers_start_show_a_run_to_who_has_the_token_and_leave_nothin
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port))
         taken.listen()
-        found = servers.up(real_home, prefect_port=port, mlflow_port=other)
-        assert f":{port}" not in found.prefect_url and f"port {port} is taken" in caplog.text
-        assert servers.up(real_home, prefect_port=port) == found == servers.running(real_home)
+        found = start_both(real_home, (port, other))
+        assert f":{port}" not in found["prefect"] and f"port {port} is taken" in caplog.text
+        assert start_both(real_home, (port, 5000)) == found
 
     token = server_records.read_token(real_home)
-    assert answers(f"{found.prefect_api_url}/health") and answers(f"{found.mlflow_url}/health")
-    for url in (found.prefect_url, f"{found.prefect_api_url}/version", found.mlflow_url, f"{found.mlflow_url}/version"):
+    assert answers(f"{found['prefect']}/api/health") and answers(f"{found['mlflow']}/health")
+    for url in (found["prefect"], f"{found['prefect']}/api/version", found["mlflow"], f"{found['mlflow']}/version"):
         assert answers(url, token) and not answers(url) and not answers(url, "another")
     json_type = {"Content-Type": "application/json"}
-    for url in (f"{found.prefect_api_url}/flows/", f"{found.mlflow_url}/ajax-api/2.0/mlflow/experiments/create"):
+    for url in (f"{found['prefect']}/api/flows/", f"{found['mlflow']}/ajax-api/2.0/mlflow/experiments/create"):
         assert refusal_of(asking(url, None, b'{"name": "of another account"}', **json_type)) == 401
     chosen = servers.prefect_environment(real_home)
-    assert chosen["PREFECT_API_URL"] == found.prefect_api_url and chosen["PREFECT_API_AUTH_STRING"] == token
+    assert chosen["PREFECT_API_URL"] == api_of(found) and chosen["PREFECT_API_AUTH_STRING"] == token
     with urllib.request.urlopen(
-        asking(f"{found.mlflow_url}/ajax-api/2.0/mlflow/artifacts/list?run_id={run.run_id}", token)
+        asking(f"{found['mlflow']}/ajax-api/2.0/mlflow/artifacts/list?run_id={run.run_id}", token)
     ) as reply:
         assert [file["path"] for file in json.load(reply)["files"]] == ["report.md"]
     with urllib.request.urlopen(
-        asking(f"{found.mlflow_url}/get-artifact?path=report.md&run_uuid={run.run_id}", token)
+        asking(f"{found['mlflow']}/get-artifact?path=report.md&run_uuid={run.run_id}", token)
     ) as reply:
         assert reply.read() == b"kept"
     databases = [real_home / "mlflow" / "mlflow.db", real_home / "prefect" / "prefect.db"]
     logs = [real_home / "servers" / name for name in ("mlflow.log", "prefect.log")]
     assert token and not [path for path in (*databases, *logs) if token.encode() in path.read_bytes()]
-    for url in (found.mlflow_url, f"{found.prefect_api_url}/health", f"{found.mlflow_url}/ajax-api/2.0/mlflow/runs/create"):
+    for url in (found["mlflow"], f"{found['prefect']}/api/health", f"{found['mlflow']}/ajax-api/2.0/mlflow/runs/create"):
         sent = b"{}" if url.endswith("create") else None
         for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
             assert refusal_of(asking(url, token, sent, **headers)) == 403
@@ -141,7 +145,7 @@ def test_the_real_servers_start_show_a_run_to_who_has_the_token_and_leave_nothin
     assert len(family) >= 2 and listening == {"127.0.0.1"}
     assert servers.down(real_home) == ["prefect", "mlflow"]
     assert not processes_of(real_home) and not any(map(psutil.pid_exists, family))
-    assert servers.down(real_home) == [] and servers.running(real_home) is None
+    assert servers.down(real_home) == [] and servers.running(real_home) == {}
 
 
 # Whether a web socket of that address may be tried at all: one that a policy forbids throws, or is closed without a try
@@ -156,20 +160,20 @@ FORBIDDEN_SOCKET = """new Promise(done => {
 @pytest.mark.skipif(executable() is None, reason="no Chromium is installed")
 def test_the_pages_of_the_servers_load_and_contact_nothing_else(real_home: Path) -> None:
     found = start_both(real_home)
-    token, socket_url = server_records.read_token(real_home), found.prefect_url.replace("http", "ws")
+    token, socket_url = server_records.read_token(real_home), found["prefect"].replace("http", "ws")
     pages = {"/dashboard": "Work Pools", "/runs": "Runs", "/v2/dashboard": "Work Pools", "/v2/runs": "Runs"}
     with Browser() as browser:
-        for address, words in {f"{found.prefect_url}{path}": words for path, words in pages.items()}.items():
-            browser.open(f"{found.prefect_url}/?token={token}")
+        for address, words in {f"{found['prefect']}{path}": words for path, words in pages.items()}.items():
+            browser.open(f"{found['prefect']}/?token={token}")
             browser.open(address)
             browser.wait_for(f"document.body.innerText.includes('{words}')")
             browser.settle()
         assert browser.evaluate(FORBIDDEN_SOCKET.replace("ADDRESS", f"{socket_url}/api/events/out")) is False
         assert browser.evaluate(FORBIDDEN_SOCKET.replace("ADDRESS", "ws://127.0.0.1:9/")) is True
-        browser.open(f"{found.mlflow_url}/?token={token}")
+        browser.open(f"{found['mlflow']}/?token={token}")
         browser.wait_for("document.body.innerText.includes('Experiments')")
         browser.settle()
-        own = (found.prefect_url, found.mlflow_url, "data:", "blob:", "about:")
+        own = (found["prefect"], found["mlflow"], "data:", "blob:", "about:")
         assert browser.requests and not [url for url in browser.requests if not url.startswith(own)]
         refused = [error for error in browser.errors if "violates" in error]
         assert all("amplitude" in error or "ws://127.0.0.1:9/" in error for error in refused), refused
@@ -214,10 +218,10 @@ def test_a_second_up_starts_nothing_and_a_server_that_was_killed_is_started_agai
     assert first == start_both(faked_home) and len(processes_of(faked_home)) == 2
     pids = {name: json.loads((faked_home / "servers" / f"{name}.json").read_text())["pid"] for name in ("prefect", "mlflow")}
     psutil.Process(pids["prefect"]).kill()
-    wait_until(lambda: servers.running(faked_home) is None, 5)
+    wait_until(lambda: "prefect" not in servers.running(faked_home), 5)
     assert "PREFECT_API_URL" not in servers.prefect_environment(faked_home)
-    second = servers.up(faked_home, prefect_port=ports()[0])
-    assert second.mlflow_url == first.mlflow_url and psutil.pid_exists(pids["mlflow"])
+    second = start_both(faked_home)
+    assert second["mlflow"] == first["mlflow"] and psutil.pid_exists(pids["mlflow"])
     assert servers.down(faked_home) == ["prefect", "mlflow"] and not processes_of(faked_home)
 
 
@@ -225,7 +229,7 @@ def test_a_server_that_dies_says_why_and_takes_the_other_along(faked_home: Path,
     monkeypatch.setattr(servers, "mlflow_command", lambda home, port: (["there_is_no_such_module"], {}))
     with pytest.raises(TTrainError, match=r"(?s)mlflow.*there_is_no_such_module"):
         start_both(faked_home)
-    assert not processes_of(faked_home) and servers.running(faked_home) is None
+    assert not processes_of(faked_home) and servers.running(faked_home) == {}
 
 
 def test_the_environment_prefers_what_the_user_has_set_and_the_token_is_for_the_homes_own_servers(
@@ -241,23 +245,23 @@ def test_the_environment_prefers_what_the_user_has_set_and_the_token_is_for_the_
     token = server_records.read_token(faked_home)
     monkeypatch.setenv("PREFECT_API_AUTH_STRING", "of another server")
     assert token and servers.prefect_environment(faked_home)["PREFECT_API_AUTH_STRING"] == token
-    for url in ("http://elsewhere:4200/api", found.prefect_api_url.replace("127.0.0.1", "127.0.0.1.elsewhere"), "nonsense"):
+    for url in ("http://elsewhere:4200/api", api_of(found).replace("127.0.0.1", "127.0.0.1.elsewhere"), "nonsense"):
         monkeypatch.setenv("PREFECT_API_URL", url)
         assert "PREFECT_API_AUTH_STRING" not in servers.prefect_environment(faked_home)
-    monkeypatch.setenv("PREFECT_API_URL", found.prefect_api_url)  # as a child of a run has it
+    monkeypatch.setenv("PREFECT_API_URL", api_of(found))  # as a child of a run has it
     assert servers.prefect_environment(faked_home)["PREFECT_API_AUTH_STRING"] == token
 
-    port = found.mlflow_url.rpartition(":")[2]
-    for url in (found.mlflow_url, f"{found.mlflow_url}/"):
+    port = found["mlflow"].rpartition(":")[2]
+    for url in (found["mlflow"], f"{found['mlflow']}/"):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
         assert tracking_uri(faked_home) == url.replace("//", f"//ttrain:{token}@")
         assert server_records.page_with_token(faked_home, f"{url}#/runs").endswith(f":{port}/?token={token}#/runs")
-    for url in (found.prefect_url, f"http://elsewhere:{port}", f"http://127.0.0.1:{port}@elsewhere", "sqlite:///a.db"):
+    for url in (found["prefect"], f"http://elsewhere:{port}", f"http://127.0.0.1:{port}@elsewhere", "sqlite:///a.db"):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
         assert tracking_uri(faked_home) == url
     servers.down(faked_home)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", found.mlflow_url)
-    assert tracking_uri(faked_home) == found.mlflow_url, "another account's program may have its port now"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", found["mlflow"])
+    assert tracking_uri(faked_home) == found["mlflow"], "another account's program may have its port now"
 
 
 def test_the_token_is_in_a_file_of_its_owner_and_in_no_argument(faked_home: Path) -> None:

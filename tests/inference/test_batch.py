@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chat_models import chat_with
 from support.data_commands import Run
+from support.tiny_models import chat_with
 
 from ttrain.data.chat_templates import Message
 from ttrain.errors import DataError

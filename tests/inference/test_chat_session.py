@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chat_models import SHORT, chat_with
 from support.data_commands import Result, Run
-from support.tiny_models import speaker, write_model
+from support.tiny_models import SHORT, chat_with, speaker, write_model
 
 from ttrain.cli import chat_screen
 from ttrain.data.chat import prompt_ids

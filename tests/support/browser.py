@@ -9,13 +9,12 @@ import subprocess
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from support.waiting import wait_until
 from websockets.sync.client import connect
 
-T = TypeVar("T")
 SECONDS = 60.0
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
@@ -41,7 +40,7 @@ class Browser:
         flags += ["--remote-debugging-port=0", f"--user-data-dir={self._profile}", "--no-first-run", "about:blank"]
         self._process = subprocess.Popen([program, *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         port_file = self._profile / "DevToolsActivePort"
-        until(lambda: port_file.exists() and port_file.read_text().count("\n") > 0)
+        wait_until(lambda: port_file.exists() and port_file.read_text().count("\n") > 0, SECONDS)
         port = port_file.read_text().splitlines()[0]
 
         def page() -> str:
@@ -49,7 +48,7 @@ class Browser:
                 targets = json.load(answer)
             return next((str(one["webSocketDebuggerUrl"]) for one in targets if one["type"] == "page"), "")
 
-        self._socket = connect(until(page), max_size=None, open_timeout=SECONDS)
+        self._socket = connect(wait_until(page, SECONDS), max_size=None, open_timeout=SECONDS)
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.send(f"{domain}.enable")
         self.resize(*self._size)
@@ -59,11 +58,7 @@ class Browser:
     def __exit__(self, *_: object) -> None:
         self._socket.close()
         self._process.terminate()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.wait(SECONDS)
         shutil.rmtree(self._profile, ignore_errors=True)
 
     def prefer(self, scheme: str) -> None:
@@ -91,16 +86,16 @@ class Browser:
             except AssertionError:
                 return None
 
-        try:
-            return until(ask, expression)
-        except AssertionError as error:
-            shown = self.evaluate("document.location + ' ' + document.body.innerText")
-            raise AssertionError(f"{error}; the page shows {shown[:2000]}; errors: {self.errors[-3:]}") from None
+        def shown() -> str:
+            page = self.evaluate("document.location + ' ' + document.body.innerText")
+            return f"{expression}; the page shows {page[:2000]}; errors: {self.errors[-3:]}"
+
+        return wait_until(ask, SECONDS, shown)
 
     def settle(self, seconds: float = 1.0) -> None:
         """Wait until the window has looked the same for so long."""
         seen = [b"", b"x"]
-        until(lambda: time.sleep(seconds) or seen.append(self.picture()) or seen[-1] == seen[-2], "a page at rest")
+        wait_until(lambda: time.sleep(seconds) or seen.append(self.picture()) or seen[-1] == seen[-2], SECONDS)
 
     def picture(self) -> bytes:
         return base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"])
@@ -118,22 +113,9 @@ class Browser:
                 return result
 
     def _note(self, message: dict[str, Any]) -> None:
-        said = message.get("params", {})
-        if message.get("method") == "Network.requestWillBeSent":
+        method, said = message.get("method"), message.get("params", {})
+        if method == "Network.requestWillBeSent":
             self.requests.append(said["request"]["url"])
-        elif message.get("method") == "Runtime.exceptionThrown":
-            self.errors.append(json.dumps(said["exceptionDetails"]))
-        elif message.get("method") == "Runtime.consoleAPICalled" and said["type"] in ("error", "assert"):
-            self.errors.append(json.dumps(said["args"]))
-        elif message.get("method") == "Log.entryAdded" and said["entry"]["level"] == "error":
-            self.errors.append(json.dumps(said["entry"]))
-
-
-def until(ask: Callable[[], T], what: str = "an answer") -> T:
-    """Asks again and again until the answer counts as true; raises AssertionError after a minute."""
-    deadline = time.monotonic() + SECONDS
-    while True:
-        if answer := ask():
-            return answer
-        assert time.monotonic() < deadline, f"waited {SECONDS:.0f} s in vain for {what}"
-        time.sleep(0.05)
+        is_error = said.get("type") in ("error", "assert") or said.get("entry", {}).get("level") == "error"
+        if method == "Runtime.exceptionThrown" or (method in ("Runtime.consoleAPICalled", "Log.entryAdded") and is_error):
+            self.errors.append(json.dumps(said))

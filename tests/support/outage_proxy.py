@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import pytest
 from support.waiting import wait_until
 
 from ttrain.tracking.mlflow_mirror import prepare
@@ -58,6 +59,12 @@ def mlflow_server(directory: Path) -> Iterator[str]:
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with mlflow_server(tmp_path_factory.mktemp("server")) as url:
+        yield url
 
 
 class Proxy:

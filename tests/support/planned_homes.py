@@ -1,7 +1,6 @@
 """Homes whose stages are published without being run, for tests of plans."""
 
 import functools
-import json
 import shutil
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -41,23 +40,6 @@ def remember_modules(home: Path) -> None:
     checkout's own memory of them spares the next session."""
     (home / "cache").mkdir(parents=True, exist_ok=True)
     (home / "cache" / "digests.json").write_bytes(_digests_of_modules())
-
-
-def remember_copy(home: Path, package: Path) -> None:
-    """Give a home the digests of a copy of the package, too, as if its modules had been parsed there."""
-
-    def stamp(path: Path) -> list[int]:
-        stat = path.stat()
-        return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
-
-    memory = home / "cache" / "digests.json"
-    entries = json.loads(memory.read_bytes())
-    for name, (*known, value) in list(entries.items()):
-        module = Path(name.removeprefix("code:"))
-        if module.is_relative_to(ROOT / "ttrain") and module.is_file() and known == stamp(module):
-            copied = package / module.relative_to(ROOT / "ttrain")
-            entries[f"code:{copied}"] = [*stamp(copied), value]
-    memory.write_text(json.dumps(entries))
 
 
 class House:
@@ -143,16 +125,10 @@ def running(stages: dict[str, Planned]) -> set[str]:
     return {name for name, planned in stages.items() if planned.state == "run"}
 
 
-def copy_package(to: Path, home: Path) -> Path:
-    shutil.copytree(ROOT / "ttrain", to, ignore=shutil.ignore_patterns("__pycache__", "configs"))
-    remember_copy(home, to)
-    return to
-
-
 @pytest.fixture
 def copy(house: House) -> Path:
-    package = copy_package(house.data.parent / "code" / "ttrain", house.store.root)
-    house.store = ArtifactStore(house.store.root)
+    package = house.data.parent / "code" / "ttrain"
+    shutil.copytree(ROOT / "ttrain", package, ignore=shutil.ignore_patterns("__pycache__", "configs"))
     return package
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import parquet as pq
 
-from ttrain.data import streams
+from ttrain.data import locations, streams
 
 TEXT = b"".join(b'{"text":"%d"}\n' % (n * n) for n in range(110_000))  # 2.4 MB, three pieces
 SMALL = b"".join(b'{"text":"%d"}\n' % n for n in range(12))
@@ -30,3 +30,11 @@ def table_bytes(table: pa.Table, **options: Any) -> bytes:
 
 
 TABLE = pa.table({"text": [f"row {n}" for n in range(2500)], "n": list(range(2500))})
+
+
+ROW = b'{"text":"a"}\n'
+OLD, NEW, CONVERTED = "0" * 39 + "1", "0" * 39 + "2", "c" * 40
+
+
+def expand(*patterns: str) -> list[str]:
+    return locations.expand(patterns, "data.pretrain")

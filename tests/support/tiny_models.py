@@ -10,11 +10,19 @@ from support.tiny_data import make_tokenizer
 from support.tiny_trainers import tiny_model
 from torch import nn
 
+from ttrain.inference import gate_router
+from ttrain.inference.chat import Chat
 from ttrain.inference.loading import LoadedModel, load
+from ttrain.inference.sampling import Sampling
 from ttrain.lineage.lookup import resolve
 from ttrain.store.model_files import Reference
 
 NEVER = 10**6  # an id that no model here says
+SHORT = Sampling(max_tokens=6)
+
+
+def chat_with(one: LoadedModel, **options: Any) -> Chat:
+    return Chat(gate_router.single_model(one), options.pop("sampling", SHORT), **options)
 
 
 def write_model(directory: Path, *, seed: int = 1, **settings: Any) -> Path:

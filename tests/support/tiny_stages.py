@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from rich.console import Console
 from support.planned_homes import remember_modules
@@ -20,6 +21,7 @@ from support.tiny_data import make_shards, make_tokenizer
 
 from ttrain.config import Runtime, Settings
 from ttrain.core.files import ProgressWriter
+from ttrain.data.encoder import Encoder
 from ttrain.engine import launch
 from ttrain.engine.display import Display
 from ttrain.engine.execution import PipelineRun
@@ -70,6 +72,16 @@ class Home:
     def pretrain(self, settings: Settings, output: Path, more: Mapping[str, Path] | None = None, **job: Any) -> Any:
         """Run the stage `pretrain` in this process, with `more` inputs; returns its figures."""
         return run_here(pretrain, settings, output, {**self.paths, **(more or {})}, settings.runtime, **job)
+
+
+@pytest.fixture(scope="module")
+def stage_home(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    return Home.make(tmp_path_factory.mktemp("stages") / "home")
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def stage_settings(steps: int = 12, pretrain: Mapping[str, Any] | None = None, **runtime: Any) -> Settings:

@@ -4,11 +4,10 @@ import json
 import multiprocessing
 import os
 import time
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from support.outage_proxy import Proxy
+from support.tracked_stores import pushed, steps, tracked
 
 from ttrain.config import Settings
 from ttrain.core.files import read_object, write_json
@@ -81,25 +80,9 @@ def _size(path: Path) -> int:
 
 
 def assert_whole(url: str, home: Path, last: int) -> None:
-    from mlflow import MlflowClient
-
     os.environ["MLFLOW_TRACKING_URI"] = url
-    assert not [pushed.why for pushed in pusher.push(home) if pushed.why]
-    client: Any = MlflowClient(url, url)
-    identity = read_object(ArtifactStore(home).work(STAGE, KEY) / TRACKED)["id"]
-    (run,) = runs_of(client, identity)
+    pushed(home)
+    [run] = tracked(home, read_object(ArtifactStore(home).work(STAGE, KEY) / TRACKED)["id"], "outages")
     for key in ("loss", "tokens"):
-        found = Counter(steps(client, run.info.run_id, key))
-        assert sorted(found) == list(range(1, last + 1)), "0 lost"
-        assert set(found.values()) == {1}, "0 doubled"
+        assert steps(home, run.info.run_id, key) == list(range(1, last + 1)), "0 lost, 0 doubled"
     assert run.info.status == "FINISHED"
-
-
-def steps(client: Any, run_id: str, key: str = "loss") -> list[int]:
-    return sorted(metric.step for metric in client.get_metric_history(run_id, key))
-
-
-def runs_of(client: Any, identity: str) -> list[Any]:
-    experiment = client.get_experiment_by_name("outages").experiment_id
-    found: list[Any] = client.search_runs([experiment], f"tags.`ttrain.id` = '{identity}'")
-    return found

@@ -6,15 +6,16 @@ import contextlib
 import hashlib
 import json
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import ClassVar
 from urllib.parse import unquote, urlsplit
 
-BREAK_SECONDS = 0.2  # before a connection breaks, so that what was sent is read: a client drops what comes with an error
+import pytest
+from support.chat_templates import CHATML, make
 
 
 @dataclass
@@ -24,9 +25,6 @@ class Site:
     files: dict[str, bytes]
     etags: bool = True
     dates: bool = False
-    ranges: bool = True
-    encoding: str = ""  # how it says that the bytes are encoded
-    breaks: list[int] = field(default_factory=list)  # bytes after which the next answers break off, one each
     statuses: list[int] = field(default_factory=list)  # errors with which the next requests are answered, one each
     failing: str = ""  # a path that is always answered with 503
     asked: list[tuple[str, str, str]] = field(default_factory=list)  # (method, path, range)
@@ -54,8 +52,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, url: str, *, with_body: bool) -> None:
         site, path = self.site, unquote(urlsplit(url).path)
-        wanted = self.headers.get("Range", "") if site.ranges else ""
-        site.asked.append((self.command, path, self.headers.get("Range", "")))
+        wanted = self.headers.get("Range", "")
+        site.asked.append((self.command, path, wanted))
         if site.statuses or path == site.failing:
             self._send(site.statuses.pop(0) if site.statuses else 503, b"", {}, with_body=False)
         elif path.endswith("/"):
@@ -69,8 +67,6 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             data = site.files[path]
             headers = {"Content-Type": "application/octet-stream"}
-            if site.encoding:
-                headers["Content-Encoding"] = site.encoding
             if site.etags:
                 headers["ETag"] = f'"{hashlib.md5(data).hexdigest()}"'
             if site.dates:
@@ -84,27 +80,24 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(status, data, headers, with_body=with_body)
 
     def _send(self, status: int, data: bytes, headers: Mapping[str, str], *, with_body: bool) -> None:
-        # Before the headers: a client that only wants these sends its next request meanwhile, to another thread.
-        upto = self.site.breaks.pop(0) if with_body and data and self.site.breaks else len(data)
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(data))}.items():
             self.send_header(name, value)
         self.end_headers()
-        if with_body and data:
-            self.wfile.write(data[:upto])
-            if upto < len(data):
-                time.sleep(BREAK_SECONDS)
-                self.close_connection = True
+        if with_body:
+            self.wfile.write(data)
 
 
 class _HubHandler(_Handler):
-    """Answers what `huggingface_hub` asks for a data set: its commit, the list of its files, and each of them."""
+    """Answers what `huggingface_hub` asks: the commit of a repository, the list of its files, and each of them."""
 
     hub: ClassVar[FakeHub]
 
     def _answer(self, url: str, *, with_body: bool) -> None:
         hub, parts = self.hub, unquote(urlsplit(url).path).strip("/").split("/")
         self.site.asked.append((self.command, "/" + "/".join(parts), self.headers.get("Range", "")))
+        if parts[0] not in ("api", "datasets"):  # a model's file
+            parts = ["models", *parts]
         repo = "/".join(parts[2:4] if parts[0] == "api" else parts[1:3])
         if repo.endswith("/gated"):
             return self._send(403, b"{}", {"X-Error-Code": "GatedRepo"}, with_body=with_body)
@@ -119,10 +112,9 @@ class _HubHandler(_Handler):
             return self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"}, with_body=with_body)
         files = hub.commits[commit]
         if parts[0] != "api":
-            if with_body and hub.failing_downloads:
-                hub.failing_downloads -= 1
-                return self._send(500, b"", {}, with_body=False)
-            data = files["/".join(parts[5:])]
+            data = files.get("/".join(parts[5:]))
+            if data is None:
+                return self._send(404, b"", {"X-Error-Code": "EntryNotFound"}, with_body=False)
             headers = {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha1(data).hexdigest()}"'}
             return self._send(200, data, headers, with_body=with_body)
         if parts[4:5] == ["tree"]:
@@ -135,37 +127,64 @@ class _HubHandler(_Handler):
 
 @dataclass
 class FakeHub:
-    """Data sets with their revisions: {repo: {revision: commit}} and {commit: {path: bytes}}."""
+    """Repositories with their revisions: {repo: {revision: commit}} and {commit: {path: bytes}}."""
 
     repos: dict[str, dict[str, str]]
     commits: dict[str, dict[str, bytes]]
-    failing_downloads: int = 0  # so many of the next are answered with 500
     site: Site = field(default_factory=lambda: Site({}))
 
 
 @contextmanager
-def _served(handler: type[_Handler], site: Site) -> Iterator[Site]:
+def served(site: Site, hub: FakeHub | None = None) -> Iterator[Site]:
+    """The site, or the Hub, whose `site.url` belongs into HF_ENDPOINT."""
+    handler = type("Handler", (_HubHandler if hub else _Handler,), {"site": site, "hub": hub})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     site.url = f"http://127.0.0.1:{server.server_port}"
     try:
         yield site
     finally:
         server.shutdown()
         server.server_close()
-        thread.join()
-
-
-@contextmanager
-def served(site: Site) -> Iterator[Site]:
-    with _served(type("Handler", (_Handler,), {"site": site}), site):
-        yield site
 
 
 @contextmanager
 def served_hub(hub: FakeHub) -> Iterator[FakeHub]:
-    """The Hub behind `hub.site.url`, which belongs into HF_ENDPOINT."""
-    with _served(type("Handler", (_HubHandler,), {"site": hub.site, "hub": hub}), hub.site):
+    with served(hub.site, hub):
         yield hub
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def cache(home: Path, files: dict[str, bytes], commit: str = COMMIT) -> Path:
+    repository = home / "hub" / "models--someone--small"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    snapshot = repository / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    for name, data in files.items():
+        (snapshot / name).write_bytes(data)
+    return snapshot
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[FakeHub]:
+    """The Hub with the model `someone/small`."""
+    files = {path.name: path.read_bytes() for path in make(tmp_path / "source", CHATML).iterdir()}
+    with served_hub(
+        FakeHub({"someone/small": {"main": COMMIT}}, {COMMIT: {**files, "model.safetensors": b"weights"}})
+    ) as opened:
+        yield opened
+
+
+def use_hub(patch: pytest.MonkeyPatch, endpoint: str, home: Path) -> None:
+    """Let the Hub's library, which has read its environment, ask this server and keep what it fetches in this home."""
+    from huggingface_hub import constants
+
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE
+    patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{endpoint}/{template[template.index('{') :]}")
+    patch.setattr(constants, "ENDPOINT", endpoint)
+    patch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
+    patch.setattr(constants, "HF_HUB_OFFLINE", False)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.hub import COMMIT, Hub, use_hub
 from support.planned_homes import SHARDS, House, running
+from support.web import COMMIT, FakeHub, use_hub
 
 from ttrain.config.loading import load
 from ttrain.data import existing
@@ -172,12 +172,12 @@ def ask(name: str) -> Any:
 
 
 def test_a_model_of_the_hub_is_fetched_once_and_only_what_counts(
-    tmp_path: Path, hub: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_hub(monkeypatch, hub, tmp_path / "home")
-    Hub.files |= {"config.json": b"{}", "README.md": b"", "pytorch_model.bin": b""}
+    use_hub(monkeypatch, hub.site.url, tmp_path / "home")
+    hub.commits[COMMIT] |= {"config.json": b"{}", "README.md": b"", "pytorch_model.bin": b""}
     assert ask("someone/small") == WHOLE
-    assert not [path for path in Hub.asked if "resolve" in path and path.endswith((".md", ".bin"))]
-    Hub.asked.clear()
+    assert not [path for _, path, _ in hub.site.asked if "resolve" in path and path.endswith((".md", ".bin"))]
+    hub.site.asked.clear()
     assert ask(f"someone/small@{COMMIT}") == WHOLE
-    assert Hub.asked == []
+    assert hub.site.asked == []

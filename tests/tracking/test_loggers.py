@@ -15,7 +15,6 @@ from support.tiny_data import NumberedRows
 from support.tiny_trainers import make_trainer, settings_of_training, tiny_model
 
 from ttrain.config import Optim, Settings, TaskConfig
-from ttrain.config.loading import load
 from ttrain.core import extras
 from ttrain.engine.graph import Graph
 from ttrain.engine.planner import plan
@@ -159,7 +158,7 @@ def test_a_logger_that_raises_costs_one_warning_and_not_the_training(
 
 @pytest.mark.parametrize(
     ("name", "spec"),
-    [("tensorboard", None), ("swanlab", None), ("wandb", ModuleSpec("wandb", None, is_package=True))],
+    [("tensorboard", None), ("wandb", ModuleSpec("wandb", None, is_package=True))],
 )
 def test_a_logger_that_is_not_installed_is_refused_with_the_command_that_installs_it(
     name: str, spec: ModuleSpec | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -172,10 +171,3 @@ def test_a_logger_that_is_not_installed_is_refused_with_the_command_that_install
         make_loggers([name], tmp_path, ABOUT)
     with pytest.raises(UsageError, match=refusal):
         plan(Graph(), settings, ArtifactStore(tmp_path))
-
-
-def test_loggers_are_given_as_a_list_by_commas_and_by_names_that_there_are() -> None:
-    for text, names in {"tensorboard,wandb": ("tensorboard", "wandb"), "[swanlab]": ("swanlab",)}.items():
-        assert load([f"runtime.loggers={text}"], environment={}).settings.runtime.loggers == names
-    with pytest.raises(UsageError, match=r"runtime\.loggers"):
-        load(["runtime.loggers=mlflow"], environment={})

@@ -12,6 +12,7 @@ from support.tracked_stores import client_of, pushed, rows_of_database
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.registry import Registry
 from ttrain.tracking import run_summary
+from ttrain.tracking.client import database_of
 from ttrain.tracking.mlflow_mirror import prepare
 from ttrain.tracking.pusher import push_noted
 from ttrain.tracking.registered import take_over_champions
@@ -128,5 +129,7 @@ def test_a_champion_that_is_chosen_here_has_its_alias_in_mlflow_at_once(sets_hom
     for version in ("1", "2", "1"):
         push_noted(sets_home, Registry(sets_home).promote(NAME, version).run)
         assert aliases(sets_home)["champion"] == aliases(sets_home, f"{NAME}-sft")["champion"] == version
+    database_of(sets_home).unlink()
+    assert take_over_champions(sets_home).champion(NAME) and not database_of(sets_home).exists(), "no need to make it"
     push_noted(tmp_path / "other", run_name(1))
     assert not (tmp_path / "other").exists(), "where nothing was pushed no database is made"

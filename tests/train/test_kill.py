@@ -30,7 +30,7 @@ def kill_worker() -> None:
 
 
 def test_a_stage_that_was_killed_and_stopped_gives_the_bytes_of_one_that_never_was(stage_home: Home, tmp_path: Path) -> None:
-    """Whose launching process is killed: soak/test_pipeline_kills; by signals of every kind: soak/test_train_signals."""
+    """Whose launching process is killed: soak/test_pipeline_kills."""
     steps = {"tokens": STEPS * 1024, "tokens_per_step": 1024}
     settings = stage_settings(STEPS, steps, rows_per_device=8, checkpoint_every_steps=4)
     inputs, begins, logs = stage_home.pretrain_inputs(), [0], list[list[str]]()

@@ -200,15 +200,13 @@ def up(
     home = layout.usable_home()
     for text in runs or ():  # before the servers start
         run_views.need_run(home, name_syntax.run_and_stage(text)[0])
-    if not all(server_records.live_server(home, name) for name in ("prefect", "mlflow")):
+    if len(servers.running(home)) < 2:
         print("starting the servers, which takes about ten seconds", file=sys.stderr, flush=True)
-    addresses = servers.up(home, prefect_port=prefect_port, mlflow_port=mlflow_port)
-    pages = {
-        "prefect": server_records.page_with_token(home, addresses.prefect_url),
-        "mlflow": server_records.page_with_token(home, addresses.mlflow_url),
-    }
+    servers.start(home, {"prefect": prefect_port, "mlflow": mlflow_port})
+    addresses = servers.running(home)
+    pages = {name: server_records.page_with_token(home, address) for name, address in addresses.items()}
     lines = [f"Prefect  {pages['prefect']}", f"MLflow   {pages['mlflow']}"]
-    links = tracking.links_of(home, addresses.mlflow_url, runs or [])
+    links = tracking.links_of(home, addresses["mlflow"], runs or [])
     lines += [f"{name:<8} {link}" for name, link in links.items() if name != "experiment"]
     if opens and links:
         tracking.open_in_browser(home, links.get("url", links["table"]))

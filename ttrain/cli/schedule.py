@@ -20,6 +20,7 @@ from ttrain.cli.options import (
     option,
 )
 from ttrain.cli.pipeline import pipeline_app
+from ttrain.core.files import read_object
 from ttrain.core.terminal import escaped_lines, outlast_output
 from ttrain.core.text import timed_lines
 from ttrain.store.layout import home, usable_home
@@ -73,8 +74,8 @@ def schedule_list() -> Output:
     pid = deploy.served_by(home())
     values, rows = [], []
     for schedule in deploy.read_all(home()).values():
-        last = deploy.last_run(home(), schedule)
-        following = next(iter(schedule.next_slots(1)), None)
+        last = read_object(deploy.last_run_file(home(), schedule.full_name)) or None
+        following = next(iter(deploy.next_slots(schedule.cron, schedule.timezone)), None)
         fields = {name: getattr(schedule, name) for name in LISTED}
         values.append(
             {
@@ -159,7 +160,7 @@ def _schedule(kind: str, settings_options: SettingsOptions, options: SlotOptions
     before = deploy.read_all(home).get(schedule.full_name)
     schedule = replace(schedule, paused=bool(before and before.paused))
     deploy.write(home, schedule)
-    slots = schedule.next_slots(3)
+    slots = deploy.next_slots(schedule.cron, schedule.timezone, 3)
     name, changed = schedule.full_name, before is not None
     value = {"schedule": name, "changed": changed, "next": [slot.isoformat() for slot in slots]}
     times = ", ".join(f"{slot:{SLOT_FORMAT}}" for slot in slots)

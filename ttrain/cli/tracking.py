@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -53,7 +54,8 @@ def track_push(
     total = f"pushed: {counted(len(pushed) - len(failed), 'run')}" + (f", {len(failed)} failed" if failed else "")
     if not pushed:
         total = "MLflow is up to date: no run has changed since its last push"
-    return Output([one.to_json() for one in pushed], [*failed, total], code=int(bool(failed)))
+    values = [{**asdict(one), "pushed": not one.why} for one in pushed]
+    return Output(values, [*failed, total], code=int(bool(failed)))
 
 
 def links_of(root: Path, address: str, names: Sequence[str]) -> dict[str, str]:

@@ -9,19 +9,17 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterator
 from functools import cached_property
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import Path
 
 from ttrain.config import Settings
 from ttrain.core.files import JsonObject, temporary_directory
 from ttrain.core.redact import without_user
 from ttrain.errors import ArtifactError
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.layout import MANIFEST, Artifact, Manifest, read_manifest
+from ttrain.store.layout import MANIFEST, Artifact, Manifest, need_manifest
 from ttrain.tracking.client import first_line, own_uri, tracking_uri
-from ttrain.tracking.mlflow_mirror import MOST_RUNS, Mirror
+from ttrain.tracking.mlflow_mirror import Mirror
 
 log = logging.getLogger("ttrain")
 
@@ -60,25 +58,26 @@ class MlflowArtifacts:
     def _find(self, stage: str, key: str) -> tuple[str, Manifest] | None:
         """(run in MLflow, manifest) of the newest whole artifact of that key."""
         if (stage, key) not in self._found:
-            whole = (one for one in self._candidates(stage, key) if self._is_whole(*one, stage))
-            self._found[stage, key] = next(whole, None)
+            finished = self._finished(f"tags.`ttrain.key` = '{key}' AND tags.`ttrain.stage` = '{stage}'")
+            manifests = ((run_id, self._whole(run_id, stage)) for run_id in finished)
+            self._found[stage, key] = next(((run_id, whole) for run_id, whole in manifests if whole), None)
         return self._found[stage, key]
 
-    def _candidates(self, stage: str, key: str) -> Iterator[tuple[str, Manifest]]:
-        """(run in MLflow, manifest) of the artifacts of that key, newest first."""
-        query = f"tags.`ttrain.key` = '{key}' AND tags.`ttrain.stage` = '{stage}'"
-        for run in self._finished(query)[:CANDIDATES]:
+    def _whole(self, run_id: str, stage: str) -> Manifest | None:
+        """The manifest of a run's artifact, if MLflow has all its public files."""
+        try:
             with temporary_directory("tracking") as folder:
-                try:
-                    self._download(run.info.run_id, f"{stage}/{MANIFEST}", folder / MANIFEST)
-                except Exception as error:  # MLflow may raise anything
-                    log.debug("%s of run %s: %s", MANIFEST, run.info.run_id, error)
-                    continue
-                manifest = read_manifest(folder / MANIFEST)
-            if manifest and (manifest.get("stage"), manifest.get("key")) == (stage, key):
-                yield run.info.run_id, manifest
+                self._download(run_id, f"{stage}/{MANIFEST}", folder / MANIFEST)
+                manifest = need_manifest(folder / MANIFEST)
+            sizes = dict(self._mirror.sizes(run_id, stage))
+        except Exception as error:  # MLflow may raise anything
+            log.debug("%s of run %s: %s", MANIFEST, run_id, error)
+            return None
+        names = Artifact(stage, "", Path(), manifest).files_of(())
+        is_whole = all(sizes.get(f"{stage}/{name}") == manifest["files"][name]["bytes"] for name in names)
+        return manifest if is_whole else None
 
-    def _finished(self, query: str) -> list[Any]:
+    def _finished(self, query: str) -> list[str]:
         """The finished runs that match a query in MLflow's language, newest first; none if it is silent."""
         if self._is_silent:
             return []
@@ -86,9 +85,9 @@ class MlflowArtifacts:
             client, name = self._mirror.client, self._experiment
             known = [client.get_experiment_by_name(name)] if name else client.search_experiments()
             experiments = [one.experiment_id for one in known if one]
-            query = f"{query} AND attributes.status = 'FINISHED'"
-            newest = ["attributes.end_time DESC"]
-            return list(client.search_runs(experiments, query, order_by=newest, max_results=MOST_RUNS))
+            query, newest = f"{query} AND attributes.status = 'FINISHED'", ["attributes.end_time DESC"]
+            found = client.search_runs(experiments, query, order_by=newest, max_results=CANDIDATES)
+            return [run.info.run_id for run in found]
         except Exception as error:  # the only cost is to build again
             self._is_silent = True
             log.warning("MLflow at %s cannot be queried for artifacts: %s", self._server, first_line(error))
@@ -97,15 +96,6 @@ class MlflowArtifacts:
     @cached_property
     def _mirror(self) -> Mirror:
         return Mirror(self._home)
-
-    def _is_whole(self, run_id: str, manifest: Manifest, stage: str) -> bool:
-        """Whether a manifest has only relative paths, and MLflow has all its public files."""
-        names = Artifact(stage, "", Path(), manifest).files_of(())
-        paths = [PurePosixPath(name) for name in names]
-        if any(path.is_absolute() or ".." in path.parts for path in paths):
-            return False
-        sizes = dict(self._mirror.sizes(run_id, stage))
-        return all(sizes.get(f"{stage}/{name}") == manifest["files"][name]["bytes"] for name in names)
 
     def _download(self, run_id: str, path: str, to: Path) -> None:
         with tempfile.TemporaryDirectory(dir=to.parent) as folder:

@@ -154,11 +154,8 @@ def server_app(home: Path) -> Any:
 
 def cannot_be_asked(uri: str, error: Exception) -> str:
     """One line: which MLflow, what it answered, what helps."""
-    cause, fix = f": {first_line(error)}", ""
-    if NO_ANSWER.search(str(error)):
-        cause = " does not answer"
-    if uri.startswith("http"):
-        fix = "; start it, or set MLFLOW_TRACKING_URI to another one"
+    cause = " does not answer" if NO_ANSWER.search(str(error)) else f": {first_line(error)}"
+    fix = "; start it, or set MLFLOW_TRACKING_URI to another one" if uri.startswith("http") else ""
     if "error code 401 " in cause or "error code 403 " in cause:
         fix = "; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
     return f"MLflow at {without_user(uri)}{cause}{fix}"

@@ -8,12 +8,12 @@ the tokenizer too, and is a tag of the link between run and data set.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from ttrain.core.files import JsonDict, JsonObject
+from ttrain.core.files import JsonDict
 from ttrain.core.hashing import digest_of
 from ttrain.store.layout import Artifact, Artifacts
 from ttrain.store.results import ShardsResult, TokenizerResult
@@ -27,101 +27,70 @@ SHARDS = "shards-"
 
 @dataclass(frozen=True)
 class DataInput:
-    """One data set as a run reads it. `files`: name, sha256 and, if known, location of each."""
+    """One data set as MLflow lists it; the tags are of the link between a run and it."""
 
     name: str
     digest: str
-    context: str
-    counts: Mapping[str, int]  # documents and bytes
-    tokens: int | None
-    files: tuple[JsonObject, ...] = field(default=(), repr=False)
-    made_by: str = ""  # the stage whose artifact the files are of, where they are not the user's own
+    source: str  # JSON: its files
+    profile: str  # JSON: documents and bytes
+    tags: Mapping[str, str]
 
     @property
     def identity(self) -> tuple[str, str]:
         """By which MLflow tells data sets apart."""
         return self.name, self.digest
 
-    def source(self) -> str:
-        """The files it comes from, as JSON for MLflow: their number, and the first ones."""
-        made_by = {"made_by": self.made_by} if self.made_by else {}
-        listed = [dict(file) for file in self.files[:LISTED_FILES]]
-        return json.dumps({"files": len(self.files), **made_by, "listed": listed}, ensure_ascii=False)
-
 
 def data_of(artifact: Artifact) -> list[DataInput]:
     """The data sets behind a set of shards (its training part, and what is held out), a tokenizer;
     else none."""
+    files = files_of(artifact, "train")
     if artifact.stage.startswith(SHARDS):
-        return list(_of_shards(artifact))
+        name, made = artifact.stage.removeprefix(SHARDS), ShardsResult.of(artifact.result)
+        # Held-out rows are taken from the training files, unless there are held-out files.
+        others = files_of(artifact, "heldout") or files
+        parts = [(name, TRAINING, made.train, files), (f"{name}-heldout", VALIDATION, made.heldout, others)]
+        return [_data(artifact, part, of, vars(totals), read) for part, of, totals, read in parts if totals.rows]
     tokenizer = TokenizerResult.of(artifact.result)
     if artifact.stage != "tokenizer" or not tokenizer.files:
         return []
-    counts = {} if tokenizer.documents is None else {"documents": tokenizer.documents, "bytes": tokenizer.bytes}
-    return [_data(artifact, "tokenizer", TRAINING, counts, None, files_of(artifact, "train"))]
+    return [_data(artifact, "tokenizer", TRAINING, {"rows": tokenizer.documents, "bytes": tokenizer.bytes}, files)]
 
 
 def read_by(inputs: Artifacts, *, trains: bool) -> list[DataInput]:
     """The data sets that a stage reads through its input artifacts: its training data, or else its validation data."""
+    shards = [artifact for artifact in inputs.values() if artifact.stage.startswith(SHARDS)]
     context = TRAINING if trains else VALIDATION
-    return [
-        data
-        for artifact in inputs.values()
-        if artifact.stage.startswith(SHARDS)
-        for data in data_of(artifact)
-        if data.context == context
-    ]
+    return [data for artifact in shards for data in data_of(artifact) if data.tags[CONTEXT] == context]
 
 
 def entities(inputs: Iterable[DataInput]) -> list[Any]:
     """Data sets as MLflow's client takes them."""
     mlflow, listed = import_module("mlflow.entities"), []
     for data in inputs:
-        tags = {CONTEXT: data.context, **({} if data.tokens is None else {"tokens": str(data.tokens)})}
-        dataset = mlflow.Dataset(
-            name=data.name,
-            digest=data.digest,
-            source_type="ttrain",
-            source=data.source(),
-            profile=json.dumps(dict(data.counts)),
-        )
-        marks = [mlflow.InputTag(key=key, value=value) for key, value in tags.items()]
-        listed.append(mlflow.DatasetInput(dataset=dataset, tags=marks))
+        dataset = mlflow.Dataset(data.name, data.digest, "ttrain", data.source, profile=data.profile)
+        tags = [mlflow.InputTag(*tag) for tag in data.tags.items()]
+        listed.append(mlflow.DatasetInput(dataset, tags))
     return listed
 
 
-def _of_shards(artifact: Artifact) -> Iterator[DataInput]:
-    dataset = artifact.stage.removeprefix(SHARDS)
-    made = ShardsResult.of(artifact.result)
-    for split, context, totals in (("train", TRAINING, made.train), ("heldout", VALIDATION, made.heldout)):
-        if totals.rows:
-            # Held-out rows are taken from the training files, unless there are held-out files.
-            files = files_of(artifact, split) or files_of(artifact, "train")
-            counts = {"documents": totals.rows, "bytes": totals.bytes}
-            name = dataset if split == "train" else f"{dataset}-heldout"
-            yield _data(artifact, name, context, counts, totals.tokens, files)
-
-
-def _data(
-    artifact: Artifact,
-    name: str,
-    context: str,
-    counts: Mapping[str, int],
-    tokens: int | None,
-    files: list[JsonDict],
-) -> DataInput:
-    ingredients = artifact.manifest["ingredients"]
-    reading = {key: value for key, value in ingredients.get("settings", {}).items() if key.startswith("reading.")}
+def _data(artifact: Artifact, name: str, context: str, totals: Mapping[str, Any], files: list[JsonDict]) -> DataInput:
+    """`totals`: rows, bytes and, where they are known, tokens."""
+    settings = artifact.manifest["ingredients"].get("settings", {})
     source = artifact.manifest["inputs"].get("source", {})
+    counts = {"documents": totals["rows"], "bytes": totals["bytes"]} if totals["rows"] is not None else {}
     stands_for = {
         "files": [{key: value for key, value in file.items() if key not in ("name", "location")} for file in files],
         "source": source.get("content"),
-        "reading": reading,
-        "counts": dict(counts),
+        "reading": {key: value for key, value in settings.items() if key.startswith("reading.")},
+        "counts": counts,
         "context": context,
     }
+    made_by = {"made_by": source["stage"]} if source else {}  # where the files are not the user's own
+    listed = {"files": len(files), **made_by, "listed": files[:LISTED_FILES]}
+    tags = {CONTEXT: context, **({"tokens": str(totals["tokens"])} if "tokens" in totals else {})}
     digest = digest_of(stands_for)[:DIGEST_CHARACTERS]
-    return DataInput(name, digest, context, counts, tokens, tuple(files), source.get("stage", ""))
+    return DataInput(name, digest, json.dumps(listed, ensure_ascii=False), json.dumps(counts), tags)
 
 
 def files_of(artifact: Artifact, role: str) -> list[JsonDict]:

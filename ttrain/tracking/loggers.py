@@ -39,7 +39,12 @@ class Logger(Callback):
         self._attempt(self.open, step)
 
     def log(self, record: LogRecord) -> None:
-        self._attempt(self._log, record)
+        # A validation has a row of its own at the same step.
+        tokens = {} if record.step == self._last_step else {"tokens": record.tokens}
+        self._last_step = record.step
+        values = {**tokens, **record.metrics}
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        self._attempt(self.write, finite, record.step)
 
     def end(self, step: int) -> None:
         self._attempt(self.close, failed=False)
@@ -68,13 +73,6 @@ class Logger(Callback):
                 error,
                 self._directory / "metrics.jsonl",
             )
-
-    def _log(self, record: LogRecord) -> None:
-        # A validation has a row of its own at the same step.
-        tokens = {} if record.step == self._last_step else {"tokens": record.tokens}
-        self._last_step = record.step
-        values = {**tokens, **record.metrics}
-        self.write({name: values[name] for name in values if math.isfinite(values[name])}, record.step)
 
     def _run_options(self, project_variable: str) -> dict[str, Any]:
         """Arguments that begin a service's run, with the id of earlier attempts in this directory."""

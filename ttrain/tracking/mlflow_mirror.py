@@ -7,6 +7,8 @@ lacks, data sets, end states: each is compared first, so nothing is sent in orde
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import os
 import time
@@ -36,7 +38,7 @@ from ttrain.tracking.datasets import DataInput
 ID, RUN, PARENT, KIND = "ttrain.id", "ttrain.run", "mlflow.parentRunId", "mlflow.experimentKind"  # tags
 NAME = "ttrain.name"  # tag of the runs of pipelines; the runs of their stages have none
 RUNNING, FINISHED, FAILED, KILLED = "RUNNING", "FINISHED", "FAILED", "KILLED"
-BATCH, POINTS = 100, 1000  # of parameters and tags, of points in one request, by MLflow's limits
+BATCH = {"params": 100, "tags": 100, "metrics": 1000}  # in one request, by MLflow's limits
 VALUE_CHARACTERS, NAME_CHARACTERS = 6000, 250  # of a parameter, of a run's name, by its limits
 MOST_RUNS = 50_000  # that MLflow gives in one answer
 
@@ -57,13 +59,13 @@ class TrackedRun:
     started: float  # seconds since 1970
     status: str = RUNNING
     ended: float | None = None
-    tags: Mapping[str, str] = field(default_factory=dict)
-    params: Mapping[str, object] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
+    params: dict[str, object] = field(default_factory=dict)
     summary: Mapping[str, float] = field(default_factory=dict)  # of the whole run, at step 0
     curves: Sequence[Path] = ()  # files of metrics, `metrics.jsonl`
-    rows: Sequence[MetricRow] = ()  # further points
-    inputs: Sequence[DataInput] = ()
-    texts: Mapping[str, str] = field(default_factory=dict)
+    rows: list[MetricRow] = field(default_factory=list)  # further points
+    inputs: list[DataInput] = field(default_factory=list)
+    texts: dict[str, str] = field(default_factory=dict)
     files: Mapping[str, Path] = field(default_factory=dict)
     stages: list[TrackedRun] = field(default_factory=list)  # the runs below it
     parent: str = ""  # id of a run above it that is pushed by itself, as a sweep is
@@ -127,7 +129,8 @@ class Mirror:
         if bound.is_deleted or later:
             return None
         self._write(run, bound)
-        self.tag(bound, {PARENT: parent.run_id} if parent else {})
+        if parent:
+            self.tag(bound, {PARENT: parent.run_id})
         for stage in run.stages:
             self.push(stage, bound)
         if run.status not in (RUNNING, bound.status):
@@ -142,8 +145,7 @@ class Mirror:
             found = self.search([self.experiment_id(experiment)], f"tags.`{ID}` = '{identity}'")
             bounds = sorted(map(_bound, found), key=lambda one: (one.is_deleted, one.run_id))
             for twin in bounds[1:]:
-                if not twin.is_deleted:
-                    self.client.delete_run(twin.run_id)
+                self.client.delete_run(twin.run_id)  # a deleted one stays deleted
             if bounds:
                 self.bound[identity] = bounds[0]
         return self.bound.get(identity)
@@ -151,8 +153,7 @@ class Mirror:
     def search(self, experiments: Sequence[str], query: str) -> list[Any]:
         """The runs that match a query, also deleted ones."""
         everything = self._entities.ViewType.ALL
-        found = self.client.search_runs(experiments, query, run_view_type=everything, max_results=MOST_RUNS)
-        return list(found)
+        return list(self.client.search_runs(experiments, query, everything, MOST_RUNS))
 
     def experiment_id(self, name: str) -> str:
         """Id of the experiment, which is created or restored if needed."""
@@ -169,10 +170,10 @@ class Mirror:
         return self._experiments[name]
 
     def _create(self, run: TrackedRun) -> Bound:
-        name = plain(run.name).strip()[:NAME_CHARACTERS] or "unnamed"
         tags = {ID: run.id, **_clean_tags(run.tags)}
         experiment, started = self.experiment_id(run.experiment), int(1000 * run.started)
-        self.bound[run.id] = _bound(self.client.create_run(experiment, started, tags, name))
+        created = self.client.create_run(experiment, started, tags, plain(run.name)[:NAME_CHARACTERS])
+        self.bound[run.id] = _bound(created)
         return self.bound[run.id]
 
     def _write(self, run: TrackedRun, bound: Bound) -> None:
@@ -183,15 +184,16 @@ class Mirror:
         values = masked(run.params).items()
         params = {clean(key): plain(value)[:VALUE_CHARACTERS] for key, value in values}
         fresh = {key: value for key, value in params.items() if key not in bound.params}
-        self._log(bound, "params", self._entities.Param, fresh)  # MLflow's cannot change
+        self._log(bound, "params", self._entities.Param, fresh.items())  # MLflow's cannot change
+        bound.params |= fresh
         now = int(1000 * (run.ended or time.time()))
-        summary = {clean(key): float(value) for key, value in run.summary.items() if is_number(value)}
-        changed = {key: value for key, value in summary.items() if bound.values.get(key) != value}
-        self._send(bound, [(key, value, now, 0) for key, value in changed.items() if math.isfinite(value)])
-        bound.values |= changed
-        for path in run.curves:
-            self._send(bound, [*_new_points(self._new_rows(path), bound)])
-        self._send(bound, [*_new_points(run.rows, bound)])
+        finite = {key: value for key, value in run.summary.items() if is_number(value) and math.isfinite(value)}
+        summary = {clean(key): float(value) for key, value in finite.items()}
+        points = [(*pair, now, 0) for pair in summary.items() - bound.values.items()]
+        rows = itertools.chain(*map(self._new_rows, run.curves), run.rows)
+        points += _new_points(rows, bound.steps)
+        self._log(bound, "metrics", self._entities.Metric, points)
+        bound.values |= summary
         inputs = {data.identity: data for data in run.inputs}
         if lacking := inputs.keys() - bound.inputs:
             entities = datasets.entities(inputs[identity] for identity in sorted(lacking))
@@ -201,43 +203,30 @@ class Mirror:
 
     def tag(self, bound: Bound, tags: Mapping[str, str]) -> None:
         """Set the tags that differ."""
-        changed = _clean_tags(tags).items() - bound.tags.items()
-        self._log(bound, "tags", self._entities.RunTag, dict(changed))
+        wanted = _clean_tags(tags)
+        self._log(bound, "tags", self._entities.RunTag, wanted.items() - bound.tags.items())
+        bound.tags |= wanted
 
-    def _log(self, bound: Bound, kind: str, entity: Any, values: Mapping[str, str]) -> None:
-        """Log tags or parameters."""
-        pairs = [*values.items()]
-        for first in range(0, len(pairs), BATCH):
-            batch = [entity(*pair) for pair in pairs[first : first + BATCH]]
-            self.client.log_batch(bound.run_id, **{kind: batch})
-        getattr(bound, kind).update(values)
-
-    def _send(self, bound: Bound, points: Sequence[MetricPoint]) -> None:
-        """Send points.
+    def _log(self, bound: Bound, kind: str, entity: Any, values: Iterable[Any]) -> None:
+        """Log tags, parameters or points in batches.
 
         A batch whose answer was lost is sent again unchanged: MLflow's key of a point is its step,
         time and value, so it is stored once.
         """
-        for first in range(0, len(points), POINTS):
-            batch = points[first : first + POINTS]
-            metrics = [self._entities.Metric(*point) for point in batch]
-            self.client.log_batch(bound.run_id, metrics=metrics)
-            for key, _, _, step in batch:
-                bound.steps[key] = max(step, bound.steps.get(key, -1))
+        entities, size = [entity(*value) for value in values], BATCH[kind]
+        for first in range(0, len(entities), size):
+            self.client.log_batch(bound.run_id, **{kind: entities[first : first + size]})
 
     def _new_rows(self, path: Path) -> list[MetricRow]:
         """The rows that a training appended since the last call; all if it cut the file back.
 
         When its stage has ended, the whole file is read once more, at its new path.
         """
-        start = self._offsets.get(path, 0)
-        try:
-            with path.open("rb") as file:
-                start = 0 if file.seek(0, os.SEEK_END) < start else start
-                file.seek(start)
-                lines = file.read()
-        except OSError:  # not begun, or published meanwhile
-            return []
+        start, lines = self._offsets.get(path, 0), b""
+        with contextlib.suppress(OSError), path.open("rb") as file:  # not begun, or published meanwhile
+            start = 0 if file.seek(0, os.SEEK_END) < start else start
+            file.seek(start)
+            lines = file.read()
         lines = lines[: lines.rfind(b"\n") + 1]  # one that is half written waits
         self._offsets[path] = start + len(lines)
         return [row for line in lines.splitlines() if (row := parse_row(line)) is not None]
@@ -247,21 +236,20 @@ class Mirror:
         root, sizes = local_path(bound.artifact_uri), bound.sizes
         if sizes is None and (texts or files):
             sizes = bound.sizes = dict(self.sizes(bound.run_id))
-        for target, text in texts.items():
-            if sizes.get(target) != (size := len(plain(text).encode())):
-                self.client.log_text(bound.run_id, plain(text), target)
-                sizes[target] = size
-        for target, source in files.items():
-            if sizes.get(target) == (size := source.stat().st_size):
+        contents: Mapping[str, str | Path] = {**texts, **files}
+        for target, source in contents.items():
+            size = len(plain(source).encode()) if isinstance(source, str) else source.stat().st_size
+            if sizes.get(target) == size:
                 continue
-            if root:
+            sizes[target] = size
+            if isinstance(source, str):
+                self.client.log_text(bound.run_id, plain(source), target)
+            elif root:
                 (root / target).parent.mkdir(parents=True, exist_ok=True)
                 (root / target).unlink(missing_ok=True)
                 link_or_copy(source, root / target)
             else:
-                folder = target.rpartition("/")[0] or None
-                self.client.log_artifact(bound.run_id, str(source), folder)
-            sizes[target] = size
+                self.client.log_artifact(bound.run_id, str(source), target.rpartition("/")[0] or None)
 
     def sizes(self, run_id: str, under: str | None = None) -> Iterator[tuple[str, int]]:
         """(path, bytes) of the run's files."""
@@ -277,13 +265,12 @@ def prepare(home: Path) -> None:
     open_client(own_uri(home), home)
 
 
-def _new_points(rows: Iterable[MetricRow], bound: Bound) -> Iterator[MetricPoint]:
+def _new_points(rows: Iterable[MetricRow], last: dict[str, int]) -> Iterator[MetricPoint]:
     """The points after the last step of their metric; of several rows of a step the first counts.
 
     `tokens` is one of them, so that curves can be compared by it. A value that was not finite, null
     in JSON Lines, is NaN: the curve has a gap there.
     """
-    last = dict(bound.steps)
     for row in rows:
         step, milliseconds = row["step"], int(1000 * (row.get("time") or time.time()))
         tokens = {} if row.get("tokens") is None else {"tokens": row["tokens"]}

@@ -13,24 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from ttrain.core.files import PRIVATE_FILE, JsonDict, exclusive, write_json
+from ttrain.core.files import PRIVATE_FILE, exclusive, write_json
 from ttrain.core.redact import without_user
 from ttrain.core.sqlite_files import is_damage
 from ttrain.engine.execution import PipelineRun
 from ttrain.store import runs, server_records
-from ttrain.tracking.client import (
-    cannot_be_asked,
-    rename_aside,
-)
+from ttrain.tracking.client import cannot_be_asked, rename_aside
 from ttrain.tracking.mlflow_mirror import ID, NAME, RUNNING, Bound, Mirror, TrackedRun
-from ttrain.tracking.registered import note_seen, register
-from ttrain.tracking.tracked_runs import (
-    RunContent,
-    id_of,
-    is_tracked,
-    sweep_file,
-    tracked_sweep,
-)
+from ttrain.tracking.registered import register, seen_file
+from ttrain.tracking.tracked_runs import RunContent, id_of, is_tracked, sweep_file, tracked_sweep
 from ttrain.tracking.views import refresh_view
 
 log = logging.getLogger("ttrain")
@@ -52,10 +43,6 @@ class Pushed:
     run_id: str | None = None
     why: str = ""
 
-    def to_json(self) -> JsonDict:
-        """The run as `track push --json` prints it."""
-        return {"run": self.run, "run_id": self.run_id, "pushed": not self.why, "why": self.why}
-
 
 def push(
     home: Path,
@@ -65,38 +52,35 @@ def push(
 ) -> list[Pushed]:
     """Push these runs, or all that changed since their last push, oldest first.
 
-    One that fails ends nothing but itself.
+    One that fails ends nothing but itself. A database that turns out to be damaged is renamed
+    aside, and the next push fills a new one.
     """
     if not runs.names(home):
         return []  # and no database is made
     mirror, done = mirror or Mirror(home), list[Pushed]()
     try:
-        for name in waiting(mirror) if names is None else names:
-            on_run(name)
-            done.append(_pushed(mirror, name))
+        names = waiting(mirror) if names is None else names
     except Exception as error:  # MLflow may raise anything
-        log.debug("from MLflow", exc_info=True)
-        mirror.forget()
-        if mirror.is_own and is_damage(error):
-            rename_aside(mirror.home, error)
-            return push(home, None, on_run, mirror)  # all runs, to a new database
-        why = cannot_be_asked(mirror.uri, error)
-        return [Pushed(name, why=why) for name in names or runs.names(home)[:1]]
+        return [Pushed(runs.names(home)[0], why=_why(mirror, error))]
+    for name in names:
+        on_run(name)
+        try:
+            # One at a time in a home: two that see that a run is missing would both create it.
+            with _one_at_a_time, exclusive(home / "mlflow" / "push.lock"):
+                bound = push_run(mirror, name)
+            done.append(Pushed(name, bound.run_id if bound else None))
+        except Exception as error:
+            done.append(Pushed(name, why=_why(mirror, error)))
     return done
 
 
-def _pushed(mirror: Mirror, name: str) -> Pushed:
-    """One at a time in a home: two that see that a run is missing would both create it."""
-    with _one_at_a_time, exclusive(mirror.home / "mlflow" / "push.lock"):
-        try:
-            bound = push_run(mirror, name)
-        except Exception as error:
-            if mirror.is_own and is_damage(error):
-                raise
-            log.debug("from MLflow", exc_info=True)
-            mirror.forget()
-            return Pushed(name, why=cannot_be_asked(mirror.uri, error))
-    return Pushed(name, bound.run_id if bound else None)
+def _why(mirror: Mirror, error: Exception) -> str:
+    """What failed, on one line."""
+    log.debug("from MLflow", exc_info=error)
+    mirror.forget()
+    if mirror.is_own and is_damage(error):
+        rename_aside(mirror.home, error)
+    return cannot_be_asked(mirror.uri, error)
 
 
 def waiting(mirror: Mirror) -> list[str]:
@@ -104,10 +88,10 @@ def waiting(mirror: Mirror) -> list[str]:
 
     But for those in progress, and those that an earlier command pushed to another MLflow.
     """
-    home, pushed = mirror.home, dict[str, str]()
+    home = mirror.home
     experiments = [one.experiment_id for one in mirror.client.search_experiments()]
-    for run in mirror.search(experiments, f"tags.`{PUSHED}` != ''"):
-        pushed[run.data.tags[ID]] = run.data.tags[PUSHED]
+    found = mirror.search(experiments, f"tags.`{PUSHED}` != ''")
+    pushed = {run.data.tags[ID]: run.data.tags[PUSHED] for run in found}
     sweeps = sorted(path.parent.name for path in home.glob("sweeps/*/tracked.json"))
     lacking = [name for name in sweeps if pushed.get(name) != state_of(home, name)]
     server = without_user(mirror.uri) if mirror.uri.startswith("http") else ""
@@ -140,22 +124,17 @@ def push_run(mirror: Mirror, name: str) -> Bound | None:
     Raises MLflow's errors.
     """
     home, state = mirror.home, state_of(mirror.home, name)
-    content = None
-    if (kept := sweep_file(home, name)).exists():
-        run = tracked_sweep(kept)
-    else:
-        record = runs.read(home, name)
-        if record is None:
-            return None
+    content, record = None, runs.read(home, name)
+    if record:
         content = RunContent(home, record, mirror.is_local)
-        run = content.tracked()
+    run = content.tracked() if content else tracked_sweep(sweep_file(home, name))
     bound = mirror.push(run)
     if bound and run.status != RUNNING:
         if content:
             register(mirror, content, bound)
             refresh_view(mirror, run.experiment, run.tags[NAME])
         mirror.tag(bound, {PUSHED: state})
-        note_seen(home)
+        seen_file(home).touch()
     return bound
 
 
@@ -204,11 +183,10 @@ class Pusher:
         """URL of the run in MLflow, or of a stage's, after a push; None if no server displays it."""
         uri, server = without_user(self._mirror.uri), server_records.live_server(self.home, "mlflow")
         address = uri.rstrip("/") if uri.startswith("http") else server and server.url
-        record = runs.read(self.home, self.run)
-        if address is None or record is None:
+        if address is None:
             return None
         self.push()
-        bound = self._mirror.bound.get(id_of(record, stage))
+        bound = self._mirror.bound.get(id_of(runs.read(self.home, self.run) or {}, stage))
         return f"{address}/{bound.page}" if bound else None
 
     def _loop(self) -> None:
@@ -223,8 +201,7 @@ class Pusher:
 
     def push(self) -> None:
         """Push what the run has noted since the last time."""
-        whys = [one.why for one in push(self.home, [self.run], mirror=self._mirror)]
-        self.error = next(filter(None, whys), "")
+        self.error = "".join(one.why for one in push(self.home, [self.run], mirror=self._mirror))
         if self.error and not self._warned:
             self._warned = True
             log.warning(

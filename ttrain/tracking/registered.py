@@ -2,8 +2,8 @@
 
 A version here and one in MLflow are the same if they have the same identity, the digest of the keys
 and contents of their models. Their numbers are equal where nobody registered or deleted others
-there. `mlflow/champions.json` in the home has the champions that were pushed last, by which one
-that somebody moved on MLflow's page is seen.
+there. A tag of the registered model has the champion that was pushed last, by which one that
+somebody moved on MLflow's page is seen.
 """
 
 from __future__ import annotations
@@ -15,25 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config.training import PRIMARY_METRICS
-from ttrain.core.files import PRIVATE_FILE, read_object, write_json
 from ttrain.core.hashing import digest_of
-from ttrain.core.redact import without_user
 from ttrain.core.text import short_digest
 from ttrain.engine.execution import REGISTERED
 from ttrain.store.registry import CHALLENGER, CHAMPION, ModelSet, Registry, Version
-from ttrain.store.results import EvaluationResult
-from ttrain.tracking.client import (
-    cannot_be_asked,
-    database_of,
-    own_uri,
-    plain,
-    tracking_uri,
-)
+from ttrain.tracking.client import cannot_be_asked, database_of, own_uri, plain, tracking_uri
 from ttrain.tracking.mlflow_mirror import ID, Bound, Mirror
 from ttrain.tracking.tracked_runs import RunContent, id_of
 
 log = logging.getLogger("ttrain")
 
+PUSHED = "ttrain.champion"  # tag of a registered model: the version that was its champion at the last push
 CHARACTERS = 4900  # of the description of a version, by MLflow's limit
 MOST_VERSIONS = 10_000  # that MLflow gives in one answer
 ABOUT = (  # the description of every registered model
@@ -47,8 +39,7 @@ def identity_of(version: Version | ModelSet) -> str:
     """Digest of the model, or models, that a version is."""
     if isinstance(version, Version):
         return digest_of([version.key, version.content])
-    members = version.members.items()
-    return digest_of({stage: [member.key, member.content] for stage, member in members})
+    return digest_of({stage: [one.key, one.content] for stage, one in version.members.items()})
 
 
 def register(mirror: Mirror, content: RunContent, bound: Bound) -> None:
@@ -100,19 +91,16 @@ def _create(mirror: Mirror, content: RunContent, version: Version | ModelSet, pl
 def _description(content: RunContent, version: Version | ModelSet) -> str:
     """The metric of its last model that is judged, and the run's note; then what it is."""
     members = version.members if isinstance(version, ModelSet) else {version.stage: version}
-    evaluation, metric = content.artifacts.get("evaluate"), ""
-    metrics = EvaluationResult.of(evaluation.result).metrics if evaluation else {}
+    metric, metrics = "", content.record["metrics"]
     for stage, judged in PRIMARY_METRICS.items():
-        value = metrics.get(judged.name)
-        if stage in members and value is not None:
-            metric = f"{judged.label} **{value:.3f}**"
+        if stage in members and judged.of_run in metrics:
+            metric = f"{judged.label} **{metrics[judged.of_run]:.3f}**"
     note = " ".join(str(content.record.get("note") or "").split())
     models = (f"- `{one.name}`: {one.stage}, key `{short_digest(one.key)}`" for one in members.values())
-    name = f"{version.name}/{version.version}"
     parts = [
         ". ".join(filter(None, (metric, note))),
         "\n".join((f"Of the run `{version.run}`:", *models)),
-        f"What it was made of: `ttrain lineage {name}`; the same again: `ttrain reproduce {name}`.",
+        f"What it was made of: `ttrain lineage {version}`; the same again: `ttrain reproduce {version}`.",
     ]
     return "\n\n".join(filter(None, parts))
 
@@ -131,8 +119,8 @@ def push_aliases(mirror: Mirror, name: str) -> None:
             mirror.client.delete_registered_model_alias(model, CHALLENGER)
         for alias, number in ours.items() - theirs.items():
             mirror.client.set_registered_model_alias(model, alias, number)
-    pushed = {_key(mirror, name): _aliases(mirror, name).get(CHAMPION)}
-    write_json(_book(mirror.home), read_object(_book(mirror.home)) | pushed, PRIVATE_FILE)
+    if champion := _aliases(mirror, name).get(CHAMPION):
+        mirror.client.set_registered_model_tag(name, PUSHED, champion)
 
 
 def take_over_champions(home: Path) -> Registry:
@@ -140,36 +128,36 @@ def take_over_champions(home: Path) -> Registry:
 
     Returns the registry, as it is then. If MLflow does not answer, the home's own champions stay.
     """
-    uri, names = tracking_uri(home), Registry(home).read()["sets"]
-    if not names or (uri == own_uri(home) and not _has_changed(home)):
-        return Registry(home)
+    uri, registry, seen = tracking_uri(home), Registry(home), seen_file(home)
+    names = registry.read()["sets"]
+    changed, known = (path.stat().st_mtime_ns if path.exists() else 0 for path in (database_of(home), seen))
+    if not names or (uri == own_uri(home) and changed <= known):  # then MLflow need not be loaded
+        return registry
     try:
         mirror = Mirror(home, uri)
         for name in names:
             take_over_champion(mirror, name)
-        note_seen(home)
+        seen.touch()
     except Exception as error:  # MLflow may raise anything
         log.warning("whether MLflow has another champion is not known: %s", cannot_be_asked(uri, error))
-    return Registry(home)
+    return registry
 
 
 def take_over_champion(mirror: Mirror, name: str) -> None:
     """Take over the champion that MLflow has of a pipeline, if it is another than was pushed last.
 
-    An alias that was removed there does not count, nor one of the home's own database whose pushes
-    are not known.
+    An alias that was removed there does not count.
     """
-    number, pushed = _aliases(mirror, name).get(CHAMPION), read_object(_book(mirror.home))
-    is_known = _key(mirror, name) in pushed or not mirror.is_own
-    if number is None or not is_known or number == pushed.get(_key(mirror, name)):
-        return
-    version = mirror.client.get_model_version(name, number)
-    registry = Registry(mirror.home)
-    for one in registry.sets(name):
-        if identity_of(one) == version.tags.get(ID):
-            log.warning("%s/%s is the champion, as its alias was moved in MLflow", name, one.version)
-            registry.promote(name, one.version)
-    push_aliases(mirror, name)
+    for model in mirror.client.search_registered_models(f"name = '{name}'"):
+        number = model.aliases.get(CHAMPION)
+        if number is None or str(number) == model.tags.get(PUSHED):
+            continue
+        identity, registry = mirror.client.get_model_version(name, number).tags.get(ID), Registry(mirror.home)
+        for one in registry.sets(name):
+            if identity_of(one) == identity:
+                log.warning("%s/%s is the champion, as its alias was moved in MLflow", name, one.version)
+                registry.promote(name, one.version)
+        push_aliases(mirror, name)
 
 
 def _versions(mirror: Mirror, name: str) -> dict[str, Any]:
@@ -184,20 +172,6 @@ def _aliases(mirror: Mirror, name: str) -> dict[str, str]:
     return {alias: str(number) for model in models for alias, number in model.aliases.items()}
 
 
-def _book(home: Path) -> Path:
-    return home / "mlflow" / "champions.json"
-
-
-def _key(mirror: Mirror, name: str) -> str:
-    return f"{'own' if mirror.is_own else without_user(mirror.uri)} {name}"
-
-
-def note_seen(home: Path) -> None:
-    """Note that the home knows all that its own database has now."""
-    _book(home).touch()
-
-
-def _has_changed(home: Path) -> bool:
-    """Whether the home's own database may have what the home does not know; loads no MLflow."""
-    database, book = (path.stat().st_mtime_ns if path.exists() else 0 for path in (database_of(home), _book(home)))
-    return database > book
+def seen_file(home: Path) -> Path:
+    """The file whose time is that at which the home knew all that its own database has."""
+    return home / "mlflow" / "seen"

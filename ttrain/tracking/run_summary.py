@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,31 +20,16 @@ from ttrain.store.runs import RecordedRun
 
 log = logging.getLogger("ttrain")
 
-REPORT = "report.html"  # the run's page among the files of the tracked run
-EVALUATION_TABLE = "evaluation_table.json"
-
 # MLflow takes what stands before the slash as a section of the run's page, which it sorts by character code: with a capital
 # it comes before `eval`. The rest is the title of the chart; where runs are compared, the whole is, of which 27 letters fit.
 SECTION = "Curves"
 
 QUICK = "validation_loss_quick"
 
-TITLES = {"loss": "loss", "validation_loss": "validation", QUICK: "validation"}
-
 POINTS = 1000  # of a curve on the pipeline's run; the stage's own run has them all
 
 SHOWN_SETTINGS = 6
 EARLIER_RUNS = 20  # of which the most common settings are usual
-
-
-def curve_name(stage: str, metric: str) -> str:
-    """The name of a curve on the pipeline's run.
-
-    MLflow sorts charts by name, so `then` moves a stage behind those before it: `then lora loss`.
-    """
-    before = TRAININGS[: TRAININGS.index(stage)] if stage in TRAININGS else ()
-    prefix = "then " if any(name > stage for name in before) else ""
-    return f"{SECTION}/{prefix}{stage} {TITLES[metric]}"
 
 
 def curves(stage: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[JsonDict]:
@@ -56,19 +40,17 @@ def curves(stage: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[JsonDict]:
     """
     rows = [row for row in rows if row.get("tokens") is not None]
     validation = QUICK if any(QUICK in row["metrics"] for row in rows) else "validation_loss"
-    for metric in ("loss", validation):
+    # MLflow sorts charts by name, so `then` moves a stage behind those before it: `then lora loss`
+    before = TRAININGS[: TRAININGS.index(stage)] if stage in TRAININGS else ()
+    prefix = f"{SECTION}/then " if any(name > stage for name in before) else f"{SECTION}/"
+    for metric, title in (("loss", "loss"), (validation, "validation")):
         having = [row for row in rows if metric in row["metrics"]]
         for row in reversed(having[:: min(-1, -len(having) // POINTS)]):  # with the last one
             yield {
                 "step": int(row["tokens"]),
                 "time": row.get("time"),
-                "metrics": {curve_name(stage, metric): row["metrics"][metric]},
+                "metrics": {f"{prefix}{stage} {title}": row["metrics"][metric]},
             }
-
-
-def evaluation_table(rows: Sequence[summary.EvaluationRow]) -> str:
-    """The evaluation as a JSON table for MLflow's pages and `mlflow.load_table`."""
-    return json.dumps({"columns": ["what", "value", "remark"], "data": [*rows]}, ensure_ascii=False)
 
 
 def description(

@@ -7,9 +7,7 @@ to an empty MLflow.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
@@ -42,6 +40,8 @@ BEGUN = ("running", "crashed", "failed", "interrupted", runs.NOTHING_NEW, *runs.
 FIT = ("bytes_per_token", "unk_rate")  # metrics by which tokenizers are compared
 ERROR_CHARACTERS = 1000
 NOTE = "mlflow.note.content"  # tag: the description on MLflow's pages
+REPORT = "report.html"  # the run's page among the files of the tracked run
+EVALUATION_TABLE = "evaluation_table.json"  # which `mlflow.load_table` reads
 LOGGED_TABLES = "mlflow.loggedArtifacts"  # tag by which MLflow's pages show a JSON file as a table
 
 
@@ -165,14 +165,10 @@ class RunContent:
         flow_run = record.get("prefect") or {}
         tags = {
             **{f"rule.{name}": value for name, value in facts.set_by_rule(settings).items()},
-            RUN: record["run"],
+            **{f"ttrain.{name}": record.get(name) for name in ("run", "commit", "pipeline", "night")},
+            **{f"ttrain.prefect.{name}": flow_run.get(name) for name in ("flow_run_id", "url")},
             "ttrain.host": record["process"].get("host"),
-            "ttrain.commit": record.get("commit"),
-            "ttrain.prefect.flow_run_id": flow_run.get("flow_run_id"),
-            "ttrain.prefect.url": flow_run.get("url"),
-            "ttrain.pipeline": record["pipeline"],
             NAME: record["settings"].get("name", ""),
-            "ttrain.night": record.get("night"),
             "ttrain.sweep": sweep.get("name"),
             "ttrain.trial": sweep.get("trial"),
             "mlflow.source.name": f"ttrain pipeline run {record['pipeline']}",  # MLflow's columns
@@ -186,46 +182,46 @@ class RunContent:
     def _add_end(self, run: TrackedRun) -> None:
         """Add what is known only at the end: description, evaluation, curves by tokens, page, log."""
         record, rows = self.record, [tuple(row) for row in self.record.get("evaluation") or ()]
-        cached = " ".join(entry["name"] for entry in record["stages"] if entry["outcome"] == "cached")
-        text = run_summary.description(self.home, record, record["metrics"], rows)
-        run.tags = {**run.tags, NOTE: text, "ttrain.cached": cached, "ttrain.outcome": record["outcome"]}
-        texts = {"settings.yaml": yaml.safe_dump(_without_masks(masked(record["settings"])), sort_keys=False)}
+        settings = _without_masks(masked(record["settings"]))
+        run.texts["settings.yaml"] = yaml.safe_dump(settings, sort_keys=False)
+        if page := run_summary.page_of(self.home, record["run"]):
+            run.texts[REPORT] = page
+        run.tags |= {
+            NOTE: run_summary.description(self.home, record, record["metrics"], rows),
+            "ttrain.cached": " ".join(one["name"] for one in record["stages"] if one["outcome"] == "cached"),
+            "ttrain.outcome": record["outcome"],
+        }
         if rows:
-            texts[run_summary.EVALUATION_TABLE] = run_summary.evaluation_table(rows)
-            run.tags = {**run.tags, **tag_of_tables([run_summary.EVALUATION_TABLE])}
+            columns = {"columns": ["what", "value", "remark"], "data": rows}
+            run.texts[EVALUATION_TABLE] = json.dumps(columns, ensure_ascii=False)
+            run.tags[LOGGED_TABLES] = json.dumps([{"path": EVALUATION_TABLE, "type": "table"}])
+        if decision := record.get("decision"):
+            run.tags["ttrain.decision"] = "promoted" if decision["promote"] else "kept"
+            run.tags["ttrain.decision.reason"] = str(decision["reason"])
         for name, artifact in self.artifacts.items():
             curve = artifact.path / "run" / "metrics.jsonl"
             if curve.is_file():
-                run.rows = [*run.rows, *run_summary.curves(name, runs.read_rows(curve))]
-        if page := run_summary.page_of(self.home, record["run"]):
-            texts[run_summary.REPORT] = page
-        if decision := record.get("decision"):
-            word = "promoted" if decision["promote"] else "kept"
-            run.tags = {**run.tags, "ttrain.decision": word, "ttrain.decision.reason": str(decision["reason"])}
+                run.rows += run_summary.curves(name, runs.read_rows(curve))
         log_file = self.home / "runs" / f"{record['run']}.log"
-        run.texts, run.files = texts, {log_file.name: log_file} if log_file.is_file() else {}
+        run.files = {log_file.name: log_file} if log_file.is_file() else {}
 
     def _stage(self, entry: JsonObject) -> TrackedRun:
         """One stage that the run began."""
-        record, name = self.record, entry["name"]
-        artifact = self.made.get(name)
-        manifest = artifact.manifest if artifact else {}
+        record, name, artifact = self.record, entry["name"], self.made.get(entry["name"])
         work = self.store.work(name, entry.get("key") or "")
         output = artifact.path if artifact else work / "output"
-        ended = manifest.get("published")
-        seconds = entry.get("seconds") or manifest.get("seconds") or 0.0
-        started = entry.get("started_unix") or (ended - seconds if ended else record["started_unix"])
+        manifest: JsonObject = artifact.manifest if artifact else {}
         run = TrackedRun(
             id_of(record, name),
             record["run"],
             f"{name} {record['run'].rpartition('-')[2]}",  # to differ in the legends of two runs
             str(record["settings"]["tracking"]["experiment"]),
-            float(started),
+            float(entry.get("started_unix") or record["started_unix"]),
             FINISHED if artifact else status_of(entry["outcome"]),
-            ended=ended,
+            ended=manifest.get("published"),
         )
         ingredients = manifest.get("ingredients") or read_object(work / resume.INGREDIENTS)
-        run.params = {**dict(flatten(ingredients.get("settings") or {})), **(_result_params(artifact) if artifact else {})}
+        run.params = dict(flatten(ingredients.get("settings") or {}))
         roles = {role: artifact and self.store.input_of(artifact, role) for role in manifest.get("inputs", ())}
         inputs = {role: source for role, source in roles.items() if source}
         tags = {
@@ -237,19 +233,21 @@ class RunContent:
             "ttrain.error": str(entry.get("error") or "")[:ERROR_CHARACTERS],
         }
         run.tags = {tag: value for tag, value in tags.items() if value}
-        trains = name in STAGES and STAGES[name].uses_ranks
-        run.inputs = datasets.read_by(inputs, trains=trains) + (datasets.data_of(artifact) if artifact else [])
+        run.inputs = datasets.read_by(inputs, trains=name in STAGES and STAGES[name].uses_ranks)
         if artifact or read_object(work / TRACKED).get("run") == record["run"]:
             nodes = int(record["settings"]["runtime"].get("nodes", 1))
             run.curves = [output / "run" / file for file in ("metrics.jsonl", *map(system_metrics.file_name, range(nodes)))]
             samples = sorted((output / "run" / "samples").glob("step-*.txt"))
             run.files = {f"{name}/run/samples/{path.name}": path for path in samples}
+        if artifact:
+            run.params |= _result_params(artifact)
+            run.inputs += datasets.data_of(artifact)
+            if name == "tokenizer":
+                run.summary = {f"tok/{one}": artifact.result[one] for one in FIT if one in artifact.result}
         if artifact and "sweep" not in record:  # of whose trials no models are kept
             run.texts, run.files = self.model_files(name)
         elif entry["outcome"] != "running" and run.curves and (output / "run" / "log.txt").is_file():
             run.texts = {"log.txt": (output / "run" / "log.txt").read_text("utf-8", errors="replace")}
-        if artifact and name == "tokenizer":
-            run.summary = {f"tok/{one}": artifact.result[one] for one in FIT if one in artifact.result}
         return run
 
 
@@ -267,11 +265,6 @@ def _result_params(artifact: Artifact) -> dict[str, object]:
     result = {name: value for name, value in artifact.result.items() if name != "samples"}
     numbers = {f"result.{name}": value for name, value in flatten(result) if isinstance(value, int | float)}
     return params | numbers
-
-
-def tag_of_tables(tables: Iterable[str]) -> dict[str, str]:
-    """The tag that marks files as tables for MLflow's pages."""
-    return {LOGGED_TABLES: json.dumps([{"path": name, "type": "table"} for name in tables])}
 
 
 def loadable(artifact: Artifact, directory: str, store: ArtifactStore) -> tuple[dict[str, str], dict[str, Path]]:
@@ -305,7 +298,6 @@ def loadable(artifact: Artifact, directory: str, store: ArtifactStore) -> tuple[
         "flavors": {"transformers": flavor},
         "mlflow_version": metadata.version("mlflow"),
         "model_uuid": artifact.content[:32],
-        "utc_time_created": str(datetime.fromtimestamp(artifact.manifest["published"], UTC).replace(tzinfo=None)),
         "signature": {"inputs": TEXT, "outputs": TEXT, "params": None},
         "metadata": {"ttrain.stage": artifact.stage, "ttrain.key": artifact.key},
     }

@@ -9,8 +9,10 @@ under "Views", and each has an address.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
@@ -24,7 +26,7 @@ from ttrain.tracking.tracked_runs import id_of, is_tracked
 TRAINING_PAGES = "workflowType=machine_learning"  # not those for agents and traces
 NEWEST_RUNS = 30  # the runs whose metrics and settings choose the columns
 MOST_SETTINGS = 12  # with them the tag has 3,000 of the 5,000 characters that MLflow takes
-LONGEST_SETTING = 24  # characters of a value in a column
+SHOWN_SETTING = re.compile(r"[^\[{(/\\]{0,24}")  # what fits into a column
 
 
 def addresses_of(home: Path, chosen: Sequence[tuple[str, str | None]]) -> dict[str, str]:
@@ -40,12 +42,10 @@ def addresses_of(home: Path, chosen: Sequence[tuple[str, str | None]]) -> dict[s
         raise UsageError(f"no run of {home} is tracked; begin with `ttrain pipeline run full`")
     experiment = str(shown["settings"]["tracking"]["experiment"])
     for record, (name, stage) in zip(records, chosen, strict=True):
-        theirs = str(record["settings"]["tracking"]["experiment"])
-        bound = mirror.find(theirs, id_of(record, stage))
+        bound = mirror.find(str(record["settings"]["tracking"]["experiment"]), id_of(record, stage))
         if bound is None:
             label = f"{name}:{stage}" if stage else name
-            hint = f"it was not tracked; `ttrain report {name}` shows what there is"
-            raise UsageError(f"MLflow has no run of {label}: {hint}")
+            raise UsageError(f"MLflow does not have {label}; `ttrain report {name}` shows what there is")
         found.append(bound)
     query = f"viewStateShareKey=ttrain-{shown['settings'].get('name', '')}&{TRAINING_PAGES}"
     table = f"#/experiments/{mirror.experiment_id(experiment)}/runs?{query}"
@@ -93,9 +93,10 @@ def deciding(runs: Sequence[Mapping[str, float]]) -> list[str]:
     columns: list[str] = []
     for stage, metric in PRIMARY_METRICS.items():
         loss = f"{stage}/{VALIDATION_LOSS}"
-        lacks_evaluation = any(loss in run and metric.of_run not in run for run in runs)
-        columns += [metric.of_run] * any(metric.of_run in run for run in runs)
-        columns += [loss] * lacks_evaluation
+        if any(metric.of_run in run for run in runs):
+            columns.append(metric.of_run)
+        if any(loss in run and metric.of_run not in run for run in runs):
+            columns.append(loss)
     return columns
 
 
@@ -107,9 +108,5 @@ def differing(runs: Sequence[Mapping[str, str]]) -> list[str]:
     """
     names = sorted({name for run in runs for name in run}, key=by_weight)
     values = {name: {run.get(name, "") for run in runs} for name in names}
-    varied = [name for name in names if len(values[name]) > 1 and all(map(_fits, values[name]))]
-    return varied[:MOST_SETTINGS]
-
-
-def _fits(value: str) -> bool:
-    return len(value) <= LONGEST_SETTING and not set(value) & set("[{(/\\")
+    varied = (name for name in names if len(values[name]) > 1 and all(map(SHOWN_SETTING.fullmatch, values[name])))
+    return list(islice(varied, MOST_SETTINGS))
