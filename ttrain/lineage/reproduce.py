@@ -25,8 +25,9 @@ from ttrain.engine.input_files import HELDOUT, TRAIN, file_digests
 from ttrain.engine.planner import plan_stage
 from ttrain.engine.stop_request import StopRequest
 from ttrain.errors import ArtifactError, TTrainError, UsageError
-from ttrain.lineage.lineage import Lineage, inputs_of, notes_of
+from ttrain.lineage.lineage import Lineage, notes_of
 from ttrain.lineage.lookup import with_secrets
+from ttrain.reports.history import inputs_of
 from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
 from ttrain.store.differences import differences, library_changes
 from ttrain.store.layout import Artifact
