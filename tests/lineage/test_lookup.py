@@ -166,10 +166,10 @@ def test_where_only_nights_and_trials_ran_the_newest_finished_one_counts(runs_ho
     runs_home.record(runs_home.tokenizer, runs_home.sft, outcome="completed", sweep="sweep-1")
     night = runs_home.record(runs_home.tokenizer, runs_home.newer, pipeline="nightly", outcome="completed")
     runs_home.record(runs_home.tokenizer, runs_home.sft, pipeline="nightly", outcome="failed")
-    assert [runs_home.resolve("sft").artifact, resolve(None, runs_home.store.root).text] == [runs_home.newer, f"{night}:sft"]
+    assert runs_home.resolve("sft").run["run"] == resolve(None, runs_home.store.root).run["run"] == night
     mine = runs_home.record(runs_home.tokenizer, runs_home.sft, outcome="failed")
     runs_home.record(runs_home.tokenizer)  # fails after the tokenizer
-    assert [runs_home.resolve("sft").artifact, resolve(None, runs_home.store.root).text] == [runs_home.sft, f"{mine}:sft"]
+    assert runs_home.resolve("sft").run["run"] == resolve(None, runs_home.store.root).run["run"] == mine
 
 
 def test_a_damaged_manifest_is_named_with_what_sets_it_aside(runs_home: Home) -> None:
@@ -208,16 +208,14 @@ def test_a_run_is_its_last_model_or_the_stage_that_is_named(runs_home: Home) -> 
     assert runs_home.resolve(f"{runs_home.run}:sft").model == runs_home.sft.path / "model", "not another run's newest"
 
 
-def test_one_default_model_is_that_of_sft_of_the_newest_finished_run_that_has_one(runs_home: Home) -> None:
-    root = runs_home.store.root
+def test_the_default_model_is_that_of_sft_of_the_newest_finished_run_that_has_one(runs_home: Home) -> None:
     finished = runs_home.record(runs_home.tokenizer, runs_home.sft, runs_home.lora, outcome="completed")
     base = runs_home.publish("pretrain", "p", lambda output: write_model(output / "model", b"base"))
     without = runs_home.record(runs_home.tokenizer, base, outcome="completed")
-    assert lookup.default_model(root) == "sft"
-    assert resolve("sft", root).run["run"] == finished
-    assert lookup.default_model(root, without) is None, "its last model, since that run has none of SFT"
-    assert lookup.default_model(root, finished) == "sft"
-    assert lookup.default_model(root / "empty") is None
+    [found] = lookup.resolve_all([None], runs_home.store.root)
+    assert (found.text, found.run["run"]) == ("sft", finished)
+    [found] = lookup.resolve_all([None], runs_home.store.root, run=without)
+    assert (found.text, found.run["run"]) == ("pretrain", without), "that run has none of SFT"
 
 
 def test_a_run_is_found_by_the_name_that_its_user_gave_it_also_beside_longer_ones(runs_home: Home) -> None:

@@ -109,7 +109,7 @@ def chat(
     if gate is not None and (model is not None or versus is not None or run is not None):
         raise UsageError("--gate picks the model by itself; give neither MODEL nor --versus nor --run with it")
     models = [] if gate else [model, *([versus] if versus else [])]
-    references = resolved_models(models, [base, None][: len(models)], run) if models else []
+    references = resolved_models(models, base=base, run=run) if models else []
 
     before_torch()
     from ttrain.cli import chat_screen
@@ -171,8 +171,7 @@ def generate(
         check_output_file(out)
         if out.exists() and not force:
             raise UsageError(f"{out} exists; name another file with --out, or replace it with --force")
-    run = loading_options.run
-    [reference] = resolved_models([model], [loading_options.base], run)
+    [reference] = resolved_models([model], base=loading_options.base, run=loading_options.run)
     if not prompts.is_file():
         raise UsageError(f"FILE is '{prompts}' but there is no such file; name one with prompts")
 
@@ -219,8 +218,8 @@ def serve(
     MODEL is loaded at the start and is the default; others are loaded when a request names them.
     """
     outlast_output()
-    run = loading_options.run
-    [reference] = resolved_models([model], [loading_options.base], run)
+    base, run = loading_options.base, loading_options.run
+    [reference] = resolved_models([model], base=base, run=run)
     key = _api_key()
     root = usable_home()
     listener = _listener(port)
@@ -236,9 +235,10 @@ def serve(
 
     def load(name: str) -> LoadedModel:
         run_of_stage = run if name in STAGES else None
-        models = [reference] if name == reference.text else resolved_models([name], [None], run_of_stage)
-        loaded_model: LoadedModel = _load(models, loading_options)[0]
-        return loaded_model
+        models = [reference]
+        if name != reference.text:
+            models = resolved_models([name], base=None, run=run_of_stage)
+        return _load(models, loading_options)[0]
 
     queue = AnswerQueue(load, max_requests)
     endpoint = Endpoint(queue, lambda: [*dict.fromkeys([reference.text, *lookup.with_models(root)])], root / PAIRS)

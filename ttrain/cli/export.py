@@ -59,7 +59,7 @@ def export(
     before_torch()
     if push is not None:
         work.check_repository(push)
-    [model] = resolved_models([reference], [base], run, stderr=as_json)
+    [model] = resolved_models([reference], base=base, run=run, stderr=as_json)
     request = work.Request(
         dtype=dtype, merge=merge, shard_size=shard_size, keep_head=keep_head, licence=licence, gguf=gguf, force=force
     )

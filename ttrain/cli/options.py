@@ -445,17 +445,12 @@ class PipelineOptions:
 
 
 def resolved_models(
-    texts: Sequence[str | None], bases: Sequence[str | None], run: str | None, *, stderr: bool = True
+    texts: Sequence[str | None], *, base: str | None, run: str | None, stderr: bool = True
 ) -> list[Reference]:
-    """Resolve the models on their bases, all stages from one run, and print a line about each.
-
-    None stands for the model that is taken where a command names none.
-    """
+    """Find the models of a command as `lookup.resolve_all` does, and print a line about each."""
     from ttrain.lineage import lookup
 
-    texts = [text or lookup.default_model(run_name=run) for text in texts]
-    common_run = lookup.run_of([*texts, *filter(None, bases)], run_name=run)
-    models = [lookup.resolve(text, base=base, searched_run=common_run) for text, base in zip(texts, bases, strict=True)]
+    models = lookup.resolve_all(texts, base=base, run=run)
     for model in models:
         print_escaped(lookup.line_of(model), stderr=stderr)
     return models
