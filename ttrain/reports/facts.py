@@ -143,17 +143,11 @@ def short(value: float) -> str:
     return f"{value:,.6g}"
 
 
-def percent(value: float | None, base: float | None) -> float | None:
-    """By how much a value differs from another one, in percent of that; None where it is undefined."""
-    if value is None or not base or not (math.isfinite(value) and math.isfinite(base)):
-        return None
-    return 100 * (value - base) / abs(base)
-
-
-def change(value: float | None) -> str:
-    """ "+2.4 %" of a percentage."""
-    if value is None:
+def change(value: float | None, base: float | None) -> str:
+    """By how much a value differs from another one, as "+2.4 %" of that; "" where it is undefined."""
+    if value is None or not base or not math.isfinite(value - base):
         return ""
-    if abs(value) < 0.005:
+    percent = 100 * (value - base) / abs(base)
+    if abs(percent) < 0.005:
         return "±0 %"
-    return f"{value:+.2f} %" if abs(value) < 10 else f"{value:+,.0f} %"
+    return f"{percent:+.2f} %" if abs(percent) < 10 else f"{percent:+,.0f} %"
