@@ -93,10 +93,9 @@ def _rendered(template: str, **context: object) -> str:
     style = resources.files("ttrain.reports").joinpath("templates/page.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     modules = {"charts": charts, "facts": facts, "summary": summary, "tiles": TILES}
-    page = environment.get_template(template).render(
+    return environment.get_template(template).render(
         style=Markup(style), style_digest=Markup(digest), version=VERSION, **modules, **context
     )
-    return page.encode("utf-8", errors="replace").decode("utf-8")  # an unpaired surrogate has no UTF-8 form
 
 
 def _visible(value: object) -> object:
