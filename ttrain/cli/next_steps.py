@@ -26,7 +26,7 @@ def with_settings(words: Sequence[str], *settings: str) -> str:
 
 
 def next_steps(
-    command: Sequence[str],
+    run: str,
     settings: Settings,
     made: Collection[str],
     passes: Mapping[str, float] = MappingProxyType({}),
@@ -34,25 +34,21 @@ def next_steps(
 ) -> list[str]:
     """The lines after a run that made, or took from the store, the artifacts of these stages.
 
-    `command`: its words, without those that are meant for one run.
     `passes`: those over the rows that a rule decided, by stage; `overfit`: stages whose guard warned of too many.
     """
     from ttrain.config import TRAINING_STAGES
 
-    lines = ["next:"]
-    models = [row for row in TRAINING_STAGES.values() if row.role != "adapter" and row.name in made]
-    for row in models[-1:]:
-        lines += [
+    page = "  curves, samples and metrics, as a page: ttrain report latest"
+    if settings.tracking.enabled:
+        page = "  curves, models and their metrics, in MLflow: ttrain up latest --open"
+    lines = ["next:", page]
+    for row in [row for row in TRAINING_STAGES.values() if row.role != "adapter" and row.name in made][-1:]:
+        changed = _one_thing(settings, row.name, passes.get(row.name), row.name in overfit)
+        lines[1:1] = [
             f"  talk to the {row.label} model: ttrain chat {row.name}",
             f"  its files, for transformers: ttrain export {row.name} --to out/{row.name}",
         ]
-    if settings.tracking.enabled:
-        lines.append("  curves, models and their metrics, in MLflow: ttrain up latest --open")
-    else:
-        lines.append("  curves, samples and metrics, as a page: ttrain report latest")
-    for stage in [row.name for row in models[-1:]]:
-        changed = with_settings(command, _one_thing(settings, stage, passes.get(stage), stage in overfit))
-        lines.append(f"  change one thing, rerun what it touches: {changed}")
+        lines.append(f"  change one thing, rerun what it touches: ttrain pipeline rerun {row.name} --run {run} {changed}")
     if "source" in made:  # the text that ttrain brings
         lines.append(f"  your own text: ttrain pipeline run full {OWN_DATA}")
     return lines

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 import time
@@ -89,9 +88,7 @@ def pipeline_run(
         nightly.refuse(stages != SelectionOptions() or bool(restart))
         nightly.run(loaded, engine=options.engine, labels=labels)
         return
-    given = (settings_options.words(), stages.words(), options.words(), settings_options.overrides or ())
-    command = ["pipeline", "run", pipeline, *itertools.chain(*given)]
-    plan_and_run(pipeline, loaded, options=options, labels=labels, restart=restart, command=command, **stages.to_plan())
+    plan_and_run(pipeline, loaded, options=options, labels=labels, restart=restart, **asdict(stages))
 
 
 @command(
@@ -143,15 +140,11 @@ def pipeline_plan(
     from ttrain.engine.planner import trained_on
 
     pipeline, settings_options = _pipeline_and_settings(pipeline, settings_options)
-    to_plan, loaded = options.to_plan(), settings_options.load()
+    loaded = settings_options.load()
     if pipeline == nightly.NIGHTLY:
         nightly.refuse(options != SelectionOptions())
         return nightly.plan(loaded)
-    planned = api.plan(pipeline, loaded.settings, **to_plan)
-    if loaded.settings.runtime.device not in ("auto", "cpu"):
-        from ttrain.train.precision import resolve_device  # loads torch, so only where a device is named
-
-        resolve_device(loaded.settings.runtime.device)
+    planned = api.plan(pipeline, loaded.settings, **asdict(options))
     automatic = _rules(loaded, planned, packs=show_rules)
     value = {
         **planned.to_json(),
@@ -280,12 +273,11 @@ def plan_and_run(
     options: PipelineOptions,
     labels: Labels,
     restart: RestartOptions,
-    command: Sequence[str] = (),
     **to_plan: Any,
 ) -> None:
     """Plan the pipeline, print the plan, and run it unless every stage is cached; then print what to do next.
 
-    `command`: the one that asked for it, where its settings are its own; `to_plan`: as for `api.plan`.
+    `to_plan`: as for `api.plan`.
     """
     from ttrain.engine.artifact_commands import remarks_on_code
     from ttrain.engine.plan import record_cached
@@ -308,11 +300,10 @@ def plan_and_run(
     from ttrain.store.results import TrainingResult
 
     execution = run_pipeline(planned, console(), RunOptions(options.engine, labels=labels))
-    command = command or ["pipeline", "rerun", *planned.rerun.force, "--run", execution.record.run]
     trained = {name: TrainingResult.of(artifact.result) for name, artifact in execution.artifacts.items()}
     passes = {name: one.by_rule["epochs"] for name, one in trained.items() if "epochs" in one.by_rule}
     overfit = [name for name, one in trained.items() if OVERFIT in one.guard_warnings]
-    Output(None, next_steps(command, planned.settings, execution.artifacts, passes, overfit)).print()
+    Output(None, next_steps(execution.record.run, planned.settings, execution.artifacts, passes, overfit)).print()
 
 
 def is_on_terminal() -> bool:

@@ -91,9 +91,7 @@ def facts_of(artifact: Artifact) -> JsonDict:
         "commit": provenance.get("commit"),
         "seed": settings.get(f"{section}.seed", settings.get("reading.seed")),
         "settings": {name: value for name, (value, _) in changed},
-        "inputs": {
-            name: {"stage": used["stage"], "key": used["key"]} for name, used in manifest["inputs"].items()
-        },
+        "inputs": {name: {"stage": used["stage"], "key": used["key"]} for name, used in manifest["inputs"].items()},
         "data": _data_of(artifact),
         "libraries": {**versions, **provenance.get("libraries", {})},
         "runtime": provenance.get("runtime"),

@@ -194,8 +194,8 @@ def run_of(
 
 def _has_all(store: ArtifactStore, run: runs.RecordedRun, stages: Sequence[str]) -> bool:
     """Whether the run's artifacts of these stages exist undamaged."""
-    keys = runs.keys_of(run)
-    if not all(keys.get(stage) for stage in stages):
+    keys = {stage: key for stage, key in runs.keys_of(run).items() if key}
+    if not keys.keys() >= {*stages}:
         return False
     lacking = [stage for stage in stages if not store.find(stage, keys[stage])]
     for stage in lacking:
