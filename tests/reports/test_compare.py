@@ -257,17 +257,6 @@ def test_the_command_prints_settings_data_figures_and_samples_and_the_json_is_th
     assert found["settings"][0]["values"] == ["0.001", "0.101"]
 
 
-def test_many_runs_are_lines_with_the_best_first(compared_home: Path) -> None:
-    names = [A, B, C]
-    for number in (3, 4):
-        names.append(f"full-20261121-13000{number}-0001a")
-        stages = [scored({"bits_per_byte": [3.0 - number] * 40})]
-        make_run(compared_home, names[-1], stages, number=number, metrics={BITS: 3.0 - number})
-    told = said("compare", *names).splitlines()
-    order = [line.split()[0] for line in told[told.index("") + 1 :] if line[:2] in ("A ", "B ", "C ", "D ", "E ")]
-    assert order[-5:] == ["E", "D", "C", "B", "A"]
-
-
 def test_the_commands_write_where_they_are_told_and_say_where(compared_home: Path) -> None:
     assert json.loads(said("report", "latest", "--json")) == {"run": C, "page": f"{C}.html", "notes": []}
     assert said("compare", A, B, "--html", "both.html").strip().endswith("written to both.html")

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from ttrain.cli.options import AsJson, Output, Table, app, argument, check_output_file, command, option
+from ttrain.cli.options import Output, Table, app, argument, check_output_file, command, option
 from ttrain.core.text import ABSENT, truncated
 from ttrain.errors import UsageError
 from ttrain.store.layout import home
@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from ttrain.store.run_views import RunView
 
 RUN_HELP = "a run or the beginning of its name, `latest`, an MLflow run id, or a registered NAME@ALIAS or NAME/VERSION"
-SIDE_BY_SIDE = 4  # runs that are columns
 SHOWN_SAMPLES = 6
-FIGURES_OF_MANY = 3
 LONGEST_CELL = 160  # characters of a text
 
 
@@ -32,8 +30,7 @@ LONGEST_CELL = 160  # characters of a text
 def compare(
     runs: Annotated[list[str], argument(RUN_HELP, metavar="RUN")],
     html: Annotated[Path | None, option("write a page with curves to this file")] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Output:
     """Print how two or more runs differ: settings, data, code, figures, samples."""
     from ttrain.reports.compare import compare as compared
     from ttrain.store.run_views import read_runs
@@ -50,7 +47,7 @@ def compare(
         html.write_text(comparison_page(views, comparison), encoding="utf-8")
     page = str(html) if html else None
     written = [f"written to {page}"] if page else []
-    Output({**asdict(comparison), "page": page}, [*_parts(comparison, views), *written]).print(as_json=as_json)
+    return Output({**asdict(comparison), "page": page}, [*_parts(comparison, views), *written])
 
 
 @command(
@@ -74,28 +71,16 @@ def report(
 
 
 def _parts(comparison: RunComparison, views: Sequence[RunView]) -> Iterator[str | Table]:
-    """The runs, the verdict and the tables; of many runs a line each."""
+    """The runs, the verdict, the tables, and samples that differ."""
     from ttrain.reports.compare import run_rows
+    from ttrain.reports.facts import REFERENCE, letter
 
     yield Table(("", "run", "outcome", "began", "took"), run_rows(views))
     yield ""
     yield comparison.verdict
-    for remark in (*comparison.remarks, *comparison.notes):
-        yield f"note: {remark}"
+    yield from (f"note: {remark}" for remark in (*comparison.remarks, *comparison.notes))
     yield ""
-    if len(views) > SIDE_BY_SIDE:
-        yield _one_line_each(comparison)
-    else:
-        yield from _side_by_side(comparison)
-    yield ""
-    yield "--html and --json show the rest"
-
-
-def _side_by_side(comparison: RunComparison) -> Iterator[str | Table]:
-    """Each table with a column for each run, and samples that differ."""
-    from ttrain.reports.facts import REFERENCE, letter
-
-    letters = [letter(number) for number in range(len(comparison.runs))]
+    letters = [letter(number) for number in range(len(views))]
     for title, rows in comparison.tables.items():
         yield Table((title.lower(), *letters), [*map(_cells, rows)] or [["no difference"]])
     different = [sample for sample in comparison.samples if len({*sample["answers"]}) > 1]
@@ -105,18 +90,8 @@ def _side_by_side(comparison: RunComparison) -> Iterator[str | Table]:
         answers = dict(zip(letters, sample["answers"], strict=True))
         for name, answer in {**answers, REFERENCE: sample["reference"] or ABSENT}.items():
             yield f"  {name}  {truncated(answer, LONGEST_CELL)}"
-
-
-def _one_line_each(comparison: RunComparison) -> Table:
-    """The deciding figures of each run and the settings that differ; the best run first."""
-    from ttrain.reports.facts import letter, ranked
-
-    metrics = [metric for metric in comparison.metrics if metric.better][:FIGURES_OF_MANY]
-    best = ranked(metrics[0].values, metrics[0].better) if metrics and not metrics[0].not_judged else []
-    columns = [_cells(row) for row in (*metrics, *comparison.settings)]
-    order = dict.fromkeys([*best, *range(len(comparison.runs))])
-    rows = [(letter(run), *(column[run + 1] for column in columns)) for run in order]
-    return Table(("", *(column[0] for column in columns)), rows)
+    yield ""
+    yield "--html and --json show the rest"
 
 
 def _cells(row: Difference) -> list[str]:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Exit, confirm
 
-from ttrain.cli import nightly
 from ttrain.cli.next_steps import next_steps
 from ttrain.cli.options import (
     AsJson,
@@ -28,6 +26,7 @@ from ttrain.cli.options import (
     commands_named,
     option,
 )
+from ttrain.core import redact
 from ttrain.core.terminal import (
     console,
     escape_control_characters,
@@ -48,8 +47,8 @@ if TYPE_CHECKING:
     from ttrain.engine.labels import Labels
 
 LISTED_RUNS = 10
-WATCH_SECONDS = 2.0
-FULL = "full"
+STAGE_COLUMNS = ("stage", "state", "key", "why")  # of a plan
+FULL, NIGHTLY = "full", "nightly"
 PIPELINE_HELP = "the pipeline: full, or nightly (one night: new data, a challenger, the decision)"
 
 pipeline_app = command_group(
@@ -84,9 +83,9 @@ def pipeline_run(
     outlast_output()
     pipeline, settings_options = _pipeline_and_settings(pipeline, settings_options)
     labels, loaded = options.labels(), settings_options.load()
-    if pipeline == nightly.NIGHTLY:
-        nightly.refuse(stages != SelectionOptions() or bool(restart))
-        nightly.run(loaded, engine=options.engine, labels=labels)
+    if pipeline == NIGHTLY:
+        _refuse_for_nights(stages != SelectionOptions() or bool(restart))
+        _run_night(loaded, options.engine, labels)
         return
     plan_and_run(pipeline, loaded, options=options, labels=labels, restart=restart, **asdict(stages))
 
@@ -141,9 +140,9 @@ def pipeline_plan(
 
     pipeline, settings_options = _pipeline_and_settings(pipeline, settings_options)
     loaded = settings_options.load()
-    if pipeline == nightly.NIGHTLY:
-        nightly.refuse(options != SelectionOptions())
-        return nightly.plan(loaded)
+    if pipeline == NIGHTLY:
+        _refuse_for_nights(options != SelectionOptions())
+        return _plan_night(loaded)
     planned = api.plan(pipeline, loaded.settings, **asdict(options))
     automatic = _rules(loaded, planned, packs=show_rules)
     value = {
@@ -170,37 +169,26 @@ def _rules(loaded: LoadedSettings, planned: Plan, *, packs: bool) -> dict[str, R
 
 @command(
     pipeline_app,
-    "Examples:  ttrain pipeline status --json\n\nttrain pipeline status --limit 1 --watch",
+    "Examples:  ttrain pipeline status --json\n\nttrain pipeline status --limit 1",
     short="Look",
 )
 def pipeline_status(
     run: Annotated[str, argument("only this run: its name, or a part of it", metavar="RUN")] = "",
     limit: Annotated[int | None, option("how many runs, newest first; 10, with --json all", min=1)] = None,
-    watch: Annotated[
-        bool,
-        option("again every two seconds until no run is in progress", "--watch", "-w"),
-    ] = False,
     as_json: AsJson = False,
-) -> None:
+) -> Output:
     """List runs and their stages: outcome, time, key figures, logs; of one in progress percent, rate and time left."""
     from ttrain import api
     from ttrain.store.run_views import need_run
 
     name = need_run(home(), run)["run"] if run else ""
-    while True:
-        listed = [one for one in api.runs(limit=None if run else limit) if name in ("", one.name)]
-        shown = [_with_progress(one) for one in (listed if as_json else listed[: limit or LISTED_RUNS])]
-        if watch and sys.stdout.isatty() and not as_json:
-            console().clear()
-        Output([one.to_json() for one in shown], _status_parts(shown)).print(as_json=as_json)
-        if not watch or not any(one.outcome == "running" for one in listed):
-            break
-        time.sleep(WATCH_SECONDS)
+    listed = [_with_progress(one) for one in api.runs(limit=None if run else limit) if name in ("", one.name)]
     if not listed and not as_json:
         raise UsageError(
             f"there are no runs yet in {home().absolute()}; {name_syntax.BEGIN}, "
             f"or set TTRAIN_HOME to the home that has some"
         )
+    return Output([one.to_json() for one in listed], _status_parts(listed[: limit or LISTED_RUNS]))
 
 
 def _with_progress(run: Run) -> Run:
@@ -249,6 +237,55 @@ def pipeline_logs(
     for line in runs.log_lines(home(), name, follow=follow):
         if not stage or line.split(" ", 3)[2:3] == [f"{stage}:"]:
             print(escape_control_characters(line), flush=follow)
+
+
+def _run_night(loaded: LoadedSettings, engine: str, labels: Labels) -> None:
+    """Run one night now."""
+    from ttrain.engine.provenance import with_absolute_paths
+    from ttrain.flows.engine import RunOptions
+    from ttrain.flows.nightly import run_night
+    from ttrain.tracking.artifact_source import store_of
+
+    settings = with_absolute_paths(loaded.settings)
+    store = store_of(usable_home(), settings)
+    result = run_night(settings, store, console(), RunOptions(engine, labels=labels))
+    print_escaped(f"{result.night or 'no night'}: {result.outcome}")
+    if result.night:
+        print("next:\n  all champions and challengers: ttrain models list")
+
+
+def _plan_night(loaded: LoadedSettings) -> Output:
+    """What a night would do now."""
+    from ttrain.config import LEARNT
+    from ttrain.engine.provenance import with_absolute_paths
+    from ttrain.flows.night_plan import plan_night
+    from ttrain.tracking.artifact_source import store_of
+
+    settings = with_absolute_paths(loaded.settings)
+    planned = plan_night(settings, store_of(home(), settings))
+    frozen = planned.frozen
+    frozen_files = frozen.files.items() if frozen else ()
+    files = {name: [redact.url(file["location"]) for file in entries] for name, entries in frozen_files}
+    value = {
+        "pipeline": NIGHTLY,
+        "reason": planned.reason,
+        "champion": frozen.champion.version if frozen and frozen.champion else None,
+        "files": files,
+        "near_duplicates": {"similarity": planned.near_duplicates, "earlier_sets": planned.earlier_sets},
+        "stages": [stage.to_json() for stage in planned.stages],
+    }
+    lines = [f"  data.{dataset}: {location}" for dataset in LEARNT for location in files.get(dataset, ())]
+    stages = [Table(STAGE_COLUMNS, [stage.row for stage in planned.stages])] if frozen else []
+    return Output(value, [planned.reason, *lines, *stages])
+
+
+def _refuse_for_nights(chooses_stages: bool) -> None:
+    """Raise UsageError if an option that selects stages is given: a night always runs as a whole."""
+    if chooses_stages:
+        raise UsageError(
+            "an option chooses stages or begins them again, but a night chooses its stages by itself; "
+            "leave it out, or use `ttrain pipeline run full`"
+        )
 
 
 def _pipeline_and_settings(word: str, settings_options: SettingsOptions) -> tuple[str, SettingsOptions]:
@@ -323,7 +360,7 @@ def _plan_parts(planned: Plan) -> list[str | Table]:
     if planned.compared_with and not planned.is_cached:
         lines.append(f"compared with the run {planned.compared_with}")
     lines += [*planned.estimate.lines(), *planned.estimate.remarks()]
-    return [Table(("stage", "state", "key", "why"), planned.rows()), *filter(None, lines)]
+    return [Table(STAGE_COLUMNS, planned.rows()), *filter(None, lines)]
 
 
 def _settings_of_earlier_run(stage: str, run: str, settings_options: SettingsOptions) -> LoadedSettings:
@@ -347,14 +384,7 @@ def _cached_parts(planned: Plan, record: Mapping[str, Any]) -> list[str | Table]
     parts: list[str | Table] = []
     if rows := summary.rows(record["metrics"], planned.results):
         parts.append(Table(("metric", "value", ""), rows))
-    same = f" in the run {equals}" if (equals := record["equals"]) else ""
-    subject = f"all {len(planned)} stages of {planned.pipeline} are"
-    if len(planned) == 1:
-        subject = f"{planned[0].name} is"
+    same = f" in the run {record['equals']}" if record["equals"] else ""
+    subject = f"all {len(planned)} stages of {planned.pipeline} are" if len(planned) > 1 else f"{planned[0].name} is"
     parts.append(f"everything is cached: {subject} unchanged{same}; nothing was run")
-    artifacts = {each.stage.name: each.artifact for each in planned.stages if each.artifact}
-    elsewhere = [name for name, artifact in artifacts.items() if not artifact.path.exists()]
-    if elsewhere:
-        fetch = f"`ttrain stage run {elsewhere[-1]}` fetches that one"
-        parts.append(f"in MLflow, not here: {', '.join(elsewhere)}; {fetch}")
     return parts
