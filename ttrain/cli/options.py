@@ -402,7 +402,7 @@ class PipelineOptions:
 
 
 def resolved_models(
-    texts: Sequence[str | None], *, base: str | None, run: str | None, stderr: bool = True
+    texts: Sequence[str | None], *, base: str | None = None, run: str | None = None, stderr: bool = True
 ) -> list[Reference]:
     """Find the models of a command as `lookup.resolve_all` does, and print a line about each."""
     from ttrain.lineage import lookup
