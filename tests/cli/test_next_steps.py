@@ -10,7 +10,7 @@ import typer.main
 from typer.testing import CliRunner
 
 from ttrain.cli.main import app
-from ttrain.cli.next_steps import next_steps, with_settings
+from ttrain.cli.pipeline import next_steps, with_settings
 from ttrain.config.loading import load
 from ttrain.flows.nightly import NightResult
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from ttrain.cli.main import app
 from ttrain.core.hashing import digest_of
-from ttrain.reports.compare import UNKNOWN_RECORDS, Difference, RunComparison, compare
+from ttrain.reports.compare import Difference, RunComparison, compare
 from ttrain.reports.report import comparison_page
 from ttrain.store.run_views import read_runs
 
@@ -85,14 +85,6 @@ def test_the_better_figure_is_named_by_its_direction_with_its_difference_in_perc
 
 
 BITS, LOSS, VALIDATION = "eval/bits_per_byte", "eval/chat_loss_sft", "pretrain/validation_loss"
-
-
-def test_a_run_whose_scores_are_of_an_earlier_version_is_compared_without_its_records(tmp_path: Path) -> None:
-    before = Made("evaluate", result={"samples": {}, "metrics": {}}, texts={"scores.json": '{"records": {}}'})
-    make_run(tmp_path, A, [before], metrics={BITS: 2.0})
-    make_run(tmp_path, B, [scored({"bits_per_byte": [1.5] * 40})], metrics={BITS: 1.5})
-    [metric] = compared(tmp_path, A, B).metrics
-    assert metric.values == [2.0, 1.5] and metric.not_judged == UNKNOWN_RECORDS
 
 
 def test_a_training_of_a_package_that_is_gone_is_compared_too(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from ttrain.cli import (  # noqa: F401  # each registers its commands
     evaluate,
     export,
     gate,
-    init,
     pipeline,
     registry,
     schedule,
@@ -31,7 +30,6 @@ from ttrain.cli import (  # noqa: F401  # each registers its commands
     tracking,
     train,
 )
-from ttrain.cli.next_steps import with_settings
 from ttrain.cli.options import (
     AsJson,
     Extend,
@@ -258,7 +256,7 @@ def main(arguments: list[str] | None = None) -> None:
         elif not getattr(error, "shown", False):
             _print_error(with_settings_file(with_fix(error), arguments))
         if isinstance(error, TooFewRows) and error.fixes:
-            print(f"with that set: {escaped_lines(with_settings(arguments, *error.fixes))}", file=sys.stderr)
+            print(f"with that set: {escaped_lines(pipeline.with_settings(arguments, *error.fixes))}", file=sys.stderr)
         sys.exit(exit_code_of(error))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -11,7 +11,6 @@ from ttrain.config import SHAPE_NO_RESULT, Promotion, flatten
 from ttrain.config.training import EVALUATED, PRIMARY_METRICS, TRAINING_STAGES, VALIDATION_LOSS, model_order
 from ttrain.core.files import JsonDict
 from ttrain.core.text import ABSENT, format_duration, format_number, format_time, is_number
-from ttrain.errors import ArtifactError
 from ttrain.evaluate import few_records
 from ttrain.evaluate.forgetting import advantage
 from ttrain.evaluate.scores import FILE, read
@@ -278,15 +277,7 @@ def _samples(views: Sequence[RunView]) -> Iterator[JsonDict]:
 
 
 def _scores(view: RunView) -> Scores:
-    """The metrics of the run's evaluation with the share of each held-out record.
-
-    Empty where its files are gone, or are those of an earlier version.
-    """
+    """The metrics of the run's evaluation with the share of each held-out record; empty where its files are gone."""
     stage = view.stages.get(EVALUATION)
     path = view.store.path(EVALUATION, stage.key) / FILE if stage and stage.key else None
-    if path is None or not path.is_file():
-        return {}
-    try:
-        return read(path)
-    except ArtifactError:
-        return {}
+    return read(path) if path and path.is_file() else {}
