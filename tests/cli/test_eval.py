@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +11,9 @@ from support.shard_sets import write_lines
 from support.tiny_models import write_model
 from support.tiny_stages import Home, run_here, stage_settings
 
-from ttrain.cli.evaluation import default_suite, heldout_of
+from ttrain.cli.evaluation import heldout_of
 from ttrain.cli.main import main
 from ttrain.config import Promotion, Settings
-from ttrain.errors import UsageError
 from ttrain.evaluate import baselines
 from ttrain.evaluate.promotion import decide
 from ttrain.evaluate.scores import Evaluation
@@ -119,10 +116,8 @@ def test_without_a_task_the_held_out_data_of_the_models_runs_is_scored(
     [
         (("nothing",), "there is no model 'nothing'"),
         (("pretrain", "--choices", "none.jsonl"), "--choices is none.jsonl, which is not a file; name a JSON Lines file"),
-        (("pretrain", "--last-word", "other"), "--last-word is other, which is not a file"),
         (("pretrain", "--suite", "heldot"), "did you mean heldout"),
         (("./other",), "there is no held-out data of ./other in this store"),
-        (("pretrain", "--choices", "words.jsonl", "--items", "."), "the file to write, ., is a directory"),
         (("pretrain", "--choices", "words.jsonl", "--items", "words.jsonl"), "--items is words.jsonl, which exists"),
     ],
 )
@@ -131,29 +126,6 @@ def test_what_cannot_be_asked_is_told_before_a_model_is_loaded(
 ) -> None:
     monkeypatch.setattr("ttrain.inference.loading.load", lambda *_, **__: pytest.fail("a model was loaded"))
     assert cure in said(capsys, *words, code=2)
-
-
-def test_what_is_wrong_in_a_file_is_told_with_its_place_and_rule(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, "pretrain", "--text", "words.jsonl", code=1)
-    assert f"tasks.words.file {here}/words.jsonl has no usable row ({here}/words.jsonl:1: " in text
-    assert "a row needs the key 'text'" in text
-
-
-def test_chats_are_not_asked_of_a_model_without_a_template_where_nobody_named_them(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plain = here / "plain"
-    shutil.copytree(here / "other", plain, dirs_exist_ok=True)
-    (plain / "chat_template.jinja").unlink(missing_ok=True)
-    config = json.loads((plain / "tokenizer_config.json").read_bytes())
-    config.pop("chat_template", None)
-    (plain / "tokenizer_config.json").write_text(json.dumps(config))
-    text = said(capsys, "sft", "./plain", "--limit", "3")
-    assert "documents  bits_per_byte" in text
-    assert "not asked: chats, for the tokenizer of ./plain has no chat template" in text
-    assert "not asked" not in said(capsys, "sft", "./other", "--limit", "1")
-    with pytest.raises(UsageError, match=r"are chats, but the tokenizer of \./plain has no chat template, so name tasks"):
-        default_suite({"chats": []}, [Reference("./plain", plain)])
 
 
 # --- the stage -----------------------------------------------------------------------------------------------------------
@@ -198,10 +170,3 @@ def test_suites_add_figures_to_the_stage_and_change_none_and_decide_by_their_own
     decision = decide(whole, whole, Promotion(metric="words/accuracy/base", min_samples=5))
     assert (decision.promote, decision.difference, decision.samples) == (False, 0.0, len(CHOICES))
     assert decision.interval is not None and decision.smallest_difference is not None
-    perplexity = evaluation.metric("prose/perplexity/base")
-    assert (perplexity.shown, len(perplexity.records)) == ("exp", found["counts"]["prose/items"])
-    rules = Promotion(metric="prose/perplexity/base", min_samples=2)
-    worse = replace(perplexity, sums=tuple(1.1 * nats for nats in perplexity.sums))
-    decision = decide(perplexity, worse, rules)
-    assert decision.promote and decision.interval is not None
-    assert decision.interval[0] < worse.value - perplexity.value < decision.interval[1]

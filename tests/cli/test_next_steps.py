@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 
 import pytest
 import typer.main
-from typer.testing import CliRunner
 
 from ttrain.cli.main import app
 from ttrain.cli.pipeline import next_steps, with_settings
 from ttrain.config.loading import load
-from ttrain.flows.nightly import NightResult
 
 MADE = ("source", "tokenizer", "pretrain", "sft", "lora", "evaluate")
 RUN = ("pipeline", "run", "full")
@@ -59,17 +56,6 @@ def test_every_command_is_one() -> None:
             root = root.commands[words.pop(0)]
         root.make_context("ttrain", words)  # raises where it takes no such words
     assert not any(command.startswith("up ") for command in hints("tracking.enabled=false").values())
-
-
-def test_in_a_night_the_decision_stands_before_the_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_night(*_: object, **__: object) -> NightResult:
-        print("kept: worse than the champion")
-        return NightResult("kept", "worse", "night-1")
-
-    monkeypatch.setenv("TTRAIN_HOME", str(tmp_path))
-    monkeypatch.setattr("ttrain.flows.nightly.run_night", run_night)
-    said = CliRunner().invoke(app, ["pipeline", "run", "nightly"]).output
-    assert said.index("kept: worse") < said.index("night-1: kept") < said.index("next:") < said.index("ttrain models list")
 
 
 def test_the_command_of_a_url_has_no_password() -> None:

@@ -87,13 +87,6 @@ def test_the_better_figure_is_named_by_its_direction_with_its_difference_in_perc
 BITS, LOSS, VALIDATION = "eval/bits_per_byte", "eval/chat_loss_sft", "pretrain/validation_loss"
 
 
-def test_a_training_of_a_package_that_is_gone_is_compared_too(tmp_path: Path) -> None:
-    for run, loss in ((A, 3.0), (B, 2.0)):
-        make_run(tmp_path, run, [Made("toy")], metrics={"toy/validation_loss": loss})
-    [metric] = compared(tmp_path, A, B).metrics
-    assert metric.values == [3.0, 2.0] and not metric.not_judged
-
-
 @pytest.mark.parametrize(
     ("metrics", "verdict"),
     [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import html
 import math
 import re
 from collections.abc import Iterator
@@ -184,16 +183,6 @@ def test_kills_failures_and_warnings_are_told(tmp_path: Path) -> None:
     stop = {"stopped": "stopped by a signal", "error": "stopped by a signal; the same command continues"}
     make_run(tmp_path, A, [Made("pretrain")], outcome="interrupted", **stop)
     assert find_problems(read_run(tmp_path, A)) == [("", stop["error"], False)], "once"
-
-
-def test_a_run_that_ended_before_its_first_stage_has_a_page_too(tmp_path: Path) -> None:
-    stages = [Made(name, outcome="pending") for name in ("tokenizer", "shards-pretrain", "pretrain", "evaluate")]
-    make_run(tmp_path, A, stages, outcome="failed", error="the server <b>did</b> not answer")
-    page = report_of(read_run(tmp_path, A))
-    assert "the server &lt;b&gt;did&lt;/b&gt; not answer" in page
-    assert re.findall(r"<h2[^>]*>([^<]*)</h2>", page) == ["Stages", "What went wrong", "Settings"]
-    make_run(tmp_path, A, [Made("pretrain")])
-    assert "Nothing failed" in html.unescape(report_of(read_run(tmp_path, A)))
 
 
 def test_a_night_s_page_shows_its_decision_with_the_reason(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ It is read from the store's manifests, or from a shared MLflow's where the store
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,22 +26,20 @@ STORE, TRACKER = "store", "mlflow"  # where a manifest was found
 
 @dataclass(frozen=True)
 class Lineage:
-    """Everything behind a name: artifacts, inputs first. `known_from`: where a manifest was found."""
+    """Everything behind a name: artifacts, inputs first."""
 
     text: str
     named: Named
     artifacts: tuple[Artifact, ...]
-    known_from: Mapping[str, str]
 
     def to_json(self) -> JsonDict:
         """What `lineage --json` prints, and the table shows."""
-        known = self.known_from
         return {
             "requested": self.text,
             "kind": self.named.kind,
             "name": self.named.name,
             "run": self.named.run["run"] if self.named.run else None,
-            "stages": [{**facts_of(one), "known_from": known[one.key]} for one in self.artifacts],
+            "stages": [{**facts_of(one), "known_from": STORE if one.path.exists() else TRACKER} for one in self.artifacts],
         }
 
 
@@ -52,16 +49,14 @@ def lineage_of(home: Path, text: str) -> Lineage:
     Raises UsageError if the text names no artifact, ArtifactError if a manifest is neither in the
     store nor in MLflow.
     """
-    store, tracked, known_from = ArtifactStore(home), MlflowArtifacts(home), dict[str, str]()
+    store, tracked = ArtifactStore(home), MlflowArtifacts(home)
     named = find(store, text)
     if not named.artifacts:
         raise UsageError(f"'{text}' is {named.name}, which has no artifact in {store.root}")
 
     def read(stage: str, key: str) -> Artifact:
         path = store.path(stage, key)
-        artifact = store.at(path)
-        known_from[key] = STORE if artifact else TRACKER
-        if artifact:
+        if artifact := store.at(path):
             return artifact
         if manifest := tracked.manifest(stage, key):
             return Artifact(stage, key, path, manifest)
@@ -69,7 +64,7 @@ def lineage_of(home: Path, text: str) -> Lineage:
             f"the manifest of {stage} {key[:SHOWN_KEY]} is neither in the store {home / 'store'} nor in MLflow"
         )
 
-    return Lineage(text, named, tuple(inputs_first(named.artifacts, read)), known_from)
+    return Lineage(text, named, tuple(inputs_first(named.artifacts, read)))
 
 
 def facts_of(artifact: Artifact) -> JsonDict:
@@ -109,20 +104,17 @@ def _data_of(artifact: Artifact) -> list[dict[str, Any]]:
             counts = counted.get((role, file["name"]), {})
             entry = {name: file.get(name) for name in ("name", "sha256", "location")}
             amounts = {name: counts.get(name) for name in ("documents", "tokens", "bytes")}
-            amounts["documents"] = counts.get("kept", amounts["documents"])
-            entries.append({"part": role, **entry, **amounts})
+            documents = counts.get("kept", amounts["documents"])
+            entries.append({"part": role, **entry, **amounts, "documents": documents})
     return entries
 
 
 def notes_of(artifact: Artifact) -> list[str]:
     """Notes on an artifact that was adopted, continued or extended."""
     manifest, notes = artifact.manifest, list[str]()
-    for entry in manifest.get("adopted", []):
-        changes = "; ".join(entry["differences"])
-        notes.append(f"adopted from {entry['key'][:SHOWN_KEY]}, although {changes}")
-    for entry in manifest.get("continued") or []:
-        changes, begun = "; ".join(entry["differences"]), entry["key"][:SHOWN_KEY]
-        notes.append(f"begun as {begun}, continued at step {entry['step']} although {changes}")
+    for entry in (*manifest.get("adopted", ()), *(manifest.get("continued") or ())):
+        made = f"begun as {{}}, continued at step {entry['step']}" if "step" in entry else "adopted from {},"
+        notes.append(f"{made.format(entry['key'][:SHOWN_KEY])} although {'; '.join(entry['differences'])}")
     if manifest.get("extends"):
         notes.append(f"extends a shorter training from its checkpoint {manifest['extends']}")
     return notes

@@ -372,35 +372,30 @@ def base_of(run: runs.RecordedRun) -> list[Override]:
     return [*named, *settings_of(run)]
 
 
-def to_json(reference: Reference) -> dict[str, Any]:
+def to_json(reference: Reference) -> JsonDict:
     """As JSON: `name` of the pipeline, `run` (RUN:STAGE), `key` of the artifact, `digest` of the
     weights."""
-    name, run = _origin(reference)
     adapter = reference.adapter
-    return {
-        "model": reference.text,
-        "name": name,
-        "run": run,
-        "key": reference.artifact.key if reference.artifact else None,
-        "digest": weights_digest(adapter, name=ADAPTER) if adapter else reference.base_digest,
-    }
+    digest = weights_digest(adapter, name=ADAPTER) if adapter else reference.base_digest
+    return {**_identity(reference), "digest": digest}
 
 
 def line_of(reference: Reference) -> str:
     """Which model a name led to: `sft = quickstart, full-20261121-160222-1a2b4:sft, 0f3a`."""
-    artifact = reference.artifact
-    if artifact is None:
-        return f"{reference.text} = {reference.directory}"
-    name, run = _origin(reference)
-    known = filter(None, (name, run or "of no run", artifact.key[:SHOWN_KEY]))
-    return f"{reference.text} = {', '.join(known)}"
+    model, name, run, key = _identity(reference).values()
+    if key is None:
+        return f"{model} = {reference.directory}"
+    return f"{model} = {', '.join(filter(None, (name, run or 'of no run', key[:SHOWN_KEY])))}"
 
 
-def _origin(reference: Reference) -> tuple[str | None, str | None]:
-    """The setting `name` and RUN:STAGE, of the run that was named, else of the artifact's own."""
+def _identity(reference: Reference) -> JsonDict:
+    """What is known of a model, from the run that was named, else from the artifact's own."""
     artifact = reference.artifact
-    if artifact is None:
-        return None, None
-    made = reference.run or artifact.provenance
-    name, run = (made.get("settings") or {}).get("name"), made.get("run")
-    return name or None, f"{run}:{artifact.stage}" if run else None
+    made = reference.run or (artifact.provenance if artifact else {})
+    run = made.get("run") if artifact else None
+    return {
+        "model": reference.text,
+        "name": (made.get("settings") or {}).get("name") or None,
+        "run": f"{run}:{artifact.stage}" if artifact and run else None,
+        "key": artifact.key if artifact else None,
+    }
