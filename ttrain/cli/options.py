@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, get_type_hints
 
 from typer import Argument, Exit, Option, Typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from ttrain.core.files import JsonObject
@@ -60,7 +60,21 @@ ADVISED_RUN = re.compile(r"`ttrain (pipeline run full|sweep full)(?! -c)|(?<=did
 MAY_BE_EMPTY = ("--note", "--system", "--text")  # options whose empty value means what it says
 
 
-class CommandGroup(TyperGroup):
+class _Help:
+    """No type beside a flag in the help, whose name says it."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            param.metavar = "" if getattr(param, "is_flag", False) else param.metavar
+        return params
+
+
+class _Command(_Help, TyperCommand):
+    """A command."""
+
+
+class CommandGroup(_Help, TyperGroup):
     """Answers an unknown word with the commands that have it, wherever they are."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -267,9 +281,9 @@ def command(
     def registered(function: Command) -> Command:
         word = name or function.__name__.rpartition("_")[2]
         made = with_option_groups(function)
-        group.command(word, epilog=epilog, rich_help_panel=panel)(made)
+        group.command(word, cls=_Command, epilog=epilog, rich_help_panel=panel)(made)
         if short:
-            app.command(word, epilog=epilog, rich_help_panel=short)(made)
+            app.command(word, cls=_Command, epilog=epilog, rich_help_panel=short)(made)
         return function
 
     return registered

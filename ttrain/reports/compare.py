@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -11,6 +12,7 @@ from ttrain.config import SHAPE_NO_RESULT, Promotion, flatten
 from ttrain.config.training import EVALUATED, PRIMARY_METRICS, TRAINING_STAGES, VALIDATION_LOSS, model_order
 from ttrain.core.files import JsonDict
 from ttrain.core.text import ABSENT, format_duration, format_number, format_time, is_number
+from ttrain.errors import ArtifactError
 from ttrain.evaluate import few_records
 from ttrain.evaluate.forgetting import advantage
 from ttrain.evaluate.scores import FILE, read
@@ -277,7 +279,12 @@ def _samples(views: Sequence[RunView]) -> Iterator[JsonDict]:
 
 
 def _scores(view: RunView) -> Scores:
-    """The metrics of the run's evaluation with the share of each held-out record; empty where its files are gone."""
+    """The metrics of the run's evaluation with the share of each held-out record.
+
+    Empty where its files are gone, or cannot be read.
+    """
     stage = view.stages.get(EVALUATION)
     path = view.store.path(EVALUATION, stage.key) / FILE if stage and stage.key else None
-    return read(path) if path and path.is_file() else {}
+    with contextlib.suppress(ArtifactError):
+        return read(path) if path and path.is_file() else {}
+    return {}
