@@ -18,7 +18,6 @@ HEAVY = (
     "torch", "transformers", "tokenizers", "peft", "pyarrow", "numpy", "prefect", "mlflow", "sqlalchemy", "filelock",
 )  # fmt: skip
 MARK = "§§"  # no control: those are escaped
-# The command, and then what it had loaded and which files it had opened for writing.
 # Two commands. After each: what was loaded by then, and which files it had opened for writing; then all paths of the home.
 RUN = f"""
 import json, os, sys

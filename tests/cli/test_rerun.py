@@ -109,16 +109,6 @@ def test_rerun_forces_the_stage_with_the_settings_of_its_newest_run(built: House
     assert said.startswith(f"settings of {run}, apart from the defaults: data.lora=[") and said.endswith(" sft.seed=3\n")
 
 
-def test_rerun_takes_overrides_on_top_and_the_run_that_is_named(built: House, asked: list[dict[str, Any]]) -> None:
-    first = record(built.store.root, built.settings("sft.seed=3"), pipeline="first")
-    record(built.store.root, built.settings("sft.seed=4"), pipeline="second")
-    rerun("sft", "--run", first, "lora.seed=9")
-    assert asked[0]["loaded"].settings == built.settings("sft.seed=3", "lora.seed=9")
-    config = built.write("mine.yaml", "sft: {optim: {lr: 0.5}}\n")
-    rerun("sft", "--run", "first", "-c", str(config))
-    assert asked[1]["loaded"].settings == built.settings("sft.seed=3", "sft.optim.lr=0.5")
-
-
 def test_files_alone_say_the_settings_anew_and_the_environment_speaks_of_the_runtime_alone(
     built: House, asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -201,19 +201,6 @@ def test_a_model_that_continues_another_has_both_in_its_lineage(tmp_path: Path) 
     assert [len(stage["notes"]) for stage in found] == [0, 0, 0, 2]
 
 
-def test_a_name_of_nothing_is_refused_with_what_there_is(made: Path) -> None:
-    for text, said in {
-        "sft/abcdef123": "there is no model 'sft/abcdef123'",
-        f"{RUN}:lora": "has no stage 'lora'; there are ",
-        "mine@champion": "there is no registered model 'mine@champion'",
-        "mine/2": "there is no registered model 'mine/2'",
-        "/": "has no artifact",
-    }.items():
-        with pytest.raises(UsageError) as refused:
-            lineage_of(made, text)
-        assert said in str(refused.value)
-
-
 def test_the_command_prints_the_chain_and_its_json_round_trips(
     made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -203,14 +203,6 @@ def test_samples_stand_side_by_side_by_their_prompts_and_a_run_that_did_not_end_
     assert found.remarks == ["not all runs are complete: B failed"]
 
 
-def test_code_that_differs_names_its_stage(tmp_path: Path) -> None:
-    make_run(tmp_path, A, [Made("pretrain", code={"ttrain.a": "1", "ttrain.b": "1"}, key="1" * 64)])
-    make_run(tmp_path, B, [Made("pretrain", code={"ttrain.a": "1", "ttrain.b": "2"}, key="2" * 64)])
-    assert [one.name for one in compared(tmp_path, A, B).code] == ["code of pretrain"]
-    make_run(tmp_path, C, [Made("pretrain", outcome="failed")])  # what was not made is no other code
-    assert compared(tmp_path, A, C).code == []
-
-
 @pytest.fixture
 def compared_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TTRAIN_HOME", str(tmp_path))
