@@ -284,7 +284,7 @@ def _option_as_setting(error: ClickException, arguments: Sequence[str]) -> str:
     near = similar_settings(error.option_name.lstrip("-"), settable_keys(Settings))
     if not near or not any(parameter.metavar == "KEY=VALUE" for parameter in error.ctx.command.params):
         return ""
-    typed = re.search(f"{error.option_name}[= ]([^- ][^ ]*)", " ".join(arguments))
+    typed = re.search(f"{re.escape(error.option_name)}[= ]([^- ][^ ]*)", " ".join(arguments))
     value = typed[1] if typed else "VALUE"
     return f"no such option: {error.option_name}; settings are written without dashes, such as {near[0]}={value}"
 
