@@ -30,7 +30,6 @@ from ttrain.core.hashing import sha256_file
 from ttrain.core.signals import handling_signals
 from ttrain.core.terminal import bar, encodable, outlast_output, print_escaped, print_json_text
 from ttrain.errors import UsageError
-from ttrain.store import server_records
 from ttrain.store.layout import usable_home
 from ttrain.store.model_files import Reference
 
@@ -199,6 +198,8 @@ def serve(
 
     MODEL is loaded at the start and is the default; others are loaded when a request names them.
     """
+    from ttrain.store import server_records
+
     outlast_output()
     [reference] = _resolved([model], loading_options)
     root = usable_home()
