@@ -7,7 +7,6 @@ what was trained on before. See the settings `reading` and `shards`.
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -163,16 +162,6 @@ def _heldout_records(directory: Path) -> Iterator[JsonDict]:
     for shard in shards.ShardSet(heldout).index["shards"]:
         with (heldout / shard["records"]).open("rb") as lines:
             yield from (orjson.loads(line) for line in lines if line != b"\n")
-
-
-def first_questions(directory: Path, count: int) -> list[str]:
-    """What the user says last before the first answer in some held-out chats or pairs, evenly spread, in one line each."""
-    records, questions = heldout_records(directory), list[str]()
-    for record in records[:: max(1, len(records) // count)]:
-        turns = record.get("messages") or record.get("prompt") or ()
-        before = itertools.takewhile(lambda turn: turn["role"] != "assistant", turns)
-        questions += [" ".join(turn["content"].split()) for turn in before if turn["role"] == "user"][-1:]
-    return questions[:count]
 
 
 def heldout_documents(directory: Path) -> Iterator[records.TextDocument]:

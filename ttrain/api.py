@@ -69,10 +69,10 @@ def plan(
     pipeline: str = "full",
     settings: Settings | None = None,
     *,
-    only: Iterable[str] = (),
+    only: Iterable[str] | None = (),
     since: str = "",
     until: str = "",
-    force: Iterable[str] = (),
+    force: Iterable[str] | None = (),
     extend: bool = False,
     resume_key: str = "",
     home: str | Path | None = None,
@@ -108,10 +108,9 @@ def plan(
     return Plan(pipeline, settings, store, graph, stages, selection, rerun, name)
 
 
-def _stage_names(names: Iterable[str]) -> frozenset[str]:
-    return (
-        frozenset(name.strip() for name in names.split(",") if name.strip()) if isinstance(names, str) else frozenset(names)
-    )
+def _stage_names(names: Iterable[str] | None) -> frozenset[str]:
+    texts = [names] if isinstance(names, str) else names or ()
+    return frozenset(name.strip() for text in texts for name in text.split(",") if name.strip())
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,16 +12,12 @@ from pathlib import Path
 from support.paths import ROOT
 from support.planned_homes import House
 
-from ttrain import api
 from ttrain.core.files import read_json
-from ttrain.engine.labels import Labels
-from ttrain.engine.plan import record_cached
 
 HEAVY = (
     "torch", "transformers", "tokenizers", "peft", "pyarrow", "numpy", "prefect", "mlflow", "sqlalchemy", "filelock",
 )  # fmt: skip
 MARK = "§§"  # no control: those are escaped
-# The command, and then what it had loaded and which files it had opened for writing.
 # Two commands. After each: what was loaded by then, and which files it had opened for writing; then all paths of the home.
 RUN = f"""
 import json, os, sys
@@ -61,12 +57,3 @@ def test_a_plan_and_a_cached_pipeline_load_nothing_heavy_and_write_no_more_than_
     (record,) = (home / "runs").glob("*.json")
     assert {path.parent for path in paths(map(Path, written))} <= {record.parent}
     assert (read_json(record)["outcome"], len(read_json(record)["stages"])) == ("cached", 8)
-
-
-def test_a_cached_pipeline_runs_where_its_models_are_to_be_registered_by_another_name(built: House) -> None:
-    def recorded(name: str) -> str | None:
-        planned = api.plan("full", api.load_settings(overrides=[*built.files, f"name={name}"]), home=built.store.root)
-        record = record_cached(planned, Labels())
-        return record and record["outcome"]
-
-    assert (recorded("first"), recorded("first"), recorded("second")) == ("cached", "cached", None)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gzip
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +36,6 @@ def test_a_file_that_cannot_be_used_is_named_and_does_not_hide_the_others(run: R
     refused = run("data", "check", "good.jsonl", "--rejected", str(tmp_path / "good.jsonl"))
     assert refused.code == 2 and "--rejected" in refused.err
     assert (tmp_path / "good.jsonl").read_bytes() == before, "the quarantine never takes the place of an input"
-
-
-def test_a_missing_file_is_a_mistake_of_the_command(run: Run, tmp_path: Path) -> None:
-    documents(tmp_path / "good.jsonl", 3)
-    done = run("data", "check", "good.jsonl", "gone.jsonl")
-    assert done.code == 2 and "FILE is 'gone.jsonl'" in done.err
 
 
 def test_one_percent_of_bad_rows_pass_and_one_more_does_not(run: Run, tmp_path: Path) -> None:
@@ -80,19 +72,6 @@ def test_statistics_of_a_file_count_scripts_lengths_and_duplicates(run: Run, tmp
     assert [value["lengths"][name] for name in ("mean", "min", "50 %", "99 %", "max")] == [8.5, 6, 6, 12, 12]
     out = run("data", "check", "a.jsonl", "reading.rejected_fraction=1").out
     assert "Latin 52.9%, Cyrillic 35.3%, Han 11.8%" in " ".join(out.split())
-
-
-def test_a_pipe_gets_no_colours_and_nothing_heavy_is_loaded(tmp_path: Path) -> None:
-    documents(tmp_path / "a.jsonl", 30)
-    code = (
-        "import sys\nfrom ttrain.cli.main import main\n"
-        "try:\n    main(['data', 'check', 'a.jsonl'])\n"
-        "finally:\n    print('heavy:', {'torch', 'transformers', 'mlflow', 'prefect'} & {*sys.modules})"
-    )
-    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr.decode()
-    assert b"heavy: set()" in done.stdout
-    assert b"\x1b" not in done.stdout + done.stderr and done.stderr == b""
 
 
 def test_texts_of_answers_that_are_not_read_are_counted_and_printed(run: Run, tmp_path: Path) -> None:

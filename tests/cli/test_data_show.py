@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 from cli.conftest import Shard
 from rich.cells import cell_len
-from support.data_commands import ESCAPES, Run, texts
+from support.data_commands import ESCAPES, Run
 
 from ttrain.core.terminal import escaped
 from ttrain.data import inspect
-from ttrain.data.encoder import Encoder, open_tokenizer
+from ttrain.data.encoder import Encoder
 from ttrain.data.shards import ShardSet
 from ttrain.store.artifacts import ArtifactStore
 
@@ -34,12 +33,6 @@ def test_every_token_that_is_trained_on_is_underlined_once(run: Run, tok: Path, 
     pieces = [escaped(piece) for row in rows for piece, live in zip(row["pieces"], row["live"], strict=True) if live]
     assert sum(line.count("^") for line in out.splitlines() if not line.strip(" ^")) == sum(map(cell_len, pieces))
     assert "-- record 1 of the row" in out
-
-
-def test_documents_go_on_in_the_next_row(run: Run, shard: Shard) -> None:
-    stream = ShardSet(shard([{"text": one} for one in texts(10)]) / "train")
-    rows = run("data", "show", "out", *ALL_ROWS, "32", "--json").json["rows"]
-    assert sum(sum(row["live"]) for row in rows) == stream.tokens - len(stream)
 
 
 def test_pairs_are_shown_part_by_part(run: Run, shard: Shard) -> None:
@@ -71,14 +64,3 @@ def test_a_stage_is_its_newest_artifact_and_a_tokenizer_that_is_gone_is_named(
     done = run("data", "show", "shards-sft")
     assert done.code == 2 and digest[:12] in done.err
     assert "holds no shards; name a stage such as shards-sft" in run("data", "show", "nowhere").err
-
-
-def test_pieces_join_to_the_text_whatever_token_they_begin_with(tok: Path) -> None:
-    encoder = Encoder(tok)
-    pieces, reference = inspect.TokenDecoder(encoder), open_tokenizer(tok / "tokenizer.json")
-    rng = random.Random(1)
-    for line in texts(20):
-        assert "".join(pieces(encoder.encode([line])[0])) == line
-    for _ in range(50):
-        ids = [rng.randrange(len(encoder)) for _ in range(20)]
-        assert "".join(pieces(ids)) == reference.decode(ids, skip_special_tokens=False)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +11,12 @@ from support.shard_sets import write_lines
 from support.tiny_models import write_model
 from support.tiny_stages import Home, run_here, stage_settings
 
-from ttrain.cli.evaluation import default_suite, heldout_of
+from ttrain.cli.evaluation import heldout_of
 from ttrain.cli.main import main
-from ttrain.config import Promotion, Settings
-from ttrain.errors import UsageError
+from ttrain.config import Settings
 from ttrain.evaluate import baselines
-from ttrain.evaluate.promotion import decide
-from ttrain.evaluate.task_result import Evaluation
 from ttrain.lineage.lookup import resolve
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.layout import Artifact
 from ttrain.store.model_files import Reference
 from ttrain.tasks import evaluate
 
@@ -116,10 +110,8 @@ def test_without_a_task_the_held_out_data_of_the_models_runs_is_scored(
     [
         (("nothing",), "there is no model 'nothing'"),
         (("pretrain", "--choices", "none.jsonl"), "--choices is none.jsonl, which is not a file; name a JSON Lines file"),
-        (("pretrain", "--last-word", "other"), "--last-word is other, which is not a file"),
         (("pretrain", "--suite", "heldot"), "did you mean heldout"),
         (("./other",), "there is no held-out data of ./other in this store"),
-        (("pretrain", "--choices", "words.jsonl", "--items", "."), "the file to write, ., is a directory"),
         (("pretrain", "--choices", "words.jsonl", "--items", "words.jsonl"), "--items is words.jsonl, which exists"),
     ],
 )
@@ -128,29 +120,6 @@ def test_what_cannot_be_asked_is_told_before_a_model_is_loaded(
 ) -> None:
     monkeypatch.setattr("ttrain.inference.loading.load", lambda *_, **__: pytest.fail("a model was loaded"))
     assert cure in said(capsys, *words, code=2)
-
-
-def test_what_is_wrong_in_a_file_is_told_with_its_place_and_rule(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, "pretrain", "--text", "words.jsonl", code=1)
-    assert f"tasks.words.file {here}/words.jsonl has no usable row ({here}/words.jsonl:1: " in text
-    assert "a row needs the key 'text'" in text
-
-
-def test_chats_are_not_asked_of_a_model_without_a_template_where_nobody_named_them(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plain = here / "plain"
-    shutil.copytree(here / "other", plain, dirs_exist_ok=True)
-    (plain / "chat_template.jinja").unlink(missing_ok=True)
-    config = json.loads((plain / "tokenizer_config.json").read_bytes())
-    config.pop("chat_template", None)
-    (plain / "tokenizer_config.json").write_text(json.dumps(config))
-    text = said(capsys, "sft", "./plain", "--limit", "3")
-    assert "documents  bits_per_byte" in text
-    assert "not asked: chats, for the tokenizer of ./plain has no chat template" in text
-    assert "not asked" not in said(capsys, "sft", "./other", "--limit", "1")
-    with pytest.raises(UsageError, match=r"are chats, but the tokenizer of \./plain has no chat template, so name tasks"):
-        default_suite({"chats": []}, [Reference("./plain", plain)])
 
 
 # --- the stage -----------------------------------------------------------------------------------------------------------
@@ -168,8 +137,7 @@ def evaluated(root: Path, output: Path, **changes: Any) -> dict[str, Any]:
     return found
 
 
-def test_suites_add_figures_to_the_stage_and_change_none_and_decide_by_their_own_items(here: Path, tmp_path: Path) -> None:
-    """Of a group and a perplexity: a figure without items would be decided by itself alone, an accuracy the wrong way."""
+def test_suites_add_figures_to_the_stage_and_change_none(here: Path, tmp_path: Path) -> None:
     rows = [{**row, "lang": ("en", "zh")[number % 2]} for number, row in enumerate(CHOICES)]
     write_lines(here / "groups.jsonl", [*rows, *BAD])
     (here / "mine.yaml").write_text(
@@ -185,20 +153,3 @@ def test_suites_add_figures_to_the_stage_and_change_none_and_decide_by_their_own
     lines = (tmp_path / "found" / "items.jsonl").read_bytes().splitlines()
     assert len(lines) == len(CHOICES) + found["counts"]["documents"]
     assert json.loads((tmp_path / "found" / "evaluation.json").read_bytes())["suites"] == found["suites"]
-
-    evaluation = Evaluation.of(Artifact("evaluate", "key", tmp_path / "found", {"result": found}))
-    of_group, whole = (evaluation.metric(f"words/accuracy/base{group}") for group in ("/lang:zh", ""))
-    assert of_group.records == whole.records[1::2] and of_group.higher_is_better is True
-    assert (len(whole.records), set(whole.sums) <= {0.0, 1.0}) == (len(CHOICES), True)
-    low, high = found["intervals"]["words/accuracy/base"]
-    assert low <= found["metrics"]["words/accuracy/base"] == whole.value <= high
-    decision = decide(whole, whole, Promotion(metric="words/accuracy/base", min_samples=5))
-    assert (decision.promote, decision.difference, decision.samples) == (False, 0.0, len(CHOICES))
-    assert decision.interval is not None and decision.smallest_difference is not None
-    perplexity = evaluation.metric("prose/perplexity/base")
-    assert (perplexity.shown, len(perplexity.records)) == ("exp", found["counts"]["prose/items"])
-    rules = Promotion(metric="prose/perplexity/base", min_samples=2)
-    worse = replace(perplexity, sums=tuple(1.1 * nats for nats in perplexity.sums))
-    decision = decide(perplexity, worse, rules)
-    assert decision.promote and decision.interval is not None
-    assert decision.interval[0] < worse.value - perplexity.value < decision.interval[1]

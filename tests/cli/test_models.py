@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -45,13 +44,6 @@ def test_the_commands_list_promote_and_roll_back(sets_home: Path, models: Run) -
     assert done.code == 0 and "promoted: better by 0.10000" in " ".join(done.out.split())
 
 
-def test_the_json_of_a_set_has_its_models_keys_and_metrics(sets_home: Path, models: Run) -> None:
-    newest = models("list", "--json").json[0]
-    assert (newest["name"], newest["version"], newest["run"], newest["aliases"]) == ("mine", "3", "full-3", ["challenger"])
-    assert newest["models"] == {"lora": "mine-lora/3", "pretrain": "mine-base/3"}
-    assert newest["keys"]["shards-pretrain"] == "shards-3" and newest["metrics"] == {"bits_per_byte": 1.7}
-
-
 def test_what_cannot_be_is_said_with_exit_code_2(sets_home: Path, models: Run) -> None:
     for words, said in (
         (("promote", "7"), "mine has no set of models '7'; there are 3"),
@@ -71,10 +63,3 @@ def test_sets_of_two_pipelines_need_a_name(sets_home: Path, models: Run) -> None
     champion = Registry(sets_home).champion("other")
     assert champion is not None and champion.version == "1"
     assert Registry(sets_home).champion("mine") is None
-
-
-def test_no_command_asks_a_tracker(sets_home: Path, models: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    monkeypatch.setitem(sys.modules, "mlflow", None)  # an import would fail
-    for words in (("list",), ("promote", "1"), ("promote", "2"), ("promote", "--previous")):
-        assert models(*words).code == 0

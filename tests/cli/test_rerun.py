@@ -13,7 +13,7 @@ from ttrain.cli import pipeline as cli_pipeline
 from ttrain.cli.main import app
 from ttrain.cli.options import SettingsOptions
 from ttrain.config import Settings
-from ttrain.config.loading import LoadedSettings, Override, load
+from ttrain.config.loading import LoadedSettings, load
 from ttrain.data import locations
 from ttrain.errors import UsageError
 from ttrain.lineage.lookup import newest_with, settings_of
@@ -39,10 +39,7 @@ def loaded(*overrides: str, files: Any = (), base: Any = ()) -> LoadedSettings:
         ("sft.tokens=9000",),  # which takes the default of sft.epochs away
         ("data.pretrain=[{path: a.jsonl, weight: 2}, {path: b.jsonl, weight: 1}]", "data.sft=c.jsonl,d.jsonl"),
         ("runtime.night.start='23:00'", "sft.early_stopping.patience=3", "sft.validate_every_steps=50"),
-        ("model.preset=25m", "model.layers=3"),
         ("model.layers=8", "model.tie_embeddings=true"),  # the default, and not what auto makes of the size
-        ("model.kind=llama", "model.fields.attention_bias=true"),
-        ("pretrain.mask_intervals=[[1, 2], ['a', 'b']]",),
     ],
     ids=lambda given: " ".join(given) or "defaults",
 )
@@ -68,28 +65,6 @@ def test_the_settings_of_a_run_that_started_from_a_model_come_back(tmp_path: Pat
         loaded("model.layers=3", base=base)
 
 
-def test_what_is_given_wins_over_the_run_and_a_budget_takes_the_place_of_its_budget(tmp_path: Path) -> None:
-    mine = tmp_path / "mine.yaml"
-    mine.write_text("sft: {seed: 7}\nlora: {seed: 7}\n")
-    base = settings_of(
-        {"run": "x", "settings": loaded("sft.seed=2", "lora.seed=2", "name=n").settings.model_dump(mode="json")}
-    )
-    found = loaded("lora.seed=9", files=[mine], base=base)
-    assert (found.settings.sft.seed, found.settings.lora.seed, found.settings.name) == (7, 9, "n")
-    assert found.sources == {"sft.seed": str(mine), "lora.seed": "command line", "name": "run x"}
-    base = settings_of({"run": "x", "settings": loaded("sft.tokens=9000").settings.model_dump(mode="json")})
-    found = loaded("sft.epochs=2", base=base).settings.sft
-    assert (found.tokens, found.epochs) == (None, 2.0)
-
-
-def test_a_default_that_changed_since_does_not_change_an_older_run_and_a_setting_that_is_gone_is_named() -> None:
-    settings = Settings().model_dump(mode="json")
-    settings["evaluate"]["seed"] = 1234
-    assert settings_of({"run": "x", "settings": settings}) == [Override("run x", "evaluate.seed", 1234)]
-    with pytest.raises(UsageError, match=r"unknown setting 'sft.optimm' \(from run x\)"):
-        loaded(base=settings_of({"run": "x", "settings": {"sft": {"optimm": 1}}}))
-
-
 # --- which run
 
 
@@ -104,18 +79,6 @@ def test_the_newest_run_that_has_the_stage_is_meant(tmp_path: Path) -> None:
         newest_with(tmp_path, "evaluate")
     with pytest.raises(UsageError, match=r"there is no stage 'sftt'; did you mean sft.* there are source"):
         newest_with(tmp_path, "sftt")
-
-
-def test_a_night_lends_its_settings_only_where_it_is_named(tmp_path: Path) -> None:
-    asked = record(tmp_path, Settings())
-    night = record(tmp_path, Settings(), ["sft", "heldout", "evaluate-champion"], pipeline="nightly")
-    path = tmp_path / "runs" / f"{night}.json"
-    path.rename(path.with_name(f"nightly-29991231-000000-{night[-4:]}.json"))
-    assert newest_with(tmp_path, "sft")["run"] == asked
-    assert need_run(tmp_path, "nightly")["run"] == night
-    for stage in ("heldout", "evaluate-champion"):
-        with pytest.raises(UsageError, match=f"has a stage {stage} yet .*; try `ttrain pipeline run nightly`"):
-            newest_with(tmp_path, stage)
 
 
 # --- the command
@@ -144,16 +107,6 @@ def test_rerun_forces_the_stage_with_the_settings_of_its_newest_run(built: House
     said = rerun("sft")
     assert asked[0]["loaded"].settings == settings and asked[0]["force"] == {"sft"}
     assert said.startswith(f"settings of {run}, apart from the defaults: data.lora=[") and said.endswith(" sft.seed=3\n")
-
-
-def test_rerun_takes_overrides_on_top_and_the_run_that_is_named(built: House, asked: list[dict[str, Any]]) -> None:
-    first = record(built.store.root, built.settings("sft.seed=3"), pipeline="first")
-    record(built.store.root, built.settings("sft.seed=4"), pipeline="second")
-    rerun("sft", "--run", first, "lora.seed=9")
-    assert asked[0]["loaded"].settings == built.settings("sft.seed=3", "lora.seed=9")
-    config = built.write("mine.yaml", "sft: {optim: {lr: 0.5}}\n")
-    rerun("sft", "--run", "first", "-c", str(config))
-    assert asked[1]["loaded"].settings == built.settings("sft.seed=3", "sft.optim.lr=0.5")
 
 
 def test_files_alone_say_the_settings_anew_and_the_environment_speaks_of_the_runtime_alone(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import threading
 from pathlib import Path
 from typing import get_args
@@ -32,7 +31,7 @@ def test_the_help_has_the_panels_in_order_each_command_once_and_examples(run: Ru
     assert re.findall(r"─ (\w+) ─", shown) == ["Options", *get_args(Panel)]
     commands = get_command(app).commands  # type: ignore[attr-defined]
     listed = re.findall(r"^│ ([a-z]+) ", shown, flags=re.MULTILINE)
-    assert listed == list(ORDER) and sorted(listed) == sorted(commands)
+    assert listed == ORDER.split() and sorted(listed) == sorted(commands)
     for words in (("train",), ("stage", "run")):
         done = run(*words, "--help")
         assert done.code == 0 and f"ttrain {' '.join(words)}" in done.out.partition("Example")[2]
@@ -41,11 +40,8 @@ def test_the_help_has_the_panels_in_order_each_command_once_and_examples(run: Ru
 @pytest.mark.parametrize(
     "words",
     [
-        ("pipeline", "status"), ("pipeline", "logs"), ("report",), ("compare", "latest", "other"),
-        ("lineage", "latest"), ("lineage", "sft"), ("chat",), ("chat", "sft"), ("export", "sft", "--to", "out"),
-        ("generate", "prompts.jsonl", "--out", "out"), ("models", "history"), ("models", "promote", "3"),
-        ("artifacts", "path", "sft"), ("artifacts", "show", "sft"), ("reproduce", "sft"),
-        ("pipeline", "rerun", "sft"), ("sweep", "show"),
+        ("status",), ("logs",), ("report",), ("lineage", "latest"), ("lineage", "sft"), ("chat",), ("models", "history"),
+        ("models", "promote", "3"), ("artifacts", "show", "sft"), ("pipeline", "rerun", "sft"), ("sweep", "show"),
     ],
 )  # fmt: skip
 def test_where_nothing_has_run_yet_each_command_ends_with_two(run: Run, words: tuple[str, ...]) -> None:
@@ -103,11 +99,6 @@ def test_a_device_that_is_not_there_is_refused_before_any_stage(
     assert not (home / "runs").exists()
 
 
-def test_the_stages_are_listed_with_what_they_do(run: Run) -> None:
-    stages = run("stage", "list", "--json").json
-    assert list(stages)[:2] == ["source", "tokenizer"] and all(about[0].isupper() for about in stages.values())
-
-
 def test_the_log_of_a_run_is_printed_and_followed_to_its_end(home: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "LOG_POLL_SECONDS", 0.01)
     record = RunRecord(home, "full", ["tokenizer", "sft"], {})
@@ -138,27 +129,9 @@ def test_the_log_of_a_run_is_printed_and_followed_to_its_end(home: Path, run: Ru
     assert done.code == 2 and f"the run {record.run} has no log" in done.err
 
 
-def test_the_status_names_the_night_of_a_run(home: Path, run: Run) -> None:
-    record = RunRecord(home, "nightly", ["sft"], {})
-    record.note(night="night-000007")
-    record.finish("completed", {})
-    assert f"{record.run}  night-000007  completed" in run("pipeline", "status").out
-
-
 def test_json_has_null_where_a_figure_is_no_number(home: Path, run: Run) -> None:
     record = RunRecord(home, "full", ["sft"], {})
     record.finish("completed", {"sft/loss": float("nan"), "eval/perplexity": float("inf"), "eval/chats": 2.0})
     shown = run("pipeline", "status", "--json").out
     assert "NaN" not in shown and "Infinity" not in shown
     assert json.loads(shown)[0]["metrics"] == {"sft/loss": None, "eval/perplexity": None, "eval/chats": 2.0}
-
-
-def test_the_status_of_a_copied_home_shows_where_things_are_now(tmp_path: Path, home: Path, run: Run) -> None:
-    record = RunRecord(tmp_path / "old", "full", ["sft"], {})
-    place = tmp_path / "old" / "store" / "sft" / "f00d"
-    record.stage("sft", outcome="completed", key="f00d", path=str(place), log=str(place / "run" / "log.txt"))
-    record.finish("completed", {})
-    shutil.copytree(tmp_path / "old", home)
-    (stage,) = run("pipeline", "status", "--json").json[0]["stages"]
-    assert stage["path"] == str(home / "store" / "sft" / "f00d")
-    assert stage["log"] == f"{stage['path']}/run/log.txt"

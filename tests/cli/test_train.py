@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from safetensors.torch import load_file
 from support.data_commands import Run, in_process, trains_here
 from support.pipeline_home import write_corpus
 from support.planned_homes import remember_modules
-from support.waiting import wait_until
 
 COMMAND = [sys.executable, "-P", "-c", "from ttrain.cli.main import main; main()"]
 SLOW = """
@@ -67,23 +64,6 @@ CURVE = Path("out", "run", "metrics.jsonl")
 def steps_with_a_loss() -> list[int]:
     lines = [json.loads(line) for line in CURVE.read_text().splitlines()]
     return [line["step"] for line in lines if "loss" in line["metrics"]]
-
-
-@pytest.mark.soak
-@pytest.mark.usefixtures("plugged", "elsewhere")
-def test_a_task_that_is_told_to_stop_is_saved_and_continued(run: Run) -> None:
-    """In processes of its own, as a user runs it."""
-    process = subprocess.Popen([*COMMAND, *WORDS], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    wait_until(lambda: process.poll() is not None or (CURVE.exists() and CURVE.read_text().count("\n") > 5), 60)
-    process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=60)[0]
-    assert process.returncode == 143, said
-    assert "stopped after step" in said and "the same command continues it" in said
-    assert not Path("out", "model.safetensors").exists()
-    done = run(*WORDS, "--json")
-    assert 5 < done.json["resumed_from_step"] < done.json["steps"] == 100 and not done.json["was_finished"]
-    assert steps_with_a_loss() == list(range(1, 101))
-    assert "a line of the user's own" in Path("out", "run", "log.txt").read_text()
 
 
 def test_a_task_is_trained_and_its_settings_are_its_own_from_then_on(
@@ -169,17 +149,3 @@ def test_a_stage_alone_names_the_commands_that_make_its_inputs_in_their_order(ru
     assert -1 not in places and sorted(places) == places
     assert "`ttrain stage run shards-sft`" in done.err and "`ttrain pipeline run full -c " in done.err
     assert "lora" not in done.err, "it does not need the adapter's data"
-
-
-def test_a_stage_goes_on_without_the_reader_of_its_output_under_nohup_and_json_says_what_it_left(
-    run: Run, corpus: list[str]
-) -> None:
-    command = ["nohup", *COMMAND, "stage", "run", "tokenizer", *corpus]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert process.stdout is not None and process.stdout.readline()
-    process.stdout.close()
-    process.send_signal(signal.SIGHUP)
-    assert process.wait(60) == 0
-    made = run("stage", "run", "tokenizer", *corpus, "--json").json
-    assert (made["stage"], made["state"], made["result"]["vocab_size"]) == ("tokenizer", "cached", 400)
-    assert (Path(made["path"]) / "tokenizer.json").exists()

@@ -8,12 +8,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from support.browser import Browser, executable
 from support.recorded_homes import Made, make_run
 from support.served import write_double
 
 from ttrain.cli import tracking as ui
-from ttrain.errors import TTrainError
 from ttrain.flows import servers
 from ttrain.store import server_records
 from ttrain.store.runs import record_cached
@@ -35,17 +33,6 @@ def two(tmp_path_factory: pytest.TempPathFactory, add_database: Callable[[Path],
     done = pusher.push(home)
     assert [one.why for one in done] == ["", ""]
     return home, {one.run: str(one.run_id) for one in done}
-
-
-@pytest.fixture(scope="module")
-def served(two: tuple[Path, dict[str, str]]) -> Iterator[dict[str, str]]:
-    """The pages of both runs, as `ttrain up A B` names them, while MLflow's server runs."""
-    home, runs = two
-    servers.start(home, {"mlflow": servers.free_port(21_000)})
-    server = server_records.live_server(home, "mlflow")
-    assert server is not None
-    yield ui.links_of(home, server.url, [*runs])
-    servers.stop(home, "mlflow")
 
 
 @pytest.fixture
@@ -85,56 +72,3 @@ def test_the_page_of_a_cached_run_is_that_of_the_run_it_equals(running: Path, tw
     finally:
         [path] = (running / "runs").glob("again-*.json")
         path.unlink()
-
-
-@pytest.mark.soak  # a browser, for what only another version of MLflow breaks
-@pytest.mark.skipif(executable() is None, reason="no Chromium is installed")
-def test_mlflows_own_pages_show_which_run_is_better_and_why(served: dict[str, str]) -> None:
-    # In the order in which they are seen, which is not that of the document
-    headers = (
-        "[...document.querySelectorAll('[role=columnheader][col-id]')]"
-        ".sort((one, other) => one.getAttribute('aria-colindex') - other.getAttribute('aria-colindex'))"
-        ".map(one => one.getAttribute('col-id')).filter(id => /^(metrics|params)\\.|Description/.test(id)).join()"
-    )
-    columns = "attributes.`Description`,metrics.`eval/chat_loss_sft`,params.`sft.epochs`"
-    texts = (
-        "[...document.querySelectorAll('[role=gridcell][col-id=\"attributes.`Description`\"]')].map(one => one.innerText)"
-    )
-    with Browser() as browser:
-        browser.open(served["table"])
-        browser.wait_for(f"{headers} === '{columns}'")
-        shown = browser.wait_for(f"{texts}.length === 2 && {texts}.every(Boolean) && {texts}")
-        assert [text[:14] for text in shown] == ["`sft.epochs=3`", "the first run "]
-
-        browser.open("about:blank")
-        browser.open(served["curves"])
-        text = browser.wait_for("document.body.innerText.includes('Step') && document.body.innerText")
-        assert text.index("Curves\n(2)") < text.index("eval\n(1)")
-        assert all(f"{name} (Curves/sft loss)" in text for name in (OLDER, NEWER))
-
-        browser.open("about:blank")
-        browser.open(served["url"])
-        switches = "document.querySelectorAll('button[role=switch]')"
-        browser.wait_for(f"{switches}.length > 1")
-        browser.evaluate(f"{switches}[0].click()")  # show differences only
-        rows = "[...document.querySelectorAll('table')].map(one => one.innerText).filter(one => one.includes('sft.epochs'))"
-        [differing] = browser.wait_for(f"{rows}.length && !{rows}[0].includes('model.layers') && {rows}")
-        assert differing.split() == ["sft.epochs", "1.0", "3.0"]
-
-
-def test_of_an_mlflow_that_does_not_answer_there_are_no_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_run(tmp_path, OLDER, [Made("sft")])
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hidden@127.0.0.1:9")
-    with pytest.raises(TTrainError) as error:
-        ui.links_of(tmp_path, "http://127.0.0.1:9", [])
-    assert "MLflow at http://127.0.0.1:9" in str(error.value) and "hidden" not in str(error.value)
-
-
-def test_without_runs_there_is_the_table_of_the_newest_name(two: tuple[Path, dict[str, str]]) -> None:
-    links = ui.links_of(two[0], "http://127.0.0.1:9", [])
-    assert set(links) == {"table", "curves", "experiment"} and "viewStateShareKey=ttrain-mine" in links["table"]
-
-
-def test_a_home_where_nothing_was_tracked_is_left_as_it_is(tmp_path: Path) -> None:
-    assert ui.links_of(tmp_path / "none", "http://127.0.0.1:9", []) == {}
-    assert not (tmp_path / "none").exists()

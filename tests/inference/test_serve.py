@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,7 +22,6 @@ from support.browser import Browser, executable
 from support.tiny_models import ending_with, speaker, write_model
 from support.waiting import wait_until
 
-from ttrain.cli import chat as command
 from ttrain.data.chat import prompt_ids
 from ttrain.data.chat_templates import Message
 from ttrain.data.preferences import preference_of
@@ -49,7 +49,7 @@ class Served:
             "endless": ending_with(speaker(write_model(directory / "endless", max_length=200_000))),
         }
         self.queue = AnswerQueue(self._load, **{"max_requests": 4, **settings})
-        listener = command._listener(0)
+        listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"http://127.0.0.1:{listener.getsockname()[1]}"
         endpoint = Endpoint(self.queue, lambda: ["sft", "dpo"], self.pairs)
         app = Guard(endpoint.application(), listener.getsockname()[1], TOKEN)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import html
 import math
 import re
 from collections.abc import Iterator
@@ -186,16 +185,6 @@ def test_kills_failures_and_warnings_are_told(tmp_path: Path) -> None:
     assert find_problems(read_run(tmp_path, A)) == [("", stop["error"], False)], "once"
 
 
-def test_a_run_that_ended_before_its_first_stage_has_a_page_too(tmp_path: Path) -> None:
-    stages = [Made(name, outcome="pending") for name in ("tokenizer", "shards-pretrain", "pretrain", "evaluate")]
-    make_run(tmp_path, A, stages, outcome="failed", error="the server <b>did</b> not answer")
-    page = report_of(read_run(tmp_path, A))
-    assert "the server &lt;b&gt;did&lt;/b&gt; not answer" in page
-    assert re.findall(r"<h2[^>]*>([^<]*)</h2>", page) == ["Stages", "What went wrong", "Settings"]
-    make_run(tmp_path, A, [Made("pretrain")])
-    assert "Nothing failed" in html.unescape(report_of(read_run(tmp_path, A)))
-
-
 def test_a_night_s_page_shows_its_decision_with_the_reason(tmp_path: Path) -> None:
     make_run(tmp_path, A, [Made("pretrain")])
     undecided = report_of(read_run(tmp_path, A))
@@ -210,7 +199,7 @@ def test_quick_validations_are_a_curve_and_the_one_on_all_rows_a_point_of_its_ow
     curves = {"validation_loss_quick": points([4.0, 3.0, 2.75]), "validation_loss": points([1.0, 1.0, 2.75])[2:]}
     view: Any = SimpleNamespace(curves=lambda stage: [*curves], curve=lambda stage, name: curves[name])
     (main,), _ = charts.charts_of(view, "sft")
-    assert [(line.label, line.last, len(line.points)) for line in main.lines] == [
+    assert [(line["label"], line["last"], len(line["points"])) for line in main["lines"]] == [
         ("validation_loss_quick", "3", 2),
         ("validation_loss", "2.75", 1),
     ]

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated
 
-from ttrain.cli.options import (
-    Output,
-    SettingsOptions,
-    Table,
-    argument,
-    command,
-    command_group,
-    option,
-)
+from ttrain.cli.options import Output, SettingsOptions, Table, argument, command, command_group, option
+from ttrain.cli.registry import stage_facts
 from ttrain.core.files import JsonDict
 from ttrain.core.terminal import bar
 from ttrain.core.text import format_duration, format_size, format_time, short_digest
@@ -71,30 +65,21 @@ def artifacts_list(stage: StageFilter = "") -> Output:
     "Examples:  ttrain artifacts show sft\n\nttrain artifacts show sft 3f1c --json",
 )
 def artifacts_show(stage: StageName, key: Key = "") -> Output:
-    """Print an artifact's inputs, settings and code, and the figures that it resulted in."""
+    """Print how an artifact was made, as `ttrain lineage` does, its state, and the figures that it resulted in."""
     from ttrain.config import flatten
     from ttrain.engine.artifact_commands import find_artifact, size_of
+    from ttrain.lineage.lineage import facts_of
 
     store = ArtifactStore(home())
     artifact = find_artifact(store, stage, key)
     damage, manifest = store.damage(artifact), artifact.manifest
-    ingredients = manifest["ingredients"]
+    results = flatten(dict(artifact.result))
     rows = [
-        ("stage", artifact.stage),
-        ("key", artifact.key),
-        ("path", artifact.path),
+        ("path", str(artifact.path)),
         ("state", f"damaged: {damage}" if damage else "finished"),
-        ("published", f"{format_time(manifest['published'])}, after {manifest.get('seconds', 0.0):.1f} s"),
         ("size", f"{format_size(size_of(artifact))} in {len(manifest['files'])} files"),
-        *(
-            (f"adopted from {short_digest(entry['key'])}", "; ".join(entry["differences"]))
-            for entry in manifest.get("adopted", [])
-        ),
-        *((f"input {name}", f"{entry['stage']} {short_digest(entry['key'])}") for name, entry in manifest["inputs"].items()),
-        *((f"{role} file", file["name"]) for role, files in ingredients.get("files", {}).items() for file in files),
-        *((f"library {name}", version) for name, version in artifact.provenance.get("libraries", {}).items()),
-        *((name, _shown(value)) for name, value in ingredients.get("settings", {}).items()),
-        *((f"result {name}", _shown(value)) for name, value in flatten(dict(manifest["result"]))),
+        *((name, text) for name, text in stage_facts(facts_of(artifact), artifact.result) if text),
+        *((f"result {name}", _shown(value)) for name, value in results),
     ]
     return Output({**manifest, "path": str(artifact.path), "damage": damage}, [Table(("property", "value"), rows)])
 
@@ -183,21 +168,14 @@ def artifacts_adopt(
     if stage and stage not in plan.graph:
         raise no_stage(stage, plan.graph, plan.settings)
     adopted = adopt(plan, stage)
-    rows, value, saved = [], list[JsonDict](), 0.0
+    rows, value = list[Sequence[str]](), list[JsonDict]()
     for artifact in adopted:
         seconds, history = artifact.manifest.get("seconds", 0.0), artifact.manifest["adopted"]
         old, new = short_digest(history[-1]["key"]), short_digest(artifact.key)
         rows.append((artifact.stage, old, new, format_duration(seconds), "; ".join(history[-1]["differences"])))
-        value.append(
-            {
-                "stage": artifact.stage,
-                "key": artifact.key,
-                "path": str(artifact.path),
-                "adopted": history,
-                "seconds": seconds,
-            }
-        )
-        saved += seconds
+        made = {"stage": artifact.stage, "key": artifact.key, "path": str(artifact.path)}
+        value.append({**made, "adopted": history, "seconds": seconds})
+    saved = sum(made["seconds"] for made in value)
     if not rows:
         return Output(value, ["no stage would be built again for changed code alone; nothing was adopted"])
     end = f"kept; this saves {format_duration(saved)}"

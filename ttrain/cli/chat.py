@@ -7,6 +7,7 @@ import shlex
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -27,10 +28,8 @@ from ttrain.cli.options import (
 )
 from ttrain.core.hashing import sha256_file
 from ttrain.core.signals import handling_signals
-from ttrain.core.terminal import bar, encodable, escaped, outlast_output, print_escaped, print_json_text
-from ttrain.errors import TTrainError, UsageError
-from ttrain.store import layout
-from ttrain.store.artifacts import ArtifactStore
+from ttrain.core.terminal import bar, encodable, outlast_output, print_escaped, print_json_text
+from ttrain.errors import UsageError
 from ttrain.store.layout import usable_home
 from ttrain.store.model_files import Reference
 
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from ttrain.inference.sampling import Sampling
 
 DEFAULT_MODEL = f"{MODEL_HELP}; without one, the newest finished run's SFT model, else its last model"
-SAMPLE_QUESTIONS = 3
 System = Annotated[str, option("a system prompt", callback=encodable)]
 Temperature = Annotated[float, option("0: always the most likely token")]
 TopP = Annotated[float, option("keep the likeliest tokens that together have this share; 1: all")]
@@ -103,45 +101,28 @@ def chat(
 ) -> None:
     """Chat with a model. In a terminal, answers stream; in a pipe, each line is a question and its answer is printed."""
     settings = sampling.settings()
-    base, run = loading_options.base, loading_options.run
     if model is not None and (" " in model.strip() or model.endswith("?")) and not Path(model).is_dir():
         raise UsageError(f"'{model}' names no model; to ask it: echo {shlex.quote(model)} | ttrain chat sft")
-    if gate is not None and (model is not None or versus is not None or run is not None):
+    if gate is not None and any((model, versus, loading_options.run)):
         raise UsageError("--gate picks the model by itself; give neither MODEL nor --versus nor --run with it")
     models = [] if gate else [model, *([versus] if versus else [])]
-    references = resolved_models(models, [base, None][: len(models)], run) if models else []
+    references = _resolved(models, loading_options) if models else []
 
     before_torch()
     from ttrain.cli import chat_screen
     from ttrain.inference import gate_router
     from ttrain.inference.chat import Chat
 
-    selectors: list[ModelSelector] = []
-    if gate is not None:
-        selectors.append(gate_router.GateSelector(gate, device=loading_options.device, dtype=loading_options.dtype))
-    selectors += [gate_router.single_model(loaded_model) for loaded_model in _load(references, loading_options)]
+    device, dtype = loading_options.device, loading_options.dtype
+    selectors: list[ModelSelector] = [gate_router.GateSelector(gate, device=device, dtype=dtype)] if gate else []
+    selectors += map(gate_router.single_model, _load(references, loading_options))
     chats = [Chat(selector, settings, system=system) for selector in selectors]
     if as_json or not (sys.stdin.isatty() and sys.stdout.isatty()):
         identities = {reference.text: _identity(reference) for reference in references}
         chat_screen.talk_in_pipe(chats, identities, as_json=as_json)
         return
-    questions = _sample_questions(references[0]) if references and model is None else []
-    examples = "".join(f"\n  {escaped(question)}" for question in questions)
-    greeting = f"{settings}\n/help lists the commands{examples and f'; held-out questions to try:{examples}'}"
+    greeting = f"{settings}\n/help lists the commands"
     chat_screen.talk_in_terminal(chats, [reference.text for reference in references] or [str(gate)], greeting)
-
-
-def _sample_questions(reference: Reference) -> list[str]:
-    """Questions from the chats that were held out from the model's training; none where its shards are not here."""
-    from ttrain.tasks.shards import first_questions
-
-    shards = reference.artifact and reference.artifact.manifest["inputs"].get("shards")
-    if not shards:
-        return []
-    try:
-        return first_questions(ArtifactStore(layout.home()).path(shards["stage"], shards["key"]), SAMPLE_QUESTIONS)
-    except (TTrainError, OSError):
-        return []
 
 
 @command(
@@ -171,8 +152,7 @@ def generate(
         check_output_file(out)
         if out.exists() and not force:
             raise UsageError(f"{out} exists; name another file with --out, or replace it with --force")
-    run = loading_options.run
-    [reference] = resolved_models([model], [loading_options.base], run)
+    [reference] = _resolved([model], loading_options)
     if not prompts.is_file():
         raise UsageError(f"FILE is '{prompts}' but there is no such file; name one with prompts")
 
@@ -218,12 +198,17 @@ def serve(
 
     MODEL is loaded at the start and is the default; others are loaded when a request names them.
     """
+    from ttrain.store import server_records
+
     outlast_output()
-    run = loading_options.run
-    [reference] = resolved_models([model], [loading_options.base], run)
-    key = _api_key()
+    [reference] = _resolved([model], loading_options)
     root = usable_home()
-    listener = _listener(port)
+    server_records.make_token(root)
+    key = server_records.token_file(root)
+    try:
+        listener = socket.create_server((server_records.HOST, port))
+    except OSError as error:
+        raise UsageError(f"--port is {port}, which is taken ({error.strerror}); --port 0 finds a free one") from None
     host, port = listener.getsockname()
     before_torch()
     import uvicorn
@@ -235,10 +220,11 @@ def serve(
     from ttrain.tasks import STAGES
 
     def load(name: str) -> LoadedModel:
-        run_of_stage = run if name in STAGES else None
-        models = [reference] if name == reference.text else resolved_models([name], [None], run_of_stage)
-        loaded_model: LoadedModel = _load(models, loading_options)[0]
-        return loaded_model
+        run = loading_options.run if name in STAGES else None
+        models = [reference]
+        if name != reference.text:
+            models = resolved_models([name], run=run)
+        return _load(models, loading_options)[0]
 
     queue = AnswerQueue(load, max_requests)
     endpoint = Endpoint(queue, lambda: [*dict.fromkeys([reference.text, *lookup.with_models(root)])], root / PAIRS)
@@ -264,28 +250,13 @@ def serve(
         queue.close()
 
 
-def _listener(port: int) -> socket.socket:
-    """Listen on the port. Raises UsageError where another program has it."""
-    from ttrain.store.server_records import HOST
-
-    try:
-        return socket.create_server((HOST, port))
-    except OSError as error:
-        raise UsageError(f"--port is {port}, which is taken ({error.strerror}); --port 0 finds a free one") from None
-
-
-def _api_key() -> Path:
-    """The file with the API key of the endpoint."""
-    from ttrain.store import server_records
-
-    root = usable_home()
-    server_records.make_token(root)
-    return server_records.token_file(root)
-
-
 def _end(signum: int) -> None:
     """Raise on SIGTERM and SIGHUP as on Ctrl-C, so that the server ends too."""
     raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
+
+
+def _resolved(models: Sequence[str | None], options: LoadingOptions) -> list[Reference]:
+    return resolved_models(models, base=options.base, run=options.run)
 
 
 def _identity(reference: Reference) -> dict[str, Any]:

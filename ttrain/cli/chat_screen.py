@@ -65,15 +65,12 @@ def talk_in_pipe(chats: Sequence[Chat], identities: Mapping[str, JsonObject], *,
 
 def typed_lines() -> Iterator[str]:
     """Yield the lines that the user types, but for empty ones."""
-    try:
-        import readline  # gives input() editing and a history
+    import readline  # gives input() editing and a history
 
-        # Lines that are pasted are one question. Where no locale is set, as in a container, the bytes
-        # of 你好 would be keys that list files.
-        for setting in ("enable-bracketed-paste on", "convert-meta off", "input-meta on", "output-meta on"):
-            readline.parse_and_bind(f"set {setting}")
-    except ImportError:
-        pass  # as on Windows
+    # Lines that are pasted are one question. Where no locale is set, as in a container, the bytes
+    # of 你好 would be keys that list files.
+    for setting in ("enable-bracketed-paste on", "convert-meta off", "input-meta on", "output-meta on"):
+        readline.parse_and_bind(f"set {setting}")
     while True:
         try:
             line = encodable(input(PROMPT))
@@ -125,20 +122,19 @@ def is_command(line: str) -> bool:
 
 def run_command(line: str, chats: Sequence[Chat]) -> str:
     """Run the command in each of the chats; returns the message to show. Raises UsageError, and EOFError for /exit."""
-    word, _, argument = line.rstrip().partition(" ")
-    argument = argument.strip()
-    if not any(word == known.split()[0] for known in HELP):
-        raise UsageError(f"there is no command {word}; /help lists them, and a space before it makes it a question")
-    if word == "/exit":
-        raise EOFError
-    if word == "/help":
-        width = max(map(len, HELP))
-        return "\n".join(f"{name:{width}}  {description}" for name, description in HELP.items())
-    if word == "/reset":
-        for chat in chats:
-            chat.reset()
-        return "the conversation is forgotten"
-    if not argument:
-        raise UsageError("/save needs the name of a file")
-    written = save(user_path(argument), chats)
-    return f"{counted(written, 'conversation')} appended to {argument}" if written else "there is nothing to save yet"
+    word, _, file = line.rstrip().partition(" ")
+    match word:
+        case "/exit":
+            raise EOFError
+        case "/help":
+            return "\n".join(f"{name:12}{description}" for name, description in HELP.items())
+        case "/reset":
+            for chat in chats:
+                chat.reset()
+            return "the conversation is forgotten"
+        case "/save" if file:
+            written = save(user_path(file.strip()), chats)
+            return f"{counted(written, 'conversation')} appended to {file}" if written else "there is nothing to save yet"
+        case "/save":
+            raise UsageError("/save needs the name of a file")
+    raise UsageError(f"there is no command {word}; /help lists them, and a space before it makes it a question")

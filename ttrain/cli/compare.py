@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from ttrain.cli.options import AsJson, Output, app, argument, check_output_file, command, option
-from ttrain.core.terminal import escaped, print_json, table
+from ttrain.cli.options import Output, Table, app, argument, check_output_file, command, option
 from ttrain.core.text import ABSENT, truncated
 from ttrain.errors import UsageError
 from ttrain.store.layout import home
@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from ttrain.store.run_views import RunView
 
 RUN_HELP = "a run or the beginning of its name, `latest`, an MLflow run id, or a registered NAME@ALIAS or NAME/VERSION"
-SIDE_BY_SIDE = 4  # runs that are columns
 SHOWN_SAMPLES = 6
-FIGURES_OF_MANY = 3
 LONGEST_CELL = 160  # characters of a text
 
 
@@ -32,8 +30,7 @@ LONGEST_CELL = 160  # characters of a text
 def compare(
     runs: Annotated[list[str], argument(RUN_HELP, metavar="RUN")],
     html: Annotated[Path | None, option("write a page with curves to this file")] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Output:
     """Print how two or more runs differ: settings, data, code, figures, samples."""
     from ttrain.reports.compare import compare as compared
     from ttrain.store.run_views import read_runs
@@ -48,12 +45,9 @@ def compare(
         from ttrain.reports.report import comparison_page
 
         html.write_text(comparison_page(views, comparison), encoding="utf-8")
-    if as_json:
-        print_json({**comparison.to_json(), "page": str(html) if html else None})
-        return
-    _print_comparison(comparison, views)
-    if html:
-        print(f"\nwritten to {escaped(str(html))}")
+    page = str(html) if html else None
+    written = [f"written to {page}"] if page else []
+    return Output({**asdict(comparison), "page": page}, [*_parts(comparison, views), *written])
 
 
 @command(
@@ -76,48 +70,33 @@ def report(
     return Output({"run": view.name, "page": str(path), "notes": list(view.notes)}, [str(path)])
 
 
-def _print_comparison(comparison: RunComparison, views: Sequence[RunView]) -> None:
+def _parts(comparison: RunComparison, views: Sequence[RunView]) -> Iterator[str | Table]:
+    """The runs, the verdict, the tables, and samples that differ."""
     from ttrain.reports.compare import run_rows
-    from ttrain.reports.facts import letter
+    from ttrain.reports.facts import REFERENCE, letter
 
+    yield Table(("", "run", "outcome", "began", "took"), run_rows(views))
+    yield ""
+    yield comparison.verdict
+    yield from (f"note: {remark}" for remark in (*comparison.remarks, *comparison.notes))
+    yield ""
     letters = [letter(number) for number in range(len(views))]
-    table(("", "run", "outcome", "began", "took"), run_rows(views))
-    print(f"\n{escaped(comparison.verdict)}")
-    for remark in (*comparison.remarks, *comparison.notes):
-        print(f"note: {escaped(remark)}")
-    show = _print_many if len(views) > SIDE_BY_SIDE else _print_few
-    show(comparison, letters)
-    print("\n--html and --json show the rest")
-
-
-def _print_few(comparison: RunComparison, letters: Sequence[str]) -> None:
-    """Print each table with a column for each run, and samples that differ."""
-    from ttrain.reports.facts import REFERENCE
-
-    for title, lines in comparison.tables.items():
-        print()
-        table((title.lower(), *letters), [*map(_row, lines)] or [["no difference"]])
-    different = [sample for sample in comparison.samples if len({*sample.answers}) > 1]
+    for title, rows in comparison.tables.items():
+        yield Table((title.lower(), *letters), [*map(_cells, rows)] or [["no difference"]])
+    different = [sample for sample in comparison.samples if len({*sample["answers"]}) > 1]
     for sample in different[:SHOWN_SAMPLES]:
-        print(f"\n{sample.model} model: {escaped(truncated(sample.prompt, LONGEST_CELL))}")
-        for name, answer in zip((*letters, REFERENCE), (*sample.answers, sample.reference or ABSENT), strict=True):
-            print(f"  {name}  {escaped(truncated(answer, LONGEST_CELL))}")
+        yield ""
+        yield f"{sample['model']} model: {truncated(sample['prompt'], LONGEST_CELL)}"
+        answers = dict(zip(letters, sample["answers"], strict=True))
+        for name, answer in {**answers, REFERENCE: sample["reference"] or ABSENT}.items():
+            yield f"  {name}  {truncated(answer, LONGEST_CELL)}"
+    yield ""
+    yield "--html and --json show the rest"
 
 
-def _print_many(comparison: RunComparison, letters: Sequence[str]) -> None:
-    """Print one line per run: the deciding figures and the settings that differ; the best run first."""
-    from ttrain.reports.facts import ranked
-
-    metrics = [metric for metric in comparison.metrics if metric.better][:FIGURES_OF_MANY]
-    best = ranked(metrics[0].values, metrics[0].better) if metrics and not metrics[0].not_judged else []
-    runs = [*best, *(run for run in range(len(letters)) if run not in best)]
-    lines = [_row(line) for line in (*(metric.difference for metric in metrics), *comparison.settings)]
-    print()
-    table(("", *(line[0] for line in lines)), [(letters[run], *(line[run + 1] for line in lines)) for run in runs])
-
-
-def _row(line: Difference) -> list[str]:
-    """The name of a line and the text of each run; the best is marked."""
-    texts = [truncated(text, LONGEST_CELL) for text in line.values]
-    marks = ["  * best" if run == line.best else "" for run in range(len(texts))]
-    return [line.name, *(text + mark for text, mark in zip(texts, marks, strict=True))]
+def _cells(row: Difference) -> list[str]:
+    """The title of a row and the text of each run; the best is marked."""
+    cells = [truncated(text, LONGEST_CELL) for text in row.texts]
+    if row.best is not None:
+        cells[row.best] += "  * best"
+    return [row.title, *cells]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -59,26 +60,18 @@ def export(
     before_torch()
     if push is not None:
         work.check_repository(push)
-    [model] = resolved_models([reference], [base], run, stderr=as_json)
+    [model] = resolved_models([reference], base=base, run=run, stderr=as_json)
     request = work.Request(
         dtype=dtype, merge=merge, shard_size=shard_size, keep_head=keep_head, licence=licence, gguf=gguf, force=force
     )
     exported = work.export(model, out, request, say=lambda text: print_escaped(text, stderr=True))
-    address = work.push(exported, push, public=public) if push is not None else None
-    value = {
-        **lookup.to_json(model),
-        "directory": str(exported.directory),
-        "kind": exported.kind,
-        "dtype": exported.dtype,
-        "parameters": exported.parameters,
-        "bytes": sum(exported.files.values()),
-        "files": exported.files,
-        "remarks": list(exported.remarks),
-        **({"pushed": address} if address else {}),
-    }
+    value = {**lookup.to_json(model), **asdict(exported), "bytes": sum(exported.files.values())}
+    lines = [f"the {exported.kind}, {exported.parameters:,} parameters in {exported.dtype}, is in {exported.directory}"]
+    lines += exported.remarks
+    if push is not None:
+        value["pushed"] = work.push(exported, push, public=public)
+        lines.append(f"uploaded to {value['pushed']}")
     sizes = [(name, f"{size:,}") for name, size in exported.files.items()]
-    summary = f"the {exported.kind}, {exported.parameters:,} parameters in {exported.dtype}, is in {exported.directory}"
-    lines = [summary, *exported.remarks, *([f"uploaded to {address}"] if address else [])]
     if exported.kind == "model":
         trust = ", trust_remote_code=True" if any(name.startswith("modeling_") for name in exported.files) else ""
         lines.append(f'open it: AutoModelForCausalLM.from_pretrained("{exported.directory}", dtype="auto"{trust})')

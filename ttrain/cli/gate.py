@@ -126,15 +126,10 @@ def train(
                 f"row_length is {settings.row_length} but the expert {expert.reference} takes {longest} positions; "
                 f"set row_length={longest} and stride={max(1, longest // 2)}"
             )
-    config = GateJob(gate=settings, experts=chosen, data=tuple(texts))
+    job = GateJob(gate=settings, experts=chosen, data=tuple(texts)).model_dump(mode="json")
     why = f"{counted(len(references), 'expert')}, {counted(len(texts), 'file')}, in {out}"
-    figures = run_alone(GATE, config.model_dump(mode="json"), runtime, out, why, display)
-    return {
-        "out": str(out),
-        "experts": [expert.model_dump() for expert in config.experts],
-        "data": [redact.url(text) for text in texts],
-        **figures,
-    }
+    figures = run_alone(GATE, job, runtime, out, why, display)
+    return {"out": str(out), "experts": job["experts"], "data": [redact.url(text) for text in texts], **figures}
 
 
 def heldout_files(experts: Sequence[Reference]) -> list[str]:

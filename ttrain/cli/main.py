@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 import sys
 import traceback
@@ -22,7 +23,6 @@ from ttrain.cli import (  # noqa: F401  # each registers its commands
     evaluate,
     export,
     gate,
-    init,
     pipeline,
     registry,
     schedule,
@@ -30,7 +30,6 @@ from ttrain.cli import (  # noqa: F401  # each registers its commands
     tracking,
     train,
 )
-from ttrain.cli.next_steps import with_settings
 from ttrain.cli.options import (
     AsJson,
     Extend,
@@ -161,11 +160,10 @@ def config_show(
         document = Settings.model_json_schema()
         return Output(document, [json.dumps(document, indent=2)])
     loaded = settings_options.load()
-    values = dict(flatten(loaded.settings.model_dump(mode="json")))
     usual = dict(flatten(Settings().model_dump(mode="json"))) if changed else {}
     shown = {
         key: {"value": value, "source": loaded.sources.get(key, "default")}
-        for key, value in values.items()
+        for key, value in flatten(loaded.settings.model_dump(mode="json"))
         if not changed or usual.get(key) != value
     }
     lines = [f"{key}: {json.dumps(each['value'], ensure_ascii=False)}  # {each['source']}" for key, each in shown.items()]
@@ -204,13 +202,12 @@ def up(
         print("starting the servers, which takes about ten seconds", file=sys.stderr, flush=True)
     servers.start(home, {"prefect": prefect_port, "mlflow": mlflow_port})
     addresses = servers.running(home)
-    pages = {name: server_records.page_with_token(home, address) for name, address in addresses.items()}
-    lines = [f"Prefect  {pages['prefect']}", f"MLflow   {pages['mlflow']}"]
     links = tracking.links_of(home, addresses["mlflow"], runs or [])
-    lines += [f"{name:<8} {link}" for name, link in links.items() if name != "experiment"]
+    pages = {name: server_records.page_with_token(home, address) for name, address in addresses.items()} | links
     if opens and links:
         tracking.open_in_browser(home, links.get("url", links["table"]))
-    return Output({**pages, **links}, [*lines, STOP])
+    lines = [f"{name:<8} {page}" for name, page in pages.items() if name != "experiment"]
+    return Output(pages, [*lines, STOP])
 
 
 @command(app, "Example:  ttrain down", "Servers")
@@ -219,8 +216,7 @@ def down() -> Output:
     from ttrain.flows import servers
 
     stopped = servers.down(layout.home())
-    line = f"stopped {' and '.join(stopped)}" if stopped else "no servers were running"
-    return Output({"stopped": stopped}, [line])
+    return Output({"stopped": stopped}, [f"stopped {' and '.join(stopped)}" if stopped else "no servers were running"])
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -255,10 +251,9 @@ def main(arguments: list[str] | None = None) -> None:
         if os.environ.get("TTRAIN_DEBUG"):
             traceback.print_exc()
         elif not getattr(error, "shown", False):
-            message = with_fix(error)
-            _print_error(with_settings_file(message, arguments))
+            _print_error(with_settings_file(with_fix(error), arguments))
         if isinstance(error, TooFewRows) and error.fixes:
-            print(f"with that set: {escaped_lines(with_settings(arguments, *error.fixes))}", file=sys.stderr)
+            print(f"with that set: {escaped_lines(pipeline.with_settings(arguments, *error.fixes))}", file=sys.stderr)
         sys.exit(exit_code_of(error))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -283,15 +278,12 @@ def _option_as_setting(error: ClickException, arguments: Sequence[str]) -> str:
 
     if not isinstance(error, NoSuchOption) or error.ctx is None:
         return ""
-    if all(parameter.metavar != "KEY=VALUE" for parameter in error.ctx.command.params):
-        return ""
-    words = itertools.dropwhile(lambda word: not word.startswith(error.option_name), arguments)
-    value, following = next(words, "").partition("=")[2], next(words, "-")
-    if not value:
-        value = "VALUE" if following.startswith("-") else following
     near = similar_settings(error.option_name.lstrip("-"), settable_keys(Settings))
-    problem = f"no such option: {error.option_name}; settings are written without dashes"
-    return f"{problem}, such as {near[0]}={value}" if near else ""
+    if not near or not any(parameter.metavar == "KEY=VALUE" for parameter in error.ctx.command.params):
+        return ""
+    typed = re.search(f"{re.escape(error.option_name)}[= ]([^- ][^ ]*)", " ".join(arguments))
+    value = typed[1] if typed else "VALUE"
+    return f"no such option: {error.option_name}; settings are written without dashes, such as {near[0]}={value}"
 
 
 def _print_error(message: str) -> None:

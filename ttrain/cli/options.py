@@ -8,7 +8,7 @@ import itertools
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, get_type_hints
@@ -17,7 +17,7 @@ from typer import Argument, Exit, Option, Typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from ttrain.core.files import JsonDict, JsonObject
+from ttrain.core.files import JsonObject
 from ttrain.core.terminal import print_escaped, print_json, print_spans, table
 from ttrain.errors import UsageError
 from ttrain.store import layout
@@ -33,26 +33,26 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 Panel = Literal["Train", "Look", "Use", "Data", "Models", "Servers"]  # of the help
-ORDER = (  # of the help; last in their panel are tasks of one's own, which a newcomer takes for the way
-    *("init", "run", "plan", "pipeline", "doctor", "sweep", "stage", "config", "train"),
-    *("status", "logs", "report", "compare", "lineage", "reproduce", "artifacts"),
-    *("chat", "generate", "eval", "export", "gate"),
-    *("data", "models", "serve", "up", "down", "track"),
+# Of the help; last in their panel are tasks of one's own, which a newcomer takes for the way
+ORDER = (
+    "init run plan pipeline doctor sweep stage config train "
+    "status logs report compare lineage reproduce artifacts "
+    "chat generate eval export gate data models serve up down track"
 )
-OTHER_WORDS = {  # for commands, in other programs
-    **dict.fromkeys(("start", "resume", "continue", "fit"), "pipeline run full"),
-    **dict.fromkeys(("finetune", "fine-tune"), "stage run sft"),
-    **dict.fromkeys(("evaluate", "test"), "eval"),
-    **dict.fromkeys(("predict", "infer", "complete"), "generate"),
-    **dict.fromkeys(("ui", "dashboard", "mlflow", "prefect"), "up"),
-    **dict.fromkeys(("stop",), "down"),
-    **dict.fromkeys(("runs", "ls", "ps"), "pipeline status"),
-    **dict.fromkeys(("log", "tail"), "pipeline logs"),
-    **dict.fromkeys(("settings", "options"), "config show"),
-    **dict.fromkeys(("new", "setup", "create"), "init"),
-    **dict.fromkeys(("diff",), "compare"),
-    **dict.fromkeys(("preprocess", "prepare", "tokenize", "shard"), "pipeline run full --until shards-sft"),
-    **dict.fromkeys(("check",), "doctor"),
+OTHER_WORDS = {  # that other programs have for these commands
+    "pipeline run full": "start resume continue fit",
+    "stage run sft": "finetune fine-tune",
+    "eval": "evaluate test",
+    "generate": "predict infer complete",
+    "up": "ui dashboard mlflow prefect",
+    "down": "stop",
+    "pipeline status": "runs ls ps",
+    "pipeline logs": "log tail",
+    "config show": "settings options",
+    "init": "new setup create",
+    "compare": "diff",
+    "pipeline run full --until shards-sft": "preprocess prepare tokenize shard",
+    "doctor": "check",
 }
 SHOWN_COMMANDS = 4
 OWN_SETTINGS = Path("my.yaml")  # as `ttrain init` writes it
@@ -61,19 +61,13 @@ MAY_BE_EMPTY = ("--note", "--system", "--text")  # options whose empty value mea
 
 
 class _Help:
-    """Usage lines with the options last, as all examples have them, and no type beside a flag, whose name says it."""
+    """No type beside a flag in the help, whose name says it."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for param in params:
-            if getattr(param, "is_flag", False):
-                param.metavar = ""
+            param.metavar = "" if getattr(param, "is_flag", False) else param.metavar
         return params
-
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        pieces: list[str] = super().collect_usage_pieces(ctx)  # type: ignore[misc]
-        options = self.options_metavar  # type: ignore[attr-defined]
-        return sorted(pieces, key=lambda piece: piece == options)
 
 
 class _Command(_Help, TyperCommand):
@@ -94,33 +88,36 @@ class CommandGroup(_Help, TyperGroup):
 
 def commands_named(word: str, words_after: Sequence[str] = ()) -> str:
     """The commands that a word means which is none, as "`ttrain a` or `ttrain b`"; "" if there is none."""
-    commands = _commands_named(word, get_command(app), words_after)
+    commands = [shlex.join(words) for words in _commands_named(word, words_after)]
     return " or ".join(f"`ttrain {name}`" for name in commands[:SHOWN_COMMANDS])
 
 
-def _commands_named(word: str, root: Any, words_after: Sequence[str]) -> list[str]:
+def _commands_named(word: str, words_after: Sequence[str]) -> Iterator[Sequence[str]]:
     """The commands of other groups, stages, pipelines and files that a word means."""
     from ttrain.flows import NAMES
     from ttrain.tasks import STAGES
 
+    run, suffix = ("pipeline", "run"), Path(word).suffix
     if "=" in word:
-        return [shlex.join(["pipeline", "run", "full", word, *words_after])]
-    if Path(word).suffix in (".yaml", ".yml"):
-        return [shlex.join(["pipeline", "run", "full", "-c", word, *words_after])]
-    if Path(word).suffix and Path(word).exists():
-        return [shlex.join(["init", word])]
-    if word in NAMES:
-        return [f"pipeline run {word}"]
-    if word in OTHER_WORDS:
-        return [OTHER_WORDS[word]]
-    if word in STAGES:
-        return [f"stage run {word}", f"pipeline run full --until {word}"]
-    is_short_form = word in root.commands["pipeline"].commands
-    commands = [word] if word in root.commands and not is_short_form else []
-    for name, group in root.commands.items():
-        if isinstance(group, TyperGroup) and word in group.commands:
-            commands.append(f"{name} {word}")
-    return commands
+        yield *run, "full", word, *words_after
+    elif suffix in (".yaml", ".yml"):
+        yield *run, "full", "-c", word, *words_after
+    elif suffix and Path(word).exists():
+        yield "init", word
+    elif word in NAMES:
+        yield *run, word
+    elif meant := [name for name, words in OTHER_WORDS.items() if word in words.split()]:
+        yield meant[0].split()
+    elif word in STAGES:
+        yield "stage", "run", word
+        yield *run, "full", "--until", word
+    else:
+        groups: Any = get_command(app)
+        if word in groups.commands and word not in groups.commands["pipeline"].commands:  # not a short form
+            yield [word]
+        for name, group in groups.commands.items():
+            if isinstance(group, TyperGroup) and word in group.commands:
+                yield name, word
 
 
 def with_settings_file(message: str, arguments: Sequence[str] = ()) -> str:
@@ -145,7 +142,7 @@ class _Root(CommandGroup):
         return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return sorted(self.commands, key=ORDER.index)
+        return sorted(self.commands, key=ORDER.split().index)
 
 
 app = Typer(
@@ -274,7 +271,7 @@ def with_option_groups(function: Callable[..., Output | None]) -> Callable[..., 
 
 
 def command(
-    group: Typer, epilog: str, panel: Panel | None = None, *, name: str = "", short: Panel | None = None, **settings: Any
+    group: Typer, epilog: str, panel: Panel | None = None, *, name: str = "", short: Panel | None = None
 ) -> Callable[[Command], Command]:
     """Decorator: make a function NAME or GROUP_NAME the command NAME of a group, by `with_option_groups`.
 
@@ -284,9 +281,9 @@ def command(
     def registered(function: Command) -> Command:
         word = name or function.__name__.rpartition("_")[2]
         made = with_option_groups(function)
-        group.command(word, epilog=epilog, rich_help_panel=panel, **{"cls": _Command, **settings})(made)
+        group.command(word, cls=_Command, epilog=epilog, rich_help_panel=panel)(made)
         if short:
-            app.command(word, epilog=epilog, rich_help_panel=short, **{"cls": _Command, **settings})(made)
+            app.command(word, cls=_Command, epilog=epilog, rich_help_panel=short)(made)
         return function
 
     return registered
@@ -308,11 +305,6 @@ class SettingsOptions:
         from ttrain.config.loading import load
 
         return load(self.overrides or (), files=self.config or (), profiles=self.profile or (), **options)
-
-    def words(self) -> list[str]:
-        """The files and profiles as words of a command."""
-        files = [word for path in self.config or () for word in ("-c", str(path))]
-        return [*files, *(word for name in self.profile or () for word in ("--profile", name))]
 
     def over_run(self, run: JsonObject) -> LoadedSettings:
         """The settings of an earlier run, overridden by the options. From the environment come only `runtime` settings and
@@ -360,23 +352,6 @@ class SelectionOptions:
             metavar="KEY",
         ),
     ] = ""
-
-    def to_plan(self) -> JsonDict:
-        """The arguments of `api.plan`."""
-        return {
-            "extend": self.extend,
-            "force": ",".join(self.force or ()),
-            "only": ",".join(self.only or ()),
-            "since": self.since.strip(),
-            "until": self.until.strip(),
-            "resume_key": self.resume_key.strip(),
-        }
-
-    def words(self) -> list[str]:
-        """The options that choose stages, as words of a command."""
-        only = [word for names in self.only or () for word in ("--only", names)]
-        given = [("--from", self.since), ("--until", self.until)]
-        return [*only, *(word for flag, stage in given if stage for word in (flag, stage))]
 
 
 @dataclass(frozen=True)
@@ -433,10 +408,6 @@ class PipelineOptions:
         bool, option("without asking: what takes over a day or forty passes, or long for code alone", "--yes", "-y")
     ] = False
 
-    def words(self) -> list[str]:
-        """The engine as words of a command, if it is not the usual one."""
-        return [] if self.engine == "prefect" else ["--engine", self.engine]
-
     def labels(self) -> Labels:
         """The labels. Raises UsageError where they are invalid."""
         from ttrain.engine.labels import labels_of, new_run_name
@@ -445,17 +416,12 @@ class PipelineOptions:
 
 
 def resolved_models(
-    texts: Sequence[str | None], bases: Sequence[str | None], run: str | None, *, stderr: bool = True
+    texts: Sequence[str | None], *, base: str | None = None, run: str | None = None, stderr: bool = True
 ) -> list[Reference]:
-    """Resolve the models on their bases, all stages from one run, and print a line about each.
-
-    None stands for the model that is taken where a command names none.
-    """
+    """Find the models of a command as `lookup.resolve_all` does, and print a line about each."""
     from ttrain.lineage import lookup
 
-    texts = [text or lookup.default_model(run_name=run) for text in texts]
-    common_run = lookup.run_of([*texts, *filter(None, bases)], run_name=run)
-    models = [lookup.resolve(text, base=base, searched_run=common_run) for text, base in zip(texts, bases, strict=True)]
+    models = lookup.resolve_all(texts, base=base, run=run)
     for model in models:
         print_escaped(lookup.line_of(model), stderr=stderr)
     return models

@@ -8,16 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from ttrain.cli.options import (
-    AsJson,
-    Output,
-    Table,
-    app,
-    argument,
-    command,
-    command_group,
-    option,
-)
+from ttrain.cli.options import AsJson, Output, Table, app, argument, command, command_group, option
 from ttrain.core.files import JsonObject
 from ttrain.core.terminal import console, outlast_output
 from ttrain.core.text import format_number, format_time, short_digest
@@ -172,17 +163,15 @@ def reproduce(
     """
 
     from ttrain.engine.display import Display
-    from ttrain.lineage import reproduce as making
+    from ttrain.lineage import reproduce as work
     from ttrain.lineage.lineage import lineage_of
-    from ttrain.lineage.reproduce import recipes_of
 
     outlast_output()
-    model_lineage = lineage_of(home(), version)
-    recipes = recipes_of(model_lineage, home())
+    behind = lineage_of(home(), version)
+    recipes = work.recipes_of(behind, home())
     with closing(Display(console(stderr=as_json))) as display:
-        result = making.reproduce(model_lineage, recipes, to, display)
-    lines = [*_result_lines(result, is_kept=to is not None)]
-    return Output(result, lines, code=int(not result["equal"]))
+        result = work.reproduce(behind, recipes, to, display)
+    return Output(result, _result_lines(result, is_kept=to is not None), code=int(not result["equal"]))
 
 
 def _result_lines(result: JsonObject, *, is_kept: bool) -> Iterator[str]:
@@ -197,31 +186,29 @@ def _result_lines(result: JsonObject, *, is_kept: bool) -> Iterator[str]:
     if result["left"]:
         yield f"not rebuilt, because their inputs differ: {', '.join(result['left'])}"
     location = f"; it is in {result['home']}" if is_kept else ""
-    name, last = result["name"], result["stages"][-1]["stage"]
+    name, stages = result["name"], result["stages"]
     if result["equal"]:
-        count = len(result["stages"])
-        yield f"the same: all {count} stages of {name} gave the recorded bytes{location}"
+        yield f"the same: all {len(stages)} stages of {name} gave the recorded bytes{location}"
     else:
-        yield f"DIFFERENT: {last} of {name} did not give the recorded bytes{location}"
+        yield f"DIFFERENT: {stages[-1]['stage']} of {name} did not give the recorded bytes{location}"
 
 
 def _lineage_parts(value: JsonObject, results: Sequence[JsonObject]) -> list[str | Table]:
     """What the model is, and a table of what each stage behind it was made of."""
     of_run = f", of the run {value['run']}" if value["run"] else ""
-    rows: list[tuple[str, str, str]] = []
+    rows, listed = list[tuple[str, str, str]](), dict[str, None]()
     for stage, result in zip(value["stages"], results, strict=True):
-        cells = [(name, text) for name, text in _stage_facts(stage, result) if text]
-        rows += [(stage["stage"] if number == 0 else "", *cell) for number, cell in enumerate(cells)]
-    versions = (stage["libraries"].items() for stage in value["stages"])
-    listed = dict.fromkeys(f"{name} {version}" for pairs in versions for name, version in pairs)
-    return [
-        f"{value['name']}: {KINDS.get(value['kind'], 'a run')}{of_run}",
-        Table(("stage", "", ""), rows),
-        f"with {', '.join(listed)}",
-    ]
+        title = stage["stage"]
+        for name, text in stage_facts(stage, result):
+            if text:
+                rows.append((title, name, text))
+                title = ""
+        listed |= {f"{name} {version}": None for name, version in stage["libraries"].items()}
+    kind = KINDS.get(value["kind"], "a run")
+    return [f"{value['name']}: {kind}{of_run}", Table(("stage", "", ""), rows), f"with {', '.join(listed)}"]
 
 
-def _stage_facts(stage: JsonObject, result: JsonObject) -> Iterator[tuple[str, str]]:
+def stage_facts(stage: JsonObject, result: JsonObject) -> Iterator[tuple[str, str]]:
     """Name and text of what is known of a stage; "" where something is not."""
     commit, plus, changes = (stage["commit"] or "").partition("+")  # whether some were uncommitted
     made = format_time(stage["made_unix"])
@@ -254,5 +241,6 @@ def _known(values: JsonObject) -> str:
 def _data_line(data: JsonObject) -> str:
     units = {"documents": "records", "tokens": "tokens", "bytes": "bytes of text"}
     counts = ", ".join(f"{data[name]:,} {unit}" for name, unit in units.items() if data[name] is not None)
-    words = [data["part"], data["name"], "sha256", short_digest(data["sha256"]), counts and f"({counts})"]
-    return " ".join(filter(None, [*words, data["location"] and f"at {data['location']}"]))
+    place = f"at {data['location']}" if data["location"] else ""
+    words = (data["part"], data["name"], "sha256", short_digest(data["sha256"]), f"({counts})" if counts else "", place)
+    return " ".join(filter(None, words))

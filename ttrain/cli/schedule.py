@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Annotated, Literal
@@ -10,17 +11,9 @@ from zoneinfo import ZoneInfo
 
 from typer import Typer
 
-from ttrain.cli.options import (
-    CommandGroup,
-    Output,
-    SettingsOptions,
-    Table,
-    argument,
-    command,
-    option,
-)
+from ttrain.cli.options import CommandGroup, Output, SettingsOptions, Table, argument, command, option
 from ttrain.cli.pipeline import pipeline_app
-from ttrain.core.files import read_object
+from ttrain.core.files import JsonDict, read_object
 from ttrain.core.terminal import escaped_lines, outlast_output
 from ttrain.core.text import timed_lines
 from ttrain.store.layout import home, usable_home
@@ -71,28 +64,20 @@ def schedule_list() -> Output:
     """List the schedules: next slot, outcome of the last one, whether each is paused and served."""
     from ttrain.flows import deploy
 
-    pid = deploy.served_by(home())
-    values, rows = [], []
-    for schedule in deploy.read_all(home()).values():
-        last = read_object(deploy.last_run_file(home(), schedule.full_name)) or None
+    pid, values, rows = deploy.served_by(home()), list[JsonDict](), list[Sequence[str]]()
+    for name, schedule in deploy.read_all(home()).items():
+        last = read_object(deploy.last_run_file(home(), name)) or None
         following = next(iter(deploy.next_slots(schedule.cron, schedule.timezone)), None)
-        fields = {name: getattr(schedule, name) for name in LISTED}
-        values.append(
-            {
-                "schedule": schedule.full_name,
-                **fields,
-                "next": following and following.isoformat(),
-                "last": last,
-                "served_by": pid,
-            }
-        )
+        fields = {field: getattr(schedule, field) for field in LISTED}
+        slot_times = {"next": following and following.isoformat(), "last": last}
+        values.append({"schedule": name, **fields, **slot_times, "served_by": pid})
         when = f"{schedule.cron} ({schedule.timezone})" if schedule.cron else "by hand"
         slot = f"{following:{SLOT_FORMAT}}" if following else "none"
         ended = "none"
         if last:
             began = datetime.fromisoformat(last["slot"]).astimezone(ZoneInfo(schedule.timezone))
             ended = ", ".join(filter(None, (f"{began:{SLOT_FORMAT}}: {last['outcome']}", last["message"])))
-        rows.append((schedule.full_name, when, "paused" if schedule.paused else slot, ended))
+        rows.append((name, when, "paused" if schedule.paused else slot, ended))
     if not rows:
         return Output(values, ["nothing is scheduled; try `ttrain pipeline schedule nightly`"])
     shown = Table(("schedule", "cron", "next", "last"), rows)
@@ -161,15 +146,15 @@ def _schedule(kind: str, settings_options: SettingsOptions, options: SlotOptions
     schedule = replace(schedule, paused=bool(before and before.paused))
     deploy.write(home, schedule)
     slots = deploy.next_slots(schedule.cron, schedule.timezone, 3)
-    name, changed = schedule.full_name, before is not None
-    value = {"schedule": name, "changed": changed, "next": [slot.isoformat() for slot in slots]}
+    verb, name = "changed" if before else "scheduled", schedule.full_name
     times = ", ".join(f"{slot:{SLOT_FORMAT}}" for slot in slots)
     pid = deploy.served_by(home)
-    return Output(value, [
-        f"{'changed' if changed else 'scheduled'}: {name}",
+    lines = [
+        f"{verb}: {name}",
         f"next: {times} ({timezone})" if slots else "no cron: start it in Prefect's UI (`ttrain up`)",
         f"process {pid} serves it" if pid else "to run what is due, keep this running: ttrain pipeline serve",
-    ])  # fmt: skip
+    ]
+    return Output({"schedule": name, "changed": bool(before), "next": [slot.isoformat() for slot in slots]}, lines)
 
 
 def _state(name: str, state: str) -> Output:

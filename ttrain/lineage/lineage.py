@@ -5,7 +5,6 @@ It is read from the store's manifests, or from a shared MLflow's where the store
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,10 @@ from ttrain.core.hashing import digest_of
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.lineage.lookup import Named, find
 from ttrain.reports.facts import changed_settings
-from ttrain.reports.history import inputs_first, seed_of
+from ttrain.reports.history import inputs_first
 from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.results import ShardsResult
-from ttrain.tasks import STAGES
 from ttrain.tracking import datasets
 from ttrain.tracking.artifact_source import MlflowArtifacts
 
@@ -28,23 +26,20 @@ STORE, TRACKER = "store", "mlflow"  # where a manifest was found
 
 @dataclass(frozen=True)
 class Lineage:
-    """Everything behind a name: artifacts, inputs first. `known_from`: where a manifest was found."""
+    """Everything behind a name: artifacts, inputs first."""
 
     text: str
     named: Named
     artifacts: tuple[Artifact, ...]
-    known_from: Mapping[str, str]
 
     def to_json(self) -> JsonDict:
         """What `lineage --json` prints, and the table shows."""
-        known = self.known_from
-        stages = [{**facts_of(one), "known_from": known[one.key]} for one in self.artifacts]
         return {
             "requested": self.text,
             "kind": self.named.kind,
             "name": self.named.name,
             "run": self.named.run["run"] if self.named.run else None,
-            "stages": stages,
+            "stages": [{**facts_of(one), "known_from": STORE if one.path.exists() else TRACKER} for one in self.artifacts],
         }
 
 
@@ -54,43 +49,22 @@ def lineage_of(home: Path, text: str) -> Lineage:
     Raises UsageError if the text names no artifact, ArtifactError if a manifest is neither in the
     store nor in MLflow.
     """
-    store, tracked, known_from = ArtifactStore(home), MlflowArtifacts(home), dict[str, str]()
+    store, tracked = ArtifactStore(home), MlflowArtifacts(home)
     named = find(store, text)
     if not named.artifacts:
         raise UsageError(f"'{text}' is {named.name}, which has no artifact in {store.root}")
 
-    def begin(names: Iterable[tuple[str, str]]) -> Iterator[Artifact]:
-        """The artifacts of these that were not met yet."""
-        for stage, key in sorted(names, key=_models_first):
-            if key in known_from:
-                continue
-            path = store.path(stage, key)
-            artifact = store.at(path)
-            known_from[key] = STORE if artifact else TRACKER
-            if artifact is None and (manifest := tracked.manifest(stage, key)):
-                artifact = Artifact(stage, key, path, manifest)
-            if artifact is None:
-                raise ArtifactError(
-                    f"the manifest of {stage} {key[:SHOWN_KEY]} is neither in the store {home / 'store'} nor in MLflow"
-                )
-            yield artifact
+    def read(stage: str, key: str) -> Artifact:
+        path = store.path(stage, key)
+        if artifact := store.at(path):
+            return artifact
+        if manifest := tracked.manifest(stage, key):
+            return Artifact(stage, key, path, manifest)
+        raise ArtifactError(
+            f"the manifest of {stage} {key[:SHOWN_KEY]} is neither in the store {home / 'store'} nor in MLflow"
+        )
 
-    artifacts = list[Artifact]()
-    for root in begin(named.artifacts):
-        artifacts += inputs_first(root, lambda artifact: begin(inputs_of(artifact).values()))
-    return Lineage(text, named, tuple(artifacts), known_from)
-
-
-def inputs_of(artifact: Artifact) -> dict[str, tuple[str, str]]:
-    """(stage, key) of what an artifact was made from, by the name of the input."""
-    inputs = artifact.manifest["inputs"].items()
-    return {name: (used["stage"], used["key"]) for name, used in inputs}
-
-
-def _models_first(artifact: tuple[str, str]) -> tuple[bool, int]:
-    """Sort key of (stage, key): the chain of models first, so that each model's data precede it."""
-    names, stage = list(STAGES), artifact[0]
-    return stage.startswith("shards-"), names.index(stage) if stage in names else -1
+    return Lineage(text, named, tuple(inputs_first(named.artifacts, read)))
 
 
 def facts_of(artifact: Artifact) -> JsonDict:
@@ -100,7 +74,7 @@ def facts_of(artifact: Artifact) -> JsonDict:
     settings = ingredients.get("settings", {})
     changed = sorted(changed_settings(settings).items())
     versions = {name: provenance[name] for name in ("ttrain", "python") if provenance.get(name)}
-    inputs = inputs_of(artifact).items()
+    section = "pretrain" if artifact.stage == "new-model" else artifact.stage
     return {
         "stage": artifact.stage,
         "key": artifact.key,
@@ -110,9 +84,9 @@ def facts_of(artifact: Artifact) -> JsonDict:
         "run_id": provenance.get("run_id"),  # MLflow's, of the stage
         "code": digest_of(ingredients.get("code", {})),  # that shaped it
         "commit": provenance.get("commit"),
-        "seed": seed_of(artifact.stage, settings),
+        "seed": settings.get(f"{section}.seed", settings.get("reading.seed")),
         "settings": {name: value for name, (value, _) in changed},
-        "inputs": {name: {"stage": stage, "key": key} for name, (stage, key) in inputs},
+        "inputs": {name: {"stage": used["stage"], "key": used["key"]} for name, used in manifest["inputs"].items()},
         "data": _data_of(artifact),
         "libraries": {**versions, **provenance.get("libraries", {})},
         "runtime": provenance.get("runtime"),
@@ -130,20 +104,17 @@ def _data_of(artifact: Artifact) -> list[dict[str, Any]]:
             counts = counted.get((role, file["name"]), {})
             entry = {name: file.get(name) for name in ("name", "sha256", "location")}
             amounts = {name: counts.get(name) for name in ("documents", "tokens", "bytes")}
-            amounts["documents"] = counts.get("kept", amounts["documents"])
-            entries.append({"part": role, **entry, **amounts})
+            documents = counts.get("kept", amounts["documents"])
+            entries.append({"part": role, **entry, **amounts, "documents": documents})
     return entries
 
 
 def notes_of(artifact: Artifact) -> list[str]:
     """Notes on an artifact that was adopted, continued or extended."""
     manifest, notes = artifact.manifest, list[str]()
-    for entry in manifest.get("adopted", []):
-        changes = "; ".join(entry["differences"])
-        notes.append(f"adopted from {entry['key'][:SHOWN_KEY]}, although {changes}")
-    for entry in manifest.get("continued") or []:
-        changes, begun = "; ".join(entry["differences"]), entry["key"][:SHOWN_KEY]
-        notes.append(f"begun as {begun}, continued at step {entry['step']} although {changes}")
+    for entry in (*manifest.get("adopted", ()), *(manifest.get("continued") or ())):
+        made = f"begun as {{}}, continued at step {entry['step']}" if "step" in entry else "adopted from {},"
+        notes.append(f"{made.format(entry['key'][:SHOWN_KEY])} although {'; '.join(entry['differences'])}")
     if manifest.get("extends"):
         notes.append(f"extends a shorter training from its checkpoint {manifest['extends']}")
     return notes

@@ -16,7 +16,6 @@ Where a model is wanted, a run or a set stands for its last one, the adapter.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 from collections.abc import Sequence
@@ -54,6 +53,8 @@ log = logging.getLogger("ttrain")
 MODEL_DIRECTORY, ADAPTER_DIRECTORY = "model", "adapter"  # of an artifact
 HEX = frozenset("0123456789abcdef")
 SHORTEST_KEY = 6
+# Stages whose model is meant where none is named; an adapter only knows its domain
+DEFAULTS = (SFT.name, "dpo", "pretrain", "lora", "base-model", "new-model")
 DONE = (*runs.BUILT, "cached")  # outcomes of stages that have an artifact
 
 
@@ -160,101 +161,106 @@ def _of_key(store: ArtifactStore, text: str) -> Named | None:
 
 
 def run_of(
-    texts: Sequence[str | None],
+    texts: Sequence[str],
     home: Path | None = None,
     *,
     run_name: str | None = None,
-    base: str | None = None,
 ) -> runs.RecordedRun | None:
-    """Find the run in which a command's stages, and its None, are looked up: `run_name`, else the
-    newest finished one that has them all, else the newest that has them all. None if there is no
-    such run, or none is needed.
+    """Find the run in which a command's stages are looked up: `run_name`, else the newest finished
+    one that has them all, else the newest that has them all. None if there is no such run, or none
+    is needed.
 
     Nights and trials of sweeps are about models that the user did not make: the newest finished one
     is taken only if no other run has the stages. Raises UsageError for a run name that does not
     exist or is not needed, and if several stages exist only in different runs.
     """
     root = layout.home() if home is None else home
-    wanted = [*texts, base] if base else texts
-    stages = {text for text in wanted if text and text in STAGES}
-    if not stages and None not in wanted:
-        if run_name is not None:
-            shown = ", ".join(map(str, wanted))
-            problem = f"{shown} names no stage to look for in a run; leave --run out"
-            raise UsageError(f"--run is {run_name}, but {problem}")
-        return None
+    stages = sorted({text for text in texts if text in STAGES})
     if run_name is not None:
+        if not stages:
+            problem = f"{texts[0]} names no stage to look for in a run; leave --run out"
+            raise UsageError(f"--run is {run_name}, but {problem}")
         return need_run(root, run_name)
     store = ArtifactStore(root)
-    for run in sorted(runs.newest_first(root), key=_rank):
-        if _rank(run) != UNSUITABLE and _has_all(store, run, stages, with_model=None in wanted):
+    suitable = [run for run in runs.newest_first(root) if runs.is_own(run) or runs.is_finished(run)]
+    for run in sorted(suitable, key=lambda run: (not runs.is_own(run), not runs.is_finished(run))):
+        if stages and _has_all(store, run, stages):
             return run
     if len(stages) > 1 and all(store.artifacts(stage) for stage in stages):
         fix = "name each as RUN:STAGE, `ttrain pipeline status` lists runs"
-        raise UsageError(f"no run has all of {', '.join(sorted(stages))}; {fix}")
+        raise UsageError(f"no run has all of {', '.join(stages)}; {fix}")
     return None
 
 
-UNSUITABLE = (True, True)
+def _has_all(store: ArtifactStore, run: runs.RecordedRun, stages: Sequence[str]) -> bool:
+    """Whether the run's artifacts of these stages exist undamaged."""
+    keys = {stage: key for stage, key in runs.keys_of(run).items() if key}
+    if not keys.keys() >= {*stages}:
+        return False
+    lacking = [stage for stage in stages if not store.find(stage, keys[stage])]
+    for stage in lacking:
+        if store.at(store.path(stage, keys[stage])):  # it is there, but not as it was published
+            problem = f"{stage} of the run {run['run']} is damaged and not taken"
+            log.warning("%s; see `ttrain artifacts verify`", problem)
+    return not lacking
 
 
-def _rank(run: runs.RecordedRun) -> tuple[bool, bool]:
-    """Sort key: a user's own runs come before nights and trials, then finished ones before others."""
-    return not runs.is_own(run), not runs.is_finished(run)
-
-
-def _has_all(
-    store: ArtifactStore,
-    run: runs.RecordedRun,
-    stages: set[str],
-    *,
-    with_model: bool = False,
-) -> bool:
-    """Whether the run's artifacts of these stages exist undamaged; and any model, if needed."""
-    keys = {name: key for name, key in runs.keys_of(run).items() if key}
-    looked_up = keys if with_model else keys.keys() & stages
-    artifacts = {name: artifact for name in looked_up if (artifact := store.find(name, keys[name]))}
-    for name in stages & looked_up - artifacts.keys():
-        if store.at(store.path(name, keys[name])):  # it is there, but not as it was published
-            log.warning("%s of the run %s is damaged and not taken; see `ttrain artifacts verify`", name, run["run"])
-    has_model = any(model_directory(artifact.path) for artifact in artifacts.values())
-    return stages <= artifacts.keys() and (has_model or not with_model)
-
-
-def resolve(
-    text: str | None,
+def resolve_all(
+    texts: Sequence[str | None],
     home: Path | None = None,
     *,
     base: str | None = None,
     from_hub: bool = False,
-    searched_run: runs.RecordedRun | None = None,
-) -> Reference:
-    """Find the model that `text` names; None means the last model of a run.
+    run: str | None = None,
+) -> list[Reference]:
+    """Find the models that a command names; all stages among them are taken from one run.
 
-    `base` names the full model of an adapter that does not record its own. Raises UsageError for a
-    missing model, listing what exists, and ArtifactError for a damaged one.
+    None means the first of `DEFAULTS` that a run has, or the run `run`. `base` names the full model
+    of adapters that do not record their own. Raises UsageError for a missing model, listing what
+    exists, and ArtifactError for a damaged one.
     """
     store = ArtifactStore(layout.home() if home is None else home)
-    run = searched_run or run_of([text], store.root, base=base)
-    below = resolve(base, store.root, searched_run=run) if base else None
+    named = [_default_model(store, run) if text is None else text for text in texts]
+    common = run_of([*named, base] if base else named, store.root, run_name=run)
+    below = _resolve(store, base, common) if base else None
     if below and below.adapter:
         raise UsageError(f"--base is '{base}', which is an adapter itself; name a full model")
-    if text is not None:
-        named = find(store, text, run, from_hub=from_hub)
-    elif run:
-        named = _of_run(run, "")
-    else:
-        raise UsageError(f"no finished run has a model in {store.root}; {_models_in(store)}")
+    return [_resolve(store, text, common, below, from_hub=from_hub) for text in named]
+
+
+def resolve(text: str | None, home: Path | None = None, **options: Any) -> Reference:
+    """Find one model, as `resolve_all` does."""
+    [reference] = resolve_all([text], home, **options)
+    return reference
+
+
+def _default_model(store: ArtifactStore, run_name: str | None) -> str:
+    """The model of `chat`, `generate` and `serve` where none is named."""
+    for stage in DEFAULTS:
+        run = run_of([stage], store.root, run_name=run_name)
+        if run and _has_all(store, run, [stage]):
+            return stage
+    raise UsageError(f"no finished run has a model in {store.root}; {_models_in(store)}")
+
+
+def _resolve(
+    store: ArtifactStore,
+    text: str,
+    run: runs.RecordedRun | None,
+    below: Reference | None = None,
+    *,
+    from_hub: bool = False,
+) -> Reference:
+    """The model of a name, an adapter on the model `below` or on its own base."""
+    named = find(store, text, run, from_hub=from_hub)
     artifact, directory = _model_of(store, named)
-    if artifact and text is None:
-        text = f"{named.name}:{artifact.stage}"
     if not (directory / ADAPTER_CONFIG).is_file():
         weight_files(directory)  # refuses an index that names other files than the directory's own
-        return Reference(text or "", directory, None, artifact, named.run)
+        return Reference(text, directory, None, artifact, named.run)
     weight_files(directory, ADAPTER)
     model = below.model if below else _base_of(store, directory)
     weight_files(model)
-    return Reference(text or "", model, directory, artifact, named.run)
+    return Reference(text, model, directory, artifact, named.run)
 
 
 def _model_of(store: ArtifactStore, named: Named) -> tuple[Artifact | None, Path]:
@@ -278,32 +284,6 @@ def _model_of(store: ArtifactStore, named: Named) -> tuple[Artifact | None, Path
         if artifact and (directory := model_directory(artifact.path)):
             return artifact, directory
     raise UsageError(f"{named.name} has no model that is in {store.root}; {_models_in(store)}")
-
-
-def resolve_all(
-    texts: Sequence[str],
-    home: Path | None = None,
-    *,
-    base: str | None = None,
-    from_hub: bool = False,
-    run: str | None = None,
-) -> list[Reference]:
-    """Find the models that a command names; all stages among them are taken from one run."""
-    common = run_of(texts, home, run_name=run, base=base)
-    find_one = functools.partial(resolve, base=base, from_hub=from_hub, searched_run=common)
-    return [find_one(text, home) for text in texts]
-
-
-def default_model(home: Path | None = None, run_name: str | None = None) -> str | None:
-    """The model of `chat`, `generate` and `serve` where none is named: SFT's, of the newest
-    finished run that has one.
-
-    Where no run has one, or not the run `run_name`: None, which is the last model of the run. The
-    adapter, the last model of most runs, only knows its domain.
-    """
-    store = ArtifactStore(layout.home() if home is None else home)
-    run = run_of([SFT.name], store.root, run_name=run_name)
-    return SFT.name if run and _has_all(store, run, {SFT.name}) else None
 
 
 def _base_of(store: ArtifactStore, adapter: Path) -> Path:
@@ -336,12 +316,9 @@ def model_directory(directory: Path) -> Path | None:
 def _stored_digest(artifact: Artifact) -> str | None:
     """Digest of an artifact's model, by its manifest: no byte of the weights is read."""
     files = artifact.manifest["files"]
-
-    def recorded(file: Path) -> str:
-        return str(files[f"{MODEL_DIRECTORY}/{file.name}"]["sha256"])
-
+    directory = artifact.path / MODEL_DIRECTORY
     try:
-        return weights_digest(artifact.path / MODEL_DIRECTORY, digest=recorded)
+        return weights_digest(directory, digest=lambda file: files[f"{MODEL_DIRECTORY}/{file.name}"]["sha256"])
     except (ArtifactError, KeyError):
         return None
 
@@ -395,35 +372,30 @@ def base_of(run: runs.RecordedRun) -> list[Override]:
     return [*named, *settings_of(run)]
 
 
-def to_json(reference: Reference) -> dict[str, Any]:
+def to_json(reference: Reference) -> JsonDict:
     """As JSON: `name` of the pipeline, `run` (RUN:STAGE), `key` of the artifact, `digest` of the
     weights."""
-    name, run = _origin(reference)
     adapter = reference.adapter
-    return {
-        "model": reference.text,
-        "name": name,
-        "run": run,
-        "key": reference.artifact.key if reference.artifact else None,
-        "digest": weights_digest(adapter, name=ADAPTER) if adapter else reference.base_digest,
-    }
+    digest = weights_digest(adapter, name=ADAPTER) if adapter else reference.base_digest
+    return {**_identity(reference), "digest": digest}
 
 
 def line_of(reference: Reference) -> str:
     """Which model a name led to: `sft = quickstart, full-20261121-160222-1a2b4:sft, 0f3a`."""
-    artifact = reference.artifact
-    if artifact is None:
-        return f"{reference.text} = {reference.directory}"
-    name, run = _origin(reference)
-    known = filter(None, (name, run or "of no run", artifact.key[:SHOWN_KEY]))
-    return f"{reference.text} = {', '.join(known)}"
+    model, name, run, key = _identity(reference).values()
+    if key is None:
+        return f"{model} = {reference.directory}"
+    return f"{model} = {', '.join(filter(None, (name, run or 'of no run', key[:SHOWN_KEY])))}"
 
 
-def _origin(reference: Reference) -> tuple[str | None, str | None]:
-    """The setting `name` and RUN:STAGE, of the run that was named, else of the artifact's own."""
+def _identity(reference: Reference) -> JsonDict:
+    """What is known of a model, from the run that was named, else from the artifact's own."""
     artifact = reference.artifact
-    if artifact is None:
-        return None, None
-    made = reference.run or artifact.provenance
-    name, run = (made.get("settings") or {}).get("name"), made.get("run")
-    return name or None, f"{run}:{artifact.stage}" if run else None
+    made = reference.run or (artifact.provenance if artifact else {})
+    run = made.get("run") if artifact else None
+    return {
+        "model": reference.text,
+        "name": (made.get("settings") or {}).get("name") or None,
+        "run": f"{run}:{artifact.stage}" if artifact and run else None,
+        "key": artifact.key if artifact else None,
+    }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ from ttrain.engine.input_files import HELDOUT, TRAIN, file_digests
 from ttrain.engine.planner import plan_stage
 from ttrain.engine.stop_request import StopRequest
 from ttrain.errors import ArtifactError, TTrainError, UsageError
-from ttrain.lineage.lineage import Lineage, inputs_of, notes_of
+from ttrain.lineage.lineage import Lineage, notes_of
 from ttrain.lineage.lookup import with_secrets
+from ttrain.reports.history import inputs_of
 from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
 from ttrain.store.differences import differences, library_changes
 from ttrain.store.layout import Artifact
@@ -76,8 +77,7 @@ def reproduce(
             compared = _compared(recorded, outcome.artifact)
             stages.append({**compared, "seconds": round(outcome.seconds, 2)})
             state = "equal" if compared["equal"] else "different"
-            ended = {"state": state, "seconds": outcome.seconds, "figures": ""}
-            screen(recorded.stage, "ended", ended)
+            screen(recorded.stage, "ended", {"state": state, "seconds": outcome.seconds, "figures": ""})
             if state == "different":
                 break
         store.cache.save()
@@ -94,8 +94,7 @@ def reproduce(
 def _usable(directory: Path) -> contextlib.AbstractContextManager[Path]:
     """The home to build in. Raises UsageError for one with runs, whose artifacts would be taken."""
     home = user_path(directory).absolute()
-    names = {path.name for path in home.iterdir()} if home.is_dir() else set()
-    if "runs" in names or (names and not names & {"store", "work"}):
+    if (home / "runs").exists():
         raise UsageError(f"--home is {home}, which holds other files; name a directory that is new or empty")
     return contextlib.nullcontext(home)
 
@@ -105,13 +104,16 @@ def _compared(recorded: Artifact, rebuilt: Artifact) -> JsonDict:
     old = {name: recorded.manifest["files"][name]["sha256"] for name in recorded.files_of(())}
     new = {name: rebuilt.manifest["files"][name]["sha256"] for name in rebuilt.files_of(())}
     changed = differences(recorded.manifest["ingredients"], rebuilt.manifest["ingredients"])
+    remarks = [*library_changes(recorded.manifest, libraries.versions()), *notes_of(recorded)]
+    then, now = recorded.provenance.get("machine") or {}, provenance.machine()
+    machine = [f"{name}: {then[name]} → {now.get(name)}" for name in then if then[name] != now.get(name)]
     return {
         "stage": recorded.stage,
         "key": recorded.key,
         "content": recorded.content,
         "rebuilt_key": rebuilt.key,
         "rebuilt_content": rebuilt.content,
-        "differences": [*changed, *_environment_remarks(recorded)],
+        "differences": [*changed, *(f"it was {remark}" for remark in remarks), *machine],
         "files": [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)],
         "equal": recorded.content == rebuilt.content,
     }
@@ -189,22 +191,11 @@ def _runtime(artifact: Artifact) -> Runtime:
     return Runtime.model_validate({**kept, **ONE_MACHINE, **of_training})
 
 
-def _data_problems(artifact: Artifact, settings: Settings, store: ArtifactStore) -> Iterator[str]:
+def _data_problems(artifact: Artifact, settings: Settings, store: ArtifactStore) -> list[str]:
     """Problems with the raw data of a stage: missing, unreadable, or changed."""
     recorded = artifact.manifest["ingredients"].get("files", {})
     try:
         digests = file_digests(STAGES[artifact.stage], settings, store)
-        lines = differences({"files": recorded}, {"files": digests})
     except TTrainError as error:
-        lines = [str(error)]
-    yield from (f"{artifact.stage}: {line}" for line in lines)
-
-
-def _environment_remarks(artifact: Artifact) -> Iterator[str]:
-    """Remarks on versions and machine that differ from the recorded ones."""
-    changes = library_changes(artifact.manifest, libraries.versions())
-    yield from (f"it was {note}" for note in (*changes, *notes_of(artifact)))
-    recorded, machine = artifact.provenance.get("machine") or {}, provenance.machine()
-    for name, value in recorded.items():
-        if value != machine.get(name):
-            yield f"{name}: {value} → {machine.get(name)}"
+        return [f"{artifact.stage}: {error}"]
+    return [f"{artifact.stage}: {line}" for line in differences({"files": recorded}, {"files": digests})]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from ttrain.config.training import TRAINING_STAGES
+from ttrain.core.files import JsonDict
 from ttrain.reports import facts
 from ttrain.store.run_views import Point, RunView
 
@@ -55,26 +55,9 @@ Curve = tuple[str, int, Sequence[Point]]  # label, number of the colour, points
 Scale = Callable[[float], float]  # from a value to its pixel
 
 
-@dataclass(frozen=True)
-class Line:
-    """A line of a chart: its points in pixels, without a height in a gap, and its last value."""
-
-    label: str
-    colour: int
-    points: Sequence[tuple[float, float | None]]
-    last: str
-
-
-@dataclass(frozen=True)
-class Chart:
-    """Lines on common axes. `columns` and `rows` are the lines of the grid, (pixel, label)."""
-
-    title: str
-    unit: str
-    axis: str
-    lines: Sequence[Line]
-    columns: Sequence[tuple[float, str]]
-    rows: Sequence[tuple[float, str]]
+# As the template `figure` reads it: title, unit, axis; `lines`, each with its label, colour, last value and points in
+# pixels, without a height in a gap; `columns` and `rows`, the lines of the grid as (pixel, label)
+Chart = JsonDict
 
 
 def charts_of(view: RunView, stage: str) -> tuple[list[Chart], list[Chart]]:
@@ -114,14 +97,19 @@ def draw(title: str, unit: str, curves: Sequence[Curve]) -> Chart | None:
     across = _scale(low, high, LEFT, RIGHT)
     rows = ticks(*_extent([y for _, y in every if math.isfinite(y)]), MOST_ROWS)
     up = _scale(rows[0], rows[-1], BOTTOM, TOP)
-    lines: list[Line] = []
+    lines = list[JsonDict]()
     for (label, colour, _), line in zip(curves, places, strict=True):
         path = [(across(x), up(y) if math.isfinite(y) else None) for x, y in line]
         last = next((f"{y:.5g}" for _, y in reversed(line) if math.isfinite(y)), "–")
-        lines.append(Line(label, colour % COLOURS, path, last))
-    axis = "tokens" if has_tokens else "minutes"
-    labelled_columns = [(across(value), _number(value)) for value in columns]
-    return Chart(title, unit, axis, lines, labelled_columns, [(up(value), _number(value)) for value in rows])
+        lines.append({"label": label, "colour": colour % COLOURS, "points": path, "last": last})
+    return {
+        "title": title,
+        "unit": unit,
+        "axis": "tokens" if has_tokens else "minutes",
+        "lines": lines,
+        "columns": [(across(value), _number(value)) for value in columns],
+        "rows": [(up(value), _number(value)) for value in rows],
+    }
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
@@ -141,7 +129,7 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 def ticks(low: float, high: float, most: int) -> list[float]:
     """About `most` values that enclose a range, a step of 1, 2 or 5 times a power of ten apart."""
     power = 10.0 ** math.floor(math.log10((high - low) / most))
-    step = next(step for step in (power, 2 * power, 5 * power, 10 * power) if (high - low) / step <= most)
+    step = next(factor * power for factor in (1, 2, 5, 10) if (high - low) / (factor * power) <= most)
     first, last = math.floor(round(low / step, 9)), math.ceil(round(high / step, 9))
     return [number * step for number in range(first, last + 1)]
 
@@ -149,10 +137,10 @@ def ticks(low: float, high: float, most: int) -> list[float]:
 def _curves(view: RunView, stage: str) -> dict[str, list[Point]]:
     """The curves that are shown. Of quick validations, the points on all rows are those of the full ones."""
     curves = {name: view.curve(stage, name) for name in view.curves(stage) if not HIDDEN.fullmatch(name)}
-    for name in [name for name in curves if f"{name}{QUICK}" in curves]:
-        full = {point.step for point in curves[name]}
-        quick = curves[f"{name}{QUICK}"]
-        curves[f"{name}{QUICK}"] = [point for point in quick if point.step not in full]
+    for name, points in curves.items():
+        if name.endswith(QUICK):
+            full = {point.step for point in curves.get(name.removesuffix(QUICK), ())}
+            curves[name] = [point for point in points if point.step not in full]
     return curves
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from ttrain.config import SHAPE_NO_RESULT, Promotion, flatten
 from ttrain.config.training import EVALUATED, PRIMARY_METRICS, TRAINING_STAGES, VALIDATION_LOSS, model_order
+from ttrain.core.files import JsonDict
 from ttrain.core.text import ABSENT, format_duration, format_number, format_time, is_number
+from ttrain.evaluate.forgetting import advantage
 from ttrain.evaluate.task_result import SCORES, Metric, not_judged, read_scores
 from ttrain.reports import facts
 from ttrain.reports.summary import rounded
@@ -52,70 +54,55 @@ ABOUT_CACHE = "encoded_blocks"  # counts of a stage's own work, not of its data
 
 @dataclass(frozen=True)
 class Difference:
-    """What is not the same in all runs, with the text of each: a setting, file, library or metric."""
+    """A row of a comparison: the values of a setting, file, library or metric that differs."""
 
     name: str
-    values: Sequence[str]
+    values: Sequence[Any]  # of each run: texts; of a metric numbers
     best: int | None = None  # number of the best run
-
-
-@dataclass(frozen=True)
-class ComparedMetric:
-    """A metric in each run."""
-
-    name: str
-    values: tuple[float | None, ...]
-    better: int  # -1: less is better, 1: more is, 0: neither
-    best: int | None  # number of the best run
-    percent: tuple[float | None, ...]  # by how much it differs from that of the first run that has it
+    better: int = 0  # of a metric: -1 where less is better, 1 where more is
     not_judged: str = ""  # why no run is the best, of a metric on held-out records
 
     @property
-    def difference(self) -> Difference:
-        """The metric in a table, each value with its percentage."""
-        cells = [format_number(value, self.name) for value in self.values]
-        first = next((run for run, value in enumerate(self.values) if value is not None), 0)
-        for run in range(first + 1, len(cells)):
-            cells[run] = f"{cells[run]}  {facts.change(self.percent[run])}".rstrip()
-        return Difference(": ".join(filter(None, (self.name, self.not_judged))), cells, self.best)
+    def title(self) -> str:
+        """The name, and why no run is the best."""
+        return ": ".join(filter(None, (self.name, self.not_judged)))
 
-
-@dataclass(frozen=True)
-class ComparedSample:
-    """The answers of the runs' models of one stage to a prompt."""
-
-    model: str
-    prompt: str
-    answers: tuple[str, ...]
-    reference: str = ""  # what follows the prompt in the held-out row that it is from
+    @property
+    def texts(self) -> list[str]:
+        """The value of each run; of a metric with its change from the first run that has it."""
+        base, texts = None, list[str]()
+        for value in self.values:
+            if value is None or is_number(value):
+                change = "" if self.not_judged else facts.change(value, base)
+                texts.append(f"{format_number(value, self.name)}  {change}".rstrip())
+                base = value if base is None else base
+            else:
+                texts.append(value)
+        return texts
 
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Two or more runs side by side; each tuple of values has one entry a run, in their order."""
+    """Two or more runs side by side; the values of each row are in their order."""
 
-    runs: tuple[str, ...]
+    runs: Sequence[str]
     verdict: str  # whose model is better on the held-out records, by which metric
     is_certain: bool  # whether the interval of that difference excludes zero
-    remarks: tuple[str, ...]  # what cannot be compared
-    notes: tuple[str, ...]  # what could not be read, and what was read instead
-    settings: tuple[Difference, ...]
-    settings_aside: tuple[Difference, ...]  # those that shape no result
-    data: tuple[Difference, ...]
-    code: tuple[Difference, ...]  # and libraries, and the machine
-    metrics: tuple[ComparedMetric, ...]
-    samples: tuple[ComparedSample, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """The object that `compare --json` prints."""
-        return asdict(self)
+    remarks: Sequence[str]  # what cannot be compared
+    notes: Sequence[str]  # what could not be read, and what was read instead
+    settings: Sequence[Difference]
+    metrics: Sequence[Difference]
+    data: Sequence[Difference]
+    code: Sequence[Difference]  # and libraries, and the machine
+    settings_aside: Sequence[Difference]  # those that shape no result
+    samples: Sequence[JsonDict]  # {model, prompt, answers, reference}, as of `_samples`
 
     @property
     def tables(self) -> dict[str, Sequence[Difference]]:
         """The tables that terminal and page show, by title; an empty one says that nothing differs."""
         return {
             "Settings": self.settings,
-            "Figures": [metric.difference for metric in self.metrics],
+            "Figures": self.metrics,
             "Data": self.data,
             "Code and machine": self.code,
             "Settings that shape no result": self.settings_aside,
@@ -125,35 +112,36 @@ class RunComparison:
 def compare(views: Sequence[RunView]) -> RunComparison:
     """Compare runs; percentages are relative to the first one."""
     settings = _differences([{name: facts.as_yaml(value) for name, value in view.params.items()} for view in views])
-    aside = {entry.name for entry in settings if entry.name.partition(".")[0] in SECTIONS_WITHOUT_RESULT}
-    shaping = tuple(entry for entry in settings if entry.name not in aside)
+    aside = [row for row in settings if row.name.partition(".")[0] in SECTIONS_WITHOUT_RESULT]
+    shaping = [row for row in settings if row not in aside]
     scores = [_scores(view) for view in views]
     names = {name for view in views for name in view.metrics if not name.startswith(CURVES)}
     metrics = [_metric(name, views, scores) for name in sorted(names, key=facts.rank)]
     verdict, is_certain = _verdict(metrics, scores)
     reasons = {metric.not_judged for metric in metrics}
-    code = _differences([_code(view) for view in views])
+    remarks = [text for reason, text in WARNINGS.items() if reason in reasons]
     unfinished = [
         f"{facts.letter(number)} {view.status}"
         for number, view in enumerate(views)
         if view.status not in ("completed", "cached")
     ]
+    if unfinished:
+        remarks.append(f"not all runs are complete: {', '.join(unfinished)}")
+    if shaping:
+        remarks.append(ABOUT_MODELS)
+    code = _differences([_code(view) for view in views])
     return RunComparison(
-        runs=tuple(view.name for view in views),
+        runs=[view.name for view in views],
         verdict=verdict,
         is_certain=is_certain,
-        remarks=(
-            *(text for reason, text in WARNINGS.items() if reason in reasons),
-            *([f"not all runs are complete: {', '.join(unfinished)}"] if unfinished else []),
-            *([ABOUT_MODELS] if shaping else []),
-        ),
-        notes=tuple(dict.fromkeys(note for view in views for note in view.notes)),
+        remarks=remarks,
+        notes=[*dict.fromkeys(note for view in views for note in view.notes)],
         settings=shaping,
-        settings_aside=tuple(entry for entry in settings if entry.name in aside),
-        data=tuple(_differences([_data(view) for view in views])),
-        code=tuple(entry for entry in code if len({*entry.values} - {ABSENT}) > 1),  # not of a stage that one run has
-        metrics=tuple(metric for metric in metrics if len({*metric.values}) > 1),
-        samples=tuple(_samples(views)),
+        metrics=[metric for metric in metrics if len({*metric.values}) > 1],
+        data=_differences([_data(view) for view in views]),
+        code=[row for row in code if len({*row.values} - {ABSENT}) > 1],  # not of a stage that one run has
+        settings_aside=aside,
+        samples=[*_samples(views)],
     )
 
 
@@ -198,18 +186,19 @@ def _code(view: RunView) -> dict[str, str]:
     }
 
 
-def _metric(name: str, views: Sequence[RunView], scores: Sequence[Scores]) -> ComparedMetric:
-    recorded = (view.metrics.get(name) for view in views)
+def _metric(name: str, views: Sequence[RunView], scores: Sequence[Scores]) -> Difference:
+    recorded = [view.metrics.get(name) for view in views]
     # Values that differ only in the eighth digit are equal
-    values = tuple(None if value is None else rounded(value) for value in recorded)
+    values = [None if value is None else rounded(value) for value in recorded]
     better = facts.better(name)
     is_held_out = name.startswith(EVALUATED) or name.partition("/")[2].startswith(VALIDATION)
-    reason = _not_judged(name, views, scores) if is_held_out and better and len({*values}) > 1 else ""
-    base = next((value for value in values if value is not None), None)
-    percent = tuple(None if reason else facts.percent(value, base) for value in values)
-    order = facts.ranked(values, better) if is_held_out and better and not reason else []
+    if not is_held_out or not better or len({*values}) < 2:
+        return Difference(name, values, better=better)
+    if reason := _not_judged(name, views, scores):
+        return Difference(name, values, better=better, not_judged=reason)
+    order = facts.ranked(values, better)
     best = order[0] if order and values[order[0]] != values[order[-1]] else None
-    return ComparedMetric(name, values, better, best, percent, reason)
+    return Difference(name, values, best, better)
 
 
 def _not_judged(name: str, views: Sequence[RunView], scores: Sequence[Scores]) -> str:
@@ -239,54 +228,50 @@ def _not_judged_on_rows(stage: str, views: Sequence[RunView]) -> str:
     return not_judged(min(counts)) if counts else ""
 
 
-def _verdict(metrics: Sequence[ComparedMetric], scores: Sequence[Scores]) -> tuple[str, bool]:
+def _verdict(metrics: Sequence[Difference], scores: Sequence[Scores]) -> tuple[str, bool]:
     """(the best run by the first deciding metric that differs, and by how much it beats the next best; whether certain)."""
     by_name = {metric.name: metric for metric in metrics}
     verdict = "the runs share no metric that decides which is better"
     for metric in filter(None, map(by_name.get, DECIDING_METRICS)):
-        values = metric.values
-        order = facts.ranked(values, metric.better)
+        values, order = metric.values, facts.ranked(metric.values, metric.better)
         if len(order) < 2:
             continue
-        best = order[0]
-        winners = [run for run in order if values[run] == values[best]]
-        if winners == order:
-            verdict = f"equal by {metric.name}: {format_number(values[best])}"
+        best = values[order[0]]
+        if best == values[order[-1]]:
+            verdict = f"equal by {metric.name}: {format_number(best)}"
             continue
         if metric.not_judged:
             return f"no model is better by {metric.name}: {metric.not_judged}", False
+        winners = [run for run in order if values[run] == best]
         second = order[len(winners)]
         letters = " and ".join(map(facts.letter, winners))
         subject = f"models of {letters} are" if winners[1:] else f"model of {letters} is"
-        versus = f"{format_number(values[best])} against {format_number(values[second])} of {facts.letter(second)}"
-        change = facts.change(facts.percent(values[best], values[second]))
-        text = f"the {subject} better on these records by {metric.name}: {versus} ({change})"
+        change = facts.change(best, values[second])
+        versus = f"{format_number(best)} against {format_number(values[second])} of {facts.letter(second)} ({change})"
+        verdict = f"the {subject} better on these records by {metric.name}: {versus}"
         name = metric.name.removeprefix(EVALUATED)
-        interval, is_certain = _significance(scores[best].get(name), scores[second].get(name))
-        return f"{text}{interval}", is_certain
+        better, worse = scores[order[0]].get(name), scores[second].get(name)
+        compared = advantage(better, worse, Promotion()) if better and worse else None
+        if compared is None or compared.interval is None:
+            return verdict, False
+        low, high = compared.interval
+        verdict += f"; over {compared.items:,} held-out records, the {Promotion().confidence:.0%} interval of the difference"
+        return f"{verdict} is {low:.4f} to {high:.4f}{'' if low > 0 else ', so this may be chance'}", low > 0
     return verdict, False
 
 
-def _significance(better: Metric | None, worse: Metric | None) -> tuple[str, bool]:
-    """The interval of the difference of two runs, "" where there is none, and whether it excludes zero."""
-    from ttrain.evaluate.forgetting import advantage
+def _samples(views: Sequence[RunView]) -> Iterator[JsonDict]:
+    """The answers of each run's models to the same prompts of the evaluation.
 
-    compared = advantage(better, worse, Promotion()) if better and worse else None
-    if compared is None or compared.interval is None:
-        return "", False
-    low, high = compared.interval
-    text = f"; over {compared.items:,} held-out records, the {Promotion().confidence:.0%} interval of the difference is "
-    return f"{text}{low:.4f} to {high:.4f}{'' if low > 0 else ', so this may be chance'}", low > 0
-
-
-def _samples(views: Sequence[RunView]) -> Iterator[ComparedSample]:
-    """The answers of each run's models to the same prompts of the evaluation."""
+    `reference`: what follows the prompt in the held-out row that it is from.
+    """
     by_run = [facts.samples_of(view.manifest(EVALUATION)) for view in views]
     prompts = dict.fromkeys(chain.from_iterable(by_run))
     for model, prompt in sorted(prompts, key=lambda key: model_order(key[0])):
-        found = [samples.get((model, prompt), {}) for samples in by_run]
-        reference = next((sample["reference"] for sample in found if sample.get("reference")), "")
-        yield ComparedSample(model, prompt, tuple(sample.get("answer", ABSENT) for sample in found), reference)
+        samples = [of_run.get((model, prompt), {}) for of_run in by_run]
+        answers = [sample.get("answer", ABSENT) for sample in samples]
+        reference = next((sample["reference"] for sample in samples if sample.get("reference")), "")
+        yield {"model": model, "prompt": prompt, "answers": answers, "reference": reference}
 
 
 def _scores(view: RunView) -> Scores:

@@ -26,11 +26,13 @@ def changed_settings(settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """{dotted name: (value, default)} of the settings that are not the default, or not what `auto`
     makes of the others."""
     defaults = dict(flatten(Settings().model_dump(mode="json")))
-    usual = {name: defaults.get(name, ABSENT) for name in settings}
-    changed = {name: (settings[name], value) for name, value in usual.items() if settings[name] != value}
-    for name, value in _automatic(settings).items():
-        if name in settings and name not in changed and settings[name] != value:
-            changed[name] = settings[name], value
+    automatic, changed = _automatic(settings), dict[str, tuple[Any, Any]]()
+    for name, value in settings.items():
+        usual = defaults.get(name, ABSENT)
+        if value == usual:
+            usual = automatic.get(name, usual)
+        if value != usual:
+            changed[name] = value, usual
     return changed
 
 
@@ -72,14 +74,14 @@ def code_of(manifest: Manifest) -> str:
 
 def versions_of(manifests: Iterable[Manifest]) -> dict[str, list[str]]:
     """{python, platform or library: its versions}: stages of one run can be made on different days."""
-    versions: dict[str, dict[str, None]] = {}
+    versions = dict[str, list[str]]()
     for manifest in manifests:
         provenance = manifest.get("provenance", {})
         recorded = {name: provenance.get(name) for name in ("ttrain", "python", "platform")}
         for name, version in {**recorded, **provenance.get("libraries", {})}.items():
-            if version:
-                versions.setdefault(name, {})[str(version)] = None
-    return {name: list(values) for name, values in versions.items()}
+            if version and version not in versions.setdefault(name, []):
+                versions[name].append(version)
+    return versions
 
 
 REFERENCE = "in the data"  # the title of what follows a prompt there, beside the answers of models
@@ -143,17 +145,11 @@ def short(value: float) -> str:
     return f"{value:,.6g}"
 
 
-def percent(value: float | None, base: float | None) -> float | None:
-    """By how much a value differs from another one, in percent of that; None where it is undefined."""
-    if value is None or not base or not (math.isfinite(value) and math.isfinite(base)):
-        return None
-    return 100 * (value - base) / abs(base)
-
-
-def change(value: float | None) -> str:
-    """ "+2.4 %" of a percentage."""
-    if value is None:
+def change(value: float | None, base: float | None) -> str:
+    """By how much a value differs from another one, as "+2.4 %" of that; "" where it is undefined."""
+    if value is None or not base or not math.isfinite(value - base):
         return ""
-    if abs(value) < 0.005:
+    percent = 100 * (value - base) / abs(base)
+    if abs(percent) < 0.005:
         return "±0 %"
-    return f"{value:+.2f} %" if abs(value) < 10 else f"{value:+,.0f} %"
+    return f"{percent:+.2f} %" if abs(percent) < 10 else f"{percent:+,.0f} %"

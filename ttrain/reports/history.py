@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
 from ttrain.config.training import TRAININGS
 from ttrain.data.existing import HUB_REFERENCE
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
+from ttrain.tasks import STAGES
 
 BASE_MODEL = "base-model"  # the stage that imports an existing model
+Name = tuple[str, str]  # stage and key
 
 
 @dataclass(frozen=True)
@@ -32,60 +33,65 @@ class History:
         """
         if artifact is None:
             return cls((), None, {})
-        begun = {(artifact.stage, artifact.key)}
+        root = (artifact.stage, artifact.key)
 
-        def begin(current: Artifact) -> Iterator[Artifact]:
-            for used in current.manifest["inputs"].values():
-                name = (used["stage"], used["key"])
-                if name not in begun and (source := home.read(home.path(*name))):
-                    begun.add(name)
-                    yield source
+        def read(*name: str) -> Artifact | None:
+            return artifact if name == root else home.read(home.path(*name))
 
-        artifacts = tuple(inputs_first(artifact, begin))
-        locations, starts = dict[str, tuple[str, ...]](), list[str]()
+        artifacts = inputs_first([root], read)
+        locations, base = dict[str, tuple[str, ...]](), None
         for made in artifacts:
             settings = made.provenance.get("settings", {})
             if dataset := made.stage.partition("shards-")[2]:
-                locations[dataset] = tuple(filter(_is_public, _paths(settings.get("data", {}).get(dataset))))
-            if made.stage == BASE_MODEL:
-                starts += [settings.get(training, {}).get("start_from") or "" for training in TRAININGS]
-        on_hub = [match[1] for name in starts if (match := HUB_REFERENCE.fullmatch(name)) and not Path(name).is_dir()]
+                sources = settings.get("data", {}).get(dataset) or ()
+                paths = (entry["path"] if isinstance(entry, dict) else entry for entry in sources)
+                public = (path for path in paths if "://" in path and not path.startswith("file:"))
+                locations[dataset] = tuple(public)
+            for training in TRAININGS if made.stage == BASE_MODEL else ():
+                start = settings.get(training, {}).get("start_from") or ""
+                on_hub = HUB_REFERENCE.fullmatch(start)
+                if on_hub and not Path(start).is_dir():
+                    base = base or on_hub[1]
         evaluation = next(iter(home.made_from(artifact, "evaluate")), None)
-        return cls(artifacts, evaluation, locations, next(iter(on_hub), None))
+        return cls(tuple(artifacts), evaluation, locations, base)
 
 
-Node = TypeVar("Node")
+def inputs_first(
+    roots: Iterable[Name],
+    read: Callable[[str, str], Artifact | None],
+) -> list[Artifact]:
+    """List the artifacts of these names and all that they were made from, each once, inputs first.
 
-
-def inputs_first(root: Node, begin: Callable[[Node], Iterator[Node]]) -> Iterator[Node]:
-    """Yield what `begin` gives of each node, and of those again, before the node itself. It gives each node once.
-
-    A night compares its documents with those of all nights before it: the paths through the inputs double every night, and
-    the longest has all nights, so it is walked without recursion.
+    `read` gives an artifact by stage and key; None where it is gone. A night compares its documents
+    with those of all nights before it: the paths through the inputs double every night, and the
+    longest has all nights, so they are walked once and without recursion.
     """
-    path = [(root, begin(root))]  # each with the inputs that are left to walk
-    while path:
-        current, remaining_inputs = path[-1]
-        source = next(remaining_inputs, None)
-        if source is not None:
-            path.append((source, begin(source)))
-        else:
-            path.pop()
-            yield current
+    ordered, begun = list[Artifact](), set[Name]()
+    waiting: list[tuple[Name, Artifact | None]] = [(name, None) for name in _last_first(roots)]
+    while waiting:
+        name, artifact = waiting.pop()
+        if artifact:  # its inputs are listed
+            ordered.append(artifact)
+        elif name not in begun:
+            begun.add(name)
+            if artifact := read(*name):
+                waiting.append((name, artifact))
+                waiting += ((used, None) for used in _last_first(inputs_of(artifact).values()))
+    return ordered
 
 
-def _paths(sources: Any) -> list[str]:
-    """The paths of a data set's sources, as the settings have them."""
-    entries = [sources] if isinstance(sources, str) else sources or []
-    return [entry["path"] if isinstance(entry, dict) else str(entry) for entry in entries]
+def inputs_of(artifact: Artifact) -> dict[str, Name]:
+    """(stage, key) of what an artifact was made from, by the name of the input."""
+    inputs = artifact.manifest["inputs"].items()
+    return {name: (used["stage"], used["key"]) for name, used in inputs}
 
 
-def _is_public(path: str) -> bool:
-    return "://" in path and not path.startswith("file:")
+def _last_first(names: Iterable[Name]) -> list[Name]:
+    """Sort the chain of models before its data, so that each model's data precede it; reversed."""
+    stages = list(STAGES)
 
+    def position(name: Name) -> tuple[bool, int]:
+        stage = name[0]
+        return stage.startswith("shards-"), stages.index(stage) if stage in STAGES else -1
 
-def seed_of(stage: str, settings: Mapping[str, Any]) -> int | None:
-    """The seed of the stage's own section, else `reading.seed`."""
-    section = "pretrain" if stage == "new-model" else stage
-    seed = settings.get(f"{section}.seed", settings.get("reading.seed"))
-    return int(seed) if seed is not None else None
+    return sorted(names, key=position)[::-1]

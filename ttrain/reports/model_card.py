@@ -37,23 +37,25 @@ class Exported:
     licence: str | None = None
     has_code: bool = False  # the directory brings Python files of its own
 
+    @property
+    def is_adapter(self) -> bool:
+        return self.files == "adapter"
+
 
 def card(exported: Exported, history: History) -> str:
     """The model card in Markdown."""
     from huggingface_hub import ModelCard, ModelCardData
 
-    is_adapter = exported.files == "adapter"
     row = TRAINING_STAGES.get(history.artifacts[-1].stage) if history.artifacts else None
-    recent = history.artifacts[-SHOWN_ARTIFACTS:]
     settings: dict[str, Any] = {}
     for artifact in history.artifacts:
         settings |= artifact.manifest["ingredients"].get("settings", {})
     metadata = ModelCardData(
-        library_name="peft" if is_adapter else "transformers",
+        library_name="peft" if exported.is_adapter else "transformers",
         pipeline_tag="text-generation",
         license=exported.licence,
         base_model=history.base,
-        tags=["ttrain", "adapter"] if is_adapter else ["ttrain"],
+        tags=["ttrain", "adapter"] if exported.is_adapter else ["ttrain"],
     )
     filled = ModelCard.from_template(
         metadata,
@@ -61,17 +63,12 @@ def card(exported: Exported, history: History) -> str:
         exported=exported,
         history=history,
         row=row,
-        is_adapter=is_adapter,
-        chats=is_adapter or row is None or row.role != "base",
-        recent=recent,
-        earlier=len(history.artifacts) - len(recent),
+        recent=history.artifacts[-SHOWN_ARTIFACTS:],
         evaluation=_evaluation_rows(history),
-        versions=facts.versions_of(artifact.manifest for artifact in recent[-1:]),
-        settings=sorted(settings.items()),
-        changed=sorted(facts.changed_settings(settings).items()),
-        files_of=facts.files_of,
+        settings=settings,
+        facts=facts,
         digests_of=_digests,
-        cell=_cell,
+        cell=lambda value: escaped(format_value(value)).replace("|", "\\|"),
         short=short_digest,
         json=json.dumps,
     )
@@ -97,8 +94,3 @@ def _evaluation_rows(history: History) -> list[report.EvaluationRow]:
     suffixes = tuple(f"{mark}{name}" for name in later for mark in "_/")  # of models that were trained on top of it
     shown = {name: value for name, value in report.metrics_of(results).items() if not name.endswith(suffixes)}
     return report.rows(shown, results)
-
-
-def _cell(value: object) -> str:
-    """A value in a cell of a table."""
-    return escaped(format_value(value)).replace("|", "\\|")

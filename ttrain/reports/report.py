@@ -93,10 +93,9 @@ def _rendered(template: str, **context: object) -> str:
     style = resources.files("ttrain.reports").joinpath("templates/page.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     modules = {"charts": charts, "facts": facts, "summary": summary, "tiles": TILES}
-    page = environment.get_template(template).render(
+    return environment.get_template(template).render(
         style=Markup(style), style_digest=Markup(digest), version=VERSION, **modules, **context
     )
-    return page.encode("utf-8", errors="replace").decode("utf-8")  # an unpaired surrogate has no UTF-8 form
 
 
 def _visible(value: object) -> object:
@@ -122,7 +121,12 @@ class Problem(NamedTuple):
 
 def find_problems(view: RunView) -> list[Problem]:
     """All recorded problems of a run."""
-    problems = [Problem("", text, is_resolved=False) for text in _of_run(view)]
+    problems = list[Problem]()
+    error = view.record.get("error") or view.record.get("stopped")
+    if error and not any(stage.record.get("error") == error for stage in view.stages.values()):
+        problems.append(Problem("", str(error), is_resolved=False))
+    if view.status == "crashed":
+        problems.append(Problem("", "the run's process was killed, or the machine went down", is_resolved=False))
     for name, stage in view.stages.items():
         record, is_done = stage.record, stage.status not in UNFINISHED
         if record.get("error") or not is_done:
@@ -136,14 +140,6 @@ def find_problems(view: RunView) -> list[Problem]:
         if steps:
             problems.append(Problem(name, f"the loss was not finite at step {text.first_of(steps, 5)}"))
     return problems
-
-
-def _of_run(view: RunView) -> Iterator[str]:
-    error = view.record.get("error") or view.record.get("stopped")
-    if error and not any(stage.record.get("error") == error for stage in view.stages.values()):
-        yield str(error)
-    if view.status == "crashed":
-        yield "the run's process was killed, or the machine went down"
 
 
 def _of_artifact(manifest: Manifest) -> Iterator[tuple[str, bool]]:
@@ -162,7 +158,5 @@ def _of_artifact(manifest: Manifest) -> Iterator[tuple[str, bool]]:
         if lost := summary.lost_rows(tally, "rejected"):
             yield f"bad rows of the {role} data left out: {lost}", True
         for key, rows in tally.get("unread_keys", {}).items():
-            yield (
-                f"{text.counted(rows, 'row')} of the {role} data with text of an answer under '{key}', which is not read",
-                False,
-            )
+            unread = text.counted(rows, "row")
+            yield f"{unread} of the {role} data with text of an answer under '{key}', which is not read", False

@@ -12,9 +12,7 @@ from ttrain.core.terminal import escaped
 from ttrain.core.text import counted, format_duration, short_digest
 from ttrain.store.results import (
     EvaluationResult,
-    HeldoutResult,
     PartCounts,
-    ReplayResult,
     ShardsResult,
     TokenizerResult,
     TrainingResult,
@@ -32,6 +30,8 @@ KEY_METRICS: Mapping[str, tuple[str, ...]] = {
     "base-model": ("parameters", "vocab_size"),
     "new-model": ("parameters",),
     "heldout": ("records", "new", "unscored"),
+    "replay": ("records", "tokens", "nights"),
+    "replay-sft": ("records", "tokens", "nights"),
     "reference": ("answers", "log_probability"),
 }
 
@@ -104,13 +104,6 @@ def key_figures(stage: str, result: Result, directory: Path = Path()) -> str:
         return ", ".join(f"{name} {PartCounts.of(result[name]).rows:,} rows" for name in LEARNT if name in result)
     if stage.startswith("shards-"):
         return "; ".join(_about_shards(result))
-    if stage == "heldout":
-        held_out = HeldoutResult.of(result)
-        unscored = f"; {held_out.unscored:,} of this night are beyond its share" if held_out.unscored else ""
-        return f"{held_out.records:,} held-out documents of all nights, {held_out.new:,} of them new{unscored}"
-    if stage in ("replay", "replay-sft"):
-        kind, sample = "windows of documents" if stage == "replay" else "chats", ReplayResult.of(result)
-        return f"{sample.records:,} {kind}, {sample.tokens:,} tokens, of {counted(sample.nights, 'earlier set')}"
     if stage.startswith("evaluate"):
         bits = EvaluationResult.of(result).metrics.get(BITS_PER_BYTE.name)
         return f"{bits:.3f} {BITS_PER_BYTE.label}" if bits is not None else "no held-out documents"
@@ -120,7 +113,11 @@ def key_figures(stage: str, result: Result, directory: Path = Path()) -> str:
     if training.resumed_from_step:
         figures.append(f"continued at step {training.resumed_from_step} of {training.steps}")
     if warned := training.guard_warnings:
-        figures.append(f"{_advice_of_guards(stage, warned)}; {directory / 'run' / 'guards.jsonl'}")
+        budget = f"{stage}.{'tokens' if stage == 'pretrain' else 'epochs'}"
+        fixes = [GUARD_FIXES[name].format(stage=stage, budget=budget) for name in warned if name in GUARD_FIXES]
+        guards = ", ".join(name.replace("_", " ") for name in warned)
+        where = directory / "run" / "guards.jsonl"
+        figures.append(f"the guards warned of {'; '.join([guards, *fixes, str(where)])}")
     return ", ".join(figures)
 
 
@@ -142,14 +139,6 @@ def _about_shards(result: Result) -> Iterator[str]:
         overlapping, items = (sum(task[name] for task in tasks) for name in ("overlapping", "items"))
         documents = contamination["documents"]
         yield f"{overlapping:,} of {items:,} evaluation items are in {documents:,} training rows"
-
-
-def _advice_of_guards(stage: str, warned: Iterable[str]) -> str:
-    """Which guards warned, and which settings to change."""
-    budget = f"{stage}.{'tokens' if stage == 'pretrain' else 'epochs'}"
-    fixes = [GUARD_FIXES[name].format(stage=stage, budget=budget) for name in warned if name in GUARD_FIXES]
-    names = ", ".join(name.replace("_", " ") for name in warned)
-    return f"the guards warned of {'; '.join([names, *fixes])}"
 
 
 def markdown(rows: Iterable[Sequence[object]], header: Sequence[object]) -> str:
@@ -209,7 +198,8 @@ SCORED = {
     "domain": ("chat", "domain_tokens", "scored token"),
     "pairs": ("pair", "", ""),
 }
-Shown = tuple[str, str, int, str]  # a metric of an evaluation that is shown: its name, label, number of records, remark
+# A metric of an evaluation that is shown: its name, label, number of records (0 where it has no champion), remark
+Shown = tuple[str, str, int, str]
 
 
 def rows(metrics: Mapping[str, float], results: Mapping[str, Result] = MappingProxyType({})) -> list[EvaluationRow]:
@@ -219,16 +209,15 @@ def rows(metrics: Mapping[str, float], results: Mapping[str, Result] = MappingPr
 
     evaluation = EvaluationResult.of(results.get("evaluate", {}))
     champion = EvaluationResult.of(results.get("evaluate-champion", {}))
-    shown = [*_heldout(metrics, evaluation), *_suites(evaluation)]
     table: list[EvaluationRow] = []
-    for name, label, _, remark in shown:
-        if (value := metrics.get(f"eval/{name}")) is not None:
+    for name, label, records, remark in (*_heldout(metrics, evaluation), *_suites(evaluation)):
+        value, of_champion = metrics.get(f"eval/{name}"), metrics.get(f"champion/{name}")
+        if value is not None:
             table.append((label, _with_interval(value, evaluation.intervals.get(name)), remark))
-    for name, label, records, _ in shown:
-        is_of_model = not label.endswith(tuple(BASELINES.values()))  # compressors have no champion
-        if is_of_model and (value := metrics.get(f"champion/{name}")) is not None:
-            remark = not_judged(records) or f"the challenger: {metrics.get(f'eval/{name}', value) - value:+.3f}"
-            table.append((f"{label}, champion", _with_interval(value, champion.intervals.get(name)), remark))
+        if of_champion is not None and records:
+            difference = metrics.get(f"eval/{name}", of_champion) - of_champion
+            remark = not_judged(records) or f"the challenger: {difference:+.3f}"
+            table.append((f"{label}, champion", _with_interval(of_champion, champion.intervals.get(name)), remark))
     return table
 
 
@@ -253,11 +242,12 @@ def _heldout(metrics: Mapping[str, float], evaluation: EvaluationResult) -> Iter
             yield name, f"{metric.label}, {model}", records, remark
             before = value
         if metric is BITS_PER_BYTE:
-            groups = [name.removeprefix("eval/") for name in metrics if name.startswith(f"{metric.of_run}/")]
-            for name in groups:  # bits_per_byte/lang:zh is lang=zh
+            prefix = f"{metric.of_run}/"
+            for name in (name.removeprefix("eval/") for name in metrics if name.startswith(prefix)):
+                # bits_per_byte/lang:zh is lang=zh
                 yield name, f"{metric.label}, base, {name.partition('/')[2].replace(':', '=', 1)}", records, ""
             for compressor, label in BASELINES.items():
-                yield metric.of(compressor), f"{metric.label}, {label}", records, ""
+                yield metric.of(compressor), f"{metric.label}, {label}", 0, ""  # it has no champion
 
 
 def _suites(evaluation: EvaluationResult) -> Iterator[Shown]:
