@@ -21,6 +21,7 @@ from ttrain.store.model_files import weights_digest
 from ttrain.tasks import lora, new_model
 from ttrain.tasks.common import training
 from ttrain.tasks.common.job import Figures, Inputs, StageContext
+from ttrain.tasks.common.whole_model import whole_model
 from ttrain.tasks.reference import ReferencedRows
 from ttrain.train.preference_tuning import PreferenceTuning
 
@@ -43,7 +44,7 @@ def prepare(settings: Settings, inputs: Inputs, encoder: Encoder) -> training.Tr
     base = inputs["base"] / new_model.DIRECTORY
     adapter = adapter_of("dpo", settings)
     if adapter is None:
-        return training.whole_model(new_model.load(base), base)
+        return whole_model(new_model.load(base), base)
     return replace(lora.with_adapter(base, adapter), directory=ADAPTER, finish=partial(merge, base))
 
 

@@ -12,6 +12,7 @@ from ttrain.config.training import NONE, TRAININGS
 from ttrain.data.encoder import Encoder
 from ttrain.model import adapters
 from ttrain.store.model_files import weights_digest
+from ttrain.tasks import new_model
 from ttrain.tasks.common import training
 from ttrain.tasks.common.job import Figures, Inputs, StageContext
 
@@ -36,7 +37,7 @@ def with_adapter(base: Path, config: Lora) -> training.TrainableModel:
     return training.TrainableModel(
         model,
         state=lambda: adapters.state(model),
-        files={**own_files, **training.tokenizer_files(base)},
+        files={**own_files, **new_model.tokenizer_files(base)},
         directory="adapter",
         weights_file=adapters.WEIGHTS,
     )

@@ -12,6 +12,7 @@ from ttrain.model import multi_token
 from ttrain.tasks import new_model
 from ttrain.tasks.common import training
 from ttrain.tasks.common.job import Figures, Inputs, StageContext
+from ttrain.tasks.common.whole_model import whole_model
 
 
 def run(settings: Settings, job: StageContext) -> Figures:
@@ -26,8 +27,8 @@ def prepare(settings: Settings, inputs: Inputs, encoder: Encoder) -> training.Tr
     if base is None:
         identity = dict(flatten(settings.model.model_dump(mode="json"), "model."))
         model = new_model.new(settings.model, encoder, seed)
-        return training.whole_model(model, inputs["tokenizer"], identity)
+        return whole_model(model, inputs["tokenizer"], identity)
     model = new_model.load(base / new_model.DIRECTORY)
     if settings.model.multi_token is not None:
         multi_token.attach(model, settings.model.multi_token, seed)
-    return training.whole_model(model, inputs["tokenizer"])
+    return whole_model(model, inputs["tokenizer"])

@@ -10,6 +10,7 @@ from ttrain.data.encoder import Encoder
 from ttrain.tasks import new_model
 from ttrain.tasks.common import training
 from ttrain.tasks.common.job import Figures, Inputs, StageContext
+from ttrain.tasks.common.whole_model import whole_model
 
 
 def run(settings: Settings, job: StageContext) -> Figures:
@@ -20,4 +21,4 @@ def run(settings: Settings, job: StageContext) -> Figures:
 def prepare(settings: Settings, inputs: Inputs, encoder: Encoder) -> training.TrainableModel:
     """The model before its first step."""
     base = inputs["base"] / new_model.DIRECTORY
-    return training.whole_model(new_model.load(base), base)
+    return whole_model(new_model.load(base), base)

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,12 @@ from ttrain.data.encoder import Encoder
 from ttrain.data.loader import BatchSource, Loader, pad_fraction
 from ttrain.data.packing import Rows
 from ttrain.errors import ArtifactError, Interrupted, TTrainError, UsageError
-from ttrain.model import factory, multi_token
+from ttrain.model import factory
 from ttrain.store.model_files import PLATEAU
 from ttrain.tasks.common.callbacks import GUARDS, METRICS, TrainingParts, is_without_effect, language_model_callbacks
 from ttrain.tasks.common.job import Figures, Inputs, StageContext
 from ttrain.tasks.common.rows import open_rows, order_of, validation_batches, with_replay
 from ttrain.tasks.common.tuning import tuned
-from ttrain.tasks.new_model import tokenizer_files
 from ttrain.train import checkpoint, checkpoint_format, guards, leakage_check, precision
 from ttrain.train.callbacks import Callback
 from ttrain.train.distributed import Ranks, share_cores
@@ -41,11 +40,6 @@ from ttrain.train.schedules import BUDGET, RATES, decay_start, plateau_end, quic
 from ttrain.train.task import TrainingTask
 from ttrain.train.trainer import Trainer
 from ttrain.train.training_options import INTERRUPTED, Cadence, FitResult, Origin, Speed, TrainerOptions, Validation
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-__all__ = ["TrainableModel", "run", "start", "task_of", "tokenizer_files", "whole_model"]
 
 COMPILED_STEPS = 500  # compiling takes about a minute
 
@@ -73,17 +67,6 @@ class TrainableModel:
     def load(self, weights: dict[str, Tensor]) -> None:
         """Load weights into the model. Raises ArtifactError if names or shapes differ."""
         factory.overwrite(self.state(), weights)
-
-
-def whole_model(model: PreTrainedModel, tokenizer: Path, identity: Mapping[str, Any] | None = None) -> TrainableModel:
-    """All weights of a model, with the tokenizer of this directory; `identity`: as in `TrainableModel`."""
-    return TrainableModel(
-        model,
-        state=lambda: multi_token.state(model),
-        files={**factory.files(model), **tokenizer_files(tokenizer)},
-        left_out=multi_token.discarded_files(model),
-        identity=identity or {},
-    )
 
 
 # --- a training stage ----------------------------------------------------------------------------------------------------

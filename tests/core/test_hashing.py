@@ -210,7 +210,7 @@ def test_the_usual_width_of_a_layer_which_no_key_has_stays_as_it_is() -> None:
 
 
 def test_comments_formatting_and_docstrings_do_not_count(package: Package) -> None:
-    path = package.path / "data" / "records.py"
+    path = package.path / "data" / "json_rows.py"
     _, _, code = path.read_text(encoding="utf-8").split('"""', 2)
     assert "class Tally:\n" in code
     code = code.replace("class Tally:\n", "class Tally(\n):  # a comment\n")

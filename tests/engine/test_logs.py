@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ttrain.config import training
 from ttrain.core.terminal import showing_logs
 from ttrain.engine import display as displays
 from ttrain.engine import stage_worker
@@ -67,14 +66,6 @@ def test_figures_have_three_digits_or_none_and_one_of_a_thing_is_not_called_seve
     assert summary.key_figures("pretrain", result) == "validation_loss 3.188, tokens 512, tokens_per_second 920"
     metrics = {"eval/chat_loss_base": 4.1, "eval/chats": 1, "eval/chat_tokens": 11}
     assert [row[2] for row in summary.rows(metrics)] == ["1 chat, 11 scored tokens"]
-
-
-def test_a_metric_of_another_package_over_records_of_its_own_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    toy = training.PrimaryMetric("page_loss_toy", "toy", "pages loss", "pages")
-    monkeypatch.setattr(training, "PRIMARY_METRICS", {"toy": toy})
-    monkeypatch.setattr(training, "MODELS", ("toy",))
-    rows = summary.rows({"eval/page_loss_toy": 2.5, "eval/pages": 3})
-    assert [row[:1] + row[2:] for row in rows] == [("pages loss, toy", "3 records")]
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -222,8 +223,11 @@ def test_the_digest_of_a_data_set_is_that_of_its_files_and_how_they_are_read(tmp
     first = make(tmp_path / "first")["shards-pretrain"]
     other_tokenizer = make(tmp_path / "second", tokenizer="ffff")["shards-pretrain"]
     train, held_out = datasets.data_of(first)
-    assert (train.name, train.context, dict(train.counts)) == ("pretrain", "training", {"documents": 80, "bytes": 2700})
-    assert (held_out.name, held_out.context, held_out.tokens) == ("pretrain-heldout", "validation", 100)
+    assert (train.name, train.tags[datasets.CONTEXT]) == ("pretrain", "training")
+    assert json.loads(train.profile) == {"documents": 80, "bytes": 2700}
+    assert (held_out.name, held_out.tags) == (
+        "pretrain-heldout", {datasets.CONTEXT: "validation", "tokens": "100"}
+    )  # fmt: skip
     assert [one.digest for one in datasets.data_of(other_tokenizer)] == [train.digest, held_out.digest]
     assert train.digest != held_out.digest
     assert [one.name for one in datasets.read_by({"shards": first}, trains=True)] == ["pretrain"]

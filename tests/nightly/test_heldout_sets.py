@@ -9,6 +9,7 @@ from typing import Any
 from support.tiny_stages import run_here
 
 from ttrain.config import Runtime, Settings
+from ttrain.config.evaluate import Evaluate
 from ttrain.core.files import write_json
 from ttrain.evaluate.task_result import record_name
 from ttrain.tasks import evaluate
@@ -62,8 +63,8 @@ def test_what_is_measured_of_a_night_is_bounded_and_stays_the_same_in_all_later_
         assert nights[: len(before)] == before
         assert (figures["nights"][-1], figures["unscored"], len(nights)) == (41, 59, night + 1), "500 bytes of 12 each"
         last = tmp_path / str(night)
-    scored = evaluate._documents(last, 5000)
-    assert len(scored) == sum(figures["nights"]) > 10 * 41, "of each night all that it brought"
+    [scored] = evaluate.heldout_items({"documents": last}, Evaluate(max_bytes=5000))
+    assert len(scored.items) == sum(figures["nights"]) > 10 * 41, "of each night all that it brought"
     everything = held_out(tmp_path / "all", [f"night {night:02} {n:03}" for night in range(12) for n in range(100)])
     again = held_out_set(tmp_path / "again", last, everything, max_bytes=5000)
     assert (again["nights"][-1], again["unscored"]) == (41, 159), "what is beyond a night's share is not another night's"

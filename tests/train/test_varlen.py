@@ -35,9 +35,7 @@ def weights_of(query: Tensor, key: Tensor, scale: float) -> Tensor:
     return scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
 
 
-def plain_forward(
-    q: Tensor, k: Tensor, v: Tensor, spans: Tensor, _: Any, longest: int, *others: Any, scale: float
-) -> tuple[Tensor, Tensor]:
+def plain_forward(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, longest: int, scale: float) -> tuple[Tensor, Tensor]:
     assert spans.dtype == torch.int32 and int(spans.diff().max()) == longest, "as the kernel of CUDA asks"
     assert q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
     out = torch.empty_like(q)
@@ -47,7 +45,7 @@ def plain_forward(
 
 
 def plain_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, spans: Tensor, *others: Any, scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, spans: Tensor, longest: int, scale: float
 ) -> tuple[Tensor, ...]:
     gradients = [torch.empty_like(state) for state in (q, k, v)]
     for tokens, (query, key, value, slope) in records(spans, q, k, v, grad):
@@ -65,12 +63,12 @@ def plain_kernel(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """The kernels of CUDA replaced by plain ones; whether each call was without a warning instead of determinism."""
     strict: list[bool] = []
 
-    def backward(*arguments: Any, scale: float) -> tuple[Tensor, ...]:
+    def backward(*arguments: Any) -> tuple[Tensor, ...]:
         strict.append(not torch.is_deterministic_algorithms_warn_only_enabled())
-        return plain_backward(*arguments, scale=scale)
+        return plain_backward(*arguments)
 
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", plain_forward)
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
+    monkeypatch.setattr(varlen, "forward_kernel", plain_forward)
+    monkeypatch.setattr(varlen, "backward_kernel", backward)
     return strict
 
 
@@ -164,7 +162,7 @@ def test_the_kernel_runs_on_cuda_alone_in_half_precision_and_for_heads_that_it_h
 
 
 def test_torch_still_has_the_operations_with_the_arguments_that_are_passed() -> None:
-    """Their signatures are not public; the arguments are as `varlen` passes them."""
+    """Their signatures are not public; the arguments are as `forward_kernel` and `backward_kernel` pass them."""
     forward = [one.name for one in torch.ops.aten._flash_attention_forward.default._schema.arguments]
     names = ["query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"]
     assert forward[:11] == [*names, "return_debug_mask", "scale"]

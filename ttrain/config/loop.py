@@ -2,20 +2,20 @@
 
 from typing import Literal
 
-from ttrain.config.base import Section, Seed, Share, need, setting
+from pydantic import field_validator
 
-LARGEST_RATE = 1  # with it a step of AdamW and Muon moves every weight by 1, which no training survives
+from ttrain.config.base import Section, Seed, Share, need, setting
 
 
 class Optim(Section):
     """AdamW, Adam, or Muon for the hidden matrices and AdamW for the rest."""
 
     kind: Literal["muon", "adamw", "adam"] = setting("adamw", "muon: of the hidden matrices; AdamW of the rest")
-    lr: float = setting(4e-3, "peak learning rate; where kind=muon, of what AdamW trains", gt=0, le=LARGEST_RATE)
-    muon_lr: float = setting(0.02, "peak learning rate of Muon, where kind=muon", gt=0, le=LARGEST_RATE)
-    embedding_lr: float | None = setting(None, "peak learning rate of the embedding; empty: lr", gt=0, le=LARGEST_RATE)
+    lr: float = setting(4e-3, "peak learning rate; where kind=muon, of what AdamW trains", gt=0)
+    muon_lr: float = setting(0.02, "peak learning rate of Muon, where kind=muon", gt=0)
+    embedding_lr: float | None = setting(None, "peak learning rate of the embedding; empty: lr", gt=0)
     head_lr: float | None = setting(
-        None, "peak learning rate of the output head, also of one that is the embedding; empty: lr", gt=0, le=LARGEST_RATE
+        None, "peak learning rate of the output head, also of one that is the embedding; empty: lr", gt=0
     )
     betas: tuple[Share, Share] = setting((0.9, 0.95), "of AdamW and Adam: decay of the two means, a step")
     eps: float = setting(1e-8, "of AdamW, added to the denominator", gt=0)
@@ -23,6 +23,13 @@ class Optim(Section):
         0.1, "on matrices only, never on norms, biases and embeddings; kind=adam adds it to the gradient", ge=0
     )
     clip: float | None = setting(1.0, "largest gradient norm, over all parameters; empty: any", gt=0)
+
+    @field_validator("lr", "muon_lr", "embedding_lr", "head_lr")
+    @classmethod
+    def _is_usual_rate(cls, value: float | None) -> float | None:
+        """Refuse a rate that no training survives: of AdamW and Muon a step then moves every weight by more than 1."""
+        need(value is None or value <= 1, "must be at most 1; usual are 1e-5 to 5e-2, such as 2e-4")
+        return value
 
 
 class Schedule(Section):

@@ -26,7 +26,7 @@ from ttrain.engine.plan import Plan
 from ttrain.engine.planner import plan_stage
 from ttrain.engine.provenance import commit, with_absolute_paths
 from ttrain.engine.stop_request import SIGNALLED, StopRequest
-from ttrain.errors import DamagedFile, Interrupted, NothingNew, TooFewRows, TTrainError, with_fix
+from ttrain.errors import Interrupted, NothingNew, TooFewRows, TTrainError, with_fix
 from ttrain.reports import summary
 from ttrain.store.layout import TRACKED, Artifact
 from ttrain.store.registry import Registry, Version
@@ -151,12 +151,12 @@ class PipelineRun(StopRequest):
             if made is None:
                 continue
             shards, tokenizer = self.artifacts[made.name], self._inputs_of(made)["tokenizer"]
+            inputs = {"shards": shards, "tokenizer": tokenizer}
             try:
-                for artifact in (shards, tokenizer):
+                for artifact in inputs.values():
                     self.store.complete(artifact, report=partial(self._message, stage))
-                row_counts.check(getattr(self.settings, stage.name), shards.path, tokenizer.path)
-            except DamagedFile:
-                continue  # the stage verifies its inputs, and sets them aside
+                with launch.verified(stage, self.store, inputs):  # damage is no fault of settings or data
+                    row_counts.check(getattr(self.settings, stage.name), shards.path, tokenizer.path)
             except TooFewRows as error:
                 self._failed(stage, error)
                 errors.append(error)

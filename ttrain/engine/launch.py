@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,12 +76,8 @@ def _make(
         remove_earlier_results(work)  # at once: the ranks of other nodes begin when there is a job
         for name, artifact in inputs.items():
             store.complete(artifact, stage.inputs.get(name, ()), report=lambda line: report("message", {"text": line}))
-        try:
-            for name, artifact in inputs.items():  # shards are verified when a row of one is read
-                integrity.verify_artifact(artifact, stage.inputs.get(name, ()))
-        except DamagedFile as error:
-            raise _set_aside(stage, store, inputs, error.path, f"stage {stage.name}: {error}") from None
-        _prepare(planned, settings, store, work)
+        with verified(stage, store, inputs):
+            _prepare(planned, settings, store, work)
         report("started", {"planned": planned, "work": work})
         try:
             result = processes.run(stage, settings, work, work / "output" / "run" / "log.txt", report, stop)
@@ -105,6 +101,20 @@ def _make(
 
 def _wait_for(who: str, report: Report) -> None:
     report("message", {"text": f"{who} is building it; waiting for it to finish"})
+
+
+@contextlib.contextmanager
+def verified(stage: Stage, store: ArtifactStore, inputs: Artifacts) -> Iterator[None]:
+    """Verify the stage's inputs against their manifests; shards are verified when a row of one is read, as in the block.
+
+    Raises StageFailed for a damaged file, and sets its artifact aside.
+    """
+    try:
+        for name, artifact in inputs.items():
+            integrity.verify_artifact(artifact, stage.inputs.get(name, ()))
+        yield
+    except DamagedFile as error:
+        raise _set_aside(stage, store, inputs, error.path, f"stage {stage.name}: {error}") from None
 
 
 def _set_aside(stage: Stage, store: ArtifactStore, inputs: Artifacts, path: Path, message: str) -> StageFailed:

@@ -12,7 +12,9 @@ from ttrain.core.terminal import escaped
 from ttrain.core.text import counted, format_duration, short_digest
 from ttrain.store.results import (
     EvaluationResult,
+    HeldoutResult,
     PartCounts,
+    ReplayResult,
     ShardsResult,
     TokenizerResult,
     TrainingResult,
@@ -30,8 +32,6 @@ KEY_METRICS: Mapping[str, tuple[str, ...]] = {
     "base-model": ("parameters", "vocab_size"),
     "new-model": ("parameters",),
     "heldout": ("records", "new", "unscored"),
-    "replay": ("records", "tokens", "nights"),
-    "replay-sft": ("records", "tokens", "nights"),
     "reference": ("answers", "log_probability"),
 }
 
@@ -104,6 +104,13 @@ def key_figures(stage: str, result: Result, directory: Path = Path()) -> str:
         return ", ".join(f"{name} {PartCounts.of(result[name]).rows:,} rows" for name in LEARNT if name in result)
     if stage.startswith("shards-"):
         return "; ".join(_about_shards(result))
+    if stage == "heldout":
+        held_out = HeldoutResult.of(result)
+        unscored = f"; {held_out.unscored:,} of this night are beyond its share" if held_out.unscored else ""
+        return f"{held_out.records:,} held-out documents of all nights, {held_out.new:,} of them new{unscored}"
+    if stage in ("replay", "replay-sft"):
+        kind, sample = "windows of documents" if stage == "replay" else "chats", ReplayResult.of(result)
+        return f"{sample.records:,} {kind}, {sample.tokens:,} tokens, of {counted(sample.nights, 'earlier set')}"
     if stage.startswith("evaluate"):
         bits = EvaluationResult.of(result).metrics.get(BITS_PER_BYTE.name)
         return f"{bits:.3f} {BITS_PER_BYTE.label}" if bits is not None else "no held-out documents"

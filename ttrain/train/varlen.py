@@ -75,15 +75,11 @@ def _attention(
     q_MHK: Tensor, k_MGK: Tensor, v_MGK: Tensor, spans: Tensor, longest: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """(output, logarithms of the sums of the weights [H, M])."""
-    most = int(longest)
-    output, sums_HM, *_ = torch.ops.aten._flash_attention_forward(  # behind `torch.nn.attention.varlen`
-        q_MHK, k_MGK, v_MGK, spans, spans, most, most, 0.0, True, False, scale=scale
-    )
-    return output, sums_HM
+    return forward_kernel(q_MHK, k_MGK, v_MGK, spans, int(longest), scale)
 
 
 @_attention.register_fake
-def _(q_MHK: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+def _(q_MHK: Tensor, k_MGK: Tensor, v_MGK: Tensor, spans: Tensor, longest: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q_MHK), q_MHK.new_empty((q_MHK.shape[1], q_MHK.shape[0]), dtype=torch.float32)
 
 
@@ -92,19 +88,15 @@ def _attention_backward(
     grad_MHK: Tensor, q_MHK: Tensor, k_MGK: Tensor, v_MGK: Tensor, out_MHK: Tensor, sums_HM: Tensor, spans: Tensor,
     longest: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    most, grad_MHK = int(longest), grad_MHK.contiguous()
-    random_state = torch.zeros(2, dtype=torch.uint64, device=q_MHK.device)  # of dropout, which there is none of
-    unused = q_MHK.new_empty(0)
     with strictly_deterministic():
-        gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-            grad_MHK, q_MHK, k_MGK, v_MGK, out_MHK, sums_HM, spans, spans, most, most, 0.0, True, random_state, unused,
-            scale=scale,
-        )  # fmt: skip
-    return gradients
+        return backward_kernel(grad_MHK.contiguous(), q_MHK, k_MGK, v_MGK, out_MHK, sums_HM, spans, int(longest), scale)
 
 
 @_attention_backward.register_fake
-def _(grad_MHK: Tensor, q_MHK: Tensor, k_MGK: Tensor, v_MGK: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    grad_MHK: Tensor, q_MHK: Tensor, k_MGK: Tensor, v_MGK: Tensor, out_MHK: Tensor, sums_HM: Tensor, spans: Tensor,
+    longest: Tensor, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return torch.empty_like(q_MHK), torch.empty_like(k_MGK), torch.empty_like(v_MGK)
 
 
@@ -132,3 +124,27 @@ def strictly_deterministic() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def forward_kernel(
+    q_MHK: Tensor, k_MGK: Tensor, v_MGK: Tensor, spans: Tensor, longest: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The kernel behind `torch.nn.attention.varlen`, which alone gives what its backward pass needs."""
+    output, sums_HM, *_ = torch.ops.aten._flash_attention_forward(
+        q_MHK, k_MGK, v_MGK, spans, spans, longest, longest, 0.0, True, False, scale=scale
+    )
+    return output, sums_HM
+
+
+def backward_kernel(
+    grad_MHK: Tensor, q_MHK: Tensor, k_MGK: Tensor, v_MGK: Tensor, out_MHK: Tensor, sums_HM: Tensor, spans: Tensor,
+    longest: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of queries, keys and values."""
+    random_state = torch.zeros(2, dtype=torch.uint64, device=q_MHK.device)  # of dropout, which there is none of
+    unused = q_MHK.new_empty(0)
+    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+        grad_MHK, q_MHK, k_MGK, v_MGK, out_MHK, sums_HM, spans, spans, longest, longest, 0.0, True, random_state, unused,
+        scale=scale,
+    )  # fmt: skip
+    return gradients
