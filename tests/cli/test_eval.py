@@ -72,7 +72,8 @@ def test_two_models_stand_side_by_side_on_the_same_items(here: Path, capsys: pyt
     first, second = (task["models"][name]["figures"]["accuracy"] for name in told["models"])
     for figure in (first, second):
         assert figure["interval"][0] <= figure["value"] <= figure["interval"][1]
-    (compared,) = told["comparisons"]
+    compared, by_answers = told["comparisons"]
+    assert (compared["figure"], by_answers["figure"]) == ("accuracy", "bits_per_byte"), "which tells small models apart"
     assert compared["difference"] == pytest.approx(first["value"] - second["value"])
     rows = [json.loads(line) for line in (here / "items.jsonl").read_bytes().splitlines()]
     assert [row["model"] for row in rows] == ["pretrain"] * len(CHOICES) + ["./other"] * len(CHOICES)

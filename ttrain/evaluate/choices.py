@@ -19,7 +19,7 @@ from ttrain.core.text import is_number
 from ttrain.evaluate.items import BadRow, Items, SuiteFiles, read_rows, separator, text_of, with_examples
 from ttrain.evaluate.log_likelihood import Likelihood, log_likelihoods
 from ttrain.evaluate.perplexity import ProgressCallback
-from ttrain.evaluate.task_result import LN2, Metric, TaskResult, mean
+from ttrain.evaluate.task_result import ANSWER_BITS, LN2, Metric, TaskResult, mean
 from ttrain.inference.loading import LoadedModel
 
 CHOICE_FORMAT = '{"question": text, "choices": [texts], "answer": number from 0, letter or text}'
@@ -118,7 +118,7 @@ def score_choices(items: Items[ChoicePrompt], subject: LoadedModel, progress: Pr
     figures = [mean(FIGURES[name], right[name]) for name in order]
     figures.append(mean("choice_loss", losses, "nats", higher=False))
     sizes = tuple(float(len(prompt.continuations[prompt.choice.answer].encode("utf-8"))) for prompt in items.items)
-    figures.append(Metric("bits_per_byte", tuple(answer_nats), sizes, False, "bits per byte", factor=1 / LN2))
+    figures.append(Metric(ANSWER_BITS, tuple(answer_nats), sizes, False, "bits per byte", factor=1 / LN2))
     figures += cut_figure([row.get("cut", 0) for row in rows])
     return items.result(subject.name, figures, rows)
 

@@ -28,7 +28,7 @@ from ttrain.evaluate.generation import answers
 from ttrain.evaluate.items import Items, SuiteFiles, digests, groups, sampled
 from ttrain.evaluate.log_likelihood import log_likelihoods
 from ttrain.evaluate.perplexity import ProgressCallback
-from ttrain.evaluate.task_result import LN2, Metric, TaskResult
+from ttrain.evaluate.task_result import ANSWER_BITS, LN2, Metric, TaskResult
 from ttrain.inference.loading import LoadedModel
 
 EXAMPLES_SEED = 1234  # the harness's default, so that prompts equal those of published results
@@ -43,7 +43,6 @@ FORMS: dict[Any, dict[str, Any]] = {
     aggregations.weighted_perplexity: {"shown": "exp"},
     aggregations.bits_per_byte: {"factor": 1 / LN2, "unit": "bits per byte"},
 }
-ANSWER_BITS = "bits_per_byte"  # of the right choice: not a metric of the harness
 
 Parts = tuple[list[float], list[float]]
 HarnessItem = tuple[Task, int]  # a document of a task, by its number there

@@ -53,15 +53,16 @@ class Results:
         return numbers
 
     def comparisons(self) -> list[JsonDict]:
-        """Compare every other model with the first on each task's primary metric: the fields of the `PairedComparison`,
+        """Compare every other model with the first on each metric that decides: the fields of the `PairedComparison`,
         `verdict` in words, and `p_of_all`, which is p corrected for the number of comparisons by Holm's rule."""
         pairs = [(first, other) for first, *others in map(dict.values, self._tasks.values()) for other in others]
+        decisive = [(*pair, *metrics) for pair in pairs for metrics in zip(*(of.compared for of in pair), strict=False)]
         comparisons: list[JsonDict] = []
-        for first, other in pairs:
-            why, compared = _incomparable_reason(first, other), NOT_COMPARED
+        for first, other, metric, other_metric in decisive:
+            why, compared = _incomparable_reason(first, other, metric, other_metric), NOT_COMPARED
             if not why:
-                compared = statistics.compare(first.primary, other.primary, self.rule, among=len(pairs))
-            names = {"task": first.task, "figure": first.primary.name, "first": first.subject, "second": other.subject}
+                compared = statistics.compare(metric, other_metric, self.rule, among=len(decisive))
+            names = {"task": first.task, "figure": metric.name, "first": first.subject, "second": other.subject}
             comparisons.append({**names, **asdict(compared), "verdict": why})
         corrected = statistics.holm([comparison["p"] for comparison in comparisons])
         for comparison, p in zip(comparisons, corrected, strict=True):
@@ -127,7 +128,7 @@ class Results:
         return number(metric.value) + ("" if interval is None else f" ({span(interval)})")
 
     def comparison_table(self) -> Table:
-        """(header, rows): a row for each task and each model but the first."""
+        """(header, rows): a row for each compared metric of a task and each model but the first."""
         rows: list[tuple[str, ...]] = []
         for pair in self.comparisons():
             difference, interval, cells = pair["difference"], pair["interval"], ("", "", "")
@@ -143,13 +144,13 @@ class Results:
                 yield {"task": outcome.task, "model": outcome.subject, "item": digest, **row}
 
 
-def _incomparable_reason(first: TaskResult, second: TaskResult) -> str:
-    """Why the two results cannot be compared; "" if they can."""
+def _incomparable_reason(first: TaskResult, second: TaskResult, metric: Metric, other: Metric) -> str:
+    """Why this metric of two results cannot be compared; "" if it can."""
     if first.items.digests != second.items.digests:
         return OTHER_ITEMS
-    if not statistics.comparable(first.primary, second.primary):
+    if not statistics.comparable(metric, other):
         return OTHER_COUNTS
-    broken = [outcome.subject for outcome in (first, second) if not math.isfinite(outcome.primary.value)]
+    broken = [of.subject for of, value in ((first, metric.value), (second, other.value)) if not math.isfinite(value)]
     return f"the metric of {' and '.join(broken)} is not finite" if broken else ""
 
 

@@ -17,6 +17,7 @@ from ttrain.errors import ArtifactError, UsageError
 from ttrain.store.layout import Artifact
 
 LN2 = math.log(2)
+ANSWER_BITS = "bits_per_byte"  # of the right answer, beside an accuracy
 DIGEST_CHARACTERS = 16  # 64 bits: among a million records two have the same with a probability of 3e-8
 
 Shown = Literal["exp"] | None  # how the quotient of a metric is displayed: as its exponential, or as it is
@@ -111,6 +112,13 @@ class TaskResult:
     def primary(self) -> Metric:
         """The task's primary metric."""
         return self.figures[0]
+
+    @property
+    def compared(self) -> tuple[Metric, ...]:
+        """The metrics on which models are compared: the primary one, and beside an accuracy the bits per byte of the right
+        answers, which tell small models apart while their accuracies are at chance."""
+        answers = (metric for metric in self.figures[1:] if metric.name == ANSWER_BITS and not metric.group)
+        return (self.primary, *answers) if self.primary.unit == "share" else (self.primary,)
 
     def recorded(self, names: Mapping[str, str]) -> dict[str, Metric]:
         """The metrics that have a name in an evaluation, by that name and their group's suffix."""
