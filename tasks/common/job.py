@@ -25,7 +25,6 @@ class StageContext:
     runtime: Runtime
     progress: ProgressWriter
     stop_requested: Callable[[], bool]
-    start_from: Path | None = None  # a checkpoint of a shorter run that this one extends
     groups: Mapping[str, list[int]] = field(default_factory=dict)  # which weighted source each of `files` belongs to
     weights: Sequence[float] = ()  # of those sources; empty: all rows alike
     labels: Mapping[str, str] = field(default_factory=dict)  # stage, run and experiment, for loggers of other services

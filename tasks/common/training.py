@@ -23,7 +23,7 @@ from ttrain.core.files import finite, link_or_copy, remove_tree
 from ttrain.data.encoder import Encoder
 from ttrain.data.loader import BatchSource, Loader, pad_fraction
 from ttrain.data.packing import Rows
-from ttrain.errors import ArtifactError, Interrupted, TTrainError, UsageError
+from ttrain.errors import ArtifactError, Interrupted, TTrainError
 from ttrain.model import factory
 from ttrain.store.model_files import PLATEAU
 from ttrain.tasks.common.callbacks import GUARDS, METRICS, TrainingParts, is_without_effect, language_model_callbacks
@@ -36,7 +36,7 @@ from ttrain.train.distributed import Ranks, share_cores
 from ttrain.train.early_stopping import early_stopping
 from ttrain.train.language_modeling import CausalTask, LanguageModeling
 from ttrain.train.resource_limits import NightThrottle, explain_out_of_memory, limit_bytes, limit_memory
-from ttrain.train.schedules import BUDGET, RATES, decay_start, plateau_end, quick_rows, shared_steps
+from ttrain.train.schedules import BUDGET, RATES, decay_start, plateau_end, quick_rows
 from ttrain.train.task import TrainingTask
 from ttrain.train.trainer import Trainer
 from ttrain.train.training_options import INTERRUPTED, Cadence, FitResult, Origin, Speed, TrainerOptions, Validation
@@ -137,7 +137,6 @@ def run(
     if not config.validates_while_training:  # then there are quick ones, over fewer rows
         fewer = min(config.validation_rows, quick_rows(order.total_rows, runtime.quick_validations + 1))
         validation = replace(validation, quick=validation_batches(heldout_batches, fewer, size))
-    extended = _extended(config, job, trained, order.steps)
     counts = rows.counts()
     named = ("rows", "row_length", "records", "fill")
     rest = [f"{name.replace('_', ' ')} {count:,.6g}" for name, count in counts.items() if name not in named]
@@ -151,8 +150,8 @@ def run(
     )
     identity = {**trained.identity, **dict(flatten(config.model_dump(mode="json", exclude={"start_from"})))}
     earlier = read_plateau(job.inputs["plateau"], trained.weights_file) if "plateau" in job.inputs else None
-    # A shorter run is extended, --continue names work of another rate; all else has another key.
-    origin = Origin(extended, earlier, identity, BUDGET | RATES)
+    # --extend begins with checkpoints of a smaller budget, --continue names work of another rate; all else has another key
+    origin = Origin(plateau=earlier, identity=identity, allow=BUDGET | RATES)
     parts = TrainingParts(loader, ranks, computed_in, validation, origin)
     callbacks = [
         *early_stopping(config, validation.batches),
@@ -167,30 +166,9 @@ def run(
         **figures,
         **chosen,
         **({"by_rule": by_rule} if by_rule else {}),
-        "extended_from_step": extended.step if extended else None,
         "rows": {**counts, "pad_fraction": pad_fraction(rows, loader)},
         "heldout_rows": heldout.counts(),
     }
-
-
-def _extended(config: Training, job: StageContext, trained: TrainableModel, steps: int) -> checkpoint.Snapshot | None:
-    """The checkpoint of the shorter run that `--extend` continues.
-
-    The plan, which reads no rows, estimates the steps of a budget in tokens where rows count by their length.
-    """
-    if not job.start_from:
-        return None
-    if config.early_stopping:
-        raise UsageError(
-            f"--extend cannot be combined with {config.prefix}early_stopping: the best weights may lie in the shorter run; "
-            f"remove one of them"
-        )
-    snapshot = checkpoint.read(job.start_from, trained.weights_file)
-    shared = shared_steps(config.schedule, steps)
-    if snapshot.step <= shared:
-        return snapshot
-    log.warning("--extend starts from scratch: step %d is after step %d, where the decay begins", snapshot.step, shared)
-    return None
 
 
 # --- a training of any model ---------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ class Home:
         state.parent.mkdir(parents=True)
         state.write_text("{}")
         inputs = {name: str(artifact.path) for name, artifact in (reads or {}).items()}
-        write_json(work / JOB, {"inputs": inputs, "reuse": [], "start_from": None})
+        write_json(work / JOB, {"inputs": inputs, "reuse": []})
         for path in [work, *work.rglob("*")]:
             os.utime(path, (time.time() - age, time.time() - age))
         return work

@@ -58,7 +58,6 @@ def run_alone(stage: Stage, settings: JsonObject, runtime: Runtime, out: Path, w
             "settings": settings,
             "runtime": runtime.model_dump(mode="json"),
             "output": str(out),
-            "start_from": None,
             **{name: {} for name in ("inputs", "files", "groups")},  # only stages of a pipeline have these
             **{name: [] for name in ("weights", "reuse")},
         }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -73,6 +72,9 @@ def _make(
             remove_tree(work)
         if planned.partial_run:
             resume.take_over(store, planned.partial_run, key, planned.ingredients)
+        elif planned.start_from and not resume.saved_step(work):
+            remove_tree(work)
+            resume.begun_at(store, planned, planned.start_from.parents[1], planned.first_step).rename(work)
         remove_earlier_results(work)  # at once: the ranks of other nodes begin when there is a job
         for name, artifact in inputs.items():
             store.complete(artifact, stage.inputs.get(name, ()), report=lambda line: report("message", {"text": line}))
@@ -133,10 +135,6 @@ def _prepare(planned: Planned, settings: Settings, store: ArtifactStore, work: P
     if not (stage.uses_ranks or stage.reuses_parts):
         remove_tree(output)
     (output / "run").mkdir(parents=True, exist_ok=True)
-    if planned.start_from:
-        curve = planned.start_from.parent.parent / "run" / "metrics.jsonl"
-        if curve.exists() and not (output / "run" / curve.name).exists():
-            shutil.copyfile(curve, output / "run" / curve.name)
     files = data_files(stage, settings)
     weights = settings.data.weights(stage.dataset) if stage.reuses_parts and stage.dataset else ()
     earlier = store.artifacts(stage.name)[:EARLIER_OUTPUTS] if stage.reuses_parts and not planned.forced else []
@@ -156,7 +154,6 @@ def _prepare(planned: Planned, settings: Settings, store: ArtifactStore, work: P
         "reuse": reusable,
         "runtime": settings.runtime.model_dump(mode="json"),
         "output": "output",
-        "start_from": str(planned.start_from) if planned.start_from else None,
         "key": planned.key,
     }
     if stage.uses_ranks:

@@ -212,6 +212,11 @@ def extension_of(
     must be equal. Returns it (None: there is none), its step and the reason.
     """
     config: Training = getattr(settings, stage.name)
+    if config.early_stopping:
+        raise UsageError(
+            f"--extend cannot be combined with {stage.name}.early_stopping: the best weights may lie in the shorter run; "
+            f"remove one of them"
+        )
     checkpoints: dict[int, Path] = {}
     for artifact in store.artifacts(stage.name):
         old = artifact.manifest["ingredients"]
@@ -258,11 +263,7 @@ def restart(store: ArtifactStore, stages: Sequence[Planned], from_step: int | No
     source = (other.path if other else work) / "output"
     if planned.artifact and not steps_in(source):
         source = planned.artifact.path
-    prepared = work.with_name(f"{planned.key}.restarted")
-    remove_tree(prepared)
-    _copy_until(source, prepared / "output", from_step, planned.name)
-    write_json(prepared / INGREDIENTS, planned.ingredients)
-    write_json(prepared / RESTARTED, {"step": from_step})
+    prepared = begun_at(store, planned, source, from_step)
     if other:
         differs = changes(other, planned.ingredients)
         entry = {"key": other.key, "to": planned.key, "step": from_step, "differences": differs}
@@ -272,15 +273,20 @@ def restart(store: ArtifactStore, stages: Sequence[Planned], from_step: int | No
     return [*lines, f"{planned.name} continues at the checkpoint of step {from_step}"]
 
 
-def _copy_until(source: Path, output: Path, step: int, stage: str) -> None:
-    """Give an output the checkpoints of another up to this step, and its curves, which the training cuts off there."""
+def begun_at(store: ArtifactStore, planned: Planned, source: Path, step: int) -> Path:
+    """Work of a stage that begins with the checkpoints of an output up to this step, and its curves, which the training cuts
+    off there. It lies beside the place of the stage's work. Raises UsageError where there is no such checkpoint."""
     steps = steps_in(source)
     if step not in steps:
         there_are = f"those of the steps {first_of([*map(str, steps)], SHOWN_STEPS)}" if steps else "none"
         raise UsageError(
-            f"--from-step is {step}, but {stage} has no checkpoint of that step; there are {there_are} "
+            f"--from-step is {step}, but {planned.name} has no checkpoint of that step; there are {there_are} "
             f"(runtime.keep_every_steps keeps more)"
         )
+    work = store.work(planned.name, planned.known_key)
+    prepared = work.with_name(f"{work.name}.restarted")
+    remove_tree(prepared)
+    output = prepared / "output"
     for number in steps[: steps.index(step) + 1]:
         directory = checkpoint_of(output, number)
         directory.mkdir(parents=True)
@@ -289,6 +295,9 @@ def _copy_until(source: Path, output: Path, step: int, stage: str) -> None:
     (output / "run").mkdir()
     for curve in (source / "run").glob("*.jsonl"):
         shutil.copyfile(curve, output / "run" / curve.name)
+    write_json(prepared / INGREDIENTS, planned.ingredients)
+    write_json(prepared / RESTARTED, {"step": step})
+    return prepared
 
 
 def _set_work_aside(store: ArtifactStore, planned: Planned) -> list[str]:

@@ -150,7 +150,6 @@ def job_of(work: Path, stop: Callable[[], bool] = lambda: False, *, progress: bo
         runtime=Runtime.rebuilt(spec["runtime"]),
         progress=ProgressWriter(work / PROGRESS if progress else None),
         stop_requested=stop,
-        start_from=Path(spec["start_from"]) if spec["start_from"] else None,
         groups=spec["groups"],
         weights=spec["weights"],
         labels={"stage": spec["stage"], **read_object(work / TRACKED)},

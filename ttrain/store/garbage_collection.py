@@ -179,8 +179,7 @@ def _work_directories(store: ArtifactStore) -> Iterator[tuple[str, str, Path]]:
 def _read_by(store: ArtifactStore, work: Path) -> Iterator[str]:
     """Keys of the artifacts that the job of a work directory reads."""
     job = read_object(work / JOB)
-    start_from = [job["start_from"]] if job.get("start_from") else []
-    for path in map(Path, [*job.get("inputs", {}).values(), *job.get("reuse", ()), *start_from]):
+    for path in map(Path, [*job.get("inputs", {}).values(), *job.get("reuse", ())]):
         if path.is_relative_to(store.root / "store"):
             yield path.relative_to(store.root / "store").parts[1]
 
