@@ -74,6 +74,12 @@ def test_secret_parameters_are_hidden_wherever_a_text_has_them(words: str, shown
     assert redact.text(words) == redact.text(shown) == shown
 
 
+def test_a_name_is_secret_by_its_words_whatever_stands_between_and_after_them() -> None:
+    secret = ("api_key_2", "DB_PASSWORD_1", "gateway.password_1", "hub_token_2", "my token", "secrets[0].x", "credentials.a")
+    assert [name for name in secret if not is_secret(name)] == []
+    assert not any(map(is_secret, ("tokens", "pad_token", "tokens_per_step", "key_file", "webhook_file", "secrets_path")))
+
+
 def test_the_current_settings_fill_in_what_a_record_hides() -> None:
     here, there = "https://u:new@host/a.jsonl", "https://host/get?id=1"
     now = {"data": {"sft": (here, "b.jsonl"), "lora": ({"path": there, "weight": 3},), "pretrain": (there,)}}

@@ -123,11 +123,13 @@ def test_a_text_ends_an_answer_and_what_follows_costs_little(tmp_path: Path, sub
     assert sum(counted) == generation.PIECE + 200
 
 
-def test_a_prompt_that_is_too_long_loses_its_beginning(tmp_path: Path, subject: LoadedModel) -> None:
+def test_prompts_that_are_too_long_lose_their_oldest_examples_first(tmp_path: Path, subject: LoadedModel) -> None:
     rows = [{"question": f"{number} {'word ' * 5}?", "answer": str(number)} for number in range(6)]
     watched, given = watching(subject, [])
     outcome = asked(tmp_path, rows, watched, shots=5)
-    assert {len(ids) for ids in given} == {128 - 20} and outcome.figures[-1].name == "cut"
+    assert all(len(ids) <= 128 - 20 and ids[0] == subject.begin_ids[0] for ids in given)
+    assert all(subject.encoder.decode(ids).startswith("Question: ") for ids in given), "no example is cut in two"
+    assert outcome.figures[-1].name == "cut"
     assert asked(tmp_path, rows, watched).figures[-1].name == "ended", "no prompt is cut"
     assert all(subject.encoder.decode(ids).endswith("?\nAnswer:") for ids in given)
 

@@ -153,6 +153,11 @@ def test_a_target_is_replaced_only_when_asked_and_only_if_it_is_a_model(tmp_path
     other = tmp_path / "other"
     (other / ".git").mkdir(parents=True)
     (other / "train.py").write_text("precious")
+    with pytest.raises(UsageError, match=r"no model.*--force"):
+        export(reference, other, Request(force=True))
+    with pytest.raises(UsageError, match="a file"):
+        export(reference, other / "train.py", Request())
+    (other / "config.json").touch()
     with pytest.raises(UsageError, match=r"holds more than a model: \.git, train\.py; .* move the rest away"):
         export(reference, other, Request(force=True))
     assert (other / "train.py").read_text() == "precious"

@@ -150,6 +150,10 @@ def pipeline_plan(
         _refuse_for_nights(options != SelectionOptions())
         return _plan_night(loaded)
     planned = api.plan(pipeline, loaded.settings, **asdict(options))
+    if loaded.settings.runtime.device not in ("auto", "cpu"):
+        from ttrain.train.precision import resolve_device  # loads torch, so only where a device is named
+
+        resolve_device(loaded.settings.runtime.device)
     automatic = _rules(loaded, planned, packs=show_rules)
     value = {
         **planned.to_json(),

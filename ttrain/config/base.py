@@ -163,15 +163,14 @@ def _existing_zone(value: str) -> str:
 TimeZone = Annotated[str, AfterValidator(_existing_zone)]
 
 
-def _time_of_day(value: object) -> str:
-    text = f"{value // 60}:{value % 60:02}" if isinstance(value, int) else str(value)  # YAML takes 22:30 for 1350
+def _time_of_day(value: str) -> str:
     try:
-        return f"{datetime.strptime(text, '%H:%M'):%H:%M}"
+        return f"{datetime.strptime(value, '%H:%M'):%H:%M}"
     except ValueError:
         raise ValueError("must be a time of day as hour:minute, from 00:00 to 23:59, such as 06:30") from None
 
 
-TimeOfDay = Annotated[str, BeforeValidator(_time_of_day)]
+TimeOfDay = Annotated[str, AfterValidator(_time_of_day)]
 
 
 def _rebuilt(kind: Any, value: Any) -> Any:

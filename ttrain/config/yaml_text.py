@@ -46,6 +46,15 @@ class Loader(SAFE):  # type: ignore[misc]
                 raise ConstructorError(problem=f"{shown(key.value)} is given twice", problem_mark=key.start_mark)
         return super().construct_mapping(node, deep)
 
+    def construct_yaml_int(self, node: Any) -> Any:
+        try:
+            return int(node.value)  # 010 is 10, and 22:30 a time
+        except ValueError:
+            return node.value
+
+
+Loader.add_constructor(INTEGER, Loader.construct_yaml_int)
+
 
 class WordLoader(Loader):
     """Reads lists whose scalars stay texts, apart from plain numbers: pydantic reads the others by their types."""

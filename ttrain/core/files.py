@@ -2,12 +2,14 @@
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -26,11 +28,18 @@ def private_opener(name: str, flags: int) -> int:
 
 def finite(value: T) -> T:
     """Convert for JSON: numbers that are not finite become null, tuples lists, dataclasses objects, paths texts."""
-    import orjson
-
-    options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
-    converted: T = orjson.loads(orjson.dumps(value, default=str, option=options))
-    return converted
+    converted: Any = value
+    if isinstance(value, dict):
+        converted = {key: finite(inner) for key, inner in value.items()}
+    elif isinstance(value, list | tuple):
+        converted = [finite(inner) for inner in value]
+    elif is_dataclass(value) and not isinstance(value, type):
+        converted = finite(asdict(value))
+    elif isinstance(value, float) and not math.isfinite(value):
+        converted = None
+    elif isinstance(value, Path):
+        converted = str(value)
+    return converted  # type: ignore[no-any-return]
 
 
 def need_object(text: str | bytes) -> JsonDict:

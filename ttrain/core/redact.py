@@ -20,7 +20,7 @@ SECRET_NAME = re.compile(
       | webhook
     ) (?:_\w+)?$
     | (?:^|[./_]) token$
-    | (?:^|[./_]) (?:credentials|passwords|secrets) [./]  # all that stands below these
+    | (?:^|[./_]) (?:credentials|passwords|secrets) [./\[]  # all that stands below these
     """,
     re.VERBOSE,
 )
@@ -147,7 +147,7 @@ def _restored_entry(recorded: Any, current: Sequence[Any]) -> Any:
 
 def is_secret(key: str) -> bool:
     """Whether a setting of this name holds a secret."""
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|-", "_", key.rstrip("]0123456789[")).lower()
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9./\[\]]", "_", key.rstrip("]0123456789[_- ")).lower()
     return bool(SECRET_NAME.search(words)) and not OPEN_NAME.search(words)
 
 

@@ -118,12 +118,12 @@ def machine(directory: Path) -> Callable[[], Figures]:
 
 def gpus() -> Figures:
     """Utilization, memory, temperature and power of the GPUs, once the process trains on one."""
-    torch: Any = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():  # asking would initialize it
+    cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)  # which may be loading
+    if cuda is None or not cuda.is_initialized():  # asking would initialize it
         return {}
     found: Figures = {}
-    for number in range(torch.cuda.device_count()):
+    for number in range(cuda.device_count()):
         for name, (function, scale) in GPU_METRICS.items():
             with contextlib.suppress(Exception):  # not every board measures its power; NVML has errors of its own
-                found[f"gpu_{number}_{name}"] = getattr(torch.cuda, function)(number) * scale
+                found[f"gpu_{number}_{name}"] = getattr(cuda, function)(number) * scale
     return found

@@ -98,10 +98,17 @@ def run(items: Items[ProblemWithExamples], subject: LoadedModel, progress: Progr
             "or evaluate a model that was trained on chats"
         )
     room, longest = subject.room(spec.new_tokens)
-    prompts = [_prompt(spec, problem, examples, subject) for problem, examples in items.items]
+    prompts, cut = list[list[int]](), list[int]()
+    for problem, examples in items.items:
+        ids = whole = _prompt(spec, problem, examples, subject)
+        while longest and len(ids) > longest and examples:  # the oldest example first, then the beginning
+            examples = examples[1:]
+            ids = _prompt(spec, problem, examples, subject)
+        prompts.append(ids[-(longest or 0) :])
+        cut.append(len(whole) - len(prompts[-1]))
     stops, lead = ((), lead_text(subject.encoder)) if spec.chat else (spec.stop, "")
     rows: list[JsonDict] = []
-    answered = answers(subject, [ids[-(longest or 0) :] for ids in prompts], room, stops, progress, lead)
+    answered = answers(subject, prompts, room, stops, progress, lead)
     for (problem, _), (_, answer, ended) in zip(items.items, answered, strict=True):
         parsed, right = judge_answer(answer, problem.final, spec.match)
         rows.append({
@@ -109,7 +116,7 @@ def run(items: Items[ProblemWithExamples], subject: LoadedModel, progress: Progr
             "match": spec.match, "right": right, "ended": ended,
         })  # fmt: skip
     metrics = [mean(f"accuracy_{spec.match}", (row["right"] for row in rows)), mean("ended", (row["ended"] for row in rows))]
-    metrics += cut_figure([len(ids) - len(ids[-(longest or 0) :]) for ids in prompts])
+    metrics += cut_figure(cut)
     return items.result(subject.name, metrics, rows)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ttrain.core.files import read_json, read_object, remove_tree, temporary_path, user_path
+from ttrain.core.files import fsync, read_json, read_object, remove_tree, temporary_path, user_path
 from ttrain.core.machine import VERSION
 from ttrain.core.text import first_line
 from ttrain.errors import ArtifactError, TTrainError, UsageError
@@ -45,7 +45,7 @@ WRITTEN = re.compile(
 
 LICENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")  # what the Hub knows licences by, and what YAML takes as one word
 
-SHARD_SIZE = re.compile(r"\d+(\.\d+)?[KMG]B")  # as transformers takes it
+SHARD_SIZE = re.compile(r"(?!0+(\.0+)?[KMG])\d+(\.\d+)?[KMG]B", re.IGNORECASE)  # as transformers takes it
 
 SHOWN = 3  # names in a message
 
@@ -92,7 +92,7 @@ def export(
     _check_target(reference, target, request)
     reference.verify()
     target.parent.mkdir(parents=True, exist_ok=True)
-    work = temporary_path(target)
+    work, replaced = temporary_path(target), target.with_name(f".{target.name}.replaced-{os.getpid()}")
     try:
         work.mkdir()
         exported, remarks = _fill(reference, work, request, target.name, say)
@@ -104,10 +104,13 @@ def export(
         written = {}
         for path in sorted(work.iterdir()):
             path.chmod(0o666 & ~umask)  # libraries leave some files readable by their owner only
+            fsync(path)
             written[path.name] = path.stat().st_size
         if target.exists():
-            remove_tree(target)
+            target.rename(replaced)
         work.rename(target)
+        fsync(target.parent)
+        remove_tree(replaced)
     finally:
         remove_tree(work)
     return Export(target, exported.files, exported.dtype, exported.parameters, written, tuple(remarks))
@@ -136,9 +139,13 @@ def _check_target(reference: Reference, target: Path, request: Request) -> None:
     for source in {reference.model.resolve(), reference.directory.resolve(), (home() / "store").resolve()}:
         if target == source or source in target.parents:
             raise UsageError(f"--to is {target}, which lies in {source}; choose a directory of its own")
+    if target.exists() and not target.is_dir():
+        raise UsageError(f"--to is {target}, which is a file; choose a directory")
     if target.exists() and any(target.iterdir()):
         if not request.force:
             raise UsageError(f"--to is {target}, which is not empty; choose another directory, or replace it with --force")
+        if not any((target / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
+            raise UsageError(f"--to is {target}, which is not empty and holds no model; --force replaces models only")
         others = sorted(entry.name for entry in target.iterdir() if entry.is_dir() or not WRITTEN.fullmatch(entry.name))
         if others:
             raise UsageError(
@@ -297,7 +304,7 @@ def write(model: PreTrainedModel, target: Path, *, dtype: str, shard_size: str) 
     made.load_state_dict(model.state_dict(), assign=True)
     made.tie_weights()
     made.generation_config = generation_config
-    made.save_pretrained(target, max_shard_size=shard_size)
+    made.save_pretrained(target, max_shard_size=shard_size.upper())
     return sum(parameter.numel() for parameter in parameters.values())
 
 

@@ -117,7 +117,7 @@ class AnswerQueue:
     @property
     def requests(self) -> int:
         """Number of requests that are answered or wait."""
-        self._orders = [order for order in self._orders if not order.has_ended]
+        self._orders = [of for of in self._orders if not (of.has_ended or all(each.has_ended for each in of.answers))]
         return len(self._orders)
 
     def submit(self, order: Order) -> None:
@@ -153,4 +153,5 @@ class AnswerQueue:
                 kv_cache=self._kv_caches.setdefault(order.model, KVCache(order.model)) if len(batch) == 1 else None,
             )
         except Exception as error:  # of any kind, such as CUDA's: the next request may be smaller
+            order.has_ended = True
             order.send(TTrainError(f"the answer could not be computed: {first_line(error)}"))

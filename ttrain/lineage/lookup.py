@@ -53,8 +53,8 @@ log = logging.getLogger("ttrain")
 MODEL_DIRECTORY, ADAPTER_DIRECTORY = "model", "adapter"  # of an artifact
 HEX = frozenset("0123456789abcdef")
 SHORTEST_KEY = 6
-# Stages whose model is meant where none is named; an adapter only knows its domain
-DEFAULTS = (SFT.name, "dpo", "pretrain", "lora", "base-model", "new-model")
+# Stages whose model is meant where none is named: the one that chats, since an adapter only knows its domain, else the last
+DEFAULTS = (SFT.name, "dpo", "lora", "pretrain", "base-model", "new-model")
 DONE = (*runs.BUILT, "cached")  # outcomes of stages that have an artifact
 
 

@@ -94,7 +94,8 @@ def reproduce(
 def _usable(directory: Path) -> contextlib.AbstractContextManager[Path]:
     """The home to build in. Raises UsageError for one with runs, whose artifacts would be taken."""
     home = user_path(directory).absolute()
-    if (home / "runs").exists():
+    names = {path.name for path in home.iterdir()} if home.is_dir() else {*filter(None, [home.is_file() and home.name])}
+    if "runs" in names or (names and not names & {"store", "work"}):
         raise UsageError(f"--home is {home}, which holds other files; name a directory that is new or empty")
     return contextlib.nullcontext(home)
 

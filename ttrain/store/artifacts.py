@@ -25,6 +25,7 @@ from ttrain.core.files import (
     fsync,
     read_object,
     refuse,
+    remove_tree,
     write_bytes,
     write_json,
 )
@@ -120,15 +121,18 @@ class ArtifactStore:
                 return artifact
             size = format_size(sum(artifact.manifest["files"][name]["bytes"] for name in missing))
             report(f"fetching {len(missing)} files of {stage} ({size})")
-            directory = artifact.path if present else self.work(stage, f"{key}.fetch")
-            part = self.work(stage, f"{key}.part")
+            fetching = self.work(stage, f"{key}.fetch")
+            directory, part = artifact.path if present else fetching, fetching / ".part"
             for name in missing:
                 _fetch(self.elsewhere, artifact, name, directory / name, part)
             manifest = {**artifact.manifest, "absent": sorted(artifact.absent.difference(missing))}
             write_json(part, manifest)
             part.replace(directory / MANIFEST)
             fetched = replace(artifact, path=directory, manifest=manifest)
-            return fetched if present else self._put(fetched)
+            if not present:
+                return self._put(fetched)
+            remove_tree(fetching)
+            return fetched
 
     def damage(self, artifact: Artifact) -> str | None:
         """The first file that is missing or differs from the manifest; None where all is well.
@@ -326,11 +330,12 @@ class ArtifactStore:
 
 def _fetch(elsewhere: Elsewhere, artifact: Artifact, name: str, target: Path, part: Path) -> None:
     """Fetch a file, with the bytes and the mtime of the manifest, first as `part`; one that is there is reused."""
-    if target.is_file():
-        return
     entry = artifact.manifest["files"][name]
+    if target.is_file() and sha256_file(target) == entry["sha256"]:
+        return
     part.unlink(missing_ok=True)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    for file in (part, target):
+        file.parent.mkdir(parents=True, exist_ok=True)
     elsewhere.fetch(artifact.stage, artifact.key, name, part)
     if sha256_file(part) != entry["sha256"]:
         part.unlink()

@@ -162,7 +162,9 @@ def _candidates(
             yield UnneededPath("work", stage, key, path, "no recent run left it"), reasons.get(key, young)
     for path in sorted((store.root / "replaced").glob("*/*")) if own is None else ():
         key, _, nanoseconds = path.name.rpartition("-")
-        young = YOUNG if int(nanoseconds) / 1e9 >= kept.since else None
+        if path.name.startswith("."):
+            continue
+        young = YOUNG if nanoseconds.isdecimal() and int(nanoseconds) / 1e9 >= kept.since else None
         reason = REGISTERED if key in registered else young
         yield UnneededPath("replaced", path.parent.name, key, path, "it was replaced long ago"), reason
     for path in sorted(store.root.glob("*/*/.trash-*")):

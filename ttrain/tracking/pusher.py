@@ -53,7 +53,7 @@ def push(
     """Push these runs, or all that changed since their last push, oldest first.
 
     One that fails ends nothing but itself. A database that turns out to be damaged is renamed
-    aside, and the next push fills a new one.
+    aside, and all runs are pushed to a new one.
     """
     if not runs.names(home):
         return []  # and no database is made
@@ -61,7 +61,8 @@ def push(
     try:
         names = waiting(mirror) if names is None else names
     except Exception as error:  # MLflow may raise anything
-        return [Pushed(runs.names(home)[0], why=_why(mirror, error))]
+        why = _why(mirror, error)
+        return [Pushed(runs.names(home)[0], why=why)] if why else push(home, None, on_run, mirror)
     for name in names:
         on_run(name)
         try:
@@ -70,16 +71,20 @@ def push(
                 bound = push_run(mirror, name)
             done.append(Pushed(name, bound.run_id if bound else None))
         except Exception as error:
-            done.append(Pushed(name, why=_why(mirror, error)))
+            why = _why(mirror, error)
+            if not why:
+                return push(home, None, on_run, mirror)
+            done.append(Pushed(name, why=why))
     return done
 
 
 def _why(mirror: Mirror, error: Exception) -> str:
-    """What failed, on one line."""
+    """What failed, on one line; "" for a damaged database, which is renamed aside."""
     log.debug("from MLflow", exc_info=error)
     mirror.forget()
     if mirror.is_own and is_damage(error):
         rename_aside(mirror.home, error)
+        return ""
     return cannot_be_asked(mirror.uri, error)
 
 

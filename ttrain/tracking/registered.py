@@ -25,7 +25,7 @@ from ttrain.tracking.tracked_runs import RunContent, id_of
 
 log = logging.getLogger("ttrain")
 
-PUSHED = "ttrain.champion"  # tag of a registered model: the version that was its champion at the last push
+PUSHED = "ttrain.champion"  # tag of a registered model, with the home: the version that was its champion at the last push
 CHARACTERS = 4900  # of the description of a version, by MLflow's limit
 MOST_VERSIONS = 10_000  # that MLflow gives in one answer
 ABOUT = (  # the description of every registered model
@@ -120,7 +120,12 @@ def push_aliases(mirror: Mirror, name: str) -> None:
         for alias, number in ours.items() - theirs.items():
             mirror.client.set_registered_model_alias(model, alias, number)
     if champion := _aliases(mirror, name).get(CHAMPION):
-        mirror.client.set_registered_model_tag(name, PUSHED, champion)
+        mirror.client.set_registered_model_tag(name, _pushed_tag(mirror), champion)
+
+
+def _pushed_tag(mirror: Mirror) -> str:
+    """Of this home: several may share an MLflow, and a champion that another one promoted is taken over."""
+    return f"{PUSHED}.{digest_of(str(mirror.home))[:8]}"
 
 
 def take_over_champions(home: Path) -> Registry:
@@ -150,7 +155,7 @@ def take_over_champion(mirror: Mirror, name: str) -> None:
     """
     for model in mirror.client.search_registered_models(f"name = '{name}'"):
         number = model.aliases.get(CHAMPION)
-        if number is None or str(number) == model.tags.get(PUSHED):
+        if number is None or str(number) == model.tags.get(_pushed_tag(mirror)):
             continue
         identity, registry = mirror.client.get_model_version(name, number).tags.get(ID), Registry(mirror.home)
         for one in registry.sets(name):

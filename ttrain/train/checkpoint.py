@@ -213,7 +213,11 @@ class Checkpoints:
         """Remove checkpoints that are not retained, and damaged ones, once the newest is durable."""
         ranked = self._ranked()
         steps = [step_of(path) for path in list_checkpoints(self.directory) if path not in self._damaged]
-        retained_steps = {*sorted({*steps})[-self._keep :], *self._permanent, *(step for _, step, _ in ranked[:1])}
+        retained_steps = {
+            *sorted({*steps})[-self._keep :],
+            *(self._permanent & {*steps}),
+            *(step for _, step, _ in ranked[:1]),
+        }
         if self._keep_every:
             retained_steps |= {step for step in steps if step % self._keep_every == 0}
         for path in list_checkpoints(self.directory):

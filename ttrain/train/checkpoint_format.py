@@ -128,7 +128,7 @@ ALIGNMENT = 8
 
 def _type_name(dtype: torch.dtype) -> str:
     """As safetensors names it: F32, BF16, I64, U8, BOOL."""
-    name = str(dtype).removeprefix("torch.").upper()
+    name = str(dtype).removeprefix("torch.").removesuffix("fn").upper()
     return name.replace("FLOAT", "F").replace("UINT", "U").replace("INT", "I")
 
 

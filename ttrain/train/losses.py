@@ -147,7 +147,7 @@ def linear_token_losses(hidden_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor
     keeps_slopes = len(rows_N) * len(weight_VD) <= KEPT_ENTRIES or not gradients
     dtype = torch.promote_types(autocast_dtype(hidden_ND.device, hidden_ND.dtype), torch.float32)
     losses_N = torch.zeros(len(labels_N), dtype=dtype, device=labels_N.device)
-    for rows in _parts(rows_N, chunk_tokens):
+    for rows in _parts(rows_N, chunk_tokens) or [rows_N]:  # also without a target: its gradient is 0, on some rank
         arguments = hidden_ND.index_select(0, rows), weight_VD, labels_N.index_select(0, rows), gradients
         if keeps_slopes:
             losses_C = _ChunkLosses.apply(*arguments)  # type: ignore[no-untyped-call]  # torch's
