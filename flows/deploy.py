@@ -5,8 +5,6 @@ pipeline serve` (flows/serve.py) makes the deployments of a Prefect server from 
 the truth, the server's database is a view, so nothing here needs a server.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -3,8 +3,6 @@
 A value: the planner, Prefect and the plain engine, nights and sweeps are loops over it.
 """
 
-from __future__ import annotations
-
 from ttrain import config
 from ttrain.config import DATASETS, Settings
 from ttrain.engine.graph import Graph, Source

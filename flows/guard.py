@@ -9,8 +9,6 @@ telemetry host from the browser, whatever its settings say, and an image in a ru
 may be at any address.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib

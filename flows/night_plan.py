@@ -1,7 +1,5 @@
 """The plan of a night: what it reads, and the graph of its stages."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -11,8 +11,6 @@ what is finished in the store, and decides the same from the same values. And th
 fail again and again, so that they do not block later data.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

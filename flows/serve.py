@@ -11,8 +11,6 @@ up after half a minute without a server; and SIGTERM lets the runs save (the run
 would end it before they did).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io

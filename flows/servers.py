@@ -6,8 +6,6 @@ else one that lives and dies with the run (`start_own_server`). All of them list
 ask for a token, and contact no other machine.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

@@ -3,8 +3,6 @@
 One task run a stage, named after it. The store is the only cache: Prefect caches nothing and persists no results.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections import deque

@@ -5,8 +5,6 @@ The rows stand together, not in the files of the stages, since whoever plans rea
 load torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 

@@ -3,8 +3,6 @@
 Reads `base` (the fine-tuned model), `shards-dpo` and `reference`. Sees the settings `dpo`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

@@ -3,8 +3,6 @@
 Reads the models and the held-out part of their shards, by the names of `evaluate.*`. Sees the settings `evaluate`.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The process of `ttrain gate train`: score experts on records, and train a router to choose the best of them."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math

@@ -3,8 +3,6 @@
 Reads `earlier` (the set of the night before) and `documents` (the shards of this one).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

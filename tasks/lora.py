@@ -3,8 +3,6 @@
 Reads `base` (the model below the adapter) and `shards-lora`. Sees the settings `lora`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from ttrain.config import Lora, Settings

@@ -4,8 +4,6 @@ Reads the tokenizer and `shards-pretrain`; `base` where a model exists; in a nig
 the champion's `plateau`. Sees the settings `pretrain` and `model`.
 """
 
-from __future__ import annotations
-
 from ttrain.config import Settings, flatten
 from ttrain.data.encoder import Encoder
 from ttrain.model import multi_token

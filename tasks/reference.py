@@ -3,8 +3,6 @@
 Letters in names: A answers, of the whole set of shards or of a batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path

@@ -5,8 +5,6 @@ A model that learns new documents alone forgets the old ones; a share of 5 % of 
 (arXiv:2403.08763).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator
 from typing import Any

@@ -3,8 +3,6 @@
 Reads `base` (the pretrained model) and `shards-sft`; in a night also `replay`. Sees the settings `sft`.
 """
 
-from __future__ import annotations
-
 from ttrain.config import Settings
 from ttrain.data.encoder import Encoder
 from ttrain.tasks import new_model

@@ -4,8 +4,6 @@ Read the files of their entry of `data`, or the stage `source`, and the tokenize
 what was trained on before. See the settings `reading` and `shards`.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Stage `source`: the quickstart's data, from the text that ships with ttrain. Sees `python_docs`."""
 
-from __future__ import annotations
-
 from ttrain.config import Settings
 from ttrain.data import python_docs
 from ttrain.tasks.common.job import Figures, StageContext

@@ -3,8 +3,6 @@
 Reads the files of `data.tokenizer`, or the stage `source`. Sees the settings `tokenizer` and `reading`.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Callbacks of a training stage: curves, log, guards, samples, machine metrics. None of them changes a weight."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping

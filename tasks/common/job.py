@@ -1,7 +1,5 @@
 """The context in which a stage's process runs: all that it gets apart from its settings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

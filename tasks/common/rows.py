@@ -1,7 +1,5 @@
 """The rows of a training stage from its shards, their order, and the validation batches."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@ another training continues. The model beside it has been annealed in the decay t
 raise its loss on what it has learnt (arXiv:2308.04014).
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

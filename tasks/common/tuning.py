@@ -3,8 +3,6 @@
 Forward and backward passes over rows of the run are timed; the model stays as it is.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time

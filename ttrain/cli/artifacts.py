@@ -1,7 +1,5 @@
 """The `ttrain artifacts` commands: list, verify, adopt and remove the outputs of stages."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The conversation of `ttrain chat`: in a terminal answers stream, in a pipe each line is a question."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence

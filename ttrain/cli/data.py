@@ -1,7 +1,5 @@
 """The `ttrain data` commands, and `ttrain init`: what files hold, what the model sees of them, settings to train on them."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Annotated, Literal

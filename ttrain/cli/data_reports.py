@@ -1,7 +1,5 @@
 """What `ttrain data` prints: counts of the rows of files, and packed rows token by token."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import sys

@@ -1,7 +1,5 @@
 """The `ttrain eval` command: arguments and output."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any

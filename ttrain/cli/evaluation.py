@@ -1,7 +1,5 @@
 """The work of `ttrain eval`: models, tasks and held-out records, scored and kept."""
 
-from __future__ import annotations
-
 import gc
 import re
 from collections.abc import Callable, Mapping, Sequence

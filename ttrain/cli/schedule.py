@@ -1,7 +1,5 @@
 """The `ttrain pipeline schedule` commands, and `ttrain pipeline serve`, which runs what is due."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

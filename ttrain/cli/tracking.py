@@ -1,7 +1,5 @@
 """`ttrain track push`, and the addresses of MLflow's pages."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

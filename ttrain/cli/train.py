@@ -1,7 +1,5 @@
 """The `ttrain train` command, which trains a user's task, and `ttrain doctor`, which checks that training works."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import time

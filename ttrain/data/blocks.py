@@ -5,8 +5,6 @@ block that exists already (from a run that was killed, or an artifact that lacks
 directory `run/blocks/<id>`; its `block.json` is written last: without it the block does not exist.
 """
 
-from __future__ import annotations
-
 import codecs
 import hashlib
 import itertools

@@ -8,8 +8,6 @@ model was trained on. The mask is made together with the tokens, never by search
     own        the template that comes with an existing tokenizer
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from functools import lru_cache

@@ -4,8 +4,6 @@ of a question and its answer.
 Every rejection reason says what is wrong with the value and what to write instead.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import replace

@@ -5,8 +5,6 @@ it has; half of them make a row contain it. GPT-3 took 13 words too
 (https://arxiv.org/abs/2005.14165, appendix C).
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence

@@ -8,8 +8,6 @@ the model has to say that itself, up to the end of the template's own `{% genera
 the first special token after the answer.
 """
 
-from __future__ import annotations
-
 import bisect
 import math
 import re

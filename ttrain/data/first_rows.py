@@ -1,7 +1,5 @@
 """Look at the first rows of files: what they are, and whether a data set can be made of them."""
 
-from __future__ import annotations
-
 import itertools
 import shlex
 from collections import Counter

@@ -1,7 +1,5 @@
 """The chat templates of ttrain as Jinja, which transformers renders, with their roles and special tokens."""
 
-from __future__ import annotations
-
 import string
 
 from ttrain.data.tools import CALL_BEGIN, CALL_END, TOOLS_BEGIN, TOOLS_END, TOOLS_SENTENCE

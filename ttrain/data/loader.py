@@ -1,7 +1,5 @@
 """Build the micro-batches of one rank from an order of rows, a step ahead in a thread."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The planner uses this module, so fsspec and the Hub are imported only when such a location is named.
 """
 
-from __future__ import annotations
-
 import glob
 import logging
 import os

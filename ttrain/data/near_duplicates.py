@@ -11,8 +11,6 @@ shard are a file in `run/near`, named by the digests of shard, tokenizer and rul
 reads those of old documents, and of the documents themselves only the few that they propose.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 from collections import Counter, defaultdict

@@ -3,8 +3,6 @@
 It is computed, not stored: any place of it in O(1), so that resuming costs nothing.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ shifted: `labels[t]` is the target of position t, or IGNORE), positions (restart
 record, for the attention mask; padding is a segment of its own).
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 Letters in names: B rows of a batch, T positions of a row, A answers of a batch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self, final
 

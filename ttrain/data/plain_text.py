@@ -1,7 +1,5 @@
 """The words of a text, whatever case, punctuation and white space it is written with."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 

@@ -5,8 +5,6 @@ domain. `configs/quickstart/make.py` made the file, and says what the rows are. 
 order of a hash, so the first ones are a random sample.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import defaultdict

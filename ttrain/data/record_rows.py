@@ -1,7 +1,5 @@
 """Rows of documents: windows over one stream of all documents, or over each document alone."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from functools import cached_property
 from typing import final

@@ -1,7 +1,5 @@
 """Parse documents, conversations and preferences from JSON objects, and split them into training and held-out part."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import math

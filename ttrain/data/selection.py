@@ -1,7 +1,5 @@
 """Choose the rows of a set of shards: duplicates, the held-out part, limits, by 32 bytes a row."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ What needs all rows is decided by `selection`. A block whose rows are all select
 part; of another its selected rows are written there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

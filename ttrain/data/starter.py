@@ -1,7 +1,5 @@
 """A first file of settings for a user's own data: files sorted into data sets by their first rows."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from pathlib import Path

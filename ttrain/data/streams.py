@@ -1,7 +1,5 @@
 """Read files as JSON Lines through fsspec, unpacked by the endings of their names, in bounded pieces."""
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import decimal

@@ -8,8 +8,6 @@ that one `function_call`), MiniMind's (`tools` on the system turn and `tool_call
 strings) and ShareGPT's (`function_call`, the JSON of a call as a turn's text).
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Run a stage outside of a pipeline, in a process of its own: a user's task, or a gate."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

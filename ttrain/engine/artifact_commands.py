@@ -1,7 +1,5 @@
 """The `artifacts` commands: find by key prefix, list, verify every byte, adopt across a code change."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from pathlib import Path

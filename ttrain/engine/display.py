@@ -6,8 +6,6 @@ A display is a function that is called with (stage, event, data); the stage is "
     failed {"error"}, message {"text"}
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

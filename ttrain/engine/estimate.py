@@ -5,8 +5,6 @@ the quickstart's. It is scaled by the FLOPs of a token, which grow with the para
 the tokens of a user's own chats before their shards are there, the rate of a GPU that has trained nothing yet.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """One run of a pipeline: builds, records, tracks and displays its stages. Independent of the engine: Prefect may call it."""
 
-from __future__ import annotations
-
 import contextlib
 import getpass
 import logging

@@ -1,7 +1,5 @@
 """The user's own files that stages read, and the digests of their bytes. Imports nothing heavy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path

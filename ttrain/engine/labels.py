@@ -1,7 +1,5 @@
 """A user's labels of a run, `--note TEXT` and `--tag KEY=VALUE`: shown with the run, not part of any key."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Mapping, Sequence

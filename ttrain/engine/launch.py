@@ -1,7 +1,5 @@
 """Run one stage in its own process and publish its output."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 IPython's own display is enough for it; the bars of rich and tqdm need ipywidgets there.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping

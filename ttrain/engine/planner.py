@@ -1,7 +1,5 @@
 """Plan a graph: the key of every stage, whether it is cached, and why not. Imports nothing heavy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any

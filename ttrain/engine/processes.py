@@ -1,7 +1,5 @@
 """Start and watch the processes of one stage: its ranks on this machine."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """How far a stage is, from what it reports about itself: for a bar, a line of a log, a cell, another process."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

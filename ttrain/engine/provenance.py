@@ -1,7 +1,5 @@
 """Provenance of an artifact in its manifest: recorded besides the ingredients, not part of any key."""
 
-from __future__ import annotations
-
 import functools
 import os
 import platform

@@ -8,8 +8,6 @@ What is prepared to begin again (`--fresh`, `--from-step N`) is unfinished work 
 or does not find.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

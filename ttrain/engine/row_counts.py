@@ -1,7 +1,5 @@
 """How many rows the shards of a training give: enough for a step, and what `auto` becomes with them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a run prints at its end."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from rich.console import Console

@@ -4,8 +4,6 @@ It reads `job.json`, runs the stage's module and writes the result; the exit cod
 correctly.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -3,8 +3,6 @@
 `processes.run` passes it on to the processes of a stage as SIGTERM, which they find in `stage_worker.StopFlag`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import threading

@@ -6,8 +6,6 @@ step would be the same for several samples of a slow one, and stages that do not
 on counting where it was stopped, so its rows are never cut, not even those of steps that were lost.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -4,8 +4,6 @@ None of them has seen the text before: compressors and byte models learn only fr
 fixed frequencies counted in the same text would already know what it has to predict.)
 """
 
-from __future__ import annotations
-
 import functools
 import lzma
 import zlib

@@ -4,8 +4,6 @@ chats  loss on the assistant's turns, and metrics of the model's own answers in 
 pairs  whether a model gives the chosen answer a higher probability than the rejected one
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Callable, Sequence

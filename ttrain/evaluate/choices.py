@@ -4,8 +4,6 @@ Scores and metrics are those of lm-evaluation-harness, item by item: `accuracy` 
 acc_norm, `accuracy_bytes` its acc_bytes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

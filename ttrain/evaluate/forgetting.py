@@ -1,8 +1,6 @@
 """What a challenger lost: figures on the held-out text of each night and source, and in the metrics of the models after the
 base, with intervals. Pure functions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

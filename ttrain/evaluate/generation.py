@@ -1,7 +1,5 @@
 """Tasks of kind `generation`: the model answers questions freely; its answer is compared as a number or as text."""
 
-from __future__ import annotations
-
 import math
 import re
 import unicodedata

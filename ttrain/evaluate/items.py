@@ -1,7 +1,5 @@
 """The items of a task, read once for all models. Bad rows are left out and reported with location and reason."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections import Counter

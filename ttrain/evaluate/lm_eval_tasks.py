@@ -3,8 +3,6 @@
 A group is one task here, whose `groups` have the metrics of each of its tasks.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence

@@ -10,8 +10,6 @@ as for many, so there rows are only batched.
 Letters in names: B rows, T positions, N targets.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Sequence
 from itertools import groupby

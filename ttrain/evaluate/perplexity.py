@@ -3,8 +3,6 @@
 Letters in names: B windows, T positions.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Decide whether a challenger replaces the champion, from their metrics on the same held-out records."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence

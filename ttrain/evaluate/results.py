@@ -1,7 +1,5 @@
 """Task results of one or more models: metrics with intervals, comparisons, tables, JSON. Loads no torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict

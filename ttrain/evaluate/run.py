@@ -1,7 +1,5 @@
 """Run tasks on models: read the items once, then evaluate model after model, one in memory at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import compress

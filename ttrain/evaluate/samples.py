@@ -4,8 +4,6 @@ Their prompts are those of the settings, else beginnings of held-out documents a
 questions, each with what follows it there.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence

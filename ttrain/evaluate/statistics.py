@@ -5,8 +5,6 @@ Two models are compared on the same items, so that an item's difficulty for both
 resamples. Loads only numpy and scipy.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Find, load and check suite files, and list the files that their tasks read. Loads no torch."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence

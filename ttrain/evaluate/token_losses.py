@@ -4,8 +4,6 @@ Letters in names: B rows, T positions, N positions that count, C of a chunk, D w
 vocabulary.
 """
 
-from __future__ import annotations
-
 from typing import Any, final
 
 import torch

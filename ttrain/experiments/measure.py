@@ -1,7 +1,5 @@
 """The metric by which the trials of a sweep are compared, and the stages that it needs."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any

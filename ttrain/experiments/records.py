@@ -1,7 +1,5 @@
 """Sweeps on disk: `sweeps/<sweep>/sweep.json` under the home has the request and the trials."""
 
-from __future__ import annotations
-
 import contextlib
 import platform
 import shlex

@@ -1,7 +1,5 @@
 """A sweep before its first trial: the request, its checks, and the plan of each trial."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence

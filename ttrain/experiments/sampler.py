@@ -4,8 +4,6 @@ Each trial is drawn under a seed made of the sweep's and its own number, from th
 sweep that was killed continues as it would have. Imports Optuna.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Which settings a sweep varies, and over which values: `log(1e-4,3e-3)`, `uniform(0,0.2)`, `int(2,8)`, `choice(a,b,c)`."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

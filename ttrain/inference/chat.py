@@ -1,7 +1,5 @@
 """A conversation with a model: history, answers, and truncation to the context length."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

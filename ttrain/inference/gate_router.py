@@ -4,8 +4,6 @@ The bag of n-grams is fastText's (arXiv:1607.01759, arXiv:1607.04606): whatever 
 script, a text of a page is routed in two milliseconds on one core. Letters in names: B texts, L n-grams, E experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import final

@@ -1,7 +1,5 @@
 """Loads a chat model from a reference: weights, adapter, tokenizer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An endpoint for clients of OpenAI's interface, and one page: talk to a model, or compare two."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -3,8 +3,6 @@
 It is read from the store's manifests, or from a shared MLflow's where the store lacks one.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

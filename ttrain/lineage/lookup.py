@@ -14,8 +14,6 @@ owner/name, owner/name@revision  a model on the Hugging Face Hub, for the comman
 Where a model is wanted, a run or a set stands for its last one, the adapter.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections.abc import Sequence

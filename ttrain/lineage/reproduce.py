@@ -5,8 +5,6 @@ threads, ranks, micro-batches, kernels. On a CPU the same code and libraries giv
 they or the machine differ, the report says how.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The decision of a night: challenger against champion, recorded, then promoted or kept."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 Reads the nights' own records.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from itertools import islice

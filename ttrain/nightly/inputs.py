@@ -1,7 +1,5 @@
 """Inputs of a night: watched files, settings, what it learns from and how it continues. Imports nothing heavy."""
 
-from __future__ import annotations
-
 import glob
 import logging
 from collections.abc import Collection, Iterable, Mapping

@@ -1,7 +1,5 @@
 """Curves of runs as charts: which belong together, and where their lines are in the SVG of a page."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """How runs differ: settings, data, code, metrics, samples. Computed once, for terminal, page and JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain

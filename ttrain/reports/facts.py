@@ -1,7 +1,5 @@
 """Facts from the manifests and settings of a run, for terminal, pages, cards and MLflow."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

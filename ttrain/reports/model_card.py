@@ -3,8 +3,6 @@
 The Hugging Face Hub reads the block at the top: https://huggingface.co/docs/hub/model-cards
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 A page loads nothing and runs no script: its style and drawings are inside, and all text of a run is escaped.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import math

@@ -1,7 +1,5 @@
 """Stages, runs and evaluations as tables: on a terminal, as markdown, as plain lines. Manifests in, text out; pure."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ exist. What lies under `run/` (logs, curves) and `checkpoints/` (to continue fro
 stage reads it, so it does not count in the content digest.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

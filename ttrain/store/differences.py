@@ -1,7 +1,5 @@
 """What changed between the ingredients of two artifacts, or between the libraries that made one and those of here."""
 
-from __future__ import annotations
-
 import json
 import platform
 from collections import Counter

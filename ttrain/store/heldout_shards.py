@@ -1,7 +1,5 @@
 """The shards whose held-out part an evaluation of a model reads."""
 
-from __future__ import annotations
-
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.integrity import verify_artifact

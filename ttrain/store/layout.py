@@ -1,7 +1,5 @@
 """The home directory, and the artifacts with their manifests in it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The weight files in a Hugging Face directory, and the digest that identifies them. Loads no torch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -7,8 +7,6 @@ NAME@ALIAS, NAME/VERSION         a registered model or set of models; also as mo
 ./directory                      a directory
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import re

@@ -5,8 +5,6 @@ under the pipeline's name; its aliases `champion` and `challenger` also hold for
 change replaces the file under a lock.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import time

@@ -3,8 +3,6 @@
 A result that lacks a value, such as that of a training without tokens, has the default.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Self

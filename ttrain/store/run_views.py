@@ -1,7 +1,5 @@
 """Runs as they are read back from the home: a record with its artifacts, curves and texts that are fetched on demand."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ since 1970, "stage": ..., "values": {...}}. A fold over the lines gives the reco
 entry of the stage. Whoever shows a run while it goes on reads this file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import glob

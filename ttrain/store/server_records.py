@@ -5,8 +5,6 @@ home and stays when they are started again, so that runs in progress and open pa
 servers again, for a new one. No process gets it as an argument, since all accounts of a machine can read those.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

@@ -4,8 +4,6 @@ The home's own MLflow is not asked, since it is a view of the home. A server tha
 is queried once and then no more: the pipeline builds what it cannot fetch.
 """
 
-from __future__ import annotations
-
 import logging
 import shutil
 import tempfile

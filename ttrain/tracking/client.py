@@ -4,8 +4,6 @@ MLflow is a view of the home. Its own database in the home is made by MLflow its
 of another version, not a database) is renamed aside and made anew, and the pushes fill it again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

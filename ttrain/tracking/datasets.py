@@ -5,8 +5,6 @@ says: the bytes of the files, how they are read, and the counts of documents and
 the tokenizer too, and is a tag of the link between run and data set.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@
 One that hangs holds up the training.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

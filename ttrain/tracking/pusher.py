@@ -4,8 +4,6 @@ The pipeline's result does not depend on MLflow, so a failure is one warning; th
 everything, and the next run or `ttrain track push` brings what is missing.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -6,8 +6,6 @@ there. A tag of the registered model has the champion that was pushed last, by w
 somebody moved on MLflow's page is seen.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import defaultdict
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Summary of a pipeline's tracked run: curves by tokens, changed settings, a description, its page."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ Everything is read from the home, so that a run can be pushed while it goes on, 
 to an empty MLflow.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from functools import cached_property

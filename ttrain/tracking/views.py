@@ -6,8 +6,6 @@ page's state as JSON (`selectedColumns` and so on in its browser code, 3.17). Th
 under "Views", and each has an address.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import time

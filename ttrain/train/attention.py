@@ -10,8 +10,6 @@ A record may branch: a prefix, and branches that see it and themselves alone, su
 Letters in names: B rows, T and S positions, H heads, G heads of keys and values, K width of a head.
 """
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import Any, final
 

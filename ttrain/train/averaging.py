@@ -4,8 +4,6 @@ A training at a constant rate ends as low as one that decays, where its weights 
 that learns one kind of text after the other forgets less (arXiv:2203.05482).
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 

@@ -7,8 +7,6 @@ thread, from a snapshot in memory. Beside the directories lie `latest`, `best` a
 name a step for people and tools; nothing here relies on them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import logging

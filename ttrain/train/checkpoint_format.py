@@ -1,7 +1,5 @@
 """Checkpoint directories on disk: listed, read, verified byte by byte. Nothing in them can run code."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

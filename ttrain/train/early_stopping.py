@@ -3,8 +3,6 @@
 A module of its own, because it shapes the result of a stage, unlike the guards, which only observe.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from typing import Any

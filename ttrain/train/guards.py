@@ -3,8 +3,6 @@
 The warnings are in `run/guards.jsonl`: {"step", "guard", "message", "rows", "time"}, all rows of the step by number.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

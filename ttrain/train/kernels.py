@@ -3,8 +3,6 @@
 Letters in names: B rows, T positions, H heads, K width of a head.
 """
 
-from __future__ import annotations
-
 from types import MethodType
 from typing import Any, cast
 

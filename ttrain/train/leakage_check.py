@@ -3,8 +3,6 @@
 Letters in names: B rows, T positions.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

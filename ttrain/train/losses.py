@@ -4,8 +4,6 @@ Letters in names: B rows, T positions, N positions of all rows, C of a chunk, D 
 vocabulary.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

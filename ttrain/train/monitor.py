@@ -1,7 +1,5 @@
 """Performance metrics of a training: speed and memory; they do not influence the training."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import resource

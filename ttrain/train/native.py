@@ -4,8 +4,6 @@ Letters in names: B rows, T positions, H heads, G heads of keys and values, K wi
 positions of a chunk, V entries of the vocabulary, E matrices [A, B].
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import logging

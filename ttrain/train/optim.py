@@ -1,7 +1,5 @@
 """Optimizers with their parameter groups, and state that is saved without pickle."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, cast, final

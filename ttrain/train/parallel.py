@@ -1,7 +1,5 @@
 """Data parallelism over ranks: replicated or sharded models, and how gradients are summed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import final

@@ -1,7 +1,5 @@
 """Periodic evaluation on a small suite of tasks during training, without influence on the training."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ The gradient is the sum over all targets of the step, divided once by their numb
 is a function of (seed, step, micro-batch), so that a run continues bit for bit from any checkpoint.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from typing import Any

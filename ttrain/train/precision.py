@@ -4,8 +4,6 @@
 whose factors are rounded to 10 bits of mantissa. There is no other switch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -4,8 +4,6 @@ Letters in names: B rows, T positions, A answers of a batch, P pairs. Answers 2k
 one of a pair.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, final

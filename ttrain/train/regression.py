@@ -1,7 +1,5 @@
 """Example of a user-defined task: a small network learns a function of two numbers, in seconds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import final
 

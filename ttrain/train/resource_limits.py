@@ -1,7 +1,5 @@
 """Memory limit of a training process, and the error message when it is exceeded."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

@@ -1,7 +1,5 @@
 """Learning-rate schedules, in optimizer steps; plain arithmetic, so that the plan can use them without torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

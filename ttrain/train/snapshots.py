@@ -1,7 +1,5 @@
 """Snapshots of a run at the end of a step, copied into reusable memory so that training can continue."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from queue import LifoQueue

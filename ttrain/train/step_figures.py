@@ -5,8 +5,6 @@ cannot see then whether a gradient is finite before it asks for the update. So t
 is not finite changes nothing, as if it had been skipped, and the host learns of it when it reads the figures.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Base class of training tasks: the model, its optimizer, its loss as a sum and a count."""
 
-from __future__ import annotations
-
 import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence

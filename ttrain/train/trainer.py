@@ -4,8 +4,6 @@ It draws the rows, takes the steps, validates, logs and saves. Position and rows
 continues bit for bit from any checkpoint; what a step does to the weights is in `placed_model`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

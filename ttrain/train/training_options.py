@@ -1,7 +1,5 @@
 """What the trainer is given beside task, loader and callbacks, and what a training ends with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol

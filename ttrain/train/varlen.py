@@ -6,8 +6,6 @@ each begins (arXiv:2205.14135, arXiv:2307.08691). It is one operation for the co
 Letters in names: B rows, T positions, M = B * T, H heads, G heads of keys and values, K width of a head, N records.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
