@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from ttrain.cli import pipeline as cli_pipeline
 from ttrain.cli.main import app
 from ttrain.engine.progress import progress_of
 from ttrain.store.runs import RunRecord, read
@@ -31,7 +32,9 @@ def test_the_rate_counts_what_this_attempt_did_and_gives_the_time_left(training:
     assert sft.part == pytest.approx(1 / 3) and str(sft) == "33 %, 200 tokens/s, 30.0 s left"
 
 
-def test_status_shows_stage_percent_rate_and_time_left(training: RunRecord) -> None:
+def test_status_shows_stage_percent_rate_and_time_left_and_watch_ends_with_the_run(
+    training: RunRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def status(*words: str) -> str:
         done = CliRunner().invoke(app, ["pipeline", "status", *words])
         assert done.exit_code == 0, done.output
@@ -40,3 +43,6 @@ def test_status_shows_stage_percent_rate_and_time_left(training: RunRecord) -> N
     assert "33 %, 200 tokens/s, 30.0 s left" in status()
     (run,) = json.loads(status("--json"))
     assert run["stages"][1]["progress"]["seconds_left"] == 30.0 and run["outcome"] == "running"
+    monkeypatch.setattr(cli_pipeline.time, "sleep", lambda seconds: training.finish("completed", {}))
+    watched = status("--watch")
+    assert "33 %" in watched and watched.count("completed") >= 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from types import MappingProxyType
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from ttrain.engine.labels import Labels
 
 LISTED_RUNS = 10
+WATCH_SECONDS = 2.0
 STAGE_COLUMNS = ("stage", "state", "key", "why")  # of a plan
 OWN_DATA = "data.pretrain=docs.jsonl data.sft=chats.jsonl data.lora=domain.jsonl"
 # The quickstart's SFT model is better after three passes over the chats than after one (README has the verdict), and
@@ -179,12 +181,13 @@ def _rules(loaded: LoadedSettings, planned: Plan, *, packs: bool) -> dict[str, R
 
 @command(
     pipeline_app,
-    "Examples:  ttrain pipeline status --json\n\nttrain pipeline status --limit 1",
+    "Examples:  ttrain pipeline status --json\n\nttrain pipeline status --limit 1 --watch",
     short="Look",
 )
 def pipeline_status(
     run: Annotated[str, argument("only this run: its name, or a part of it", metavar="RUN")] = "",
     limit: Annotated[int | None, option("how many runs, newest first; 10, with --json all", min=1)] = None,
+    watch: Annotated[bool, option("again every two seconds until no run is in progress", "--watch", "-w")] = False,
     as_json: AsJson = False,
 ) -> Output:
     """List runs and their stages: outcome, time, key figures, logs; of one in progress percent, rate and time left."""
@@ -192,7 +195,17 @@ def pipeline_status(
     from ttrain.store.run_views import need_run
 
     name = need_run(home(), run)["run"] if run else ""
-    listed = [_with_progress(one) for one in api.runs(limit=None if run else limit) if name in ("", one.name)]
+
+    def current() -> list[Run]:
+        return [_with_progress(one) for one in api.runs(limit=None if run else limit) if name in ("", one.name)]
+
+    listed = current()
+    while watch and any(one.outcome == "running" for one in listed):
+        if not as_json:
+            console().clear()  # nothing where it is no terminal
+            Output(None, _status_parts(listed[: limit or LISTED_RUNS])).print()
+        time.sleep(WATCH_SECONDS)
+        listed = current()
     if not listed and not as_json:
         raise UsageError(
             f"there are no runs yet in {home().absolute()}; {name_syntax.BEGIN}, "
