@@ -97,6 +97,11 @@ def test_a_night_starts_from_the_champion_s_tokenizer_and_base_or_from_scratch(
     assert inputs.settings.tokenizer.existing == str(store.path("tokenizer", "t"))
     assert inputs.settings.data.pretrain == (str(tmp_path / "inbox/a.jsonl"), str(tmp_path / "inbox/b.jsonl"))
     assert set(inputs.replacements) == {"tokenizer"} and set(inputs.champion) == {"base", "sft"} and not inputs.kept_base
+    of_sft = {"base": {"stage": "sft", "key": "q", "content": ""}}
+    artifact(store, "lora", "l", {"adapter/adapter_config.json": "{}"}, inputs=of_sft)
+    with_adapter = replace(champion, keys={**champion.keys, "lora": "l"})
+    compared = night_inputs.inputs_of(list_of(settings, store, with_adapter), settings, store).champion
+    assert {model: one.key for model, one in compared.items()} == {"base": "p", "sft": "q", "lora": "l"}
     scratch = settings.model_copy(update={"nightly": Nightly(start_from="scratch")})
     inputs = night_inputs.inputs_of(list_of(scratch, store, champion), scratch, store)
     assert inputs.settings.pretrain.start_from == "none" and set(inputs.replacements) == {"tokenizer"}

@@ -255,7 +255,7 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
     if user.nightly.sft_base == "champion" and "sft" in artifacts and user.sft.start_from == "pretrain":
         bases["sft"] = artifacts["sft"]
     adapters = {name: artifacts.get(name) for name, row in TRAINING_STAGES.items() if row.role == "adapter"}
-    own_bases = {name: base for name, adapter in adapters.items() if (base := store.input_of(adapter, "base"))}
+    own_bases = {name: own for name, adapter in adapters.items() if (own := store.input_of(adapter, "base"))}
     if user.nightly.lora_base == "champion" and "lora" in own_bases:
         bases["lora"] = own_bases["lora"]
     if "sft" in bases and not frozen.files.get("sft"):
