@@ -45,6 +45,7 @@ def test_the_same_models_are_one_set_that_knows_its_newest_evaluation(sets_home:
     assert again.metrics == {"bits_per_byte": 1.8, "accuracy": 0.5}
     assert again.run == "full-2"
     assert [each.version for each in Registry(sets_home).sets()] == ["3", "2", "1"]
+    assert {Registry(sets_home).find_set(name).version for name in ("2", "mine/2", "full-2")} == {"2"}
 
 
 def test_the_newest_set_is_challenger_until_it_is_champion(sets_home: Path) -> None:

@@ -131,13 +131,15 @@ class Registry:
         raise UsageError(f"no sets of models{named} are registered; {fix}")
 
     def find_set(self, which: str, name: str | None = None) -> ModelSet:
-        """The set of this version or run, whose name may be shortened. Raises UsageError.
+        """The set of this version, NAME/VERSION, NAME@ALIAS or run, whose name may be shortened. Raises UsageError.
 
         A run whose models were all cached shares the set of the run that made them.
         """
         if which.isdigit():
             return self.find(self.only_name(name), which)
         sets = self.sets(name)
+        if (named := self.versions().get(which)) in sets:
+            return named
         names = [one.run for one in sets]
         run = name_syntax.matching(which, [*dict.fromkeys([*names, *runs.names(self._home)])])
         keys = runs.keys_of((runs.read(self._home, run) if run else None) or {"stages": ()})
