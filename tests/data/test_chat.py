@@ -421,6 +421,8 @@ def test_reasoning_is_rendered_as_the_template_does_it(tmp_path: Path, template:
     assert learnt(encoder, reasoned()) == first + THOUGHT + "A fox<|im_end|>"
     assert learnt(encoder, reasoned(thought_in_loss=False)) == "A dog<|im_end|>A fox<|im_end|>"
     *earlier, last = reasoned()
+    twice = (*earlier, Message("assistant", ""), last)
+    assert learnt(encoder, twice) == first + THOUGHT + "A fox<|im_end|>", "behind a blank answer"
     blank = (*earlier, replace(last, content=THOUGHT + " \n"))
     assert learnt(encoder, blank) == first + THOUGHT + " \n<|im_end|>", "an answer of blanks"
     ids, _ = encode_chat(encoder, reasoned())

@@ -130,10 +130,10 @@ class JinjaTemplate:
         for earlier, piece, later in around:
             message = messages[piece.turn]
             if piece.turn != earlier.turn:
-                before = text[earlier.end : piece.start]
+                lead = self._lead_in(text[earlier.end : piece.start])
                 if any(turn.role == "assistant" for turn in messages[earlier.turn + 1 : piece.turn]):
-                    before = before.rpartition(self._end)[2]  # a blank answer, which has no piece
-                begin = piece.start - self._lead_length(before)
+                    lead = lead.rpartition(self._end)[2]  # behind a blank answer, which has no piece
+                begin = piece.start - len(lead)
             if prompt or piece.turn == later.turn or not is_live(message):
                 continue
             if message.masked and piece.key != KEYS[1]:  # nothing but blanks behind the reasoning
@@ -201,15 +201,15 @@ class JinjaTemplate:
             raise TemplateRefused("it does not write each content behind that of the previous turn")
         return [*pieces, Piece(len(turns), "", len(text), len(text))]
 
-    def _lead_length(self, before: str) -> int:
-        """Characters of the text before an answer that stand behind its generation prompt.
+    def _lead_in(self, before: str) -> str:
+        """What of the text before an answer stands behind its generation prompt.
 
         Where the prompt does not end as that of a first question, as after some results of calls,
         or where the last question gets an instruction, the lead of a first answer is looked for.
         """
         if self._prompt_end.strip() and self._prompt_end in before:
-            return len(before.rpartition(self._prompt_end)[2])
-        return len(self.lead + before.rpartition(self.lead)[2]) if self.lead and self.lead in before else 0
+            return before.rpartition(self._prompt_end)[2]
+        return self.lead + before.rpartition(self.lead)[2] if self.lead and self.lead in before else ""
 
     def _render(self, turns: list[JsonDict], *, prompt: bool) -> tuple[str, list[Span]]:
         """The text of a conversation, and what of it is within `{% generation %}`."""
