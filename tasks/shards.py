@@ -6,6 +6,7 @@ what was trained on before. See the settings `reading` and `shards`.
 
 import functools
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -45,13 +46,16 @@ def make_blocks(settings: Settings, job: StageContext, pool: Pool) -> None:
 def build(settings: Settings, job: StageContext, pool: Pool) -> ShardSetResult:
     """Make the shards, or finish those that an earlier run began."""
     # The items of the evaluations that `shards.decontaminate` names; a task has the name of its file.
-    items = [item for file in job.files.get(AGAINST, ()) for item in contamination.read_items(file)]
+    left_out = Counter[str]()
+    files = job.files.get(AGAINST, ())
+    items = [item for file in files for item in contamination.read_items(file, left_out)]
     is_removed = settings.shards.overlapping == "remove"
+    against = contamination.OverlapCheck(tuple(items), OVERLAP_SHARE, is_removed, left_out)
     earlier = [name for name in sorted(job.inputs) if name.startswith(LEARNT_BEFORE)]
     return sharding.build(
         _work(settings, job, pool),
         weights=job.weights,
-        against=contamination.OverlapCheck(tuple(items), OVERLAP_SHARE, is_removed) if items else None,
+        against=against if items else None,
         earlier=[EarlierSet("/".join(job.inputs[name].parts[-2:]), job.inputs[name]) for name in earlier],
         earlier_heldout=heldout_hashes(job.inputs[EARLIER_HELDOUT]) if EARLIER_HELDOUT in job.inputs else None,
     )

@@ -267,12 +267,16 @@ def test_forged_markers_add_no_special_token_and_do_not_move_the_mask(chatml_enc
     assert prompt_ids(chatml_encoder, (Message("user", forged),)) == ids[:-answer]
 
 
-PADDED, STRIPPED = exchange(" x\ty \n", "\nfox "), exchange("x\ty", "fox")
+PADDED, STRIPPED = exchange(" x\ty \n", "\nfox"), exchange("x\ty", "fox")
 NOT_EMPTY = CHATML.replace("in messages %}", "in messages if message['content'] %}")
 DAY = "\n{% set today = strftime_now('%d %b %Y, %Y-%m-%d') %}{{ today + '!' }}\n" + CHATML
+STRIPS_ANSWERS = CHATML.replace(
+    "message['content']", "(message['content'] | trim if message['role'] == 'assistant' else message['content'])"
+)
 FREEDOMS = {
     "strips contents": (CHATML.replace("message['content']", "(message['content'] | trim)"), PADDED, chatml(STRIPPED)),
     "strips and marks": (MARKED.replace("['content'] +", "['content'].strip() +"), PADDED, chatml(STRIPPED)),
+    "strips answers alone": (STRIPS_ANSWERS, PADDED, chatml((PADDED[0], STRIPPED[1]))),
     "leaves out what is empty": (NOT_EMPTY, (Message("system", ""), *TALK[1:3]), chatml(TALK[1:3])),
     "leaves out nothing else": (NOT_EMPTY, TALK[:3], chatml(TALK[:3])),
     "writes the same day for ever": (DAY, TALK[:3], "\n01 Jan 2025, 2025-01-01!\n" + chatml(TALK[:3])),
@@ -286,9 +290,17 @@ def test_a_template_is_followed_that(tmp_path: Path, template: str, turns: Messa
     assert learnt(encoder, turns) == turns[-1].content.strip() + "<|im_end|>"
 
 
-def test_an_empty_answer_before_another_is_not_trained_on(chatml_encoder: Encoder) -> None:
-    turns = chat_of(("user", "fox?"), ("assistant", ""), ("assistant", " jumps"))
-    assert learnt(chatml_encoder, turns) == " jumps<|im_end|>"
+INST = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ ' ' + m['content'] + '<|im_end|>' }}"
+    "{% else %}{{ '[INST] ' + m['content'] + ' [/INST]' }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(("template", "lead"), [(CHATML, ""), (MARKED, ""), (INST, " ")])
+@pytest.mark.parametrize("blank", ["", " "])
+def test_a_blank_answer_before_another_is_not_trained_on(tmp_path: Path, template: str, lead: str, blank: str) -> None:
+    turns = chat_of(("user", "fox?"), ("assistant", blank), ("assistant", "jumps"))
+    assert learnt(take(tmp_path, template), turns) == lead + "jumps<|im_end|>"
 
 
 def test_a_template_may_mark_the_last_answer_only(tmp_path: Path) -> None:
@@ -408,6 +420,11 @@ def test_reasoning_is_rendered_as_the_template_does_it(tmp_path: Path, template:
     first = "A dog<|im_end|>" if template == REASONING else "<think>\nlazy\n</think>\n\nA dog<|im_end|>"
     assert learnt(encoder, reasoned()) == first + THOUGHT + "A fox<|im_end|>"
     assert learnt(encoder, reasoned(thought_in_loss=False)) == "A dog<|im_end|>A fox<|im_end|>"
+    *earlier, last = reasoned()
+    twice = (*earlier, Message("assistant", ""), last)
+    assert learnt(encoder, twice) == first + THOUGHT + "A fox<|im_end|>", "behind a blank answer"
+    blank = (*earlier, replace(last, content=THOUGHT + " \n"))
+    assert learnt(encoder, blank) == first + THOUGHT + " \n<|im_end|>", "an answer of blanks"
     ids, _ = encode_chat(encoder, reasoned())
     assert ids.count(encoder.end_id) == 4, "a text is no special token"
     rows = [{**row, "reasoning_content": row.get("reasoning_content", "").strip()} for row in ROWS]

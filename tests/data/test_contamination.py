@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -80,18 +81,27 @@ def test_rows_of_every_kind_of_task_are_items(tmp_path: Path) -> None:
     choices = {"question": QUESTION, "choices": ["a", ANSWER]}
     whole = plain(QUESTION + ANSWER)
     rows = {
-        whole: [{**choices, "answer": 1}, {**choices, "answer": "B"}, {"question": QUESTION, "answer": ANSWER}, CHAT],
-        plain(QUESTION): [{**choices, "answer": 7}],
+        whole: [
+            {**choices, "answer": 1},
+            {**choices, "answer": "B"},
+            {"question": QUESTION, "answer": ANSWER},
+            CHAT,
+            {"question": QUESTION, "answer": " ", "final": ANSWER},
+        ],
+        plain(QUESTION): [{**choices, "answer": 7}, {"question": QUESTION, "answer": [{"role": "assistant"}]}],
         b"theoldbridgecrossestherhine": [{"context": "The old bridge crosses the", "target": " Rhine"}],
         plain(POEM): [{"text": POEM}],
     }
     bad = {"title": "nothing"}, b"no JSON"
     for text, given in rows.items():
-        items = contamination.read_items(str(write_lines(tmp_path / "items.jsonl", [*bad, *given])))
+        left_out = Counter[str]()
+        path = write_lines(tmp_path / "items.jsonl", [*bad, *given])
+        items = contamination.read_items(str(path), left_out)
+        assert left_out == {"items.jsonl": 2}
         assert [item.digest for item in items] == [contamination.digest_of_text(text)] * len(given)
         assert items[0].location == "items.jsonl:3"
     with pytest.raises(DataError, match="no item"):
-        contamination.read_items(str(write_lines(tmp_path / "none.jsonl", bad)))
+        contamination.read_items(str(write_lines(tmp_path / "none.jsonl", bad)), Counter())
 
 
 @pytest.fixture
@@ -119,7 +129,9 @@ def build(
 ) -> Any:
     against = None
     if items:
-        against = contamination.OverlapCheck(tuple(contamination.read_items(str(items))), 0.5, remove)
+        left_out = Counter[str]()
+        found = contamination.read_items(str(items), left_out)
+        against = contamination.OverlapCheck(tuple(found), 0.5, remove, left_out)
     return shard_sets.build(output, [rows], recipe_of(ALL, encoder.directory, kind), block_bytes=2048, against=against)
 
 
@@ -132,7 +144,7 @@ def test_documents_that_hold_an_item_are_left_out(
     built = build(tmp_path / "out", encoder, documents, items, remove)
     assert plain.contamination is None and not (tmp_path / "plain" / contamination.REPORT).exists()
     told = json.loads((tmp_path / "out" / contamination.REPORT).read_bytes())
-    assert told["tasks"] == {"items.jsonl": {"items": 4, "overlapping": 2}}
+    assert told["tasks"] == {"items.jsonl": {"items": 4, "too_short": 1, "overlapping": 2, "left_out": 1}}
     assert (told["documents"], told["removed"]) == (2, remove)
     held = {item["digest"]: item["share"] for item in told["items"]}
     assert contamination.read_item_shares(tmp_path / "out") == ({} if remove else held) and held
@@ -206,7 +218,7 @@ def test_items_that_training_documents_hold_are_told_apart(tmp_path: Path, kind:
     fillers = [json.loads(json.dumps(row).replace("Rhine", f"Elbe {n}").replace("\\u5e8a", f"{n}")) for n in range(2)]
     rows = [{**fillers[0], "lang": "en"}, {**row, "lang": "en"}, {**fillers[1], "lang": "zh"}]
     items = items_of("task", kind, rows, tmp_path)
-    [found] = contamination.read_items(str(write_lines(tmp_path / "row.jsonl", [row])))
+    [found] = contamination.read_items(str(write_lines(tmp_path / "row.jsonl", [row])), Counter())
     apart = run.mark_overlaps(items, {found.digest})
     assert apart.groups == {**items.groups, "overlap=yes": (1,), "overlap=no": (0, 2)}
     assert apart.digests == items.digests

@@ -292,8 +292,18 @@ def test_older_folders_keep_their_tokens_and_templates_elsewhere(tmp_path: Path)
     settings = {"chat_template": [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}]}
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
     encoder = take(source, tmp_path / "out", "own")
+    path = encoder.directory / "tokenizer_config.json"
+    named = json.loads(path.read_text())
+    named = {name: {"content": value} if value == "<|im_start|>" else value for name, value in named.items()}
+    path.write_text(json.dumps(named))
+    assert Encoder(encoder.directory).tokens == encoder.tokens, "a token as an object"
     assert (encoder.bos_id, encoder.eos_id) == (encoder.special("<|im_start|>"), encoder.special("<|endoftext|>"))
     assert encoder.end_id == encoder.special("<|im_end|>")
+    (source / "tokenizer_config.json").write_text('{"chat_template": ["x", {"name": "tool_use"}]}')
+    with pytest.raises(UsageError, match="has no chat template"):
+        take(source, tmp_path / "none", "own")
+    (source / "chat_template.jinja").write_bytes(b"\xff")
+    assert take(source, tmp_path / "ours", "ttrain").template == "ttrain", "its own is not opened"
     (source / "chat_template.jinja").write_text("\n" + CHATML)
     assert take(source, tmp_path / "file", "own").jinja == "\n" + CHATML
 

@@ -128,6 +128,7 @@ HOSTILE = (
     (row(prompt="R", chosen=[USER, GOOD], rejected="b"), "'chosen' is a conversation without the turns of the prompt"),
     (row(prompt="Q", chosen=[USER, GOOD], rejected=[SYSTEM, USER, BAD]), "'chosen' and 'rejected' have no common"),
     (row(prompt="Q", chosen=[RESULT, GOOD], rejected="b"), "a tool turn without a call before it; put"),
+    (row(chosen=[{**USER, "role": "bot"}, GOOD], rejected=[USER, BAD]), "unknown role 'bot'; write one of"),
     (DEEP, "a turn is a list, not an object such as"),
 )
 

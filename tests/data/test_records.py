@@ -129,12 +129,18 @@ def test_a_question_and_its_answer_are_a_chat_with_or_without_a_system_text(aske
 
 
 def test_a_question_that_needs_more_than_itself_is_no_chat() -> None:
-    for key, more in (("choices", ["3", "4"]), ("A", "3"), ("opa", "3"), ("context", "2 and 2")):
+    mores: dict[str, Any] = {
+        "choices": ["3", "4"], "A": "3", "opa": "3", "context": "2 and 2",
+        "documents": ["2 and 2"], "supporting_facts": {"title": ["2"]},
+    }  # fmt: skip
+    for key, more in mores.items():
         row = {"question": "2 + 2?", "answer": "B", key: more}
         assert not is_chat(row)
         rejected = parse_conversation(row)
         assert isinstance(rejected, Rejected)
         assert f"'{key}' beside 'question' may be a part of the question" in rejected.reason
+    beside = {"context": " ", "choices": [], "tags": ["sums"], "row_metadata": {"by": "me"}}
+    assert is_chat({"question": "2 + 2?", "answer": "4", **beside})
 
 
 def test_a_row_that_older_formats_read_is_read_by_them() -> None:

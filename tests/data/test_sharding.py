@@ -305,6 +305,23 @@ def test_bad_rows_are_named_by_file_and_line_across_blocks(sets: Sets) -> None:
     assert_adds_up(built, 608)
 
 
+def test_the_records_of_a_block_are_encoded_in_groups_while_it_is_read(sets: Sets, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = sets.file("rows", [{"text": f"fox {number}"} for number in range(6)])
+    whole = sets.build("whole", [path])
+    steps: list[str] = []
+
+    def note(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *values: steps.append(name) or function(*values))
+
+    note(blocks.sources, "content_hash")
+    note(blocks, "encode_records")
+    monkeypatch.setattr(blocks, "ENCODED_BYTES", 2 * blocks.RECORD_BYTES)
+    grouped = sets.build("groups", [path])
+    assert steps.index("encode_records") < 5 and steps.count("encode_records") > 2
+    assert grouped.parts == whole.parts
+
+
 def test_blocks_end_with_lines_and_hold_every_byte_once_whatever_the_size(tmp_path: Path) -> None:
     chance = random.Random(3)
     recipe = BlockRecipe("documents", "text", 0.0, 10**6, tokenizer="", tokenizer_digest="", template="", code="")

@@ -62,6 +62,12 @@ def test_a_json_array_is_read_element_by_element(tmp_path: Path) -> None:
         lines_of(written(tmp_path, b'[{"text": "a"},\n{"te'))
 
 
+@pytest.mark.parametrize("error", [MemoryError(), pa.ArrowMemoryError(), KeyError("ours")])
+def test_a_bug_or_a_lack_of_memory_is_no_damaged_file(error: Exception) -> None:
+    with pytest.raises(type(error)), streams.noting_faults("rows.jsonl"):
+        raise error
+
+
 def test_a_text_file_is_one_row_to_the_byte(tmp_path: Path) -> None:
     text = 'A "quote" \\ and\r\n\t世界\x01' * 100_000
     (line,) = lines_of(written(tmp_path, text.encode(), "a.txt"))

@@ -7,8 +7,8 @@ directory `run/blocks/<id>`; its `block.json` is written last: without it the bl
 
 import codecs
 import hashlib
-import itertools
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -253,37 +253,49 @@ def _make(data: bytes, block: Block, recipe: BlockRecipe, directory: Path, name:
     encoder, bad_rows = encoder_of(recipe.tokenizer), list[bytes]()
     tally = Tally(quarantine=lambda row: bad_rows.append(orjson.dumps(row) + b"\n"))
     threshold = round(recipe.heldout_fraction * 2**64)
-    rows = list[bytes]()
-    kept: dict[str, list[sources.Record]] = {part_name: [] for part_name in PARTS}
-    sizes: dict[str, list[int]] = {part_name: [] for part_name in PARTS}
+    rows, heldout_lines, weights = list[bytes](), list[bytes](), list[float]()
+    waiting: dict[str, list[sources.Record]] = {part_name: [] for part_name in PARTS}
+    columns: dict[str, list[Column]] = {part_name: [] for part_name in PARTS}
+    sizes, waiting_bytes = Counter[str](), Counter[str]()
+
+    def encode(part_name: str) -> None:
+        columns[part_name].append(encode_records(encoder, recipe.kind, waiting[part_name]))
+        waiting[part_name].clear()
+        waiting_bytes[part_name] = 0
+
     for line, record in records(data, block, recipe, tally):
         content_hash = sources.content_hash(record)
         if recipe.keep_below is not None and draw(content_hash, recipe.seed) >= recipe.keep_below:
             tally.leave_out(BEYOND_LIMIT, 1)
             continue
-        is_heldout = int.from_bytes(content_hash[: sources.PLACE_BYTES], "big") < threshold
-        part_name = "heldout" if is_heldout else "train"
         size = len(text_of(record).encode("utf-8"))
-        kept[part_name].append(record)
-        sizes[part_name].append(size)
         rows.append(content_hash + size.to_bytes(8, "big") + line.to_bytes(8, "big"))
+        part_name = "train"
+        if int.from_bytes(content_hash[: sources.PLACE_BYTES], "big") < threshold:
+            part_name = "heldout"
+            heldout_lines.append(orjson.dumps(record.to_json()) + b"\n")
+        else:  # what is held out is not drawn
+            weights.append(record.weight)
+        waiting[part_name].append(record)
+        sizes[part_name] += size
+        waiting_bytes[part_name] += size + RECORD_BYTES
+        if waiting_bytes[part_name] >= ENCODED_BYTES:
+            encode(part_name)
     files = {
         ROWS: b"".join(rows),
         BAD_ROWS: b"".join(bad_rows),
-        HELDOUT_RECORDS: b"".join(orjson.dumps(row.to_json()) + b"\n" for row in kept["heldout"]),
+        HELDOUT_RECORDS: b"".join(heldout_lines),
     }
     manifest: JsonDict = {"tally": tally.counts(), "threshold": threshold, **dict.fromkeys(PARTS)}
-    for part_name, part in kept.items():
-        if part:
-            places = np.cumsum(sizes[part_name]) + RECORD_BYTES * np.arange(len(part))
-            borders = np.flatnonzero(np.diff(places // ENCODED_BYTES)) + 1
-            spans = itertools.pairwise([0, *borders.tolist(), len(part)])
-            groups = (part[start:end] for start, end in spans)
-            column = shards.concatenate([encode_records(encoder, recipe.kind, group) for group in groups])
-            if part_name == "train":  # what is held out is not drawn
-                column = replace(column, weights=np.array([record.weight for record in part]))
+    for part_name in PARTS:
+        if waiting[part_name]:
+            encode(part_name)
+        if columns[part_name]:
+            column = shards.concatenate(columns[part_name])
+            if part_name == "train":
+                column = replace(column, weights=np.array(weights))
             entry, files[f"{part_name}.arrow"] = shards.shard_of(f"{name}.arrow", column, len(encoder))
-            manifest[part_name] = {**entry, "bytes": sum(sizes[part_name])}
+            manifest[part_name] = {**entry, "bytes": sizes[part_name]}
     manifest["files"] = {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
     files[MANIFEST] = json.dumps(manifest).encode()  # the last one makes the block exist
     shards.write_files([(directory / file, data) for file, data in files.items()])

@@ -36,6 +36,11 @@ CHAT_FIELDS = (
 )
 # Keys that a question needs beside itself: its choices, and the text that it is about.
 OF_QUESTION = re.compile(r"contexts?|passages?|[a-e]|(opt?|option|choice|ending|sol|distractor)s?[ _]?[a-e\d]?")
+# Lists and objects beside a question that are no part of it, also as the last word of their key.
+BESIDE_QUESTION = re.compile(
+    r"history|tools|(.*_)?(meta(data)?|tags?|labels?|ids?|urls?|source|model|author|language"
+    r"|category|domain|topic|task|type|score|rating)"
+)
 # Keys under which data sets have a part of an answer. Of them `reasoning_content` alone is read.
 UNREAD_KEYS = (
     "thinking", "think", "thought", "thoughts", "reasoning", "rationale", "explanation", "cot",
@@ -61,7 +66,7 @@ def is_chat(row: Row) -> bool:
     keys = _exchange_keys(row)
     if keys == PROMPT_KEYS or any(row.get(key) is not None for key in CHAT_KEYS):
         return True
-    return keys is not None and row.get("text") is None and not _key_of_question(row)
+    return keys is not None and row.get("text") is None and not _key_of_question(row, keys)
 
 
 def _exchange_keys(row: Row) -> tuple[str, str] | None:
@@ -70,9 +75,16 @@ def _exchange_keys(row: Row) -> tuple[str, str] | None:
     return next((keys for keys in EXCHANGE_KEYS if present.issuperset(keys)), None)
 
 
-def _key_of_question(row: Row) -> str | None:
+def _key_of_question(row: Row, keys: tuple[str, str]) -> str | None:
     """The first key beside a question and its answer that belongs to the question."""
-    return next((key for key in row if row[key] and OF_QUESTION.fullmatch(key.lower())), None)
+    for key, value in row.items():
+        if isinstance(value, list | dict):
+            known = key in keys or BESIDE_QUESTION.fullmatch(key.lower())
+            if value and not known:
+                return key
+        elif isinstance(value, str) and OF_QUESTION.fullmatch(key.lower()) and not is_blank(value):
+            return key
+    return None
 
 
 def unread_keys(row: Row) -> set[str]:
@@ -164,7 +176,7 @@ def _exchange(row: Row) -> list[Message]:
     asked, answered = keys
     history: list[Message] = []
     if keys != PROMPT_KEYS:
-        other = _key_of_question(row)
+        other = _key_of_question(row, keys)
         require(
             not other,
             f"'{other}' beside '{asked}' may be a part of the question; write it there, or leave it out",

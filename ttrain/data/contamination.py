@@ -106,11 +106,13 @@ class OverlapCheck:
     """Items that training documents are checked against, and whether documents that contain one are removed.
 
     share       of an item's n-grams, from which a document contains it
+    left_out    rows of each task's files that are not items
     """
 
     items: tuple[EvaluationItem, ...]
     share: float
     remove: bool
+    left_out: Mapping[str, int]
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -123,17 +125,21 @@ def digest_of_text(plain: bytes) -> str:
     return records.hash_of(plain).hex()
 
 
-def read_items(path: str) -> list[EvaluationItem]:
+def read_items(path: str, left_out: Counter[str]) -> list[EvaluationItem]:
     """Read the items of an evaluation file in the format of any task type; the task is named after it.
+
+    `left_out`: the rows of each task that are no items, which are counted here.
 
     The text of an item is what a leak of it would contain: the question with the right answer, the passage with its last
     word, the whole document, the turns of a chat but the system's. Raises DataError if the file has no item.
     """
     items: list[EvaluationItem] = []
     task = locations.name(path)
-    for _, line, record in json_rows.read([path], json_rows.Tally(), MAX_LINE_BYTES):
+    tally = json_rows.Tally()
+    for _, line, record in json_rows.read([path], tally, MAX_LINE_BYTES):
         if (text := of_row(record)) is not None:
             items.append(EvaluationItem(task, f"{task}:{line}", " ".join(words_of(text))))
+    left_out[task] += tally.rows - len(items)
     if not items:
         raise DataError(f"{path} has no item of an evaluation: no row has {ITEM_KEYS}")
     return items
@@ -167,7 +173,8 @@ def write_item_shares(directory: Path, items: Mapping[str, float]) -> None:
 def report(against: OverlapCheck, matches: Sequence[tuple[str, TextMatch]]) -> JsonDict:
     """Report on all matches, each with the name of its file, as JSON.
 
-    {"removed", "documents": number with an item, "share", "tasks": {task: {"items", "overlapping"}},
+    {"removed", "documents": number with an item, "share",
+     "tasks": {task: {"items", "too_short", "overlapping", "left_out"}},
      "items": [{"task", "where", "digest", "text", "share", "documents", "places": [{"file", "line",
       "share"}]}], the largest share first}
     """
@@ -177,15 +184,20 @@ def report(against: OverlapCheck, matches: Sequence[tuple[str, TextMatch]]) -> J
         place = {"file": file, "line": match.line, "share": round(match.share, 4)}
         places_of[texts[match.text]].append(place)
     lines: list[JsonDict] = []
+    totals = _index_of(texts).totals
+    too_short = {text for number, text in enumerate(texts) if number not in totals}
     tasks: dict[str, Counter[str]] = defaultdict(Counter)
     for item in against.items:
         places = places_of[item.text]
-        tasks[item.task].update(items=1, overlapping=int(bool(places)))
+        is_short = item.text in too_short
+        tasks[item.task].update(items=1, too_short=int(is_short), overlapping=int(bool(places)))
         if places:
             lines.append({
                 "task": item.task, "where": item.location, "digest": item.digest, "text": item.text[:EXCERPT_LETTERS],
                 "share": places[0]["share"], "documents": len(places), "places": places[:MOST_PLACES],
             })  # fmt: skip
+    for task, counts in tasks.items():
+        counts["left_out"] = against.left_out.get(task, 0)
     lines.sort(key=lambda line: (-line["share"], line["where"]))
     documents = len({(file, match.line) for file, match in matches})
     return {
@@ -200,8 +212,10 @@ def of_row(record: JsonDict) -> str | None:
         choices = record.get("choices")
         if isinstance(choices, list):
             answer = _right_choice(choices, answer)
-        elif answer is None:
-            answer = record.get("final", "")
+        else:
+            given = (answer, record.get("final"))
+            texts = (str(text) for text in given if isinstance(text, str | int | float))
+            answer = next((text for text in texts if text.strip()), "")
         return f"{question}\n{answer}"
     if isinstance(context, str):
         return f"{context}{record.get('target') or ''}"

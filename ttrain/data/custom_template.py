@@ -93,7 +93,7 @@ class JinjaTemplate:
         # Of special tokens that begin alike the longest is found.
         specials = sorted(map(encoder.spelling, encoder.special_ids()), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, specials)))
-        self._prompt_end = self.lead = ""
+        self._prompt_end = self.lead = self._end = ""
         question, answer = Message("user", "q"), Message("assistant", "a")
         rendering = self.render((question, answer))
         answer_start, answer_end = rendering.contents[-1]
@@ -101,7 +101,8 @@ class JinjaTemplate:
         token = self._special.search(rendering.text, answer_end, end)
         if token is None:
             raise TemplateRefused(NO_END)
-        self.end_id = encoder.special(token.group())
+        self._end = token.group()
+        self.end_id = encoder.special(self._end)
         prompt = self.render((question,), prompt=True)
         self._prompt_end = prompt.text[prompt.contents[0][1] :]
         before = rendering.text[rendering.contents[0][1] : answer_start]
@@ -127,9 +128,13 @@ class JinjaTemplate:
         for earlier, piece, later in around:
             message = messages[piece.turn]
             if piece.turn != earlier.turn:
-                before = text[earlier.end : piece.start]
-                begin = piece.start - self._lead_length(before)
-            if prompt or piece.key != KEYS[1] or not is_live(message):
+                lead = self._lead_in(text[earlier.end : piece.start])
+                if any(turn.role == "assistant" for turn in messages[earlier.turn + 1 : piece.turn]):
+                    lead = lead.rpartition(self._end)[2]  # behind a blank answer, which has no piece
+                begin = piece.start - len(lead)
+            if prompt or piece.turn == later.turn or not is_live(message):
+                continue
+            if message.masked and piece.key != KEYS[1]:  # nothing but blanks behind the reasoning
                 continue
             if message.masked:
                 begin = piece.start + (0 if self._reads_reasoning else message.masked)
@@ -147,30 +152,40 @@ class JinjaTemplate:
 
     def _pieces(self, turns: list[JsonDict], text: str, *, prompt: bool) -> list[Piece]:
         """Where the text has the contents, in order, between an empty piece at each of its ends."""
-        marked, contents = list[JsonDict](), dict[int, str]()
+        marked, bare, contents = list[JsonDict](), list[JsonDict](), dict[int, str]()
         for number, turn in enumerate(turns):
             marked.append(turn.copy())
+            bare.append(turn.copy())
             for place, key in enumerate(KEYS, start=2 * number):
                 # Some templates leave out the white space around a content.
                 if content := turn.get(key, "").strip():
                     contents[place] = content
                     wrapped = f"{self._mark}{place}\ue001{content}{self._mark}\ue002"
                     marked[-1][key] = turn[key].replace(content, wrapped, 1)
+                    bare[-1][key] = wrapped
         rendered, _ = self._render(marked, prompt=prompt)
         if self._marks.sub("", rendered) != text:
             raise TemplateRefused(DEPENDS_ON_CONTENTS)
+        # Around each content: what is written there, and what is without its white space.
+        around = without = self._marked.split(rendered)[::3]
+        if bare != marked:
+            without = self._marked.split(self._render(bare, prompt=prompt)[0])[::3]
+        sides = [*zip(around, without, strict=False)]
         pieces = [Piece(-1, "", 0, 0)]
         copies = defaultdict[int, list[str]](list)
         removed = 0
-        for match in self._marked.finditer(rendered):
+        found = self._marked.finditer(rendered)
+        for match, before, behind in zip(found, sides, sides[1:], strict=False):
             place, content = int(match[1]), match[2]
             start = match.start() - removed
+            end = start + len(content)
             number, key = place // 2, KEYS[place % 2]
-            whole = turns[number][key]  # with its white space, where the template writes that
-            written = content
-            if text.startswith(whole, start - whole.find(content)):
-                start, written = start - whole.find(content), whole
-            pieces.append(Piece(number, key, start, start + len(written)))
+            first_space, _, last_space = turns[number][key].partition(contents[place])
+            if before[0].endswith(before[1] + first_space):
+                start -= len(first_space)
+            if behind[0].startswith(last_space + behind[1]):
+                end += len(last_space)
+            pieces.append(Piece(number, key, start, end))
             copies[place].append(content)
             removed += len(match[0]) - len(content)
         for place, content in contents.items():
@@ -184,15 +199,15 @@ class JinjaTemplate:
             raise TemplateRefused("it does not write each content behind that of the previous turn")
         return [*pieces, Piece(len(turns), "", len(text), len(text))]
 
-    def _lead_length(self, before: str) -> int:
-        """Characters of the text before an answer that stand behind its generation prompt.
+    def _lead_in(self, before: str) -> str:
+        """What of the text before an answer stands behind its generation prompt.
 
         Where the prompt does not end as that of a first question, as after some results of calls,
         or where the last question gets an instruction, the lead of a first answer is looked for.
         """
         if self._prompt_end.strip() and self._prompt_end in before:
-            return len(before.rpartition(self._prompt_end)[2])
-        return len(self.lead + before.rpartition(self.lead)[2]) if self.lead and self.lead in before else 0
+            return before.rpartition(self._prompt_end)[2]
+        return self.lead + before.rpartition(self.lead)[2] if self.lead and self.lead in before else ""
 
     def _render(self, turns: list[JsonDict], *, prompt: bool) -> tuple[str, list[Span]]:
         """The text of a conversation, and what of it is within `{% generation %}`."""

@@ -90,7 +90,12 @@ class Encoder:
         self.template = templates.get(self.jinja, "own")
         vocabulary = self._reference.get_vocab(with_added_tokens=True)
         names = (*REQUIRED[:-1], "unk_token", END_OF_TURN)
-        self.tokens: dict[str, str] = {name: config[name] for name in names if str(config.get(name)) in vocabulary}
+        self.tokens: dict[str, str] = {}
+        for name in names:
+            value = config.get(name)
+            token = value.get("content") if isinstance(value, dict) else value
+            if isinstance(token, str) and token in vocabulary:
+                self.tokens[name] = token
         missing = [name for name in REQUIRED if name not in self.tokens]
         if missing:
             raise ArtifactError(

@@ -101,7 +101,7 @@ def install(tokenizer_files: Sequence[Path], directory: Path, template: str) -> 
     except ArtifactError as error:
         raise UsageError(f"tokenizer.existing: {error}; {CONVERT}") from None
     config = _tokenizer_config(paths)
-    own = _chat_template(paths, config)
+    own = _chat_template(paths, config) if template in ("auto", "own") else None
     if template == "auto":
         template = "own" if own else "ttrain"
     jinja, needed = own, tuple[str, ...]()
@@ -213,7 +213,8 @@ def _chat_template(paths: dict[str, Path], config: JsonDict) -> str | None:
         return paths["chat_template.jinja"].read_bytes().decode("utf-8")
     chat_template = config.get("chat_template")
     if isinstance(chat_template, list):  # several, by name
-        chat_template = {item["name"]: item["template"] for item in chat_template}.get("default")
+        items = (item for item in chat_template if isinstance(item, dict))
+        chat_template = next((item.get("template") for item in items if item.get("name") == "default"), None)
     return chat_template if isinstance(chat_template, str) and chat_template.strip() else None
 
 

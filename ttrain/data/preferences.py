@@ -105,13 +105,13 @@ def _pair(row: Row) -> Sides:
             "'chosen' and 'rejected' have no common prompt: one has turns before it; write both alike",
         )
     else:
+        chosen, rejected = map(chat_shapes.turns_of, answers, ANSWER_KEYS)
         alike = [wording(one) == wording(other) for one, other in zip(*answers, strict=False)]
         size = [*alike, False].index(False)
         require(
             size,
             "'chosen' and 'rejected' have no common prompt: their first turns differ; write it under 'prompt'",
         )
-        chosen, rejected = map(chat_shapes.turns_of, answers, ANSWER_KEYS)
         prompt, chosen, rejected = chosen[:size], chosen[size:], rejected[size:]
     require(
         _identity(chosen) != _identity(rejected),

@@ -5,7 +5,9 @@ import contextlib
 import decimal
 import itertools
 import json
+import lzma
 import re
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO
@@ -22,6 +24,8 @@ CHUNK_BYTES = 1 << 20
 HEAD_BYTES = 1 << 16  # of a text, from which its format is told
 WHOLE_BYTES = 1 << 30  # an array and a `.txt` file are read whole
 UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+# Of damaged bytes, beside Arrow's.
+READ_ERRORS = (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error)
 _VALUE_LINE = re.compile(rb"^[ \t]*[{\[]", re.MULTILINE)
 
 BATCH_ROWS = 1024
@@ -39,10 +43,14 @@ def noting_faults(location: str) -> Iterator[None]:
         if isinstance(error, DataError) and not isinstance(error, CannotRead):
             error.files = (location,)
         raise
-    except Exception as error:  # every file system and every format has errors of its own
+    except Exception as error:  # every file system has errors of its own
         # Of the network or the disk.
         if locations.is_remote(location) or getattr(error, "errno", None):
             raise CannotRead(f"cannot read {location}: {locations.reason(error)}") from None
+        import pyarrow as pa
+
+        if isinstance(error, MemoryError) or not isinstance(error, (*READ_ERRORS, pa.ArrowException)):
+            raise
         fault = f"{location} is truncated or corrupt: {first_line(error)}; fetch or write it again"
         raise DataError(fault, [location]) from error
 
