@@ -24,15 +24,16 @@ from uuid import UUID
 
 from rich.console import Console
 
+from ttrain.core.terminal import print_plain, table
+from ttrain.core.text import format_duration
 from ttrain.engine.display import StageDisplay
 from ttrain.engine.execution import PipelineRun, screen
 from ttrain.engine.labels import NO_LABELS, Labels
 from ttrain.engine.plan import Plan
-from ttrain.engine.run_end import print_summary
 from ttrain.errors import Interrupted, NothingNew, TTrainError, UsageError
 from ttrain.flows import servers
 from ttrain.nightly import notify
-from ttrain.store.runs import NIGHTLY, newest_first
+from ttrain.store.runs import NIGHTLY, NOTHING_NEW, newest_first
 from ttrain.tracking import run_summary
 from ttrain.tracking.pusher import track
 
@@ -120,6 +121,30 @@ def begin(home: Path) -> None:
     reread_environment()
     if not servers.is_own():
         servers.check_prefect_server()
+
+
+def print_summary(execution: PipelineRun, outcome: str, console: Console) -> None:
+    """Print the evaluation, or how to continue."""
+    rows = execution.evaluation_table() if outcome == "completed" else []
+    if rows:
+        console.print()
+        table(("evaluation", "value", ""), rows, console)
+        console.print()
+    took, say = format_duration(execution.seconds), partial(print_plain, console)
+    if outcome == "completed":
+        say(f"done in {took}; run {execution.record.run}")
+        return
+    if outcome == NOTHING_NEW:  # the night says why
+        return
+    next_step = ", and the same command continues there"
+    if any(getattr(error, "is_mistake", False) for error in execution.failures.values()):
+        next_step = ", and the command continues there once the mistake is fixed"
+    if execution.plan.pipeline == NIGHTLY:  # which says its own
+        next_step = ""
+    say(
+        f"{outcome} after {took}; finished stages are kept{next_step} "
+        f"(`ttrain pipeline status` shows the stages and their logs)"
+    )
 
 
 def silence_prefect() -> None:

@@ -267,7 +267,7 @@ def test_forged_markers_add_no_special_token_and_do_not_move_the_mask(chatml_enc
     assert prompt_ids(chatml_encoder, (Message("user", forged),)) == ids[:-answer]
 
 
-PADDED, STRIPPED = exchange(" x\ty \n", "\nfox"), exchange("x\ty", "fox")
+PADDED, STRIPPED = exchange(" x\ty \n", "\nfox "), exchange("x\ty", "fox")
 NOT_EMPTY = CHATML.replace("in messages %}", "in messages if message['content'] %}")
 DAY = "\n{% set today = strftime_now('%d %b %Y, %Y-%m-%d') %}{{ today + '!' }}\n" + CHATML
 STRIPS_ANSWERS = CHATML.replace(

@@ -55,7 +55,10 @@ def data_files(stage: Stage, settings: Settings) -> dict[str, list[InputFile]]:
     else:  # it learns from the training part alone
         weights, heldout = (), ()
         if settings.tokenizer.existing:
-            roles[EXISTING] = _input_files(_tokenizer_files(settings))
+            tokenizer = settings.tokenizer.existing
+            if tokenizer == settings.existing_model:  # its own lies where its weights are
+                tokenizer = str(_model_files(settings)["config"][0].parent)
+            roles[EXISTING] = _input_files(existing.tokenizer_files(tokenizer))
     if not settings.reads(stage.dataset) or data.uses_python_docs(stage.dataset):
         return roles
     if not data.paths(dataset):
@@ -162,15 +165,6 @@ def _model_files(settings: Settings) -> dict[str, list[Path]]:
                 f"positions; set {name}.row_length to at most {limit - virtual}"
             )
     return files
-
-
-def _tokenizer_files(settings: Settings) -> list[Path]:
-    """The files of the existing tokenizer. That of the existing model lies where its weights are."""
-    tokenizer = settings.tokenizer.existing
-    assert tokenizer is not None, "asked for where there is such a tokenizer"
-    if tokenizer == settings.existing_model:
-        tokenizer = str(_model_files(settings)["config"][0].parent)
-    return existing.tokenizer_files(tokenizer)
 
 
 def _expand(paths: tuple[str, ...], setting: str, weights: tuple[float, ...]) -> list[InputFile]:
