@@ -7,7 +7,6 @@ entry of the stage. Whoever shows a run while it goes on reads this file.
 
 import contextlib
 import copy
-import glob
 import logging
 import os
 import platform
@@ -23,7 +22,6 @@ from typing import Any
 import orjson
 
 from ttrain.core.files import (
-    INTERRUPTED_WRITE,
     PRIVATE_FILE,
     JsonDict,
     JsonObject,
@@ -31,8 +29,6 @@ from ttrain.core.files import (
     parse_object,
     private_directory,
     private_opener,
-    remove_tree,
-    temporary_path,
     write_json,
 )
 from ttrain.core.terminal import escaped
@@ -348,14 +344,6 @@ def process_started(pid: int) -> float | None:
         return round(float(psutil.Process(pid).create_time()), 1)
     except psutil.Error:
         return None
-
-
-def remove_interrupted_writes(path: Path) -> None:
-    """Remove what ended processes, and this one, left where they were writing the directory `path`."""
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        write = INTERRUPTED_WRITE.fullmatch(left.name)
-        if left == temporary_path(path) or (write and process_started(int(write[1])) is None):
-            remove_tree(left)
 
 
 TIMED = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:,\d+)? ")
