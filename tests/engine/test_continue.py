@@ -1,7 +1,5 @@
 """`--continue`: unfinished work of an older code is offered, taken over whole or not at all, and the artifact says so."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace
@@ -157,9 +155,6 @@ def test_the_beginning_of_several_keys_is_refused(built: House, work: resume.Par
 def test_work_of_a_stage_that_is_left_out_is_refused(built: House, work: resume.PartialRun) -> None:
     with pytest.raises(UsageError, match=f"--continue {work.key} refers to stage sft, which --until pretrain leaves out"):
         built.plan(SEED, resume_key=work.key, selection=Selection(until="pretrain"))
-
-
-# --- taking it over
 
 
 def adopt(house: House, work: resume.PartialRun, *given: str) -> Planned:

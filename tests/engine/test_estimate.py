@@ -1,7 +1,5 @@
 """About how long a plan takes, and how often it passes over its data; what its reasons compare with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -105,9 +103,6 @@ def test_unfinished_work_takes_the_rest_of_its_steps(pretrained: House) -> None:
     assert rest.seconds == pytest.approx((204_800 - 50 * 2048) / 1000 + estimates.START_SECONDS)
 
 
-# --- what the reasons compare with
-
-
 def record(house: House, *overrides: str, outcome: str = "completed", **notes: object) -> str:
     """A run of these settings with the keys of its plan."""
     planned = house.plan(*overrides)
@@ -140,9 +135,6 @@ def test_a_changed_input_is_named_by_the_stage_that_made_it(built: House, tmp_pa
     built.publish(planned, inputs=inputs)
     built.build(built.settings("sft.seed=2"), stages=("tokenizer", *SHARDS, PRETRAIN.name, "sft"))
     assert built.plan("sft.seed=2")["lora"].why == ("sft changed",)
-
-
-# --- the commands
 
 
 @pytest.fixture

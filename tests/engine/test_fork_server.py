@@ -1,7 +1,5 @@
 """The fork server: what it forks is a process like any other, and none of them outlives who waits for it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

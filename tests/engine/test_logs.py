@@ -1,7 +1,5 @@
 """What a run shows: one log of whole lines of all stages, in their order, and the speed of a stage at work."""
 
-from __future__ import annotations
-
 import io
 import logging
 import re
@@ -85,9 +83,6 @@ def test_the_speed_and_the_time_left_are_shown_from_the_second_report_on(
     display.close()
     shown = output.getvalue()
     assert "20 %" in shown and "loss 7.250, 50 tokens/s, 2 min 40 s left" in shown and "--:--" not in shown
-
-
-# --- runtime.log_level --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """A run whose documents are all known: no failure, and no model, in its record, its status and its log."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Ranks that are killed, stopped or fail end the others and say why; nothing is left of them."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -1,7 +1,5 @@
 """How far a run in progress is, as another process sees it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

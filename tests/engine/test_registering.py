@@ -1,7 +1,5 @@
 """What a run registers at its end, and the champion as the baseline of a run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A training that begins again, or at an older checkpoint; unfinished work is kept beside it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Parts of a pipeline: what `--only`, `--from` and `--until` build, take and leave out; artifacts as given inputs."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the machine does: samples in time, quiet without a GPU, never twice for one second, and no part of the training."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil
@@ -34,9 +32,6 @@ def rows(path: Path) -> list[dict[str, Any]]:
 def wait_for(path: Path, count: int) -> list[dict[str, Any]]:
     wait_until(lambda: len(path.read_text().splitlines()) >= count)
     return rows(path)
-
-
-# --- samples ------------------------------------------------------------------------------------------------------------
 
 
 def test_samples_come_in_time_with_the_running_seconds_as_their_step(tmp_path: Path) -> None:
@@ -89,9 +84,6 @@ def test_stages_are_sampled_unless_that_is_off_and_fail_by_themselves(
     (tmp_path / "output").write_text("a file where its directory should be")
     sampled(tmp_path, 600)
     assert "the system metrics end here" in caplog.text
-
-
-# --- figures ------------------------------------------------------------------------------------------------------------
 
 
 def test_figures_of_the_machine_are_those_of_the_system(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """A pipeline's nights, a store and a champion in it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

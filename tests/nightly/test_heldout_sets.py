@@ -1,7 +1,5 @@
 """The held-out documents of all nights: one set, in which each night has its share."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

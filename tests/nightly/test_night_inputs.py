@@ -1,7 +1,5 @@
 """What a night reads: files, settings, the champion's artifacts, held-out documents of all nights."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +19,6 @@ from ttrain.nightly.inputs import NightInputs
 from ttrain.nightly.records import Champion, InputSnapshot, Nights
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
-
-# --- what it reads ---
 
 
 def watched(*digests: str, chats: str = "c") -> dict[str, list[dict[str, Any]]]:
@@ -80,9 +76,6 @@ def test_the_night_of_a_champion_is_found_by_its_models_where_a_new_registry_cou
         assert known.learnt(champion) == {digest}
         learnt = night_inputs.learnt_shards("pretrain", champion, known.newest_first(), store)
         assert learnt == (f"shards-pretrain/of-{digest}",)
-
-
-# --- settings and artifacts of a night ---
 
 
 def test_a_night_starts_from_the_champion_s_tokenizer_and_base_or_from_scratch(

@@ -1,7 +1,5 @@
 """Notifications: whom the settings name is told, nobody else; their trouble is not the night's, and no address is shown."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -120,9 +118,6 @@ def test_a_file_of_the_address_that_holds_none_is_told(tmp_path: Path, caplog: p
     assert SECRET not in caplog.text
 
 
-# --- the address is a secret --------------------------------------------------------------------------------------------
-
-
 def test_the_address_is_used_whole_and_shown_without_its_path() -> None:
     """A run's settings can be loaded again: then nobody is told, rather than some page of that host."""
     settings = load([f"notify.webhook=https://user:{SECRET}@hooks.example.com:8443/{SECRET}?t={SECRET}"]).settings
@@ -131,9 +126,6 @@ def test_the_address_is_used_whole_and_shown_without_its_path() -> None:
     assert dict(flatten(record))["notify.webhook"] == "https://hooks.example.com/***"
     assert SECRET not in json.dumps(record, default=str)
     assert Settings.model_validate(record).notify.webhook is None
-
-
-# --- runs of full
 
 
 def test_a_run_of_full_says_why_it_failed(house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

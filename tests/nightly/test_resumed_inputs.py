@@ -1,7 +1,5 @@
 """The inputs of a night that goes on: files that changed meanwhile, settings that were corrected, sets that are gone."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The registry of a home: sets of models, aliases, the way back, decisions; one file, replaced as a whole."""
 
-from __future__ import annotations
-
 import re
 import stat
 from pathlib import Path
@@ -36,9 +34,6 @@ def resolved(home: Path, text: str) -> str:
     return f"{found.name}/{found.version}"
 
 
-# --- registering ------------------------------------------------------------------------------------
-
-
 def test_the_same_models_are_one_set_that_knows_its_newest_evaluation(sets_home: Path) -> None:
     again = register(sets_home, 2, accuracy=0.5)
     assert again == Registry(sets_home).find("mine", "2")
@@ -61,9 +56,6 @@ def test_a_name_that_models_of_another_pipeline_bear_is_refused(sets_home: Path)
     with pytest.raises(UsageError, match=r"name is mi, but mine already names .*; .*set another `name`"):
         registry.check_names("mi", ["mine"])
     registry.check_names("mine", ["mine-base"])
-
-
-# --- promoting and going back -----------------------------------------------------------------------
 
 
 def test_all_models_of_a_run_become_champion_together(sets_home: Path) -> None:
@@ -117,9 +109,6 @@ def test_a_name_of_nothing_is_refused_with_what_is_registered(sets_home: Path, t
         resolved(tmp_path, "mine/1")
 
 
-# --- decisions --------------------------------------------------------------------------------------
-
-
 def test_the_last_decision_about_a_set_stands_with_its_texts(sets_home: Path) -> None:
     registry = Registry(sets_home)
     registry.decide("mine", "3", {**DECISION, "promote": False}, run="night", table="| kept |", figures="| a |")
@@ -128,9 +117,6 @@ def test_the_last_decision_about_a_set_stands_with_its_texts(sets_home: Path) ->
     assert decided.decision == DECISION == decided.to_json()["decision"]
     assert decided.decided == {"run": "full-3", "table": "| promoted |", "figures": ""}
     assert registry.find("mine", "2").decision is None
-
-
-# --- what cleaning keeps ----------------------------------------------------------------------------
 
 
 def test_the_kept_keys_are_those_of_all_versions_their_inputs_and_the_champions_data(tmp_path: Path) -> None:
@@ -153,9 +139,6 @@ def test_the_kept_keys_are_those_of_all_versions_their_inputs_and_the_champions_
     assert registry.keys() == expected | {"evaluate-1"}
     registry.promote("mine", "1")
     assert registry.keys() == expected | {"evaluate-1", "shards-sft-1"}, "which a night must not take for new"
-
-
-# --- the file ---------------------------------------------------------------------------------------
 
 
 def test_the_file_is_for_its_owner_and_is_not_written_when_nothing_changes(sets_home: Path) -> None:

@@ -1,7 +1,5 @@
 """Runs read back from the home: by every name they have, each step once, nothing from outside a run's files."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

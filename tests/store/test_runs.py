@@ -1,7 +1,5 @@
 """The history of runs: newest first, readable while they go on, and honest about those whose process is gone."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

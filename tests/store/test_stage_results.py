@@ -1,7 +1,5 @@
 """Results of stages as those who read an artifact get them."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The stages `reference` and `dpo`: what they leave behind, also after they were killed, and what makes them run again."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -138,9 +136,6 @@ def test_only_the_rows_and_the_precision_enter_the_key_of_the_reference() -> Non
 
     assert of() == of(beta=0.2) == of(optim={"lr": 1e-5}) == of(loss="ipo") == of(adapter="lora") == of(epochs=9)
     assert of() != of(row_length=64) and of() != of(precision="bf16")
-
-
-# --- kills --------------------------------------------------------------------------------------------------------------
 
 
 CALLS = ((preference_tuning, "score_answers"), (reference, "score_answers"), "fsync", "replace")  # passes and writes

@@ -1,7 +1,5 @@
 """The stage `evaluate`: every figure from the records behind it."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -29,8 +27,6 @@ def read_scores(directory: Path, metric: str) -> Metric | None:
 
 
 HALF = Reading(heldout_fraction=0.5)
-
-# --- the stage ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """A gate over planted experts: each is the unigram model of an alphabet, so that its loss is known, and so is the best."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The stages `shards-*` and `tokenizer`: they agree on which rows are held out of the user's own files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

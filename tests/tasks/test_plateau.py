@@ -1,7 +1,5 @@
 """What a night continues: the plateau of an infinite schedule, exact to resume and at any number of ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Starting from a model that exists: which stages run, what enters the keys, and what becomes of the model's weights."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -91,9 +89,6 @@ def test_of_the_settings_of_a_new_model_only_the_second_head_is_in_the_key_of_on
     assert settings == ["model.multi_token.weight", "model.multi_token.keep_head"]
 
 
-# --- the tokenizer, and what is refused
-
-
 def test_the_tokenizer_follows_the_model_unless_another_is_named() -> None:
     loaded = load(["sft.start_from=some/where"], environment={})
     assert (loaded.settings.tokenizer.existing, loaded.settings.tokenizer.template) == ("some/where", "auto")
@@ -160,8 +155,6 @@ def test_rows_that_are_longer_than_the_model_takes_are_refused_before_anything_r
     with pytest.raises(UsageError, match=r"after lora.virtual_tokens 8, .*set lora.row_length to at most 120"):
         house.plan(f"sft.start_from={here}", *short, "lora.kind=prefix")
 
-
-# --- the Hub
 
 WHOLE = {"config": ["config.json"], "weights": ["model.safetensors"], "tokenizer": ["tokenizer.json"]}
 

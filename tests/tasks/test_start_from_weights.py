@@ -1,7 +1,5 @@
 """Models that training starts from: their weights, the stages that continue them, what the doctor says of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -23,8 +21,6 @@ from ttrain.errors import ArtifactError
 from ttrain.model import factory, multi_token
 from ttrain.tasks import new_model, pretrain
 from ttrain.tasks.base_model import prepare_base_model
-
-# --- the weights
 
 
 def llama(vocab: int, **settings: Any) -> Any:
@@ -165,9 +161,6 @@ def test_a_padded_vocabulary_is_not_grown_other_files_have_no_say_and_another_to
     assert (after != before).any(dim=1).nonzero()[:, 0].tolist() == list(range(size, size + 6)), "unused rows, not grown"
     prepare_base_model(found, make_tokenizer(tmp_path / "other").directory, tmp_path / "model")
     assert "tokens that the model knows have other ids in the tokenizer" in caplog.text
-
-
-# --- the stages that start from it
 
 
 @pytest.fixture(scope="module")

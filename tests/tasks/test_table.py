@@ -1,7 +1,5 @@
 """The table of stages: the settings that each one sees."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
