@@ -49,13 +49,6 @@ def test_the_time_of_a_training_follows_the_rate_that_this_machine_has_shown(pre
     assert deeper.seconds is not None and deeper.seconds > 140, "a token of more parameters costs more"
 
 
-def test_without_any_rate_the_time_is_left_out_and_the_rest_is_told(house: House) -> None:
-    overrides = ("runtime.device=cuda", "pretrain.tokens=100")
-    whole = estimate(list(house.plan(*overrides).values()), house.settings(*overrides), house.store)
-    assert {"tokenizer", "pretrain", "evaluate"} <= {*whole.without} and whole.stages[4].tokens == 100
-    assert whole.to_json()["seconds"] is None
-
-
 def test_where_no_time_is_known_none_is_said() -> None:
     one, other = StageEstimate("pretrain", None, 300, 3.0), StageEstimate("evaluate")
     assert Estimate((one, other), "").lines() == ["how long it takes here is not known yet: pretrain ? (3 passes)"]

@@ -34,18 +34,6 @@ def test_what_a_line_holds_can_make_no_other_line_and_move_no_cursor(tmp_path: P
     assert line.endswith(r"sft: bar\rbaz\n2026-11-21 00:00:00 lora: forged \x1b[31m\u2028 東京" + "\tok")
 
 
-def test_a_disk_that_takes_nothing_costs_the_lines_and_is_told_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING, "ttrain")
-    log = RunLog(tmp_path / "gone" / "full-1.log")
-    for _ in range(3):
-        log.add("sft", "line")
-    assert [record.message for record in caplog.records] == [
-        f"the run's log {log.path} cannot be written, the pipeline goes on: No such file or directory"
-    ]
-
-
 def test_warnings_of_the_guards_name_the_setting_to_change_and_their_file() -> None:
     result = {"tokens": 512, "guard_warnings": {"overfit": 1}}
     warned = summary.key_figures("sft", result, Path("/home/store/sft/1"))

@@ -7,8 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ttrain.cli.main import app
-from ttrain.engine.progress import progress_of
-from ttrain.store.runs import RunRecord, read
+from ttrain.store.runs import RunRecord
 
 
 @pytest.fixture
@@ -20,13 +19,6 @@ def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunRecord:
     run.stage("sft", outcome="running", key="s")
     run.progressed("sft", done=3000, total=9000, unit="tokens", first=1000, seconds=10.0)
     return run
-
-
-def test_the_rate_counts_what_this_attempt_did_and_gives_the_time_left(training: RunRecord, tmp_path: Path) -> None:
-    pretrain, sft = map(progress_of, (read(tmp_path, training.run) or {})["stages"])
-    assert pretrain is None and sft is not None
-    assert (sft.per_second, sft.seconds_left) == (200.0, 30.0)
-    assert sft.part == pytest.approx(1 / 3) and str(sft) == "33 %, 200 tokens/s, 30.0 s left"
 
 
 def test_status_shows_stage_percent_rate_and_time_left(training: RunRecord) -> None:
