@@ -70,17 +70,6 @@ def bed(stage_home: Home, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bed]:
     assert listening == []
 
 
-@pytest.fixture
-def sabotage(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Have rank 1 do what is said, by the worker of support/saboteur.py."""
-
-    def choose(what: str) -> None:
-        monkeypatch.setenv("SABOTAGE", what)
-        monkeypatch.setattr(processes, "WORKER", "support.saboteur")
-
-    return choose
-
-
 @pytest.mark.parametrize("error", [None, ArtifactError("cannot read the tokenizer: KeyboardInterrupt")])
 def test_a_stage_stops_whatever_a_library_makes_of_the_exception(
     error: Exception | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -111,8 +100,9 @@ def test_a_stopped_rank_ends_all_after_the_timeout(bed: Bed, rank: int) -> None:
     assert LIMIT_SECONDS < seconds < LIMIT_SECONDS + 15
 
 
-def test_a_rank_that_raises_ends_the_others_and_its_own_reason_is_told(bed: Bed, sabotage: Callable[[str], None]) -> None:
-    sabotage("raise")
+def test_a_rank_that_raises_ends_the_others_and_its_own_reason_is_told(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SABOTAGE", "raise")
+    monkeypatch.setattr(processes, "WORKER", "support.saboteur")
     message, seconds = bed.fail()
     assert "failed on rank 1: ZeroDivisionError: of rank 1; the traceback is in" in message
     assert seconds < 20

@@ -26,13 +26,8 @@ def store(tmp_path: Path) -> ArtifactStore:
 @pytest.fixture
 def champion(store: ArtifactStore) -> Champion:
     of = {"shards": {"stage": "shards-pretrain", "key": "s", "content": ""}}
-    artifact(
-        store,
-        "shards-pretrain",
-        "s",
-        {"heldout/index.json": "{}"},
-        ingredients={"files": {"train": [{"name": "f", "sha256": "f"}]}},
-    )
+    read = {"files": {"train": [{"name": "f", "sha256": "f"}]}}
+    artifact(store, "shards-pretrain", "s", {"heldout/index.json": "{}"}, ingredients=read)
     artifact(store, "tokenizer", "t", {"tokenizer.json": "{}"})
     artifact(store, "pretrain", "p", {"model/config.json": "{}", "model/model.safetensors": ""}, inputs=of)
     artifact(store, "sft", "q", {"model/config.json": "{}"})

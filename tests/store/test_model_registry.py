@@ -79,17 +79,6 @@ def test_rolling_back_twice_goes_further_back_also_past_a_champion_that_came_aga
     assert aliases(sets_home)["champion"] == "1"
 
 
-def test_a_set_that_is_not_there_is_refused_and_those_there_are_named(sets_home: Path) -> None:
-    registry = Registry(sets_home)
-    for act in (registry.promote, registry.find):
-        with pytest.raises(UsageError, match=r"mine has no set of models '7'; .*3 \(challenger, full-3\), 2"):
-            act("mine", "7")
-    with pytest.raises(UsageError, match="there is none yet"):
-        registry.promote("other", "1")
-    assert registry.champion("other") is None
-    assert registry.champion("mine-base") is None
-
-
 def test_a_name_of_nothing_is_refused_with_what_is_registered(sets_home: Path, tmp_path: Path) -> None:
     existing = "there are mine/3, mine@challenger, mine-base/3, mine-base@challenger, mine-lora/3"
     for text in ("mine-reward@challenger", "other@champion", "mine-base@best", "mine/7", "mine-base/7"):

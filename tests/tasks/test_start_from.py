@@ -1,9 +1,8 @@
 """Starting from a model that exists: which stages run, what enters the keys, and what becomes of the model's weights."""
 
 import json
-import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,24 +93,14 @@ def test_a_start_that_makes_no_sense_is_refused(overrides: list[str], message: s
         load(overrides, environment={})
 
 
-@pytest.mark.parametrize(
-    ("in_file", "environment", "overrides", "refused"),
-    [
-        ("", {}, ["sft.start_from=a", "model.layers=2"], "model.layers (from command line)"),
-        ("{sft: {start_from: a}, model: {fields: {rms_norm_eps: 1}}}", {}, [], "model.fields.rms_norm_eps (from "),
-        ("model: {layers: 2}", {}, ["sft.start_from=a"], None),
-    ],
-)
-def test_sizes_given_beside_a_model_that_exists_are_refused_by_name(
-    tmp_path: Path, in_file: str, environment: Mapping[str, str], overrides: Sequence[str], refused: str | None
-) -> None:
-    path = tmp_path / "settings.yaml"
-    path.write_text(in_file)
-    if refused is None:
-        load(overrides, files=[path], environment=environment)
-        return
-    with pytest.raises(UsageError, match=rf"^{re.escape(refused)}.* describes a new model, but \w+.start_from is a, which"):
-        load(overrides, files=[path], environment=environment)
+def test_sizes_given_beside_a_model_that_exists_are_refused_by_name(tmp_path: Path) -> None:
+    path, start = tmp_path / "settings.yaml", "sft.start_from=a"
+    path.write_text("model: {layers: 2}")
+    load([start], files=[path], environment={})
+    path.write_text("{sft: {start_from: a}, model: {fields: {rms_norm_eps: 1}}}")
+    for files, given, name in (([], [start, "model.layers=2"], "layers"), ([path], [], "fields.rms_norm_eps")):
+        with pytest.raises(UsageError, match=rf"^model.{name} \(from .* describes a new model, but sft.start_from is a"):
+            load(given, files=files, environment={})
 
 
 def test_a_folder_without_a_model_is_refused_with_what_it_lacks(house: House) -> None:
