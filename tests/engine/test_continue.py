@@ -20,14 +20,8 @@ TOKENS = ("sft.epochs=null", "sft.tokens=409600", "sft.tokens_per_step=4096")  #
 
 
 def left(house: House, planned: Planned, step: int = 20) -> resume.PartialRun:
-    """What a run leaves that was killed after a checkpoint of this stage."""
-    assert planned.key
-    work = house.store.work(planned.stage.name, planned.key)
-    checkpoint = work / "output" / "checkpoints" / f"step-{step:08d}"
-    checkpoint.mkdir(parents=True)
-    write_json(checkpoint / "state.json", {"step": step})
-    write_json(work / resume.INGREDIENTS, planned.ingredients)
-    return resume.PartialRun(planned.stage.name, planned.key, work, step, planned.ingredients)
+    work = house.leave(planned, step)
+    return resume.PartialRun(planned.stage.name, planned.known_key, work, step, planned.ingredients)
 
 
 def older(planned: Planned, digest: str = "0") -> Planned:

@@ -233,14 +233,12 @@ def test_nothing_outlives_a_killed_launcher(place: Path, moment: str) -> None:
     wait_for_end(*pids)
 
 
-def test_it_refuses_to_fork_from_threads_and_says_what_did_not_load(place: Path) -> None:
+def test_it_refuses_to_fork_from_threads(place: Path) -> None:
     (place / "threaded.py").write_text(
         "import threading, time\nthreading.Thread(target=time.sleep, args=(30,), daemon=True).start()\n"
     )
-    for preloaded, said in (("threaded", "2 threads run after loading threaded"), ("missing", "No module named 'missing'")):
-        server = ForkServer(os.environ, [preloaded])
-        with pytest.raises(ForkServerError, match=said):
-            server.start("errand", ["tell"], os.environ, 1)
+    with pytest.raises(ForkServerError, match="2 threads run after loading threaded"):
+        ForkServer(os.environ, ["threaded"]).start("errand", ["tell"], os.environ, 1)
 
 
 def test_the_libraries_of_stages_start_no_thread() -> None:

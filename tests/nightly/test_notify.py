@@ -82,32 +82,24 @@ def test_only_the_events_that_were_asked_for_are_told(hook: Hook) -> None:
     assert [body["event"] for body in hook.bodies] == ["failed", "kept"]
 
 
-def closed_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 @pytest.mark.parametrize(
     ("settings", "warning"),
     [
         ({"command": ("/no/such/program", SECRET)}, "No such file or directory: '/no/such/program'"),
         ({"command": (sys.executable, "-c", "import sys; sys.exit('no pager')")}, "ended with exit code 1: no pager"),
         ({"command": ("/bin/sleep", "60"), "timeout_seconds": 0.1}, "did not end within 0.1 s"),
-        ({"webhook": f"http://127.0.0.1:{closed_port()}/{SECRET}"}, "127.0.0.1: [Errno 111] Connection refused"),
-        ({"webhook_file": "/no/such/file"}, "No such file or directory: '/no/such/file'"),
+        ({"webhook": f"http://127.0.0.1:1/{SECRET}"}, "127.0.0.1: [Errno 111] Connection refused"),
     ],
 )
 def test_trouble_is_one_warning_that_shows_no_secret(
-    settings: dict[str, Any], warning: str | None, caplog: pytest.LogCaptureFixture
+    settings: dict[str, Any], warning: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     waited = stopwatch()
     notify = Notify.model_construct(**{**Notify().model_dump(), "timeout_seconds": 9.0, **settings})
     send(notify, "failed", {"x": "y" * 100_000})
     assert waited() < 10
-    assert len(caplog.records) == (warning is not None) and (warning or "") in caplog.text
-    assert SECRET not in caplog.text
-    assert all(record.levelno == logging.WARNING for record in caplog.records)
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING and warning in caplog.text and SECRET not in caplog.text
 
 
 def test_a_file_of_the_address_that_holds_none_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
