@@ -27,8 +27,8 @@ WHY = "data.pretrain: of 40 rows 40 are near-duplicates, most of documents that 
 def sharded(home: Home, texts: Sequence[str], out: io.StringIO, **learnt: Artifact) -> PipelineRun:
     """Run the stage of the shards alone."""
     path = write_lines(home.store.root.parent / "docs.jsonl", [{"text": text} for text in texts])
-    given = [f"data.pretrain={path}", "tracking.enabled=false", "reading.near_duplicates=0.8", "runtime.workers=1"]
-    settings, graph = load(given, environment={}).settings, Graph()
+    fixed = ["tracking.enabled=false", "reading.near_duplicates=0.8", "runtime.workers=1"]
+    settings, graph = load([f"data.pretrain={path}", *fixed], environment={}).settings, Graph()
     graph.add(SHARDS_PRETRAIN, tokenizer=home.tokenizer, **learnt)
     planned = Plan("nightly", settings, home.store, graph, plan(graph, settings, home.store))
     return run_pipeline(planned, Console(file=out, width=200), RunOptions("none"))

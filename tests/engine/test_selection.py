@@ -129,7 +129,8 @@ def test_plan_shows_the_part_and_what_it_leaves_out(built: House, monkeypatch: p
 
 def test_models_that_it_leaves_out_and_the_store_lacks_are_not_evaluated(built: House) -> None:
     def evaluation() -> tuple[object, str]:
-        planned = api.plan("full", built.settings(), only="pretrain,sft,evaluate", home=built.store.root)
+        names = "pretrain,sft,evaluate"
+        planned = api.plan("full", built.settings(), only=names, home=built.store.root)
         return planned.graph["evaluate"].reads, planned["evaluate"].state
 
     assert evaluation() == ({"pretrain", "sft", "lora", *SHARDS}, "cached")

@@ -67,7 +67,8 @@ def test_where_a_pipeline_started_and_read_is_told_of_public_places_only(
     data = ["hf://owner/data", "/home/me/secret.jsonl", {"path": "https://example.org/x.jsonl", "weight": 2}]
     provenance = {"settings": {"sft": {"start_from": start}, "data": {"sft": data}}}
     for stage in ("base-model", "shards-sft", "sft"):
-        made = night_files.artifact(store, stage, stage, {"x": ""}, inputs=dict(inputs), provenance=provenance)
+        manifest = {"inputs": dict(inputs), "provenance": provenance}
+        made = night_files.artifact(store, stage, stage, {"x": ""}, **manifest)
         inputs[stage] = {"stage": stage, "key": stage}
     history = History.of(made, store)
     assert [one.stage for one in history.artifacts] == ["base-model", "shards-sft", "sft"]

@@ -49,9 +49,9 @@ def said_elsewhere(asked: list[tuple[Path, Path | None, str, bool]]) -> list[lis
     words = json.dumps([(str(model), adapter and str(adapter), prompt, trust) for model, adapter, prompt, trust in asked])
     code = [code_of(adapter or model, model) for model, adapter in dict.fromkeys(one[:2] for one in asked)]
     place = asked[0][0].parent
-    modules = str(place / "modules")
-    found: list[list[int]] = said_without_ttrain(PLAIN, words, json.dumps(code), directory=place, HF_MODULES_CACHE=modules)
-    return found
+    environment = {"HF_MODULES_CACHE": str(place / "modules")}
+    found = said_without_ttrain(PLAIN, words, json.dumps(code), directory=place, **environment)
+    return list(found)
 
 
 @pytest.mark.soak

@@ -156,7 +156,8 @@ def test_held_out_documents_are_those_of_the_last_completed_night(
     assert of_base == ("shards-pretrain/s", (night_inputs.BEFORE,), "")
     artifact(store, "heldout", "h", {"heldout/index.json": "{}"})
     nights = (night_inputs.BEFORE, "night-000001")
-    completed(known, list_of(settings, store), "kept", heldout="heldout/h", heldout_nights=[*nights])
+    notes = {"heldout": "heldout/h", "heldout_nights": [*nights]}
+    completed(known, list_of(settings, store), "kept", **notes)
     assert chosen(settings) == ("heldout/h", nights, "")
     less = Settings.model_validate({**settings.model_dump(), "reading": {"heldout_fraction": 0.01}})
     assert chosen(less).reference is None  # some may be learnt from now on
@@ -228,7 +229,8 @@ def test_the_documents_that_a_champion_has_learnt_are_those_of_its_nights_and_in
         if own and own != "gone":
             artifact(store, "shards-pretrain", own, {"train/index.json": "{}"})
         before = night_inputs.learnt_shards("pretrain", Champion(number, champion.keys), known.newest_first(), store)
-        listed, made = InputSnapshot({}, {}, champion, documents=before), own and f"shards-pretrain/{own}"
+        listed = InputSnapshot({}, {}, champion, documents=before)
+        made = own and f"shards-pretrain/{own}"
         completed(known, listed, "promoted", f"{int(number) + 1}", documents=made)
     learnt = {
         number: night_inputs.learnt_shards("pretrain", Champion(number, champion.keys), known.newest_first(), store)

@@ -99,7 +99,8 @@ def test_trouble_is_one_warning_that_shows_no_secret(
     send(notify, "failed", {"x": "y" * 100_000})
     assert waited() < 10
     [record] = caplog.records
-    assert record.levelno == logging.WARNING and warning in caplog.text and SECRET not in caplog.text
+    assert record.levelno == logging.WARNING
+    assert warning in caplog.text and SECRET not in caplog.text
 
 
 def test_a_file_of_the_address_that_holds_none_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

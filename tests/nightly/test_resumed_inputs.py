@@ -37,7 +37,8 @@ def test_after_a_failure_the_current_settings_choose_what_a_night_reads(
     tmp_path: Path, store: ArtifactStore, champion: Champion, known: Nights, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     settings = inbox(tmp_path, old="1")
-    completed(known, list_of(settings, store, champion), "promoted", "8", documents="shards-pretrain/s")
+    before = list_of(settings, store, champion)
+    completed(known, before, "promoted", "8", documents="shards-pretrain/s")
     monkeypatch.setattr(night_plan, "current_champion", lambda *_: Champion("8", champion.keys))
     settings = inbox(tmp_path, new="2")
     first, _ = night_plan.choose_inputs(settings, store, known, None)
@@ -82,8 +83,11 @@ def test_a_night_on_held_out_documents_of_the_user_does_not_end_those_of_the_nig
     settings = inbox(tmp_path, a="1")
     own = settings.model_copy(update={"data": settings.data.model_copy(update={"pretrain_heldout": ("x.jsonl",)})})
     artifact(store, "heldout", "h", {"heldout/index.json": "{}"})
-    for number, (now, reference) in enumerate(((settings, "heldout/h"), (own, "shards-pretrain/named")), 1):
+    for now, reference, night in (
+        (settings, "heldout/h", "night-000001"),
+        (own, "shards-pretrain/named", "night-000002"),
+    ):
         listed = InputSnapshot({}, now.model_dump(mode="json"), champion)
-        completed(known, listed, "promoted", heldout=reference, heldout_nights=[f"night-{number:06}"])
+        completed(known, listed, "promoted", heldout=reference, heldout_nights=[night])
     found = night_inputs.earlier_heldout(champion, known.newest_first(), store, settings)
     assert found == ("heldout/h", ("night-000001",), "")

@@ -108,7 +108,8 @@ def test_an_adapter_that_stayed_with_its_model_is_measured_on_it(evaluated: Any,
     that two evaluations can be paired."""
     inputs = {**evaluated.inputs, "sft": evaluated.inputs["base"], "base_of_lora": evaluated.inputs["sft"]}
     del inputs["pairs"]
-    metrics = run_here(evaluate, evaluated.settings, tmp_path, inputs, evaluated.settings.runtime)["metrics"]
+    settings = evaluated.settings
+    metrics = run_here(evaluate, settings, tmp_path, inputs, settings.runtime)["metrics"]
     assert metrics["domain_loss_lora"] == evaluated.result["metrics"]["domain_loss_lora"]
     assert metrics["chat_loss_sft"] != evaluated.result["metrics"]["chat_loss_sft"]
     ours, theirs = (read_scores(output, "chat_loss_sft") for output in (evaluated.root / "output", tmp_path))
@@ -121,7 +122,8 @@ def test_two_ranks_leave_the_bytes_of_one(evaluated: Any, tmp_path: Path, monkey
 
     def work(ranks: Ranks) -> Any:
         monkeypatch.setattr(evaluate, "join_ranks", lambda runtime: ranks)  # in a fork of this process
-        return run_here(evaluate, evaluated.settings, output, evaluated.inputs, evaluated.settings.runtime)
+        settings = evaluated.settings
+        return run_here(evaluate, settings, output, evaluated.inputs, settings.runtime)
 
     first, second = in_ranks(2, tmp_path / "ranks", work)
     assert (first, second) == (evaluated.result, {})

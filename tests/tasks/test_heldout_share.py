@@ -15,11 +15,12 @@ from ttrain.tasks.common.job import StageContext
 
 def test_the_tokenizer_learns_from_the_rows_that_the_model_learns_from(tmp_path: Path) -> None:
     make_tokenizer(tmp_path / "tokenizer")
-    rows = [{"text": f"{number}: a text of a few words, which is not long"} for number in range(200)]
+    rows = [{"text": f"{number}: a text of a few words"} for number in range(200)]
     path = str(write_lines(tmp_path / "train.jsonl", rows))
     job = StageContext(
-        {"tokenizer": tmp_path / "tokenizer"}, {"train": [path]}, {"kind": "documents", "dataset": "pretrain"},
-        tmp_path / "out", Runtime(device="cpu"), ProgressWriter(None), lambda: False, groups={"train": [0]},
+        {"tokenizer": tmp_path / "tokenizer"}, {"train": [path]},
+        {"kind": "documents", "dataset": "pretrain"}, tmp_path / "out",
+        Runtime(device="cpu"), ProgressWriter(None), lambda: False, groups={"train": [0]},
     )  # fmt: skip
     shards.build(Settings(), job, Processes(1))
     made = tokenizer.train_directory([path], tmp_path / "tok", Tokenizer(vocab_size=300), Reading())

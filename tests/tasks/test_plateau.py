@@ -49,8 +49,10 @@ def test_a_night_continues_the_plateau_and_not_the_annealed_model(first: Any, tm
     champion, home = first
     settings = stage_settings(STEPS, NIGHT, checkpoint_every_steps=1, keep_checkpoints=100)
     home.pretrain(settings, tmp_path / "night", {"base": champion, "plateau": champion})
-    home.pretrain(stage_settings(2, NIGHT, checkpoint_every_steps=1), tmp_path / "warm", {"base": champion})
-    night, warm = (checkpoint_format.read(tmp_path / name / "checkpoints" / "step-00000001") for name in ("night", "warm"))
+    short = stage_settings(2, NIGHT, checkpoint_every_steps=1)
+    home.pretrain(short, tmp_path / "warm", {"base": champion})
+    step = Path("checkpoints") / "step-00000001"
+    night, warm = (checkpoint_format.read(tmp_path / name / step) for name in ("night", "warm"))
     kept = training.read_plateau(champion, "model.safetensors")
     steps = {int(value) for name, value in night.optimizer.items() if name.startswith("step|")}
     assert steps == {DECAY_BEGINS + 1}, "with those before it"
