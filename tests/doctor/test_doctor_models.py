@@ -2,14 +2,14 @@
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from doctor import test_doctor
 from doctor.test_doctor import FP32, ROWS, language
 from support.tiny_trainers import CPU, in_ranks, settings_of_training, tiny_model
 from torch import Tensor
@@ -22,7 +22,7 @@ from ttrain.data.order import ShuffledOrder
 from ttrain.doctor import model
 from ttrain.doctor.parts import Finding, Learner, select_rows, trainer_of, unevenly_masked
 from ttrain.model import adapters, factory, multi_token
-from ttrain.train.checkpoint import WEIGHTS, Checkpoints
+from ttrain.train.checkpoint import Checkpoints
 from ttrain.train.checkpoint_format import list_checkpoints
 from ttrain.train.distributed import Ranks
 from ttrain.train.training_options import Cadence
@@ -65,17 +65,9 @@ TRAINED: list[tuple[str, str]] = [
 ]  # fmt: skip
 
 
-@dataclass
-class Subject:
-    model: Any
-    weights_file: str = WEIGHTS
-    files: Mapping[str, bytes] = field(default_factory=dict)
-
+class Subject(test_doctor.Subject):
     def state(self) -> dict[str, Tensor]:
         return adapters.state(self.model) if self.weights_file == adapters.WEIGHTS else multi_token.state(self.model)
-
-    def load(self, weights: Mapping[str, Tensor]) -> None:
-        factory.overwrite(self.state(), weights)
 
 
 def build(name: str, adapter: str) -> Subject:
@@ -89,7 +81,7 @@ def build(name: str, adapter: str) -> Subject:
     if not adapter:
         return Subject(made)
     config = Lora(rank=3, row_length=16, tokens_per_step=96, **ADAPTERS[adapter])
-    return Subject(adapters.attach(made, config), adapters.WEIGHTS)
+    return Subject(adapters.attach(made, config), weights_file=adapters.WEIGHTS)
 
 
 def case_id(case: tuple[str, str]) -> str:

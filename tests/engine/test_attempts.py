@@ -1,7 +1,5 @@
 """How often a stage is tried, how long it may take, and what asks a run to stop."""
 
-from __future__ import annotations
-
 import io
 import time
 from pathlib import Path

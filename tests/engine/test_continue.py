@@ -1,7 +1,5 @@
 """`--continue`: unfinished work of an older code is offered, taken over whole or not at all, and the artifact says so."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace
@@ -22,14 +20,8 @@ TOKENS = ("sft.epochs=null", "sft.tokens=409600", "sft.tokens_per_step=4096")  #
 
 
 def left(house: House, planned: Planned, step: int = 20) -> resume.PartialRun:
-    """What a run leaves that was killed after a checkpoint of this stage."""
-    assert planned.key
-    work = house.store.work(planned.stage.name, planned.key)
-    checkpoint = work / "output" / "checkpoints" / f"step-{step:08d}"
-    checkpoint.mkdir(parents=True)
-    write_json(checkpoint / "state.json", {"step": step})
-    write_json(work / resume.INGREDIENTS, planned.ingredients)
-    return resume.PartialRun(planned.stage.name, planned.key, work, step, planned.ingredients)
+    work = house.leave(planned, step)
+    return resume.PartialRun(planned.stage.name, planned.known_key, work, step, planned.ingredients)
 
 
 def older(planned: Planned, digest: str = "0") -> Planned:
@@ -157,9 +149,6 @@ def test_the_beginning_of_several_keys_is_refused(built: House, work: resume.Par
 def test_work_of_a_stage_that_is_left_out_is_refused(built: House, work: resume.PartialRun) -> None:
     with pytest.raises(UsageError, match=f"--continue {work.key} refers to stage sft, which --until pretrain leaves out"):
         built.plan(SEED, resume_key=work.key, selection=Selection(until="pretrain"))
-
-
-# --- taking it over
 
 
 def adopt(house: House, work: resume.PartialRun, *given: str) -> Planned:

@@ -1,7 +1,5 @@
 """About how long a plan takes, and how often it passes over its data; what its reasons compare with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,13 +49,6 @@ def test_the_time_of_a_training_follows_the_rate_that_this_machine_has_shown(pre
     assert deeper.seconds is not None and deeper.seconds > 140, "a token of more parameters costs more"
 
 
-def test_without_any_rate_the_time_is_left_out_and_the_rest_is_told(house: House) -> None:
-    overrides = ("runtime.device=cuda", "pretrain.tokens=100")
-    whole = estimate(list(house.plan(*overrides).values()), house.settings(*overrides), house.store)
-    assert {"tokenizer", "pretrain", "evaluate"} <= {*whole.without} and whole.stages[4].tokens == 100
-    assert whole.to_json()["seconds"] is None
-
-
 def test_where_no_time_is_known_none_is_said() -> None:
     one, other = StageEstimate("pretrain", None, 300, 3.0), StageEstimate("evaluate")
     assert Estimate((one, other), "").lines() == ["how long it takes here is not known yet: pretrain ? (3 passes)"]
@@ -68,6 +59,7 @@ def test_where_no_time_is_known_none_is_said() -> None:
 
 
 def test_passes_follow_from_the_bytes_of_documents_and_exactly_from_the_shards(house: House) -> None:
+    assert estimated(house)["pretrain"].passes == 5, "a row that is not full counts as one"
     house.write("documents.jsonl", '{"text": "' + "a" * 31_000 + '"}\n')
     passes = estimated(house, "pretrain.tokens=50_000")["pretrain"].passes
     assert passes is not None and 4.5 < passes < 5.5
@@ -82,10 +74,6 @@ def test_passes_over_chats_are_told_once_their_shards_are_there(house: House) ->
     house.build(house.settings(), stages=("tokenizer",))
     house.publish(house.plan()["shards-sft"], result={**RATE, "train": {"tokens": 20 * 256}})
     assert estimated(house)["sft"].passes == 3
-
-
-def test_a_row_that_is_not_full_counts_as_one(house: House) -> None:
-    assert estimated(house)["pretrain"].passes == 5
 
 
 def test_a_long_run_and_one_of_many_passes_are_remarked_on() -> None:
@@ -103,9 +91,6 @@ def test_unfinished_work_takes_the_rest_of_its_steps(pretrained: House) -> None:
     (work / "output" / "checkpoints" / "step-00000050").mkdir(parents=True)
     rest = estimated(pretrained, *overrides)["pretrain"]
     assert rest.seconds == pytest.approx((204_800 - 50 * 2048) / 1000 + estimates.START_SECONDS)
-
-
-# --- what the reasons compare with
 
 
 def record(house: House, *overrides: str, outcome: str = "completed", **notes: object) -> str:
@@ -140,9 +125,6 @@ def test_a_changed_input_is_named_by_the_stage_that_made_it(built: House, tmp_pa
     built.publish(planned, inputs=inputs)
     built.build(built.settings("sft.seed=2"), stages=("tokenizer", *SHARDS, PRETRAIN.name, "sft"))
     assert built.plan("sft.seed=2")["lora"].why == ("sft changed",)
-
-
-# --- the commands
 
 
 @pytest.fixture

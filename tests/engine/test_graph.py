@@ -1,7 +1,5 @@
 """The graph of a pipeline: what each stage reads, in words."""
 
-from __future__ import annotations
-
 from textwrap import dedent
 
 import pytest

@@ -1,7 +1,5 @@
 """What a run shows: one log of whole lines of all stages, in their order, and the speed of a stage at work."""
 
-from __future__ import annotations
-
 import io
 import logging
 import re
@@ -34,18 +32,6 @@ def test_what_a_line_holds_can_make_no_other_line_and_move_no_cursor(tmp_path: P
     log.add("sft", "bar\rbaz\n2026-11-21 00:00:00 lora: forged \x1b[31m\u2028 東京\tok")
     (line,) = log.path.read_text(encoding="utf-8").split("\n")[:-1]
     assert line.endswith(r"sft: bar\rbaz\n2026-11-21 00:00:00 lora: forged \x1b[31m\u2028 東京" + "\tok")
-
-
-def test_a_disk_that_takes_nothing_costs_the_lines_and_is_told_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING, "ttrain")
-    log = RunLog(tmp_path / "gone" / "full-1.log")
-    for _ in range(3):
-        log.add("sft", "line")
-    assert [record.message for record in caplog.records] == [
-        f"the run's log {log.path} cannot be written, the pipeline goes on: No such file or directory"
-    ]
 
 
 def test_warnings_of_the_guards_name_the_setting_to_change_and_their_file() -> None:
@@ -85,9 +71,6 @@ def test_the_speed_and_the_time_left_are_shown_from_the_second_report_on(
     display.close()
     shown = output.getvalue()
     assert "20 %" in shown and "loss 7.250, 50 tokens/s, 2 min 40 s left" in shown and "--:--" not in shown
-
-
-# --- runtime.log_level --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,15 @@
 """A run whose documents are all known: no failure, and no model, in its record, its status and its log."""
 
-from __future__ import annotations
-
 import io
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from support.shard_sets import write_lines
 from support.tiny_stages import Home
 
-from ttrain.config import Settings
+from ttrain.config.loading import load
 from ttrain.engine.execution import PipelineRun
 from ttrain.engine.graph import Graph
 from ttrain.engine.plan import Plan
@@ -28,15 +26,9 @@ WHY = "data.pretrain: of 40 rows 40 are near-duplicates, most of documents that 
 
 def sharded(home: Home, texts: Sequence[str], out: io.StringIO, **learnt: Artifact) -> PipelineRun:
     """Run the stage of the shards alone."""
-    path = home.store.root.parent / "docs.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    tree = {
-        "tracking": {"enabled": False},
-        "data": {"pretrain": str(path)},
-        "reading": {"near_duplicates": 0.8},
-        "runtime": {"workers": 1},
-    }
-    settings, graph = Settings.model_validate(tree), Graph()
+    path = write_lines(home.store.root.parent / "docs.jsonl", [{"text": text} for text in texts])
+    fixed = ["tracking.enabled=false", "reading.near_duplicates=0.8", "runtime.workers=1"]
+    settings, graph = load([f"data.pretrain={path}", *fixed], environment={}).settings, Graph()
     graph.add(SHARDS_PRETRAIN, tokenizer=home.tokenizer, **learnt)
     planned = Plan("nightly", settings, home.store, graph, plan(graph, settings, home.store))
     return run_pipeline(planned, Console(file=out, width=200), RunOptions("none"))

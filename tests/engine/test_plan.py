@@ -1,7 +1,5 @@
 """Keys and plans: what changes a key and what does not, and why a stage runs, in words."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -22,8 +20,6 @@ from ttrain.errors import UsageError
 from ttrain.flows.full import full
 from ttrain.store.layout import Artifact
 from ttrain.tasks import EXISTING_MODEL, NEW_MODEL, OF_NIGHTS, PRETRAIN, SFT, STAGES
-
-# --- what a key is made of
 
 
 def test_where_how_fast_and_under_what_name_does_not_change_a_key(built: House) -> None:
@@ -140,9 +136,6 @@ def test_canonical_json_spells_a_value_in_one_way() -> None:
         canonical_json({"a": float("nan")})
 
 
-# --- code
-
-
 def test_a_stages_own_module_changes_its_key_alone(built: House, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hashing, "PACKAGE_DIRECTORY", copy)
     assert running(built.plan()) == set()
@@ -154,9 +147,6 @@ def test_a_stages_own_module_changes_its_key_alone(built: House, copy: Path, mon
     assert running(stages) == AFTER_SFT
     (copy / "tasks" / "sft.py").write_text(before, encoding="utf-8")
     assert running(built.plan()) == set(), "a change that is taken back finds what was there"
-
-
-# --- why
 
 
 def test_a_changed_setting_is_explained_with_its_old_and_new_value(built: House) -> None:
@@ -215,9 +205,6 @@ def test_the_most_similar_artifact_is_the_one_compared_with_and_of_several_the_n
     assert built.plan("evaluate.seed=9")["evaluate"].why == ("evaluate.seed: 4 → 9",)
 
 
-# --- the planner
-
-
 def test_force_follows_to_what_depends_on_a_stage_and_nowhere_else(built: House) -> None:
     for force, stages in (
         ({"sft"}, AFTER_SFT),
@@ -262,9 +249,6 @@ def test_the_plan_as_json_has_its_shape(built: House) -> None:
     assert (shown["pretrain"]["state"], shown["pretrain"]["path"]) == ("cached", place)
     assert shown["sft"] == {**shown["sft"], "state": "run", "path": None, "why": ["sft.seed: 1 → 7"]}
     assert shown["lora"] == {"state": "run", "key": None, "path": None, "why": ["waits for sft"], "notes": []}
-
-
-# --- a larger budget
 
 
 def pretrain_planned(house: House, *overrides: str, extend: bool = False) -> Planned:

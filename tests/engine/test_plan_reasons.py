@@ -1,7 +1,5 @@
 """Why a stage runs, in words for each kind of change; libraries, which are told and rerun nothing."""
 
-from __future__ import annotations
-
 import platform
 import shutil
 

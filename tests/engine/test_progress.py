@@ -1,7 +1,5 @@
 """How far a run in progress is, as another process sees it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -10,8 +8,7 @@ from typer.testing import CliRunner
 
 from ttrain.cli import pipeline as cli_pipeline
 from ttrain.cli.main import app
-from ttrain.engine.progress import progress_of
-from ttrain.store.runs import RunRecord, read
+from ttrain.store.runs import RunRecord
 
 
 @pytest.fixture
@@ -23,13 +20,6 @@ def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunRecord:
     run.stage("sft", outcome="running", key="s")
     run.progressed("sft", done=3000, total=9000, unit="tokens", first=1000, seconds=10.0)
     return run
-
-
-def test_the_rate_counts_what_this_attempt_did_and_gives_the_time_left(training: RunRecord, tmp_path: Path) -> None:
-    pretrain, sft = map(progress_of, (read(tmp_path, training.run) or {})["stages"])
-    assert pretrain is None and sft is not None
-    assert (sft.per_second, sft.seconds_left) == (200.0, 30.0)
-    assert sft.part == pytest.approx(1 / 3) and str(sft) == "33 %, 200 tokens/s, 30.0 s left"
 
 
 def test_status_shows_stage_percent_rate_and_time_left_and_watch_ends_with_the_run(

@@ -1,15 +1,14 @@
 """What a run registers at its end, and the champion as the baseline of a run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.night_files import artifact
 from support.tiny_stages import planned, run_of
 
 from ttrain.config import Settings
-from ttrain.core.files import read_json, write_json
+from ttrain.core.files import read_json
 from ttrain.engine.execution import PipelineRun
 from ttrain.errors import UsageError
 from ttrain.store import artifacts, layout
@@ -19,18 +18,14 @@ from ttrain.store.registry import Registry, Version
 STAGES = ("tokenizer", "pretrain", "sft", "lora", "evaluate")
 
 
-def published(store: artifacts.ArtifactStore, root: Path, number: int) -> dict[str, layout.Artifact]:
+def published(store: artifacts.ArtifactStore, number: int) -> dict[str, layout.Artifact]:
     """An artifact of each stage, as a run leaves them."""
     found = {}
     for stage in STAGES:
-        output = root / f"{stage}-{number}"
-        for name in ("model", "adapter"):
-            (output / name).mkdir(parents=True)
-            (output / name / "config.json").write_text(f"{stage} {number}")
-        write_json(output / "samples.json", {})
+        files = {f"{name}/config.json": f"{stage} {number}" for name in ("model", "adapter")}
         result = {"metrics": {"bits_per_byte": 2.5}, "counts": {}} if stage == "evaluate" else {}
-        manifest = {"result": result, "inputs": {}, "ingredients": {"code": {}}}
-        found[stage] = store.publish(stage, f"{stage}-{number}", output, manifest)
+        files["samples.json"] = "{}"
+        found[stage] = artifact(store, stage, f"{stage}-{number}", files, result=result)
     return found
 
 
@@ -52,7 +47,7 @@ def ran(
 
 def test_a_run_that_ends_well_registers_its_models_as_one_set(tmp_path: Path) -> None:
     store = artifacts.ArtifactStore(tmp_path / "home")
-    found = published(store, tmp_path / "first", 21)
+    found = published(store, 21)
     first = ran(store, found, name="own")
     assert first.model_set == "1"
     (own,) = Registry(tmp_path / "home").sets("own")
@@ -65,7 +60,7 @@ def test_a_run_that_ends_well_registers_its_models_as_one_set(tmp_path: Path) ->
     assert (own.run, own.keys["evaluate"], own.metrics) == (first.record.run, "evaluate-21", {"bits_per_byte": 2.5})
     assert own.aliases == ("challenger",)
     assert read_json(first.record.path)["model_set"] == "own/1"
-    changed = {**found, "lora": published(store, tmp_path / "second", 22)["lora"]}
+    changed = {**found, "lora": published(store, 22)["lora"]}
     assert ran(store, changed, name="own").model_set == "2"
     newest = Registry(store.root).find("own", "2")
     assert {stage: member.version for stage, member in newest.members.items()} == {
@@ -78,7 +73,7 @@ def test_a_run_that_ends_well_registers_its_models_as_one_set(tmp_path: Path) ->
 
 def test_a_run_that_left_a_stage_out_did_not_end_well_or_is_not_to_register_registers_no_set(tmp_path: Path) -> None:
     store = artifacts.ArtifactStore(tmp_path / "home")
-    found = published(store, tmp_path, 23)
+    found = published(store, 23)
     without = {stage: artifact for stage, artifact in found.items() if stage != "evaluate"}
     assert ran(store, without, name="own").model_set is None
     assert ran(store, found, "interrupted", name="own").model_set is None
@@ -89,7 +84,7 @@ def test_a_run_that_left_a_stage_out_did_not_end_well_or_is_not_to_register_regi
 
 def test_a_name_of_another_pipelines_models_is_refused_before_the_run_begins(tmp_path: Path) -> None:
     store = artifacts.ArtifactStore(tmp_path / "home")
-    found = published(store, tmp_path / "first", 24)
+    found = published(store, 24)
     ran(store, found, name="own")
     records = list((tmp_path / "home" / "runs").glob("*.json"))
     with pytest.raises(UsageError, match=r"name is own-sft, but own-sft already names models of another pipeline"):

@@ -1,7 +1,5 @@
 """A training that begins again, or at an older checkpoint; unfinished work is kept beside it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,6 @@ from support.planned_homes import House
 from support.tiny_stages import Home, Watcher, build_stage, stage_settings
 
 from ttrain.cli.options import RestartOptions
-from ttrain.core.files import write_json
 from ttrain.engine import resume
 from ttrain.engine.graph import Planned, Rerun
 from ttrain.engine.planner import plan_stage
@@ -22,16 +19,9 @@ SEED = "sft.seed=5"  # so that there is something to do
 
 
 def unfinished(house: House, planned: Planned, steps: tuple[int, ...] = (10, 20, 30)) -> Path:
-    """Work with checkpoints of these steps."""
-    assert planned.key
-    work = house.store.work(planned.stage.name, planned.key)
-    for step in steps:
-        checkpoint = work / "output" / "checkpoints" / f"step-{step:08d}"
-        checkpoint.mkdir(parents=True)
-        write_json(checkpoint / "state.json", {"step": step})
+    work = house.leave(planned, *steps)
     (work / "output" / "run").mkdir()
     (work / "output" / "run" / "metrics.jsonl").write_text('{"step": 30}\n')
-    write_json(work / resume.INGREDIENTS, planned.ingredients)
     return work
 
 

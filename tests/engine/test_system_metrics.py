@@ -1,7 +1,5 @@
 """What the machine does: samples in time, quiet without a GPU, never twice for one second, and no part of the training."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil
@@ -11,20 +9,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 from support.waiting import wait_until
 
 from ttrain.config.loading import load
 from ttrain.engine import stage_worker
-from ttrain.engine.system_metrics import SystemMetrics, file_name, gpus, last_step, machine
+from ttrain.engine.system_metrics import SystemMetrics, file_name, gpus, last_step
 from ttrain.errors import UsageError
 
 MACHINE = {
     "cpu_utilization_percentage", "system_memory_usage_megabytes", "system_memory_usage_percentage", "disk_usage_percentage",
     "disk_usage_megabytes", "disk_available_megabytes", "network_receive_megabytes", "network_transmit_megabytes",
 }  # fmt: skip
-THROUGH_DISKS = {"disk_read_megabytes", "disk_write_megabytes"}  # which some containers do not tell
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -34,9 +30,6 @@ def rows(path: Path) -> list[dict[str, Any]]:
 def wait_for(path: Path, count: int) -> list[dict[str, Any]]:
     wait_until(lambda: len(path.read_text().splitlines()) >= count)
     return rows(path)
-
-
-# --- samples ------------------------------------------------------------------------------------------------------------
 
 
 def test_samples_come_in_time_with_the_running_seconds_as_their_step(tmp_path: Path) -> None:
@@ -89,21 +82,6 @@ def test_stages_are_sampled_unless_that_is_off_and_fail_by_themselves(
     (tmp_path / "output").write_text("a file where its directory should be")
     sampled(tmp_path, 600)
     assert "the system metrics end here" in caplog.text
-
-
-# --- figures ------------------------------------------------------------------------------------------------------------
-
-
-def test_figures_of_the_machine_are_those_of_the_system(tmp_path: Path) -> None:
-    reader = machine(tmp_path)
-    figures = reader()
-    assert MACHINE <= {*figures} <= MACHINE | THROUGH_DISKS
-    disk, memory = shutil.disk_usage(tmp_path), psutil.virtual_memory()
-    occupied = figures["disk_usage_megabytes"] + figures["disk_available_megabytes"]
-    assert occupied <= disk.total / 1e6 + 0.001  # a sum of two quotients may round up
-    assert figures["disk_available_megabytes"] == pytest.approx(disk.free / 1e6, rel=0.05)
-    assert 0 < figures["system_memory_usage_megabytes"] < memory.total / 1e6
-    assert 0 < figures["system_memory_usage_percentage"] < 100
 
 
 def test_gpus_tell_use_memory_temperature_and_power_as_far_as_they_can(monkeypatch: pytest.MonkeyPatch) -> None:

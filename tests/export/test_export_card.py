@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
+from support import night_files
 
 from ttrain.errors import UsageError
 from ttrain.export.export import Request, export
@@ -66,9 +67,8 @@ def test_where_a_pipeline_started_and_read_is_told_of_public_places_only(
     data = ["hf://owner/data", "/home/me/secret.jsonl", {"path": "https://example.org/x.jsonl", "weight": 2}]
     provenance = {"settings": {"sft": {"start_from": start}, "data": {"sft": data}}}
     for stage in ("base-model", "shards-sft", "sft"):
-        (output := store.work(stage, stage)).mkdir(parents=True)
-        manifest = {"inputs": dict(inputs), "provenance": provenance, "result": {}, "ingredients": {}}
-        made = store.publish(stage, stage, output, manifest)
+        manifest = {"inputs": dict(inputs), "provenance": provenance}
+        made = night_files.artifact(store, stage, stage, {"x": ""}, **manifest)
         inputs[stage] = {"stage": stage, "key": stage}
     history = History.of(made, store)
     assert [one.stage for one in history.artifacts] == ["base-model", "shards-sft", "sft"]

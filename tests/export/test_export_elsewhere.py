@@ -2,12 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support.loadable_models import fresh, said_with_ttrain
+from support.loadable_models import fresh, said_with_ttrain, said_without_ttrain
 
 from ttrain.errors import TTrainError, UsageError
 from ttrain.export import export as exporting
@@ -16,7 +14,6 @@ from ttrain.lineage.lookup import resolve
 
 pytestmark = pytest.mark.usefixtures("use_trained_home")
 NEW_TOKENS = 12
-
 
 PLAIN = """
 import json, sys
@@ -51,12 +48,10 @@ def said_elsewhere(asked: list[tuple[Path, Path | None, str, bool]]) -> list[lis
     """
     words = json.dumps([(str(model), adapter and str(adapter), prompt, trust) for model, adapter, prompt, trust in asked])
     code = [code_of(adapter or model, model) for model, adapter in dict.fromkeys(one[:2] for one in asked)]
-    command = [sys.executable, "-P", "-c", PLAIN, words, json.dumps(code)]
-    environment = {**os.environ, "HF_MODULES_CACHE": str(asked[0][0].parent / "modules")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found: list[list[int]] = json.loads(done.stdout.partition("SAID")[2])
-    return found
+    place = asked[0][0].parent
+    environment = {"HF_MODULES_CACHE": str(place / "modules")}
+    found = said_without_ttrain(PLAIN, words, json.dumps(code), directory=place, **environment)
+    return list(found)
 
 
 @pytest.mark.soak
@@ -90,8 +85,6 @@ class TextModel:
             return "theirs"
         raise NotImplementedError("BPE pre-tokenizer was not recognized")
 """
-
-
 FAKE_CONVERTER = """
 import argparse, pathlib, sys
 from conversion.base import TextModel

@@ -1,7 +1,5 @@
 """A pipeline's nights, a store and a champion in it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -28,13 +26,8 @@ def store(tmp_path: Path) -> ArtifactStore:
 @pytest.fixture
 def champion(store: ArtifactStore) -> Champion:
     of = {"shards": {"stage": "shards-pretrain", "key": "s", "content": ""}}
-    artifact(
-        store,
-        "shards-pretrain",
-        "s",
-        {"heldout/index.json": "{}"},
-        ingredients={"files": {"train": [{"name": "f", "sha256": "f"}]}},
-    )
+    read = {"files": {"train": [{"name": "f", "sha256": "f"}]}}
+    artifact(store, "shards-pretrain", "s", {"heldout/index.json": "{}"}, ingredients=read)
     artifact(store, "tokenizer", "t", {"tokenizer.json": "{}"})
     artifact(store, "pretrain", "p", {"model/config.json": "{}", "model/model.safetensors": ""}, inputs=of)
     artifact(store, "sft", "q", {"model/config.json": "{}"})

@@ -1,7 +1,5 @@
 """The best that any champion had on each night's text, from planted records."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

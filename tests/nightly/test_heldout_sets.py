@@ -1,7 +1,5 @@
 """The held-out documents of all nights: one set, in which each night has its share."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -29,14 +27,12 @@ def held_out(directory: Path, texts: list[str], **labels: str) -> Path:
 
 def held_out_set(output: Path, earlier: Path, documents: Path, max_bytes: int = 10**6) -> dict[str, Any]:
     """Run the stage `heldout`; returns its figures."""
-
     config = Settings.model_validate({"evaluate": {"max_bytes": max_bytes}})
     figures: dict[str, Any] = run_here(stage, config, output, {"earlier": earlier, "documents": documents}, Runtime())
     return figures
 
 
 def test_the_held_out_set_has_every_record_once_in_an_order_that_mixes_old_and_new(tmp_path: Path) -> None:
-
     old, new = [f"old {n}" for n in range(40)], [f"new {n}" for n in range(40)]
     inputs = held_out(tmp_path / "a", old), held_out(tmp_path / "b", [*new, "old 3"], lang="en")
     figures = held_out_set(tmp_path / "output", *inputs)
@@ -54,7 +50,6 @@ def test_the_held_out_set_has_every_record_once_in_an_order_that_mixes_old_and_n
 
 
 def test_what_is_measured_of_a_night_is_bounded_and_stays_the_same_in_all_later_nights(tmp_path: Path) -> None:
-
     last = held_out(tmp_path / "0", [f"before {n:03}" for n in range(100)])
     for night in range(1, 11):
         documents = held_out(tmp_path / f"new-{night}", [f"night {night:02} {n:03}" for n in range(100)])
@@ -71,7 +66,6 @@ def test_what_is_measured_of_a_night_is_bounded_and_stays_the_same_in_all_later_
 
 
 def test_a_document_that_does_not_fit_keeps_no_others_from_being_scored() -> None:
-
     def sizes(*bytes_each: int, most: int = 100) -> list[int]:
         return [len(document["text"]) for document in scored_documents([{"text": "x" * n} for n in bytes_each], most)]
 

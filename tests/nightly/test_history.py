@@ -1,7 +1,5 @@
 """What became of the last nights: told by their records, in a table."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """How a night learns: from which state, with which budget, which chats, and which models SFT and LoRA start from."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -68,9 +66,6 @@ def inputs(
 
 def stages_of(found: NightInputs) -> dict[str, dict[str, Any]]:
     return sources_in(night_graph(found))
-
-
-# --- pretraining
 
 
 def infinite(tmp_path: Path, nightly: Mapping[str, Any] | None = None, **pretrain: Any) -> Settings:
@@ -148,9 +143,6 @@ def test_a_night_has_a_share_of_the_rates_whichever_are_set_or_one_by_its_length
     assert pretrain.optim == Settings().pretrain.optim
     assert pretrain.schedule.full_rate_steps == night_inputs.FULL_RATE_STEPS
     assert inputs(store, infinite(tmp_path)).settings.pretrain.schedule.full_rate_steps is None
-
-
-# --- SFT and LoRA
 
 
 def test_sft_and_lora_start_anew_from_the_models_of_the_night(store: ArtifactStore, tmp_path: Path) -> None:

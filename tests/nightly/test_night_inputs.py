@@ -1,7 +1,5 @@
 """What a night reads: files, settings, the champion's artifacts, held-out documents of all nights."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +19,6 @@ from ttrain.nightly.inputs import NightInputs
 from ttrain.nightly.records import Champion, InputSnapshot, Nights
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
-
-# --- what it reads ---
 
 
 def watched(*digests: str, chats: str = "c") -> dict[str, list[dict[str, Any]]]:
@@ -55,8 +51,7 @@ def test_what_made_the_champion_follows_its_own_nights_and_a_rollback(known: Nig
     completed(known, frozen("a"), "promoted", "1")
     completed(known, frozen("b", champion="1"), "promoted", "2")
     completed(known, frozen("c", champion="2"), "kept", "3")
-    failed = known.begin(frozen("d", champion="2"), None)
-    failed.end_try("failed", "", closed=True)
+    completed(known, frozen("d", champion="2"), "failed")
     assert known.read() == {"a", "b", "c"}  # of completed nights alone
     assert known.learnt(Champion("2", {})) == {"a", "b"}
     assert known.learnt(Champion("1", {})) == {"a"}
@@ -70,19 +65,14 @@ def test_the_night_of_a_champion_is_found_by_its_models_where_a_new_registry_cou
     known: Nights, store: ArtifactStore
 ) -> None:
     for digest, version in (("a", "1"), ("b", "2"), ("c", "1")):
-        completed(known, frozen(digest), "promoted", version)
-        newest = known.newest()
-        assert newest is not None
         artifact(store, "shards-pretrain", f"of-{digest}", {"train/index.json": digest})
-        newest.note(keys={"pretrain": f"p{digest}"}, documents=f"shards-pretrain/of-{digest}")
+        notes = {"keys": {"pretrain": f"p{digest}"}, "documents": f"shards-pretrain/of-{digest}"}
+        completed(known, frozen(digest), "promoted", version, **notes)
     for digest, version in (("a", "7"), ("b", "1"), ("c", "2")):
         champion = Champion(version, {"pretrain": f"p{digest}", "sft": "s"})
         assert known.learnt(champion) == {digest}
         learnt = night_inputs.learnt_shards("pretrain", champion, known.newest_first(), store)
         assert learnt == (f"shards-pretrain/of-{digest}",)
-
-
-# --- settings and artifacts of a night ---
 
 
 def test_a_night_starts_from_the_champion_s_tokenizer_and_base_or_from_scratch(
@@ -170,10 +160,10 @@ def test_held_out_documents_are_those_of_the_last_completed_night(
     of_base = chosen(settings)  # no night yet: those beside which the champion's base was trained
     assert of_base == ("shards-pretrain/s", (night_inputs.BEFORE,), "")
     artifact(store, "heldout", "h", {"heldout/index.json": "{}"})
-    night = known.begin(list_of(settings, store), None)
-    night.note(heldout="heldout/h", heldout_nights=[night_inputs.BEFORE, night.name])
-    night.end_try("kept", "", closed=True)
-    assert chosen(settings) == ("heldout/h", (night_inputs.BEFORE, night.name), "")
+    nights = (night_inputs.BEFORE, "night-000001")
+    notes = {"heldout": "heldout/h", "heldout_nights": [*nights]}
+    completed(known, list_of(settings, store), "kept", **notes)
+    assert chosen(settings) == ("heldout/h", nights, "")
     less = Settings.model_validate({**settings.model_dump(), "reading": {"heldout_fraction": 0.01}})
     assert chosen(less).reference is None  # some may be learnt from now on
     assert "reading.heldout_fraction was auto and is 0.01: nothing is measured" in chosen(less).note
@@ -191,9 +181,7 @@ def test_lost_held_out_documents_of_earlier_nights_stop_a_night_with_a_fix(
     """Whether they are lost before a night begins or while it is unfinished."""
     settings = inbox(tmp_path, a="1")
     artifact(store, "heldout", "h", {"heldout/index.json": "{}"})
-    night = known.begin(list_of(settings, store), None)
-    night.note(heldout="heldout/h")
-    night.end_try("kept", "", closed=True)
+    completed(known, list_of(settings, store), "kept", heldout="heldout/h")
     unfinished = replace(list_of(settings, store, champion), heldout="heldout/h")
     shutil.rmtree(store.path("heldout", "h"))
     why = r"held-out documents heldout h, which is not in .*, or is damaged.*data\.pretrain_heldout"
@@ -225,10 +213,8 @@ def test_what_a_first_champion_has_learnt_is_read_from_its_artifacts_and_remembe
     inbox(tmp_path, new="2")
     frozen = chosen()
     assert frozen is not None and names(frozen) == "new.jsonl"
-    night = known.begin(frozen, None)
+    completed(known, frozen, "promoted", "8")
     assert next(known.newest_first()).frozen == frozen
-    night.note(version="8")
-    night.end_try("promoted", "", closed=True)
     shutil.rmtree(store.path("shards-pretrain", "s"))
     champions.append(Champion("8", {}))
     assert chosen() is None, "nothing is new"
@@ -248,9 +234,9 @@ def test_the_documents_that_a_champion_has_learnt_are_those_of_its_nights_and_in
         if own and own != "gone":
             artifact(store, "shards-pretrain", own, {"train/index.json": "{}"})
         before = night_inputs.learnt_shards("pretrain", Champion(number, champion.keys), known.newest_first(), store)
-        night = known.begin(InputSnapshot({}, {}, champion, documents=before), None)
-        night.note(version=f"{int(number) + 1}", documents=own and f"shards-pretrain/{own}")
-        night.end_try("promoted", "", closed=True)
+        listed = InputSnapshot({}, {}, champion, documents=before)
+        made = own and f"shards-pretrain/{own}"
+        completed(known, listed, "promoted", f"{int(number) + 1}", documents=made)
     learnt = {
         number: night_inputs.learnt_shards("pretrain", Champion(number, champion.keys), known.newest_first(), store)
         for number in "1235"
@@ -262,9 +248,8 @@ def test_the_documents_that_a_champion_has_learnt_are_those_of_its_nights_and_in
 
 def test_what_nights_will_read_is_named_for_those_who_clean(known: Nights, tmp_path: Path) -> None:
     for number in (1, 2):
-        night = known.begin(frozen(str(number)), None)
-        night.note(heldout=f"heldout/h{number}", documents=f"shards-pretrain/s{number}")
-        night.end_try("promoted", "", closed=True)
+        notes = {"heldout": f"heldout/h{number}", "documents": f"shards-pretrain/s{number}"}
+        completed(known, frozen(str(number)), "promoted", **notes)
     assert records.needed_keys(tmp_path) == {"h2", "s1", "s2"}, "version 1 may be promoted again"
     champion = Champion("2", {"sft": "q", "pretrain": "p"})
     known.begin(InputSnapshot({}, {}, champion, "heldout/h2", documents=("shards-pretrain/s1", "shards-pretrain/s2")), None)

@@ -1,7 +1,5 @@
 """How a night ends where it trains nothing: no news, damaged files, wrong settings, deadlines."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import time

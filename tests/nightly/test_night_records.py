@@ -1,7 +1,5 @@
 """Records of nights: slots, deadlines, locks, tries and secrets, without an engine and without training."""
 
-from __future__ import annotations
-
 import json
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -12,8 +10,6 @@ from ttrain.config import Nightly, Settings
 from ttrain.nightly import inputs as night_inputs
 from ttrain.nightly import records
 from ttrain.nightly.records import Champion, InputSnapshot, Nights
-
-# --- what became of a night ---
 
 
 def test_a_list_that_ends_its_process_each_time_is_given_up_and_a_deadline_in_between_counts_anew(known: Nights) -> None:
@@ -29,9 +25,6 @@ def test_a_list_that_ends_its_process_each_time_is_given_up_and_a_deadline_in_be
     settled = known.settle()
     assert settled is not None and not settled.is_open and settled.outcome == "failed"
     assert "a" not in known.read(), "the next night takes the file again"
-
-
-# --- which slot is whose ---
 
 
 def test_ten_late_slots_give_one_night_and_one_that_somebody_asks_for_is_never_covered(known: Nights) -> None:
@@ -56,9 +49,6 @@ def test_a_retry_of_a_slot_runs_where_it_came_to_nothing(tmp_path: Path) -> None
         assert (known.covered(slot) is None) == (outcome not in ("kept", "promoted"))
 
 
-# --- deadlines ---
-
-
 def test_a_deadline_is_the_next_such_hour_of_its_time_zone_or_so_many_hours_that_pass() -> None:
     for began, deadline, ends in (
         ("2026-11-21T02:00", "06:00", "2026-11-21T06:00"),
@@ -70,9 +60,6 @@ def test_a_deadline_is_the_next_such_hour_of_its_time_zone_or_so_many_hours_that
     began_at = at("2026-10-24T23:00", BERLIN).timestamp()
     assert records.stop_at(Nightly(deadline_hours=5), began_at) == began_at + 5 * 3600
     assert records.stop_at(Nightly(), began_at) is None
-
-
-# --- the records ---
 
 
 def test_a_frozen_list_reads_back_as_it_was_and_skipped_slots_are_noted_without_the_lock(known: Nights) -> None:
@@ -109,9 +96,6 @@ def test_being_stopped_or_killed_is_no_failure_and_a_killed_night_is_marked_once
     settled = known.settle()
     assert settled is not None and settled.is_open and settled.outcome == "crashed"
     assert known.settle() is None and len(next(known.newest_first()).data["attempts"]) == 5
-
-
-# --- one at a time ---
 
 
 # --- secrets of sources ---

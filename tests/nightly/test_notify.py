@@ -1,7 +1,5 @@
 """Notifications: whom the settings name is told, nobody else; their trouble is not the night's, and no address is shown."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -84,32 +82,25 @@ def test_only_the_events_that_were_asked_for_are_told(hook: Hook) -> None:
     assert [body["event"] for body in hook.bodies] == ["failed", "kept"]
 
 
-def closed_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 @pytest.mark.parametrize(
     ("settings", "warning"),
     [
         ({"command": ("/no/such/program", SECRET)}, "No such file or directory: '/no/such/program'"),
         ({"command": (sys.executable, "-c", "import sys; sys.exit('no pager')")}, "ended with exit code 1: no pager"),
         ({"command": ("/bin/sleep", "60"), "timeout_seconds": 0.1}, "did not end within 0.1 s"),
-        ({"webhook": f"http://127.0.0.1:{closed_port()}/{SECRET}"}, "127.0.0.1: [Errno 111] Connection refused"),
-        ({"webhook_file": "/no/such/file"}, "No such file or directory: '/no/such/file'"),
+        ({"webhook": f"http://127.0.0.1:1/{SECRET}"}, "127.0.0.1: [Errno 111] Connection refused"),
     ],
 )
 def test_trouble_is_one_warning_that_shows_no_secret(
-    settings: dict[str, Any], warning: str | None, caplog: pytest.LogCaptureFixture
+    settings: dict[str, Any], warning: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     waited = stopwatch()
     notify = Notify.model_construct(**{**Notify().model_dump(), "timeout_seconds": 9.0, **settings})
     send(notify, "failed", {"x": "y" * 100_000})
     assert waited() < 10
-    assert len(caplog.records) == (warning is not None) and (warning or "") in caplog.text
-    assert SECRET not in caplog.text
-    assert all(record.levelno == logging.WARNING for record in caplog.records)
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert warning in caplog.text and SECRET not in caplog.text
 
 
 def test_a_file_of_the_address_that_holds_none_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -120,9 +111,6 @@ def test_a_file_of_the_address_that_holds_none_is_told(tmp_path: Path, caplog: p
     assert SECRET not in caplog.text
 
 
-# --- the address is a secret --------------------------------------------------------------------------------------------
-
-
 def test_the_address_is_used_whole_and_shown_without_its_path() -> None:
     """A run's settings can be loaded again: then nobody is told, rather than some page of that host."""
     settings = load([f"notify.webhook=https://user:{SECRET}@hooks.example.com:8443/{SECRET}?t={SECRET}"]).settings
@@ -131,9 +119,6 @@ def test_the_address_is_used_whole_and_shown_without_its_path() -> None:
     assert dict(flatten(record))["notify.webhook"] == "https://hooks.example.com/***"
     assert SECRET not in json.dumps(record, default=str)
     assert Settings.model_validate(record).notify.webhook is None
-
-
-# --- runs of full
 
 
 def test_a_run_of_full_says_why_it_failed(house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

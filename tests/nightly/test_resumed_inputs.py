@@ -1,7 +1,5 @@
 """The inputs of a night that goes on: files that changed meanwhile, settings that were corrected, sets that are gone."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from collections.abc import Mapping
@@ -39,8 +37,8 @@ def test_after_a_failure_the_current_settings_choose_what_a_night_reads(
     tmp_path: Path, store: ArtifactStore, champion: Champion, known: Nights, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     settings = inbox(tmp_path, old="1")
-    completed(known, list_of(settings, store, champion), "promoted", "8")
-    next(known.newest_first()).note(documents="shards-pretrain/s")
+    before = list_of(settings, store, champion)
+    completed(known, before, "promoted", "8", documents="shards-pretrain/s")
     monkeypatch.setattr(night_plan, "current_champion", lambda *_: Champion("8", champion.keys))
     settings = inbox(tmp_path, new="2")
     first, _ = night_plan.choose_inputs(settings, store, known, None)
@@ -66,9 +64,8 @@ def test_a_night_that_has_to_read_a_set_that_is_gone_stops(
     """Instead of going on with other rows; the next night does without, and says so."""
     settings = inbox(tmp_path, a="1")
     artifact(store, "shards-pretrain", "own", {"train/index.json": "{}"})
-    night = known.begin(InputSnapshot({}, {}, champion, documents=("shards-pretrain/s",)), None)
-    night.note(version="8", documents="shards-pretrain/own")
-    night.end_try("promoted", "", closed=True)
+    before = InputSnapshot({}, {}, champion, documents=("shards-pretrain/s",))
+    night = completed(known, before, "promoted", "8", documents="shards-pretrain/own")
     listed = replace(list_of(settings, store, champion), documents=night.learnt_shards("pretrain"), replay=0.05)
     assert len(night_inputs.inputs_of(listed, settings, store).replayed) == 2
     shutil.rmtree(store.path("shards-pretrain", "own"))
@@ -86,12 +83,11 @@ def test_a_night_on_held_out_documents_of_the_user_does_not_end_those_of_the_nig
     settings = inbox(tmp_path, a="1")
     own = settings.model_copy(update={"data": settings.data.model_copy(update={"pretrain_heldout": ("x.jsonl",)})})
     artifact(store, "heldout", "h", {"heldout/index.json": "{}"})
-    for now, reference in ((settings, "heldout/h"), (own, "shards-pretrain/named")):
-        night = known.begin(InputSnapshot({}, now.model_dump(mode="json"), champion), None)
-        night.note(heldout=reference, heldout_nights=[night.name])
-        night.end_try("promoted", "", closed=True)
-    assert night_inputs.earlier_heldout(champion, known.newest_first(), store, settings) == (
-        "heldout/h",
-        ("night-000001",),
-        "",
-    )
+    for now, reference, night in (
+        (settings, "heldout/h", "night-000001"),
+        (own, "shards-pretrain/named", "night-000002"),
+    ):
+        listed = InputSnapshot({}, now.model_dump(mode="json"), champion)
+        completed(known, listed, "promoted", heldout=reference, heldout_nights=[night])
+    found = night_inputs.earlier_heldout(champion, known.newest_first(), store, settings)
+    assert found == ("heldout/h", ("night-000001",), "")

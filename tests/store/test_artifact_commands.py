@@ -1,7 +1,5 @@
 """`ttrain artifacts`: every byte verified, kept across code changes alone, and never cleaned away while anyone needs it."""
 
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -32,9 +30,6 @@ print(killed_everywhere(Path(sys.argv[1]), Path(sys.argv[2]), ("rename", "unlink
 
 def size_on_disk(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-
-
-# --- clean --------------------------------------------------------------------------------------------------------------
 
 
 def test_what_the_newest_runs_used_is_kept_with_its_inputs_and_what_only_older_ones_did_is_not(user_home: Home) -> None:
@@ -156,9 +151,6 @@ def test_the_command_tells_what_and_how_much_it_removed(user_home: Home, capsys:
     assert done["bytes"] == told["bytes"] == size - size_on_disk(root) - elsewhere.stat().st_size
     user_home.publish("pretrain", "another")
     assert "1 removed" in printed(capsys, "artifacts", "clean", "--older-than", "20")
-
-
-# --- what only one run needs
 
 
 def record_of(home: Home, run: runs.RunRecord) -> runs.RecordedRun:

@@ -1,7 +1,5 @@
 """No stage computes from bytes that were not published: weights, shards, tokenizers, whatever a disk makes of them."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping
@@ -102,9 +100,6 @@ def test_a_file_that_cannot_be_read_for_a_moment_is_not_set_aside(fresh_home: Ho
     assert not isinstance(refused.value, DamagedFile)
 
 
-# --- large files --------------------------------------------------------------------------------------------------------
-
-
 def publish_file(store: ArtifactStore, size: int, key: str = "k" * 64) -> Artifact:
     """An artifact with one file of bytes that differ from piece to piece."""
     output = store.work("pretrain", key) / "output"
@@ -185,9 +180,6 @@ def test_a_large_file_whose_pieces_are_not_recorded_is_compared_by_its_sha256(st
     for entry in entries:
         with pytest.raises(DamagedFile, match="damaged: its sha256 is"):
             integrity.verify_entries([(path, entry)], None)
-
-
-# --- what was made from it ----------------------------------------------------------------------------------------------
 
 
 def test_a_copy_that_shares_the_damaged_file_is_not_taken_until_it_was_built_anew(store: ArtifactStore) -> None:

@@ -1,13 +1,12 @@
 """The registry of a home: sets of models, aliases, the way back, decisions; one file, replaced as a whole."""
 
-from __future__ import annotations
-
 import re
 import stat
 from pathlib import Path
 
 import pytest
 from support.champion_sets import SUFFIXES, register
+from support.night_files import artifact
 
 from ttrain.errors import UsageError
 from ttrain.store import layout
@@ -36,9 +35,6 @@ def resolved(home: Path, text: str) -> str:
     return f"{found.name}/{found.version}"
 
 
-# --- registering ------------------------------------------------------------------------------------
-
-
 def test_the_same_models_are_one_set_that_knows_its_newest_evaluation(sets_home: Path) -> None:
     again = register(sets_home, 2, accuracy=0.5)
     assert again == Registry(sets_home).find("mine", "2")
@@ -53,18 +49,6 @@ def test_the_newest_set_is_challenger_until_it_is_champion(sets_home: Path) -> N
     Registry(sets_home).promote("mine", "3")
     register(sets_home, 3)
     assert aliases(sets_home) == {"champion": "3"}, "the champion challenges nobody"
-
-
-def test_a_name_that_models_of_another_pipeline_bear_is_refused(sets_home: Path) -> None:
-    registry = Registry(sets_home)
-    with pytest.raises(UsageError, match="name is mine-base, but mine-base already names models of another pipeline"):
-        registry.check_names("mine-base", ["mine-base-base"])
-    with pytest.raises(UsageError, match=r"name is mi, but mine already names .*; .*set another `name`"):
-        registry.check_names("mi", ["mine"])
-    registry.check_names("mine", ["mine-base"])
-
-
-# --- promoting and going back -----------------------------------------------------------------------
 
 
 def test_all_models_of_a_run_become_champion_together(sets_home: Path) -> None:
@@ -96,17 +80,6 @@ def test_rolling_back_twice_goes_further_back_also_past_a_champion_that_came_aga
     assert aliases(sets_home)["champion"] == "1"
 
 
-def test_a_set_that_is_not_there_is_refused_and_those_there_are_named(sets_home: Path) -> None:
-    registry = Registry(sets_home)
-    for act in (registry.promote, registry.find):
-        with pytest.raises(UsageError, match=r"mine has no set of models '7'; .*3 \(challenger, full-3\), 2"):
-            act("mine", "7")
-    with pytest.raises(UsageError, match="there is none yet"):
-        registry.promote("other", "1")
-    assert registry.champion("other") is None
-    assert registry.champion("mine-base") is None
-
-
 def test_a_name_of_nothing_is_refused_with_what_is_registered(sets_home: Path, tmp_path: Path) -> None:
     existing = "there are mine/3, mine@challenger, mine-base/3, mine-base@challenger, mine-lora/3"
     for text in ("mine-reward@challenger", "other@champion", "mine-base@best", "mine/7", "mine-base/7"):
@@ -116,9 +89,6 @@ def test_a_name_of_nothing_is_refused_with_what_is_registered(sets_home: Path, t
         resolved(sets_home, "mine@champion")
     with pytest.raises(UsageError, match=f"nothing is registered in {re.escape(str(tmp_path))}: begin with"):
         resolved(tmp_path, "mine/1")
-
-
-# --- decisions --------------------------------------------------------------------------------------
 
 
 def test_the_last_decision_about_a_set_stands_with_its_texts(sets_home: Path) -> None:
@@ -131,18 +101,13 @@ def test_the_last_decision_about_a_set_stands_with_its_texts(sets_home: Path) ->
     assert registry.find("mine", "2").decision is None
 
 
-# --- what cleaning keeps ----------------------------------------------------------------------------
-
-
 def test_the_kept_keys_are_those_of_all_versions_their_inputs_and_the_champions_data(tmp_path: Path) -> None:
     store, registry = ArtifactStore(tmp_path / "home"), Registry(tmp_path / "home")
     assert registry.keys() == frozenset()
 
     def publish(stage: str, key: str, **inputs: layout.Artifact) -> layout.Artifact:
-        (output := tmp_path / key).mkdir()
-        (output / "x.txt").write_text(key)
         used = {name: {"stage": of.stage, "key": of.key, "content": of.content} for name, of in inputs.items()}
-        return store.publish(stage, key, output, {"result": {}, "inputs": used, "ingredients": {"code": {}}})
+        return artifact(store, stage, key, {"x.txt": key}, inputs=used)
 
     tokenizer, shards, base = (publish(stage, f"{stage}-1") for stage in ("tokenizer", "shards-sft", "pretrain"))
     adapter = publish("lora", "lora-1", base=base, tokenizer=tokenizer, shards=shards)
@@ -156,18 +121,8 @@ def test_the_kept_keys_are_those_of_all_versions_their_inputs_and_the_champions_
     assert registry.keys() == expected | {"evaluate-1", "shards-sft-1"}, "which a night must not take for new"
 
 
-# --- the file ---------------------------------------------------------------------------------------
-
-
-def test_the_file_is_for_its_owner_and_is_not_written_when_nothing_changes(sets_home: Path) -> None:
-    path = sets_home / "registry.json"
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    written = path.stat()
-    Registry(sets_home).promote("mine", "2")
-    promoted = path.stat()
-    assert promoted.st_ino != written.st_ino
-    Registry(sets_home).promote("mine", "2")
-    assert path.stat().st_ino == promoted.st_ino
+def test_the_file_is_for_its_owner(sets_home: Path) -> None:
+    assert stat.S_IMODE((sets_home / "registry.json").stat().st_mode) == 0o600
 
 
 def test_a_damaged_file_is_an_error_with_its_path_and_what_to_do(sets_home: Path) -> None:

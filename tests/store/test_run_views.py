@@ -1,7 +1,5 @@
 """Runs read back from the home: by every name they have, each step once, nothing from outside a run's files."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 
@@ -43,33 +41,28 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-@pytest.fixture
-def read_home(made: Path) -> Path:
-    return made
-
-
-def test_a_run_is_found_by_every_name_it_and_its_models_have(read_home: Path) -> None:
-    base = ArtifactStore(read_home).find("pretrain", PRETRAIN.key)
+def test_a_run_is_found_by_every_name_it_and_its_models_have(made: Path) -> None:
+    base = ArtifactStore(made).find("pretrain", PRETRAIN.key)
     assert base is not None
-    Registry(read_home).register_model("mine-base", base, FIRST)
+    Registry(made).register_model("mine-base", base, FIRST)
     for text in (FIRST, FIRST[:16], FIRST[-5:], "b2" * 16, "mine-base/1", "models:/mine-base/1"):
-        assert read_run(read_home, text).name == FIRST
-    assert read_run(read_home, "latest").name == KILLED
-    assert [view.name for view in read_runs(read_home, [SECOND, FIRST])] == [SECOND, FIRST]
+        assert read_run(made, text).name == FIRST
+    assert read_run(made, "latest").name == KILLED
+    assert [view.name for view in read_runs(made, [SECOND, FIRST])] == [SECOND, FIRST]
 
 
-def test_a_name_that_is_none_or_many_is_refused_with_what_there_is(read_home: Path) -> None:
+def test_a_name_that_is_none_or_many_is_refused_with_what_there_is(made: Path) -> None:
     with pytest.raises(UsageError, match=f"'full-2026' is the beginning or end of 4 runs: {KILLED}, {CACHED}"):
-        read_run(read_home, "full-2026")
+        read_run(made, "full-2026")
     for text in ("nothing-like-it", "", "../runs", "0" * 32):
         with pytest.raises(UsageError, match=f"there is no run '{text}'; there are {KILLED}"):
-            read_run(read_home, text)
+            read_run(made, text)
     with pytest.raises(UsageError, match=f"did you mean {FIRST}"):
-        read_run(read_home, FIRST.replace("full", "fill"))
+        read_run(made, FIRST.replace("full", "fill"))
 
 
-def test_a_curve_has_every_step_once_its_tokens_its_time_and_a_gap_where_there_was_no_number(read_home: Path) -> None:
-    view = read_run(read_home, FIRST)
+def test_a_curve_has_every_step_once_its_tokens_its_time_and_a_gap_where_there_was_no_number(made: Path) -> None:
+    view = read_run(made, FIRST)
     assert view.curves("pretrain") == ["grad_norm", "loss", "lr", "validation_loss"]  # not final/loss, not tokens
     assert view.curve("pretrain", "nothing") == view.curve("no stage", "loss") == []
     curve = view.curve("pretrain", "loss")
@@ -81,8 +74,8 @@ def test_a_curve_has_every_step_once_its_tokens_its_time_and_a_gap_where_there_w
     assert [point.step for point in view.curve("pretrain", "validation_loss")] == [4, 8]
 
 
-def test_a_cached_stage_has_the_curves_of_the_run_that_made_it(read_home: Path) -> None:
-    first, second, cached = read_runs(read_home, [FIRST, SECOND, CACHED])
+def test_a_cached_stage_has_the_curves_of_the_run_that_made_it(made: Path) -> None:
+    first, second, cached = read_runs(made, [FIRST, SECOND, CACHED])
     assert (second.stages["sft"].cached, second.stages["sft"].made_by) == (True, FIRST)
     assert second.curve("sft", "loss") == first.curve("sft", "loss") != []
     assert second.curve("pretrain", "loss") != first.curve("pretrain", "loss")
@@ -92,8 +85,8 @@ def test_a_cached_stage_has_the_curves_of_the_run_that_made_it(read_home: Path) 
     assert cached.stages["pretrain"].seconds == 5.5 and cached.stages["pretrain"].ended is None
 
 
-def test_files_are_listed_and_texts_are_read(read_home: Path) -> None:
-    view = read_run(read_home, FIRST)
+def test_files_are_listed_and_texts_are_read(made: Path) -> None:
+    view = read_run(made, FIRST)
     assert view.files("pretrain", "run/samples") == ["run/samples/step-00000004.txt"]
     assert view.text("pretrain", "run/samples/step-00000004.txt") == "=== Hello\nworld\n"
     assert view.text("pretrain", "run/none.txt") is None

@@ -1,7 +1,5 @@
 """The history of runs: newest first, readable while they go on, and honest about those whose process is gone."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os
@@ -97,11 +95,13 @@ def test_who_builds_a_key_is_told_by_its_process(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_costs_the_note_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made = record(tmp_path)
+    made, log = record(tmp_path), RunLog(tmp_path / "gone" / "full-1.log")
     with full_disk(10):
+        log.add("sft", "line"), log.add("sft", "line")
         made.stage("pretrain", outcome="running", key="k")
         made.note(error="x")
-    assert len([entry for entry in caplog.records if "cannot be written" in entry.message]) == 1
+    told = [entry.message for entry in caplog.records if "cannot be written" in entry.message]
+    assert len(told) == 2 and f"the run's log {log.path}" in told[0], "once each"
     assert history(tmp_path)[0]["stages"][1] == {"name": "pretrain", "outcome": "pending"}
     made.finish("completed", {})
     assert history(tmp_path)[0]["stages"][1] == {"name": "pretrain", "outcome": "running", "key": "k"}, "nothing is lost"

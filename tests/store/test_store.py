@@ -1,7 +1,5 @@
 """The store: all or nothing, noticed when altered, found again when copied, one writer at a time."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

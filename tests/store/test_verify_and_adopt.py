@@ -1,7 +1,5 @@
 """`ttrain artifacts` that verify, adopt, list and show."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -23,8 +21,6 @@ from ttrain.errors import ArtifactError, DamagedFile, UsageError
 from ttrain.store import runs
 from ttrain.store.layout import Artifact
 from ttrain.store.model_files import Reference
-
-# --- verify -------------------------------------------------------------------------------------------------------------
 
 
 def alter(manifest: Path, **values: Any) -> None:
@@ -70,9 +66,6 @@ def test_verify_names_each_kind_of_damage_and_sets_it_aside(user_home: Home, cap
     text = printed(capsys, "artifacts", "verify", "--set-aside", code=1)
     assert flipped.key[:12] in text and ": 4 damaged; moved to replaced" in text
     assert user_home.keys == keys(whole, sft) and "none damaged" in printed(capsys, "artifacts", "verify", "pretrain")
-
-
-# --- adopt --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -155,9 +148,6 @@ def test_a_run_remarks_on_what_it_would_build_again_for_code_alone_after_ten_min
     published(pipeline, planned, code=older(planned), seconds=4000.0)
     [line] = artifact_commands.remarks_on_code(plan)
     assert line.startswith("tokenizer, which took ") and "`ttrain artifacts adopt --all`" in line
-
-
-# --- list, show, path -----------------------------------------------------------------------------------------------------
 
 
 def test_the_list_names_state_size_and_newest_run_of_each(user_home: Home, capsys: pytest.CaptureFixture[str]) -> None:

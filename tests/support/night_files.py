@@ -8,7 +8,7 @@ from zoneinfo import ZoneInfo
 from ttrain.config import Settings
 from ttrain.engine.graph import Graph
 from ttrain.nightly import inputs as night_inputs
-from ttrain.nightly.records import Champion, InputSnapshot, Nights
+from ttrain.nightly.records import Champion, InputSnapshot, NightRecord, Nights
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 
@@ -25,10 +25,11 @@ def at(text: str, zone: str = "UTC") -> datetime:
     return datetime.fromisoformat(text).replace(tzinfo=ZoneInfo(zone))
 
 
-def completed(known: Nights, list_: InputSnapshot, outcome: str, version: str) -> None:
+def completed(known: Nights, list_: InputSnapshot, outcome: str, version: str | None = None, **notes: Any) -> NightRecord:
     night = known.begin(list_, None)
-    night.note(version=version)
+    night.note(version=version, **notes)
     night.end_try(outcome, "", closed=True)
+    return night
 
 
 def artifact(store: ArtifactStore, stage: str, key: str, files: dict[str, str], **manifest: Any) -> Artifact:

@@ -11,7 +11,9 @@ from support.paths import ROOT
 
 from ttrain.config import Settings
 from ttrain.config.loading import load
+from ttrain.core.files import write_json
 from ttrain.core.hashing import DigestCache, code_digests
+from ttrain.engine import resume
 from ttrain.engine.graph import Planned, Rerun, Selection
 from ttrain.engine.planner import plan, plan_stage
 from ttrain.flows.full import full
@@ -92,6 +94,17 @@ class House:
             (output / "checkpoints" / f"step-{step:08d}" / "state.json").write_text(str(step))
         manifest = {"result": result or RESULT, "ingredients": planned.ingredients, "inputs": {}, **more}
         return self.store.publish(planned.stage.name, planned.key, output, manifest)
+
+    def leave(self, planned: Planned, *steps: int) -> Path:
+        """The work of a run that was killed after checkpoints of these steps."""
+        assert planned.key
+        work = self.store.work(planned.stage.name, planned.key)
+        for step in steps:
+            checkpoint = work / "output" / "checkpoints" / f"step-{step:08d}"
+            checkpoint.mkdir(parents=True)
+            write_json(checkpoint / "state.json", {"step": step})
+        write_json(work / resume.INGREDIENTS, planned.ingredients)
+        return work
 
     def plan(
         self, *overrides: str, files: Sequence[Path] = (), selection: Selection = ALL, **rerun: Any

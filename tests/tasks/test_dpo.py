@@ -1,8 +1,5 @@
 """The stages `reference` and `dpo`: what they leave behind, also after they were killed, and what makes them run again."""
 
-from __future__ import annotations
-
-import json
 import os
 import random
 from collections.abc import Mapping
@@ -16,6 +13,7 @@ import torch
 from safetensors.numpy import load_file
 from support.comparing import curve
 from support.kill_points import killed_at
+from support.shard_sets import write_lines
 from support.tiny_data import make_tokenizer
 from support.tiny_stages import run_here
 
@@ -61,8 +59,8 @@ def make_shards(root: Path, tokenizer: Path, rows: list[dict[str, Any]]) -> Path
     """Shards of these rows, a quarter of them held out."""
     source = root / "source"
     source.mkdir(parents=True)
-    for name, part in (("dpo.jsonl", rows[len(rows) // 4 :]), ("dpo_heldout.jsonl", rows[: len(rows) // 4])):
-        (source / name).write_text("".join(json.dumps(row) + "\n" for row in part))
+    write_lines(source / "dpo.jsonl", rows[len(rows) // 4 :])
+    write_lines(source / "dpo_heldout.jsonl", rows[: len(rows) // 4])
     settings, inputs = settings_of(), {"tokenizer": tokenizer, "source": source}
     arguments, runtime = {"kind": "pairs", "dataset": "dpo"}, settings.runtime
     job = StageContext(inputs, {}, arguments, root / "shards", runtime, ProgressWriter(None), lambda: False)
@@ -138,9 +136,6 @@ def test_only_the_rows_and_the_precision_enter_the_key_of_the_reference() -> Non
 
     assert of() == of(beta=0.2) == of(optim={"lr": 1e-5}) == of(loss="ipo") == of(adapter="lora") == of(epochs=9)
     assert of() != of(row_length=64) and of() != of(precision="bf16")
-
-
-# --- kills --------------------------------------------------------------------------------------------------------------
 
 
 CALLS = ((preference_tuning, "score_answers"), (reference, "score_answers"), "fsync", "replace")  # passes and writes

@@ -1,7 +1,5 @@
 """The stage `evaluate`: every figure from the records behind it."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -15,22 +13,18 @@ from support.tiny_trainers import in_ranks, score_of
 
 from ttrain.config import Reading
 from ttrain.data.encoder import Encoder
-from ttrain.evaluate import baselines
-from ttrain.evaluate.task_result import SCORES, Metric
-from ttrain.evaluate.task_result import read_scores as read
+from ttrain.evaluate import baselines, task_result
 from ttrain.model import factory
 from ttrain.tasks import evaluate, lora, sft
 from ttrain.tasks.shards import heldout_records, recipe_of
 from ttrain.train.distributed import Ranks
 
 
-def read_scores(directory: Path, metric: str) -> Metric | None:
-    return read(directory / SCORES).get(metric)
+def read_scores(directory: Path, metric: str) -> Any:
+    return task_result.read_scores(directory / task_result.SCORES)[metric]
 
 
 HALF = Reading(heldout_fraction=0.5)
-
-# --- the stage ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +52,7 @@ def test_the_preference_accuracy_is_the_share_of_its_records_with_an_interval_an
     for model in ("base", "sft", "lora"):
         name = f"preference_accuracy/{model}"
         recorded = read_scores(evaluated.root / "output", name)
-        assert recorded is not None and recorded.higher_is_better
+        assert recorded.higher_is_better
         assert set(recorded.sums) <= {0.0, 0.5, 1.0} and len(recorded.sums) == len(set(recorded.records)) == len(pairs)
         value = evaluated.result["metrics"][name]
         assert value == sum(recorded.sums) / len(pairs)
@@ -90,11 +84,10 @@ def test_the_records_behind_a_figure_give_it_and_bits_per_byte_are_those_of_the_
     metrics, counts, output = evaluated.result["metrics"], evaluated.result["counts"], evaluated.root / "output"
     for metric in (name for name in metrics if name.split("_")[-1] not in baselines.BASELINES):
         found = read_scores(output, metric)
-        assert found is not None
         assert len(found.sums) == len(found.sizes) == len(found.records) > 1
         assert found.value == metrics[metric], metric
     compressed = read_scores(output, "bits_per_byte_xz")
-    assert compressed is not None and compressed.records == (), "a compressor reads all as one stream"
+    assert compressed.records == (), "a compressor reads all as one stream"
     files = sorted((evaluated.inputs["documents"] / "heldout").glob("*.jsonl"))
     texts = [json.loads(line)["text"] for path in files for line in path.read_text(encoding="utf-8").splitlines()]
     encoder, model = Encoder(evaluated.inputs["base"] / "model"), factory.load(evaluated.inputs["base"] / "model")
@@ -102,7 +95,7 @@ def test_the_records_behind_a_figure_give_it_and_bits_per_byte_are_those_of_the_
     size = sum(len(text.encode()) for text in texts)
     whole, alone = (score_of(model, some, 32, 16).nats / math.log(2) for some in (sequences, sequences[:1]))
     by_document = read_scores(output, "bits_per_byte")
-    assert by_document is not None and by_document.factor * by_document.sums[0] == pytest.approx(alone, rel=1e-6)
+    assert by_document.factor * by_document.sums[0] == pytest.approx(alone, rel=1e-6)
     assert by_document.sizes[0] == len(texts[0].encode())
     assert metrics["bits_per_byte"] == pytest.approx(whole / size, rel=1e-6)
     assert counts["document_bytes"] == size
@@ -115,12 +108,11 @@ def test_an_adapter_that_stayed_with_its_model_is_measured_on_it(evaluated: Any,
     that two evaluations can be paired."""
     inputs = {**evaluated.inputs, "sft": evaluated.inputs["base"], "base_of_lora": evaluated.inputs["sft"]}
     del inputs["pairs"]
-    config = evaluated.settings
-    metrics = run_here(evaluate, config, tmp_path, inputs, evaluated.settings.runtime)["metrics"]
+    settings = evaluated.settings
+    metrics = run_here(evaluate, settings, tmp_path, inputs, settings.runtime)["metrics"]
     assert metrics["domain_loss_lora"] == evaluated.result["metrics"]["domain_loss_lora"]
     assert metrics["chat_loss_sft"] != evaluated.result["metrics"]["chat_loss_sft"]
     ours, theirs = (read_scores(output, "chat_loss_sft") for output in (evaluated.root / "output", tmp_path))
-    assert ours is not None and theirs is not None
     assert (ours.sizes, ours.records) == (theirs.sizes, theirs.records) and ours.sums != theirs.sums
 
 
@@ -130,8 +122,8 @@ def test_two_ranks_leave_the_bytes_of_one(evaluated: Any, tmp_path: Path, monkey
 
     def work(ranks: Ranks) -> Any:
         monkeypatch.setattr(evaluate, "join_ranks", lambda runtime: ranks)  # in a fork of this process
-        config = evaluated.settings
-        return run_here(evaluate, config, output, evaluated.inputs, evaluated.settings.runtime)
+        settings = evaluated.settings
+        return run_here(evaluate, settings, output, evaluated.inputs, settings.runtime)
 
     first, second = in_ranks(2, tmp_path / "ranks", work)
     assert (first, second) == (evaluated.result, {})

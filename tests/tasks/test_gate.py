@@ -1,8 +1,5 @@
 """A gate over planted experts: each is the unigram model of an alphabet, so that its loss is known, and so is the best."""
 
-from __future__ import annotations
-
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.data_commands import Run, in_process, trains_here
+from support.night_files import artifact
+from support.shard_sets import write_lines
 from support.tiny_adapters import save_base
 from support.tiny_data import make_tokenizer
 from support.tiny_trainers import CPU, tiny_model
@@ -66,9 +65,8 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Planted:
     for _ in range(240):
         letters = [*ALPHABETS[generator.choice([*ALPHABETS], p=(0.6, 0.4))], *" . . ."]
         rows.append({"text": "".join(generator.choice(letters, size=generator.integers(12, 60)))})
-    (home / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     encoder, _ = (make_tokenizer(home / name) for name in ALPHABETS)
-    made = Planted(home, encoder, home / "mixed.jsonl")
+    made = Planted(home, encoder, write_lines(home / "mixed.jsonl", rows))
     for name in ALPHABETS:
         model = tiny_model(vocab=len(made.encoder), tie_embeddings=False)
         with torch.no_grad():
@@ -184,7 +182,7 @@ def test_records_are_distinct_of_any_kind_and_held_out_by_content(tmp_path: Path
     answer = {"role": "assistant", "content": "a"}
     chats = [{"messages": [{"role": "user", "content": f"ask {n}"}, answer]} for n in range(20)]
     for name, rows in {"a": documents[:40], "b": documents[20:], "c": chats, "bad": [{}] * 5}.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(tmp_path / f"{name}.jsonl", rows)
     paths, settings = [str(tmp_path / f"{name}.jsonl") for name in "abc"], Gate(heldout_fraction=0.3)
     records = gate.read(paths, settings)
     assert len(records) == 80 and records == gate.read(paths[::-1], settings)
@@ -201,17 +199,12 @@ def test_without_data_the_experts_own_held_out_records_are_taken(
     planted: Planted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TTRAIN_HOME", str(tmp_path))
-    store, manifest, made = ArtifactStore(tmp_path), {"result": {}, "ingredients": {}, "inputs": {}}, tmp_path / "made"
-    (made / "heldout").mkdir(parents=True)
-    (made / "heldout" / "1.jsonl").write_text('{"text": "x"}\n')
-    store.publish("shards-sft", "0" * 64, made, manifest)
-    (tmp_path / "sft" / "model").mkdir(parents=True)
-    (tmp_path / "sft" / "model" / "config.json").write_text("{}")
-    (tmp_path / "sft" / "model" / "model.safetensors").write_bytes(b"")
-    inputs = {"shards": {"stage": "shards-sft", "key": "0" * 64}}
-    store.publish("sft", "a" * 64, tmp_path / "sft", {**manifest, "inputs": inputs})
-    expert = resolve(str(store.path("sft", "a" * 64)))
-    assert cli_gate.heldout_files([expert] * 2) == [str(store.path("shards-sft", "0" * 64) / "heldout" / "1.jsonl")]
+    store = ArtifactStore(tmp_path)
+    shards = artifact(store, "shards-sft", "0" * 64, {"heldout/1.jsonl": '{"text": "x"}\n'})
+    inputs = {"shards": {"stage": "shards-sft", "key": shards.key}}
+    files = {"model/config.json": "{}", "model/model.safetensors": ""}
+    expert = resolve(str(artifact(store, "sft", "a" * 64, files, inputs=inputs).path))
+    assert cli_gate.heldout_files([expert] * 2) == [str(shards.path / "heldout" / "1.jsonl")]
     with pytest.raises(UsageError, match="name files with --data"):
         cli_gate.heldout_files([resolve(planted.names[0])])
 

@@ -1,7 +1,5 @@
 """Callbacks of the user's own: of an installed package in stages and tasks, and of a task itself."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

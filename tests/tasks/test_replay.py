@@ -1,7 +1,5 @@
 """What a night reads again: a sample of documents learnt before, and its exact share of the rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

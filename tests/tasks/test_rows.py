@@ -1,7 +1,5 @@
 """What the settings make of a set of shards: its rows, their order, and what is refused."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial

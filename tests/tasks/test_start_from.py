@@ -1,16 +1,13 @@
 """Starting from a model that exists: which stages run, what enters the keys, and what becomes of the model's weights."""
 
-from __future__ import annotations
-
 import json
-import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.planned_homes import SHARDS, House, running
+from support.planned_homes import House, running
 from support.web import COMMIT, FakeHub, use_hub
 
 from ttrain.config.loading import load
@@ -25,24 +22,6 @@ def folder(house: House, name: str = "mine", positions: int = 1024) -> Path:
     house.write(f"{name}/config.json", json.dumps({"max_position_embeddings": positions}))
     house.write(f"{name}/model.safetensors", "weights")
     return house.write(f"{name}/tokenizer.json", "{}").parent
-
-
-@pytest.mark.parametrize(
-    ("overrides", "stages"),
-    [
-        (["pretrain.start_from=HERE"], {"tokenizer", *SHARDS, "base-model", "pretrain", "sft", "lora", "evaluate"}),
-        (["sft.start_from=HERE"], {"tokenizer", "shards-sft", "shards-lora", "base-model", "sft", "lora", "evaluate"}),
-        (["sft.start_from=none"], {"tokenizer", "shards-sft", "shards-lora", "new-model", "sft", "lora", "evaluate"}),
-        (["lora.start_from=pretrain"], {"tokenizer", "shards-pretrain", "shards-lora", "pretrain", "lora", "evaluate"}),
-    ],
-    ids=lambda value: value[-1] if isinstance(value, list) else "",
-)
-def test_what_no_stage_needs_is_not_run(house: House, overrides: list[str], stages: set[str]) -> None:
-    here = folder(house)
-    overrides = [text.replace("HERE", str(here)) for text in overrides]
-    assert set(house.plan(*overrides)) == stages
-    house.build(house.settings(*overrides))
-    assert running(house.plan(*overrides)) == set()
 
 
 def inputs_of(stages: Mapping[str, Any], stage: str) -> dict[str, str]:
@@ -60,6 +39,7 @@ def test_each_result_feeds_the_stage_that_starts_from_it(house: House) -> None:
         house.build(house.settings(override))
         stages = house.plan(override)
         assert {stage: inputs_of(stages, stage)["base"] for stage in bases} == bases
+        assert running(stages) == set()
     last = inputs_of(stages, "evaluate")
     assert last == {"base": "pretrain", "lora": "lora", "documents": "shards-pretrain", "domain": "shards-lora"}
 
@@ -91,9 +71,6 @@ def test_of_the_settings_of_a_new_model_only_the_second_head_is_in_the_key_of_on
     assert settings == ["model.multi_token.weight", "model.multi_token.keep_head"]
 
 
-# --- the tokenizer, and what is refused
-
-
 def test_the_tokenizer_follows_the_model_unless_another_is_named() -> None:
     loaded = load(["sft.start_from=some/where"], environment={})
     assert (loaded.settings.tokenizer.existing, loaded.settings.tokenizer.template) == ("some/where", "auto")
@@ -116,24 +93,16 @@ def test_a_start_that_makes_no_sense_is_refused(overrides: list[str], message: s
         load(overrides, environment={})
 
 
-@pytest.mark.parametrize(
-    ("in_file", "environment", "overrides", "refused"),
-    [
-        ("", {}, ["sft.start_from=a", "model.layers=2"], "model.layers (from command line)"),
-        ("{sft: {start_from: a}, model: {fields: {rms_norm_eps: 1}}}", {}, [], "model.fields.rms_norm_eps (from "),
-        ("model: {layers: 2}", {}, ["sft.start_from=a"], None),
-    ],
-)
-def test_sizes_given_beside_a_model_that_exists_are_refused_by_name(
-    tmp_path: Path, in_file: str, environment: Mapping[str, str], overrides: Sequence[str], refused: str | None
-) -> None:
-    path = tmp_path / "settings.yaml"
-    path.write_text(in_file)
-    if refused is None:
-        load(overrides, files=[path], environment=environment)
-        return
-    with pytest.raises(UsageError, match=rf"^{re.escape(refused)}.* describes a new model, but \w+.start_from is a, which"):
-        load(overrides, files=[path], environment=environment)
+def test_sizes_given_beside_a_model_that_exists_are_refused_by_name(tmp_path: Path) -> None:
+    path, start = tmp_path / "settings.yaml", "sft.start_from=a"
+    path.write_text("model: {layers: 2}")
+    load([start], files=[path], environment={})
+    path.write_text("{sft: {start_from: a}, model: {fields: {rms_norm_eps: 1}}}")
+    told = r"\(from .* describes a new model, but sft.start_from is a"
+    with pytest.raises(UsageError, match=f"^model.fields.rms_norm_eps {told}"):
+        load([], files=[path], environment={})
+    with pytest.raises(UsageError, match=f"^model.layers {told}"):
+        load([start, "model.layers=2"], environment={})
 
 
 def test_a_folder_without_a_model_is_refused_with_what_it_lacks(house: House) -> None:
@@ -160,8 +129,6 @@ def test_rows_that_are_longer_than_the_model_takes_are_refused_before_anything_r
     with pytest.raises(UsageError, match=r"after lora.virtual_tokens 8, .*set lora.row_length to at most 120"):
         house.plan(f"sft.start_from={here}", *short, "lora.kind=prefix")
 
-
-# --- the Hub
 
 WHOLE = {"config": ["config.json"], "weights": ["model.safetensors"], "tokenizer": ["tokenizer.json"]}
 

@@ -1,7 +1,5 @@
 """Models that training starts from: their weights, the stages that continue them, what the doctor says of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -16,15 +14,13 @@ from support.tiny_stages import Home, stage_settings
 from support.tiny_trainers import tiny_model
 from transformers import AutoTokenizer
 
-from ttrain.config import MultiToken, Settings
+from ttrain.config import MultiToken
 from ttrain.data import existing
 from ttrain.data.encoder import Encoder
 from ttrain.errors import ArtifactError
 from ttrain.model import factory, multi_token
 from ttrain.tasks import new_model, pretrain
 from ttrain.tasks.base_model import prepare_base_model
-
-# --- the weights
 
 
 def llama(vocab: int, **settings: Any) -> Any:
@@ -167,28 +163,14 @@ def test_a_padded_vocabulary_is_not_grown_other_files_have_no_say_and_another_to
     assert "tokens that the model knows have other ids in the tokenizer" in caplog.text
 
 
-# --- the stages that start from it
-
-
-@pytest.fixture(scope="module")
-def ready(tmp_path_factory: pytest.TempPathFactory) -> tuple[Home, Settings, Path]:
-    """A home with shards, settings, and a base model as `base-model` leaves it, with the tokenizer of the shards."""
-    root = tmp_path_factory.mktemp("ready")
-    home = Home.make(root / "home")
-    settings = stage_settings(steps=2).replaced({"lora": {"epochs": 0.3}, "evaluate": {"new_tokens": 2}})
+def test_pretraining_from_a_base_begins_with_its_weights_and_leaves_its_shape(tmp_path: Path) -> None:
+    home, settings, base = Home.make(tmp_path / "home"), stage_settings(steps=2), tmp_path / "base"
     encoder = Encoder(home.tokenizer.path)
     model = new_model.new(settings.model.model_copy(update={"layers": 1}), encoder, seed=9)
-    new_model.write(model, home.tokenizer.path, root / "base" / "model")
-    return home, settings, root / "base"
-
-
-def test_pretraining_from_a_base_begins_with_its_weights_and_leaves_its_shape(ready: Any, tmp_path: Path) -> None:
-    home, settings, base = ready
-    config = settings
-    inputs = {"tokenizer": home.tokenizer.path, "shards": home.documents.path, "base": base}
-    trained = pretrain.prepare(config, inputs, Encoder(home.tokenizer.path))
+    new_model.write(model, home.tokenizer.path, base / "model")
+    trained = pretrain.prepare(settings, {**home.paths, "base": base}, encoder)
     assert same(trained.state(), load_file(base / "model" / "model.safetensors"))
-    result = home.pretrain(settings, tmp_path, {"base": base})
-    after = factory.load(tmp_path / "model")
+    result = home.pretrain(settings, tmp_path / "out", {"base": base})
+    after = factory.load(tmp_path / "out" / "model")
     assert result["steps"] == 2 and after.config.num_hidden_layers == 1, "settings.model has 2 layers"
     assert not same(factory.state(after), load_file(base / "model" / "model.safetensors"))

@@ -1,13 +1,11 @@
 """The table of stages: the settings that each one sees."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 
 from ttrain.config import Settings, flatten
-from ttrain.tasks import REFERENCE, SHARDS, STAGES, Stage
+from ttrain.tasks import SHARDS, STAGES, Stage
 
 
 @pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES)
@@ -28,9 +26,5 @@ def test_a_process_gets_the_settings_that_its_stage_sees_and_no_others(stage: St
 
 
 def test_a_stage_may_see_a_part_of_a_section() -> None:
-    reference = Settings.rebuilt(REFERENCE.part_of(Settings()))
-    assert reference.dpo.row_length == 256
-    with pytest.raises(AttributeError):
-        _ = reference.dpo.beta
     assert "near_duplicates" in SHARDS["pretrain"].part_of(Settings())["reading"]
     assert "near_duplicates" not in SHARDS["sft"].part_of(Settings())["reading"]

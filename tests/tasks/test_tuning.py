@@ -1,7 +1,5 @@
 """`runtime.tune=auto`: which sizes the search tries, and what a stage makes of the choice."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
