@@ -1,6 +1,5 @@
 """Mixtures of experts: their shape, their products, what is counted, and what keeps them balanced."""
 
-import math
 from typing import Any
 
 import numpy as np
@@ -8,9 +7,9 @@ import pytest
 import torch
 from support.comparing import distance, same
 from support.tiny_data import VOCAB, NumberedRows
-from support.tiny_mixtures import BIASED, KINDS, blocks, padded_rows, spread_routers, tiny_moe
+from support.tiny_mixtures import KINDS, blocks, padded_rows, spread_routers, tiny_moe
 from support.tiny_trainers import CPU, settings_of_training, tiny_model
-from torch import Tensor, nn
+from torch import Tensor
 
 from ttrain.data.packing import Batch
 from ttrain.errors import UsageError
@@ -66,38 +65,6 @@ def test_an_architecture_with_experts_of_its_own_takes_the_settings(kind: str) -
     assert torch.isfinite(sums_of(model, NumberedRows(3).batch(range(3))).total)
 
 
-def slow(block: Any, x_ND: Tensor) -> Tensor:
-    silu = nn.functional.silu
-    logits_NE = x_ND @ block.gate.weight.T
-    biases = [t for name, t in [*block.gate.named_buffers(), *block.gate.named_parameters()] if name.endswith("bias")]
-    out = torch.zeros_like(x_ND)
-    for n, x in enumerate(x_ND):
-        scores = logits_NE[n].sigmoid() if "Glm" in type(block).__name__ else logits_NE[n].softmax(0)
-        chosen = sorted(range(len(scores)), key=lambda e: -float(scores[e] + (biases[0].flatten()[e] if biases else 0)))
-        chosen = chosen[: block.gate.top_k]
-        for e in chosen:
-            gate, up = (block.experts.gate_up_proj[e] @ x).chunk(2)
-            out[n] += scores[e] / sum(scores[i] for i in chosen) * (block.experts.down_proj[e] @ (silu(gate) * up))
-        if getattr(block, "shared_experts", None) is not None:
-            one = block.shared_experts
-            out[n] += one.down_proj.weight @ (silu(one.gate_proj.weight @ x) * (one.up_proj.weight @ x))
-    return out
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_layer_is_what_a_slow_reference_says(kind: str) -> None:
-    shared = {"shared_experts": 2} if kind in BIASED else {}
-    model = tiny_moe(kind, experts=16, top_k=4, **shared)
-    moe.group(model)
-    Routers(model)
-    block = blocks(model)[0].eval()
-    for name, tensor in [*block.named_parameters(), *block.named_buffers()]:
-        torch.nn.init.normal_(tensor, std=0.2 if name.endswith("bias") else 1.0)
-    x = torch.randn(5, 16, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        assert distance({"out": slow(block, x)}, {"out": block(x[None])[0]}) < 1e-5
-
-
 def layer_gradients(implementation: str, *, autocast: bool, train: bool = True) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = tiny_moe("mixtral", experts=8)
@@ -130,13 +97,6 @@ def test_grouped_experts_are_those_of_transformers_one_by_one() -> None:
     assert {*frozen} == {"out", "hidden", "weights"} and same(frozen, {name: found[name] for name in frozen})
 
 
-def test_experts_of_a_width_that_groups_do_not_take_are_computed_one_by_one() -> None:
-    model = tiny_moe("mixtral", expert_size=20)
-    moe.group(model)
-    assert model.config._experts_implementation == "eager"
-    assert torch.isfinite(sums_of(model, padded_rows()).total)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_routers_decide_in_fp32_under_autocast(kind: str) -> None:
     model = tiny_moe(kind)
@@ -154,82 +114,48 @@ def sums_of(model: Any, batch: Batch) -> Any:
 
 
 def by_hand(model: Any, batch: Batch) -> dict[str, Any]:
-    """Balance loss, z-loss, loads and entropies, by loops over rows, tokens and experts, from the routers' logits alone."""
+    """Balance loss, z-loss, loads and entropies, row by row, from the routers' logits alone."""
     routers = Routers(model)
     with torch.no_grad(), routers.watched() as choices:
         task = LanguageModeling(settings_of_training(), model)
         task.validation_step(task.build_model(), batch, CPU)
-    found: dict[str, Any] = {"balance": 0.0, "z": 0.0, "entropy": [], "load": []}
-    biases = [None if bias is None else bias.flatten().double().numpy() for bias in routers.biases]
-    for choice in choices:
-        logits = choice.logits_NE.double().numpy().reshape(*batch.labels_BT.shape, -1)
-        load, entropy, E = np.zeros(4), 0.0, 4
-        for row in range(len(logits)):
-            live = int((batch.labels_BT[row] != -100).sum())
-            f, P, z, tokens = np.zeros(E), np.zeros(E), 0.0, 0
-            for t in range(logits.shape[1]):
-                if batch.segments_BT[row, t] < 0:
-                    continue
-                tokens += 1
-                raw = logits[row, t]
-                sigmoid = "Glm" in type(model).__name__
-                score = 1 / (1 + np.exp(-raw)) if sigmoid else np.exp(raw) / np.exp(raw).sum()
-                share = score / score.sum()
-                f[np.argsort(-score)[:2]] += 1
-                P += share
-                z += math.log(np.exp(raw).sum()) ** 2
-                if live:
-                    bias = biases[choice.router]
-                    load[np.argsort(-(score if bias is None else score + bias))[:2]] += 1
-                    entropy -= float((share * np.log(share)).sum())
-            found["balance"] += live * float((f * E / (2 * tokens) * (P / tokens)).sum())
-            found["z"] += live * z / tokens
-        found["load"].append(load.tolist())
-        found["entropy"].append(entropy)
+    found: dict[str, Any] = {"balance": 0.0, "z": 0.0, "entropy": [0.0, 0.0], "load": [np.zeros(4), np.zeros(4)]}
+    for layer, choice in enumerate(choices):
+        bias = routers.biases[choice.router]
+        added = np.zeros(4) if bias is None else bias.flatten().double().numpy()
+        logits_BTE = choice.logits_NE.double().numpy().reshape(*batch.labels_BT.shape, -1)
+        for logits_TE, segments_T, labels_T in zip(logits_BTE, batch.segments_BT, batch.labels_BT, strict=True):
+            raw, live = np.exp(logits_TE[segments_T >= 0]), int((labels_T != -100).sum())
+            score = raw / (1 + raw) if "Glm" in type(model).__name__ else raw / raw.sum(1, keepdims=True)
+            share, tokens = score / score.sum(1, keepdims=True), len(raw)
+            by_score = np.bincount(np.argsort(-score)[:, :2].flatten(), minlength=4)
+            found["balance"] += live * float((by_score * 4 / (2 * tokens) * share.mean(0)).sum())
+            found["z"] += live * float((np.log(raw.sum(1)) ** 2).mean())
+            if live:
+                found["load"][layer] += np.bincount(np.argsort(-score - added)[:, :2].flatten(), minlength=4)
+                found["entropy"][layer] -= float((share * np.log(share)).sum())
     return found
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_sums_are_those_of_loops_over_rows_and_tokens(kind: str) -> None:
+def test_the_sums_are_those_of_a_loop_over_rows(kind: str) -> None:
     model, batch = spread_routers(tiny_moe(kind, z_loss=0.1)), padded_rows()
     found, expected = sums_of(model, batch), by_hand(model, batch)
     assert float(found.parts["balance"]) == pytest.approx(expected["balance"], rel=1e-5)
     assert float(found.parts["z"]) == pytest.approx(expected["z"], rel=1e-5)
     loads = [found.sums[f"moe_load/{layer}/{layer}"].tolist() for layer in range(2)]
-    assert loads == expected["load"]
+    assert loads == [load.tolist() for load in expected["load"]]
     assert found.sums["moe_entropy"].tolist() == pytest.approx(expected["entropy"], rel=1e-5)
     assert found.sums["moe_tokens"].tolist() == [16 + 15 + 14 + 13 + 11], "padding and rows without a target are left out"
 
 
 @pytest.mark.parametrize(
     ("kind", "apart"),
-    [("glm4_moe", True), ("deepseek_v3", True), ("exaone_moe", True), ("minimax_m2", True), ("afmoe", True),
-     ("ernie4_5_moe", False), ("qwen3_moe", False), ("olmoe", False), ("granitemoe", False), ("tinyseek", False)],
-)  # fmt: skip
+    [("glm4_moe", True), ("deepseek_v3", True), ("ernie4_5_moe", False), ("tinyseek", False)],
+)
 def test_scores_are_what_the_router_of_the_architecture_computes(kind: str, apart: bool) -> None:
     model = tiny_model(kind=kind, moe={"experts": 4, "top_k": 2, "expert_size": 8})
     routers, logits = Routers(model), torch.tensor([[0.0, 1.0, 2.0, -1.0]])
     scores = routers.scores(RouterCall(0, logits, torch.tensor([[2, 1]])))
     expected = logits.sigmoid() / logits.sigmoid().sum() if apart else logits.softmax(-1)
     assert torch.allclose(scores, expected)
-
-
-@pytest.mark.parametrize("kind", ["mixtral", "glm4_moe"])
-def test_the_gradient_of_the_balance_is_that_of_finite_differences(kind: str) -> None:
-    routers, batch = Routers(tiny_moe(kind)), padded_rows()
-    generator = torch.Generator().manual_seed(2)
-    logits = torch.randn(6 * 16, 4, generator=generator, dtype=torch.float64).requires_grad_()
-    inside, live = torch.from_numpy(batch.segments_BT >= 0), torch.from_numpy((batch.labels_BT != -100).sum(1))
-
-    def value(at: Tensor) -> Tensor:
-        found = moe.row_losses(routers, [RouterCall(0, at, at.topk(2).indices)], inside, live, z_loss=True)
-        return found[0] + 0.1 * found[1]
-
-    (gradient,) = torch.autograd.grad(value(logits), logits)
-    moved = gradient.view(6, 16, 4).abs().amax(-1) > 0
-    assert torch.equal(moved, inside & (live > 0)[:, None]), "every token that counts, and no other"
-    for _ in range(3):
-        direction = torch.randn(logits.shape, generator=generator, dtype=torch.float64)
-        with torch.no_grad():
-            slope = (value(logits + 1e-5 * direction) - value(logits - 1e-5 * direction)) / 2e-5
-        assert float(slope) == pytest.approx(float((gradient * direction).sum()), rel=1e-6)

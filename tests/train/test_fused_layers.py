@@ -3,7 +3,6 @@
 import importlib
 import re
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -102,22 +101,6 @@ def test_a_low_rank_layer_gives_what_that_of_peft_gives(monkeypatch: pytest.Monk
         assert distance({name: expected[name]}, {name: found[name]}) < 1e-6, name
     assert distance(expected, rounded) < 1.2 * distance(expected, theirs)
     assert not same(found, expected), "these were different computations"
-
-
-def test_what_is_not_the_plain_case_is_left_to_peft(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ttrain.model.adapter_layers import LowRank
-
-    monkeypatch.setattr(LowRank, "apply", Mock(side_effect=AssertionError("plain")))
-    ids = torch.randint(9, VOCAB, (2, 24), generator=torch.Generator().manual_seed(0))
-    model = adapted()
-    with pytest.raises(AssertionError, match="plain"):
-        model(input_ids=ids)
-    with model.disable_adapter():
-        model(input_ids=ids)
-    model.merge_adapter()
-    model(input_ids=ids)
-    model.unmerge_adapter()
-    adapted(dropout=0.5)(input_ids=ids)
 
 
 def test_the_frozen_weight_that_is_kept_in_bf16_follows_the_weight() -> None:

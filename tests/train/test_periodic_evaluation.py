@@ -1,12 +1,10 @@
 """A small suite while a model trains: at its steps, with the figures that the model itself gives, and without a trace."""
 
 import json
-import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from support.comparing import PERFORMANCE, copies, curve, logged_steps, same
@@ -38,7 +36,7 @@ from ttrain.tasks.common.callbacks import TrainingParts
 from ttrain.tasks.common.job import StageContext
 from ttrain.train.callbacks import Callback, LogRecord
 from ttrain.train.distributed import Ranks
-from ttrain.train.periodic_evaluation import TIMED, PeriodicEvaluation, preserve_rng_and_modes
+from ttrain.train.periodic_evaluation import TIMED, PeriodicEvaluation
 from ttrain.train.precision import resolve_precision
 from ttrain.train.trainer import QUICK, QUICK_ACCURACY
 from ttrain.train.training_options import Cadence, Origin, Speed, Validation
@@ -160,30 +158,6 @@ def test_two_ranks_wait_for_the_first_and_neither_is_moved(encoder: Encoder, tmp
     for (losses, weights, _), (evaluated, after, _) in found:
         assert losses == evaluated and same(weights, after)
     assert [(len(losses), len(told)) for _, (losses, _, told) in found] == [(3, 2), (0, 0)], "the first alone tells"
-
-
-def test_what_is_asked_leaves_random_numbers_modes_and_gradients_as_they_were() -> None:
-    model = tiny_model().train()
-    model.model.layers[0].eval()  # as an adapter's frozen parts are
-    modes = [module.training for module in model.modules()]
-
-    def numbers() -> tuple[list[float], list[float], float]:
-        return torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()
-
-    def seed() -> None:
-        for generator in (torch.manual_seed, np.random.seed, random.seed):
-            generator(7)
-
-    seed()
-    expected = numbers()
-    seed()
-    with pytest.raises(ZeroDivisionError), preserve_rng_and_modes(model):
-        assert not torch.is_grad_enabled()
-        model.eval()
-        numbers()
-        _ = 1 / 0
-    assert [module.training for module in model.modules()] == modes and torch.is_grad_enabled()
-    assert numbers() == expected
 
 
 def test_what_cannot_be_asked_is_refused_before_the_first_stage_and_the_path_of_a_suite_is_recorded_in_full(
