@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from ttrain.train.callbacks import Callback, LogRecord, MetricsFile, ProgressBar
 from ttrain.train.distributed import Ranks
 from ttrain.train.early_stopping import EarlyStopping, early_stopping
 from ttrain.train.guards import LossSpike
-from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.task import LossSum
 from ttrain.train.trainer import STOPPED, Trainer
 from ttrain.train.training_options import Cadence
@@ -31,27 +31,19 @@ BATCH = NumberedRows(2).batch([0, 1])
 
 
 class Everything(Callback):
-    """Notes every hook by its name, with the step, epoch or error that it is told of; most questions are asked too often."""
+    """Notes every hook by its name, with the step, epoch or error that it is told of."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
+        for hook, value in vars(Callback).items():
+            if callable(value) and hook not in ("load_state", "stop_reason"):
+                setattr(self, hook, partial(self.note, hook))
 
-
-def noting(hook: str, answer: Any) -> Any:
-    def note(self: Everything, *told: Any) -> Any:
+    def note(self, hook: str, *told: Any) -> dict[str, Any]:
         subject = getattr(told[0], "step", told[0]) if told else ""
         shown = type(subject).__name__ if isinstance(subject, BaseException) else subject
         self.events.append(hook if hook in ("state", "validation_figures") else f"{hook} {shown}")
-        return answer
-
-    return note
-
-
-for hook in (
-    "start", "epoch_start", "step_start", "step_end", "figures", "log", "validation_figures", "validated", "state", "saved",
-    "epoch_end", "end", "failed",
-):  # fmt: skip
-    setattr(Everything, hook, noting(hook, {} if hook in ("figures", "validation_figures", "state") else None))
+        return {}
 
 
 class Scripted(WatchedTask):
@@ -217,12 +209,6 @@ def test_the_losses_of_a_line_are_means_over_the_tokens_since_the_last_one_on_al
         assert line.metrics["loss"] == pytest.approx(mean, rel=1e-12)
         assert line.metrics["logits_loss"] == line.metrics["loss"] and line.metrics["aux_loss"] == 0.0
         assert line.metrics["lr"] == line.metrics["lr_adamw"] != line.metrics["lr_muon"]
-
-
-def test_what_is_added_to_the_cross_entropy_is_the_aux_loss() -> None:
-    task = LanguageModeling(settings_of_training(), tiny_model())
-    assert task.derived({"loss": 3.0, "loss_ce1": 2.5, "loss_balance": 9.0}) == {"logits_loss": 2.5, "aux_loss": 0.5}
-    assert task.derived({}) == {}, "where all steps were skipped"
 
 
 def test_the_bar_is_told_of_the_tokens_that_are_done_and_of_all_of_them(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from ttrain.config import MultiToken, Runtime
 from ttrain.config.evaluate import ChatsTask, Suite, TextTask
 from ttrain.config.loading import load
 from ttrain.core.files import ProgressWriter
-from ttrain.core.hashing import DigestCache, code_digests
 from ttrain.data.encoder import Encoder
 from ttrain.data.loader import Loader
 from ttrain.data.order import ShuffledOrder
@@ -193,15 +192,6 @@ def test_shards_of_a_model_cannot_be_asked(encoder: Encoder, stage_home: Home) -
     parts = TrainingParts(loader, Ranks(0, 2, CPU), resolve_precision("fp32", CPU), Validation(), Origin())
     with pytest.raises(UsageError, match=r"runtime\.parallel=fsdp no rank holds a whole one; set both to 0"):
         callbacks.language_model_callbacks(settings.pretrain, job, parts, tiny_model(), encoder)
-
-
-def test_what_watches_is_in_no_key_and_early_stopping_is(tmp_path: Path) -> None:
-    modules = code_digests("ttrain.tasks.pretrain", DigestCache(tmp_path / "digests.json"))
-    assert {"ttrain.train.early_stopping", "ttrain.train.trainer"} <= set(modules)
-    watching = ("callbacks", "monitor", "guards", "periodic_evaluation")
-    watchers = {"ttrain.tasks.common.callbacks", "ttrain.evaluate.run", *(f"ttrain.train.{name}" for name in watching)}
-    assert not watchers & set(modules)
-    assert not [name for name in modules if name.startswith(("ttrain.engine.system_metrics", "ttrain.tracking"))]
 
 
 def test_a_rate_that_does_not_move_the_validation_loss_is_told(
