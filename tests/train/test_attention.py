@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.comparing import distance
+from support.comparing import distance, with_gradients
 from support.tiny_data import VOCAB
 from support.tiny_trainers import tiny_model
 from torch import Tensor
@@ -28,7 +28,6 @@ SEGMENTS = torch.tensor(
         [0, 1, 2] + [3] * 26,
     ]
 )
-
 
 BRANCHES = torch.tensor(  # of the records above: prompts with two answers, and one, without a prompt, and neither
     [
@@ -53,12 +52,8 @@ def heads(kv: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def results(out: Tensor, leaves: list[Tensor]) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    out.backward(torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype))  # type: ignore[no-untyped-call]
-    found = {"out": out.detach(), **{str(n): leaf.grad.clone() for n, leaf in enumerate(leaves) if leaf.grad is not None}}
-    for leaf in leaves:
-        leaf.grad = None
-    return found
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return with_gradients(out, upstream, dict(zip("qkv", leaves, strict=True)))
 
 
 def by_records(leaves: list[Tensor], branches: Tensor | None = None, **options: Any) -> Tensor:

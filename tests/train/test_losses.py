@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.comparing import bytes_kept, copies, distance, same
+from support.comparing import bytes_kept, copies, distance, same, with_gradients
 from support.tiny_data import VOCAB, NumberedRows
 from support.tiny_mixtures import tiny_moe
 from support.tiny_trainers import ALONE, CPU, settings_of_training, tiny_model
@@ -45,11 +45,9 @@ def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def results(loss: Tensor, *leaves: Tensor, factor: float = 0.37) -> dict[str, Tensor]:
-    (factor * loss).backward()  # type: ignore[no-untyped-call]
-    found = {"loss": loss.detach(), **{str(n): leaf.grad for n, leaf in enumerate(leaves) if leaf.grad is not None}}
-    for leaf in leaves:
-        leaf.grad = None
-    return found
+    named = {str(n): leaf for n, leaf in enumerate(leaves) if leaf.requires_grad}
+    found = with_gradients(loss, torch.tensor(factor), named)
+    return {"loss": found.pop("out"), **found}
 
 
 @pytest.mark.parametrize("chunk", [7, 1000])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.comparing import copies, distance, same
+from support.comparing import copies, distance, same, with_gradients
 from support.tiny_data import VOCAB
 from support.tiny_trainers import tiny_model
 from torch import Tensor
@@ -104,13 +104,11 @@ def test_what_is_not_a_number_stays_so(kind: torch.dtype) -> None:
 def test_gated_layers_are_those_of_torch(kind: torch.dtype) -> None:
     gate, up, grad = (random(7, 48, seed=seed, dtype=kind) for seed in (1, 2, 3))
     gate[0, :4] = torch.tensor([90.0, -90.0, 0.0, 2.0**25])
-    exact = gate.double().requires_grad_(), up.double().requires_grad_()
-    expected = F.silu(exact[0]) * exact[1]
-    expected.backward(grad.double())  # type: ignore[no-untyped-call]
-    again, of_gate, of_up = native.gated_slopes(grad, gate, up)
-    assert torch.equal(again, native.gated(gate, up))
-    for found, right in ((again, expected), (of_gate, exact[0].grad), (of_up, exact[1].grad)):
-        assert right is not None and close(found, right, kind)
+    exact = {"gate": gate.double().requires_grad_(), "up": up.double().requires_grad_()}
+    expected = with_gradients(F.silu(exact["gate"]) * exact["up"], grad, exact)
+    found = native.gated_slopes(grad, gate, up)
+    assert torch.equal(found[0], native.gated(gate, up))
+    assert all(close(one, right, kind) for one, right in zip(found, expected.values(), strict=True))
 
 
 def test_norms_are_those_of_torch(kind: torch.dtype) -> None:
@@ -153,17 +151,11 @@ def attention(shape: str, kind: torch.dtype) -> tuple[Callable[[], dict[str, Ten
     grad, scale = random(len(rows), T, H, K, seed=5, dtype=kind), K**-0.5
     leaves = {name: leaf for name, leaf in zip("qkvab", [*states, *weights], strict=True) if leaf is not None}
 
-    def taken(out: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-        out.backward(grad.to(out.dtype))  # type: ignore[no-untyped-call]
-        found = {"out": out.detach(), **{name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}}
-        for leaf in leaves.values():
-            leaf.grad = None
-        return found
-
     def ours() -> dict[str, Tensor]:
         seen = Records(segments, branches if shape == "branches" else None).places
         arguments = (weights[0], 1e-6, weights[1], 1e-6, angles, seen, scale)
-        return taken(native.Attention.apply(*states, *arguments), leaves)  # type: ignore[no-untyped-call]
+        out = native.Attention.apply(*states, *arguments)  # type: ignore[no-untyped-call]
+        return with_gradients(out, grad, leaves)
 
     exact = {name: leaf.detach().double().requires_grad_() for name, leaf in leaves.items()}
 
@@ -178,7 +170,7 @@ def attention(shape: str, kind: torch.dtype) -> tuple[Callable[[], dict[str, Ten
     flat = [tensor.transpose(1, 2) for tensor in (query, key, exact["v"])]
     mask = segment_mask(segments, branches)
     out = F.scaled_dot_product_attention(*flat, attn_mask=mask, scale=scale, enable_gqa=True).transpose(1, 2)
-    return ours, taken(out, exact)
+    return ours, with_gradients(out, grad, exact)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
