@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.comparing import distance, same
+from support.comparing import distance, same, with_gradients
 from support.tiny_data import VOCAB, NumberedRows
 from support.tiny_mixtures import KINDS, blocks, padded_rows, spread_routers, tiny_moe
 from support.tiny_trainers import CPU, settings_of_training, tiny_model
@@ -80,10 +80,8 @@ def layer_gradients(implementation: str, *, autocast: bool, train: bool = True) 
     chosen = torch.stack([torch.randperm(7)[:2] for _ in range(37)])
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         out = block.experts(hidden, chosen, weights)
-    out.float().backward(torch.randn(37, 16))
-    assert hidden.grad is not None and weights.grad is not None
-    found = {name: p.grad for name, p in block.experts.named_parameters() if p.grad is not None}
-    return {"out": out.detach(), "hidden": hidden.grad, "weights": weights.grad, **found}
+    trained = {name: p for name, p in block.experts.named_parameters() if p.requires_grad}
+    return with_gradients(out, torch.randn(37, 16), {"hidden": hidden, "weights": weights, **trained})
 
 
 def test_grouped_experts_are_those_of_transformers_one_by_one() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.comparing import copies, distance, same
+from support.comparing import distance, same, with_gradients
 from support.tiny_data import VOCAB
 from support.tiny_trainers import tiny_model
 from torch import Tensor
@@ -38,17 +38,14 @@ def results(module: Any, *, autocast: bool) -> dict[str, Tensor]:
     x = torch.randn(3, 5, 16, generator=generator, requires_grad=True)
     with torch.autocast("cpu", BF16, enabled=autocast):
         out = module(3 * x)
-    out.float().backward(torch.randn(3, 5, 16, generator=generator))
-    assert x.grad is not None
-    found = {"out": out.detach(), "x": x.grad, **{name: p.grad for name, p in module.named_parameters() if p.requires_grad}}
-    module.zero_grad()
-    return found
+    upstream = torch.randn(3, 5, 16, generator=generator)
+    return with_gradients(out, upstream, {"x": x, **dict(module.named_parameters())})
 
 
 @pytest.mark.parametrize("name", sorted(NORMS | GATED))
 def test_a_fused_layer_gives_what_the_layer_of_transformers_gives(name: str) -> None:
     module = layer(name)
-    exact, rounded = copies(results(module, autocast=False)), copies(results(module, autocast=True))
+    exact, rounded = results(module, autocast=False), results(module, autocast=True)
     before = dict(module.named_parameters())
     with torch.no_grad():
         silent = module(torch.ones(2, 16))
@@ -82,11 +79,9 @@ def lora_results(model: Any, *, autocast: bool) -> dict[str, Tensor]:
     ids = torch.randint(9, VOCAB, (2, 24), generator=torch.Generator().manual_seed(0))
     torch.manual_seed(0)
     with torch.autocast("cpu", BF16, enabled=autocast):
-        logits = model(input_ids=ids).logits
-    logits.float().square().sum().backward()
-    found = {"logits": logits.detach(), **{name: p.grad for name, p in model.named_parameters() if p.requires_grad}}
-    model.zero_grad()
-    return found
+        logits = model(input_ids=ids).logits.float()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return with_gradients(logits, 2 * logits.detach(), trained)
 
 
 def test_a_low_rank_layer_gives_what_that_of_peft_gives(monkeypatch: pytest.MonkeyPatch) -> None:

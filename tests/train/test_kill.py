@@ -88,10 +88,8 @@ def test_a_stage_that_was_killed_and_stopped_gives_the_bytes_of_one_that_never_w
         # the run ends within a step, which a longer run fills up: the checkpoint after it is of another run
         ({"epochs": 0.2, "tokens": None, "schedule": {"kind": "constant"}},
          {"epochs": 0.3, "tokens": None, "schedule": {"kind": "constant"}}, None),
-        ({"tokens": 1000, "packing": "none", "schedule": {"warmup_steps": 2}},
-         {"tokens": 2000, "packing": "none", "schedule": {"warmup_steps": 2}}, 3),
     ],
-    ids=["before the decay", "a last step cut short", "rows that are not packed"],
+    ids=["before the decay", "a last step cut short"],
 )  # fmt: skip
 def test_an_extended_stage_gives_the_bytes_of_one_from_the_start(
     stage_home: Home, tmp_path: Path, short: dict[str, Any], long: dict[str, Any], begins: int | None
