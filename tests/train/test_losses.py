@@ -110,10 +110,7 @@ def test_the_accuracy_of_a_validation_is_an_offline_count_over_the_same_tokens(c
         hits = targets = 0
         model.eval()
         for batch in batches:
-            ids, positions, segments, labels = (
-                torch.from_numpy(array)
-                for array in (batch.input_ids_BT, batch.positions_BT, batch.segments_BT, batch.labels_BT)
-            )
+            ids, positions, segments, labels = language_modeling._arrays(batch, CPU)
             with torch.no_grad():
                 logits = model(input_ids=ids, position_ids=positions, attention_mask=segment_mask(segments)).logits
             hits, targets = hits + int((logits.argmax(-1) == labels).sum()), targets + int((labels != IGNORE).sum())

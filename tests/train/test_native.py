@@ -113,14 +113,13 @@ def test_gated_layers_are_those_of_torch(kind: torch.dtype) -> None:
 
 def test_norms_are_those_of_torch(kind: torch.dtype) -> None:
     x, weight, grad = random(3, 50, 48, seed=1, dtype=FP32), torch.rand(48), random(3, 50, 48, seed=2, dtype=kind)
-    exact = x.double().requires_grad_(), weight.double().requires_grad_()
-    expected = F.rms_norm(exact[0], (48,), exact[1], 1e-5)
-    expected.backward(grad.double())  # type: ignore[no-untyped-call]
+    exact = {"x": x.double().requires_grad_(), "weight": weight.double().requires_grad_()}
+    expected = with_gradients(F.rms_norm(exact["x"], (48,), exact["weight"], 1e-5), grad, exact)
     out, scale = native.norm(x, weight, 1e-5, kind)
-    assert close(out, expected, kind)
+    assert close(out, expected["out"], kind)
     of_x, of_weight = native.norm_slopes(grad, x, weight, scale)
-    assert torch.allclose(of_x.double(), exact[0].grad, rtol=1e-4, atol=1e-5)
-    assert torch.allclose(of_weight.double(), exact[1].grad, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(of_x.double(), expected["x"], rtol=1e-4, atol=1e-5)
+    assert torch.allclose(of_weight.double(), expected["weight"], rtol=1e-4, atol=1e-4)
 
 
 SHAPES = {  # heads, of keys, their width, with norms, with rotation, rows of records by their lengths, or of their branches
@@ -228,8 +227,7 @@ def test_a_model_has_the_loss_and_the_gradients_that_it_has_without_them(kind: s
         positions = torch.arange(SEGMENTS.shape[1]).expand_as(ids).contiguous()
         with torch.autocast("cpu", precision, enabled=precision != FP32):
             loss = NextTokenLoss(model, token_loss_sum)(ids, positions, SEGMENTS, ids)[0]
-        loss.backward()  # type: ignore[no-untyped-call]
-        return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
+        return with_gradients(loss, torch.ones(()), dict(model.named_parameters()))
 
     exact, rounded = (without(monkeypatch, lambda dtype=dtype: results(dtype)) for dtype in (FP32, BF16))
     assert not calls

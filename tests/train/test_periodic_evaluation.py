@@ -106,7 +106,8 @@ def job_of(shards: Path, runtime: Any) -> StageContext:
 
 def measure_of(model: Any, encoder: Encoder) -> Callable[[int], Mapping[str, float]]:
     """Of documents and of answers in chats, as a stage does it."""
-    parts = {"documents": [{"text": text} for text in documents(3)], "chats": [_row(one) for one in chats(3)]}
+    talks = [{"messages": [vars(turn) for turn in messages]} for messages in chats(3)]
+    parts = {"documents": [{"text": text} for text in documents(3)], "chats": talks}
     tasks = {
         "text": TextTask(row_length=32, stride=16, max_bytes=300),
         "talk": ChatsTask(new_tokens=8, row_length=32, stride=16),
@@ -118,10 +119,6 @@ def measure_of(model: Any, encoder: Encoder) -> Callable[[int], Mapping[str, flo
             return asked(items, subject)
 
     return measure
-
-
-def _row(messages: Any) -> dict[str, Any]:
-    return {"messages": [vars(turn) for turn in messages]}
 
 
 def train(

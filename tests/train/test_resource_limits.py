@@ -50,11 +50,9 @@ def test_what_exceeds_the_limit_fails_with_the_cure_and_what_does_not_passes(tmp
 
 
 @linux
-@pytest.mark.parametrize("more_bytes", [-100_000_000, 30_000_000])
-def test_a_limit_in_which_no_training_can_begin_is_refused_and_nothing_changes(more_bytes: int) -> None:
-    """With 30 MB left it ended in "can't start new thread", or as an unexpected MemoryError."""
+def test_a_limit_in_which_no_training_can_begin_is_refused_and_nothing_changes() -> None:
     with pytest.raises(UsageError, match=r"has \d+\.\d\d .* needs 0\.\d\d .*set"):
-        limit_memory(resource_limits.data_bytes() + more_bytes, CPU)
+        limit_memory(resource_limits.data_bytes() + 30_000_000, CPU)
     torch.zeros(10_000_000)
 
 
@@ -133,8 +131,7 @@ def test_two_ranks_follow_the_clock_of_the_first(tmp_path: Path) -> None:
 
 def test_a_window_of_the_day() -> None:
     for now, start, end, inside in (
-        ("22:00", "22:00", "08:00", True), ("07:59", "22:00", "08:00", True), ("08:00", "22:00", "08:00", False),
-        ("03:00", "01:00", "05:00", True), ("05:00", "01:00", "05:00", False), ("12:00", "00:00", "00:00", True),
+        ("22:00", "22:00", "08:00", True), ("08:00", "22:00", "08:00", False), ("03:00", "01:00", "05:00", True),
     ):  # fmt: skip
         assert is_in_window(*(time.fromisoformat(word) for word in (now, start, end))) is inside, (now, start)
 
