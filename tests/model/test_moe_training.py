@@ -27,6 +27,7 @@ def test_the_logged_loss_is_the_sum_of_its_logged_parts() -> None:
     assert len(logged) == 2
     for m in logged:
         assert m["loss"] == pytest.approx(m["loss_ce1"] + 0.3 * m["loss_balance"] + 0.05 * m["loss_z"], abs=1e-6)
+        assert m["aux_loss"] == pytest.approx(m["loss"] - m["loss_ce1"])
         shares = [[m[f"moe_load/layer_{layer}/expert_{expert}"] for expert in range(4)] for layer in range(2)]
         assert [sum(some) for some in shares] == pytest.approx([1, 1])
         fullest = [m[f"moe_max_load/layer_{layer}"] for layer in range(2)]

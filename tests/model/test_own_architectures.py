@@ -30,7 +30,7 @@ def test_positions_are_sines_and_cosines_in_turn_and_no_parameter() -> None:
     assert float(table[1, 0]) == pytest.approx(0.8414709848, abs=1e-6)
     assert float(table[7, 5]) == pytest.approx(math.cos(7 / 10_000 ** (4 / 16)), abs=1e-6)
     names = {*factory.state(model), *(name for name, _ in model.named_parameters())}
-    assert [name for name in names if "position" in name or "table" in name] == []
+    assert not [name for name in names if "position" in name or "table" in name]
 
 
 def test_a_text_longer_than_the_table_is_refused() -> None:
@@ -123,7 +123,6 @@ def attended(attention: Any, xs: list[Tensor]) -> list[Tensor]:
 
 
 def through_experts(moe: Any, x: Tensor) -> Tensor:
-    """The experts of the largest scores, weighted by the softmax over these alone, and the shared one."""
     scores = moe.gate.weight @ x
     chosen = scores.argsort(descending=True)[: moe.gate.top_k]
     output = moe.shared_experts(x)
@@ -135,7 +134,6 @@ def through_experts(moe: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("share_layers", "expert_size"), [(False, 8), (True, 9)])
 def test_tinyseek_gives_the_logits_of_a_slow_reference(share_layers: bool, expert_size: int) -> None:
-    """Position by position and expert by expert; experts of 9 are not computed in groups."""
     fields = {"share_layers": share_layers, "rope_head_dim": 4}
     model = tiny_model(kind="tinyseek", moe={**EXPERTS, "expert_size": expert_size}, fields=fields, init_std=0.3).eval()
     ids = random_ids(4, 1, 9)

@@ -23,20 +23,16 @@ SEGMENTS = torch.tensor(
         [0] * T,
         [0] * 3 + [1] * 20 + [2] * 6,
         [4] * 9 + [-1] * 20,
-        [0] * 8 + [1] * 8 + [2] * 13,
         [*range(T)],
-        [0, 1, 2] + [3] * 26,
     ]
 )
 
-BRANCHES = torch.tensor(  # of the records above: prompts with two answers, and one, without a prompt, and neither
+BRANCHES = torch.tensor(  # of the records above: a prompt with two answers, and one, and neither
     [
         [0] * 9 + [1] * 10 + [2] * 10,
         [1] * 2 + [2] * 1 + [0] * 4 + [1] * 7 + [2] * 9 + [0] * 6,
         [0] * 8 + [1] + [0] * 20,
-        [0] * 8 + [0] * 2 + [1] * 3 + [2] * 3 + [0] * 12 + [1],
         [0] * T,
-        [0] * 3 + [0] * 20 + [1] * 1 + [2] * 5,
     ]
 )
 

@@ -130,10 +130,7 @@ def test_early_stopping_without_a_row_to_validate_on_is_refused() -> None:
 def trained(
     directory: Path, losses: Sequence[float], *, ranks: Ranks = ALONE, stop_after: int | None = None, done: int = 0
 ) -> tuple[Any, Trainer]:
-    """Twelve steps with a validation after each and a patience of 2; `done` validations came before.
-
-    In a run that continues, another callback with a state stands before the one that stops it: each finds its own by name.
-    """
+    """Twelve steps with a validation after each; `done` came before, where callbacks stand in another order."""
     config, model = settings_of_training(tokens=12 * 96, schedule=Schedule(kind="constant")), tiny_model()
     callbacks = [EarlyStopping(2), LossSpike(directory / "guards.jsonl")]
     trainer = make_trainer(
@@ -175,7 +172,6 @@ def test_a_metrics_file_that_continues_loses_what_comes_again_and_what_is_torn(t
 def test_an_early_stop_is_the_same_after_a_stop_and_when_run_again_and_its_result_is_that_of_the_kept_weights(
     tmp_path: Path, stop_after: int | None
 ) -> None:
-    """Tokens are those of all steps, also of those whose weights are thrown away."""
     if stop_after:
         trained(tmp_path, PLATEAU, stop_after=stop_after)
     result, trainer = trained(tmp_path, PLATEAU, done=stop_after or 0)

@@ -42,7 +42,6 @@ def test_a_stage_that_was_killed_and_stopped_gives_the_bytes_of_one_that_never_w
         return build_stage(PRETRAIN, settings, stage_home.store, inputs, watcher).artifact
 
     def saved() -> int:
-        """The newest step; every checkpoint verifies."""
         found = checkpoint_format.list_checkpoints(work / "output" / "checkpoints")
         return max((checkpoint_format.read(path).step for path in found), default=0)
 

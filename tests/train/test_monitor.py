@@ -27,7 +27,6 @@ class Run:
         self.monitor.start(0, steps)
 
     def step(self, seconds: float, *, data_seconds: float = 0.0, after: float = 0.0) -> StepRecord:
-        """A step, and `after` seconds of validation, saving or the like."""
         self.now += seconds
         self.done += 1
         record = StepRecord(

@@ -33,7 +33,6 @@ class Poisoned(WatchedTask):
 
 
 def trainer_with(rows: set[int], policy: str, *, factor: float = math.nan, **options: Any) -> Trainer:
-    """Seven steps."""
     config = settings_of_training(nonfinite=policy, tokens=7 * 96)
     model = tiny_model()
     task = Poisoned(config, model)
@@ -67,8 +66,6 @@ def test_stop_saves_the_state_before_the_step_and_names_its_rows_and_raise_saves
 
 
 def test_a_gradient_that_is_no_number_names_all_rows_of_the_step() -> None:
-    """The loss is a number, its derivative is not."""
-
     class Spoilt(WatchedTask):
         def train_step(self, model: Any, batch: Batch, device: Any) -> Any:
             loss = super().train_step(model, batch, device)

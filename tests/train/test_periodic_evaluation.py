@@ -81,7 +81,6 @@ def test_pretraining_with_a_suite_samples_and_quick_validations_has_the_same_fil
     assert [line["step"] for line in evaluated] == [4, 6]
     written = json.loads((second / "run" / "evaluations" / "step-00000006.json").read_text())
     assert {task["task"]: task["items"] for task in written["tasks"]} == {"sums": 4, "documents": 4}
-    # The last weights are those of the finished model, loaded by itself.
     items = callbacks.read_items(settings.pretrain, job_of(stage_home.documents.path, settings.runtime))
     own = asked(items, with_tokenizer("model", factory.load(second / "model"), second / "model"))
     logged = {name.removeprefix("eval/"): value for name, value in evaluated[-1].items() if name != "step"}
@@ -105,7 +104,6 @@ def job_of(shards: Path, runtime: Any) -> StageContext:
 
 
 def measure_of(model: Any, encoder: Encoder) -> Callable[[int], Mapping[str, float]]:
-    """Of documents and of answers in chats, as a stage does it."""
     talks = [{"messages": [vars(turn) for turn in messages]} for messages in chats(3)]
     parts = {"documents": [{"text": text} for text in documents(3)], "chats": talks}
     tasks = {

@@ -100,7 +100,6 @@ def test_a_step_that_is_not_finite_is_skipped_though_it_is_seen_later() -> None:
 
 
 def test_the_run_ends_with_the_weights_before_the_step_and_names_its_rows(tmp_path: Path) -> None:
-    """Step 8, which is read with step 10."""
     errors, snapshots = [], list[Snapshot]()
     for name, how in (("read", Speed()), ("deferred", DEFERRED)):
         trainer, _ = trainer_of(how, tmp_path / name, kind="adamw", nonfinite="stop", spoilt=(15,))

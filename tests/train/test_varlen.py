@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.comparing import distance
+from support.comparing import distance, with_gradients
 from support.tiny_data import NumberedRows
 from support.tiny_trainers import ALONE, settings_of_training, tiny_model
 from torch import Tensor
@@ -63,14 +63,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 def test_spans_are_the_records_of_the_rows_one_after_the_other_and_empty_ones_up_to_a_power_of_two() -> None:
     spans = varlen.record_spans(np.array([[0, 0, 1], [1, -1, -1], [5, 5, 5]]))
     assert spans.tolist() == [0, 2, 3, 4, 6, 9, 9, 9, 9], "a record ends with its row, though the next has its number"
-    assert spans.dtype == np.int32
     assert varlen.record_spans(np.zeros((1, 4))).tolist() == [0, 4]
-    assert varlen.record_spans(np.arange(4)[None]).tolist() == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(
-    ("options", "chunk_tokens"), [({}, 0), ({"kv_heads": 1}, None), ({"kind": "qwen3", "kv_heads": 1}, None)], ids=str
-)
+@pytest.mark.parametrize(("options", "chunk_tokens"), [({}, 0), ({"kind": "qwen3", "kv_heads": 1}, None)], ids=str)
 def test_a_model_has_the_loss_and_the_gradients_that_it_has_with_a_mask(
     options: dict[str, Any], chunk_tokens: int | None, calls: list[Tensor]
 ) -> None:
@@ -78,8 +74,7 @@ def test_a_model_has_the_loss_and_the_gradients_that_it_has_with_a_mask(
         task = LanguageModeling(settings_of_training(), tiny_model(**options), chunk_tokens=chunk_tokens, attention=kind)
         module = task.build_model().train()
         loss = task.train_step(module, NumberedRows(6, T).batch(range(6)), ALONE.device).total
-        loss.backward()  # type: ignore[no-untyped-call]
-        return {"loss": loss.detach(), **{name: p.grad for name, p in module.named_parameters() if p.grad is not None}}
+        return with_gradients(loss, torch.ones(()), dict(module.named_parameters()))
 
     found = gradients("records")
     assert len(calls) == 2, "each of the two layers took its attention from here"
