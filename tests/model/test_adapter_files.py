@@ -94,7 +94,8 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(saved: Any, tmp_path: P
     weights = load_file(spoilt / adapters.WEIGHTS)
     gone, cut, *_ = sorted(weights)
     del weights[gone]
-    save_file({**weights, "odd": torch.zeros(1), cut: weights[cut][:1].clone()}, spoilt / adapters.WEIGHTS)
+    weights |= {"odd": torch.zeros(1), cut: weights[cut][:1].clone()}
+    save_file(weights, spoilt / adapters.WEIGHTS)
     with pytest.raises(ArtifactError) as refused:
         adapters.load(factory.load(case["base"]), spoilt, weights_digest(case["base"]))
     for said in (f"missing: {gone} [", "unexpected: odd", f"mis-shaped: {cut} "):

@@ -159,7 +159,7 @@ def test_building_a_config_leaves_the_settings_as_they_are() -> None:
 def test_kinds_are_those_of_transformers_own_table_and_ours_without_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as TABLE
 
-    monkeypatch.setitem(sys.modules, "transformers.models.auto", None)  # an import of it would end in an ImportError
+    monkeypatch.setitem(sys.modules, "transformers.models.auto", None)  # an import fails
     kinds.names.cache_clear()
     assert kinds.names() == {*TABLE, *kinds.OWN_KINDS}
 

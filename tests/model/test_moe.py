@@ -27,7 +27,7 @@ def test_the_settings_choose_an_architecture_that_has_what_they_ask_for(kind: st
     for block in blocks(model):
         E, inner, D = block.experts.gate_up_proj.shape
         assert (E, D, block.gate.top_k) == (4, 16, 2)
-        assert inner // 2 * (2 + shared) >= 64 > (inner // 2 - 8) * (2 + shared), "as many active as in a dense layer"
+        assert inner // 2 * (2 + shared) >= 64 > (inner // 2 - 8) * (2 + shared), "as many active as dense"
         found = getattr(block, "shared_experts", None)
         assert (found.down_proj.weight.shape[1] if shared else found) == (shared * inner // 2 if shared else None)
     settings = {**KINDS[kind]["moe"], "dense_layers": 1, "expert_size": 24}
@@ -78,7 +78,8 @@ def layer_gradients(implementation: str, *, autocast: bool, train: bool = True) 
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         out = block.experts(hidden, chosen, weights)
     trained = {name: p for name, p in block.experts.named_parameters() if p.requires_grad}
-    return with_gradients(out, torch.randn(37, 16), {"hidden": hidden, "weights": weights, **trained})
+    leaves = {"hidden": hidden, "weights": weights, **trained}
+    return with_gradients(out, torch.randn(37, 16), leaves)
 
 
 def test_grouped_experts_are_those_of_transformers_one_by_one() -> None:
@@ -114,20 +115,23 @@ def by_hand(model: Any, batch: Batch) -> dict[str, Any]:
     with torch.no_grad(), routers.watched() as choices:
         task = LanguageModeling(settings_of_training(), model)
         task.validation_step(task.build_model(), batch, CPU)
-    found: dict[str, Any] = {"balance": 0.0, "z": 0.0, "entropy": [0.0, 0.0], "load": [np.zeros(4), np.zeros(4)]}
+    found: dict[str, Any] = {"balance": 0.0, "z": 0.0, "entropy": [0.0, 0.0], "load": np.zeros((2, 4))}
     for layer, choice in enumerate(choices):
         bias = routers.biases[choice.router]
         added = np.zeros(4) if bias is None else bias.flatten().double().numpy()
         logits_BTE = choice.logits_NE.double().numpy().reshape(*batch.labels_BT.shape, -1)
-        for logits_TE, segments_T, labels_T in zip(logits_BTE, batch.segments_BT, batch.labels_BT, strict=True):
-            raw, live = np.exp(logits_TE[segments_T >= 0]), int((labels_T != -100).sum())
-            score = raw / (1 + raw) if "Glm" in type(model).__name__ else raw / raw.sum(1, keepdims=True)
+        for row, logits_TE in enumerate(logits_BTE):
+            raw = np.exp(logits_TE[batch.segments_BT[row] >= 0])
+            live = int((batch.labels_BT[row] != -100).sum())
+            is_apart = "Glm" in type(model).__name__
+            score = raw / (1 + raw if is_apart else raw.sum(1, keepdims=True))
             share, tokens = score / score.sum(1, keepdims=True), len(raw)
             by_score = np.bincount(np.argsort(-score)[:, :2].flatten(), minlength=4)
             found["balance"] += live * float((by_score * 4 / (2 * tokens) * share.mean(0)).sum())
             found["z"] += live * float((np.log(raw.sum(1)) ** 2).mean())
             if live:
-                found["load"][layer] += np.bincount(np.argsort(-score - added)[:, :2].flatten(), minlength=4)
+                chosen = np.argsort(-score - added)[:, :2].flatten()
+                found["load"][layer] += np.bincount(chosen, minlength=4)
                 found["entropy"][layer] -= float((share * np.log(share)).sum())
     return found
 
@@ -139,7 +143,7 @@ def test_the_sums_are_those_of_a_loop_over_rows(kind: str) -> None:
     assert float(found.parts["balance"]) == pytest.approx(expected["balance"], rel=1e-5)
     assert float(found.parts["z"]) == pytest.approx(expected["z"], rel=1e-5)
     loads = [found.sums[f"moe_load/{layer}/{layer}"].tolist() for layer in range(2)]
-    assert loads == [load.tolist() for load in expected["load"]]
+    assert loads == expected["load"].tolist()
     assert found.sums["moe_entropy"].tolist() == pytest.approx(expected["entropy"], rel=1e-5)
     assert found.sums["moe_tokens"].tolist() == [16 + 15 + 14 + 13 + 11], "padding and rows without a target are left out"
 

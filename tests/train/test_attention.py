@@ -48,7 +48,8 @@ def heads(kv: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def results(out: Tensor, leaves: list[Tensor]) -> dict[str, Tensor]:
-    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    upstream = torch.randn(out.shape, generator=generator, dtype=torch.float64)
     return with_gradients(out, upstream, dict(zip("qkv", leaves, strict=True)))
 
 

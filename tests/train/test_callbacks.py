@@ -130,7 +130,7 @@ def test_early_stopping_without_a_row_to_validate_on_is_refused() -> None:
 def trained(
     directory: Path, losses: Sequence[float], *, ranks: Ranks = ALONE, stop_after: int | None = None, done: int = 0
 ) -> tuple[Any, Trainer]:
-    """Twelve steps with a validation after each; `done` came before, where callbacks stand in another order."""
+    """Twelve steps, each validated; `done` came before, with callbacks in another order."""
     config, model = settings_of_training(tokens=12 * 96, schedule=Schedule(kind="constant")), tiny_model()
     callbacks = [EarlyStopping(2), LossSpike(directory / "guards.jsonl")]
     trainer = make_trainer(

@@ -46,7 +46,7 @@ def rows_of_step(step: int) -> list[int]:
     return found
 
 
-def test_stop_saves_the_state_before_the_step_and_names_its_rows_and_raise_saves_nothing(tmp_path: Path) -> None:
+def test_stop_saves_the_state_before_the_step_and_names_its_rows_but_raise_does_not(tmp_path: Path) -> None:
     rows = rows_of_step(2)
     trainer = trainer_with({rows[3]}, "stop", directory=tmp_path)
     with pytest.raises(NonFinite, match=r"loss of step 3 .*nan.*training\.optim\.lr") as error:

@@ -96,7 +96,7 @@ def fit(night: bool, *, threads: int = 2, ranks: Ranks = ALONE) -> tuple[Notes, 
     torch.set_num_threads(threads)
     config, model, notes = settings_of_training(tokens=9 * 96), tiny_model(), Notes()
     task = WatchedTask(config, model)
-    own_clock = clock() if ranks.first else lambda: datetime(2026, 1, 1)  # midnight, of which the others hear nothing
+    own_clock = clock() if ranks.first else lambda: datetime(2026, 1, 1)  # midnight
     shift = NightThrottle(Night(), CPU, rows_per_device=4, clock=own_clock) if night else None
     notes.trainer = make_trainer(
         config, model, NumberedRows(52), task=task, callbacks=[notes], cadence=Cadence(log=1, checkpoint=100), night=shift,
