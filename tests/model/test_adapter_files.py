@@ -93,12 +93,13 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(saved: Any, tmp_path: P
     spoilt = shutil.copytree(case["adapter"], tmp_path / "spoilt")
     weights = load_file(spoilt / adapters.WEIGHTS)
     gone, cut, *_ = sorted(weights)
-    save_file({**{n: w for n, w in weights.items() if n != gone}, "odd": torch.zeros(1)}, spoilt / adapters.WEIGHTS)
-    with pytest.raises(ArtifactError, match=rf"missing: {gone.replace('.', '[.]')} \[.*\]\n.*unexpected: odd"):
+    del weights[gone]
+    weights |= {"odd": torch.zeros(1), cut: weights[cut][:1].clone()}
+    save_file(weights, spoilt / adapters.WEIGHTS)
+    with pytest.raises(ArtifactError) as refused:
         adapters.load(factory.load(case["base"]), spoilt, weights_digest(case["base"]))
-    save_file({**weights, cut: weights[cut][:1].clone()}, spoilt / adapters.WEIGHTS)
-    with pytest.raises(ArtifactError, match=rf"mis-shaped: {cut.replace('.', '[.]')} "):
-        adapters.load(factory.load(case["base"]), spoilt, weights_digest(case["base"]))
+    for said in (f"missing: {gone} [", "unexpected: odd", f"mis-shaped: {cut} "):
+        assert said in str(refused.value)
     (spoilt / "adapter_config.json").write_text("{")
     with pytest.raises(ArtifactError, match=r"cannot read .*adapter_config"):
         adapters.load(factory.load(case["base"]), spoilt, weights_digest(case["base"]))

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -56,16 +57,13 @@ def test_every_weight_that_does_not_fit_is_named_and_nothing_is_loaded(tmp_path:
     assert same(before, factory.state(model))
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "torn"])
-def test_a_model_without_one_of_its_files_or_with_a_torn_one_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_model_with_a_torn_file_or_without_one_is_refused(tmp_path: Path) -> None:
     directory = save_base(tiny_model(), tmp_path / "model")
     weights = directory / "model.safetensors"
-    if name == "torn":
-        weights.write_bytes(weights.read_bytes()[:-7])
-    else:
-        (directory / name).unlink()
-    with pytest.raises(ArtifactError, match="cannot load"):
-        factory.load(directory)
+    for damage in (lambda: os.truncate(weights, 99), weights.unlink):
+        damage()
+        with pytest.raises(ArtifactError, match="cannot load"):
+            factory.load(directory)
 
 
 def test_code_beside_weights_is_never_run_whatever_the_next_line_of_input_is(

@@ -1,6 +1,5 @@
 """Architectures by name: each takes the settings' sizes, keeps to its record of a row, learns, and opens again."""
 
-import contextlib
 import json
 import re
 import sys
@@ -101,8 +100,6 @@ SIZES = {"hidden_size": 96, "layers": 3, "heads": 4, "max_length": 77, "init_std
         ("gpt2", ("n_embd", "n_layer", "n_head", "n_positions", "initializer_range", "n_inner")),
         ("opt", ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings", "init_std",
                  "ffn_dim")),
-        ("falcon", ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
-                    "initializer_range", "ffn_hidden_size")),
     ],
 )  # fmt: skip
 def test_sizes_have_the_architectures_own_names(kind: str, names: tuple[str, ...]) -> None:
@@ -129,18 +126,11 @@ def test_no_architecture_brings_a_dropout_that_nobody_asked_for() -> None:
     ("settings", "parts"),
     [
         ({"kind": "lama"}, ["'lama'", "llama"]),
-        ({"kind": "gemma3"}, ["model.kind=gemma3_text"]),
         ({"kind": "bart"}, ["encoder", "llama"]),
         ({"kind": "gpt2", "kv_heads": 1}, ["model.kv_heads is 1", "gpt2"]),
-        ({"kind": "gpt2", "rope_type": "linear", "rope_factor": 2}, ["model.rope_type is linear", "gpt2"]),
-        ({"rope_theta": 5.0, "fields": {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}},
-         ["model.rope_theta", "model.fields.rope_parameters"]),
         ({"fields": {"hiden_act": "silu"}}, ["model.fields.hiden_act", "hidden_act"]),
-        ({"fields": {"hidden_act": 3}}, ["'hidden_act' expected str, got int"]),
         ({"fields": {"num_hidden_layers": 3}}, ["model.fields.num_hidden_layers", "model.layers"]),
-        ({"fields": {"dtype": "float16"}}, ["model.fields.dtype"]),
         ({"kind": "dots1"}, ["model.kind is dots1", "model.fields"]),
-        ({"kind": "tinyseek", "rope_type": "yarn", "rope_factor": 2.0}, ["tinyseek", "rotation"]),
         ({"kind": "tinyseek", "fields": {"rope_head_dim": 3}}, ["rope_head_dim is 3"]),
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
@@ -169,16 +159,9 @@ def test_building_a_config_leaves_the_settings_as_they_are() -> None:
 def test_kinds_are_those_of_transformers_own_table_and_ours_without_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as TABLE
 
-    own = set(kinds.OWN_KINDS)
-    with monkeypatch.context() as without:
-        without.setitem(sys.modules, "transformers.models.auto", None)  # an import of it would end in an ImportError
-        kinds.names.cache_clear()
-        assert kinds.names() == {*TABLE, *own}
-    monkeypatch.setattr(kinds, "TABLE", "MODEL_FOR_MASKED_LM_MAPPING_NAMES")
+    monkeypatch.setitem(sys.modules, "transformers.models.auto", None)  # an import fails
     kinds.names.cache_clear()
-    assert "modernbert" in kinds.names() and "llama" not in kinds.names()
-    monkeypatch.undo()
-    kinds.names.cache_clear()
+    assert kinds.names() == {*TABLE, *kinds.OWN_KINDS}
 
 
 @pytest.mark.parametrize(
@@ -186,18 +169,14 @@ def test_kinds_are_those_of_transformers_own_table_and_ours_without_importing_it
     [
         ({}, ("no_such_layer", "q_proj"), "no_such_layer.*q_proj"),
         ({"tie_embeddings": True}, ("lm_head",), "lm_head"),
-        ({"tie_embeddings": False}, ("lm_head",), ""),
-        ({}, ("attention", "mlp.down_proj"), ""),
-        ({"kind": "gpt2"}, ("q_proj",), ""),  # the stage knows
     ],
-    ids=str,
 )
 def test_targets_are_compared_with_the_layers_of_the_usual_kinds(
     settings: dict[str, Any], targets: tuple[str, ...], problem: str
 ) -> None:
-    refusal = pytest.raises(UsageError, match=problem) if problem else contextlib.nullcontext()
-    with refusal:
+    with pytest.raises(UsageError, match=problem):
         kinds.check_targets("lora", Lora(targets=targets), Model.model_validate(settings))
+    kinds.check_targets("lora", Lora(targets=("attention", "mlp.down_proj")), Model())
 
 
 @pytest.mark.parametrize(
@@ -213,12 +192,10 @@ def test_a_config_that_contradicts_itself_or_its_weights_is_refused_by_its_direc
         factory.load(tmp_path)
 
 
-def frequencies(**settings: Any) -> torch.Tensor:
-    found: torch.Tensor = tiny_model(**settings).model.rotary_emb.inv_freq
-    return found
-
-
 def test_rope_follows_its_base_type_and_factor() -> None:
+    def frequencies(**settings: Any) -> Any:
+        return tiny_model(**settings).model.rotary_emb.inv_freq
+
     plain = frequencies()
     expected = torch.tensor([10_000.0 ** (-2 * i / 8) for i in range(4)])
     torch.testing.assert_close(plain, expected)
@@ -228,20 +205,15 @@ def test_rope_follows_its_base_type_and_factor() -> None:
         scaled = frequencies(rope_type=kind, rope_factor=4.0) / plain
         assert float(scaled[0]) == pytest.approx(1.0), "what turns fast within the trained length stays"
         assert float(scaled[-1]) == pytest.approx(0.25), "what never turned there is stretched"
-        assert (
-            config_of(rope_type=kind, rope_factor=4.0, max_length=128)["rope_parameters"]["original_max_position_embeddings"]
-            == 32
-        )
+        config = config_of(rope_type=kind, rope_factor=4.0, max_length=128)
+        assert config["rope_parameters"]["original_max_position_embeddings"] == 32
 
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"kind": "llama"}, {"kind": "gpt2"}, {"kind": "modernbert-decoder"},
-        {"kind": "tinyseek", "moe": {"experts": 6, "expert_size": 8}},
-    ],
+    [{"kind": "llama"}, {"kind": "gpt2"}, {"kind": "tinyseek", "moe": {"experts": 6, "expert_size": 8}}],
     ids=lambda options: options["kind"],
-)  # fmt: skip
+)
 def test_scaled_residuals_are_smaller_by_the_root_of_twice_the_layers_and_all_else_is_the_same(options: Any) -> None:
     sizes = {**options, "hidden_size": 64, "layers": 8, "init_std": 0.05}
     scaled, plain = tiny_model(**sizes, scaled_residuals=True), tiny_model(**sizes)

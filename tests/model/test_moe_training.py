@@ -27,6 +27,7 @@ def test_the_logged_loss_is_the_sum_of_its_logged_parts() -> None:
     assert len(logged) == 2
     for m in logged:
         assert m["loss"] == pytest.approx(m["loss_ce1"] + 0.3 * m["loss_balance"] + 0.05 * m["loss_z"], abs=1e-6)
+        assert m["aux_loss"] == pytest.approx(m["loss"] - m["loss_ce1"])
         shares = [[m[f"moe_load/layer_{layer}/expert_{expert}"] for expert in range(4)] for layer in range(2)]
         assert [sum(some) for some in shares] == pytest.approx([1, 1])
         fullest = [m[f"moe_max_load/layer_{layer}"] for layer in range(2)]
@@ -35,17 +36,16 @@ def test_the_logged_loss_is_the_sum_of_its_logged_parts() -> None:
 
 
 def trained(
-    kind: str, ranks: Ranks = ALONE, how: Speed = PLAIN, *, steps: int = 2, optim: Optim | None = None,
-    **options: Any,
-) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Any]]:  # fmt: skip
-    model, recorder = tiny_moe(kind, balance=0.1, bias_rate=0.02 if kind in BIASED else 0.0), Recorder()
+    kind: str, ranks: Ranks = ALONE, how: Speed = PLAIN, *, steps: int = 2, optim: Optim | None = None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The weights before and after."""
+    model = tiny_moe(kind, balance=0.1, bias_rate=0.02)
     changes: dict[str, Any] = {"optim": optim, "schedule": Schedule(kind="constant", warmup_steps=0)} if optim else {}
     config = settings_of_training(tokens=steps * 96, **changes)
-    trainer = make_trainer(config, model, NumberedRows(60), ranks=ranks, how=how, callbacks=[recorder], **options)
+    trainer = make_trainer(config, model, NumberedRows(60), ranks=ranks, how=how)
     before = copies(trainer.parallel.whole(trainer.weights.state()))
     trainer.fit()
-    after = copies(trainer.parallel.whole(trainer.weights.state()))
-    return before, after, [record.metrics for record in recorder.records]
+    return before, copies(trainer.parallel.whole(trainer.weights.state()))
 
 
 MUON = Optim(kind="muon", muon_lr=0.1, weight_decay=0)
@@ -64,8 +64,7 @@ def of_rank(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_sharded_ranks_move_the_biases_as_one_does(of_rank: Any) -> None:
     """ernie4_5_moe keeps them among its parameters, which are cut; the other among its buffers, which are whole."""
-    _, alone, _ = trained("ernie4_5_moe")
-    _, found, _ = of_rank[0][0]
+    (_, alone), (_, found) = trained("ernie4_5_moe"), of_rank[0][0]
     assert distance(alone, found) < 1e-5
     biases = [name for name in found if name.endswith("e_score_correction_bias")]
     assert len(biases) == 2 and all(torch.equal(alone[name], found[name]) for name in biases)
@@ -73,7 +72,7 @@ def test_sharded_ranks_move_the_biases_as_one_does(of_rank: Any) -> None:
 
 def test_a_sharded_step_of_muon_orthogonalises_whole_matrices(of_rank: Any) -> None:
     moves = []
-    for before, after, _ in (trained("glm4_moe", steps=1, optim=MUON), of_rank[0][1]):
+    for before, after in (trained("glm4_moe", steps=1, optim=MUON), of_rank[0][1]):
         moves.append({name: after[name] - tensor for name, tensor in before.items() if after[name].ndim > 1})
     moved = {name: distance({name: moves[0][name]}, {name: moves[1][name]}) for name in moves[0]}
     assert max(moved.values()) < 1e-4, moved

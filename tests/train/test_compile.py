@@ -17,14 +17,14 @@ COMPILED = Speed(compile=True)
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 
 
-def fit(directory: Path, how: Speed, recorder: Recorder | None = None, **options: Any) -> tuple[Trainer, list[float]]:
-    recorder = recorder or Recorder()
+def fit(directory: Path, how: Speed, **options: Any) -> tuple[Trainer, Recorder]:
+    recorder = Recorder()
     trainer = make_trainer(
         settings_of_training(tokens=6 * 96), tiny_model(), NumberedRows(52), rows_per_device=6, directory=directory, how=how,
         callbacks=[recorder], **options,
     )  # fmt: skip
     trainer.fit()
-    return trainer, recorder.figures("loss")
+    return trainer, recorder
 
 
 def test_where_compiling_fails_training_goes_on_eagerly_and_says_so(
@@ -35,25 +35,25 @@ def test_where_compiling_fails_training_goes_on_eagerly_and_says_so(
 
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda module, **options: real(module, backend=broken, **options))
-    eager, losses = fit(tmp_path / "eager", Speed())
+    eager, expected = fit(tmp_path / "eager", Speed())
     caplog.set_level("WARNING", "ttrain")
-    recorder = Recorder()
-    fallen, same_losses = fit(tmp_path / "fallen", COMPILED, recorder)
-    assert {*recorder.figures("compiled")} == {0.0}, "a curve, since trackers take numbers alone"
+    fallen, found = fit(tmp_path / "fallen", COMPILED)
+    assert {*found.figures("compiled")} == {0.0}, "a curve, since trackers take numbers alone"
     assert (eager.model.compiled, fallen.model.compiled) == (False, False)
     assert "torch.compile failed" in caplog.text and "training continues without it" in caplog.text
-    assert losses == same_losses
+    assert found.figures("loss") == expected.figures("loss")
     assert same(eager.weights.state(), fallen.weights.state())
 
 
 @pytest.mark.soak
 @needs_compiler
 def test_checkpoints_pass_between_compiled_and_eager_runs(tmp_path: Path) -> None:
-    straight, losses = fit(tmp_path / "straight", Speed())
+    straight, expected = fit(tmp_path / "straight", Speed())
     compiled, _ = fit(tmp_path / "mixed", COMPILED, stop_after=3)
     assert compiled.model.compiled
     assert {*compiled.weights.state()} == {*straight.weights.state()}, "no name says that it was compiled"
-    resumed, rest = fit(tmp_path / "mixed", Speed())
+    resumed, recorder = fit(tmp_path / "mixed", Speed())
+    losses, rest = expected.figures("loss"), recorder.figures("loss")
     assert resumed.first == 3
     assert rest == pytest.approx(losses[-len(rest) :], rel=1e-4)
     again, _ = fit(tmp_path / "mixed", COMPILED)

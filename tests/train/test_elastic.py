@@ -35,8 +35,6 @@ def fit(ranks: Ranks, *, directory: Path | None = None, **options: Any) -> dict[
 
 
 def test_any_number_of_ranks_continues_one_run(tmp_path: Path) -> None:
-    """Every row once an epoch, and the same global batches: of seven micro-batches a step, three ranks have two or three,
-    and in the last step one has one of five."""
     straight = fit(ALONE)
     place, seen = tmp_path / "checkpoints", dict[int, list[int]]()
     for world, stop in ((2, 2), (1, 1)):

@@ -3,11 +3,10 @@
 import importlib
 import re
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
-from support.comparing import copies, distance, same
+from support.comparing import distance, same, with_gradients
 from support.tiny_data import VOCAB
 from support.tiny_trainers import tiny_model
 from torch import Tensor
@@ -39,17 +38,14 @@ def results(module: Any, *, autocast: bool) -> dict[str, Tensor]:
     x = torch.randn(3, 5, 16, generator=generator, requires_grad=True)
     with torch.autocast("cpu", BF16, enabled=autocast):
         out = module(3 * x)
-    out.float().backward(torch.randn(3, 5, 16, generator=generator))
-    assert x.grad is not None
-    found = {"out": out.detach(), "x": x.grad, **{name: p.grad for name, p in module.named_parameters() if p.requires_grad}}
-    module.zero_grad()
-    return found
+    upstream = torch.randn(3, 5, 16, generator=generator)
+    return with_gradients(out, upstream, {"x": x, **dict(module.named_parameters())})
 
 
 @pytest.mark.parametrize("name", sorted(NORMS | GATED))
 def test_a_fused_layer_gives_what_the_layer_of_transformers_gives(name: str) -> None:
     module = layer(name)
-    exact, rounded = copies(results(module, autocast=False)), copies(results(module, autocast=True))
+    exact, rounded = results(module, autocast=False), results(module, autocast=True)
     before = dict(module.named_parameters())
     with torch.no_grad():
         silent = module(torch.ones(2, 16))
@@ -83,11 +79,9 @@ def lora_results(model: Any, *, autocast: bool) -> dict[str, Tensor]:
     ids = torch.randint(9, VOCAB, (2, 24), generator=torch.Generator().manual_seed(0))
     torch.manual_seed(0)
     with torch.autocast("cpu", BF16, enabled=autocast):
-        logits = model(input_ids=ids).logits
-    logits.float().square().sum().backward()
-    found = {"logits": logits.detach(), **{name: p.grad for name, p in model.named_parameters() if p.requires_grad}}
-    model.zero_grad()
-    return found
+        logits = model(input_ids=ids).logits.float()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return with_gradients(logits, 2 * logits.detach(), trained)
 
 
 def test_a_low_rank_layer_gives_what_that_of_peft_gives(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,22 +96,6 @@ def test_a_low_rank_layer_gives_what_that_of_peft_gives(monkeypatch: pytest.Monk
         assert distance({name: expected[name]}, {name: found[name]}) < 1e-6, name
     assert distance(expected, rounded) < 1.2 * distance(expected, theirs)
     assert not same(found, expected), "these were different computations"
-
-
-def test_what_is_not_the_plain_case_is_left_to_peft(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ttrain.model.adapter_layers import LowRank
-
-    monkeypatch.setattr(LowRank, "apply", Mock(side_effect=AssertionError("plain")))
-    ids = torch.randint(9, VOCAB, (2, 24), generator=torch.Generator().manual_seed(0))
-    model = adapted()
-    with pytest.raises(AssertionError, match="plain"):
-        model(input_ids=ids)
-    with model.disable_adapter():
-        model(input_ids=ids)
-    model.merge_adapter()
-    model(input_ids=ids)
-    model.unmerge_adapter()
-    adapted(dropout=0.5)(input_ids=ids)
 
 
 def test_the_frozen_weight_that_is_kept_in_bf16_follows_the_weight() -> None:

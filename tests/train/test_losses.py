@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.comparing import bytes_kept, copies, distance, same
+from support.comparing import bytes_kept, copies, distance, same, with_gradients
 from support.tiny_data import VOCAB, NumberedRows
 from support.tiny_mixtures import tiny_moe
 from support.tiny_trainers import ALONE, CPU, settings_of_training, tiny_model
@@ -45,11 +45,9 @@ def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def results(loss: Tensor, *leaves: Tensor, factor: float = 0.37) -> dict[str, Tensor]:
-    (factor * loss).backward()  # type: ignore[no-untyped-call]
-    found = {"loss": loss.detach(), **{str(n): leaf.grad for n, leaf in enumerate(leaves) if leaf.grad is not None}}
-    for leaf in leaves:
-        leaf.grad = None
-    return found
+    named = {str(n): leaf for n, leaf in enumerate(leaves) if leaf.requires_grad}
+    found = with_gradients(loss, torch.tensor(factor), named)
+    return {"loss": found.pop("out"), **found}
 
 
 @pytest.mark.parametrize("chunk", [7, 1000])
@@ -112,10 +110,7 @@ def test_the_accuracy_of_a_validation_is_an_offline_count_over_the_same_tokens(c
         hits = targets = 0
         model.eval()
         for batch in batches:
-            ids, positions, segments, labels = (
-                torch.from_numpy(array)
-                for array in (batch.input_ids_BT, batch.positions_BT, batch.segments_BT, batch.labels_BT)
-            )
+            ids, positions, segments, labels = language_modeling._arrays(batch, CPU)
             with torch.no_grad():
                 logits = model(input_ids=ids, position_ids=positions, attention_mask=segment_mask(segments)).logits
             hits, targets = hits + int((logits.argmax(-1) == labels).sum()), targets + int((labels != IGNORE).sum())

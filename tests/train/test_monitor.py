@@ -27,7 +27,6 @@ class Run:
         self.monitor.start(0, steps)
 
     def step(self, seconds: float, *, data_seconds: float = 0.0, after: float = 0.0) -> StepRecord:
-        """A step, and `after` seconds of validation, saving or the like."""
         self.now += seconds
         self.done += 1
         record = StepRecord(
@@ -55,11 +54,8 @@ def test_rates_are_means_over_the_time_since_the_last_log() -> None:
 
 @pytest.mark.parametrize(
     "seconds",
-    [
-        pytest.param([60.0, *[1.0] * 199], id="the first step compiles"),
-        pytest.param([*[1.0] * 50, 300.0, *[1.0] * 149], id="one stall"),
-        pytest.param([0.5, 4.0] * 100, id="steps of two kinds"),
-    ],
+    [[60.0, *[1.0] * 199], [*[1.0] * 50, 300.0, *[1.0] * 149]],
+    ids=["the first step compiles", "one stall"],
 )
 def test_the_eta_at_half_is_within_20_percent_of_what_is_left(seconds: Sequence[float]) -> None:
     """With a validation of 5 s after every tenth step."""
@@ -100,17 +96,9 @@ def test_flops_per_token_are_those_that_torch_counts(options: dict[str, Any], T:
 
 
 @pytest.mark.parametrize(
-    ("name", "bf16", "fp32"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989.4, 66.9),
-        ("NVIDIA H100 PCIe", 756, 51.2),
-        ("Tesla T4", None, 8.1),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
-        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None, None),
-    ],
-)
-def test_a_chip_is_found_by_its_name_and_a_board_that_differs_is_not_taken_for_it(
-    name: str, bf16: float | None, fp32: float | None
-) -> None:
-    expected = [None if tflops is None else tflops * TERA for tflops in (bf16, fp32)]
-    assert [datasheet_flops(name, "bf16"), datasheet_flops(name, "fp32")] == expected
+    ("name", "bf16"),
+    [("NVIDIA H100 80GB HBM3", 989.4 * TERA), ("NVIDIA H100 PCIe", 756 * TERA),
+     ("NVIDIA GeForce RTX 4090 Laptop GPU", None)],
+)  # fmt: skip
+def test_a_chip_is_found_by_its_name_and_a_board_that_differs_is_not_taken_for_it(name: str, bf16: float | None) -> None:
+    assert datasheet_flops(name, "bf16") == bf16

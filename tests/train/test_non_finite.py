@@ -33,7 +33,6 @@ class Poisoned(WatchedTask):
 
 
 def trainer_with(rows: set[int], policy: str, *, factor: float = math.nan, **options: Any) -> Trainer:
-    """Seven steps."""
     config = settings_of_training(nonfinite=policy, tokens=7 * 96)
     model = tiny_model()
     task = Poisoned(config, model)
@@ -43,14 +42,18 @@ def trainer_with(rows: set[int], policy: str, *, factor: float = math.nan, **opt
 
 def rows_of_step(step: int) -> list[int]:
     """Step counted from 0."""
-    return [int(row) for row in trainer_with(set(), "stop").loader.order.step_rows(step)]
+    found: list[int] = trainer_with(set(), "stop").loader.order.step_rows(step).tolist()
+    return found
 
 
-def test_stop_saves_the_state_before_the_step_and_names_the_rows_of_its_micro_batch(tmp_path: Path) -> None:
+def test_stop_saves_the_state_before_the_step_and_names_its_rows_but_raise_does_not(tmp_path: Path) -> None:
     rows = rows_of_step(2)
     trainer = trainer_with({rows[3]}, "stop", directory=tmp_path)
     with pytest.raises(NonFinite, match=r"loss of step 3 .*nan.*training\.optim\.lr") as error:
         trainer.fit()
+    with pytest.raises(NonFinite):
+        trainer_with({rows[3]}, "raise", directory=tmp_path / "raise").fit()
+    assert not list(tmp_path.glob("raise/step-*"))
     assert error.value.rows == rows[2:4], "the two rows of the micro-batch that holds it"
     kept = checkpoint.read(tmp_path / "step-00000002")
     assert same(kept.weights, factory.state(trainer.weights.model))  # type: ignore[attr-defined]
@@ -63,8 +66,6 @@ def test_stop_saves_the_state_before_the_step_and_names_the_rows_of_its_micro_ba
 
 
 def test_a_gradient_that_is_no_number_names_all_rows_of_the_step() -> None:
-    """The loss is a number, its derivative is not."""
-
     class Spoilt(WatchedTask):
         def train_step(self, model: Any, batch: Batch, device: Any) -> Any:
             loss = super().train_step(model, batch, device)
@@ -78,13 +79,6 @@ def test_a_gradient_that_is_no_number_names_all_rows_of_the_step() -> None:
         trainer.fit()
     assert error.value.rows == rows_of_step(1)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")], "though the error is kept"
-
-
-def test_raise_ends_at_once_without_a_checkpoint(tmp_path: Path) -> None:
-    trainer = trainer_with({rows_of_step(2)[0]}, "raise", directory=tmp_path)
-    with pytest.raises(NonFinite):
-        trainer.fit()
-    assert not list(tmp_path.glob("step-*"))
 
 
 def test_skip_leaves_the_step_out_and_counts_it(caplog: pytest.LogCaptureFixture) -> None:

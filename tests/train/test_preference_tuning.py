@@ -129,7 +129,6 @@ def test_two_ranks_and_other_micro_batches_take_the_steps_of_one(tmp_path: Path)
 
 
 def test_a_resumed_kto_has_the_reference_point_and_the_bits_of_one_that_was_not_stopped(tmp_path: Path) -> None:
-    """The point is the mean log-ratio of the step before."""
     config = config_of(loss="kto", beta=0.5, desirable_weight=2.0, undesirable_weight=0.1)
     rows = packed(tmp_path / "pairs", make_pairs(20), tiny_model())
 

@@ -1,7 +1,9 @@
 """A memory limit is kept, and what broke it is told with the cure; by night training takes less and learns the same."""
 
+import itertools
 import sys
-from datetime import datetime, time
+from collections.abc import Callable
+from datetime import datetime, time, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -48,11 +50,9 @@ def test_what_exceeds_the_limit_fails_with_the_cure_and_what_does_not_passes(tmp
 
 
 @linux
-@pytest.mark.parametrize("more_bytes", [-100_000_000, 30_000_000])
-def test_a_limit_in_which_no_training_can_begin_is_refused_and_nothing_changes(more_bytes: int) -> None:
-    """With 30 MB left it ended in "can't start new thread", or as an unexpected MemoryError."""
+def test_a_limit_in_which_no_training_can_begin_is_refused_and_nothing_changes() -> None:
     with pytest.raises(UsageError, match=r"has \d+\.\d\d .* needs 0\.\d\d .*set"):
-        limit_memory(resource_limits.data_bytes() + more_bytes, CPU)
+        limit_memory(resource_limits.data_bytes() + 30_000_000, CPU)
     torch.zeros(10_000_000)
 
 
@@ -65,9 +65,7 @@ def test_on_cuda_it_is_a_share_of_the_device(monkeypatch: pytest.MonkeyPatch, li
     assert given == [(fraction, CUDA)]
 
 
-@pytest.mark.parametrize(
-    "error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("std::bad_alloc")]
-)
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("std::bad_alloc")])
 def test_out_of_memory_is_told_in_our_words(error: Exception) -> None:
     with pytest.raises(TTrainError, match=r"runtime\.rows_per_device .*8") as found, explain_out_of_memory(None, 8):
         raise error
@@ -76,15 +74,10 @@ def test_out_of_memory_is_told_in_our_words(error: Exception) -> None:
         raise RuntimeError("shape mismatch")
 
 
-class Clock:
+def clock() -> Callable[[], datetime]:
     """Shows 21:30 at first, then an hour and a half more each time it is asked."""
-
-    minutes = 21 * 60 + 30
-
-    def __call__(self) -> datetime:
-        now = datetime(2026, 1, 1, self.minutes // 60 % 24, self.minutes % 60)
-        self.minutes += 90
-        return now
+    times = (datetime(2026, 1, 1, 21, 30) + n * timedelta(minutes=90) for n in itertools.count())
+    return lambda: next(times)
 
 
 class Notes(Recorder):
@@ -103,8 +96,8 @@ def fit(night: bool, *, threads: int = 2, ranks: Ranks = ALONE) -> tuple[Notes, 
     torch.set_num_threads(threads)
     config, model, notes = settings_of_training(tokens=9 * 96), tiny_model(), Notes()
     task = WatchedTask(config, model)
-    clock = Clock() if ranks.first else lambda: datetime(2026, 1, 1)  # midnight, of which the others hear nothing
-    shift = NightThrottle(Night(), CPU, rows_per_device=4, clock=clock) if night else None
+    own_clock = clock() if ranks.first else lambda: datetime(2026, 1, 1)  # midnight
+    shift = NightThrottle(Night(), CPU, rows_per_device=4, clock=own_clock) if night else None
     notes.trainer = make_trainer(
         config, model, NumberedRows(52), task=task, callbacks=[notes], cadence=Cadence(log=1, checkpoint=100), night=shift,
         ranks=ranks,
@@ -138,19 +131,14 @@ def test_two_ranks_follow_the_clock_of_the_first(tmp_path: Path) -> None:
 
 def test_a_window_of_the_day() -> None:
     for now, start, end, inside in (
-        ("22:00", "22:00", "08:00", True), ("07:59", "22:00", "08:00", True), ("08:00", "22:00", "08:00", False),
-        ("03:00", "01:00", "05:00", True), ("05:00", "01:00", "05:00", False), ("12:00", "00:00", "00:00", True),
+        ("22:00", "22:00", "08:00", True), ("08:00", "22:00", "08:00", False), ("03:00", "01:00", "05:00", True),
     ):  # fmt: skip
         assert is_in_window(*(time.fromisoformat(word) for word in (now, start, end))) is inside, (now, start)
 
 
-@pytest.mark.parametrize(
-    ("used", "day", "by_night", "by_day"),
-    [(10e9, None, 0.5, 1.0), (100e9, None, 0.625, 1.0), (10e9, 40e9, 0.25, 0.25)],
-    ids=["half", "no less than is in use", "no more than by day"],
-)
+@pytest.mark.parametrize(("used", "by_night"), [(10e9, 0.5), (100e9, 0.625)])
 def test_the_profile_takes_half_of_a_gpu_by_night_but_no_less_than_is_in_use(
-    monkeypatch: pytest.MonkeyPatch, used: float, day: float | None, by_night: float, by_day: float
+    monkeypatch: pytest.MonkeyPatch, used: float, by_night: float
 ) -> None:
     settings, given = load(profiles=["night"]).settings.runtime.night, list[float]()
     assert settings
@@ -158,7 +146,7 @@ def test_the_profile_takes_half_of_a_gpu_by_night_but_no_less_than_is_in_use(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: used)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: given.append(share))
-    shift = NightThrottle(settings, CUDA, rows_per_device=4, memory_limit=day)
+    shift = NightThrottle(settings, CUDA, rows_per_device=4)
     shift.set(True)
     shift.set(False)
-    assert given == [by_night, by_day]
+    assert given == [by_night, 1.0]

@@ -53,7 +53,6 @@ def fit(
 
 
 def test_sharded_ranks_train_as_one_whole_model_does_and_pass_checkpoints_to_and_fro(tmp_path: Path) -> None:
-    """Sharded to step 3 and whole to the end, and the other way round: as one run of a whole model."""
     straight = fit(ALONE, Speed(), tmp_path / "straight")
     begun_whole = fit(ALONE, Speed(), tmp_path / "whole", stop_after=3)
 

@@ -11,42 +11,9 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-from support.checkpoints import snapshot
 
 from ttrain.train import checkpoint_format
 from ttrain.train.checkpoint_format import tensor_parts
-from ttrain.train.snapshots import SnapshotBuffers, copy_tensors
-
-
-@pytest.mark.parametrize("take", ["copy_tensors", "buffers"])
-def test_a_snapshot_is_out_of_the_way_of_training(take: str) -> None:
-    weights = {"w": torch.zeros(4, 3).T, "n": torch.tensor(7)}
-    copy = copy_tensors(weights) if take == "copy_tensors" else SnapshotBuffers().take(1, weights, {}, {}).weights
-    weights["w"] += 1
-    weights["n"] += 1
-    assert float(copy["w"].sum()) == 0
-    assert int(copy["n"]) == 7
-    assert copy["w"].is_contiguous()
-
-
-def places(taken: Any) -> list[int]:
-    return [tensor.data_ptr() for tensors in (taken.weights, taken.optimizer) for tensor in tensors.values()]
-
-
-def test_memory_is_used_again_once_it_is_released_and_not_before() -> None:
-    buffers, one = SnapshotBuffers(), snapshot(1)
-    first = buffers.take(1, one.weights, one.optimizer, {})
-    second = buffers.take(2, snapshot(2).weights, snapshot(2).optimizer, {})
-    assert not {*places(first)} & {*places(second)}
-    assert float(first.weights["w"][0, 0]) == 1
-    first.release()
-    third = buffers.take(3, snapshot(3).weights, snapshot(3).optimizer, {})
-    assert places(third) == places(first)
-    second.release()
-    fourth = buffers.take(4, snapshot(4).weights, snapshot(4).optimizer, {})
-    assert places(fourth) == places(second)
-    assert float(third.weights["w"][0, 0]) == 3
-
 
 TYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 

@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.comparing import copies, distance, same
+from support.comparing import copies, distance
 from support.tiny_data import NumberedRows
-from support.tiny_trainers import ALONE, Recorder, WatchedTask, make_trainer, settings_of_training, tiny_model
+from support.tiny_trainers import Recorder, WatchedTask, make_trainer, settings_of_training, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ttrain.config import Optim
-from ttrain.train import losses, optim
+from ttrain.train import losses
 from ttrain.train.checkpoint import Snapshot
-from ttrain.train.distributed import Ranks
 from ttrain.train.step_figures import NonFinite
 from ttrain.train.trainer import Trainer
 from ttrain.train.training_options import Cadence, Speed
@@ -24,14 +23,14 @@ EVERY_FIVE = Cadence(log=5, checkpoint=5)
 
 
 def trainer_of(
-    how: Speed, directory: Path | None = None, *, ranks: Ranks = ALONE, kind: Any = "muon", spoilt: Any = (),
+    how: Speed, directory: Path | None = None, *, kind: Any = "muon", spoilt: Any = (),
     cadence: Cadence = EVERY_FIVE, **changes: Any,
 ) -> tuple[Trainer, Recorder]:  # fmt: skip
     config = settings_of_training(**{"tokens": 10 * 96, "optim": Optim(kind=kind, lr=1e-2), **changes})
     model, recorder, rows = tiny_model(layers=1), Recorder(), NumberedRows(13)
     task = WatchedTask(config, model, lambda passes: math.inf if passes in spoilt else 1.0)
     trainer = make_trainer(
-        config, model, rows, rows_per_device=3, how=how, task=task, callbacks=[recorder], cadence=cadence, ranks=ranks,
+        config, model, rows, rows_per_device=3, how=how, task=task, callbacks=[recorder], cadence=cadence,
         directory=directory, validation=[rows.batch([n]) for n in range(3)],
     )  # fmt: skip
     return trainer, recorder
@@ -101,7 +100,6 @@ def test_a_step_that_is_not_finite_is_skipped_though_it_is_seen_later() -> None:
 
 
 def test_the_run_ends_with_the_weights_before_the_step_and_names_its_rows(tmp_path: Path) -> None:
-    """Step 8, which is read with step 10."""
     errors, snapshots = [], list[Snapshot]()
     for name, how in (("read", Speed()), ("deferred", DEFERRED)):
         trainer, _ = trainer_of(how, tmp_path / name, kind="adamw", nonfinite="stop", spoilt=(15,))
@@ -116,21 +114,3 @@ def test_the_run_ends_with_the_weights_before_the_step_and_names_its_rows(tmp_pa
     assert distance(*(dict(snapshot.weights) for snapshot in snapshots)) < 1e-5
     names = ("rows", "optimizers")
     assert [snapshots[0].state[name] for name in names] == [snapshots[1].state[name] for name in names]
-
-
-@pytest.mark.parametrize("kind", ["adam", "adamw", "muon"])
-def test_an_update_that_is_prevented_leaves_weights_and_state_to_the_bit(kind: Any) -> None:
-    model = tiny_model()
-    optimizers = optim.build(model, Optim(kind=kind, lr=1e-2))
-    assert optimizers.can_be_prevented
-
-    def step(value: float, prevented: float) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        generator = torch.Generator().manual_seed(0)
-        for parameter in optimizers.parameters:
-            parameter.grad = torch.randn(parameter.shape, generator=generator) * value
-        optimizers.step_unless(torch.tensor(prevented))
-        return copies(model.state_dict()), copies(optimizers.state())
-
-    before = step(1.0, 0.0)
-    assert all(map(same, before, step(math.nan, 1.0)))
-    assert not same(before[0], step(1.0, 0.0)[0])

@@ -70,11 +70,8 @@ def test_neither_masked_tokens_nor_padding_move_the_loss() -> None:
     fewer, count_of_fewer = loss_of(dataclasses.replace(batch, labels_BT=one_less))
     assert count_of_fewer == count - 1 and fewer < full
     for pad_id in (0, 7):
-        padding = (
-            np.full((3, 5), pad_id), np.full((3, 5), IGNORE), np.zeros((3, 5), np.int64), np.full((3, 5), -1),
-        )  # fmt: skip
-        parts = zip(vars(batch).values(), padding, strict=True)
-        padded = Batch(*(np.concatenate([array, pad], axis=1) for array, pad in parts))
+        parts = zip(vars(batch).values(), (pad_id, IGNORE, 0, -1), strict=True)
+        padded = Batch(*(np.pad(array, ((0, 0), (0, 5)), constant_values=pad) for array, pad in parts))
         assert loss_of(padded) == (pytest.approx(full, rel=1e-6), count)
 
 
@@ -243,10 +240,7 @@ def test_bf16_stays_within_1_percent_of_fp32_and_its_master_weights_are_fp32() -
 
 
 def test_dropout_differs_from_step_to_step() -> None:
-    for dropout, different in (
-        (0.0, 1),
-        (0.5, 4),
-    ):  # of four steps over one row, whose rate moves no weight that fp32 can tell
+    for dropout, different in ((0.0, 1), (0.5, 4)):  # of four steps, whose rate moves no weight
         config = settings_of_training(tokens=4 * 16, tokens_per_step=16, optim=Optim(lr=1e-12, clip=1e9))
         recorder, model = Recorder(), tiny_model(dropout=dropout)
         make_trainer(config, model, NumberedRows(1), callbacks=[recorder], cadence=Cadence(log=1, checkpoint=0)).fit()
