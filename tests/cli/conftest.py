@@ -1,7 +1,5 @@
 """The commands in this process, a tokenizer, and shards."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`ttrain data check`: JSON that adds up, exit codes, nothing of the data raw on the terminal."""
 
-from __future__ import annotations
-
 import gzip
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`ttrain eval`: any model, two side by side, bad rows left out and said; and the suites of the pipeline's own stage."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

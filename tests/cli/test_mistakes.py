@@ -1,7 +1,5 @@
 """Typical mistakes of a first day, as they are typed, and what the answer names: setting or command, value, fix."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The commands of sets of models: list, promote, roll back."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

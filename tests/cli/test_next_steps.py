@@ -1,7 +1,5 @@
 """The hint at the end of a run: commands that work as they are printed."""
 
-from __future__ import annotations
-
 import shlex
 
 import pytest

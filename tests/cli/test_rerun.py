@@ -1,7 +1,5 @@
 """`rerun` takes the settings of an earlier run: the exact ones, the run that was meant, and what is given on top."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

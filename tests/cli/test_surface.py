@@ -1,7 +1,5 @@
 """The surface of the commands: help in panels, completion, one style of error, versions, logs of runs."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

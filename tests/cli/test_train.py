@@ -1,7 +1,5 @@
 """`ttrain train`: a stage alone, a user's task in its own process, from any directory; what is said, and the exit codes."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The pages that `ttrain up --open` opens: a view of a real MLflow and its server, in a real browser where there is one."""
 
-from __future__ import annotations
-
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The gate over all models of a set: what one gains does not pay for what another lost, and what cannot be compared is not
 promoted."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

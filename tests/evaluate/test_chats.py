@@ -1,7 +1,5 @@
 """Chats as an evaluation: loss on the answers, and what answers look like, which these tests put into a model's mouth."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Sequence

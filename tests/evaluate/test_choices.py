@@ -1,7 +1,5 @@
 """Multiple choice and last words: shared rows score as rows apart do, bad rows never count, no item is its own example."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The gate over all nights: a gain on the new does not pay for a loss on the old, and the reason says which."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

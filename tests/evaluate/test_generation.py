@@ -1,7 +1,5 @@
 """Answers in a model's own words: which number they give, what ends them, and that no batch changes them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """lm-evaluation-harness judges our models as it judges them through its own Hugging Face backend, item by item."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 The validation loss of a training is that score of the model that it leaves, on the held-out records.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Text tasks: every byte counts once whatever the tokenizer, special tokens are text, bad rows never count."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Held-out pairs: the chosen answer is preferred if its whole log-probability is higher, as the model itself gives it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

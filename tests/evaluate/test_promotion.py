@@ -1,7 +1,5 @@
 """Promotion: the decision follows its table, the interval covers as often as it says, and pairs are what is resampled."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Results: the table and the JSON say the same, and no difference is claimed that the items do not show."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Samples: their prompts are of the user's own held-out rows, whatever language, unless the settings name others."""
 
-from __future__ import annotations
-
 import pytest
 from support.tiny_data import make_tokenizer
 from support.tiny_models import tiny_model

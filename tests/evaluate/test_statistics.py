@@ -1,7 +1,5 @@
 """Confidence: intervals cover as often as they say, tests are as wrong as they say, and power is what is promised."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import time

@@ -1,7 +1,5 @@
 """What a sweep compares by and which stages it runs, from the settings that vary; what is refused before anything runs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A small chat model, and a home for commands."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

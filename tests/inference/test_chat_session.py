@@ -1,7 +1,5 @@
 """Conversations: what the model is given, what commands do, what a pipe and a terminal show; and answers to files."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

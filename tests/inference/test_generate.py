@@ -1,7 +1,5 @@
 """Answers: the same in a batch as alone, and a sample of the model's shares."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import cache

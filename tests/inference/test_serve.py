@@ -1,7 +1,5 @@
 """`ttrain serve`: OpenAI's own client, what is refused, and the page in a browser."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

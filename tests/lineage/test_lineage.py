@@ -1,7 +1,5 @@
 """What a model was made of, from the store or from MLflow alone: every link with its data, code, seed and settings."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """References: run, stage and directory lead to the same files; a wrong one is told what there is."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

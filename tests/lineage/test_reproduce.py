@@ -1,7 +1,5 @@
 """A model is made again as its manifests say: the same bytes, or what differs; refused where its raw data are gone."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Runs side by side: every difference a line, the better figure named, and a word where figures cannot be compared."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

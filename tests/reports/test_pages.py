@@ -1,7 +1,5 @@
 """Pages of runs: their drawings are read back, in a browser too, and no text of a run is obeyed."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import math

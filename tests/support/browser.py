@@ -1,7 +1,5 @@
 """Headless Chromium over its DevTools protocol: opens a page, reads it back, keeps what its console said, takes pictures."""
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil
@@ -10,7 +8,7 @@ import tempfile
 import time
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from support.waiting import wait_until
 from websockets.sync.client import connect
@@ -33,7 +31,7 @@ class Browser:
         self._profile = Path(tempfile.mkdtemp(prefix="ttrain-browser-"))
         self._number = 0
 
-    def __enter__(self) -> Browser:
+    def __enter__(self) -> Self:
         program = executable()
         assert program is not None, "no Chromium is installed"
         flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]

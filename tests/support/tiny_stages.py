@@ -1,7 +1,5 @@
 """Whole stages on small data: a store with their inputs, settings, an observer."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import os
@@ -11,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -56,7 +54,7 @@ class Home:
     chats: Artifact
 
     @classmethod
-    def make(cls, root: Path) -> Home:
+    def make(cls, root: Path) -> Self:
         shutil.copytree(_template(), root, dirs_exist_ok=True)
         remember_modules(root)
         store = ArtifactStore(root)

@@ -1,7 +1,5 @@
 """Servers of the machine itself: files over HTTP with the habits and failures of real servers, and a Hugging Face Hub."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -91,7 +89,7 @@ class _Handler(BaseHTTPRequestHandler):
 class _HubHandler(_Handler):
     """Answers what `huggingface_hub` asks: the commit of a repository, the list of its files, and each of them."""
 
-    hub: ClassVar[FakeHub]
+    hub: ClassVar["FakeHub"]
 
     def _answer(self, url: str, *, with_body: bool) -> None:
         hub, parts = self.hub, unquote(urlsplit(url).path).strip("/").split("/")

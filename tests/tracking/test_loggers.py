@@ -1,7 +1,5 @@
 """Loggers beside MLflow: the values of the metrics file once each, also when a training continues."""
 
-from __future__ import annotations
-
 import json
 import sys
 from importlib.machinery import ModuleSpec
@@ -74,7 +72,7 @@ class Service:
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.ended: list[dict[str, Any]] = []
 
-    def init(self, **options: Any) -> Service:
+    def init(self, **options: Any) -> "Service":
         self.begun.append(options)
         return self
 
