@@ -39,7 +39,6 @@ MISTAKES: list[tuple[str, tuple[str, ...]]] = [
 
 @pytest.fixture
 def folder(tmp_path: Path, run: Run) -> Path:
-    """The directory of the commands, with files of a user."""
     files = {
         "my.yaml": "sft: {epochs: 2}",
         "tab.yaml": "sft:\n\tepochs: 2",

@@ -63,9 +63,6 @@ def test_the_settings_of_a_run_that_started_from_a_model_come_back(tmp_path: Pat
         loaded("model.layers=3", base=base)
 
 
-# --- which run
-
-
 def test_the_newest_run_that_has_the_stage_is_meant(tmp_path: Path) -> None:
     record(tmp_path, Settings())
     newest = record(tmp_path, Settings(), ["sft", "lora"])
@@ -79,12 +76,8 @@ def test_the_newest_run_that_has_the_stage_is_meant(tmp_path: Path) -> None:
         newest_with(tmp_path, "sftt")
 
 
-# --- the command
-
-
 @pytest.fixture
 def asked(built: House, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What a command would have run."""
     calls: list[dict[str, Any]] = []
     monkeypatch.setenv("TTRAIN_HOME", str(built.store.root))
     monkeypatch.setattr(
@@ -119,9 +112,6 @@ def test_files_alone_say_the_settings_anew_and_the_environment_speaks_of_the_run
     rerun("sft")
     settings = asked[1]["loaded"].settings
     assert (settings.sft.seed, settings.runtime.threads) == (3, 1)
-
-
-# --- secrets of sources, which no record holds ---
 
 
 def test_a_hidden_source_is_refused_by_name_unless_the_environment_has_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,6 @@ class Slow(Regression):
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A directory and a home of the test."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("TTRAIN_HOME", str(tmp_path / "home"))
@@ -75,12 +74,10 @@ def test_a_task_is_trained_and_its_settings_are_its_own_from_then_on(
     assert done.json["steps"] == STEPS and not done.json["was_finished"]
     assert steps_with_a_loss() == list(range(1, STEPS + 1))
     assert "0.weight" in load_file("out/model.safetensors") and list(Path("out", "checkpoints").glob("step-*"))
-
     Path("other.yaml").write_text("hidden: 8\noptim: {lr: 0.001}\n")
     refused = run(*words, "-c", "other.yaml")
     assert refused.code == 2
     assert "hidden: 64 → 8" in refused.out and "optim.lr: 0.01 → 0.001" in refused.out and "--allow" in refused.out
-
     again = run(*words)
     assert again.code == 0 and f"it was already finished at step {STEPS}; nothing was trained" in again.out
     assert "-c" not in words and run(*words, "-c", Path("out", "settings.yaml")).code == 0

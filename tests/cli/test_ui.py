@@ -35,7 +35,6 @@ def two(tmp_path_factory: pytest.TempPathFactory, add_database: Callable[[Path],
 
 @pytest.fixture
 def running(two: tuple[Path, dict[str, str]]) -> Iterator[Path]:
-    """The home of `two`, whose server is a double."""
     home, _ = two
     with pytest.MonkeyPatch.context() as patch:
         write_double(home)

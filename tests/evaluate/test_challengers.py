@@ -20,7 +20,6 @@ ACCURACY = "quiz/accuracy/base"
 
 
 def metric(name: str, values: Sequence[float], records: Sequence[str], size: float = 1.0, **more: Any) -> Metric:
-    """A metric with these values of its records, each of that size."""
     sums = tuple(value * size * more.get("factor", 1) ** -1 for value in values)
     return Metric(name, sums, (size,) * len(sums), more.pop("higher", False), records=tuple(records), **more)
 
@@ -33,8 +32,6 @@ def evaluated(
     *, bits: Sequence[float] = (2.0, 2.0), sft: float | None = 1.5, dpo: float | None = 0.75,
     lora: float | None = 1.0, quiz: float = 0.5, count: int = COUNT, records: str = "", tokens: int = 10,
 ) -> Evaluation:  # fmt: skip
-    """An evaluation with these bits a byte on each night's documents, and these values of the other models, on `count`
-    records whose names begin with `records` and of so many tokens."""
     names = [f"{records}{night} {number}" for night in NIGHTS for number in range(COUNT)]
     metrics = [metric("bits_per_byte", [cost for cost in bits for _ in range(COUNT)], names, 100.0, factor=1 / LN2)]
     for name, part, value in (("chat_loss_sft", "chats", sft), ("domain_loss_lora", "domain", lora)):
@@ -51,7 +48,6 @@ def evaluated(
 
 
 def compared(challenger: dict[str, Any], champion: dict[str, Any] | None = None, **rules: Any) -> Judged:
-    """Judge a challenger with these values against a champion with those."""
     nights = {name: [f"{name} {number}" for number in range(COUNT)] for name in NIGHTS}
     theirs = evaluated(**(champion or {}))
     return promotion.judge(evaluated(**challenger), theirs, Promotion(**rules), nights, "new")

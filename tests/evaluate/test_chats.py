@@ -37,7 +37,6 @@ def model(encoder: Encoder) -> Any:
 
 
 def turns(*contents: str, system: str = "") -> Messages:
-    """A conversation that user and assistant take turns in."""
     roles = [Message("user" if number % 2 == 0 else "assistant", text) for number, text in enumerate(contents)]
     return (*([Message("system", system)] if system else []), *roles)
 
@@ -92,7 +91,6 @@ def test_the_loss_is_that_of_the_answers_and_of_the_tokens_that_end_them(
 
 
 def test_figures_of_answers_are_counted_by_hand(encoder: Encoder, model: Any, tmp_path: Path) -> None:
-    """Three chats with two, one and one answers; the longest prompt is asked first."""
     long = turns("A question that is long", "An answer", "And what is there more to say, do you think?", "Nothing more")
     rows = [long, turns("Who is it, then?", "Me"), turns("Hm?", "Yes")]
     texts = [("Nothing", True), ("well well", True), ("one two three four one two three four", False), ("", True)]

@@ -43,7 +43,6 @@ def quiet(done: int, total: int) -> None:
 
 
 def naive(subject: LoadedModel, context: Sequence[int], continuation: Sequence[int]) -> tuple[float, bool]:
-    """A pass over the whole row, whose logits are all made."""
     ids = torch.tensor([[*context, *continuation]])
     with torch.no_grad():
         logits = subject.model(input_ids=ids[:, :-1]).logits[0].double().log_softmax(-1)[-len(continuation) :]
@@ -52,8 +51,6 @@ def naive(subject: LoadedModel, context: Sequence[int], continuation: Sequence[i
 
 
 class Watched(nn.Module):
-    """Notes the shapes of what a model is given."""
-
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.shapes: list[tuple[int, int]] = []
@@ -65,7 +62,6 @@ class Watched(nn.Module):
 
 
 def check(subject: LoadedModel) -> None:
-    """Every score of TEXTS is that of a pass over its whole row."""
     pairs = encode_pairs(subject, TEXTS)
     wanted = [naive(subject, *pair) for pair in pairs]
     found = log_likelihoods(subject, TEXTS, quiet)

@@ -52,7 +52,6 @@ TASKS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, items, and the harness's files of tasks on them."""
     directory = tmp_path_factory.mktemp("harness")
     write_model(directory / "model")
     (directory / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -99,7 +98,6 @@ def asked(place: Path, name: str, subject: LoadedModel, **settings: Any) -> Task
 
 @pytest.fixture(scope="module")
 def theirs(place: Path, cache: None) -> dict[str, Any]:
-    """What `lm_eval` makes of the same tasks and model by itself."""
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
     from transformers import AutoModelForCausalLM, AutoTokenizer

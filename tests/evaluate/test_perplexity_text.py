@@ -21,7 +21,6 @@ ROWS = [{"text": one, "source": f"s{number % 3}"} for number, one in enumerate(d
 
 
 def places(tmp_path: Path, lines: Sequence[Any]) -> SuiteFiles:
-    """A directory with `file.jsonl`; what is no text becomes JSON."""
     content = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
     (tmp_path / "file.jsonl").write_text(content, encoding="utf-8")
     return SuiteFiles(tmp_path)

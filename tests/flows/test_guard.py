@@ -19,7 +19,6 @@ TOKEN, OPEN = "a-token_1", "/api/health"
 
 
 async def application(scope: Any, receive: Any, send: Any) -> None:
-    """Its web socket says something by itself at the beginning."""
     if scope["type"] == "websocket":
         await receive()
         await send({"type": "websocket.accept"})
@@ -39,7 +38,6 @@ def client() -> TestClient:
 
 
 def is_let_in(client: TestClient, headers: dict[str, str]) -> bool:
-    """Whether a web socket is opened."""
     try:
         with client.websocket_connect("ws://127.0.0.1:4200/api/events/out", headers=headers) as there:
             return there.receive_text() == "events"

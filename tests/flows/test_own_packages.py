@@ -19,7 +19,6 @@ main(["pipeline", "plan", "full", "--json"])
 
 
 def test_own_flows_and_tasks_are_not_shadowed_and_shadow_nothing(tmp_path: Path) -> None:
-    """In the working directory of a Prefect user; ttrain is imported as it is installed."""
     for name in ("flows", "tasks"):
         (tmp_path / name).mkdir()
     (tmp_path / "flows" / "__init__.py").write_text("")

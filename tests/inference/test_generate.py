@@ -32,8 +32,6 @@ LONG = Sampling(max_tokens=9)
 
 @pytest.fixture(scope="module")
 def model_of_shape(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LoadedModel]:
-    """The model of a shape."""
-
     @cache
     def make(shape: str) -> LoadedModel:
         return speaker(write_model(tmp_path_factory.mktemp(shape), **SHAPES[shape]))
@@ -134,7 +132,6 @@ def test_a_lead_of_the_template_is_not_shown(directory: Path) -> None:
 
 
 def positions_of(one: Any) -> list[int]:
-    """Fills with how many positions each pass embeds."""
     found: list[int] = []
     one.model.get_input_embeddings().register_forward_hook(lambda module, inputs, out: found.append(inputs[0].shape[1]))
     return found

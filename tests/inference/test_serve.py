@@ -83,7 +83,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def chat_answer(model: LoadedModel, tokens: int) -> str:
-    """What `ttrain chat` says to the question."""
     ids = prompt_ids(model.encoder, (Message("user", QUESTION[0]["content"]),))
     (answer,) = generate(model, [ids], Sampling(max_tokens=tokens))
     return completion_text(model.encoder, answer)
@@ -253,7 +252,6 @@ def kept_pairs(path: Path) -> list[dict[str, Any]]:
 
 
 def press(page: Browser, code: str, *, alt: bool = False) -> None:
-    """Press a key where the focus is."""
     key = code.removeprefix("Digit")
     for kind in ("keyDown", "keyUp"):
         page.send("Input.dispatchKeyEvent", type=kind, code=code, key=key, modifiers=int(alt))

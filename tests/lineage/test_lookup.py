@@ -52,8 +52,6 @@ def write_adapter(directory: Path, base: Path | None, named: str = "ttrain-sft")
 
 
 class Home:
-    """A store with a tokenizer, two SFT models, an adapter on the older one, and the record of the run that made them."""
-
     def __init__(self, root: Path) -> None:
         self.store = ArtifactStore(root / "home")
         self.tokenizer = self.publish("tokenizer", "t", lambda output: (output / "tokenizer.json").write_text("{}"))
@@ -258,7 +256,6 @@ def test_a_directory_is_a_model_an_adapter_an_artifact_or_a_checkpoint(runs_home
 
 
 def test_the_base_of_an_adapter_is_the_model_whose_weights_have_the_digest(runs_home: Home) -> None:
-    """Whatever is newer, and wherever the adapter was copied to."""
     shutil.copytree(runs_home.lora.path / "adapter", "copied")
     found = runs_home.resolve("copied")
     assert (found.model, found.adapter, found.artifact) == (runs_home.sft.path / "model", Path("copied").absolute(), None)

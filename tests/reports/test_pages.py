@@ -26,7 +26,6 @@ needs_browser = pytest.mark.skipif(executable() is None, reason="no Chromium is 
 
 
 def make_two(home: Path) -> list[RunView]:
-    """Two runs with curves, an evaluation, and texts that would like to be more than texts."""
     settings: dict[str, Any] = {"data": {"pretrain": [HOSTILE]}}
     for number, name in enumerate((A, B)):
         samples = {

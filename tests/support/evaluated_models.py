@@ -15,8 +15,6 @@ Said = list[tuple[list[int], bool]]
 
 
 class Uniform(nn.Module):
-    """Finds every one of `vocab` tokens equally likely; notes the shapes that it is given."""
-
     def __init__(self, vocab: int) -> None:
         super().__init__()
         self.embedding, self.shapes = nn.Embedding(vocab, 1), list[tuple[int, int]]()

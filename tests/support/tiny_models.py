@@ -36,7 +36,6 @@ def speaker(directory: Path, **options: Any) -> LoadedModel:
 
 
 def ending_with(one: LoadedModel, *tokens: int) -> LoadedModel:
-    """The same, whose answers end with these tokens only."""
     return replace(one, stop_ids=tokens or (NEVER,))
 
 

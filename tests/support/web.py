@@ -18,8 +18,6 @@ from support.chat_templates import CHATML, make
 
 @dataclass
 class Site:
-    """What a server holds, how it behaves, and what it was asked for."""
-
     files: dict[str, bytes]
     etags: bool = True
     dates: bool = False
@@ -169,7 +167,6 @@ def cache(home: Path, files: dict[str, bytes], commit: str = COMMIT) -> Path:
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[FakeHub]:
-    """The Hub with the model `someone/small`."""
     files = {path.name: path.read_bytes() for path in make(tmp_path / "source", CHATML).iterdir()}
     with served_hub(
         FakeHub({"someone/small": {"main": COMMIT}}, {COMMIT: {**files, "model.safetensors": b"weights"}})

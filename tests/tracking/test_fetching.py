@@ -41,7 +41,6 @@ def pristine(tmp_path_factory: pytest.TempPathFactory, add_database: Callable[[P
 
 @pytest.fixture
 def bare_home(tmp_path: Path, pristine: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty home whose MLflow, which is a file here, has that artifact."""
     shutil.copytree(pristine / "mlflow", tmp_path / "shared" / "mlflow")
     prepare(tmp_path / "shared")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", own_uri(tmp_path / "shared"))
@@ -133,7 +132,6 @@ assert not {{"mlflow", "sqlalchemy", "torch", "transformers"}} & {{*sys.modules}
 
 
 def held(home: Path) -> Path:
-    """Where the newest tracked run of the home keeps the artifact's files."""
     return max(
         (home.parent / "shared" / "mlflow" / "artifacts").glob(f"*/artifacts/{STAGE}"),
         key=lambda path: path.stat().st_mtime_ns,

@@ -19,7 +19,6 @@ A, B = "full-20261121-100000-0001a", "full-20261121-110000-0002b"
 
 @pytest.fixture
 def odd_home(tmp_path: Path, add_database: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A fresh home, in a path that a careless URI would break."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     add_database(home := tmp_path / "a home #1 50%")
     return home

@@ -60,8 +60,6 @@ def test_tensorboard_has_the_values_of_the_metrics_file_once_also_when_continued
 
 
 class Service:
-    """Stands in for the module of Weights & Biases or SwanLab: one run, whose calls it keeps."""
-
     class Settings(SimpleNamespace):
         Probe = SimpleNamespace
 
