@@ -36,7 +36,6 @@ def loaded(*overrides: str, files: Any = (), base: Any = ()) -> LoadedSettings:
         ("sft.optim.lr=2e-4", "name=mine", "pretrain.epochs=3"),
         ("sft.tokens=9000",),  # which takes the default of sft.epochs away
         ("data.pretrain=[{path: a.jsonl, weight: 2}, {path: b.jsonl, weight: 1}]", "data.sft=c.jsonl,d.jsonl"),
-        ("runtime.night.start='23:00'", "sft.early_stopping.patience=3", "sft.validate_every_steps=50"),
         ("model.layers=8", "model.tie_embeddings=true"),  # the default, and not what auto makes of the size
     ],
     ids=lambda given: " ".join(given) or "defaults",

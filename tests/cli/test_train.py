@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import yaml
 from safetensors.torch import load_file
+from support.comparing import logged_steps
 from support.data_commands import Run, in_process, trains_here
-from support.pipeline_home import write_corpus
+from support.pipeline_home import Cli, write_corpus
 from support.planned_homes import remember_modules
 
 COMMAND = [sys.executable, "-P", "-c", "from ttrain.cli.main import main; main()"]
@@ -58,11 +59,6 @@ WORDS = ("train", "slow", "examples=640", "--out", "out", "runtime.log_every_ste
 CURVE = Path("out", "run", "metrics.jsonl")
 
 
-def steps_with_a_loss() -> list[int]:
-    lines = [json.loads(line) for line in CURVE.read_text().splitlines()]
-    return [line["step"] for line in lines if "loss" in line["metrics"]]
-
-
 def test_a_task_is_trained_and_its_settings_are_its_own_from_then_on(
     run: Run, plugged: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,7 +68,8 @@ def test_a_task_is_trained_and_its_settings_are_its_own_from_then_on(
     done = run(*words, "--json")
     assert done.code == 0, done.err
     assert done.json["steps"] == STEPS and not done.json["was_finished"]
-    assert steps_with_a_loss() == list(range(1, STEPS + 1))
+    lines = [json.loads(line) for line in CURVE.read_text().splitlines()]
+    assert logged_steps(lines, "loss") == list(range(1, STEPS + 1))
     assert "0.weight" in load_file("out/model.safetensors") and list(Path("out", "checkpoints").glob("step-*"))
     Path("other.yaml").write_text("hidden: 8\noptim: {lr: 0.001}\n")
     refused = run(*words, "-c", "other.yaml")
@@ -127,17 +124,9 @@ def test_a_mistake_of_the_command_is_told_before_anything_starts(
     assert [*Path.cwd().iterdir()] == [Path.cwd() / "a.txt"]
 
 
-@pytest.fixture
-def corpus(tmp_path: Path) -> list[str]:
-    """The settings that name a tiny corpus."""
-    data = tmp_path / "data"
-    write_corpus(data)
-    names = {"pretrain": "docs*.jsonl", "sft": "chats.jsonl", "lora": "domain.jsonl"}
-    return ["-c", str(data / "tiny.yaml"), *(f"data.{name}={data / file}" for name, file in names.items())]
-
-
-def test_a_stage_alone_names_the_commands_that_make_its_inputs_in_their_order(run: Run, corpus: list[str]) -> None:
-    done = run("stage", "run", "sft", *corpus)
+def test_a_stage_alone_names_the_commands_that_make_its_inputs_in_their_order(run: Run, tmp_path: Path) -> None:
+    write_corpus(tmp_path / "data")
+    done = run("stage", "run", "sft", *Cli(tmp_path / "home", tmp_path / "data").settings)
     commands = ["`ttrain stage run tokenizer`", "`ttrain stage run shards-pretrain`", "`ttrain stage run pretrain`"]
     assert done.code == 2
     places = [done.err.find(command) for command in commands]

@@ -42,7 +42,6 @@ def turns(*contents: str, system: str = "") -> Messages:
 
 
 def saying(encoder: Encoder, model: Any, said: Sequence[tuple[Sequence[int], bool]], **changes: Any) -> LoadedModel:
-    """A model whose answers, to prompts of any order, are these; they are told apart by the user's last turn."""
     waiting = iter(said)
     return subject_of(model, encoder, said=lambda prompts, count: [next(waiting) for _ in prompts], **changes)
 
@@ -65,12 +64,6 @@ def test_special_tokens_and_the_turns_of_others_are_markers(encoder: Encoder) ->
     found = chats.find_markers(encoder, [], "Yes.<|im_end|>\n### Human: and?\n用户：再见\n[INST]")
     assert found == ["<|im_end|>", "### Human:", "用户：", "[INST]"]
     assert chats.find_markers(encoder, [], "A user: somebody. The assistant said: if a < b | c > d") == []
-
-
-def named(directory: Path) -> Encoder:
-    make_tokenizer(directory)
-    (directory / "chat_template.jinja").write_text(NAMED)
-    return Encoder(directory)
 
 
 def test_the_loss_is_that_of_the_answers_and_of_the_tokens_that_end_them(
@@ -126,7 +119,9 @@ def test_a_short_context_gets_the_end_of_what_was_said(encoder: Encoder, model: 
 def test_chats_that_a_template_refuses_are_told_and_stop_nothing(
     model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    encoder = named(tmp_path / "named")
+    make_tokenizer(tmp_path / "named")
+    (tmp_path / "named" / "chat_template.jinja").write_text(NAMED)
+    encoder = Encoder(tmp_path / "named")
     rows = [turns("Hi", "Hello", system="Be kind."), turns("Hi", "Hello")]
     with caplog.at_level(logging.WARNING, "ttrain"):
         outcome = evaluated(rows, tmp_path, subject_of(model, encoder), new_tokens=3)

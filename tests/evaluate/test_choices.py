@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.evaluated_models import subject_of
+from support.evaluated_models import quiet, subject_of
 from support.tiny_data import LINES
 from support.tiny_trainers import tiny_model
 from torch import Tensor, nn
@@ -36,10 +36,6 @@ def model_of(encoder: Encoder, **more: Any) -> Any:
 @pytest.fixture(scope="module")
 def subject(encoder: Encoder) -> LoadedModel:
     return subject_of(model_of(encoder), encoder)
-
-
-def quiet(done: int, total: int) -> None:
-    pass
 
 
 def naive(subject: LoadedModel, context: Sequence[int], continuation: Sequence[int]) -> tuple[float, bool]:

@@ -70,20 +70,14 @@ def subject(place: Path) -> LoadedModel:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The files of `datasets` go away with the tests, and nothing is asked of the Hub."""
+def cache(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The files of `datasets` go away with the tests, and nothing is asked of the Hub. The harness
+    knows these tasks alone: its own 14,000 files take 8 s to read."""
     import datasets
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
-        yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _known(place: Path) -> Iterator[None]:
-    """The harness knows these tasks alone: its own 14,000 files take 8 s to read."""
     index = lm_eval_tasks.TaskManager(include_path=place, include_defaults=False)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
         patch.setattr(lm_eval_tasks, "task_index", lambda: index)
         yield
 

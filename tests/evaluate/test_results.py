@@ -18,7 +18,6 @@ ITEMS = tuple(f"item{number}" for number in range(100))
 
 
 def choices(model: str, right: int, task: str = "poems", **changes: Any) -> TaskResult:
-    """The first `right` of a hundred questions were answered right."""
     figure = Metric("accuracy", (1.0,) * right + (0.0,) * (100 - right), (1.0,) * 100, higher_is_better=True, unit="")
     rows = [{"question": str(number)} for number in range(100)]
     return Items(task, ChoicesTask(file="x"), (), changes.get("items", ITEMS)).result(model, [figure], rows)

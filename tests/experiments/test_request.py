@@ -28,7 +28,6 @@ def asked(*overrides: str, **options: Any) -> request.SweepRequest:
 @pytest.mark.parametrize(
     ("overrides", "metric", "own"),
     [
-        ([LR], "pretrain/validation_loss", ["pretrain"]),
         ([LR, "sft.epochs=choice(1,2)"], "sft/validation_loss", ["pretrain", "sft"]),
         (["data.sft=choice(a.jsonl,b.jsonl)"], "sft/validation_loss", ["shards-sft", "sft"]),
     ],

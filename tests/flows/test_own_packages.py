@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from support.paths import ROOT
 from support.planned_homes import remember_modules
 
 CODE = """
@@ -30,9 +29,3 @@ def test_own_flows_and_tasks_are_not_shadowed_and_shadow_nothing(tmp_path: Path)
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert '"pipeline": "full"' in done.stdout
-
-
-def test_no_module_of_ours_has_those_names() -> None:
-    """In the checkout `flows` and `tasks` are at the top; ttrain/flows and ttrain/tasks are links to them."""
-    for name in ("flows", "tasks"):
-        assert (ROOT / "ttrain" / name).resolve() == ROOT / name

@@ -37,8 +37,6 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
 class Served:
-    """An endpoint with two small models, and one whose answers do not end, behind the guard."""
-
     def __init__(self, directory: Path, **settings: Any) -> None:
         self.pairs = directory / "preferences.jsonl"
         self.models = {

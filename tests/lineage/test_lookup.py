@@ -27,7 +27,6 @@ from ttrain.store.runs import RunRecord
 
 
 def write_model(directory: Path, weights: bytes, *, shards: int = 1) -> Path:
-    """A directory that looks like Hugging Face's; nobody opens the weights."""
     directory.mkdir(parents=True)
     (directory / "config.json").write_text("{}")
     (directory / "tokenizer.json").write_text("{}")

@@ -96,8 +96,6 @@ BITS, LOSS, VALIDATION = "eval/bits_per_byte", "eval/chat_loss_sft", "pretrain/v
         ([{BITS: 2.0}, {BITS: math.nan}], "the runs share no metric that decides which is better"),
         ([{BITS: 1.5, LOSS: 4.5}, {BITS: 1.5, LOSS: 4.0}],
          "the model of B is better on these records by eval/chat_loss_sft: 4 against 4.5000 of A (-11 %)"),
-        ([{VALIDATION: 3.5}, {VALIDATION: 3.5 / 2}],
-         "the model of B is better on these records by pretrain/validation_loss: 1.7500 against 3.5000 of A (-50 %)"),
     ],
 )  # fmt: skip
 def test_the_verdict_names_who_is_better_by_what(tmp_path: Path, metrics: list[dict[str, float]], verdict: str) -> None:

@@ -70,10 +70,6 @@ def opened(browser: Browser, path: Path) -> None:
     browser.open(path.as_uri())
 
 
-def chart(number: int) -> str:
-    return f"document.querySelectorAll('figure')[{number}]"
-
-
 def test_lines_are_where_the_numbers_are_with_a_gap_where_there_is_none(pages_home: Path) -> None:
     """The points of the paths, a stretch before the gap and one after it, are the tokens and losses but for scale."""
     views = read_runs(pages_home, [A, B])
@@ -120,7 +116,7 @@ def test_a_page_fits_a_phone_and_a_desk(browser: Browser, pages_home: Path, name
     opened(browser, pages_home / name)
     browser.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true; })")
     assert browser.evaluate("document.documentElement.scrollWidth") == width
-    plot = browser.evaluate(f"{chart(0)}.querySelector('svg').getBoundingClientRect().right")
+    plot = browser.evaluate("document.querySelector('figure svg').getBoundingClientRect().right")
     assert 100 < plot <= width
     browser.resize(1200, 800)
     assert browser.errors == []

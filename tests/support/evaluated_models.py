@@ -55,3 +55,6 @@ def subject_of(model: Any, encoder: Encoder, **changes: Any) -> Subject:
         "stop_ids": (encoder.eos_id, encoder.end_id), "max_length": 128, "can_chat": True, "batch_tokens": 512,
     }  # fmt: skip
     return Subject(**{**values, **changes})
+
+
+def quiet(done: int, total: int) -> None: ...

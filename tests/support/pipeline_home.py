@@ -154,7 +154,6 @@ class Cli:
             return connection.execute(query, values).fetchall()
 
     def _own_servers(self) -> list[psutil.Process]:
-        """The Prefect servers of runs in this home, which end after their runs."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -165,7 +164,6 @@ class Cli:
         return found
 
     def checkpoints(self) -> list[Path]:
-        """Of a pretraining that is not finished."""
         return list(self.home.glob("work/pretrain/*/output/checkpoints/step-*"))
 
     def newest_step(self) -> int:
@@ -178,7 +176,6 @@ class Cli:
 
 
 def write_corpus(directory: Path) -> None:
-    """Documents, chats and a domain in English and Chinese, made under a seed."""
     rng = random.Random(5)
     directory.mkdir(parents=True)
 

@@ -44,7 +44,6 @@ class Made:
 
 
 def rows_of(losses: Sequence[float | None], began: float) -> list[dict[str, Any]]:
-    """Lines of `metrics.jsonl`: a loss a step, and a validation at every fourth."""
     rows = []
     for step, loss in enumerate(losses, start=1):
         metrics: dict[str, float | None] = {"loss": loss, "lr": 0.001 * step, "grad_norm": 1 / step}
@@ -103,7 +102,6 @@ def make_artifact(home: Path, run: str, made: Made, began: float) -> None:
 
 
 def alive() -> dict[str, Any]:
-    """The process of the test itself, for the record of a run that goes on."""
     return {"pid": os.getpid(), "started": process_started(os.getpid()), "host": platform.node()}
 
 

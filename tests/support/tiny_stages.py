@@ -68,7 +68,6 @@ class Home:
         return {name: artifact.path for name, artifact in self.pretrain_inputs().items()}
 
     def pretrain(self, settings: Settings, output: Path, more: Mapping[str, Path] | None = None, **job: Any) -> Any:
-        """Run the stage `pretrain` in this process, with `more` inputs; returns its figures."""
         return run_here(pretrain, settings, output, {**self.paths, **(more or {})}, settings.runtime, **job)
 
 
@@ -115,7 +114,6 @@ def planned(*names: str) -> list[Planned]:
 
 
 def run_of(store: ArtifactStore, settings: Settings, stages: Sequence[Planned], **options: Any) -> PipelineRun:
-    """A run of these stages, which shows nothing; the run is not begun."""
     execution = PipelineRun(Plan("full", settings, store, Graph(), [*stages]), Display(Console(quiet=True)), **options)
     track(execution)
     return execution

@@ -29,6 +29,11 @@ def tracked(home: Path, identity: str, experiment: str = "ttrain") -> list[Any]:
     return list(client.search_runs([found.experiment_id], f"tags.`ttrain.id` = '{identity}'")) if found else []
 
 
+def only(home: Path, identity: str, experiment: str = "ttrain") -> Any:
+    [run] = tracked(home, identity, experiment)
+    return run
+
+
 def steps(home: Path, run_id: str, key: str = "loss") -> list[int]:
     return sorted(point.step for point in client_of(home).get_metric_history(run_id, key))
 

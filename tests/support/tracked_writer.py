@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from support.outage_proxy import Proxy
-from support.tracked_stores import pushed, steps, tracked
+from support.tracked_stores import only, pushed, steps
 
 from ttrain.config import Settings
 from ttrain.core.files import read_object, write_json
@@ -80,7 +80,8 @@ def _size(path: Path) -> int:
 def assert_whole(url: str, home: Path, last: int) -> None:
     os.environ["MLFLOW_TRACKING_URI"] = url
     pushed(home)
-    [run] = tracked(home, read_object(ArtifactStore(home).work(STAGE, KEY) / TRACKED)["id"], "outages")
+    identity = read_object(ArtifactStore(home).work(STAGE, KEY) / TRACKED)["id"]
+    run = only(home, identity, "outages")
     for key in ("loss", "tokens"):
         assert steps(home, run.info.run_id, key) == list(range(1, last + 1)), "0 lost, 0 doubled"
     assert run.info.status == "FINISHED"

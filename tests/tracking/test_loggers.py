@@ -28,7 +28,6 @@ ABOUT = {"project": "mine", "group": "full-1", "job_type": "pretrain", "name": "
 
 
 def train(directory: Path, *loggers: Callback, stop_after: int | None = None) -> None:
-    """Twelve steps, or up to a stop; the next call continues at the checkpoint."""
     config = settings_of_training(tokens=12 * 96, optim=Optim(lr=1e-2))
     make_trainer(
         config, tiny_model(), NumberedRows(52), directory=directory / "checkpoints",

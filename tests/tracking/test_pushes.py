@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.recorded_homes import BEGAN, TOKENS_PER_STEP, Made, alive, falling, make_run, rows_of
-from support.tracked_stores import client_of, files_of, pushed, rows_of_database, steps, tracked
+from support.tracked_stores import client_of, files_of, only, pushed, rows_of_database, steps, tracked
 from typer.testing import CliRunner
 
 from ttrain.cli.main import app
@@ -38,11 +38,6 @@ PRETRAIN = Made(
     texts={"run/log.txt": "a line\n"},
 )
 FAILED = Made("sft", outcome="failed", noted={"error": "out of memory"})
-
-
-def only(home: Path, identity: str) -> Any:
-    [run] = tracked(home, identity)
-    return run
 
 
 def in_progress(home: Path, run: str, *stages: Made, number: int = 0) -> None:
