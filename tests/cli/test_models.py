@@ -20,14 +20,9 @@ def models(capsys: pytest.CaptureFixture[str]) -> Run:
 
 def test_the_commands_list_promote_and_roll_back(sets_home: Path, models: Run) -> None:
     (sets_home / "runs").mkdir()
-    record = {
-        "run": "again",
-        "pipeline": "full",
-        "outcome": "completed",
-        "started_unix": 0,
-        "stages": [{"name": stage, "key": f"{stage}-1", "outcome": "cached"} for stage in SUFFIXES],
-        "process": {"pid": 1, "started": 0},
-    }
+    stages = [{"name": stage, "key": f"{stage}-1", "outcome": "cached"} for stage in SUFFIXES]
+    record = {"run": "again", "pipeline": "full", "outcome": "completed", "started_unix": 0}
+    record |= {"stages": stages, "process": {"pid": 1, "started": 0}}
     (sets_home / "runs" / "again.json").write_text(json.dumps(record))
     for which, version in (("2", "2"), ("ll-3", "3"), ("again", "1")):
         said = models("promote", which).out

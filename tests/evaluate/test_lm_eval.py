@@ -25,9 +25,8 @@ ROWS = [
      "answer": number % 2, "text": f"{number} {LINES[number % 6] * 4}"}
     for number in range(ITEMS)
 ]  # fmt: skip
-COMMON = {
-    "dataset_path": "json", "test_split": "test", "num_fewshot": 0, "doc_to_text": "{{question}}",
-}  # fmt: skip
+COMMON = {"dataset_path": "json", "test_split": "test", "num_fewshot": 0}
+COMMON["doc_to_text"] = "{{question}}"
 TASKS: dict[str, dict[str, Any]] = {
     "choices": {
         "output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}",

@@ -11,12 +11,9 @@ from support.tiny_trainers import tiny_model
 
 from ttrain.config.evaluate import PairsTask
 from ttrain.data.chat import encode_chat
-from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
 from ttrain.evaluate import chats
 from ttrain.evaluate.items import SuiteFiles
-
-QUESTION = Message("user", "How many?")
 
 
 @pytest.fixture(scope="module")

@@ -184,9 +184,8 @@ def test_no_run_is_the_best_by_what_other_records_tokenizers_or_shards_make_inco
         found = compared(tmp_path, A, B)
         best[name], remarks[name] = {metric.name for metric in found.metrics if metric.best is not None}, found.remarks
     assert best == {"tokenizer": {BITS}, "records": {VALIDATION}, "nothing": {BITS, LOSS, VALIDATION}}
-    assert ["the tokenizers differ" in remarks["tokenizer"][0], "the held-out data differ" in remarks["records"][0]] == [
-        True
-    ] * 2
+    assert "the tokenizers differ" in remarks["tokenizer"][0]
+    assert "the held-out data differ" in remarks["records"][0]
     assert remarks["nothing"] == []
 
 

@@ -82,9 +82,7 @@ class Cli:
 
     def here(self, *arguments: str, code: int = 0, settings: bool = True, errors: bool = True) -> str:
         """The same in this process, which has the libraries loaded, or in one of its own where other code is chosen.
-
-        Returns standard output, and error where `errors`.
-        """
+        Returns standard output, and error where `errors`."""
         if self.environment.get("PYTHONPATH") != os.environ.get("PYTHONPATH"):
             return self(*arguments, code=code, settings=settings)
         output = io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True)

@@ -40,10 +40,8 @@ while True:
 
 
 def every_five_seconds(cli: Cli, cron: str = "* * * * * */5") -> None:
-    """Give the one schedule of the home, which is served, a slot every five seconds, or by another cron.
-
-    A cron with seconds, which the command line does not take, so that a test need not wait for minutes.
-    """
+    """Give the one schedule of the home, which is served, a slot every five seconds: a cron with
+    seconds, which the command line does not take."""
     deploy.write(cli.home, replace(deploy.find(cli.home, None), cron=cron))
 
 

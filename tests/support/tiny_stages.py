@@ -96,10 +96,7 @@ def stage_settings(steps: int = 12, pretrain: Mapping[str, Any] | None = None, *
 
 
 def run_here(module: Any, settings: Settings, output: Path, inputs: Mapping[str, Path], runtime: Runtime, **job: Any) -> Any:
-    """Run a stage's module in this process; returns its figures.
-
-    The state of the random numbers is another every time, and must not matter.
-    """
+    """The figures of a stage that runs here, with other random numbers each time: these must not matter."""
     torch.seed()
     try:
         return module.run(
@@ -121,10 +118,8 @@ def run_of(store: ArtifactStore, settings: Settings, stages: Sequence[Planned], 
 
 @dataclass
 class Watcher(StopRequest):
-    """What a launched stage reports; `act(line)` sees every line of its log. Setting `signum` asks for a stop.
-
-    `at_once`: the stop was asked for twice.
-    """
+    """What a launched stage reports; `act(line)` sees every line of its log. Setting `signum` asks
+    for a stop, `at_once` says that it was asked for twice."""
 
     act: Callable[[str], None] = lambda line: None
     signum: int = 0
