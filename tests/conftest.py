@@ -106,7 +106,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def add_database(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], None]:
-    """Give a home a database of MLflow, as a copied one: migrating takes 1 s, copying and claiming 10 ms."""
+    """Give a home a copied database of MLflow: migrating takes 1 s, copying and claiming 10 ms."""
     migrated = tmp_path_factory.mktemp("migrated")
     mlflow_mirror.prepare(migrated)
 

@@ -124,9 +124,9 @@ def test_a_mistake_of_the_command_is_told_before_anything_starts(
     assert [*Path.cwd().iterdir()] == [Path.cwd() / "a.txt"]
 
 
-def test_a_stage_alone_names_the_commands_that_make_its_inputs_in_their_order(run: Run, tmp_path: Path) -> None:
-    write_corpus(tmp_path / "data")
-    done = run("stage", "run", "sft", *Cli(tmp_path / "home", tmp_path / "data").settings)
+def test_a_stage_alone_names_the_commands_that_make_its_inputs_in_their_order(run: Run) -> None:
+    write_corpus(data := Path("data"))
+    done = run("stage", "run", "sft", *Cli(Path("home"), data).settings)
     commands = ["`ttrain stage run tokenizer`", "`ttrain stage run shards-pretrain`", "`ttrain stage run pretrain`"]
     assert done.code == 2
     places = [done.err.find(command) for command in commands]

@@ -38,8 +38,8 @@ class Made:
     texts: Mapping[str, str] = field(default_factory=dict)  # files of the artifact
 
     def __post_init__(self) -> None:
-        made_of = [self.stage, [*self.losses], dict(self.result), dict(self.files), dict(self.inputs)]
-        self.key = self.key or digest_of(made_of)
+        mappings = map(dict, (self.result, self.files, self.inputs))
+        self.key = self.key or digest_of([self.stage, list(self.losses), *mappings])
 
 
 def rows_of(losses: Sequence[float | None], began: float) -> list[dict[str, Any]]:

@@ -96,7 +96,7 @@ def stage_settings(steps: int = 12, pretrain: Mapping[str, Any] | None = None, *
 
 
 def run_here(module: Any, settings: Settings, output: Path, inputs: Mapping[str, Path], runtime: Runtime, **job: Any) -> Any:
-    """The figures of a stage that runs here, with other random numbers each time: these must not matter."""
+    """The figures of a stage that runs here, under other random numbers each time."""
     torch.seed()
     try:
         return module.run(
