@@ -51,7 +51,6 @@ LINK = re.compile(r"\]\(([^()\s#]*)(?:#([\w-]+))?\)")
 
 
 def anchors(page: Path) -> set[str]:
-    """Those of the headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).replace(" ", "-").lower() for heading in headings}
 
@@ -81,7 +80,6 @@ def test_lines_are_wrapped_at_100_columns(page: str) -> None:
 
 
 def parsed(words: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
-    """(its whole name, its parameters) of a command, as the command line reads it; nothing runs."""
     from ttrain.cli.main import app
 
     command, context, rest, name = get_command(app), None, list(words), "ttrain"
@@ -97,7 +95,6 @@ def parsed(words: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The reader's directory, with the files that pages name."""
     monkeypatch.chdir(tmp_path)
     for name in FILES:
         (tmp_path / name).write_text("name: mine\n", encoding="utf-8")
@@ -165,7 +162,6 @@ def test_json_is_an_item_and_toml_is_toml(snippet: Snippet) -> None:
 
 
 def page_code(page: str, holds: str) -> str:
-    """The Python snippet of a page that holds this text."""
     (snippet,) = [snippet for snippet in snippets("python") if snippet.page == page and holds in snippet.text]
     return snippet.text
 

@@ -94,8 +94,6 @@ print(json.dumps([found, brought]))
 
 @dataclass(frozen=True)
 class Import:
-    """One import statement, or one call that imports by name, somewhere in the tree."""
-
     importer: str
     name: str
     in_function: bool
@@ -123,7 +121,6 @@ BY_NAME = ("import_module", "__import__", "find_spec")
 def _scan(
     tree: ast.AST, importer: str, path: str, *, is_package: bool, by_name: bool = True, in_function: bool = False
 ) -> Iterator[Import]:
-    """`by_name`: also calls that import, which takes a look at every expression."""
     for node in ast.iter_child_nodes(tree):
         if not by_name and not isinstance(node, ast.stmt | ast.excepthandler | ast.match_case):
             continue
@@ -147,7 +144,6 @@ MODULES = _modules()
 
 @functools.cache
 def imports() -> list[Import]:
-    """Of all modules; not when the tests are collected, which each worker does."""
     found = []
     for name, path in MODULES.items():
         code, place = path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()
@@ -157,7 +153,6 @@ def imports() -> list[Import]:
 
 
 def _package(module: str) -> str:
-    """The package of a module of ours, as the layers name it; "" for `ttrain` itself."""
     _, *others = module.split(".")
     if module == "ttrain.errors":
         return "core"
@@ -165,7 +160,6 @@ def _package(module: str) -> str:
 
 
 def _module(name: str) -> str | None:
-    """The module of ours that an imported name is, or is part of."""
     while name and name not in MODULES:
         name = name.rpartition(".")[0]
     return name or None
@@ -272,7 +266,6 @@ def test_the_command_line_imports_flows_inside_functions_only() -> None:
 
 
 def test_every_help_page_and_what_plans_stores_and_reports_load_nothing_heavy() -> None:
-    """All pages, then all modules of the light packages, in one process; the first that brings a heavy library is named."""
     light = [module for module in MODULES if _package(module) in LIGHT and module not in LOADS]
     assert len(light) > 150
     command = [sys.executable, "-P", "-c", STARTED, json.dumps(light)]

@@ -1,7 +1,5 @@
 """A pipeline that has nothing to do: what it says, what it loads, what it writes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

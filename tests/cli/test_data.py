@@ -1,19 +1,11 @@
 """`ttrain data check`: JSON that adds up, exit codes, nothing of the data raw on the terminal."""
 
-from __future__ import annotations
-
 import gzip
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.data_commands import Run, chat, documents, texts, write
-
-
-def assert_adds_up(value: dict[str, Any]) -> None:
-    assert value["rows"] == value["kept"] + sum(value["skipped"].values()) + sum(value["rejected"].values())
-
 
 UNUSABLE = {
     "truncated.jsonl.gz": (gzip.compress(b"\n".join([b'{"text": "a"}'] * 9))[:-9], "truncated"),
@@ -29,7 +21,7 @@ def test_a_file_that_cannot_be_used_is_named_and_does_not_hide_the_others(run: R
     done = run("data", "check", name, "good.jsonl", "--json")
     bad, good = done.json
     assert done.code == 1
-    assert_adds_up(bad)
+    assert bad["rows"] == bad["kept"] + sum(bad["skipped"].values()) + sum(bad["rejected"].values())
     assert name in bad["error"] and reason in bad["error"]
     assert bad["error"] in done.err and len(done.err.splitlines()) == 1
     assert (good["file"], good["kept"], "error" in good) == ("good.jsonl", 3, False)

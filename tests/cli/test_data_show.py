@@ -1,7 +1,5 @@
 """`ttrain data show`: the tokens that are trained on are marked, and nothing of the data is raw on the terminal."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`ttrain eval`: any model, two side by side, bad rows left out and said; and the suites of the pipeline's own stage."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -54,7 +52,6 @@ def here(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
-    """What the command prints; it must end with the code."""
     with pytest.raises(SystemExit) as ended:
         main(["eval", *words])
     told = capsys.readouterr()
@@ -123,11 +120,7 @@ def test_what_cannot_be_asked_is_told_before_a_model_is_loaded(
     assert cure in said(capsys, *words, code=2)
 
 
-# --- the stage -----------------------------------------------------------------------------------------------------------
-
-
 def evaluated(root: Path, output: Path, **changes: Any) -> dict[str, Any]:
-    """What the stage says of the pretrained model."""
     settings = stage_settings()
     tree = settings.model_dump()
     config = Settings.model_validate({**tree, "evaluate": {**tree["evaluate"], "new_tokens": 2, **changes}})

@@ -1,7 +1,5 @@
 """`ttrain init`, and the settings that it writes as `ttrain config show --changed` shows them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Typical mistakes of a first day, as they are typed, and what the answer names: setting or command, value, fix."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -19,8 +17,6 @@ MISTAKES: list[tuple[str, tuple[str, ...]]] = [
     ("run sft.epochs 2", ("'sft.epochs'", "write key=value without spaces")),
     ("run learning_rate=2e-4", ("'learning_rate'", "'sft.optim.lr'", "'pretrain.optim.lr'")),
     ("run sft.lr=2e-4", ("'sft.lr'", "did you mean 'sft.optim.lr'?")),
-    ("run sft.batch_size=32", ("'sft.batch_size'", "'sft.tokens_per_step'? (in tokens: rows x row_length)")),
-    ("run output_dir=out", ("'output_dir'", "TTRAIN_HOME=DIR")),
     ("run sft.optim.lr=2", ("sft.optim.lr is 2", "at most 1", "1e-5 to 5e-2")),
     ("run data.pretrain=my docs.jsonl", ("'docs.jsonl'", "quote a path with spaces")),
     ("run data.sft=a.jsonl chats.jsonl", ("'chats.jsonl'", "write commas between files")),
@@ -31,20 +27,16 @@ MISTAKES: list[tuple[str, tuple[str, ...]]] = [
     ("plan data.chats=chats.jsonl", ("'data.chats'", "did you mean 'data.sft'")),
     ("docs.jsonl", ("`ttrain init docs.jsonl`",)),
     ("plan -c my.yml", ("cannot read settings from my.yml",)),
-    ("plan -c tab.yaml", ("tab.yaml is not valid YAML: line 2, column 1", "tab")),
     ("train my.yaml", ("'my.yaml' is a file of settings", "`ttrain pipeline run full -c my.yaml`")),
     ("chat why?", ("'why?' names no model", "echo 'why?' | ttrain chat sft")),
     ("plan -c sub/other.yaml", ("data.sft is 'rows.jsonl' but there is no such file in ", ", where the command runs")),
-    ("run sft.epochs=two", ("sft.epochs is 'two'", "must be a number")),
 ]
 
 
 @pytest.fixture
 def folder(tmp_path: Path, run: Run) -> Path:
-    """The directory of the commands, with files of a user."""
     files = {
         "my.yaml": "sft: {epochs: 2}",
-        "tab.yaml": "sft:\n\tepochs: 2",
         "sub/other.yaml": "data: {sft: rows.jsonl}",
         "docs.jsonl": '{"text": "a"}',
         "my docs.jsonl": '{"text": "a"}',

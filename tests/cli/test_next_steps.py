@@ -1,7 +1,5 @@
 """The hint at the end of a run: commands that work as they are printed."""
 
-from __future__ import annotations
-
 import shlex
 
 import pytest
@@ -16,7 +14,6 @@ RUN = ("pipeline", "run", "full")
 
 
 def hints(*overrides: str, made: tuple[str, ...] = MADE) -> dict[str, str]:
-    """The command of each line, by its reason."""
     settings = load(overrides, environment={}).settings
     lines = next_steps("full-1", settings, made)
     assert lines[0] == "next:"

@@ -1,7 +1,5 @@
 """`rerun` takes the settings of an earlier run: the exact ones, the run that was meant, and what is given on top."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +36,6 @@ def loaded(*overrides: str, files: Any = (), base: Any = ()) -> LoadedSettings:
         ("sft.optim.lr=2e-4", "name=mine", "pretrain.epochs=3"),
         ("sft.tokens=9000",),  # which takes the default of sft.epochs away
         ("data.pretrain=[{path: a.jsonl, weight: 2}, {path: b.jsonl, weight: 1}]", "data.sft=c.jsonl,d.jsonl"),
-        ("runtime.night.start='23:00'", "sft.early_stopping.patience=3", "sft.validate_every_steps=50"),
         ("model.layers=8", "model.tie_embeddings=true"),  # the default, and not what auto makes of the size
     ],
     ids=lambda given: " ".join(given) or "defaults",
@@ -65,9 +62,6 @@ def test_the_settings_of_a_run_that_started_from_a_model_come_back(tmp_path: Pat
         loaded("model.layers=3", base=base)
 
 
-# --- which run
-
-
 def test_the_newest_run_that_has_the_stage_is_meant(tmp_path: Path) -> None:
     record(tmp_path, Settings())
     newest = record(tmp_path, Settings(), ["sft", "lora"])
@@ -81,12 +75,8 @@ def test_the_newest_run_that_has_the_stage_is_meant(tmp_path: Path) -> None:
         newest_with(tmp_path, "sftt")
 
 
-# --- the command
-
-
 @pytest.fixture
 def asked(built: House, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What a command would have run."""
     calls: list[dict[str, Any]] = []
     monkeypatch.setenv("TTRAIN_HOME", str(built.store.root))
     monkeypatch.setattr(
@@ -121,9 +111,6 @@ def test_files_alone_say_the_settings_anew_and_the_environment_speaks_of_the_run
     rerun("sft")
     settings = asked[1]["loaded"].settings
     assert (settings.sft.seed, settings.runtime.threads) == (3, 1)
-
-
-# --- secrets of sources, which no record holds ---
 
 
 def test_a_hidden_source_is_refused_by_name_unless_the_environment_has_it(monkeypatch: pytest.MonkeyPatch) -> None:

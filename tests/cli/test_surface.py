@@ -1,7 +1,5 @@
 """The surface of the commands: help in panels, completion, one style of error, versions, logs of runs."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading
@@ -20,7 +18,6 @@ from ttrain.store.runs import RunRecord
 
 @pytest.fixture
 def home(tmp_path: Path, run: Run) -> Path:
-    """Of the commands."""
     return tmp_path / "home"
 
 
@@ -108,7 +105,6 @@ def test_the_log_of_a_run_is_printed_and_followed_to_its_end(home: Path, run: Ru
     lines = run("pipeline", "logs", record.run).out.splitlines()
     assert [line.split(" ", 2)[2] for line in lines] == ["tokenizer: first", "sft: second \\x1b[2J"]
     assert run("pipeline", "logs", "latest", "tokenizer").out.count("\n") == 1
-
     first_seen = threading.Event()
     collected: list[str] = []
 

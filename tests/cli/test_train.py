@@ -1,7 +1,5 @@
 """`ttrain train`: a stage alone, a user's task in its own process, from any directory; what is said, and the exit codes."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -10,8 +8,9 @@ from typing import Any
 import pytest
 import yaml
 from safetensors.torch import load_file
+from support.comparing import logged_steps
 from support.data_commands import Run, in_process, trains_here
-from support.pipeline_home import write_corpus
+from support.pipeline_home import Cli, write_corpus
 from support.planned_homes import remember_modules
 
 COMMAND = [sys.executable, "-P", "-c", "from ttrain.cli.main import main; main()"]
@@ -29,7 +28,6 @@ class Slow(Regression):
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A directory and a home of the test."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("TTRAIN_HOME", str(tmp_path / "home"))
@@ -61,11 +59,6 @@ WORDS = ("train", "slow", "examples=640", "--out", "out", "runtime.log_every_ste
 CURVE = Path("out", "run", "metrics.jsonl")
 
 
-def steps_with_a_loss() -> list[int]:
-    lines = [json.loads(line) for line in CURVE.read_text().splitlines()]
-    return [line["step"] for line in lines if "loss" in line["metrics"]]
-
-
 def test_a_task_is_trained_and_its_settings_are_its_own_from_then_on(
     run: Run, plugged: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,14 +68,13 @@ def test_a_task_is_trained_and_its_settings_are_its_own_from_then_on(
     done = run(*words, "--json")
     assert done.code == 0, done.err
     assert done.json["steps"] == STEPS and not done.json["was_finished"]
-    assert steps_with_a_loss() == list(range(1, STEPS + 1))
+    lines = [json.loads(line) for line in CURVE.read_text().splitlines()]
+    assert logged_steps(lines, "loss") == list(range(1, STEPS + 1))
     assert "0.weight" in load_file("out/model.safetensors") and list(Path("out", "checkpoints").glob("step-*"))
-
     Path("other.yaml").write_text("hidden: 8\noptim: {lr: 0.001}\n")
     refused = run(*words, "-c", "other.yaml")
     assert refused.code == 2
     assert "hidden: 64 → 8" in refused.out and "optim.lr: 0.01 → 0.001" in refused.out and "--allow" in refused.out
-
     again = run(*words)
     assert again.code == 0 and f"it was already finished at step {STEPS}; nothing was trained" in again.out
     assert "-c" not in words and run(*words, "-c", Path("out", "settings.yaml")).code == 0
@@ -132,17 +124,9 @@ def test_a_mistake_of_the_command_is_told_before_anything_starts(
     assert [*Path.cwd().iterdir()] == [Path.cwd() / "a.txt"]
 
 
-@pytest.fixture
-def corpus(tmp_path: Path) -> list[str]:
-    """The settings that name a tiny corpus."""
-    data = tmp_path / "data"
-    write_corpus(data)
-    names = {"pretrain": "docs*.jsonl", "sft": "chats.jsonl", "lora": "domain.jsonl"}
-    return ["-c", str(data / "tiny.yaml"), *(f"data.{name}={data / file}" for name, file in names.items())]
-
-
-def test_a_stage_alone_names_the_commands_that_make_its_inputs_in_their_order(run: Run, corpus: list[str]) -> None:
-    done = run("stage", "run", "sft", *corpus)
+def test_a_stage_alone_names_the_commands_that_make_its_inputs_in_their_order(run: Run) -> None:
+    write_corpus(data := Path("data"))
+    done = run("stage", "run", "sft", *Cli(Path("home"), data).settings)
     commands = ["`ttrain stage run tokenizer`", "`ttrain stage run shards-pretrain`", "`ttrain stage run pretrain`"]
     assert done.code == 2
     places = [done.err.find(command) for command in commands]

@@ -1,7 +1,5 @@
 """The pages that `ttrain up --open` opens: a view of a real MLflow and its server, in a real browser where there is one."""
 
-from __future__ import annotations
-
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,7 +35,6 @@ def two(tmp_path_factory: pytest.TempPathFactory, add_database: Callable[[Path],
 
 @pytest.fixture
 def running(two: tuple[Path, dict[str, str]]) -> Iterator[Path]:
-    """The home of `two`, whose server is a double."""
     home, _ = two
     with pytest.MonkeyPatch.context() as patch:
         write_double(home)

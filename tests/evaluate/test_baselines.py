@@ -1,7 +1,5 @@
 """What bytes cost without a language model: a code that could be sent, learnt from the bytes before each byte alone."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 

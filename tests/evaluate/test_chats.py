@@ -1,7 +1,5 @@
 """Chats as an evaluation: loss on the answers, and what answers look like, which these tests put into a model's mouth."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Sequence
@@ -39,13 +37,11 @@ def model(encoder: Encoder) -> Any:
 
 
 def turns(*contents: str, system: str = "") -> Messages:
-    """A conversation that user and assistant take turns in."""
     roles = [Message("user" if number % 2 == 0 else "assistant", text) for number, text in enumerate(contents)]
     return (*([Message("system", system)] if system else []), *roles)
 
 
 def saying(encoder: Encoder, model: Any, said: Sequence[tuple[Sequence[int], bool]], **changes: Any) -> LoadedModel:
-    """A model whose answers, to prompts of any order, are these; they are told apart by the user's last turn."""
     waiting = iter(said)
     return subject_of(model, encoder, said=lambda prompts, count: [next(waiting) for _ in prompts], **changes)
 
@@ -70,12 +66,6 @@ def test_special_tokens_and_the_turns_of_others_are_markers(encoder: Encoder) ->
     assert chats.find_markers(encoder, [], "A user: somebody. The assistant said: if a < b | c > d") == []
 
 
-def named(directory: Path) -> Encoder:
-    make_tokenizer(directory)
-    (directory / "chat_template.jinja").write_text(NAMED)
-    return Encoder(directory)
-
-
 def test_the_loss_is_that_of_the_answers_and_of_the_tokens_that_end_them(
     encoder: Encoder, model: Any, tmp_path: Path
 ) -> None:
@@ -94,7 +84,6 @@ def test_the_loss_is_that_of_the_answers_and_of_the_tokens_that_end_them(
 
 
 def test_figures_of_answers_are_counted_by_hand(encoder: Encoder, model: Any, tmp_path: Path) -> None:
-    """Three chats with two, one and one answers; the longest prompt is asked first."""
     long = turns("A question that is long", "An answer", "And what is there more to say, do you think?", "Nothing more")
     rows = [long, turns("Who is it, then?", "Me"), turns("Hm?", "Yes")]
     texts = [("Nothing", True), ("well well", True), ("one two three four one two three four", False), ("", True)]
@@ -130,7 +119,9 @@ def test_a_short_context_gets_the_end_of_what_was_said(encoder: Encoder, model: 
 def test_chats_that_a_template_refuses_are_told_and_stop_nothing(
     model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    encoder = named(tmp_path / "named")
+    make_tokenizer(tmp_path / "named")
+    (tmp_path / "named" / "chat_template.jinja").write_text(NAMED)
+    encoder = Encoder(tmp_path / "named")
     rows = [turns("Hi", "Hello", system="Be kind."), turns("Hi", "Hello")]
     with caplog.at_level(logging.WARNING, "ttrain"):
         outcome = evaluated(rows, tmp_path, subject_of(model, encoder), new_tokens=3)

@@ -1,7 +1,5 @@
 """Multiple choice and last words: shared rows score as rows apart do, bad rows never count, no item is its own example."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence
@@ -10,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.evaluated_models import subject_of
+from support.evaluated_models import quiet, subject_of
 from support.tiny_data import LINES
 from support.tiny_trainers import tiny_model
 from torch import Tensor, nn
@@ -40,12 +38,7 @@ def subject(encoder: Encoder) -> LoadedModel:
     return subject_of(model_of(encoder), encoder)
 
 
-def quiet(done: int, total: int) -> None:
-    pass
-
-
 def naive(subject: LoadedModel, context: Sequence[int], continuation: Sequence[int]) -> tuple[float, bool]:
-    """A pass over the whole row, whose logits are all made."""
     ids = torch.tensor([[*context, *continuation]])
     with torch.no_grad():
         logits = subject.model(input_ids=ids[:, :-1]).logits[0].double().log_softmax(-1)[-len(continuation) :]
@@ -54,8 +47,6 @@ def naive(subject: LoadedModel, context: Sequence[int], continuation: Sequence[i
 
 
 class Watched(nn.Module):
-    """Notes the shapes of what a model is given."""
-
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.shapes: list[tuple[int, int]] = []
@@ -67,7 +58,6 @@ class Watched(nn.Module):
 
 
 def check(subject: LoadedModel) -> None:
-    """Every score of TEXTS is that of a pass over its whole row."""
     pairs = encode_pairs(subject, TEXTS)
     wanted = [naive(subject, *pair) for pair in pairs]
     found = log_likelihoods(subject, TEXTS, quiet)

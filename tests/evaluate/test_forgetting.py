@@ -1,7 +1,5 @@
 """The gate over all nights: a gain on the new does not pay for a loss on the old, and the reason says which."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -117,7 +115,6 @@ def test_losses_within_the_bound_of_a_night_do_not_add_up_over_nights() -> None:
 
 
 def test_a_challenger_that_gains_on_the_champion_passes_however_good_an_earlier_champion_was() -> None:
-    """Else nothing could be promoted any more after one that forgot was promoted by hand."""
     champion, challenger = model({"a": 3.0, "b": 3.0}, seed=2), model({"a": 2.9, "b": 1.0})
     texts = heldout_texts(champion.records, nights_of(champion), {}, "b")
     [old, _] = forgetting.figures(challenger, champion, texts, Promotion(), {"a": BestFigure(2.0, "version 1", COUNT)})

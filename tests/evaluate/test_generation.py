@@ -1,7 +1,5 @@
 """Answers in a model's own words: which number they give, what ends them, and that no batch changes them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from fractions import Fraction
@@ -9,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.evaluated_models import subject_of
+from support.evaluated_models import quiet, subject_of
 from support.tiny_trainers import tiny_model
 
 from ttrain.config.evaluate import GenerationTask
@@ -35,10 +33,6 @@ RESULTS: dict[str, str | None] = {
 @pytest.fixture(scope="module")
 def subject(encoder: Encoder) -> LoadedModel:
     return subject_of(tiny_model(vocab=len(encoder), init_std=0.4, tie_embeddings=False), encoder)
-
-
-def quiet(done: int, total: int) -> None:
-    pass
 
 
 def asked(tmp_path: Path, rows: Sequence[Any], subject: LoadedModel, **settings: Any) -> TaskResult:

@@ -3,8 +3,6 @@
 The validation loss of a training is that score of the model that it leaves, on the held-out records.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,9 +36,6 @@ PLAIN: tuple[dict[str, Any], ...] = ({}, {"kind": "gpt2"}, {"kind": "qwen3", "ti
 OTHERS: tuple[dict[str, Any], ...] = (
     {"kind": "gemma2"}, {"kind": "granite", "fields": {"logits_scaling": 3.0}}, {"kind": "cohere"},
 )  # fmt: skip
-
-
-# --- scores -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stride", [1, 5, 16])
@@ -118,9 +113,6 @@ def test_windows_of_like_length_share_a_batch_and_those_without_a_live_token_are
     assert score_of(model, [([5], [True]), ([], [])], 4, 2) == (0.0, 0)
 
 
-# --- costs of tokens ----------------------------------------------------------------------------------------------------
-
-
 def rows_and_labels() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(4)
     ids = torch.randint(9, VOCAB, (3, 20), generator=generator)
@@ -136,7 +128,6 @@ def test_tokens_cost_what_the_logits_of_the_whole_model_say(options: dict[str, A
 
 
 def check_costs(model: nn.Module) -> torch.Tensor:
-    """Compare each token's cost with the logits of the whole model, which are returned."""
     ids, labels = rows_and_labels()
     with torch.no_grad():
         logits: torch.Tensor = model(input_ids=ids).logits.double()
@@ -179,15 +170,12 @@ def test_no_label_costs_nothing() -> None:
     assert TokenLosses(tiny_model().eval())(ids, torch.full_like(ids, IGNORE)).shape == (0,)
 
 
-# --- the validation loss of a training -----------------------------------------------------------------------------------
-
 ROW_LENGTH = 160
 Piece = tuple[Sequence[int], Sequence[bool]]  # ids, and which of them are targets
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A pretraining and an SFT that were validated on all that was held out."""
     root = tmp_path_factory.mktemp("trained")
     home, tree = Home.make(root / "home"), stage_settings().model_dump(mode="json")
     rows = {"validation_rows": 1000, "row_length": ROW_LENGTH, "tokens_per_step": 4 * ROW_LENGTH}

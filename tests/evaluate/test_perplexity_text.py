@@ -1,7 +1,5 @@
 """Text tasks: every byte counts once whatever the tokenizer, special tokens are text, bad rows never count."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence
@@ -23,7 +21,6 @@ ROWS = [{"text": one, "source": f"s{number % 3}"} for number, one in enumerate(d
 
 
 def places(tmp_path: Path, lines: Sequence[Any]) -> SuiteFiles:
-    """A directory with `file.jsonl`; what is no text becomes JSON."""
     content = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
     (tmp_path / "file.jsonl").write_text(content, encoding="utf-8")
     return SuiteFiles(tmp_path)
@@ -53,11 +50,8 @@ def test_the_figures_are_those_of_all_texts_together_and_of_each_group(tmp_path:
     assert figures["loss"].value == pytest.approx(nats / tokens, rel=1e-6)
     assert figures["perplexity"].value == pytest.approx(math.exp(nats / tokens), rel=1e-6)
     assert not any(figure.higher_is_better for figure in found.figures)
-    assert {name: len(numbers) for name, numbers in found.items.groups.items()} == {
-        "source=s0": 4,
-        "source=s1": 4,
-        "source=s2": 4,
-    }
+    sizes = {name: len(numbers) for name, numbers in found.items.groups.items()}
+    assert sizes == {"source=s0": 4, "source=s1": 4, "source=s2": 4}
     assert found.baselines == baselines.bits_per_byte("".join(row["text"] for row in ROWS).encode())
     for name, numbers in found.items.groups.items():
         rows = [row for row in ROWS if f"source={row['source']}" == name]

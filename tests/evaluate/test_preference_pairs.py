@@ -1,7 +1,5 @@
 """Held-out pairs: the chosen answer is preferred if its whole log-probability is higher, as the model itself gives it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -13,12 +11,9 @@ from support.tiny_trainers import tiny_model
 
 from ttrain.config.evaluate import PairsTask
 from ttrain.data.chat import encode_chat
-from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
 from ttrain.evaluate import chats
 from ttrain.evaluate.items import SuiteFiles
-
-QUESTION = Message("user", "How many?")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """Promotion: the decision follows its table, the interval covers as often as it says, and pairs are what is resampled."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
@@ -25,7 +23,6 @@ RECORDS = 60
 def scores(
     better_by: float = 0.0, *, spread: float = 0.0, count: int = RECORDS, seed: int = 1, metric: str = "bits_per_byte"
 ) -> Metric:
-    """A model whose every record costs 2 bits a byte less `better_by`, give or take `spread`."""
     random = np.random.default_rng(seed)
     sizes = np.random.default_rng(7).integers(50, 500, count).astype(float)
     sums = sizes * (2.0 - better_by + spread * random.standard_normal(count))
@@ -33,12 +30,10 @@ def scores(
 
 
 def figure(value: float, name: str = "bits_per_byte") -> Metric:
-    """A metric without records."""
     return Metric(name, (value,), (1.0,), None)
 
 
 def right(count: int) -> Metric:
-    """A model that answers so many of a hundred questions; the evaluation knows that more are better."""
     sums = (1.0,) * count + (0.0,) * (100 - count)
     return Metric("poems/accuracy/base", sums, (1.0,) * 100, higher_is_better=True, records=tuple(map(str, range(100))))
 
@@ -101,9 +96,6 @@ def test_a_decision_has_the_figures_that_it_was_made_from_and_says_which_differe
     assert far.promote and far.difference > far.smallest_difference
     assert dict(far.rows())["minimum detectable"] == f"{far.smallest_difference:.5f}"
     assert far.to_json()["smallest_difference"] == far.smallest_difference
-
-
-# --- scores of an evaluation ------------------------------------------------------------------------------------------
 
 
 def evaluation(directory: Path) -> Artifact:

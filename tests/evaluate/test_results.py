@@ -1,7 +1,5 @@
 """Results: the table and the JSON say the same, and no difference is claimed that the items do not show."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
@@ -20,7 +18,6 @@ ITEMS = tuple(f"item{number}" for number in range(100))
 
 
 def choices(model: str, right: int, task: str = "poems", **changes: Any) -> TaskResult:
-    """The first `right` of a hundred questions were answered right."""
     figure = Metric("accuracy", (1.0,) * right + (0.0,) * (100 - right), (1.0,) * 100, higher_is_better=True, unit="")
     rows = [{"question": str(number)} for number in range(100)]
     return Items(task, ChoicesTask(file="x"), (), changes.get("items", ITEMS)).result(model, [figure], rows)

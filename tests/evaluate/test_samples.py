@@ -1,9 +1,6 @@
 """Samples: their prompts are of the user's own held-out rows, whatever language, unless the settings name others."""
 
-from __future__ import annotations
-
 import pytest
-from support.tiny_data import make_tokenizer
 from support.tiny_models import tiny_model
 
 from ttrain.data.chat_templates import Message, Messages
@@ -14,13 +11,6 @@ from ttrain.inference.loading import with_encoder
 
 CHINESE = "山海经\n南山经之首曰鹊山其首曰招摇之山临于西海之上多桂多金玉有草焉其状如韭而青花其名曰祝余食之不饥" * 4
 ENGLISH = "The quick brown fox jumps over the lazy dog, and then it returns to the place where it began. " * 4
-
-
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
-    directory = tmp_path_factory.mktemp("samples") / "tokenizer"
-    make_tokenizer(directory)
-    return Encoder(directory)
 
 
 def talk(question: str, answer: str = "An answer.", *before: Message) -> Messages:

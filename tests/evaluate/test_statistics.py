@@ -1,7 +1,5 @@
 """Confidence: intervals cover as often as they say, tests are as wrong as they say, and power is what is promised."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import time
@@ -27,7 +25,6 @@ def bits(sums: np.ndarray, sizes: np.ndarray) -> Metric:
 
 
 def documents(random: np.random.Generator, count: int) -> np.ndarray:
-    """Sizes of documents: most are short, a few are long."""
     return np.exp(random.normal(6, 0.7, count)).round()
 
 
@@ -35,8 +32,6 @@ Draw = Callable[[np.random.Generator], Metric]
 
 
 def texts(count: int) -> Draw:
-    """Texts of 2 nats a byte, give or take."""
-
     def draw(random: np.random.Generator) -> Metric:
         sizes = documents(random, count)
         return bits(sizes * (2 + 0.5 * random.standard_normal(count)), sizes)
@@ -95,7 +90,6 @@ def test_a_share_that_all_parts_agree_on_has_at_least_the_interval_of_its_items(
 
 
 def shares(share: float, sizes: tuple[float, ...]) -> Metric:
-    """Items of which this share of the parts is so."""
     return Metric("ended", tuple(share * size for size in sizes), sizes, higher_is_better=True, unit="share")
 
 

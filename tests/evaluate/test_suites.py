@@ -1,7 +1,5 @@
 """Suites: what they say is checked by name, they count by the bytes of their files, and each model has its own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

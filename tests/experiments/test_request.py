@@ -1,7 +1,5 @@
 """What a sweep compares by and which stages it runs, from the settings that vary; what is refused before anything runs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,6 @@ def asked(*overrides: str, **options: Any) -> request.SweepRequest:
 @pytest.mark.parametrize(
     ("overrides", "metric", "own"),
     [
-        ([LR], "pretrain/validation_loss", ["pretrain"]),
         ([LR, "sft.epochs=choice(1,2)"], "sft/validation_loss", ["pretrain", "sft"]),
         (["data.sft=choice(a.jsonl,b.jsonl)"], "sft/validation_loss", ["shards-sft", "sft"]),
     ],

@@ -1,7 +1,5 @@
 """What values the trials of a sweep get, and what its record keeps of them."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a sweep varies: ranges as they are written, the values that they mean, and what is said of those that mean none."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -12,14 +12,13 @@ from starlette.websockets import WebSocketDisconnect
 from support.web import Site, served
 
 from ttrain.errors import UsageError
-from ttrain.flows import engine, servers
+from ttrain.flows import engine
 from ttrain.flows.guard import Guard
 
 TOKEN, OPEN = "a-token_1", "/api/health"
 
 
 async def application(scope: Any, receive: Any, send: Any) -> None:
-    """Its web socket says something by itself at the beginning."""
     if scope["type"] == "websocket":
         await receive()
         await send({"type": "websocket.accept"})
@@ -39,7 +38,6 @@ def client() -> TestClient:
 
 
 def is_let_in(client: TestClient, headers: dict[str, str]) -> bool:
-    """Whether a web socket is opened."""
     try:
         with client.websocket_connect("ws://127.0.0.1:4200/api/events/out", headers=headers) as there:
             return there.receive_text() == "events"
@@ -55,15 +53,6 @@ def basic(text: str) -> str:
 def test_a_program_shows_the_token_as_prefect_and_mlflow_do(client: TestClient, authorization: str) -> None:
     headers = {"Authorization": authorization}
     assert client.get("/api/flows", headers=headers).status_code == 200 and is_let_in(client, headers)
-
-
-def test_prefect_has_the_settings_with_which_its_client_shows_it() -> None:
-    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_CLIENT_CUSTOM_HEADERS, temporary_settings
-
-    chosen, names = servers.access(TOKEN), {PREFECT_API_AUTH_STRING, PREFECT_CLIENT_CUSTOM_HEADERS}
-    assert {name.name for name in names} == set(chosen)
-    with temporary_settings({name: chosen[name.name] for name in names}):
-        assert PREFECT_CLIENT_CUSTOM_HEADERS.value() == {"Authorization": f"Bearer {TOKEN}"}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from support.paths import ROOT
 from support.planned_homes import remember_modules
 
 CODE = """
@@ -19,7 +18,6 @@ main(["pipeline", "plan", "full", "--json"])
 
 
 def test_own_flows_and_tasks_are_not_shadowed_and_shadow_nothing(tmp_path: Path) -> None:
-    """In the working directory of a Prefect user; ttrain is imported as it is installed."""
     for name in ("flows", "tasks"):
         (tmp_path / name).mkdir()
     (tmp_path / "flows" / "__init__.py").write_text("")
@@ -31,9 +29,3 @@ def test_own_flows_and_tasks_are_not_shadowed_and_shadow_nothing(tmp_path: Path)
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert '"pipeline": "full"' in done.stdout
-
-
-def test_no_module_of_ours_has_those_names() -> None:
-    """In the checkout `flows` and `tasks` are at the top; ttrain/flows and ttrain/tasks are links to them."""
-    for name in ("flows", "tasks"):
-        assert (ROOT / "ttrain" / name).resolve() == ROOT / name

@@ -10,7 +10,9 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
+from typer.testing import CliRunner
 
+from ttrain.cli.main import app
 from ttrain.config.loading import load
 from ttrain.core.files import write_json
 from ttrain.engine.provenance import with_absolute_paths
@@ -74,10 +76,6 @@ def test_a_schedule_is_listed_with_its_next_slot_and_its_last_outcome(
 
 
 def listed() -> Any:
-    from typer.testing import CliRunner
-
-    from ttrain.cli.main import app
-
     return json.loads(CliRunner().invoke(app, ["pipeline", "schedule", "list", "--json"]).stdout)
 
 

@@ -101,7 +101,6 @@ def test_deployments_are_those_of_the_files_and_a_pause_in_the_ui_is_kept_in_the
     look()
     look()
     assert server.added == ["nightly/mine"] and said == ["scheduled: nightly/mine"]
-
     server.deployments["nightly/mine"].paused = True
     look()
     assert deploy.read_all(tmp_path)["nightly/mine"].paused
@@ -112,7 +111,6 @@ def test_deployments_are_those_of_the_files_and_a_pause_in_the_ui_is_kept_in_the
     server.deployments.clear()
     look()
     assert len(server.added) == 3, "also where the server has lost it"
-
     server.add("nightly/of-another-home", tags=["ttrain", "home:/"])
     server.add("full/removed")
     look()

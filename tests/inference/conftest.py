@@ -1,7 +1,5 @@
 """A small chat model, and a home for commands."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -23,6 +21,5 @@ def one(directory: Path) -> LoadedModel:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """The command line in this process, with a home of its own."""
     monkeypatch.setenv("TTRAIN_HOME", str(tmp_path / "home"))
     return in_process(capsys)

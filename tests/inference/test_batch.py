@@ -1,7 +1,5 @@
 """Answers to files of prompts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

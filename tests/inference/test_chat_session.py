@@ -1,7 +1,5 @@
 """Conversations: what the model is given, what commands do, what a pipe and a terminal show; and answers to files."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys
@@ -27,7 +25,6 @@ QUESTIONS = ("Who?", "123 456", "def f(x): return x", "東京")
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Fills with the ids of each prompt that a model is given."""
     found: list[list[int]] = []
     real = generate.generate
 
@@ -106,8 +103,6 @@ Pipe = Callable[..., Result]
 
 @pytest.fixture
 def pipe(run: Run, monkeypatch: pytest.MonkeyPatch) -> Pipe:
-    """`ttrain chat`, whose standard input holds these lines."""
-
     def ask(lines: bytes, *arguments: str | Path) -> Result:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
         return run("chat", *arguments, "--device", "cpu", "--max-tokens", "6", "--temperature", "0")

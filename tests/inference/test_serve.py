@@ -1,7 +1,5 @@
 """`ttrain serve`: OpenAI's own client, what is refused, and the page in a browser."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -39,8 +37,6 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
 class Served:
-    """An endpoint with two small models, and one whose answers do not end, behind the guard."""
-
     def __init__(self, directory: Path, **settings: Any) -> None:
         self.pairs = directory / "preferences.jsonl"
         self.models = {
@@ -85,7 +81,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def chat_answer(model: LoadedModel, tokens: int) -> str:
-    """What `ttrain chat` says to the question."""
     ids = prompt_ids(model.encoder, (Message("user", QUESTION[0]["content"]),))
     (answer,) = generate(model, [ids], Sampling(max_tokens=tokens))
     return completion_text(model.encoder, answer)
@@ -255,7 +250,6 @@ def kept_pairs(path: Path) -> list[dict[str, Any]]:
 
 
 def press(page: Browser, code: str, *, alt: bool = False) -> None:
-    """Press a key where the focus is."""
     key = code.removeprefix("Digit")
     for kind in ("keyDown", "keyUp"):
         page.send("Input.dispatchKeyEvent", type=kind, code=code, key=key, modifiers=int(alt))

@@ -1,7 +1,5 @@
 """What a model was made of, from the store or from MLflow alone: every link with its data, code, seed and settings."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -59,7 +57,6 @@ def publish(home: Path, stage: str, key: str, used: Mapping[str, Artifact] | Non
 
 
 def make(home: Path, tokenizer: str = "a1b2c3d") -> dict[str, Artifact]:
-    """A pipeline's artifacts up to SFT, and the record of their run."""
     read = {"files": {"train": FILES}, "settings": {"reading.seed": 3, "tokenizer.vocab_size": 400}}
     where = {"files": {"train": ["/data/docs.jsonl"]}}
     made = {"tokenizer": publish(home, "tokenizer", tokenizer, ingredients=read, provenance=where)}
@@ -96,7 +93,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tracked(tmp_path_factory: pytest.TempPathFactory, add_database: Callable[[Path], None]) -> Path:
-    """The same, which MLflow knows, with a run for each stage; its set is champion."""
     home = tmp_path_factory.mktemp("tracked") / "home"
     add_database(home)
     make(home)
@@ -107,7 +103,6 @@ def tracked(tmp_path_factory: pytest.TempPathFactory, add_database: Callable[[Pa
 
 @pytest.fixture
 def shared(tracked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The MLflow of `tracked`, as one that several homes use."""
     shutil.copytree(tracked / "mlflow", tmp_path / "shared" / "mlflow")
     prepare(tmp_path / "shared")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", own_uri(tmp_path / "shared"))
@@ -115,7 +110,6 @@ def shared(tracked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 
 def alone(home: Path, to: Path, *parts: str) -> Path:
-    """A home with the registry and these parts of another one."""
     for part in parts:
         shutil.copytree(home / part, to / part)
     to.mkdir(exist_ok=True)
@@ -248,9 +242,6 @@ def test_what_lies_behind_a_model_of_many_nights_is_walked_once(tmp_path: Path) 
     *_, last = nights.values()
     model = publish(tmp_path, "pretrain", "a1", {"shards": last, **nights})
     store = ArtifactStore(tmp_path)
-    assert [artifact.key for artifact in History.of(model, store).artifacts] == [
-        *(a.key for a in nights.values()),
-        model.key,
-    ]
+    assert [*History.of(model, store).artifacts] == [*nights.values(), model]
     assert heldout_shards(model, store)["documents"].key == last.key
     assert lineage_of(tmp_path, model.key).artifacts[-1].key == model.key

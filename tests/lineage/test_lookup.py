@@ -1,7 +1,5 @@
 """References: run, stage and directory lead to the same files; a wrong one is told what there is."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -29,7 +27,6 @@ from ttrain.store.runs import RunRecord
 
 
 def write_model(directory: Path, weights: bytes, *, shards: int = 1) -> Path:
-    """A directory that looks like Hugging Face's; nobody opens the weights."""
     directory.mkdir(parents=True)
     (directory / "config.json").write_text("{}")
     (directory / "tokenizer.json").write_text("{}")
@@ -54,8 +51,6 @@ def write_adapter(directory: Path, base: Path | None, named: str = "ttrain-sft")
 
 
 class Home:
-    """A store with a tokenizer, two SFT models, an adapter on the older one, and the record of the run that made them."""
-
     def __init__(self, root: Path) -> None:
         self.store = ArtifactStore(root / "home")
         self.tokenizer = self.publish("tokenizer", "t", lambda output: (output / "tokenizer.json").write_text("{}"))
@@ -260,7 +255,6 @@ def test_a_directory_is_a_model_an_adapter_an_artifact_or_a_checkpoint(runs_home
 
 
 def test_the_base_of_an_adapter_is_the_model_whose_weights_have_the_digest(runs_home: Home) -> None:
-    """Whatever is newer, and wherever the adapter was copied to."""
     shutil.copytree(runs_home.lora.path / "adapter", "copied")
     found = runs_home.resolve("copied")
     assert (found.model, found.adapter, found.artifact) == (runs_home.sft.path / "model", Path("copied").absolute(), None)

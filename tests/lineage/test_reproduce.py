@@ -1,7 +1,5 @@
 """A model is made again as its manifests say: the same bytes, or what differs; refused where its raw data are gone."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -28,7 +26,6 @@ from ttrain.tasks import SHARDS_PRETRAIN, TOKENIZER
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A home with a tokenizer and shards, built by the real processes from two files, beside those."""
     root = tmp_path_factory.mktemp("made")
     (root / "data").mkdir()
     for name in ("a", "b"):
@@ -49,7 +46,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def root(made: Path, tmp_path: Path) -> Path:
-    """A copy of all of it, whose manifests name the copied files."""
     shutil.copytree(made, tmp_path / "root")
     for path in tmp_path.glob(f"root/home/store/*/*/{MANIFEST}"):
         write_manifest(path.parent, json.loads(path.read_text().replace(str(made), str(tmp_path / "root"))))
@@ -61,7 +57,6 @@ def artifact(root: Path, stage: str = "tokenizer") -> Artifact:
 
 
 def alter(root: Path, stage: str, change: Any) -> None:
-    """Have the manifest of a stage say something else."""
     directory = artifact(root, stage).path
     manifest = read_json(directory / MANIFEST)
     change(manifest)

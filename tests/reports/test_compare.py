@@ -1,7 +1,5 @@
 """Runs side by side: every difference a line, the better figure named, and a word where figures cannot be compared."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -98,8 +96,6 @@ BITS, LOSS, VALIDATION = "eval/bits_per_byte", "eval/chat_loss_sft", "pretrain/v
         ([{BITS: 2.0}, {BITS: math.nan}], "the runs share no metric that decides which is better"),
         ([{BITS: 1.5, LOSS: 4.5}, {BITS: 1.5, LOSS: 4.0}],
          "the model of B is better on these records by eval/chat_loss_sft: 4 against 4.5000 of A (-11 %)"),
-        ([{VALIDATION: 3.5}, {VALIDATION: 3.5 / 2}],
-         "the model of B is better on these records by pretrain/validation_loss: 1.7500 against 3.5000 of A (-50 %)"),
     ],
 )  # fmt: skip
 def test_the_verdict_names_who_is_better_by_what(tmp_path: Path, metrics: list[dict[str, float]], verdict: str) -> None:
@@ -188,9 +184,8 @@ def test_no_run_is_the_best_by_what_other_records_tokenizers_or_shards_make_inco
         found = compared(tmp_path, A, B)
         best[name], remarks[name] = {metric.name for metric in found.metrics if metric.best is not None}, found.remarks
     assert best == {"tokenizer": {BITS}, "records": {VALIDATION}, "nothing": {BITS, LOSS, VALIDATION}}
-    assert ["the tokenizers differ" in remarks["tokenizer"][0], "the held-out data differ" in remarks["records"][0]] == [
-        True
-    ] * 2
+    assert "the tokenizers differ" in remarks["tokenizer"][0]
+    assert "the held-out data differ" in remarks["records"][0]
     assert remarks["nothing"] == []
 
 

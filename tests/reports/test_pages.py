@@ -1,7 +1,5 @@
 """Pages of runs: their drawings are read back, in a browser too, and no text of a run is obeyed."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import math
@@ -28,7 +26,6 @@ needs_browser = pytest.mark.skipif(executable() is None, reason="no Chromium is 
 
 
 def make_two(home: Path) -> list[RunView]:
-    """Two runs with curves, an evaluation, and texts that would like to be more than texts."""
     settings: dict[str, Any] = {"data": {"pretrain": [HOSTILE]}}
     for number, name in enumerate((A, B)):
         samples = {
@@ -71,10 +68,6 @@ def browser() -> Iterator[Browser]:
 def opened(browser: Browser, path: Path) -> None:
     browser.errors.clear()
     browser.open(path.as_uri())
-
-
-def chart(number: int) -> str:
-    return f"document.querySelectorAll('figure')[{number}]"
 
 
 def test_lines_are_where_the_numbers_are_with_a_gap_where_there_is_none(pages_home: Path) -> None:
@@ -123,7 +116,7 @@ def test_a_page_fits_a_phone_and_a_desk(browser: Browser, pages_home: Path, name
     opened(browser, pages_home / name)
     browser.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true; })")
     assert browser.evaluate("document.documentElement.scrollWidth") == width
-    plot = browser.evaluate(f"{chart(0)}.querySelector('svg').getBoundingClientRect().right")
+    plot = browser.evaluate("document.querySelector('figure svg').getBoundingClientRect().right")
     assert 100 < plot <= width
     browser.resize(1200, 800)
     assert browser.errors == []

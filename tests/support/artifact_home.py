@@ -25,13 +25,10 @@ LONG_AGO = 100 * DAY
 
 
 class Home:
-    """A home with artifacts and runs of any age; what stages leave is a file with its key's name in it."""
-
     def __init__(self, root: Path) -> None:
         self.store = ArtifactStore(root)
 
     def publish(self, stage: str, name: str, age: float = LONG_AGO, **inputs: Artifact) -> Artifact:
-        """An artifact whose key is that of its ingredients, which have the name among their settings."""
         ingredients = {"stage": stage, "arguments": {}, "settings": {"name": name}, "inputs": {}, "files": {}, "code": {}}
         key = key_of(ingredients)
         output = self.store.work(stage, key) / "output"
@@ -48,7 +45,6 @@ class Home:
         return found
 
     def run(self, *made: Artifact, age: float = 0.0, outcome: str = "completed", **pending: str) -> runs.RunRecord:
-        """A run that made or used these; `pending`: outcome of a further stage, by its name."""
         record = runs.RunRecord(self.store.root, "full", [*(a.stage for a in made), *pending], {})
         for artifact in made:
             record.stage(artifact.stage, outcome="completed", key=artifact.key)

@@ -1,7 +1,5 @@
 """Headless Chromium over its DevTools protocol: opens a page, reads it back, keeps what its console said, takes pictures."""
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil
@@ -10,7 +8,7 @@ import tempfile
 import time
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from support.waiting import wait_until
 from websockets.sync.client import connect
@@ -33,7 +31,7 @@ class Browser:
         self._profile = Path(tempfile.mkdtemp(prefix="ttrain-browser-"))
         self._number = 0
 
-    def __enter__(self) -> Browser:
+    def __enter__(self) -> Self:
         program = executable()
         assert program is not None, "no Chromium is installed"
         flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
@@ -72,14 +70,11 @@ class Browser:
         self.wait_for("document.readyState === 'complete'")
 
     def evaluate(self, expression: str) -> Any:
-        """The value of an expression of JavaScript, which may be a promise; raises AssertionError where it throws."""
         found = self.send("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
     def wait_for(self, expression: str) -> Any:
-        """The value of an expression as soon as it is true; also while the page is exchanged for another one."""
-
         def ask() -> Any:
             try:
                 return self.evaluate(expression)
@@ -93,7 +88,6 @@ class Browser:
         return wait_until(ask, SECONDS, shown)
 
     def settle(self, seconds: float = 1.0) -> None:
-        """Wait until the window has looked the same for so long."""
         seen = [b"", b"x"]
         wait_until(lambda: time.sleep(seconds) or seen.append(self.picture()) or seen[-1] == seen[-2], SECONDS)
 
@@ -101,7 +95,6 @@ class Browser:
         return base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"])
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """One command of the protocol and its answer; events that come before it are noted."""
         self._number += 1
         self._socket.send(json.dumps({"id": self._number, "method": method, "params": parameters}))
         while True:

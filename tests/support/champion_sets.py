@@ -11,17 +11,14 @@ from ttrain.store.registry import ModelSet, Registry
 SUFFIXES = {"pretrain": "base", "lora": "lora"}  # two of the models of a run
 
 
-def artifact_of(stage: str, key: str, content: str = "") -> Artifact:
-    files = {"x.txt": {"sha256": content or key, "bytes": 1}}
-    return Artifact(stage, key, Path("nowhere"), {"files": files, "inputs": {}})
-
-
 def register(home: Path, number: int, stages: Iterable[str] = SUFFIXES, name: str = "mine", **metrics: float) -> ModelSet:
     registry, run = Registry(home), f"full-{number}"
     keys = {stage: f"{stage}-{number}" for stage in stages}
-    members = [
-        registry.register_model(f"{name}-{SUFFIXES[stage]}", artifact_of(stage, key), run) for stage, key in keys.items()
-    ]
+    members = []
+    for stage, key in keys.items():
+        manifest = {"files": {"x.txt": {"sha256": key, "bytes": 1}}, "inputs": {}}
+        artifact = Artifact(stage, key, Path("nowhere"), manifest)
+        members.append(registry.register_model(f"{name}-{SUFFIXES[stage]}", artifact, run))
     keys |= {"evaluate": f"evaluate-{number}", "shards-pretrain": f"shards-{number}"}
     figures = {"bits_per_byte": 2 - number / 10, **metrics}
     return registry.register_set(name, run, members, keys, figures)

@@ -15,7 +15,6 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-
 HEADER = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 
 
@@ -24,7 +23,6 @@ def as_dicts(messages: Messages) -> list[dict[str, str]]:
 
 
 def make(directory: Path, template: str | None, **config: Any) -> Path:
-    """A tokenizer as ChatML models bring it: three special tokens, no padding of its own."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trained.decoder = decoders.ByteLevel()

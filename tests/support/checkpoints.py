@@ -20,7 +20,6 @@ def snapshot(step: int, rows: int = 3) -> Snapshot:
 
 
 def checkpoints(directory: Path, **options: Any) -> Checkpoints:
-    """Each is written with another config.json."""
     number = itertools.count(1)
     return Checkpoints(directory, files=lambda: {"config.json": b'{"a": %d}' % next(number)}, **options)
 
@@ -33,7 +32,6 @@ def write(directory: Path, *steps: int, metrics: Mapping[int, float] | None = No
 
 
 def is_snapshot(found: Snapshot | None, step: int) -> bool:
-    """Whether it is the one of that step, to the last bit, of whatever size."""
     assert found is not None
     wanted = snapshot(step, len(found.weights["w"]))
     return found.step == step and all(

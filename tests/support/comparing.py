@@ -30,19 +30,16 @@ def with_gradients(out: Tensor, upstream: Tensor, leaves: Mapping[str, Tensor]) 
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """Of every bit of the tensors, in the order of their names."""
     return hashlib.sha256(b"".join(tensors[name].numpy().tobytes() for name in sorted(tensors))).hexdigest()
 
 
 def distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
-    """Norm of the difference of two sets of tensors, relative to the first."""
     assert {*first} == {*second}
     difference = sum(float((first[name].double() - second[name].double()).square().sum()) for name in first)
     return (difference / sum(float(tensor.double().square().sum()) for tensor in first.values())) ** 0.5
 
 
 def curve(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file without what the clock gives."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     timed = {*PERFORMANCE}
     return [
@@ -51,7 +48,6 @@ def curve(path: Path) -> list[dict[str, Any]]:
 
 
 def logged_steps(lines: list[dict[str, Any]], figure: str) -> list[int]:
-    """The steps of those lines of a curve that hold the figure."""
     return [line["step"] for line in lines if figure in line["metrics"]]
 
 

@@ -15,8 +15,6 @@ Said = list[tuple[list[int], bool]]
 
 
 class Uniform(nn.Module):
-    """Finds every one of `vocab` tokens equally likely; notes the shapes that it is given."""
-
     def __init__(self, vocab: int) -> None:
         super().__init__()
         self.embedding, self.shapes = nn.Embedding(vocab, 1), list[tuple[int, int]]()
@@ -57,3 +55,6 @@ def subject_of(model: Any, encoder: Encoder, **changes: Any) -> Subject:
         "stop_ids": (encoder.eos_id, encoder.end_id), "max_length": 128, "can_chat": True, "batch_tokens": 512,
     }  # fmt: skip
     return Subject(**{**values, **changes})
+
+
+def quiet(done: int, total: int) -> None: ...

@@ -21,7 +21,6 @@ with ArtifactStore(Path(sys.argv[1])).lock(sys.argv[2], sys.argv[3]):
 
 @contextlib.contextmanager
 def held_elsewhere(home: Path, stage: str, key: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds the lock of (stage, key) until it gets a line or is killed, at the latest at the end."""
     command = [sys.executable, "-P", "-c", HOLD, str(home), stage, key]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:

@@ -27,9 +27,7 @@ def build(path: Path, recipe: BlockRecipe, block_bytes: int = 1 << 20, pool: Any
 
 def outcome(path: Path, recipe: BlockRecipe, block_bytes: int = 1 << 20) -> tuple[Outcome, list[int]]:
     """What became of a file's rows, without what is nothing, and the lines of the bad ones; rows are accounted for.
-
-    Checking the file, which encodes nothing, has to say the same.
-    """
+    Checking the file, which encodes nothing, has to say the same."""
     built, output = build(path, recipe, block_bytes)
     (report,) = check([str(path)], READING.model_copy(update={"max_line_bytes": recipe.max_line_bytes}), kind=recipe.kind)
     for tally in (built.tallies["train"], report.tally):

@@ -49,7 +49,6 @@ def said_with_ttrain(prompt: str, new_tokens: int, model: Path, adapter: Path | 
 
 
 def said_without_ttrain(code: str, *words: str, directory: Path, **environment: str) -> Any:
-    """What Python code prints as JSON after the word SAID, in a process of that directory that asks no network."""
     variables = {**os.environ, "HF_HUB_OFFLINE": "1", **environment}
     command = [sys.executable, "-P", "-c", code, *words]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, cwd=directory)

@@ -16,7 +16,8 @@ DOCUMENTS = 40  # of a file
 def add_documents(data: Path, number: int, rng: random.Random, *, near: float = 0.0) -> None:
     """A new file of documents, of which this share are near-duplicates of those of the file before: a word more."""
     count = round(near * DOCUMENTS)
-    earlier = _texts(_path(data, number - 1))[:count] if count else []
+    lines = _path(data, number - 1).read_text(encoding="utf-8").splitlines() if count else []
+    earlier = [json.loads(line)["text"] for line in lines[:count]]
     new = (" ".join([f"night {number}:", *rng.choices(ENGLISH, k=rng.randint(20, 60))]) for _ in range(DOCUMENTS - count))
     lines = [json.dumps({"text": text}) for text in (*new, *(f"{text} again" for text in earlier))]
     path = _path(data, number)
@@ -40,12 +41,7 @@ def _path(data: Path, number: int) -> Path:
     return data / f"docs-night-{number}.jsonl"
 
 
-def _texts(path: Path) -> list[str]:
-    return [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def assert_registered_once(home: Path, versions: int) -> None:
-    """So many sets, one champion, and no model twice."""
     sets = Registry(home).sets(NAME)
     assert len(sets) == versions and len({json.dumps(dict(one.keys), sort_keys=True) for one in sets}) == versions
     assert sum("champion" in one.aliases for one in sets) == 1

@@ -82,9 +82,7 @@ class Cli:
 
     def here(self, *arguments: str, code: int = 0, settings: bool = True, errors: bool = True) -> str:
         """The same in this process, which has the libraries loaded, or in one of its own where other code is chosen.
-
-        Returns standard output, and error where `errors`.
-        """
+        Returns standard output, and error where `errors`."""
         if self.environment.get("PYTHONPATH") != os.environ.get("PYTHONPATH"):
             return self(*arguments, code=code, settings=settings)
         output = io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True)
@@ -154,7 +152,6 @@ class Cli:
             return connection.execute(query, values).fetchall()
 
     def _own_servers(self) -> list[psutil.Process]:
-        """The Prefect servers of runs in this home, which end after their runs."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -165,7 +162,6 @@ class Cli:
         return found
 
     def checkpoints(self) -> list[Path]:
-        """Of a pretraining that is not finished."""
         return list(self.home.glob("work/pretrain/*/output/checkpoints/step-*"))
 
     def newest_step(self) -> int:
@@ -178,7 +174,6 @@ class Cli:
 
 
 def write_corpus(directory: Path) -> None:
-    """Documents, chats and a domain in English and Chinese, made under a seed."""
     rng = random.Random(5)
     directory.mkdir(parents=True)
 

@@ -74,7 +74,6 @@ class House:
         stages: Collection[str] = tuple(STAGES),
     ) -> dict[str, Artifact]:
         built: dict[str, Artifact] = {}
-
         for name, node in full(settings).items():
             if name in stages:
                 inputs = {of: built[source] for of, source in node.sources.items() if source in built}

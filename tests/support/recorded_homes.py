@@ -38,13 +38,11 @@ class Made:
     texts: Mapping[str, str] = field(default_factory=dict)  # files of the artifact
 
     def __post_init__(self) -> None:
-        self.key = self.key or digest_of(
-            [self.stage, list(self.losses), dict(self.result), dict(self.files), dict(self.inputs)]
-        )
+        mappings = map(dict, (self.result, self.files, self.inputs))
+        self.key = self.key or digest_of([self.stage, list(self.losses), *mappings])
 
 
 def rows_of(losses: Sequence[float | None], began: float) -> list[dict[str, Any]]:
-    """Lines of `metrics.jsonl`: a loss a step, and a validation at every fourth."""
     rows = []
     for step, loss in enumerate(losses, start=1):
         metrics: dict[str, float | None] = {"loss": loss, "lr": 0.001 * step, "grad_norm": 1 / step}
@@ -103,7 +101,6 @@ def make_artifact(home: Path, run: str, made: Made, began: float) -> None:
 
 
 def alive() -> dict[str, Any]:
-    """The process of the test itself, for the record of a run that goes on."""
     return {"pid": os.getpid(), "started": process_started(os.getpid()), "host": platform.node()}
 
 

@@ -13,6 +13,7 @@ from support.paths import ROOT
 from typer.core import TyperGroup
 from typer.main import get_command
 
+from ttrain.cli.main import app
 from ttrain.config import Settings
 
 PAGE = ROOT / "docs" / "reference.md"
@@ -75,7 +76,8 @@ def section_settings(section: type[BaseModel], defaults: Any, prefix: str = "") 
 def _setting(name: str, default: Any, field: Any) -> str:
     written = default if isinstance(default, str) else json.dumps(default, default=str)
     value = "" if written in ("null", "[]", "{}", "") else f"={written}"
-    choices = "|".join(map(str, typing.get_args(field.annotation))) if _is_choice(field.annotation) else ""
+    is_choice = typing.get_origin(field.annotation) is typing.Literal
+    choices = "|".join(map(str, typing.get_args(field.annotation))) if is_choice else ""
     meaning = " ".join(filter(None, (choices and f"({choices})", field.description)))
     lines = textwrap.wrap(meaning, 100 - NAME_WIDTH, break_long_words=False, break_on_hyphens=False) or [""]
     first = f"{name}{value}".ljust(NAME_WIDTH - 1)
@@ -85,25 +87,15 @@ def _setting(name: str, default: Any, field: Any) -> str:
     return f"\n{' ' * NAME_WIDTH}".join(lines)
 
 
-def _is_choice(annotation: Any) -> bool:
-    return typing.get_origin(annotation) is typing.Literal
-
-
 def _settings_class(annotation: Any) -> type[BaseModel] | None:
-    """The settings class of an annotation that is one, or one or None."""
     options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
     classes = [option for option in options if isinstance(option, type) and issubclass(option, BaseModel)]
     return classes[0] if classes and set(options) <= {classes[0], type(None)} else None
 
 
-def leaf_commands() -> Iterator[tuple[str, Any]]:
+def leaf_commands(name: str = "ttrain", command: Any = None) -> Iterator[tuple[str, Any]]:
     """(name, command) of all commands that are not hidden, without groups."""
-    from ttrain.cli.main import app
-
-    yield from _leaves("ttrain", get_command(app))
-
-
-def _leaves(name: str, command: Any) -> Iterator[tuple[str, Any]]:
+    command = command or get_command(app)
     if not isinstance(command, TyperGroup):
         yield name, command
         return
@@ -111,7 +103,7 @@ def _leaves(name: str, command: Any) -> Iterator[tuple[str, Any]]:
     for word in command.list_commands(context):
         child = command.get_command(context, word)
         if child is not None and not child.hidden:
-            yield from _leaves(f"{name} {word}", child)
+            yield from leaf_commands(f"{name} {word}", child)
 
 
 def _command_item(name: str, command: Any) -> str:

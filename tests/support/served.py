@@ -40,10 +40,8 @@ while True:
 
 
 def every_five_seconds(cli: Cli, cron: str = "* * * * * */5") -> None:
-    """Give the one schedule of the home, which is served, a slot every five seconds, or by another cron.
-
-    A cron with seconds, which the command line does not take, so that a test need not wait for minutes.
-    """
+    """Give the one schedule of the home, which is served, a slot every five seconds: a cron with
+    seconds, which the command line does not take."""
     deploy.write(cli.home, replace(deploy.find(cli.home, None), cron=cron))
 
 
@@ -96,7 +94,6 @@ def serving(cli: Cli) -> Iterator[Served]:
 
 
 def call(home: Path, path: str, body: dict[str, Any] | None = None) -> Any:
-    """What the server of this home answers to a POST, or to a GET where there is no body."""
     server = server_records.live_server(home, "prefect")
     if server is None:
         raise ConnectionError(f"no Prefect server of {home} answers")
@@ -115,14 +112,12 @@ def call(home: Path, path: str, body: dict[str, Any] | None = None) -> Any:
 
 
 def flow_runs(home: Path, *states: str) -> list[dict[str, Any]]:
-    """Flow runs in states of these names, oldest slot first."""
     only = {"flow_runs": {"state": {"name": {"any_": list(states)}}}, "sort": "EXPECTED_START_TIME_ASC"}
     found: list[dict[str, Any]] = call(home, "flow_runs/filter", only)
     return found
 
 
 def processes_of(home: Path) -> list[psutil.Process]:
-    """All that have this home in their environment, in their command or as their working directory."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -151,7 +146,6 @@ FINAL = ("COMPLETED", "FAILED", "CANCELLED", "CRASHED")
 
 
 def start(cli: Cli, *changes: str) -> str:
-    """Start a run of the deployment as the API does, with changes alone; returns its id."""
     [deployment] = call(cli.home, "deployments/filter", {})
     asked = {"state": {"type": "SCHEDULED"}, "parameters": {"changes": list(changes)}}
     return str(call(cli.home, f"deployments/{deployment['id']}/create_flow_run", asked)["id"])

@@ -25,8 +25,6 @@ class Snippet(NamedTuple):
 
 
 class Command(NamedTuple):
-    """A `ttrain` command of a page, as a shell would split it."""
-
     name: str
     words: tuple[str, ...]
 
@@ -36,7 +34,6 @@ class Command(NamedTuple):
 
 
 def snippets(*languages: str) -> list[Snippet]:
-    """The blocks of all pages in these languages; without any all blocks."""
     found = []
     for page in PAGES:
         text = (ROOT / page).read_text(encoding="utf-8")
@@ -68,7 +65,6 @@ def commands(*pages: str) -> list[Command]:
 
 
 def _calls(line: str) -> Iterator[tuple[str, ...]]:
-    """The words after each `ttrain` of a line, up to where the shell ends the command."""
     while nested := re.search(r"\$\(([^()]*)\)", line):
         yield from _calls(nested[1])
         line = line.replace(nested[0], "NESTED")

@@ -31,7 +31,6 @@ def table_bytes(table: pa.Table, **options: Any) -> bytes:
 
 TABLE = pa.table({"text": [f"row {n}" for n in range(2500)], "n": list(range(2500))})
 
-
 ROW = b'{"text":"a"}\n'
 OLD, NEW, CONVERTED = "0" * 39 + "1", "0" * 39 + "2", "c" * 40
 

@@ -15,9 +15,7 @@ from ttrain.train.snapshots import copy_tensors
 
 CPU = torch.device("cpu")
 
-
 SHARED: dict[str, Any] = {"kind": "llama", "moe": {"experts": 4, "shared_experts": 1, "dense_layers": 1, "bias_rate": 0.01}}
-
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"kind": "llama", "kv_heads": 1},
@@ -25,7 +23,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "experts": {"kind": "qwen3", "moe": {"experts": 4}},
     "shared experts": SHARED,
 }
-
 
 KINDS = ("lora", "dora", "prefix")
 # Each way of PEFT: layers, transposed ones, stacked experts, single weights beside them. A prefix touches no layer.

@@ -27,7 +27,6 @@ LINES = (
 
 
 def documents(count: int, seed: int = 0) -> list[str]:
-    """Texts of one to nine lines of the six-line corpus."""
     generator = np.random.default_rng(seed)
     return [" ".join(generator.choice(LINES, size=generator.integers(1, 10))) for _ in range(count)]
 

@@ -17,7 +17,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "glm4_moe": {"kind": "qwen3", "moe": {"experts": 4, "shared_experts": 1, "bias_rate": 0.01}},
 }
 
-
 BIASED = ("ernie4_5_moe", "glm4_moe")
 
 
@@ -42,7 +41,6 @@ def padded_rows(count: int = 6) -> Batch:
 
 
 def spread_routers(model: Any) -> Any:
-    """Routers that prefer some experts, and biases that are not zero."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for block in blocks(model):

@@ -36,7 +36,6 @@ def speaker(directory: Path, **options: Any) -> LoadedModel:
 
 
 def ending_with(one: LoadedModel, *tokens: int) -> LoadedModel:
-    """The same, whose answers end with these tokens only."""
     return replace(one, stop_ids=tokens or (NEVER,))
 
 
@@ -45,7 +44,6 @@ def reference(directory: Path) -> Reference:
 
 
 def greedy(model: nn.Module, prompt: list[int], count: int) -> list[int]:
-    """The most likely tokens by whole passes, without a cache, stops or anything else."""
     ids = list(prompt)
     with torch.inference_mode():
         for _ in range(count):

@@ -1,7 +1,5 @@
 """Whole stages on small data: a store with their inputs, settings, an observer."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import os
@@ -11,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -56,7 +54,7 @@ class Home:
     chats: Artifact
 
     @classmethod
-    def make(cls, root: Path) -> Home:
+    def make(cls, root: Path) -> Self:
         shutil.copytree(_template(), root, dirs_exist_ok=True)
         remember_modules(root)
         store = ArtifactStore(root)
@@ -70,7 +68,6 @@ class Home:
         return {name: artifact.path for name, artifact in self.pretrain_inputs().items()}
 
     def pretrain(self, settings: Settings, output: Path, more: Mapping[str, Path] | None = None, **job: Any) -> Any:
-        """Run the stage `pretrain` in this process, with `more` inputs; returns its figures."""
         return run_here(pretrain, settings, output, {**self.paths, **(more or {})}, settings.runtime, **job)
 
 
@@ -99,10 +96,7 @@ def stage_settings(steps: int = 12, pretrain: Mapping[str, Any] | None = None, *
 
 
 def run_here(module: Any, settings: Settings, output: Path, inputs: Mapping[str, Path], runtime: Runtime, **job: Any) -> Any:
-    """Run a stage's module in this process; returns its figures.
-
-    The state of the random numbers is another every time, and must not matter.
-    """
+    """The figures of a stage that runs here, under other random numbers each time."""
     torch.seed()
     try:
         return module.run(
@@ -117,7 +111,6 @@ def planned(*names: str) -> list[Planned]:
 
 
 def run_of(store: ArtifactStore, settings: Settings, stages: Sequence[Planned], **options: Any) -> PipelineRun:
-    """A run of these stages, which shows nothing; the run is not begun."""
     execution = PipelineRun(Plan("full", settings, store, Graph(), [*stages]), Display(Console(quiet=True)), **options)
     track(execution)
     return execution
@@ -125,10 +118,8 @@ def run_of(store: ArtifactStore, settings: Settings, stages: Sequence[Planned], 
 
 @dataclass
 class Watcher(StopRequest):
-    """What a launched stage reports; `act(line)` sees every line of its log. Setting `signum` asks for a stop.
-
-    `at_once`: the stop was asked for twice.
-    """
+    """What a launched stage reports; `act(line)` sees every line of its log. Setting `signum` asks
+    for a stop, `at_once` says that it was asked for twice."""
 
     act: Callable[[str], None] = lambda line: None
     signum: int = 0

@@ -39,7 +39,6 @@ SPARSE, PLAIN = Cadence(log=3, checkpoint=10), Speed()
 
 
 def tiny_model(*, seed: int = 1, vocab: int = VOCAB, **settings: Any) -> Any:
-    """Two layers, 16 wide, two heads."""
     sizes = {"hidden_size": 16, "layers": 2, "heads": 2, "max_length": 128, **settings}
     ids = {"bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 0}
     return factory.build(Model(**sizes), vocab_size=vocab, ids=ids, stop_ids=[3, 8], seed=seed)
@@ -63,7 +62,6 @@ def score_of(
 
 
 def settings_of_training(**changes: Any) -> Training:
-    """Twenty steps of six rows of sixteen tokens, in fp32."""
     values: dict[str, Any] = {
         "tokens": 20 * 96, "tokens_per_step": 96, "row_length": 16, "precision": "fp32",
         "optim": Optim(lr=1e-2), "schedule": Schedule(warmup_steps=3), **changes,
@@ -83,8 +81,6 @@ class Held:
 
 
 class WatchedOptimizers(Optimizers):
-    """Keeps the gradients with which each step was made, by name, and the parameters after it."""
-
     def __init__(self, inner: Optimizers) -> None:
         super().__init__(inner.optimizers, inner.names)
         self.gradients: list[dict[str, Tensor]] = []
@@ -114,8 +110,6 @@ class WatchedTask(LanguageModeling):  # type: ignore[misc]  # which is final
 
 
 class PlainSgd(WatchedTask):
-    """Stochastic gradient descent, which unlike AdamW and Muon does not magnify rounding."""
-
     def build_optimizer(self, model: nn.Module) -> Optimizers:
         names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self.optimizers = WatchedOptimizers(Optimizers([torch.optim.SGD(list(names), lr=0.1)], names))
@@ -155,8 +149,6 @@ class Recorder(Callback):
 
 
 class StopAfter:
-    """Asks for a stop in step number `steps` of this run, as a signal would."""
-
     def __init__(self, steps: int, loader: Loader) -> None:
         self.steps, self.loader = steps, loader
         self.first: int | None = None  # the step at which the run begins, when it is asked for the first time

@@ -11,7 +11,6 @@ from ttrain.tracking.client import database_of, local_path, tracking_uri
 
 
 def pushed(home: Path, names: Sequence[str] | None = None) -> list[str | None]:
-    """Push runs, or all that changed; returns MLflow's ids of them. No push fails."""
     done = pusher.push(home, names)
     assert (why := [one.why for one in done if one.why]) == [], why
     return [one.run_id for one in done]
@@ -25,19 +24,21 @@ def client_of(home: Path) -> Any:
 
 
 def tracked(home: Path, identity: str, experiment: str = "ttrain") -> list[Any]:
-    """The runs in MLflow with this id of ours: one, if all is well."""
     client = client_of(home)
     found = client.get_experiment_by_name(experiment)
     return list(client.search_runs([found.experiment_id], f"tags.`ttrain.id` = '{identity}'")) if found else []
 
 
+def only(home: Path, identity: str, experiment: str = "ttrain") -> Any:
+    [run] = tracked(home, identity, experiment)
+    return run
+
+
 def steps(home: Path, run_id: str, key: str = "loss") -> list[int]:
-    """All steps that MLflow has of a metric, doubled ones twice."""
     return sorted(point.step for point in client_of(home).get_metric_history(run_id, key))
 
 
 def files_of(run: Any) -> dict[str, Path]:
-    """The files of a run in a home's own MLflow, by path."""
     root = local_path(run.info.artifact_uri)
     assert root
     return {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()}

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from support.outage_proxy import Proxy
-from support.tracked_stores import pushed, steps, tracked
+from support.tracked_stores import only, pushed, steps
 
 from ttrain.config import Settings
 from ttrain.core.files import read_object, write_json
@@ -26,7 +26,6 @@ def curve_of(home: Path) -> Path:
 
 
 def write(home: Path, last: int, pace: float, environment: dict[str, str]) -> None:
-    """Go on with the curve at its checkpoint, up to the step `last`, as a run of the home that is tracked."""
     os.environ.update(environment)
     pusher.INTERVAL_SECONDS, pusher.RETRY_SECONDS = 0.02, 0.2
     record = RunRecord(home, "full", [STAGE], Settings().replaced({"tracking": {"experiment": "outages"}}).model_dump())
@@ -54,7 +53,6 @@ def write(home: Path, last: int, pace: float, environment: dict[str, str]) -> No
 def write_through(
     proxy: Proxy, home: Path, *, steps_in_all: int, modes: tuple[str, ...], seconds: float = 0.4, pace: float = 0.001
 ) -> None:
-    """A process that trains and is tracked, killed and continued while the server comes and goes; a step takes `pace` s."""
     environment = {"MLFLOW_TRACKING_URI": proxy.url, "MLFLOW_HTTP_REQUEST_TIMEOUT": "1"}
     for mode in modes:
         writer = CONTEXT.Process(target=write, args=(home, steps_in_all, pace, environment))
@@ -82,7 +80,8 @@ def _size(path: Path) -> int:
 def assert_whole(url: str, home: Path, last: int) -> None:
     os.environ["MLFLOW_TRACKING_URI"] = url
     pushed(home)
-    [run] = tracked(home, read_object(ArtifactStore(home).work(STAGE, KEY) / TRACKED)["id"], "outages")
+    identity = read_object(ArtifactStore(home).work(STAGE, KEY) / TRACKED)["id"]
+    run = only(home, identity, "outages")
     for key in ("loss", "tokens"):
         assert steps(home, run.info.run_id, key) == list(range(1, last + 1)), "0 lost, 0 doubled"
     assert run.info.status == "FINISHED"

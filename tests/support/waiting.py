@@ -23,7 +23,6 @@ def stopwatch() -> Callable[[], float]:
 
 
 def _scheduled() -> float:
-    """Seconds of this thread on a core or in the queue for one."""
     try:
         return sum(map(int, SCHEDULED.read_text().split()[:2])) / 1e9
     except OSError:

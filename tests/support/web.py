@@ -1,7 +1,5 @@
 """Servers of the machine itself: files over HTTP with the habits and failures of real servers, and a Hugging Face Hub."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -20,8 +18,6 @@ from support.chat_templates import CHATML, make
 
 @dataclass
 class Site:
-    """What a server holds, how it behaves, and what it was asked for."""
-
     files: dict[str, bytes]
     etags: bool = True
     dates: bool = False
@@ -91,7 +87,7 @@ class _Handler(BaseHTTPRequestHandler):
 class _HubHandler(_Handler):
     """Answers what `huggingface_hub` asks: the commit of a repository, the list of its files, and each of them."""
 
-    hub: ClassVar[FakeHub]
+    hub: ClassVar["FakeHub"]
 
     def _answer(self, url: str, *, with_body: bool) -> None:
         hub, parts = self.hub, unquote(urlsplit(url).path).strip("/").split("/")
@@ -171,7 +167,6 @@ def cache(home: Path, files: dict[str, bytes], commit: str = COMMIT) -> Path:
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[FakeHub]:
-    """The Hub with the model `someone/small`."""
     files = {path.name: path.read_bytes() for path in make(tmp_path / "source", CHATML).iterdir()}
     with served_hub(
         FakeHub({"someone/small": {"main": COMMIT}}, {COMMIT: {**files, "model.safetensors": b"weights"}})

@@ -2,8 +2,6 @@
 
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,7 +9,6 @@ from typing import Any
 
 import pytest
 from support.kill_points import killed_everywhere
-from support.paths import ROOT
 from support.tracked_stores import client_of
 
 from ttrain.core.files import read_json
@@ -41,7 +38,6 @@ def pristine(tmp_path_factory: pytest.TempPathFactory, add_database: Callable[[P
 
 @pytest.fixture
 def bare_home(tmp_path: Path, pristine: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty home whose MLflow, which is a file here, has that artifact."""
     shutil.copytree(pristine / "mlflow", tmp_path / "shared" / "mlflow")
     prepare(tmp_path / "shared")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", own_uri(tmp_path / "shared"))
@@ -109,31 +105,7 @@ def test_it_is_found_by_its_key_and_only_what_is_read_is_fetched(
     assert ArtifactStore(bare_home).find(STAGE, KEY) is None, "what was fetched can be damaged, as all that is here"
 
 
-def test_the_homes_own_mlflow_is_not_asked_and_a_name_loads_no_torch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    make(bare_home := tmp_path / "home")
-    files = ("config.json", "model.safetensors", "tokenizer.json")
-    model = make(bare_home, "sft", {f"model/{name}": b"{}" for name in files})
-    script = f"""
-import sys
-from pathlib import Path
-from ttrain.tracking.artifact_source import MlflowArtifacts
-from ttrain.store.artifacts import ArtifactStore, DamagedArtifact, set_aside
-home = Path({str(bare_home)!r})
-store = ArtifactStore(home, MlflowArtifacts(home, {EXPERIMENT!r}))
-assert store.find({STAGE!r}, {KEY!r})
-from ttrain.lineage.lookup import resolve
-assert resolve("sft", home).model == Path({str(model.path)!r}) / "model"
-assert store.find({STAGE!r}, "another") is None
-assert not {{"mlflow", "sqlalchemy", "torch", "transformers"}} & {{*sys.modules}}
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-
-
 def held(home: Path) -> Path:
-    """Where the newest tracked run of the home keeps the artifact's files."""
     return max(
         (home.parent / "shared" / "mlflow" / "artifacts").glob(f"*/artifacts/{STAGE}"),
         key=lambda path: path.stat().st_mtime_ns,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.paths import ROOT
 from support.recorded_homes import Made, make_run
-from support.tracked_stores import files_of, tracked
+from support.tracked_stores import files_of, only
 
 from ttrain.tracking.client import artifacts_of, database_of
 from ttrain.tracking.mlflow_mirror import prepare
@@ -19,7 +19,6 @@ A, B = "full-20261121-100000-0001a", "full-20261121-110000-0002b"
 
 @pytest.fixture
 def odd_home(tmp_path: Path, add_database: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A fresh home, in a path that a careless URI would break."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     add_database(home := tmp_path / "a home #1 50%")
     return home
@@ -49,12 +48,10 @@ def test_a_home_that_was_moved_or_copied_keeps_its_files_in_itself(odd_home: Pat
     shutil.copytree(tmp_path / "between", new)
     shutil.rmtree(odd_home / "mlflow" / "artifacts")  # what still named it would be missing
     prepare(new)
-    for identity in (A, f"{A}/pretrain"):
-        [run] = tracked(new, identity)
+    for run in (only(new, A), only(new, f"{A}/pretrain")):
         assert run.info.artifact_uri.startswith(f"{artifacts_of(new)}/") and files_of(run)
     make_run(new, B, [Made("sft", [2.0])], number=1, tracked=True)
-    [run] = tracked(new, B)
-    assert run.info.artifact_uri.startswith(f"{artifacts_of(new)}/")
+    assert only(new, B).info.artifact_uri.startswith(f"{artifacts_of(new)}/")
     before = database_of(new).read_bytes()
     prepare(new)
     assert database_of(new).read_bytes() == before, "once"

@@ -22,11 +22,6 @@ def artifact(directory: Path, stage: str, inputs: Mapping[str, Any] | None = Non
     return Artifact(stage, "k" * 64, directory, manifest)
 
 
-def test_an_adapter_whose_base_is_not_here_says_nothing_to_mlflow(tmp_path: Path) -> None:
-    below = {"base": {"stage": "sft", "key": "b" * 64}}
-    assert loadable(artifact(tmp_path, "lora", below), ADAPTER, ArtifactStore(tmp_path)) == ({}, {})
-
-
 def test_the_weights_are_named_where_they_are_and_not_given_a_second_time(tmp_path: Path) -> None:
     store = ArtifactStore(tmp_path)
     model = fresh(store.path("sft", "b" * 64))

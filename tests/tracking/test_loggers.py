@@ -1,7 +1,5 @@
 """Loggers beside MLflow: the values of the metrics file once each, also when a training continues."""
 
-from __future__ import annotations
-
 import json
 import sys
 from importlib.machinery import ModuleSpec
@@ -30,7 +28,6 @@ ABOUT = {"project": "mine", "group": "full-1", "job_type": "pretrain", "name": "
 
 
 def train(directory: Path, *loggers: Callback, stop_after: int | None = None) -> None:
-    """Twelve steps, or up to a stop; the next call continues at the checkpoint."""
     config = settings_of_training(tokens=12 * 96, optim=Optim(lr=1e-2))
     make_trainer(
         config, tiny_model(), NumberedRows(52), directory=directory / "checkpoints",
@@ -62,8 +59,6 @@ def test_tensorboard_has_the_values_of_the_metrics_file_once_also_when_continued
 
 
 class Service:
-    """Stands in for the module of Weights & Biases or SwanLab: one run, whose calls it keeps."""
-
     class Settings(SimpleNamespace):
         Probe = SimpleNamespace
 
@@ -74,7 +69,7 @@ class Service:
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.ended: list[dict[str, Any]] = []
 
-    def init(self, **options: Any) -> Service:
+    def init(self, **options: Any) -> "Service":
         self.begun.append(options)
         return self
 

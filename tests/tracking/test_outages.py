@@ -4,12 +4,11 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.outage_proxy import Proxy, mlflow_server
 from support.recorded_homes import BEGAN, rows_of
-from support.tracked_stores import client_of, pushed, steps, tracked
+from support.tracked_stores import client_of, only, pushed, steps
 
 from ttrain.config import Settings
 from ttrain.core.files import write_json
@@ -26,7 +25,6 @@ WEIGHTS = 100_000  # bytes
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """One real server for all tests, which tell their runs by their experiments."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "4")
         patch.setattr(pusher, "INTERVAL_SECONDS", 0.02)
@@ -45,11 +43,6 @@ def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     yield between
     between.mode = "well"
     between.close()
-
-
-def only(home: Path, identity: str) -> Any:
-    [run] = tracked(home, identity, home.parent.name)
-    return run
 
 
 def whole_run(home: Path, before: Callable[[int], object] = lambda part: None) -> tuple[str, bool]:
@@ -87,7 +80,7 @@ def whole_run(home: Path, before: Callable[[int], object] = lambda part: None) -
 
 
 def assert_all_is_there(home: Path, name: str) -> None:
-    run, stage = only(home, name), only(home, f"{name}/{STAGE}")
+    run, stage = (only(home, identity, home.parent.name) for identity in (name, f"{name}/{STAGE}"))
     assert (run.info.status, stage.info.status) == ("FINISHED", "FINISHED")
     for metric in ("loss", "tokens"):
         assert steps(home, stage.info.run_id, metric) == list(range(1, 61)), "0 lost, 0 doubled"
@@ -116,7 +109,6 @@ def test_what_an_outage_from_the_start_missed_is_there_after_a_push(
 @pytest.mark.parametrize("mode", ["no replies", pytest.param("hanging", marks=pytest.mark.soak)])
 def test_what_an_outage_in_the_middle_missed_is_there_after_a_push(proxy: Proxy, tmp_path: Path, mode: str) -> None:
     name, _ = whole_run(tmp_path / "home", lambda part: setattr(proxy, "mode", mode if part == 3 else "well"))
-    proxy.mode = "well"
     pushed(tmp_path / "home", [name])
     assert_all_is_there(tmp_path / "home", name)
 
@@ -139,7 +131,6 @@ def test_an_answer_that_was_lost_doubles_nothing(proxy: Proxy, tmp_path: Path) -
     proxy.mode = "well"
     bound = Mirror(tmp_path).push(run)
     assert bound
-    [found] = tracked(tmp_path, "lost", tmp_path.name)
-    assert found.info.run_id == bound.run_id
+    assert only(tmp_path, "lost", tmp_path.name).info.run_id == bound.run_id
     points = client_of(tmp_path).get_metric_history(bound.run_id, "loss")
     assert sorted(point.step for point in points) == list(range(6)) and all(math.isnan(point.value) for point in points)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.recorded_homes import BEGAN, TOKENS_PER_STEP, Made, alive, falling, make_run, rows_of
-from support.tracked_stores import client_of, files_of, pushed, rows_of_database, steps, tracked
+from support.tracked_stores import client_of, files_of, only, pushed, rows_of_database, steps, tracked
 from typer.testing import CliRunner
 
 from ttrain.cli.main import app
@@ -40,17 +40,11 @@ PRETRAIN = Made(
 FAILED = Made("sft", outcome="failed", noted={"error": "out of memory"})
 
 
-def only(home: Path, identity: str) -> Any:
-    [run] = tracked(home, identity)
-    return run
-
-
 def in_progress(home: Path, run: str, *stages: Made, number: int = 0) -> None:
     make_run(home, run, stages, number=number, outcome="running", process=alive(), seconds=None)
 
 
 def work_of(home: Path, stage: Made, run: str, identity: str, losses: list[float | None]) -> Path:
-    """The work directory of a stage as it trains: whose it is, and its curve. Returns the curve."""
     work = ArtifactStore(home).work(stage.stage, stage.key)
     curve = work / "output" / "run" / "metrics.jsonl"
     curve.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +70,6 @@ def test_a_run_is_in_mlflow_with_its_stages_and_all_that_they_left(tracked_home:
     assert {"settings.yaml", "report.html"} <= files_of(run).keys()
     by_tokens = mlflow.get_metric_history(run.info.run_id, "Curves/pretrain loss")
     assert [point.step for point in by_tokens] == [TOKENS_PER_STEP * step for step in range(1, 9)]
-
     assert stage.data.tags["mlflow.parentRunId"] == run.info.run_id and stage.data.tags["ttrain.key"] == PRETRAIN.key
     assert (stage.info.status, stage.data.params["optim.groups.0.lr"]) == ("FINISHED", "0.5")
     points = mlflow.get_metric_history(stage.info.run_id, "loss")
@@ -123,7 +116,6 @@ def test_a_stage_is_pushed_while_it_trains_and_a_curve_that_was_cut_back_has_eac
 
 
 def test_a_resumed_stage_is_one_curve_under_the_run_that_began_it(tracked_home: Path) -> None:
-    """Pushing the older run again does not take the stage back."""
     training = Made("pretrain", outcome="interrupted", key="f" * 64, noted={"tracked": f"{A}/pretrain"})
     work_of(tracked_home, training, A, f"{A}/pretrain", falling(20))
     make_run(tracked_home, A, [training], outcome="interrupted")
@@ -191,7 +183,6 @@ def shown(home: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def several(tmp_path_factory: pytest.TempPathFactory, add_database: Callable[[Path], None]) -> tuple[Path, dict[str, Any]]:
-    """A home with four runs, two sets of their models, one of them champion; and what MLflow shows of them."""
     home = tmp_path_factory.mktemp("several") / "home"
     add_database(home)
     registry, store = Registry(home), ArtifactStore(home)

@@ -15,7 +15,6 @@ from ttrain.engine.graph import Planned
 from ttrain.engine.labels import labels_of
 from ttrain.errors import StageFailed, UsageError
 from ttrain.tasks import PRETRAIN
-from ttrain.tracking.pusher import track
 
 
 def stages_of(home: Home) -> list[Planned]:
@@ -24,7 +23,6 @@ def stages_of(home: Home) -> list[Planned]:
 
 def run(home: Home, settings: Settings, **options: Any) -> tuple[Any, Any, Path]:
     execution = run_of(home.store, settings, stages_of(home), **options)
-    track(execution)
     outcome = "failed"
     with contextlib.suppress(StageFailed):
         execution.run_stage(execution.plan.stages[0], lambda line: None)
