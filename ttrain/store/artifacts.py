@@ -119,18 +119,17 @@ class ArtifactStore:
                 return artifact
             size = format_size(sum(artifact.manifest["files"][name]["bytes"] for name in missing))
             report(f"fetching {len(missing)} files of {stage} ({size})")
-            fetching = self.work(stage, f"{key}.fetch")
-            directory, part = artifact.path if present else fetching, fetching / ".part"
+            directory = artifact.path if present else self.work(stage, f"{key}.fetch")
+            parts = self.work(stage, f"{key}.part")  # of files that are not whole
+            parts.mkdir(parents=True, exist_ok=True)
             for name in missing:
-                _fetch(self.elsewhere, artifact, name, directory / name, part)
+                _fetch(self.elsewhere, artifact, name, directory / name, parts / "file")
             manifest = {**artifact.manifest, "absent": sorted(artifact.absent.difference(missing))}
-            write_json(part, manifest)
-            part.replace(directory / MANIFEST)
+            write_json(parts / "file", manifest)
+            (parts / "file").replace(directory / MANIFEST)
+            remove_tree(parts)
             fetched = replace(artifact, path=directory, manifest=manifest)
-            if not present:
-                return self._put(fetched)
-            remove_tree(fetching)
-            return fetched
+            return fetched if present else self._put(fetched)
 
     def damage(self, artifact: Artifact) -> str | None:
         """The first file that is missing or differs from the manifest; None where all is well.
@@ -332,8 +331,7 @@ def _fetch(elsewhere: Elsewhere, artifact: Artifact, name: str, target: Path, pa
     if target.is_file() and sha256_file(target) == entry["sha256"]:
         return
     part.unlink(missing_ok=True)
-    for file in (part, target):
-        file.parent.mkdir(parents=True, exist_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
     elsewhere.fetch(artifact.stage, artifact.key, name, part)
     if sha256_file(part) != entry["sha256"]:
         part.unlink()
