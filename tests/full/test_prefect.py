@@ -52,10 +52,6 @@ def test_without_prefect_the_same_recipe_runs(copy_of: Any) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     outcomes = {stage["name"]: stage["outcome"] for stage in cli.runs()[0]["stages"]}
     assert outcomes.pop("evaluate") == "completed" and set(outcomes.values()) == {"cached"}
-    with_prefect = cli.command("pipeline", "run", "full", "evaluate.new_tokens=2")
-    with_prefect[with_prefect.index("-c") + 1] = WITHOUT_PREFECT
-    done = subprocess.run(with_prefect, env=cli.environment, cwd=cli.data, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and "--engine none" in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
 def test_a_stage_s_task_has_its_attempts_with_longer_and_longer_waits_and_no_cache_of_prefect_s(

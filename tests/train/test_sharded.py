@@ -21,6 +21,7 @@ from support.tiny_trainers import (
 )
 from torch import nn
 
+from ttrain.errors import UsageError
 from ttrain.train.compiling import CompiledLayers
 from ttrain.train.distributed import Ranks
 from ttrain.train.training_options import Cadence, Speed
@@ -53,6 +54,7 @@ def fit(
 
 
 def test_sharded_ranks_train_as_one_whole_model_does_and_pass_checkpoints_to_and_fro(tmp_path: Path) -> None:
+    """Sharded to step 3 and whole to the end, and the other way round: as one run of a whole model."""
     straight = fit(ALONE, Speed(), tmp_path / "straight")
     begun_whole = fit(ALONE, Speed(), tmp_path / "whole", stop_after=3)
 
@@ -72,30 +74,48 @@ def test_sharded_ranks_train_as_one_whole_model_does_and_pass_checkpoints_to_and
 
 
 @pytest.mark.soak  # compiling takes 8 s
-def test_sharded_layers_train_compiled_as_one_whole_model_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharded_layers_train_as_one_whole_model_does_compiled_or_where_they_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without inductor, whose code is another test's, and on one rank also without a compiled backward pass: each layer is
     compiled in place, within what gathers it. One layer and few shapes, since compiling takes most of the time."""
     size, compile_module = {"steps": 2, "layers": 1, "rows_per_device": 3}, nn.Module.compile
 
-    def compiled(ranks: Ranks) -> dict[str, Any]:
-        backend = "aot_eager" if ranks.first else "eager"
-        monkeypatch.setattr(nn.Module, "compile", partialmethod(compile_module, backend=backend))
-        return fit(ranks, Speed(parallel="fsdp", compile=True), tmp_path / "compiled", **size)
+    def fail(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no compiler here")
+
+    def both(ranks: Ranks) -> list[dict[str, Any]]:
+        found = []
+        for backend in (fail, "aot_eager" if ranks.first else "eager"):
+            monkeypatch.setattr(nn.Module, "compile", partialmethod(compile_module, backend=backend))
+            how = Speed(parallel="fsdp", compile=True)
+            found.append(fit(ranks, how, tmp_path / f"{len(found)}", **size))
+        return found
 
     whole = fit(ALONE, Speed(), tmp_path / "alone", **size)
-    found = in_ranks(2, tmp_path, compiled, seconds=240, compiles=True)[0]
-    assert (whole["compiled"], found["compiled"]) == (False, True)
-    assert found["losses"] == pytest.approx(whole["losses"], rel=1e-5)
-    assert found["norms"] == pytest.approx(whole["norms"], rel=1e-4)
-    assert found["validation"] == pytest.approx(whole["validation"], rel=1e-5)
-    assert distance(whole["weights"], found["weights"]) < 1e-4, "under the same names, too"
+    failed, compiled = in_ranks(2, tmp_path, both, seconds=240, compiles=True)[0]
+    assert (whole["compiled"], failed["compiled"], compiled["compiled"]) == (False, False, True)
+    for found in (failed, compiled):
+        assert found["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+        assert found["norms"] == pytest.approx(whole["norms"], rel=1e-4)
+        assert found["validation"] == pytest.approx(whole["validation"], rel=1e-5)
+        assert distance(whole["weights"], found["weights"]) < 1e-4, "under the same names, too"
 
 
 def test_where_a_replica_cannot_be_compiled_none_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
 
-    def kept(ranks: Ranks) -> bool:
+    def kept(ranks: Ranks) -> tuple[bool, bool]:
+        layers = CompiledLayers(layer := nn.Linear(2, 2))
         attempt = Mock(side_effect=RuntimeError("no compiler here") if ranks.rank == 1 else None)
-        return CompiledLayers(nn.Linear(2, 2)).keep(attempt, ranks)
+        found = layers.keep(attempt, ranks, sharded=False)
+        with layers.used():
+            return found, layer._compiled_call_impl is not None
 
-    assert in_ranks(2, tmp_path, kept, compiles=True) == [False, False]
+    assert in_ranks(2, tmp_path, kept, compiles=True) == [(False, False)] * 2
+
+
+def test_a_sharded_pass_that_ends_while_it_is_compiled_is_an_error_and_not_a_training_with_wrong_gradients() -> None:
+    attempt = Mock(side_effect=RuntimeError("in the backward pass"))
+    with pytest.raises(UsageError, match=r"backward pass.*runtime\.compile=false"):
+        CompiledLayers(nn.Linear(2, 2)).keep(attempt, ALONE, sharded=True)

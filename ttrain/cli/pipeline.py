@@ -195,17 +195,14 @@ def pipeline_status(
     from ttrain.store.run_views import need_run
 
     name = need_run(home(), run)["run"] if run else ""
-
-    def current() -> list[Run]:
-        return [_with_progress(one) for one in api.runs(limit=None if run else limit) if name in ("", one.name)]
-
-    listed = current()
-    while watch and any(one.outcome == "running" for one in listed):
+    while True:
+        listed = [_with_progress(one) for one in api.runs(limit=None if run else limit) if name in ("", one.name)]
+        if not watch or all(one.outcome != "running" for one in listed):
+            break
         if not as_json:
             console().clear()  # nothing where it is no terminal
             Output(None, _status_parts(listed[: limit or LISTED_RUNS])).print()
         time.sleep(WATCH_SECONDS)
-        listed = current()
     if not listed and not as_json:
         raise UsageError(
             f"there are no runs yet in {home().absolute()}; {name_syntax.BEGIN}, "

@@ -27,7 +27,7 @@ def private_opener(name: str, flags: int) -> int:
 
 
 def finite(value: T) -> T:
-    """Convert for JSON: numbers that are not finite become null, tuples lists, dataclasses objects, paths texts."""
+    """Convert for JSON: numbers that are not finite become null, tuples lists, dataclasses objects."""
     converted: Any = value
     if isinstance(value, dict):
         converted = {key: finite(inner) for key, inner in value.items()}
@@ -37,8 +37,6 @@ def finite(value: T) -> T:
         converted = finite(asdict(value))
     elif isinstance(value, float) and not math.isfinite(value):
         converted = None
-    elif isinstance(value, Path):
-        converted = str(value)
     return converted  # type: ignore[no-any-return]
 
 

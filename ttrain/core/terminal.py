@@ -112,7 +112,7 @@ def print_json(value: object, *, indent: int | None = 2) -> None:
 
     A dataclass is printed with all its fields. Where a number is not finite, as a loss may be, it is null: JSON has no NaN.
     """
-    text = json.dumps(finite(value), indent=indent, ensure_ascii=False)
+    text = json.dumps(finite(value), indent=indent, ensure_ascii=False, default=str)
     print_json_text(text, flush=indent is None)
 
 

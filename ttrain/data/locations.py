@@ -113,10 +113,9 @@ def expand(patterns: Sequence[str], setting: str) -> list[str]:
     for pattern in patterns:
         shown = redact.url(pattern)
         if redact.is_hidden(pattern):
-            variable = f"TTRAIN__{setting.upper().replace('.', '__')}"
             raise UsageError(
                 f"{setting} is '{shown}', a URL as runs record it, without its secrets; give it in full, with "
-                f"{setting}=URL, or {variable} in the environment"
+                f"{setting}=URL, or TTRAIN__{setting.upper().replace('.', '__')} in the environment"
             )
         try:
             if not is_remote(pattern):

@@ -116,7 +116,11 @@ class ForkServer:
         answer = ours.recv(MESSAGE_BYTES)
         if not answer:
             ours.close()
-            raise ForkServerError(self._describe_exit())
+            code = self._process.wait()
+            ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            self._errors.seek(0)
+            tail = self._errors.read().decode("utf-8", "replace").splitlines()[-1:]
+            raise ForkServerError(f"the fork server {': '.join([ending, *tail])}")
         return ForkedProcess(int(answer), ours)
 
     def close(self) -> None:
@@ -124,13 +128,6 @@ class ForkServer:
         self._control.close()
         self._process.kill()
         self._process.wait()
-
-    def _describe_exit(self) -> str:
-        code = self._process.wait()
-        ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        self._errors.seek(0)
-        tail = self._errors.read().decode("utf-8", "replace").splitlines()[-1:]
-        return f"the fork server {': '.join([ending, *tail])}"
 
 
 @dataclass

@@ -2,14 +2,13 @@
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ttrain.config import Settings
 from ttrain.core import redact
-from ttrain.core.files import PRIVATE_FILE, JsonDict, read_object, remove_tree, write_json
+from ttrain.core.files import PRIVATE_FILE, read_object, remove_tree, write_json
 from ttrain.engine import processes, provenance, resume, stage_worker
 from ttrain.engine.graph import Planned
 from ttrain.engine.input_files import data_files, file_digests
@@ -93,7 +92,17 @@ def _make(
         same = store.compare(stored, work / "output") if forced and stored else None
         state = ("equal" if same else "different") if forced and stored else "completed"
         if same is None or same.absent:  # an incomplete stored one is replaced by the one just built
-            manifest = _manifest(planned, settings, work, result, time.monotonic() - began)
+            read = {name: {"stage": of.stage, "key": of.key, "content": of.content} for name, of in planned.inputs.items()}
+            manifest = {
+                "result": result,
+                "ingredients": planned.ingredients,
+                "inputs": read,
+                "inputs_verified": True,  # all bytes read from them were the published ones
+                "extends": str(planned.start_from.name) if planned.start_from else None,
+                "continued": resume.history(work, key),
+                "seconds": time.monotonic() - began,
+                "provenance": provenance.of(settings, work),
+            }
             same = store.publish(stage.name, key, work / "output", manifest)
         remove_tree(work)
     return same, state
@@ -223,17 +232,3 @@ def _wait_for_first_node(planned: Planned, store: ArtifactStore, stop: StopReque
             )
         time.sleep(NODE_POLL_SECONDS)
     return artifact
-
-
-def _manifest(planned: Planned, settings: Settings, work: Path, result: Mapping[str, Any], seconds: float) -> JsonDict:
-    inputs = {name: {"stage": of.stage, "key": of.key, "content": of.content} for name, of in planned.inputs.items()}
-    return {
-        "result": result,
-        "ingredients": planned.ingredients,
-        "inputs": inputs,
-        "inputs_verified": True,  # all bytes read from them were the published ones
-        "extends": str(planned.start_from.name) if planned.start_from else None,
-        "continued": resume.history(work, planned.known_key),
-        "seconds": seconds,
-        "provenance": provenance.of(settings, work),
-    }

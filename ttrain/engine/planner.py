@@ -182,7 +182,13 @@ def plan_stage(
     artifact = store.find(stage.name, key)
     planned = Planned(stage, "cached", (), key, artifact, ingredients, forced, inputs)
     if artifact and not forced:
-        return replace(planned, why=_why_cached(artifact))
+        reasons = [SAME]
+        if adopted := artifact.manifest.get("adopted"):
+            changed = ", ".join(adopted[-1]["differences"])
+            reasons = [f"adopted from {adopted[-1]['key'][:12]}, although {changed}"]
+        if artifact.absent.issuperset(artifact.files_of(())):
+            reasons.append(IN_MLFLOW)
+        return replace(planned, why=tuple(reasons))
     step = resume.saved_step(store.work(stage.name, key))
     if artifact:
         return replace(planned, state="run", why=("asked to run again",), first_step=step)
@@ -198,16 +204,6 @@ def plan_stage(
         start_from, step, reason = resume.extension_of(stage, settings, ingredients, store)
         return replace(planned, why=(reason, *why), first_step=step, start_from=start_from)
     return planned
-
-
-def _why_cached(artifact: Artifact) -> tuple[str, ...]:
-    why = [SAME]
-    if adopted := artifact.manifest.get("adopted"):
-        changed = ", ".join(adopted[-1]["differences"])
-        why = [f"adopted from {adopted[-1]['key'][:12]}, although {changed}"]
-    if artifact.absent.issuperset(artifact.files_of(())):
-        why.append(IN_MLFLOW)
-    return tuple(why)
 
 
 def ingredients_of(stage: Stage, settings: Settings, store: ArtifactStore, inputs: Artifacts) -> dict[str, Any]:

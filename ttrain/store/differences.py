@@ -27,10 +27,9 @@ def differences(old: Ingredients, new: Ingredients) -> list[str]:
         kinds = "a new model instead of an existing one" if now_described else "an existing model instead of a new one"
         lines.append(f"starts from {kinds}")
     for kind, label in (("arguments", "argument "), ("settings", ""), ("inputs", "input ")):
-        short = _short_digest if kind == "inputs" else _short
         for name, old_value, new_value in _changed(old.get(kind, {}), new.get(kind, {})):
             if name not in hidden:
-                lines.append(f"{label}{name}: {short(old_value)} → {short(new_value)}")
+                lines.append(f"{label}{name}: {_short(old_value, kind)} → {_short(new_value, kind)}")
     files, new_files = old.get("files", {}), new.get("files", {})
     for role in sorted({*files, *new_files}):
         lines += _changed_files(role, files.get(role, []), new_files.get(role, []))
@@ -79,12 +78,10 @@ def _by_name(files: list[JsonObject]) -> dict[str, JsonObject]:
     return named
 
 
-def _short(value: object) -> str:
+def _short(value: object, kind: str) -> str:
+    if kind == "inputs":
+        return value[:12] if isinstance(value, str) else "none"
     return "unset" if value is UNSET else json.dumps(value, ensure_ascii=False)
-
-
-def _short_digest(value: object) -> str:
-    return value[:12] if isinstance(value, str) else "none"
 
 
 def library_changes(manifest: Mapping[str, Any], installed: Mapping[str, str]) -> list[str]:

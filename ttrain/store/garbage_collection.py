@@ -105,7 +105,9 @@ def clean(
         kept_counts, unneeded = Counter[str](), list[UnneededPath]()
         for candidate, reason in _candidates(store, artifacts, reasons, registered, kept):
             if reason is None:
-                unneeded.append(replace(candidate, bytes=_freed_bytes(candidate.path)))
+                stats = (file.lstat() for file in candidate.path.rglob("*") if file.is_file())
+                freed = sum(stat.st_size for stat in stats if stat.st_nlink == 1)  # another hard link keeps a file
+                unneeded.append(replace(candidate, bytes=freed))
             elif candidate.kind == "artifact":
                 kept_counts[reason] += 1
         for removal in () if dry_run else unneeded:
@@ -158,12 +160,11 @@ def _candidates(
         if store.find(stage, key):  # a damaged artifact is rebuilt from its work
             yield UnneededPath("work", stage, key, path, "its artifact is finished"), None
         else:
-            young = YOUNG if _last_change(path) >= kept.since else None
+            last_change = max(entry.stat().st_mtime for entry in [path, *path.rglob("*")] if entry.exists())
+            young = YOUNG if last_change >= kept.since else None
             yield UnneededPath("work", stage, key, path, "no recent run left it"), reasons.get(key, young)
-    for path in sorted((store.root / "replaced").glob("*/*")) if own is None else ():
+    for path in sorted((store.root / "replaced").glob("*/[!.]*")) if own is None else ():
         key, _, nanoseconds = path.name.rpartition("-")
-        if path.name.startswith("."):
-            continue
         young = YOUNG if nanoseconds.isdecimal() and int(nanoseconds) / 1e9 >= kept.since else None
         reason = REGISTERED if key in registered else young
         yield UnneededPath("replaced", path.parent.name, key, path, "it was replaced long ago"), reason
@@ -184,14 +185,3 @@ def _read_by(store: ArtifactStore, work: Path) -> Iterator[str]:
     for path in map(Path, [*job.get("inputs", {}).values(), *job.get("reuse", ())]):
         if path.is_relative_to(store.root / "store"):
             yield path.relative_to(store.root / "store").parts[1]
-
-
-def _last_change(path: Path) -> float:
-    """When a directory last changed: the latest time of what is in it."""
-    return max(entry.stat().st_mtime for entry in [path, *path.rglob("*")] if entry.exists())
-
-
-def _freed_bytes(path: Path) -> int:
-    """What removing a path frees: a file that has another hard link frees nothing."""
-    stats = (file.lstat() for file in path.rglob("*") if file.is_file())
-    return sum(stat.st_size for stat in stats if stat.st_nlink == 1)

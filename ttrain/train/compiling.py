@@ -7,11 +7,13 @@ whole took 35, and a pass 136 ms instead of 137 (H200). In other passes, whose s
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from ttrain.errors import UsageError
 from ttrain.train.distributed import Ranks
 
 # Of what all layers compute, such as the rows of the last micro-batch and the number of records, and those that tuning
@@ -49,24 +51,56 @@ class CompiledLayers:
             for layer in self._calls:
                 layer._compiled_call_impl = None
 
-    def keep(self, attempt: Callable[[], None], ranks: Ranks) -> bool:
+    def keep(self, attempt: Callable[[], None], ranks: Ranks, *, sharded: bool) -> bool:
         """Whether the layers can be compiled, by a forward and backward pass; if any rank cannot, none is from now on.
 
-        Gradients are gone afterwards, and buffers are as they were.
+        Where layers are sharded, a pass that ended within one would leave the hooks that gather and free it in the middle,
+        and what is trained then has wrong gradients. So a layer that cannot be compiled computes without. Raises UsageError
+        where the pass of a sharded model ends all the same, as it does where the backward pass cannot be compiled. Gradients
+        are gone afterwards, and buffers are as they were.
         """
+        failures: list[Exception] = []
+        calls = dict(self._calls)
+        self._calls = {layer: partial(_call_or_fall_back, layer, call, failures) for layer, call in calls.items()}
         buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers()]
-        failure = ""
+        ended: Exception | None = None
         try:
             with self.used():
                 attempt()
         except Exception as error:
-            failure = f"{type(error).__name__}: {error}".splitlines()[0]
+            ended = error
         self._module.zero_grad(set_to_none=True)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
-        is_compiled = not ranks.sum([float(bool(failure))])[0]
-        if not is_compiled:
-            log.warning("torch.compile failed (%s); training continues without it", failure or "on another rank")
+        any_ended, any_failed = ranks.sum([float(ended is not None), float(bool(failures))])
+        if any_ended and sharded:
+            raise UsageError(
+                f"runtime.compile is on, but the first pass of the sharded model ended ({_described(ended)}); "
+                f"set runtime.compile=false"
+            )
+        compiled = not (any_ended or any_failed)
+        if not compiled:
+            failure = ended or (failures[0] if failures else None)
+            log.warning("torch.compile failed (%s); training continues without it", _described(failure))
             torch._dynamo.reset()
-        return is_compiled
+        self._calls = calls if compiled else {}
+        return compiled
+
+
+def _call_or_fall_back(
+    layer: nn.Module, call: Callable[..., Any] | None, failures: list[Exception], *arguments: Any, **options: Any
+) -> Any:
+    assert call is not None, "the layer is compiled"
+    try:
+        return call(*arguments, **options)
+    except Exception as error:
+        failures.append(error)
+        return layer._call_impl(*arguments, **options)  # type: ignore[no-untyped-call]  # torch's
+
+
+def _described(failure: Exception | None) -> str:
+    """The first line of an error of this rank, if it has one."""
+    if failure is None:
+        return "on another rank"
+    return f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"

@@ -59,25 +59,29 @@ class Replicated(Parallel):
 
 
 def place(
-    module: nn.Module, ranks: Ranks, parallel: str, attempt: Callable[[], None] | None
+    module: nn.Module, ranks: Ranks, parallel: str, attempt: Callable[[nn.Module], None] | None
 ) -> tuple[Parallel, CompiledLayers | None]:
     """Distribute a module over the ranks; and its compiled layers, which `attempt` asks for by a pass to try.
 
-    It is tried before the module is replicated: a pass that ends within DDP leaves it in the middle of a reduction. Of
-    sharded layers, which such a pass would leave gathered, only whether there is a compiler.
+    It is tried before the module is replicated: a pass that ends within DDP leaves it in the middle of a reduction. Sharded
+    layers can be tried only where they are.
     """
-    is_sharded = parallel == "fsdp" and ranks.world > 1
     layers = None if attempt is None else CompiledLayers(module)
-    if layers and attempt and not layers.keep(partial(_try_compiler, ranks) if is_sharded else attempt, ranks):
+    sharded = parallel == "fsdp" and ranks.world > 1
+    if layers and attempt and not sharded and not layers.keep(partial(attempt, module), ranks, sharded=False):
         layers = None
-    if is_sharded:
-        return Sharded(module, ranks), layers
+    placed = parallelize(module, ranks, parallel)
+    if layers and attempt and sharded and not layers.keep(partial(attempt, placed.module), ranks, sharded=True):
+        layers = None
+    return placed, layers
+
+
+def parallelize(module: nn.Module, ranks: Ranks, parallel: str) -> Parallel:
+    """Distribute a module over the ranks as the settings say."""
+    if parallel == "fsdp" and ranks.world > 1:
+        return Sharded(module, ranks)
     with ranks.exchanging():
-        return Replicated(module, ranks), layers
-
-
-def _try_compiler(ranks: Ranks) -> None:
-    torch.compile(torch.sin)(torch.ones(1, device=ranks.device))
+        return Replicated(module, ranks)
 
 
 @torch.no_grad()

@@ -62,9 +62,10 @@ class PlacedModel:
         self.bare.train()
         sums = MicroBatchSums()
         for micro in micro_batches:
-            seed = _seed(self.task.config.seed, step, micro.number)
+            # Of dropout: a function of the micro-batch, not of the rank that computes it
+            seed = self.task.config.seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + micro.number * 0x94D049BB133111EB
             # torch.manual_seed takes 0.9 ms: it notes a traceback for each kind of device that is not in use.
-            (torch.default_generator if self.ranks.device.type == "cpu" else torch).manual_seed(seed)
+            (torch.default_generator if self.ranks.device.type == "cpu" else torch).manual_seed(seed % (1 << 63))
             self.parallel.before_backward(last=micro is micro_batches[-1])
             with self._compiled_layers.used() if self._compiled_layers else contextlib.nullcontext():
                 with self.precision.autocast():
@@ -92,13 +93,8 @@ class PlacedModel:
         self.optimizers.zero_grad()
         self.average.update(prevented)
 
-    def _trial_pass(self) -> None:
+    def _trial_pass(self, module: nn.Module) -> None:
         """Run one forward and backward pass, for the compiler."""
         with self.precision.autocast():
-            loss = self.task.train_step(self.bare, self.loader.step(0)[0].batch, self.ranks.device)
+            loss = self.task.train_step(module, self.loader.step(0)[0].batch, self.ranks.device)
         loss.total.backward()  # type: ignore[no-untyped-call]  # torch's
-
-
-def _seed(seed: int, step: int, micro_batch: int) -> int:
-    """Seed of dropout: a function of the micro-batch, not of the rank that computes it."""
-    return (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + micro_batch * 0x94D049BB133111EB) % (1 << 63)
