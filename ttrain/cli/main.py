@@ -204,7 +204,8 @@ def up(
     pages = {name: server_records.page_with_token(home, address) for name, address in addresses.items()} | links
     if opens and links:
         tracking.open_in_browser(home, links.get("url", links["table"]))
-    lines = [f"{name:<8} {page}" for name, page in pages.items() if name != "experiment"]
+    titles = {"prefect": "Prefect", "mlflow": "MLflow"}
+    lines = [f"{titles.get(name, name):<8} {page}" for name, page in pages.items() if name != "experiment"]
     return Output(pages, [*lines, STOP])
 
 
