@@ -239,7 +239,7 @@ def _run_stages(execution: PipelineRun) -> list[Any]:
     stages = {row.stage.name: row for row in execution.plan.stages if not row.reused}
     shards = {name for name, planned in stages.items() if planned.stage.reuses_parts}
     url = None if servers.is_own() else url_for("flow-run", obj_id=flow_run.id)
-    execution.note_prefect(str(flow_run.id), url)
+    execution.record.note(prefect={"flow_run_id": str(flow_run.id), "url": url})
     link_to_page(execution)
     with contextlib.suppress(Interrupted):
         with TagsContext(current_tags=set()):  # for each tag of a task Prefect asks for a slot

@@ -1,4 +1,7 @@
-"""A model all of whose weights a stage trains."""
+"""A model all of whose weights a stage trains.
+
+Apart from `training.py`, which a user's task imports too: its key must not follow the models of stages.
+"""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from ttrain.cli import chat
 from ttrain.data import existing
 from ttrain.engine.labels import new_run_name
 from ttrain.errors import ArtifactError, UsageError
@@ -264,7 +265,9 @@ def test_the_base_of_an_adapter_is_the_model_whose_weights_have_the_digest(runs_
     assert runs_home.resolve("adapter").model == sharded.path / "model"
 
 
-def test_the_base_of_an_adapter_from_elsewhere_is_named_or_lies_beside(runs_home: Home) -> None:
+def test_the_base_of_an_adapter_from_elsewhere_is_named_or_lies_beside(
+    runs_home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = write_model(Path("base").absolute(), b"foreign")
     adapter = write_adapter(Path("adapter"), base)
     with pytest.raises(UsageError, match=f"its base with the weights {weights_digest(base)[:12]} is not in .*--base"):
@@ -274,6 +277,10 @@ def test_the_base_of_an_adapter_from_elsewhere_is_named_or_lies_beside(runs_home
     for run, sft in ((runs_home.run, runs_home.sft), (later, runs_home.newer)):
         [found] = lookup.resolve_all(["adapter"], runs_home.store.root, base="sft", run=run)
         assert found.model == sft.path / "model", "as of the other stages of the command"
+    monkeypatch.setenv("TTRAIN_HOME", str(runs_home.store.root))
+    options = chat.LoadingOptions(base="sft", run=later)
+    alone, beside = chat._resolved(["adapter"], options), chat._resolved(["adapter", "sft"], options)
+    assert [model.model for model in (*alone, *beside)] == [runs_home.newer.path / "model"] * 3
     with pytest.raises(UsageError, match="--base is 'lora', which is an adapter itself"):
         runs_home.resolve("adapter", base="lora")
     beside = shutil.copytree(base, adapter / "base")

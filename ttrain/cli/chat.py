@@ -256,8 +256,8 @@ def _end(signum: int) -> None:
 
 
 def _resolved(models: Sequence[str | None], options: LoadingOptions) -> list[Reference]:
-    if not options.base:
-        return resolved_models(models, run=options.run)
+    if not options.base or len(models) == 1:
+        return resolved_models(models, base=options.base, run=options.run)
     first, *others = models  # `--versus` has a base of its own
     return [*resolved_models([first], base=options.base, run=options.run), *resolved_models(others, run=options.run)]
 

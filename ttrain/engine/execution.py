@@ -180,10 +180,6 @@ class PipelineRun(StopRequest):
             why=list(planned.why),
         )
 
-    def note_prefect(self, flow_run_id: str, url: str | None) -> None:
-        """Record the Prefect flow run."""
-        self.record.note(prefect={"flow_run_id": flow_run_id, "url": url})
-
     def _report(self, stage: Stage, logged: Callable[[str], object], event: str, data: JsonObject) -> None:
         """Record what a stage at work reports, and show it."""
         if event == "started":

@@ -23,7 +23,7 @@ from ttrain.tracking.tracked_runs import RunContent, id_of
 
 log = logging.getLogger("ttrain")
 
-PUSHED = "ttrain.champion"  # tag of a registered model, with the home: the version that was its champion at the last push
+PUSHED_CHAMPION = "ttrain.champion"  # tag of a registered model: its champion's version at the last push, of each home
 CHARACTERS = 4900  # of the description of a version, by MLflow's limit
 MOST_VERSIONS = 10_000  # that MLflow gives in one answer
 ABOUT = (  # the description of every registered model
@@ -123,7 +123,7 @@ def push_aliases(mirror: Mirror, name: str) -> None:
 
 def _pushed_tag(mirror: Mirror) -> str:
     """Of this home: several may share an MLflow, and a champion that another one promoted is taken over."""
-    return f"{PUSHED}.{digest_of(str(mirror.home))[:8]}"
+    return f"{PUSHED_CHAMPION}.{digest_of(str(mirror.home))[:8]}"
 
 
 def take_over_champions(home: Path) -> Registry:

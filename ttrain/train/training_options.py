@@ -36,7 +36,7 @@ class Validation:
 class Origin:
     """From what a run begins where it has no checkpoint of its own, and what must be equal to continue one."""
 
-    start: Snapshot | None = None  # a checkpoint of a shorter run
+    start: Snapshot | None = None  # of another directory, or in memory, as the doctor's
     plateau: Snapshot | None = None  # weights and optimizer state of another run, with which the first step begins
     identity: Mapping[str, Any] = field(default_factory=dict)  # settings that are saved in checkpoints, and must be equal
     allow: frozenset[str] = frozenset()  # those of them that may differ
