@@ -12,7 +12,7 @@ import bisect
 import math
 import re
 import secrets
-from collections import defaultdict
+from collections import Counter
 from typing import NamedTuple
 
 from ttrain.core.files import JsonDict
@@ -88,7 +88,6 @@ class JinjaTemplate:
         self._reads_reasoning = KEYS[0] in encoder.jinja
         self._has_generation = GENERATION.search(encoder.jinja) is not None
         self._mark = f"\ue000{secrets.randbits(64)}:"  # so that no text holds a mark
-        self._marks = re.compile(rf"{self._mark}\d*[\ue001\ue002]")
         self._marked = re.compile(rf"{self._mark}(\d+)\ue001(.*?){self._mark}\ue002", re.DOTALL)
         # Of special tokens that begin alike the longest is found.
         specials = sorted(map(encoder.spelling, encoder.special_ids()), key=len, reverse=True)
@@ -151,50 +150,46 @@ class JinjaTemplate:
         return Rendering(text, contents, live)
 
     def _pieces(self, turns: list[JsonDict], text: str, *, prompt: bool) -> list[Piece]:
-        """Where the text has the contents, in order, between an empty piece at each of its ends."""
-        marked, bare, contents = list[JsonDict](), list[JsonDict](), dict[int, str]()
-        for number, turn in enumerate(turns):
-            marked.append(turn.copy())
-            bare.append(turn.copy())
+        """Where the text has the contents, in order, between an empty piece at each of its ends.
+
+        Rendered with marks around the contents, the turns show what the template writes between them.
+        """
+        marked = [turn.copy() for turn in turns]
+        contents: dict[int, str] = {}
+        for number, turn in enumerate(marked):
             for place, key in enumerate(KEYS, start=2 * number):
-                # Some templates leave out the white space around a content.
-                if content := turn.get(key, "").strip():
-                    contents[place] = content
-                    wrapped = f"{self._mark}{place}\ue001{content}{self._mark}\ue002"
-                    marked[-1][key] = turn[key].replace(content, wrapped, 1)
-                    bare[-1][key] = wrapped
+                if turn.get(key, "").strip():
+                    contents[place] = turn[key]
+                    turn[key] = f"{self._mark}{place}\ue001{turn[key]}{self._mark}\ue002"
         rendered, _ = self._render(marked, prompt=prompt)
-        if self._marks.sub("", rendered) != text:
-            raise TemplateRefused(DEPENDS_ON_CONTENTS)
-        # Around each content: what is written there, and what is without its white space.
-        around = without = self._marked.split(rendered)[::3]
-        if bare != marked:
-            without = self._marked.split(self._render(bare, prompt=prompt)[0])[::3]
-        sides = [*zip(around, without, strict=False)]
-        pieces = [Piece(-1, "", 0, 0)]
-        copies = defaultdict[int, list[str]](list)
-        removed = 0
-        found = self._marked.finditer(rendered)
-        for match, before, behind in zip(found, sides, sides[1:], strict=False):
-            place, content = int(match[1]), match[2]
-            start = match.start() - removed
-            end = start + len(content)
-            number, key = place // 2, KEYS[place % 2]
-            first_space, _, last_space = turns[number][key].partition(contents[place])
-            if before[0].endswith(before[1] + first_space):
-                start -= len(first_space)
-            if behind[0].startswith(last_space + behind[1]):
-                end += len(last_space)
-            pieces.append(Piece(number, key, start, end))
-            copies[place].append(content)
-            removed += len(match[0]) - len(content)
+        # An empty content, and then the place and the text of each, with what follows it.
+        parts = ["-2", "", *self._marked.split(rendered)]
+        found = [*zip(map(int, parts[::3]), parts[1::3], parts[2::3], strict=True)]
+        copies = Counter(place for place, _, _ in found)
+        unchanged = Counter((place, content) for place, content, _ in found)
         for place, content in contents.items():
             # A template may leave out the reasoning of earlier answers.
-            if copies[place] != [content] and (copies[place] or KEYS[place % 2] == KEYS[1]):
+            is_left_out = KEYS[place % 2] == KEYS[0] and not copies[place]
+            times = unchanged[place, content]
+            if not is_left_out and (times != 1 or copies[place] != 1):
                 role = f"role '{turns[place // 2]['role']}'"
-                count = f"{copies[place].count(content)} times"
-                shown = f"it changes the content {content[:60]!r} or repeats it ({role} {count})"
-                raise TemplateRefused(f"it changes or repeats a content ({role} {count})", shown)
+                shown = f"it changes the content {content[:60]!r} or repeats it ({role} {times} times)"
+                raise TemplateRefused(f"it changes or repeats a content ({role} {times} times)", shown)
+        pieces: list[Piece] = []
+        start = 0
+        for place, content, following in found:
+            # Some templates leave out white space at the ends of a content.
+            least = text.find(content.strip(), start) + len(content.strip())
+            most = least + len(content) - len(content.rstrip())
+            ends = (end for end in range(most, least - 1, -1) if text.startswith(following, end))
+            end = next(ends, len(text))
+            written = text[start:end]
+            if written not in content or written.strip() != content.strip():
+                raise TemplateRefused(DEPENDS_ON_CONTENTS)
+            pieces.append(Piece(place // 2, KEYS[place % 2], start, end))
+            start = end + len(following)
+        if start != len(text):
+            raise TemplateRefused(DEPENDS_ON_CONTENTS)
         if [piece.turn for piece in pieces] != sorted(piece.turn for piece in pieces):
             raise TemplateRefused("it does not write each content behind that of the previous turn")
         return [*pieces, Piece(len(turns), "", len(text), len(text))]
