@@ -123,8 +123,7 @@ class JinjaTemplate:
         pieces = self._pieces(turns, text, prompt=prompt)
         live: list[Span] = []
         begin = 0
-        around = zip(pieces, pieces[1:], pieces[2:], strict=False)
-        for earlier, piece, later in around:
+        for earlier, piece, later in zip(pieces, pieces[1:], pieces[2:], strict=False):
             message = messages[piece.turn]
             if piece.turn != earlier.turn:
                 lead = self._lead_in(text[earlier.end : piece.start])

@@ -115,12 +115,11 @@ def install(tokenizer_files: Sequence[Path], directory: Path, template: str) -> 
     added = _add(tokenizer, [*tokens.values(), *needed])
     source = tokenizer.to_str(pretty=True) if added else paths[JSON].read_bytes().decode("utf-8")
     added_tokens = sorted(tokenizer.get_added_tokens_decoder().items())
-    special = [token.content for _, token in added_tokens if token.special]
-    others = [token for token in special if token not in tokens.values()]
+    special = [token.content for _, token in added_tokens if token.special and token.content not in tokens.values()]
     length = config.get("model_max_length")
     max_length = int(length) if isinstance(length, int) and 0 < length < 10**9 else MODEL_MAX_LENGTH
     tokens[END_OF_TURN] = jinja_templates.END_TOKENS.get(template, tokens["eos_token"])
-    write(directory, source, tokens, others, jinja, max_length)
+    write(directory, source, tokens, special, jinja, max_length)
     if template == "own":
         from ttrain.data.chat_templates import Message
         from ttrain.data.custom_template import JinjaTemplate
@@ -128,7 +127,7 @@ def install(tokenizer_files: Sequence[Path], directory: Path, template: str) -> 
         encoder = Encoder(directory)
         own_template = JinjaTemplate(encoder)
         tokens[END_OF_TURN] = encoder.spelling(own_template.end_id)
-        write(directory, source, tokens, others, jinja, max_length)
+        write(directory, source, tokens, special, jinja, max_length)
         question, answer = Message("user", "Q"), Message("assistant", "A")
         prompt = own_template.render((question,), prompt=True)
         if not own_template.render((question, answer)).text.startswith(prompt.text):

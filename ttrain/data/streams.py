@@ -17,21 +17,19 @@ import orjson
 from ttrain.core.files import JsonDict
 from ttrain.core.text import first_line
 from ttrain.data import locations
-from ttrain.data.tools import PARQUET_TYPE
 from ttrain.errors import CannotRead, DataError, TTrainError
 
 CHUNK_BYTES = 1 << 20
 HEAD_BYTES = 1 << 16  # of a text, from which its format is told
 WHOLE_BYTES = 1 << 30  # an array and a `.txt` file are read whole
 UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-# Of damaged bytes, beside Arrow's.
+# Of damaged bytes; Arrow's are OSError or ValueError.
 READ_ERRORS = (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error)
 _VALUE_LINE = re.compile(rb"^[ \t]*[{\[]", re.MULTILINE)
 
 BATCH_ROWS = 1024
 BATCH_BYTES = 8 << 20
 BUFFER_BYTES = 1 << 20  # a column is read by pages: 19 MB instead of 209 for a group of 200 MB
-OPTIONS = orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_NON_STR_KEYS  # a map may have numbers as keys
 
 
 @contextmanager
@@ -47,9 +45,7 @@ def noting_faults(location: str) -> Iterator[None]:
         # Of the network or the disk.
         if locations.is_remote(location) or getattr(error, "errno", None):
             raise CannotRead(f"cannot read {location}: {locations.reason(error)}") from None
-        import pyarrow as pa
-
-        if isinstance(error, MemoryError) or not isinstance(error, (*READ_ERRORS, pa.ArrowException)):
+        if not isinstance(error, READ_ERRORS):
             raise
         fault = f"{location} is truncated or corrupt: {first_line(error)}; fetch or write it again"
         raise DataError(fault, [location]) from error
@@ -205,14 +201,14 @@ def _as_line(values: JsonDict) -> bytes:
     row = values
     if None in values.values():
         row = {name: value for name, value in values.items() if value is not None} or values
-    return orjson.dumps(row, default=_as_json, option=OPTIONS)
+    return orjson.dumps(row, default=_as_json, option=orjson.OPT_NON_STR_KEYS)  # a map may have numbers as keys
 
 
 def _as_json(value: object) -> object:
-    """A parquet value that JSON lacks: bytes in UTF-8 as text, a decimal as a number, others as their type."""
+    """A parquet value that JSON lacks: bytes in UTF-8 as text, a decimal as a number, others as null."""
     if isinstance(value, bytes):
         with contextlib.suppress(UnicodeDecodeError):
             return value.decode("utf-8")
     if isinstance(value, decimal.Decimal):
         return orjson.Fragment(format(value, "f"))
-    return {PARQUET_TYPE: type(value).__name__}
+    return None
