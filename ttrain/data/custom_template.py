@@ -13,11 +13,11 @@ import math
 import re
 import secrets
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ttrain.core.files import JsonDict
 from ttrain.data.chat_templates import Message, Messages, is_live
-from ttrain.data.encoder import Encoder
 from ttrain.errors import DataError
 
 # The texts of a turn, in the order in which a template writes them.
@@ -37,7 +37,6 @@ FIXED_DATE_MACRO = (
 NO_END = "no special token ends the answers that are learnt, so that a model would not learn to stop"
 DEPENDS_ON_CONTENTS = "what it writes around the turns depends on their contents"
 REFUSED = "the tokenizer's own chat template cannot be used"
-FIX = "set tokenizer.template=ttrain for the template of ttrain"
 ERROR_CHARACTERS = 200
 Span = tuple[int, int]
 
@@ -49,7 +48,10 @@ class TemplateRefused(DataError):
     """
 
     def __init__(self, reason: str, shown: str = "") -> None:
-        super().__init__(f"tokenizer.template is 'own', but {REFUSED}: {shown or reason}; {FIX}")
+        super().__init__(
+            f"tokenizer.template is 'own', but {REFUSED}: {shown or reason}; "
+            "set tokenizer.template=ttrain for the template of ttrain"
+        )
         self.reason = f"{REFUSED}: {reason}"
 
 
@@ -77,22 +79,25 @@ class Piece(NamedTuple):
 class JinjaTemplate:
     """Renders conversations by the template of a tokenizer.
 
-    end_id      the special token that ends an answer
+    end         the special token that ends an answer
     lead        what the template writes between a generation prompt and an answer
     """
 
-    def __init__(self, encoder: Encoder) -> None:
-        """Raises DataError if the template cannot render a question with its answer and end."""
-        self._tokens = encoder.tokens
-        self._jinja = FIXED_DATE_MACRO + encoder.jinja
-        self._reads_reasoning = KEYS[0] in encoder.jinja
-        self._has_generation = GENERATION.search(encoder.jinja) is not None
+    def __init__(self, jinja: str, tokens: Mapping[str, str], special_tokens: Iterable[str]) -> None:
+        """`tokens`: by the names of transformers.
+
+        Raises DataError if the template cannot render a question with its answer and end.
+        """
+        self._tokens = tokens
+        self._jinja = FIXED_DATE_MACRO + jinja
+        self._reads_reasoning = KEYS[0] in jinja
+        self._has_generation = GENERATION.search(jinja) is not None
         self._mark = f"\ue000{secrets.randbits(64)}:"  # so that no text holds a mark
         self._marked = re.compile(rf"{self._mark}(\d+)\ue001(.*?){self._mark}\ue002", re.DOTALL)
         # Of special tokens that begin alike the longest is found.
-        specials = sorted(map(encoder.spelling, encoder.special_ids()), key=len, reverse=True)
+        specials = sorted(special_tokens, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, specials)))
-        self._prompt_end = self.lead = self._end = ""
+        self._prompt_end = self.lead = self.end = ""
         question, answer = Message("user", "q"), Message("assistant", "a")
         rendering = self.render((question, answer))
         answer_start, answer_end = rendering.contents[-1]
@@ -100,8 +105,7 @@ class JinjaTemplate:
         token = self._special.search(rendering.text, answer_end, end)
         if token is None:
             raise TemplateRefused(NO_END)
-        self._end = token.group()
-        self.end_id = encoder.special(self._end)
+        self.end = token.group()
         prompt = self.render((question,), prompt=True)
         self._prompt_end = prompt.text[prompt.contents[0][1] :]
         before = rendering.text[rendering.contents[0][1] : answer_start]
@@ -128,7 +132,7 @@ class JinjaTemplate:
             if piece.turn != earlier.turn:
                 lead = self._lead_in(text[earlier.end : piece.start])
                 if any(turn.role == "assistant" for turn in messages[earlier.turn + 1 : piece.turn]):
-                    lead = lead.rpartition(self._end)[2]  # behind a blank answer, which has no piece
+                    lead = lead.rpartition(self.end)[2]  # behind a blank answer, which has no piece
                 begin = piece.start - len(lead)
             if prompt or piece.turn == later.turn or not is_live(message):
                 continue

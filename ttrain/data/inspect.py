@@ -1,12 +1,13 @@
 """Show shards and tokenizers in readable form: ids as pieces of text, with whether the loss counts each."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from ttrain.core.terminal import escaped
 from ttrain.data.encoder import Encoder
@@ -16,9 +17,6 @@ from ttrain.data.record_rows import DocumentRows
 from ttrain.data.shards import INDEX, ShardSet
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.store.artifacts import ArtifactStore
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 
 @dataclass
@@ -97,8 +95,6 @@ def pieces_of(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
 
     Joined, they are the decoded text with its special tokens.
     """
-    from tokenizers.decoders import DecodeStream
-
     stream = DecodeStream(skip_special_tokens=False)
     pieces = [stream.step(tokenizer, number) or "" for number in ids]
     if pieces and not pieces[-1]:  # the ids end within a character

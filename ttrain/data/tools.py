@@ -19,7 +19,6 @@ TOOLS_SENTENCE = "You may call these functions; put each call as JSON between <t
 TOOLS_BEGIN, TOOLS_END = "<tools>", "</tools>"
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 A_TOOL, A_CALL = '{"name": "f", "parameters": {}}', '{"name": "f", "arguments": {}}'
-A_PLACE = '{"city": "Rome"}'
 JSON_TYPES = {
     type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list",
     dict: "an object",
@@ -74,7 +73,7 @@ def calls_of(value: object, key: str) -> list[JsonDict]:
         arguments = _parsed(_function(call).get("arguments"), "the arguments of a tool call")
         require(
             isinstance(arguments, dict),
-            f"the arguments of a tool call are {kind_of(arguments)}, not an object such as {A_PLACE}",
+            f'the arguments of a tool call are {kind_of(arguments)}, not an object such as {{"city": "Rome"}}',
         )
     return list(calls)
 
