@@ -158,8 +158,7 @@ def _optional_text(row: Row, key: str) -> str:
 def visible_text(row: Row, key: str, other_key: str) -> str:
     """The text under a key; `other_key` is the key of the row that calls for it."""
     require(key in row, f"no key '{key}' beside '{other_key}'")
-    text: str = row[key]
-    require(isinstance(text, str), f"'{key}' is {kind_of(text)}, not text")
+    text = _optional_text(row, key)
     require(not is_blank(text), f"'{key}' is empty; write a text, or leave the row out")
     return text
 

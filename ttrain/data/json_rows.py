@@ -108,29 +108,19 @@ class Tally:
 
     def to_json(self) -> JsonDict:
         """Counts for the manifest and the summary."""
-        counts = {
+        more = {name: getattr(self, name) for name in ("first_rejected", "unread_keys", "with_reasoning")}
+        return {
             "rows": self.rows,
             "kept": self.kept,
             "skipped": dict(self.skipped),
             "rejected": dict(self.rejected),
+            **{name: value for name, value in more.items() if value},
         }
-        more = {name: getattr(self, name) for name in ("first_rejected", "unread_keys", "with_reasoning")}
-        return counts | {name: value for name, value in more.items() if value}
 
     def check(
-        self, setting: str, limit: float, expected_fields: str, prefix: str = "reading.",
+        self, setting: str, limit: float, expected_fields: str, prefix: str = "reading.", *, may_be_empty: bool = False,
     ) -> None:  # fmt: skip
-        """Raise DataError if more than the share `limit` of the rows is bad, or no row was kept."""
-        self.check_bad(setting, limit, expected_fields, prefix)
-        if not self.kept:
-            skipped = "".join(f"; {rows} skipped: {rule}" for rule, rows in self.skipped.items())
-            advice = f". {self._looked_for(expected_fields)}" if self.rejected or not self.rows else ""
-            raise DataError(f"{setting}: no rows are left of {self.rows}{skipped}{advice}")
-
-    def check_bad(
-        self, setting: str, limit: float, expected_fields: str, prefix: str = "reading.",
-    ) -> None:  # fmt: skip
-        """Raise DataError if more than the share `limit` of the rows is bad.
+        """Raise DataError if more than the share `limit` of the rows is bad, or no row was kept.
 
         `prefix` comes before the name of the setting of `limit`. Files whose own bad rows are too
         many are at fault.
@@ -142,6 +132,10 @@ class Tally:
                 f"the first is {self.first_rejected[0]}. {self._looked_for(expected_fields)}",
                 [location for location, rows in self.bad_rows.items() if rows > limit * self.rows],
             )
+        if not (self.kept or may_be_empty):
+            skipped = "".join(f"; {rows} skipped: {rule}" for rule, rows in self.skipped.items())
+            advice = f". {self._looked_for(expected_fields)}" if self.rejected or not self.rows else ""
+            raise DataError(f"{setting}: no rows are left of {self.rows}{skipped}{advice}")
 
     def _looked_for(self, expected_fields: str) -> str:
         keys_seen = ", ".join(key for key, _ in self.keys_seen.most_common(8)) or "none"

@@ -263,7 +263,7 @@ class ChatRows(PieceRows):
         self._all_masked += int((targets == 0).sum())
         whole = np.flatnonzero((targets > 0) & (lengths <= self.row_length + 1))
         self._used += int(lengths[whole].sum())
-        records, starts, sizes = [whole], [np.zeros_like(whole)], [lengths[whole] - 1]
+        plans = [(whole, np.zeros_like(whole), lengths[whole] - 1)]
         for record in np.flatnonzero((targets > 0) & (lengths > self.row_length + 1)).tolist():
             token_range = slice(int(column.offsets[record]), int(column.offsets[record + 1]))
             spans = np.array(
@@ -271,10 +271,9 @@ class ChatRows(PieceRows):
             )
             self._cut += 1
             self._used += int((spans[:, 1] - np.maximum(spans[:, 0], [0, *spans[:-1, 1]])).sum())
-            records.append(np.full(len(spans), record))
-            starts.append(spans[:, 0])
-            sizes.append(spans[:, 1] - spans[:, 0] - 1)
-        return first + np.concatenate(records), np.concatenate(starts), np.concatenate(sizes)
+            plans.append((np.full(len(spans), record), spans[:, 0], spans[:, 1] - spans[:, 0] - 1))
+        records, starts, sizes = map(np.concatenate, zip(*plans, strict=True))
+        return first + records, starts, sizes
 
     def _live(self, column: Column) -> Flags:
         """Which tokens of a shard are targets; a record's first token never is, since nothing precedes it."""
