@@ -97,7 +97,8 @@ class JinjaTemplate:
         # Of special tokens that begin alike the longest is found.
         specials = sorted(special_tokens, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, specials)))
-        self._prompt_end = self.lead = self.end = ""
+        self._prompt_end = self.lead = ""
+        self.end = self._mark  # until it is known
         question, answer = Message("user", "q"), Message("assistant", "a")
         rendering = self.render((question, answer))
         answer_start, answer_end = rendering.contents[-1]
@@ -131,9 +132,8 @@ class JinjaTemplate:
             message = messages[piece.turn]
             if piece.turn != earlier.turn:
                 lead = self._lead_in(text[earlier.end : piece.start])
-                if any(turn.role == "assistant" for turn in messages[earlier.turn + 1 : piece.turn]):
-                    lead = lead.rpartition(self.end)[2]  # behind a blank answer, which has no piece
-                begin = piece.start - len(lead)
+                # A blank answer, which has no piece, may stand before it.
+                begin = piece.start - len(lead.rpartition(self.end)[2])
             if prompt or piece.turn == later.turn or not is_live(message):
                 continue
             if message.masked and piece.key != KEYS[1]:  # nothing but blanks behind the reasoning

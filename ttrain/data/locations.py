@@ -122,13 +122,13 @@ def expand(patterns: Sequence[str], setting: str) -> list[str]:
                 matches = _hub_files(pattern)
             else:
                 matches = _remote_files(pattern)
+            if not matches:
+                raise UsageError(
+                    f"{_missing(pattern)}; name a .jsonl, .parquet or .txt file, a glob or a folder "
+                    "(commas separate several)"
+                )
         except UsageError as error:
             raise UsageError(f"{setting} is '{pattern}' but {error}") from None
-        if not matches:
-            raise UsageError(
-                f"{setting} is '{pattern}' but {_missing(pattern)}; name a .jsonl, .parquet or .txt file, a glob or a "
-                "folder (commas separate several)"
-            )
         paths.update(dict.fromkeys(matches))
     return list(paths)
 

@@ -111,10 +111,7 @@ class DocumentRows(WindowRows):
         return starts, np.minimum(self.row_length, self.shards.tokens - 1 - starts), np.ones_like(rows)
 
     def lengths(self) -> Array:
-        lengths = super().lengths()
-        if len(lengths):
-            lengths[-1] = self.windows(np.array([len(self) - 1]))[1][0]
-        return lengths
+        return self.windows(np.arange(len(self)))[1]
 
 
 @final

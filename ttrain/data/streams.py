@@ -36,9 +36,7 @@ def noting_faults(location: str) -> Iterator[None]:
     """Raise a library's error as DataError with the location; CannotRead if the bytes may be good."""
     try:
         yield
-    except TTrainError as error:
-        if isinstance(error, DataError) and not isinstance(error, CannotRead):
-            error.files = (location,)
+    except TTrainError:
         raise
     except Exception as error:  # every file system has errors of its own
         # Of the network or the disk.
@@ -124,11 +122,11 @@ def json_lines(location: str, text_field: str) -> Iterator[bytes]:
     for piece in pieces:
         data += piece
         if len(data) > WHOLE_BYTES:
-            raise DataError(f"{location} is one value of more than 1 GiB; split it, an array with `jq -c '.[]'`")
+            raise DataError(f"{location} is one value of more than 1 GiB; split it, an array with `jq -c '.[]'`", [location])
     if form == "array":
         yield from (orjson.dumps(element) + b"\n" for element in orjson.loads(data))
     elif b"\0" in data:
-        raise DataError(f"{location} has NUL bytes, as a binary file or UTF-16 has; convert it with iconv")
+        raise DataError(f"{location} has NUL bytes, as a binary file or UTF-16 has; convert it with iconv", [location])
     else:
         row = {text_field: data.decode("utf-8", "surrogateescape")}
         yield json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogateescape") + b"\n"
@@ -147,10 +145,11 @@ def format_of(head: bytes, location: str) -> str:
         is_row = first.rstrip().endswith(b"]") and others.strip()
         return "lines" if is_row else "array"
     if first.rstrip() == b"{" and others.lstrip().startswith(b'"'):
-        raise DataError(f"{location} is pretty-printed, not JSON Lines; `jq -c '.' FILE` writes one row a line")
+        raise DataError(f"{location} is pretty-printed, not JSON Lines; `jq -c '.' FILE` writes one row a line", [location])
     if start and b"\0" not in head and not _VALUE_LINE.search(head):
         raise DataError(
-            f"{location} is CSV or plain text, not JSON Lines; write rows as JSON objects, one a line, or name a text .txt"
+            f"{location} is CSV or plain text, not JSON Lines; write rows as JSON objects, one a line, or name a text .txt",
+            [location],
         )
     return "lines"
 
