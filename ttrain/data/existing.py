@@ -116,19 +116,19 @@ def install(tokenizer_files: Sequence[Path], directory: Path, template: str) -> 
     tokens = _tokens(tokenizer, config)
     added = _add(tokenizer, [*tokens.values(), *needed])
     source = tokenizer.to_str(pretty=True) if added else paths[JSON].read_bytes().decode("utf-8")
-    added_tokens = sorted(tokenizer.get_added_tokens_decoder().items())
-    special = [token.content for _, token in added_tokens if token.special and token.content not in tokens.values()]
+    special = [token.content for _, token in sorted(tokenizer.get_added_tokens_decoder().items()) if token.special]
+    others = [token for token in special if token not in tokens.values()]
     length = config.get("model_max_length")
     max_length = int(length) if isinstance(length, int) and 0 < length < 10**9 else MODEL_MAX_LENGTH
     tokens[END_OF_TURN] = jinja_templates.END_TOKENS.get(template, tokens["eos_token"])
     if template == "own":
-        own_template = JinjaTemplate(jinja, tokens, [*tokens.values(), *special])
+        own_template = JinjaTemplate(jinja, tokens, special)
         tokens[END_OF_TURN] = own_template.end
         question, answer = Message("user", "Q"), Message("assistant", "A")
         prompt = own_template.render((question,), prompt=True)
         if not own_template.render((question, answer)).text.startswith(prompt.text):
             log.warning("the chat template's generation prompt differs from the text before the answers in training")
-    write(directory, source, tokens, special, jinja, max_length)
+    write(directory, source, tokens, others, jinja, max_length)
     if added:
         log.info("added to the tokenizer: %s", ", ".join(added))
 
@@ -197,10 +197,7 @@ def _add(tokenizer: Tokenizer, tokens: Sequence[str]) -> list[str]:
 def brings_template(directory: Path) -> bool:
     """Whether the tokenizer in the directory has a chat template of its own."""
     paths = {path.name: path for path in files_in(directory)}
-    try:
-        return _chat_template(paths, _tokenizer_config(paths)) is not None
-    except UsageError:
-        return False
+    return _chat_template(paths, _tokenizer_config(paths)) is not None
 
 
 def _chat_template(paths: dict[str, Path], config: JsonDict) -> str | None:

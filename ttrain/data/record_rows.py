@@ -111,7 +111,10 @@ class DocumentRows(WindowRows):
         return starts, np.minimum(self.row_length, self.shards.tokens - 1 - starts), np.ones_like(rows)
 
     def lengths(self) -> Array:
-        return self.windows(np.arange(len(self)))[1]
+        lengths = super().lengths()
+        if len(lengths):
+            lengths[-1] = self.windows(np.array([len(self) - 1]))[1][0]
+        return lengths
 
 
 @final
@@ -260,7 +263,7 @@ class ChatRows(PieceRows):
         self._all_masked += int((targets == 0).sum())
         whole = np.flatnonzero((targets > 0) & (lengths <= self.row_length + 1))
         self._used += int(lengths[whole].sum())
-        plans = [(whole, np.zeros_like(whole), lengths[whole] - 1)]
+        records, starts, sizes = [whole], [np.zeros_like(whole)], [lengths[whole] - 1]
         for record in np.flatnonzero((targets > 0) & (lengths > self.row_length + 1)).tolist():
             token_range = slice(int(column.offsets[record]), int(column.offsets[record + 1]))
             spans = np.array(
@@ -268,9 +271,10 @@ class ChatRows(PieceRows):
             )
             self._cut += 1
             self._used += int((spans[:, 1] - np.maximum(spans[:, 0], [0, *spans[:-1, 1]])).sum())
-            plans.append((np.full(len(spans), record), spans[:, 0], spans[:, 1] - spans[:, 0] - 1))
-        records, starts, sizes = map(np.concatenate, zip(*plans, strict=True))
-        return first + records, starts, sizes
+            records.append(np.full(len(spans), record))
+            starts.append(spans[:, 0])
+            sizes.append(spans[:, 1] - spans[:, 0] - 1)
+        return first + np.concatenate(records), np.concatenate(starts), np.concatenate(sizes)
 
     def _live(self, column: Column) -> Flags:
         """Which tokens of a shard are targets; a record's first token never is, since nothing precedes it."""
