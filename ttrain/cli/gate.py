@@ -120,7 +120,7 @@ def train(
     texts = locations.expand(data, "--data") if data else heldout_files(references)
     chosen = tuple(map(gate_files.expert_of, references))
     for expert in chosen:
-        longest = existing.max_length({"config": [Path(expert.model) / existing.CONFIG]})
+        longest = existing.max_length(Path(expert.model) / existing.CONFIG)
         if longest is not None and settings.row_length > longest:
             raise UsageError(
                 f"row_length is {settings.row_length} but the expert {expert.reference} takes {longest} positions; "
