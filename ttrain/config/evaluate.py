@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -117,13 +117,11 @@ for _row in TRAINING_STAGES.values():
     if _row.rows != "documents":
         HELDOUT_PARTS[_row.rows][_row.part] = _row.part
 
-Limit = Annotated[int | None, setting(None, "items that are scored, drawn by the seed; empty: all", ge=1)]
-
 
 class TaskBase(Section):
     """What every task has."""
 
-    limit: Limit
+    limit: int | None = setting(None, "items that are scored, drawn by the seed; empty: all", ge=1)
     seed: Seed = setting(1, "of the items that `limit` draws")
     by: Annotated[tuple[str, ...], Listed] = setting(
         (), "keys of the rows, such as source: figures of each of their values too"
@@ -222,10 +220,7 @@ class HarnessTask(TaskBase):
 RecordsTask = TextTask | ChatsTask | PairsTask  # the tokens of records are scored, of a file or of a held-out part
 Task = RecordsTask | ChoicesTask | LastWordTask | GenerationTask | HarnessTask
 
-KINDS: dict[str, type[Task]] = {
-    "text": TextTask, "chats": ChatsTask, "pairs": PairsTask, "choices": ChoicesTask, "last_word": LastWordTask,
-    "generation": GenerationTask, "harness": HarnessTask,
-}  # fmt: skip
+KINDS = [task.model_fields["kind"].default for task in get_args(Task)]
 
 
 class Suite(Section):
