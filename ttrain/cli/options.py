@@ -359,7 +359,7 @@ class RestartOptions:
     fresh: Annotated[bool, option("train from the start; unfinished work is set aside", "--fresh")] = False
     from_step: Annotated[
         int | None,
-        option("continue at this older checkpoint, with its optimizer; newer work is set aside", "--from-step", min=1),
+        option("continue at this older checkpoint, with its optimizer; newer work is set aside", min=1),
     ] = None
 
     def __post_init__(self) -> None:
@@ -400,7 +400,7 @@ class PipelineOptions:
     ] = None
     run_name: Annotated[
         str | None,
-        option("a short name of this run, for all commands that take a run", "--run-name", metavar="NAME"),
+        option("a short name of this run, for all commands that take a run", metavar="NAME"),
     ] = None
     yes: Annotated[
         bool, option("without asking: what takes over a day or forty passes, or long for code alone", "--yes", "-y")

@@ -370,7 +370,7 @@ def _defaults(root: type[Section]) -> JsonDict:
 
 
 @functools.cache
-def flatten_defaults(root: type[Section] = Settings) -> JsonDict:
+def flatten_defaults(root: type[Section]) -> JsonDict:
     """`_defaults` by dotted names."""
     return dict(flatten(_defaults(root)))
 

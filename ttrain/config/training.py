@@ -198,6 +198,9 @@ class Adapted(FineTune):
         "of the adapter: last parts of layers' names, `attention`, or `all-linear` (all but the output head)",
         min_length=1,
     )
+    start_from: Location = setting(
+        "sft", "sft, pretrain, none, a Hugging Face directory, or owner/name[@revision]", min_length=1
+    )
 
 
 class Dpo(Adapted):
@@ -207,9 +210,6 @@ class Dpo(Adapted):
     orpo: arXiv:2403.07691. kto: arXiv:2402.01306.
     """
 
-    start_from: Location = setting(
-        "sft", "sft, pretrain, none, a Hugging Face directory, or owner/name[@revision]", min_length=1
-    )
     loss: Literal["dpo", "ipo", "cdpo", "simpo", "orpo", "kto"] = setting(
         "dpo", "simpo and orpo need no reference model; kto reads single rated answers, too"
     )
@@ -246,9 +246,6 @@ class Lora(Adapted):
     lora: arXiv:2106.09685. dora: arXiv:2402.09353. prefix: arXiv:2101.00190.
     """
 
-    start_from: Location = setting(
-        "sft", "sft, pretrain, none, a Hugging Face directory, or owner/name[@revision]", min_length=1
-    )
     kind: Literal["lora", "dora", "prefix"] = setting("lora", "what is trained: see docs/adapters.md")
     by_rows: ClassVar[rules.FineTuning] = rules.FineTuning(tokens_per_step=2048, epochs=2.0)
     optim: Optim = Optim(lr=5e-3, weight_decay=0.0)
