@@ -134,9 +134,7 @@ def chat(
     "Use",
 )
 def generate(
-    prompts: Annotated[
-        Path, argument("a file: lines of text, or JSON lines (.jsonl)", metavar="FILE", exists=True, dir_okay=False)
-    ],
+    prompts: Annotated[Path, argument("a file: lines of text, or JSON lines (.jsonl)", metavar="FILE")],
     model: Annotated[str | None, option(DEFAULT_MODEL, "--model", "-m")] = None,
     out: Annotated[Path | None, option("JSON lines with the answers; without it they are printed")] = None,
     raw: Annotated[bool, option("continue the lines as texts instead of answering them", "--raw")] = False,
@@ -157,6 +155,8 @@ def generate(
         if out.exists() and not force:
             raise UsageError(f"{out} exists; name another file with --out, or replace it with --force")
     [reference] = _resolved([model], loading_options)
+    if not prompts.is_file():
+        raise UsageError(f"FILE is '{prompts}' but there is no such file; name one with prompts")
 
     before_torch()
     from ttrain.inference import batch
