@@ -36,8 +36,8 @@ from ttrain.train import precision
 from ttrain.train.distributed import Ranks, share_cores
 
 ROWS = {row.model: row for row in TRAINING_STAGES.values()}
-PARTS = {row.part: row for row in ROWS.values() if row.metric}  # held-out records, and the stage whose metric is over them
-METRICS = {row.part: row.metric for row in ROWS.values() if row.metric}
+PARTS = {row.part: row for row in ROWS.values()}  # held-out records, and the stage whose metric is over them
+METRICS = {row.part: row.metric for row in ROWS.values()}
 SPECS: dict[str, type[RecordsTask]] = {"documents": TextTask, "chats": ChatsTask, "pairs": PairsTask}
 log = logging.getLogger("ttrain")
 

@@ -39,7 +39,7 @@ NOTE_SECONDS = 2.0  # between two events of a stage's progress
 # Which artifacts become registered models: stage, suffix of the name, directory in the artifact.
 REGISTERED = {
     "tokenizer": ("tokenizer", ""),
-    **{name: (row.model, row.directory) for name, row in TRAINING_STAGES.items()},
+    **{name: (row.model, "adapter" if row.role == "adapter" else "model") for name, row in TRAINING_STAGES.items()},
 }
 
 

@@ -137,7 +137,7 @@ def _suite_files(settings: Settings) -> dict[str, list[Path]]:
     any model is trained. Held-out documents are checked later: a night has earlier ones."""
     files_by_role: dict[str, list[Path]] = {}
     rows = TRAINING_STAGES.items()
-    heldout_parts = [row.part for _, row in rows if row.loss and settings.reads(row.dataset)]
+    heldout_parts = [row.part for _, row in rows if row.loss and settings.reads(row.name)]
     for name, row in rows:
         if row.role != "base" and not settings.exists(name):
             continue

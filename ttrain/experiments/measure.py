@@ -15,7 +15,7 @@ from ttrain.tasks import EVALUATE, SHARDS, SOURCE, STAGES, TOKENIZER, Stage
 
 PREFIXES = {"eval": EVALUATE.name, "tok": TOKENIZER.name}  # of metrics that do not begin with their stage's name
 AFTER_BASE = frozenset(  # stages that bits per byte of the base model do not need
-    name for row in TRAINING_STAGES.values() if row.role != "base" for name in (row.name, SHARDS[row.dataset].name)
+    name for row in TRAINING_STAGES.values() if row.role != "base" for name in (row.name, SHARDS[row.name].name)
 )
 
 
@@ -121,6 +121,6 @@ def _default_metric(settings: Settings, keys: Collection[str], shaped: frozenset
     if not affected:
         raise UsageError(f"{', '.join(keys)} shapes no training; name a metric: --metric eval/NAME")
     row = TRAINING_STAGES[(varied_trainings or affected[:1])[-1]]
-    if row.rows == "pairs" and row.metric:  # whose loss is measured in units of beta, so that other betas have others
+    if row.rows == "pairs":  # whose loss is measured in units of beta, so that other betas have others
         return row.metric.of_run
     return f"{row.name}/{VALIDATION_LOSS}"

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config import flatten
-from ttrain.config.data import LEARNT
 from ttrain.config.loading import Override, load
+from ttrain.config.training import TRAININGS
 from ttrain.core import redact
 from ttrain.core.files import JsonDict, read_object
 from ttrain.data import existing
@@ -366,7 +366,7 @@ def settings_of(run: runs.RecordedRun) -> list[Override]:
 def base_of(run: runs.RecordedRun) -> list[Override]:
     """The same, to load other settings over them: with all data, so that none is left unnamed."""
     data, source = run["settings"].get("data", {}), f"run {run['run']}"
-    named = [Override(source, f"data.{name}", data[name]) for name in LEARNT if name in data]
+    named = [Override(source, f"data.{name}", data[name]) for name in TRAININGS if name in data]
     return [*named, *settings_of(run)]
 
 

@@ -6,7 +6,7 @@ from itertools import chain
 from typing import Any
 
 from ttrain.config import SHAPE_NO_RESULT, Promotion, flatten
-from ttrain.config.training import EVALUATED, PRIMARY_METRICS, TRAINING_STAGES, VALIDATION_LOSS, model_order
+from ttrain.config.training import EVALUATED, PRIMARY_METRICS, VALIDATION_LOSS, model_order
 from ttrain.core.files import JsonDict
 from ttrain.core.text import ABSENT, format_duration, format_number, format_time, is_number
 from ttrain.evaluate.forgetting import advantage
@@ -220,8 +220,7 @@ def _not_judged_on_rows(stage: str, views: Sequence[RunView]) -> str:
     shards = {view.manifest(stage).get("inputs", {}).get("shards", {}).get("content") for view in views}
     if len(shards) > 1:
         return OTHER_SHARDS
-    dataset = TRAINING_STAGES[stage].dataset
-    results = [view.manifest(f"shards-{dataset}").get("result") for view in views]
+    results = [view.manifest(f"shards-{stage}").get("result") for view in views]
     counts = [ShardsResult.of(result).heldout.rows for result in results if result]
     return not_judged(min(counts)) if counts else ""
 

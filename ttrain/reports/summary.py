@@ -95,11 +95,10 @@ def lost_rows(tally: Result, *groups: str) -> str:
 
 def key_figures(stage: str, result: Result, directory: Path = Path()) -> str:
     """One line about a stage's result. `directory`: of its artifact."""
-    from ttrain.config.data import LEARNT
     from ttrain.config.training import BITS_PER_BYTE, TRAININGS, VALIDATION_LOSS
 
     if stage == "source":
-        return ", ".join(f"{name} {PartCounts.of(result[name]).rows:,} rows" for name in LEARNT if name in result)
+        return ", ".join(f"{name} {PartCounts.of(result[name]).rows:,} rows" for name in TRAININGS if name in result)
     if stage.startswith("shards-"):
         return "; ".join(_about_shards(result))
     if stage == "heldout":
