@@ -15,7 +15,7 @@ from ttrain.core.files import write_json
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.lineage.lineage import TRACKER, Lineage, lineage_of
 from ttrain.lineage.lookup import resolve
-from ttrain.reports.history import History
+from ttrain.reports.model_card import History
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.heldout_shards import heldout_shards
 from ttrain.store.layout import Artifact

@@ -18,8 +18,7 @@ from ttrain.core.machine import VERSION
 from ttrain.core.text import first_line
 from ttrain.errors import ArtifactError, TTrainError, UsageError
 from ttrain.export import gguf_convert
-from ttrain.reports.history import History
-from ttrain.reports.model_card import Exported, card
+from ttrain.reports.model_card import Exported, History, card
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import home
 from ttrain.store.model_files import ADAPTER, ADAPTER_CONFIG, BASE, SECOND_HEAD, Reference, base_digest_of, weights_digest

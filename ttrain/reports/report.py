@@ -8,7 +8,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import resources
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
@@ -23,6 +23,7 @@ from ttrain.store.layout import Manifest
 from ttrain.store.results import TrainingResult
 from ttrain.store.run_views import RunView
 
+STYLE = Path(__file__).with_name("templates") / "page.css"
 SAMPLE_FILES = re.compile(r"run/samples/step-0*(\d+)\.(txt|md)")
 SAMPLES_SHOWN = 12  # of the texts that a model wrote during training, evenly spread
 UNFINISHED: Mapping[str, str] = {"crashed": "was killed", "failed": "failed", "interrupted": "was stopped"}
@@ -57,7 +58,7 @@ def report_of(view: RunView) -> str:
         "run.html",
         view=view,
         results={name: stage.manifest["result"] for name, stage in view.stages.items() if stage.manifest},
-        problems=find_problems(view),
+        problems=[*find_problems(view)],
         curves={stage: charts.charts_of(view, stage) for stage in view.stages},
         evaluation=summary.rows(view.metrics, results),
         samples=samples,
@@ -88,7 +89,7 @@ def _rendered(template: str, **context: object) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= FILTERS
-    style = resources.files("ttrain.reports").joinpath("templates/page.css").read_text(encoding="utf-8")
+    style = STYLE.read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     modules = {"charts": charts, "facts": facts, "summary": summary, "tiles": TILES}
     return environment.get_template(template).render(
@@ -117,27 +118,25 @@ class Problem(NamedTuple):
     is_resolved: bool = True
 
 
-def find_problems(view: RunView) -> list[Problem]:
+def find_problems(view: RunView) -> Iterator[Problem]:
     """All recorded problems of a run."""
-    problems = list[Problem]()
     error = view.record.get("error") or view.record.get("stopped")
     if error and not any(stage.record.get("error") == error for stage in view.stages.values()):
-        problems.append(Problem("", str(error), is_resolved=False))
+        yield Problem("", str(error), is_resolved=False)
     if view.status == "crashed":
-        problems.append(Problem("", "the run's process was killed, or the machine went down", is_resolved=False))
+        yield Problem("", "the run's process was killed, or the machine went down", is_resolved=False)
     for name, stage in view.stages.items():
         record, is_done = stage.record, stage.status not in UNFINISHED
         if record.get("error") or not is_done:
             outcome = "failed and was retried" if is_done else UNFINISHED[stage.status]
             error = str(record.get("error") or "").removeprefix(f"stage {name} ").removeprefix("failed: ")
-            problems.append(Problem(name, ": ".join(filter(None, (outcome, error))), is_done))
+            yield Problem(name, ": ".join(filter(None, (outcome, error))), is_done)
         if step := record.get("resumed_from_step"):
-            problems.append(Problem(name, f"resumed at step {step:,}"))
-        problems += (Problem(name, *problem) for problem in _of_artifact(stage.manifest))
+            yield Problem(name, f"resumed at step {step:,}")
+        yield from (Problem(name, *problem) for problem in _of_artifact(stage.manifest))
         steps = [f"{point.step:,}" for point in view.curve(name, "loss") if not math.isfinite(point.value)]
         if steps:
-            problems.append(Problem(name, f"the loss was not finite at step {text.first_of(steps, 5)}"))
-    return problems
+            yield Problem(name, f"the loss was not finite at step {text.first_of(steps, 5)}")
 
 
 def _of_artifact(manifest: Manifest) -> Iterator[tuple[str, bool]]:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ttrain.core.terminal import escaped
-from ttrain.core.text import counted, format_duration, short_digest
+from ttrain.core.text import counted, format_duration, is_number, short_digest
 from ttrain.store.results import (
     EvaluationResult,
     HeldoutResult,
@@ -19,23 +19,16 @@ from ttrain.store.results import (
 )
 from ttrain.store.runs import NOTHING_NEW, RecordedRun
 
-SHOWN_REASONS = 3
 LOST = ("skipped", "rejected")  # groups of rows that are left out, with a count for each reason
 EvaluationRow = tuple[str, str, str]  # metric, value, remark
 Result = Mapping[str, Any]  # of a stage, as its manifest has it, or a part of one
 
-# The metrics of a stage in its line of `status`.
-KEY_METRICS: Mapping[str, tuple[str, ...]] = {
-    "tokenizer": ("vocab_size", "bytes_per_token"),
-    "base-model": ("parameters", "vocab_size"),
-    "new-model": ("parameters",),
-    "heldout": ("records", "new", "unscored"),
-    "reference": ("answers", "log_probability"),
-}
+# The values of a stage in its line of `status`, where its result has them.
+KEY_METRICS = ("parameters", "vocab_size", "bytes_per_token", "answers", "log_probability")
+TRAINING_METRICS = ("validation_loss", "tokens", "tokens_per_second")
 
-OVERFIT = "overfit"  # the guard of a held-out loss that rises while that of the training falls
 GUARD_FIXES = {
-    OVERFIT: "try fewer passes by a smaller {budget}, more data, or keep the best step: "
+    "overfit": "try fewer passes by a smaller {budget}, more data, or keep the best step: "
     "{stage}.early_stopping.patience=3 {stage}.validate_every_steps=50",
     "no_effect": "try a larger {stage}.optim.lr, or more passes",
     "loss-spike": "try a smaller {stage}.optim.lr",
@@ -44,10 +37,10 @@ GUARD_FIXES = {
 
 def metrics_of(results: Mapping[str, Result]) -> dict[str, float]:
     """The metrics of a pipeline run under their stable names, from the stages' results: the same whether cached or not."""
-    from ttrain.config.training import TRAININGS, VALIDATION_LOSS
+    from ttrain.config.training import TRAININGS
 
     trainings = {name: TrainingResult.of(results[name]) for name in TRAININGS if name in results}
-    figures = (VALIDATION_LOSS, "loss", "tokens", "tokens_per_second")
+    figures = (*TRAINING_METRICS, "loss")
     metrics = {f"{name}/{figure}": getattr(result, figure) for name, result in trainings.items() for figure in figures}
     metrics |= _total(trainings.values())
     tokenizer = TokenizerResult.of(results.get("tokenizer", {}))
@@ -96,7 +89,7 @@ def lost_rows(tally: Result, *groups: str) -> str:
 def key_figures(stage: str, result: Result, directory: Path = Path()) -> str:
     """One line about a stage's result. `directory`: of its artifact."""
     from ttrain.config.data import LEARNT
-    from ttrain.config.training import BITS_PER_BYTE, TRAININGS, VALIDATION_LOSS
+    from ttrain.config.training import BITS_PER_BYTE, TRAININGS
 
     if stage == "source":
         return ", ".join(f"{name} {PartCounts.of(result[name]).rows:,} rows" for name in LEARNT if name in result)
@@ -107,13 +100,14 @@ def key_figures(stage: str, result: Result, directory: Path = Path()) -> str:
         unscored = f"; {held_out.unscored:,} of this night are beyond its share" if held_out.unscored else ""
         return f"{held_out.records:,} held-out documents of all nights, {held_out.new:,} of them new{unscored}"
     if stage in ("replay", "replay-sft"):
-        kind, sample = "windows of documents" if stage == "replay" else "chats", ReplayResult.of(result)
+        kind = "windows of documents" if stage == "replay" else "chats"
+        sample = ReplayResult.of(result)
         return f"{sample.records:,} {kind}, {sample.tokens:,} tokens, of {counted(sample.nights, 'earlier set')}"
     if stage.startswith("evaluate"):
         bits = EvaluationResult.of(result).metrics.get(BITS_PER_BYTE.name)
         return f"{bits:.3f} {BITS_PER_BYTE.label}" if bits is not None else "no held-out documents"
-    names = (VALIDATION_LOSS, "tokens", "tokens_per_second") if stage in TRAININGS else KEY_METRICS.get(stage, ())
-    figures = [f"{name} {_figure(result[name])}" for name in names if result.get(name) is not None]
+    names = TRAINING_METRICS if stage in TRAININGS else KEY_METRICS
+    figures = [f"{name} {_figure(result[name])}" for name in names if is_number(result.get(name))]
     training = TrainingResult.of(result)
     if training.resumed_from_step:
         figures.append(f"continued at step {training.resumed_from_step} of {training.steps}")
@@ -152,18 +146,10 @@ def markdown(rows: Iterable[Sequence[object]], header: Sequence[object]) -> str:
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
-def shortened(reasons: Sequence[str]) -> str:
-    """One line for a terminal: the first reasons, and how many more there are."""
-    hidden_count = len(reasons) - SHOWN_REASONS
-    hidden = [f"and {hidden_count} more, which `plan --json` has"] if hidden_count > 0 else []
-    return "; ".join([*reasons[:SHOWN_REASONS], *hidden])
-
-
 def run_json(run: RecordedRun) -> dict[str, Any]:
     """The object that `status --json` prints for one run."""
-    names = ("run", "pipeline", "outcome", "note", "tags", "started", "seconds", "stages", "metrics", "error", "equals",
-             "tracking")  # fmt: skip
-    return {name: run[name] for name in names if name in run}
+    names = "run pipeline outcome note tags started seconds stages metrics error equals tracking"
+    return {name: run[name] for name in names.split() if name in run}
 
 
 def labels(run: RecordedRun) -> list[str]:
