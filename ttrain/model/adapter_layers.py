@@ -92,9 +92,6 @@ class LowRank(torch.autograd.Function):
         return grad_x, None, None, grad_down, grad_up, None
 
 
-NAME = "default"
-
-
 class PrefixModel(PeftModelForCausalLM):  # type: ignore[misc]  # PEFT has no types
     """PEFT's model that can also be called token by token with its cache: PEFT alone would start over.
 
@@ -145,12 +142,6 @@ def attach(model: PreTrainedModel, config: Lora) -> PrefixModel:
     adapted = PrefixModel(model, settings)
     adapted.train(was_training)
     return adapted
-
-
-def weight(model: PrefixModel, name: str = NAME) -> Tensor:
-    """The prefix, [P, L*2*G*K], as PEFT's file holds it."""
-    prefix_weight: Tensor = model.prompt_encoder[name].embedding.weight
-    return prefix_weight
 
 
 def _check_positions(model: PreTrainedModel, config: Lora) -> None:

@@ -23,18 +23,12 @@ from torch import nn
 from ttrain.config import Lora
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.model import factory
-from ttrain.model.factory import overwrite
 from ttrain.model.kinds import PRESETS
-from ttrain.store.model_files import ADAPTER
+from ttrain.store.model_files import ADAPTER, ADAPTER_CONFIG, BASE, base_digest_of
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
     from transformers import PreTrainedModel
-
-
-WEIGHTS = ADAPTER
-
-CONFIG, BASE = "adapter_config.json", "base.json"
 
 NAME = "default"
 
@@ -99,10 +93,8 @@ def state(model: PeftModel, name: str = NAME) -> dict[str, torch.Tensor]:
     """The weights of the adapter called `name`, under the names that PEFT saves."""
     from peft import get_peft_model_state_dict
 
-    if model.peft_config[name].is_prompt_learning:
-        from ttrain.model import adapter_layers
-
-        return {"prompt_embeddings": adapter_layers.weight(model, name)}  # PEFT would return a copy
+    if model.peft_config[name].is_prompt_learning:  # PEFT would return a copy
+        return {"prompt_embeddings": model.prompt_encoder[name].embedding.weight}
     weights: dict[str, torch.Tensor] = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     return weights
 
@@ -112,13 +104,13 @@ def files(model: PeftModel, *, base: str, base_digest: str, held_in: str | None 
 
     `held_in`: the base's quantization during training; None: not quantized.
     """
-    settings: dict[str, Any] = model.peft_config[NAME].to_dict()
-    settings = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
-    settings["base_model_name_or_path"] = base
-    settings["inference_mode"] = True
+    settings = {
+        key: sorted(value) if isinstance(value, set) else value for key, value in model.peft_config[NAME].to_dict().items()
+    }
+    settings |= {"base_model_name_or_path": base, "inference_mode": True}
     ours = {"base_weights_sha256": base_digest, **({"base_held_in": held_in} if held_in else {})}
     return {
-        CONFIG: json.dumps(settings, indent=2, sort_keys=True, default=str).encode(),
+        ADAPTER_CONFIG: json.dumps(settings, indent=2, sort_keys=True, default=str).encode(),
         BASE: json.dumps(ours, indent=2).encode(),
     }
 
@@ -195,35 +187,24 @@ def check_base(directory: Path, base_digest: str) -> None:
         )
 
 
-def base_digest_of(directory: Path) -> str | None:
-    """Digest of the weights that the adapter was trained on; None where it does not say. Raises ArtifactError."""
-    path = directory / BASE
-    if not path.is_file():
-        return None
-    try:
-        return str(json.loads(path.read_bytes())["base_weights_sha256"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ArtifactError(f"{path}, which names the adapter's base, is damaged: {error}") from None
-
-
 def _settings(directory: Path) -> PeftConfig:
     from peft import PeftConfig
 
     try:
         settings = PeftConfig.from_pretrained(str(directory))
     except (OSError, ValueError, TypeError) as error:
-        raise ArtifactError(f"cannot read {directory / CONFIG}: {error}") from None
+        raise ArtifactError(f"cannot read {directory / ADAPTER_CONFIG}: {error}") from None
     settings.inference_mode = True
     return settings
 
 
 def _fill(model: PeftModel, directory: Path, name: str) -> None:
     try:
-        weights = load_file(directory / WEIGHTS)
+        weights = load_file(directory / ADAPTER)
     except (OSError, SafetensorError) as error:
-        raise ArtifactError(f"cannot read {directory / WEIGHTS}: {error}") from None
-    factory.need_finite(weights, str(directory / WEIGHTS))
-    overwrite(state(model, name), weights)
+        raise ArtifactError(f"cannot read {directory / ADAPTER}: {error}") from None
+    factory.need_finite(weights, str(directory / ADAPTER))
+    factory.overwrite(state(model, name), weights)
     model.requires_grad_(False)
 
 
@@ -250,20 +231,13 @@ def find_targets(model: PreTrainedModel, names: Sequence[str]) -> AdapterTargets
     `all-linear`: every linear layer and every stack of experts but the output head (arXiv:2305.14314, section 4);
     `attention`: the linear layers within attention; else the last parts of a name, such as q_proj or mlp.down_proj.
     """
-    linear, head, stacked = linear_layers(model), output_head(model), expert_stacks(model)
+    linear, stacked, head_layer = linear_layers(model), expert_stacks(model), model.get_output_embeddings()
+    head = next((name for name, layer in linear.items() if layer is head_layer), None)
     body = [name for name in linear if name != head]
-    targets: set[str] = set()
-    unknown = []
-    for name in names:
-        matches = (
-            [*body, *stacked] if name == ALL_LINEAR
-            else _within_attention(model, body) if name == ATTENTION
-            else [full for full in (*linear, *stacked) if _ends_with(full, name)]
-        )  # fmt: skip
-        targets |= {*matches}
-        if not matches:
-            unknown.append(name)
-    if unknown:
+    presets = {ALL_LINEAR: [*body, *stacked], ATTENTION: _within_attention(model, body)}
+    matches = {name: presets[name] if name in presets else _matching([*linear, *stacked], name) for name in names}
+    targets = set().union(*matches.values())
+    if unknown := [name for name in names if not matches[name]]:
         choices = sorted({full.rpartition(".")[2] for full in (*linear, *stacked)})
         raise UsageError(
             f"lora.targets names {', '.join(unknown)}, but the model's linear layers are {', '.join(choices)}; "
@@ -282,13 +256,15 @@ def find_targets(model: PreTrainedModel, names: Sequence[str]) -> AdapterTargets
         frozenset(parameters),
         _shortest_suffixes(layers, [name for name, _ in model.named_modules()]),
         _shortest_suffixes(parameters, [name for name, _ in model.named_parameters()]),
-        any(_is_conv1d(linear[name]) for name in layers),
+        not all(isinstance(linear[name], nn.Linear) for name in layers),
     )
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Every linear layer by its full name, the output head among them."""
-    return {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear) or _is_conv1d(layer)}
+    from transformers.pytorch_utils import Conv1D
+
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D)}
 
 
 def expert_stacks(model: nn.Module) -> list[str]:
@@ -297,12 +273,6 @@ def expert_stacks(model: nn.Module) -> list[str]:
         f"{name}.{parameter}" for name, module in model.named_modules() if not type(module).__module__.startswith("torch.nn")
         for parameter, weight in module.named_parameters(recurse=False) if weight.ndim == 3
     ]  # fmt: skip
-
-
-def output_head(model: PreTrainedModel) -> str | None:
-    """Full name of the layer that computes the logits."""
-    head: Any = model.get_output_embeddings()
-    return next((name for name, module in model.named_modules() if module is head), None)
 
 
 def _renamed_by_peft(model: PreTrainedModel, names: set[str]) -> set[str]:
@@ -332,17 +302,13 @@ def _shortest_suffixes(targets: set[str], everything: Iterable[str]) -> tuple[st
     for name in targets:
         parts = name.split(".")
         ends = (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
-        suffixes.add(next(end for end in ends if not any(_ends_with(other_name, end) for other_name in others)))
+        suffixes.add(next(end for end in ends if not _matching(others, end)))
     return tuple(sorted(suffixes))
 
 
-def _ends_with(name: str, suffix: str) -> bool:
-    """Whether a name matches as in PEFT: the whole name, or its last parts."""
-    return name == suffix or name.endswith(f".{suffix}")
-
-
-def _is_conv1d(module: nn.Module) -> bool:
-    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+def _matching(names: Iterable[str], suffix: str) -> list[str]:
+    """The names that match as in PEFT: as a whole, or by their last parts."""
+    return [name for name in names if name == suffix or name.endswith(f".{suffix}")]
 
 
 COMPUTED_IN = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16}  # else bf16
@@ -364,15 +330,13 @@ def load_quantized(directory: Path, config: Lora) -> PreTrainedModel:
     from transformers import BitsAndBytesConfig
 
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)  # a line per layer and pass on a CPU
-    settings = (
-        BitsAndBytesConfig(load_in_8bit=True) if config.quantize == "int8"
-        else BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=COMPUTED_IN.get(config.precision, torch.bfloat16),
-        )
-    )  # fmt: skip
+    settings = BitsAndBytesConfig(
+        load_in_8bit=config.quantize == "int8",
+        load_in_4bit=config.quantize == "nf4",
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=COMPUTED_IN.get(config.precision, torch.bfloat16),
+    )
     model = factory.load(directory, quantization_config=settings)
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
