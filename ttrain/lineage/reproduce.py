@@ -59,8 +59,8 @@ def reproduce(
     error of a failed stage, or Interrupted once its state is saved.
     """
     with contextlib.ExitStack() as stack:
-        made = temporary_directory("reproduce") if directory is None else _usable(directory)
-        store, built = ArtifactStore(stack.enter_context(made)), dict[str, Artifact]()
+        home = _usable(directory) if directory else stack.enter_context(temporary_directory("reproduce"))
+        store, built = ArtifactStore(home), dict[str, Artifact]()
         effect = "the stage saves its state" if directory else "without --home, nothing is kept"
         stop = StopRequest(lambda text: screen("", "message", {"text": text}), effect)
         stack.enter_context(stop.catching_signals())
@@ -76,26 +76,25 @@ def reproduce(
             stages.append({**compared, "seconds": round(outcome.seconds, 2)})
             state = "equal" if compared["equal"] else "different"
             screen(recorded.stage, "ended", {"state": state, "seconds": outcome.seconds, "figures": ""})
-            if state == "different":
+            if not compared["equal"]:
                 break
         store.cache.save()
     return {
         "requested": lineage.text,
         "name": lineage.named.name,
-        "equal": state == "equal",
+        "equal": compared["equal"],
         "home": str(store.root),
         "stages": stages,
         "left": [recorded.stage for recorded, _ in recipes[len(stages) :]],
     }
 
 
-def _usable(directory: Path) -> contextlib.AbstractContextManager[Path]:
-    """The home to build in. Raises UsageError for one with runs, whose artifacts would be taken."""
+def _usable(directory: Path) -> Path:
+    """The home to build in. Raises UsageError for a file, and for a home with runs, whose artifacts would be taken."""
     home = user_path(directory).absolute()
-    names = {path.name for path in home.iterdir()} if home.is_dir() else {*filter(None, [home.is_file() and home.name])}
-    if "runs" in names or (names and not names & {"store", "work"}):
+    if home.is_file() or (home / "runs").exists():
         raise UsageError(f"--home is {home}, which holds other files; name a directory that is new or empty")
-    return contextlib.nullcontext(home)
+    return home
 
 
 def _compared(recorded: Artifact, rebuilt: Artifact) -> JsonDict:
@@ -178,8 +177,7 @@ def _pinned(data: Mapping[str, Any], artifact: Artifact) -> dict[str, list[str]]
 def _runtime(artifact: Artifact) -> Runtime:
     """The recorded runtime; ranks of several machines become ranks of this one."""
     recorded, training = artifact.provenance.get("runtime", {}), TrainingResult.of(artifact.result)
-    names = (Runtime.model_fields.keys() - UNNEEDED) & recorded.keys()
-    kept = {name: recorded[name] for name in names}
+    kept = {name: recorded[name] for name in Runtime.model_fields if name in recorded.keys() - UNNEEDED}
     # By default a stage uses all cores, and this machine may have another number of them.
     cores = (artifact.provenance.get("machine") or {}).get("cores")
     of_training = {
@@ -192,9 +190,9 @@ def _runtime(artifact: Artifact) -> Runtime:
 
 def _data_problems(artifact: Artifact, settings: Settings, store: ArtifactStore) -> list[str]:
     """Problems with the raw data of a stage: missing, unreadable, or changed."""
-    recorded = artifact.manifest["ingredients"].get("files", {})
+    recorded = {"files": artifact.manifest["ingredients"].get("files", {})}
     try:
-        digests = file_digests(STAGES[artifact.stage], settings, store)
+        lines = differences(recorded, {"files": file_digests(STAGES[artifact.stage], settings, store)})
     except TTrainError as error:
-        return [f"{artifact.stage}: {error}"]
-    return [f"{artifact.stage}: {line}" for line in differences({"files": recorded}, {"files": digests})]
+        lines = [str(error)]
+    return [f"{artifact.stage}: {line}" for line in lines]
