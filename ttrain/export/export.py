@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ttrain.core.files import fsync, read_json, read_object, remove_tree, temporary_path, user_path
 from ttrain.core.machine import VERSION
-from ttrain.core.text import first_line
+from ttrain.core.text import first_line, first_of
 from ttrain.errors import ArtifactError, TTrainError, UsageError
 from ttrain.export import gguf_convert
 from ttrain.reports.model_card import Exported, History, card
@@ -46,11 +46,7 @@ LICENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")  # what the Hub knows licenc
 
 SHARD_SIZE = re.compile(r"(?!0+(\.0+)?[KMG])\d+(\.\d+)?[KMG]B", re.IGNORECASE)  # as transformers takes it
 
-SHOWN = 3  # names in a message
-
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
-
-UNMERGEABLE = ("PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING")  # they add positions, not weights
 
 
 @dataclass(frozen=True)
@@ -98,13 +94,10 @@ def export(
         if request.gguf:
             say("converting to GGUF")
             convert(work, converter(request.gguf), dtype=request.dtype, name=target.name)
-        umask = os.umask(0)
-        os.umask(umask)
-        written = {}
-        for path in sorted(work.iterdir()):
-            path.chmod(0o666 & ~umask)  # libraries leave some files readable by their owner only
+        for path in work.iterdir():
+            path.chmod(0o644)  # libraries leave some files readable by their owner only
             fsync(path)
-            written[path.name] = path.stat().st_size
+        sizes = {path.name: path.stat().st_size for path in sorted(work.iterdir())}
         if target.exists():
             target.rename(replaced)
         work.rename(target)
@@ -112,7 +105,7 @@ def export(
         remove_tree(replaced)
     finally:
         remove_tree(work)
-    return Export(target, exported.files, exported.dtype, exported.parameters, written, tuple(remarks))
+    return Export(target, exported.files, exported.dtype, exported.parameters, sizes, tuple(remarks))
 
 
 def _check_request(reference: Reference, request: Request) -> None:
@@ -126,31 +119,24 @@ def _check_request(reference: Reference, request: Request) -> None:
             raise UsageError(f"--gguf is given, but '{reference.text}' is an adapter; make it part of its base with --merge")
     if request.merge and reference.adapter is None:
         raise UsageError(f"--merge is given, but '{reference.text}' is a full model, not an adapter; leave --merge out")
-    config = read_object(reference.adapter / ADAPTER_CONFIG) if request.merge and reference.adapter else {}
-    if config.get("peft_type") in UNMERGEABLE:
-        raise UsageError(
-            f"--merge is given, but '{reference.text}' is a prefix, which adds positions and no weights; "
-            f"leave --merge out, and load it with PEFT"
-        )
 
 
 def _check_target(reference: Reference, target: Path, request: Request) -> None:
     for source in {reference.model.resolve(), reference.directory.resolve(), (home() / "store").resolve()}:
         if target == source or source in target.parents:
             raise UsageError(f"--to is {target}, which lies in {source}; choose a directory of its own")
-    if target.exists() and not target.is_dir():
+    if target.is_file():
         raise UsageError(f"--to is {target}, which is a file; choose a directory")
-    if target.exists() and any(target.iterdir()):
-        if not request.force:
-            raise UsageError(f"--to is {target}, which is not empty; choose another directory, or replace it with --force")
-        if not any((target / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
-            raise UsageError(f"--to is {target}, which is not empty and holds no model; --force replaces models only")
-        others = sorted(entry.name for entry in target.iterdir() if entry.is_dir() or not WRITTEN.fullmatch(entry.name))
-        if others:
-            raise UsageError(
-                f"--to is {target}, which holds more than a model: {', '.join(others[:SHOWN])}; --force replaces what an "
-                f"export writes and nothing else: move the rest away, or choose another directory"
-            )
+    names = sorted(path.name + "/" * path.is_dir() for path in target.iterdir()) if target.is_dir() else []
+    if names and not request.force:
+        raise UsageError(f"--to is {target}, which is not empty; choose another directory, or replace it with --force")
+    if names and {"config.json", ADAPTER_CONFIG}.isdisjoint(names):
+        raise UsageError(f"--to is {target}, which is not empty and holds no model; --force replaces models only")
+    if others := [name for name in names if not WRITTEN.fullmatch(name)]:
+        raise UsageError(
+            f"--to is {target}, which holds more than a model: {first_of(others, 3)}; --force replaces what an "
+            f"export writes and nothing else: move the rest away, or choose another directory"
+        )
 
 
 def _fill(

@@ -39,10 +39,6 @@ class Exported:
     licence: str | None = None
     has_code: bool = False  # the directory brings Python files of its own
 
-    @property
-    def is_adapter(self) -> bool:
-        return self.files == "adapter"
-
 
 @dataclass(frozen=True)
 class History:
@@ -81,21 +77,23 @@ def card(exported: Exported, history: History) -> str:
     """The model card in Markdown."""
     from huggingface_hub import ModelCard, ModelCardData
 
+    is_adapter = exported.files == "adapter"
     row = TRAINING_STAGES.get(history.artifacts[-1].stage) if history.artifacts else None
     settings: dict[str, Any] = {}
     for artifact in history.artifacts:
         settings |= artifact.manifest["ingredients"].get("settings", {})
     metadata = ModelCardData(
-        library_name="peft" if exported.is_adapter else "transformers",
+        library_name="peft" if is_adapter else "transformers",
         pipeline_tag="text-generation",
         license=exported.licence,
         base_model=history.base,
-        tags=["ttrain", "adapter"] if exported.is_adapter else ["ttrain"],
+        tags=["ttrain", "adapter"] if is_adapter else ["ttrain"],
     )
     filled = ModelCard.from_template(
         metadata,
         template_path=str(TEMPLATE),
         exported=exported,
+        is_adapter=is_adapter,
         history=history,
         row=row,
         recent=history.artifacts[-SHOWN_ARTIFACTS:],
