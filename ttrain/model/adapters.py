@@ -27,10 +27,10 @@ from ttrain.model.kinds import PRESETS
 from ttrain.store.model_files import ADAPTER, ADAPTER_CONFIG, BASE, base_digest_of
 
 if TYPE_CHECKING:
-    from peft import PeftConfig, PeftModel
+    from peft import PeftModel
     from transformers import PreTrainedModel
 
-NAME = "default"
+NAME = "default"  # PEFT's, of the only adapter
 
 log = logging.getLogger("ttrain")
 
@@ -89,13 +89,13 @@ def _check_parameters(targets: AdapterTargets, config: Lora) -> None:
             )
 
 
-def state(model: PeftModel, name: str = NAME) -> dict[str, torch.Tensor]:
-    """The weights of the adapter called `name`, under the names that PEFT saves."""
+def state(model: PeftModel) -> dict[str, torch.Tensor]:
+    """The weights of the adapter, under the names that PEFT saves."""
     from peft import get_peft_model_state_dict
 
-    if model.peft_config[name].is_prompt_learning:  # PEFT would return a copy
-        return {"prompt_embeddings": model.prompt_encoder[name].embedding.weight}
-    weights: dict[str, torch.Tensor] = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    if model.peft_config[NAME].is_prompt_learning:  # PEFT would return a copy
+        return {"prompt_embeddings": model.prompt_encoder[NAME].embedding.weight}
+    weights: dict[str, torch.Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
     return weights
 
 
@@ -116,51 +116,32 @@ def files(model: PeftModel, *, base: str, base_digest: str, held_in: str | None 
 
 
 # --- existing adapters ------------------------------------------------------------------------------------------------
-def load(base: PreTrainedModel, directory: Path, base_digest: str, name: str = NAME) -> PeftModel:
+def load(base: PreTrainedModel, directory: Path, base_digest: str) -> PeftModel:
     """The base with the adapter of `directory`, frozen. `base_digest`: `store.model_files.weights_digest` of the base.
 
     Raises ArtifactError if it was trained on another base, or if its weights do not fit.
     """
-    from peft import PeftModelForCausalLM
+    from peft import PeftConfig, PeftModelForCausalLM
 
-    check_base(directory, base_digest)
-    settings = _settings(directory)
-    kind: Any = PeftModelForCausalLM
-    if settings.is_prompt_learning:
-        from ttrain.model.adapter_layers import PrefixModel
+    from ttrain.model.adapter_layers import PrefixModel
 
-        kind = PrefixModel
+    _check_base(directory, base_digest)
+    try:
+        settings = PeftConfig.from_pretrained(str(directory))
+        weights = load_file(directory / ADAPTER)
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
+        raise ArtifactError(f"cannot read {ADAPTER_CONFIG} and {ADAPTER} of {directory}: {error}") from None
+    settings.inference_mode = True
+    kind: Any = PrefixModel if settings.is_prompt_learning else PeftModelForCausalLM
     try:
         with without_warnings_of_peft():
-            model: PeftModel = kind(base, settings, adapter_name=name)
+            model: PeftModel = kind(base, settings)
     except (ValueError, RuntimeError) as error:
         raise ArtifactError(f"the adapter {directory} does not fit the model: {error}") from None
-    _fill(model, directory, name)
+    factory.need_finite(weights, str(directory / ADAPTER))
+    factory.overwrite(state(model), weights)
+    model.requires_grad_(False)
     return model
-
-
-def add(model: PeftModel, directory: Path, base_digest: str, name: str) -> None:
-    """Load another adapter of the same base under its own name; `switch` activates it.
-
-    Raises ArtifactError as `load`, UsageError if it is of another kind than the loaded ones.
-    """
-    check_base(directory, base_digest)
-    if name in model.peft_config:
-        raise UsageError(f"there is an adapter '{name}' already; give the adapter {directory} another name")
-    try:
-        model.add_adapter(name, _settings(directory))
-    except ValueError as error:
-        raise UsageError(
-            f"the adapter {directory} cannot be loaded together with {', '.join(model.peft_config)}: {error}"
-        ) from None
-    _fill(model, directory, name)
-
-
-def switch(model: PeftModel, name: str) -> None:
-    """Activate the adapter called `name` only; `with model.disable_adapter():` deactivates all."""
-    if name not in model.peft_config:
-        raise UsageError(f"there is no adapter '{name}'; there are {', '.join(model.peft_config)}")
-    model.set_adapter(name, inference_mode=True)
 
 
 def merge(model: PeftModel) -> PreTrainedModel:
@@ -177,7 +158,7 @@ def merge(model: PeftModel) -> PreTrainedModel:
     return merged
 
 
-def check_base(directory: Path, base_digest: str) -> None:
+def _check_base(directory: Path, base_digest: str) -> None:
     """Raise ArtifactError if the adapter was trained on other weights. One that does not name its base is accepted."""
     if (expected_digest := base_digest_of(directory)) is None:
         log.warning("the adapter %s does not say on which base it was trained; only names and shapes are checked", directory)
@@ -185,27 +166,6 @@ def check_base(directory: Path, base_digest: str) -> None:
         raise ArtifactError(
             f"the adapter {directory} was trained on the base {expected_digest[:12]}, not on {base_digest[:12]}"
         )
-
-
-def _settings(directory: Path) -> PeftConfig:
-    from peft import PeftConfig
-
-    try:
-        settings = PeftConfig.from_pretrained(str(directory))
-    except (OSError, ValueError, TypeError) as error:
-        raise ArtifactError(f"cannot read {directory / ADAPTER_CONFIG}: {error}") from None
-    settings.inference_mode = True
-    return settings
-
-
-def _fill(model: PeftModel, directory: Path, name: str) -> None:
-    try:
-        weights = load_file(directory / ADAPTER)
-    except (OSError, SafetensorError) as error:
-        raise ArtifactError(f"cannot read {directory / ADAPTER}: {error}") from None
-    factory.need_finite(weights, str(directory / ADAPTER))
-    factory.overwrite(state(model, name), weights)
-    model.requires_grad_(False)
 
 
 ALL_LINEAR, ATTENTION = PRESETS
