@@ -1,19 +1,15 @@
 """A linear layer with a low-rank adapter as one node of the autograd graph: PEFT's layer, names and files, fewer passes."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from peft import PeftModelForCausalLM
+from peft import PeftModelForCausalLM, PrefixTuningConfig, TaskType
 from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ttrain.config import Lora
 from ttrain.errors import UsageError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class FusedLinear(Linear):  # type: ignore[misc]  # PEFT has no types
@@ -115,8 +111,6 @@ def attach(model: PreTrainedModel, config: Lora) -> PrefixModel:
 
     Raises UsageError if there are too few positions, or if the architecture caches other things than keys and values.
     """
-    from peft import PrefixTuningConfig, TaskType
-
     _check_positions(model, config)
     was_training = model.training
     probe_11 = torch.ones((1, 1), dtype=torch.long, device=model.device)

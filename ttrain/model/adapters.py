@@ -13,22 +13,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from peft import LoraConfig, PeftConfig, PeftModel, PeftModelForCausalLM, TaskType, get_peft_model, get_peft_model_state_dict
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
+from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from ttrain.config import Lora
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.model import factory
+from ttrain.model import adapter_layers, factory
 from ttrain.model.kinds import PRESETS
 from ttrain.store.model_files import ADAPTER, ADAPTER_CONFIG, BASE, base_digest_of
-
-if TYPE_CHECKING:
-    from peft import PeftModel
-    from transformers import PreTrainedModel
 
 NAME = "default"  # PEFT's, of the only adapter
 
@@ -41,10 +41,6 @@ def attach(model: PreTrainedModel, config: Lora) -> PeftModel:
     LoRA and DoRA begin with A random under the seed and B zero, so that nothing changes yet; a prefix begins with random
     keys and values. Raises UsageError for targets that the model does not have, or that cannot be adapted in this way.
     """
-    from peft import LoraConfig, TaskType, get_peft_model
-
-    from ttrain.model import adapter_layers
-
     torch.manual_seed(config.seed)
     if config.kind == "prefix":
         with without_warnings_of_peft():
@@ -91,8 +87,6 @@ def _check_parameters(targets: AdapterTargets, config: Lora) -> None:
 
 def state(model: PeftModel) -> dict[str, torch.Tensor]:
     """The weights of the adapter, under the names that PEFT saves."""
-    from peft import get_peft_model_state_dict
-
     if model.peft_config[NAME].is_prompt_learning:  # PEFT would return a copy
         return {"prompt_embeddings": model.prompt_encoder[NAME].embedding.weight}
     weights: dict[str, torch.Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
@@ -121,10 +115,6 @@ def load(base: PreTrainedModel, directory: Path, base_digest: str) -> PeftModel:
 
     Raises ArtifactError if it was trained on another base, or if its weights do not fit.
     """
-    from peft import PeftConfig, PeftModelForCausalLM
-
-    from ttrain.model.adapter_layers import PrefixModel
-
     _check_base(directory, base_digest)
     try:
         settings = PeftConfig.from_pretrained(str(directory))
@@ -132,7 +122,7 @@ def load(base: PreTrainedModel, directory: Path, base_digest: str) -> PeftModel:
     except (OSError, ValueError, TypeError, SafetensorError) as error:
         raise ArtifactError(f"cannot read {ADAPTER_CONFIG} and {ADAPTER} of {directory}: {error}") from None
     settings.inference_mode = True
-    kind: Any = PrefixModel if settings.is_prompt_learning else PeftModelForCausalLM
+    kind: Any = adapter_layers.PrefixModel if settings.is_prompt_learning else PeftModelForCausalLM
     try:
         with without_warnings_of_peft():
             model: PeftModel = kind(base, settings)
@@ -222,8 +212,6 @@ def find_targets(model: PreTrainedModel, names: Sequence[str]) -> AdapterTargets
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Every linear layer by its full name, the output head among them."""
-    from transformers.pytorch_utils import Conv1D
-
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D)}
 
 
@@ -241,9 +229,6 @@ def _renamed_by_peft(model: PreTrainedModel, names: set[str]) -> set[str]:
     It adapts the stacked experts instead, at twice the rank, so that shared experts and dense layers of a mixture of
     experts would get no adapter. Given the parameter instead of the layer, it adapts them.
     """
-    from peft import LoraConfig
-    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-
     probe = LoraConfig(target_modules=sorted(names))
     convert_peft_config_for_transformers(probe, model, None)
     return names - {*(probe.target_modules or ())}
@@ -287,8 +272,6 @@ def load_quantized(directory: Path, config: Lora) -> PreTrainedModel:
             f"lora.quantize is {config.quantize}, which needs bitsandbytes; install it with: pip install bitsandbytes, "
             f"or set lora.quantize=none"
         )
-    from transformers import BitsAndBytesConfig
-
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)  # a line per layer and pass on a CPU
     settings = BitsAndBytesConfig(
         load_in_8bit=config.quantize == "int8",

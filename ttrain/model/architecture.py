@@ -4,14 +4,15 @@ transformers uses the same names for most sizes in all its configs (`attribute_m
 setting that the architecture does not have is refused, never ignored.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
 import difflib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from ttrain.config import Model
 from ttrain.config.model import Moe
@@ -19,9 +20,6 @@ from ttrain.config.rules import usual_intermediate_size
 from ttrain.config.yaml_text import one_line
 from ttrain.errors import UsageError
 from ttrain.model import kinds
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 Fields = dict[str, Any]  # of a config of transformers
 
@@ -53,8 +51,6 @@ OURS = frozenset({"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"})
 
 def build_config(config: Model, *, vocab_size: int, ids: Mapping[str, int]) -> PretrainedConfig:
     """The architecture's config. `ids`: bos_token_id, eos_token_id, pad_token_id. Raises UsageError naming a setting."""
-    from huggingface_hub.errors import StrictDataclassError
-
     names, mixture = FieldNames(config.kind), Fields()
     if config.moe:
         names, mixture = _mixture(config, config.moe)
@@ -80,8 +76,6 @@ class FieldNames:
     """Field names of an architecture's config. Raises UsageError for an unknown kind, or one that is not a plain decoder."""
 
     def __init__(self, kind: str) -> None:
-        from transformers import CONFIG_MAPPING, PretrainedConfig
-
         kinds.check_kind(kind)
         if kind in kinds.OWN_KINDS:
             kinds.register_own()

@@ -1,15 +1,14 @@
 """Models from settings: architectures of transformers and our own, initialised under a seed, loaded strictly."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ttrain.config import Model
 from ttrain.core.files import read_object
@@ -18,10 +17,6 @@ from ttrain.errors import ArtifactError, UsageError
 from ttrain.model import kinds
 from ttrain.model.architecture import build_config
 from ttrain.store.model_files import INDEX_SUFFIX, MODEL, shard_names
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
 
 Tensors = Mapping[str, torch.Tensor]
 Shape = Sequence[int]
@@ -37,8 +32,6 @@ def build(config: Model, *, vocab_size: int, ids: dict[str, int], stop_ids: list
 
     Raises UsageError, naming the setting, if the architecture cannot have these sizes.
     """
-    from transformers import AutoModelForCausalLM
-
     hf = build_config(config, vocab_size=vocab_size, ids=ids)
     torch.manual_seed(seed)
     try:
@@ -64,8 +57,6 @@ def load(directory: Path, **options: Any) -> PreTrainedModel:
 
     `options` go to `from_pretrained`. Raises ArtifactError that lists every missing, unexpected and mis-shaped tensor.
     """
-    from transformers import AutoModelForCausalLM
-
     if not (directory / MODEL).is_file() and (index := directory / (MODEL + INDEX_SUFFIX)).is_file():
         shard_names(index)  # which transformers opens wherever they lead
     if (directory / "adapter_config.json").exists():  # which transformers loads too, also from a pickle
@@ -181,7 +172,7 @@ def scale_residuals(model: PreTrainedModel, config: Model) -> None:
         torch.nn.init.normal_(weight, std=std)
 
 
-def residual_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+def residual_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Weights that write into the residual stream, by name; those of experts stacked, with three dimensions."""
     return {
         name: parameter
