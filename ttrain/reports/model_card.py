@@ -3,13 +3,11 @@
 The Hugging Face Hub reads the block at the top: https://huggingface.co/docs/hub/model-cards
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ttrain.config.training import TRAINING_STAGES, TRAININGS
 from ttrain.core.terminal import escaped
@@ -50,7 +48,7 @@ class History:
     base: str | None = None  # the Hub's name of the model that it started from
 
     @classmethod
-    def of(cls, model: Artifact | None, store: ArtifactStore) -> History:
+    def of(cls, model: Artifact | None, store: ArtifactStore) -> Self:
         """Collect it from the manifests in a store; an input that no longer exists is left out.
 
         Paths on the user's disk stay private.
