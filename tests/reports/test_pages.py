@@ -191,7 +191,7 @@ def test_a_night_s_page_shows_its_decision_with_the_reason(tmp_path: Path) -> No
 def test_quick_validations_are_a_curve_and_the_one_on_all_rows_a_point_of_its_own() -> None:
     curves = {"validation_loss_quick": points([4.0, 3.0, 2.75]), "validation_loss": points([1.0, 1.0, 2.75])[2:]}
     view: Any = SimpleNamespace(curves=lambda stage: [*curves], curve=lambda stage, name: curves[name])
-    (main,), _ = charts.charts_of(view, "sft")
+    (main,), _ = charts.charts_of([view], "sft")
     assert [(line["label"], line["last"], len(line["points"])) for line in main["lines"]] == [
         ("validation_loss_quick", "3", 2),
         ("validation_loss", "2.75", 1),

@@ -317,16 +317,15 @@ def _stored_digest(artifact: Artifact) -> str | None:
 
 def with_models(home: Path) -> list[str]:
     """Names of the home's models, for a list: stages, aliases, stages of the newest runs."""
-    store, stages, of_runs = ArtifactStore(home), list[str](), list[str]()
+    store, made = ArtifactStore(home), list[tuple[str, str]]()
     for run in itertools.islice(runs.newest_first(home), name_syntax.LISTED):
         for stage, key in runs.keys_of(run).items():
             artifact = store.find(stage, key) if key else None
             if artifact and model_directory(artifact.path):
-                stages.append(stage)
-                of_runs.append(f"{run['run']}:{stage}")
+                made.append((stage, f"{run['run']}:{stage}"))
     sets = Registry(home).sets()
     aliases = [f"{models.name}@{alias}" for models in sets for alias in models.aliases]
-    return [*dict.fromkeys(stages), *aliases, *of_runs]
+    return [*dict.fromkeys(stage for stage, _ in made), *aliases, *(of_run for _, of_run in made)]
 
 
 def newest_with(home: Path, stage: str) -> JsonDict:

@@ -58,13 +58,12 @@ def reproduce(
     home to keep, where an interrupted reproduction continues; None: a temporary one. Raises the
     error of a failed stage, or Interrupted once its state is saved.
     """
-    with contextlib.ExitStack() as stack:
-        home = _usable(directory) if directory else stack.enter_context(temporary_directory("reproduce"))
-        store, built = ArtifactStore(home), dict[str, Artifact]()
-        effect = "the stage saves its state" if directory else "without --home, nothing is kept"
-        stop = StopRequest(lambda text: screen("", "message", {"text": text}), effect)
-        stack.enter_context(stop.catching_signals())
-        stages: list[JsonDict] = []
+    place = contextlib.nullcontext(_usable(directory)) if directory else temporary_directory("reproduce")
+    effect = "the stage saves its state" if directory else "without --home, nothing is kept"
+    stop = StopRequest(lambda text: screen("", "message", {"text": text}), effect)
+    built, stages = dict[str, Artifact](), list[JsonDict]()
+    with place as home, stop.catching_signals():
+        store = ArtifactStore(home)
         for recorded, settings in recipes:
             stop.raise_if_signalled()
             inputs = {name: built[key] for name, (_, key) in inputs_of(recorded).items()}

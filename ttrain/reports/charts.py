@@ -52,31 +52,22 @@ Scale = Callable[[float], float]  # from a value to its pixel
 # As the template `figure` reads it: title, unit, axis; `lines`, each with its label, colour, last value and points in
 # pixels, without a height in a gap; `columns` and `rows`, the lines of the grid as (pixel, label)
 Chart = JsonDict
-Charts = tuple[list[Chart], list[Chart]]  # that a page shows at once, and that it folds
-Groups = dict[tuple[int, str, str], list[Curve]]  # by position in `GROUPS`, title, unit
 
 
-def charts_of(view: RunView, stage: str) -> Charts:
-    """The charts of a stage of one run: metrics of one group share a chart."""
-    groups: Groups = {}
-    for name, points in _curves(view, stage).items():
-        curves = groups.setdefault(_group(name, stage), [])
-        curves.append((name, len(curves), points))
-    return _drawn(groups)
+def charts_of(views: Sequence[RunView], stage: str) -> tuple[list[Chart], list[Chart]]:
+    """(charts that a page shows at once, charts that it folds) of a stage.
 
-
-def comparison_charts(views: Sequence[RunView], stage: str) -> Charts:
-    """The charts that compare runs in a stage: a chart per metric, a line per run."""
-    groups: Groups = {}
+    Of one run, metrics of one group share a chart; of several, a chart shows a metric, with a line for each run. A group
+    without a curve of two points has none: single values are in tables.
+    """
+    groups: dict[tuple[int, str, str], list[Curve]] = {}
+    is_alone = len(views) == 1
     for number, view in enumerate(views):
         for name, points in _curves(view, stage).items():
-            position, _, unit = _group(name, stage)
-            groups.setdefault((position, name, unit), []).append((facts.letter(number), number, points))
-    return _drawn(groups)
-
-
-def _drawn(groups: Groups) -> Charts:
-    """Draw the groups in order; one without a curve of two points is left out: single values are in tables."""
+            position, title, unit = _group(name, stage)
+            curves = groups.setdefault((position, title if is_alone else name, unit), [])
+            label, colour = (name, len(curves)) if is_alone else (facts.letter(number), number)
+            curves.append((label, colour, points))
     drawn = [group for group in sorted(groups) if max(len(points) for _, _, points in groups[group]) > 1]
     main = [draw(*group[1:], groups[group]) for group in drawn if group[0] < MAIN]
     return main, [draw(*group[1:], groups[group]) for group in drawn if group[0] >= MAIN]

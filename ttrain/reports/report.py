@@ -59,7 +59,7 @@ def report_of(view: RunView) -> str:
         view=view,
         results={name: stage.manifest["result"] for name, stage in view.stages.items() if stage.manifest},
         problems=[*find_problems(view)],
-        curves={stage: charts.charts_of(view, stage) for stage in view.stages},
+        curves={stage: charts.charts_of([view], stage) for stage in view.stages},
         evaluation=summary.rows(view.metrics, results),
         samples=samples,
         training_samples={stage: texts for stage in TRAININGS if (texts := _training_samples(view, stage))},
@@ -74,7 +74,7 @@ def comparison_page(views: Sequence[RunView], compared: compare.RunComparison | 
         "comparison.html",
         compared=compared or compare.compare(views),
         runs=compare.run_rows(views),
-        curves={stage: charts.comparison_charts(views, stage) for stage in TRAININGS},
+        curves={stage: charts.charts_of(views, stage) for stage in TRAININGS},
     )
 
 

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from ttrain.core.terminal import escaped
@@ -193,7 +192,7 @@ SCORED = {
 Shown = tuple[str, str, int, str]
 
 
-def rows(metrics: Mapping[str, float], results: Mapping[str, Result] = MappingProxyType({})) -> list[EvaluationRow]:
+def rows(metrics: Mapping[str, float], results: Mapping[str, Result]) -> list[EvaluationRow]:
     """(metric, value, remark) of each evaluated metric of the run and of a night's champion; with the results of its
     stages, also the metrics' intervals and the tasks of its suites."""
     from ttrain.evaluate.task_result import not_judged
