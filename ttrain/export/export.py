@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ttrain.core.files import fsync, read_json, read_object, remove_tree, temporary_path, user_path
 from ttrain.core.machine import VERSION
 from ttrain.core.text import first_line, first_of
-from ttrain.errors import ArtifactError, TTrainError, UsageError
+from ttrain.errors import TTrainError, UsageError
 from ttrain.export import gguf_convert
 from ttrain.reports.model_card import Exported, History, card
 from ttrain.store.artifacts import ArtifactStore
@@ -271,7 +271,7 @@ def write(model: PreTrainedModel, target: Path, *, dtype: str, shard_size: str) 
     """Write config, generation config and shards of at most `shard_size`, as `save_pretrained` does.
 
     transformers casts the parameters, except those that it keeps in fp32, such as the bias of a router; buffers are not
-    cast. Returns the number of parameters. Raises ArtifactError if a weight is not finite, UsageError if it is too large.
+    cast. Returns the number of parameters. Raises UsageError if a weight is too large for the type.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -303,19 +303,16 @@ def write_tensors(source: Path, target: Path, *, dtype: str) -> int:
 
 
 def cast(name: str, tensor: Tensor, dtype: str) -> Tensor:
-    """Cast a tensor to another type; integers stay. Raises if a value is not finite, or too large for the type."""
+    """Cast a tensor to another type; integers stay. Raises UsageError if a value is too large for the type."""
     import torch
 
     if not tensor.is_floating_point():
         return tensor
     kind = getattr(torch, DTYPES[dtype])
     cast_tensor = tensor.to(kind)
-    if not bool(torch.isfinite(cast_tensor).all()):
-        if not bool(torch.isfinite(tensor).all()):
-            raise ArtifactError(f"the tensor {name} holds a value that is NaN or infinite; such a model cannot be used")
-        limit = torch.finfo(kind).max
+    if not cast_tensor.isfinite().all():
         raise UsageError(
-            f"--dtype is {dtype}, which holds numbers up to {limit:g}, but the tensor {name} reaches "
+            f"--dtype is {dtype}, which holds numbers up to {torch.finfo(kind).max:g}, but the tensor {name} reaches "
             f"{float(tensor.abs().max()):g}; use --dtype {'fp32' if dtype == 'bf16' else 'bf16'}"
         )
     return cast_tensor
