@@ -106,5 +106,4 @@ def disk(learner: Learner) -> Finding:
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of all tensors; one that occurs twice counts once."""
-    sizes = {tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}
-    return sum(sizes.values())
+    return sum({tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}.values())

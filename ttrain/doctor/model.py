@@ -75,8 +75,11 @@ def documents(learner: Learner) -> Finding:
         for changed, place in np.argwhere(moved_BT)
         if record_T[place] != changed
     ]
-    measured = "3 records in a row, each replaced in turn: the logits of the others are the same"
-    return Finding(not leaks, "; ".join(dict.fromkeys(leaks)) or measured)
+    return Finding(
+        not leaks,
+        "; ".join(dict.fromkeys(leaks))
+        or "3 records in a row, each replaced in turn: the logits of the others are the same",
+    )
 
 
 def first_loss(learner: Learner) -> Finding:
@@ -130,11 +133,9 @@ def accumulation(learner: Learner) -> Finding:
     In fp32, with uneven masks.
     """
     sample = unevenly_masked(select_rows(learner.rows, ROWS))
-    ranks = Ranks(0, 1, learner.precision.device)
-    step = partial(first_step, learner, sample, ranks)
+    step = partial(first_step, learner, sample, Ranks(0, 1, learner.precision.device))
     others = [step(rows_per_device=size) for size in (1, ODD)]
-    how = f"{ROWS} rows at once, one by one, and {ODD} at a time"
-    return _agreement(step(rows_per_device=ROWS), others, how)
+    return _agreement(step(rows_per_device=ROWS), others, f"{ROWS} rows at once, one by one, and {ODD} at a time")
 
 
 def _agreement(expected: Step, steps: Iterable[Step], how: str) -> Finding:

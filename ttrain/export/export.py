@@ -177,8 +177,8 @@ def _fill(
         licence=request.licence,
         has_code=has_code,
     )
-    text = card(exported, History.of(reference.artifact, ArtifactStore(home())))
-    (work / CARD).write_text(text, encoding="utf-8")
+    history = History.of(reference.artifact, ArtifactStore(home()))
+    (work / CARD).write_text(card(exported, history), encoding="utf-8")
     return exported, remarks
 
 
@@ -205,8 +205,8 @@ def _copy_code(source: Path, work: Path) -> bool:
     if not auto_map:
         return False
     _copy(source, work, tuple(path.name for path in sorted(source.glob("*.py"))))
-    config = read_json(work / "config.json")
-    (work / "config.json").write_text(json.dumps({**config, "auto_map": auto_map}, indent=2) + "\n", encoding="utf-8")
+    config = {**read_object(work / "config.json"), "auto_map": auto_map}
+    (work / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return True
 
 

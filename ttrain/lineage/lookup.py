@@ -97,16 +97,14 @@ def find(
     if record := find_run(home, run_name):
         return _of_run(record, stage)
     if from_hub and not is_path and existing.HUB_REFERENCE.fullmatch(text):
-        config = existing.model_files(text, "MODEL")["config"][0]
-        return Named("directory", text, directory=config.parent)
+        return Named("directory", text, directory=existing.model_files(text, "MODEL")["config"][0].parent)
     hint = _models_in(store)
     raise name_syntax.unknown("model", text, names, begin=hint, also=f"; {hint}" if names else "")
 
 
 def _models_in(store: ArtifactStore) -> str:
     """The stages that could be named instead, or what is damaged."""
-    artifacts = store.artifacts()
-    stages = sorted({made.stage for made in artifacts if model_directory(made.path)})
+    stages = sorted({made.stage for made in store.artifacts() if model_directory(made.path)})
     if store.damaged() or not stages:
         return store.advice()
     return f"stages with a model: {', '.join(stages)}"
@@ -118,8 +116,7 @@ def _of_run(record: runs.RecordedRun, stage: str) -> Named:
     if stage:
         name_syntax.need_stage(stage, (entry["name"] for entry in entries), f"the run {name}")
         entries = [entry for entry in entries if entry["name"] == stage]
-    done = (entry for entry in entries if entry.get("key") and entry["outcome"] in DONE)
-    artifacts = tuple((entry["name"], entry["key"]) for entry in done)
+    artifacts = tuple((entry["name"], entry["key"]) for entry in entries if entry.get("key") and entry["outcome"] in DONE)
     return Named("run", f"{name}:{stage}" if stage else name, artifacts, record)
 
 
@@ -148,8 +145,8 @@ def _of_key(store: ArtifactStore, text: str) -> Named | None:
     stage, slash, prefix = text.rpartition("/")
     if len(prefix) < SHORTEST_KEY or not HEX.issuperset(prefix) or (slash and stage not in STAGES):
         return None
-    paths = (store.root / "store").glob(f"{stage or '*'}/{prefix}*")
-    matches = sorted((path.parent.name, path.name) for path in paths if store.at(path))
+    artifacts = filter(None, map(store.at, (store.root / "store").glob(f"{stage or '*'}/{prefix}*")))
+    matches = sorted((artifact.stage, artifact.key) for artifact in artifacts)
     if len(matches) > 1:
         raise name_syntax.ambiguous(text, "keys", [f"{name}/{key[:SHOWN_KEY]}" for name, key in matches])
     return Named("key", "/".join(matches[0]), tuple(matches)) if matches else None
@@ -323,8 +320,7 @@ def with_models(home: Path) -> list[str]:
             artifact = store.find(stage, key) if key else None
             if artifact and model_directory(artifact.path):
                 made.append((stage, f"{run['run']}:{stage}"))
-    sets = Registry(home).sets()
-    aliases = [f"{models.name}@{alias}" for models in sets for alias in models.aliases]
+    aliases = [f"{models.name}@{alias}" for models in Registry(home).sets() for alias in models.aliases]
     return [*dict.fromkeys(stage for stage, _ in made), *aliases, *(of_run for _, of_run in made)]
 
 
@@ -351,8 +347,10 @@ def with_secrets(run: runs.RecordedRun) -> runs.RecordedRun:
 
 def settings_of(run: runs.RecordedRun) -> list[Override]:
     """The run's settings that differ from today's defaults."""
-    changed = changed_settings(dict(flatten(run["settings"])))
-    return [Override(f"run {run['run']}", key, value) for key, (value, _) in changed.items()]
+    return [
+        Override(f"run {run['run']}", key, value)
+        for key, (value, _) in changed_settings(dict(flatten(run["settings"]))).items()
+    ]
 
 
 def base_of(run: runs.RecordedRun) -> list[Override]:

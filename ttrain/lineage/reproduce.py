@@ -132,8 +132,7 @@ def recipes_of(lineage: Lineage, home: Path) -> list[Recipe]:
     problems = [problem for recipe in recipes for problem in _data_problems(*recipe, store)]
     store.cache.save()
     if problems:
-        listed = "; ".join(dict.fromkeys(problems))
-        raise ArtifactError(f"{lineage.named.name} cannot be made again: {listed}")
+        raise ArtifactError(f"{lineage.named.name} cannot be made again: {'; '.join(dict.fromkeys(problems))}")
     return recipes
 
 
@@ -179,12 +178,15 @@ def _runtime(artifact: Artifact) -> Runtime:
     kept = {name: recorded[name] for name in Runtime.model_fields if name in recorded.keys() - UNNEEDED}
     # By default a stage uses all cores, and this machine may have another number of them.
     cores = (artifact.provenance.get("machine") or {}).get("cores")
-    of_training = {
-        "devices": training.ranks or kept.get("devices", 1),
-        "threads": training.threads or kept.get("threads") or cores,
-        "device": training.device or kept.get("device", "auto"),
-    }
-    return Runtime.model_validate({**kept, **ONE_MACHINE, **of_training})
+    return Runtime.model_validate(
+        {
+            **kept,
+            **ONE_MACHINE,
+            "devices": training.ranks or kept.get("devices", 1),
+            "threads": training.threads or kept.get("threads") or cores,
+            "device": training.device or kept.get("device", "auto"),
+        }
+    )
 
 
 def _data_problems(artifact: Artifact, settings: Settings, store: ArtifactStore) -> list[str]:

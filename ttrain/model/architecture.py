@@ -87,8 +87,7 @@ class FieldNames:
         self.aliases: dict[str, str] = dict(config_class.attribute_map)
         if why := _unsuitable(config_class, kind):
             decoder = f"{kind}_text"
-            known = decoder in kinds.names()
-            hint = f"set model.kind={decoder}" if known else "choose a decoder: llama, qwen3, gpt2, ..."
+            hint = f"set model.kind={decoder}" if decoder in kinds.names() else "choose a decoder: llama, qwen3, gpt2, ..."
             raise UsageError(f"model.kind is '{kind}', which {why}; {hint}")
 
     def of(self, setting: str) -> str | None:

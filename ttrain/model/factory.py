@@ -72,8 +72,8 @@ def load(directory: Path, **options: Any) -> PreTrainedModel:
             **options,
         )  # fmt: skip
     except (OSError, SafetensorError, *BUILD_ERRORS) as error:
-        needs_code = "trust_remote_code" in str(error)
-        reason = "it needs the code beside its weights, which ttrain never runs" if needs_code else _reason(error)
+        never = "it needs the code beside its weights, which ttrain never runs"
+        reason = never if "trust_remote_code" in str(error) else _reason(error)
         raise ArtifactError(f"cannot load a model from {directory}: {reason}") from None
     shapes = _shapes(model.state_dict())
     missing = {name: shapes.get(name, []) for name in report["missing_keys"]}
@@ -99,10 +99,9 @@ def files(model: PreTrainedModel) -> dict[str, bytes]:
     config = model.config.to_dict()
     config["architectures"] = [type(model).__name__]
     config.pop("_name_or_path", None)  # the base's local path: not content, and private
-    generation = model.generation_config.to_dict()
     return {
         "config.json": json.dumps(config, indent=2, sort_keys=True).encode(),
-        "generation_config.json": json.dumps(generation, indent=2, sort_keys=True).encode(),
+        "generation_config.json": json.dumps(model.generation_config.to_dict(), indent=2, sort_keys=True).encode(),
         **kinds.own_files(model.config),
     }
 
@@ -167,9 +166,8 @@ def scale_residuals(model: PreTrainedModel, config: Model) -> None:
             f"model.scaled_residuals is set, but it is not known which weights of {model.config.model_type} write into the "
             f"residual stream; remove the setting"
         )
-    std = config.init_std / (2 * config.layers) ** 0.5
     for weight in weights.values():
-        torch.nn.init.normal_(weight, std=std)
+        torch.nn.init.normal_(weight, std=config.init_std / (2 * config.layers) ** 0.5)
 
 
 def residual_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:

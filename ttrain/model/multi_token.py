@@ -55,10 +55,9 @@ def attach_from(model: PreTrainedModel, directory: Path) -> bool:
 
 def state(model: PreTrainedModel) -> dict[str, Tensor]:
     """The model's weights, and the head's under the names FILE/NAME, so that they get a file of their own."""
-    tensors = factory.state(model)
     return {
         f"{SECOND_HEAD}/{name.partition('.')[2]}" if name.startswith(f"{NAME}.") else name: tensor
-        for name, tensor in tensors.items()
+        for name, tensor in factory.state(model).items()
     }
 
 

@@ -107,8 +107,11 @@ def compare(views: Sequence[RunView]) -> RunComparison:
     verdict, is_certain = _verdict(metrics, scores)
     reasons = {metric.not_judged for metric in metrics}
     remarks = [text for reason, text in WARNINGS.items() if reason in reasons]
-    done = ("completed", "cached")
-    unfinished = [f"{facts.letter(number)} {view.status}" for number, view in enumerate(views) if view.status not in done]
+    unfinished = [
+        f"{facts.letter(number)} {view.status}"
+        for number, view in enumerate(views)
+        if view.status not in ("completed", "cached")
+    ]
     if unfinished:
         remarks.append(f"not all runs are complete: {', '.join(unfinished)}")
     if shaping:
@@ -149,12 +152,10 @@ def _data(view: RunView) -> dict[str, str]:
     table: dict[str, str] = {}
     for name, stage in view.stages.items():
         if name in ("tokenizer", "heldout", "source") or name.startswith("shards-"):
-            files = facts.files_of(stage.manifest)
-            table |= {f"{name}: {file} ({role})": digest for role, file, digest in files}
-            counts = dict(flatten(stage.manifest.get("result", {})))
+            table |= {f"{name}: {file} ({role})": digest for role, file, digest in facts.files_of(stage.manifest)}
             table |= {
                 f"{name}: {count.replace('.', ' ').replace('_', ' ')}": format_number(value)
-                for count, value in counts.items()
+                for count, value in flatten(stage.manifest.get("result", {}))
                 if is_number(value) and count != "encoded_blocks"
             }
     return table
@@ -163,10 +164,9 @@ def _data(view: RunView) -> dict[str, str]:
 def _code(view: RunView) -> dict[str, str]:
     """The digest of each stage's code, libraries and machines, as the artifacts record them."""
     made = {name: stage.manifest for name, stage in view.stages.items() if stage.manifest}
-    versions = facts.versions_of(made.values())
     return {
         **{f"code of {name}": facts.code_of(manifest) for name, manifest in made.items()},
-        **{name: ", ".join(values) for name, values in versions.items() if name != "ttrain"},
+        **{name: ", ".join(values) for name, values in facts.versions_of(made.values()).items() if name != "ttrain"},
     }
 
 
@@ -205,8 +205,7 @@ def _not_judged_on_rows(stage: str, views: Sequence[RunView]) -> str:
     shards = {view.manifest(stage).get("inputs", {}).get("shards", {}).get("content") for view in views}
     if len(shards) > 1:
         return "other shards"
-    dataset = TRAINING_STAGES[stage].dataset
-    results = [view.manifest(f"shards-{dataset}").get("result") for view in views]
+    results = [view.manifest(f"shards-{TRAINING_STAGES[stage].dataset}").get("result") for view in views]
     counts = [ShardsResult.of(result).heldout.rows for result in results if result]
     return not_judged(min(counts)) if counts else ""
 

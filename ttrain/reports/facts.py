@@ -36,8 +36,7 @@ def changed_settings(settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
 
 def _automatic(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The values that rules give to settings, as a record has them."""
-    automatic = rules.automatic(settings)
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in automatic.items()}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in rules.automatic(settings).items()}
 
 
 def as_yaml(value: Any) -> str:

@@ -26,11 +26,9 @@ def inputs_first(roots: Iterable[Name], read: Callable[[str, str], Artifact | No
         used = inputs_of(artifact).values() if artifact else ()
         graph.add(name, *used)
         waiting += used
-    ordered = map(artifacts.get, graph.static_order())
-    return [artifact for artifact in ordered if artifact]
+    return [artifact for artifact in map(artifacts.get, graph.static_order()) if artifact]
 
 
 def inputs_of(artifact: Artifact) -> dict[str, Name]:
     """(stage, key) of what an artifact was made from, by the name of the input."""
-    inputs = artifact.manifest["inputs"].items()
-    return {name: (used["stage"], used["key"]) for name, used in inputs}
+    return {name: (used["stage"], used["key"]) for name, used in artifact.manifest["inputs"].items()}

@@ -91,9 +91,15 @@ def _rendered(template: str, **context: object) -> str:
     environment.filters |= FILTERS
     style = STYLE.read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    modules = {"charts": charts, "facts": facts, "summary": summary, "tiles": TILES}
     return environment.get_template(template).render(
-        style=Markup(style), style_digest=Markup(digest), version=VERSION, **modules, **context
+        style=Markup(style),
+        style_digest=Markup(digest),
+        version=VERSION,
+        charts=charts,
+        facts=facts,
+        summary=summary,
+        tiles=TILES,
+        **context,
     )
 
 

@@ -114,29 +114,26 @@ def key_figures(stage: str, result: Result, directory: Path = Path()) -> str:
         budget = f"{stage}.{'tokens' if stage == 'pretrain' else 'epochs'}"
         fixes = [GUARD_FIXES[name].format(stage=stage, budget=budget) for name in warned if name in GUARD_FIXES]
         guards = ", ".join(name.replace("_", " ") for name in warned)
-        where = directory / "run" / "guards.jsonl"
-        figures.append(f"the guards warned of {'; '.join([guards, *fixes, str(where)])}")
+        figures.append(f"the guards warned of {'; '.join([guards, *fixes, f'{directory}/run/guards.jsonl'])}")
     return ", ".join(figures)
 
 
 def _about_shards(result: Result) -> Iterator[str]:
     """What shards hold, what was left out and not read, and what is not new."""
     made = ShardsResult.of(result)
-    held_out = counted(made.heldout.rows, "row")
-    yield f"{counted(made.train.rows, 'row')}, {made.train.tokens:,} tokens; held out {held_out}"
+    yield f"{counted(made.train.rows, 'row')}, {made.train.tokens:,} tokens; held out {counted(made.heldout.rows, 'row')}"
     for role, tally in row_tallies(result).items():
         if lost := lost_rows(tally):
             yield f"left out of {role}: {lost}"
-        unread = tally.get("unread_keys", {})
-        yield from (f"not read: '{escaped(key)}' in {counted(rows, 'row')}" for key, rows in unread.items())
+        for key, rows in tally.get("unread_keys", {}).items():
+            yield f"not read: '{escaped(key)}' in {counted(rows, 'row')}"
     if reused := made.blocks - made.encoded_blocks:
         yield f"{reused:,} of {made.blocks:,} shards were reused"
     contamination = made.contamination
     if contamination and not contamination["removed"]:
         tasks = contamination["tasks"].values()
         overlapping, items = (sum(task[name] for task in tasks) for name in ("overlapping", "items"))
-        documents = contamination["documents"]
-        yield f"{overlapping:,} of {items:,} evaluation items are in {documents:,} training rows"
+        yield f"{overlapping:,} of {items:,} evaluation items are in {contamination['documents']:,} training rows"
 
 
 def markdown(rows: Iterable[Sequence[object]], header: Sequence[object]) -> str:
@@ -242,8 +239,7 @@ def _heldout(metrics: Mapping[str, float], evaluation: EvaluationResult) -> Iter
 
 def _suites(evaluation: EvaluationResult) -> Iterator[Shown]:
     """The main metric of each task for each model, and its comparison with the first model."""
-    comparisons = evaluation.suites["comparisons"]
-    verdicts = {(comparison["task"], comparison["second"]): comparison for comparison in comparisons}
+    verdicts = {(versus["task"], versus["second"]): versus for versus in evaluation.suites["comparisons"]}
     for task in evaluation.suites["tasks"]:
         for model in (name for name in evaluation.suites["models"] if name in task["models"]):
             remark = f"{task['items']:,} items"
