@@ -117,8 +117,7 @@ def _compared(recorded: Artifact, rebuilt: Artifact) -> JsonDict:
 
 
 def _show(screen: StageDisplay, stage: str, event: str, data: JsonObject) -> None:
-    if event != "logged":
-        screen(stage, event, {"why": "is made again"} if event == "started" else data)
+    screen(stage, event, {"why": "is made again"} if event == "started" else data)
 
 
 def recipes_of(lineage: Lineage, home: Path) -> list[Recipe]:

@@ -24,7 +24,6 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 class OwnConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers has no types
     """Sizes that both architectures have."""
 
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     class_name: ClassVar[str]  # of the classes, before Config and ForCausalLM
 
     vocab_size: int = 32_000
@@ -100,7 +99,6 @@ class OwnPreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # transformers
 
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
     _supports_sdpa = True
     _supports_attention_backend = True
 

@@ -48,7 +48,6 @@ MAIN = 7
 HIDDEN = re.compile(r"eta_seconds|tokens|epoch|epoch_time|lr")
 
 Curve = tuple[str, int, Sequence[Point]]  # label, number of the colour, points
-Scale = Callable[[float], float]  # from a value to its pixel
 # As the template `figure` reads it: title, unit, axis; `lines`, each with its label, colour, last value and points in
 # pixels, without a height in a gap; `columns` and `rows`, the lines of the grid as (pixel, label)
 Chart = JsonDict
@@ -152,7 +151,7 @@ def _extent(values: Iterable[float]) -> tuple[float, float]:
     return low - apart, high + apart
 
 
-def _scale(low: float, high: float, start: float, end: float) -> Scale:
+def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
     return lambda value: round(start + (end - start) * (value - low) / (high - low), 2)
 
 

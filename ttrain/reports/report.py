@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
@@ -116,33 +116,28 @@ def _training_samples(view: RunView, stage: str) -> list[tuple[str, str]]:
     return [(f"step {step:,}", (view.text(stage, samples[step]) or "").strip("\n")) for step in steps]
 
 
-class Problem(NamedTuple):
-    """A problem: its stage ("" for the run), its description, and whether it is resolved."""
-
-    stage: str
-    description: str
-    is_resolved: bool = True
+Problem = tuple[str, str, bool]  # its stage ("" for the run), its description, whether it is resolved
 
 
 def find_problems(view: RunView) -> Iterator[Problem]:
     """All recorded problems of a run."""
     error = view.record.get("error") or view.record.get("stopped")
     if error and not any(stage.record.get("error") == error for stage in view.stages.values()):
-        yield Problem("", str(error), is_resolved=False)
+        yield "", str(error), False
     if view.status == "crashed":
-        yield Problem("", "the run's process was killed, or the machine went down", is_resolved=False)
+        yield "", "the run's process was killed, or the machine went down", False
     for name, stage in view.stages.items():
         record, is_done = stage.record, stage.status not in UNFINISHED
         if record.get("error") or not is_done:
             outcome = "failed and was retried" if is_done else UNFINISHED[stage.status]
             error = str(record.get("error") or "").removeprefix(f"stage {name} ").removeprefix("failed: ")
-            yield Problem(name, ": ".join(filter(None, (outcome, error))), is_done)
+            yield name, ": ".join(filter(None, (outcome, error))), is_done
         if step := record.get("resumed_from_step"):
-            yield Problem(name, f"resumed at step {step:,}")
-        yield from (Problem(name, *problem) for problem in _of_artifact(stage.manifest))
+            yield name, f"resumed at step {step:,}", True
+        yield from ((name, *problem) for problem in _of_artifact(stage.manifest))
         steps = [f"{point.step:,}" for point in view.curve(name, "loss") if not math.isfinite(point.value)]
         if steps:
-            yield Problem(name, f"the loss was not finite at step {text.first_of(steps, 5)}")
+            yield name, f"the loss was not finite at step {text.first_of(steps, 5)}", True
 
 
 def _of_artifact(manifest: Manifest) -> Iterator[tuple[str, bool]]:
