@@ -142,8 +142,7 @@ class Planned:
     @property
     def row(self) -> tuple[str, str, str, str]:
         """(stage, state, key, why) for a table."""
-        why = first_of([*self.why, *self.notes], 3, "; ")
-        return (self.name, self.state, (self.key or "")[:SHOWN_KEY], why)
+        return self.name, self.state, (self.key or "")[:SHOWN_KEY], first_of([*self.why, *self.notes], 3, "; ")
 
     def has_inputs(self, inputs: Artifacts) -> bool:
         """Whether the plan is of these inputs, and knows its key."""
