@@ -191,7 +191,7 @@ def test_the_adapters_of_the_page_switch_and_merge(tmp_path: Path) -> None:
         model = disturb(adapters.attach(factory.load(base), settings(kind="lora")), seed=number)
         places.append(save_adapter(model, tmp_path / str(number), base))
     values: dict[str, Any] = {"base": base, "directory": places[0], "another": places[1]}
-    exec(page_code("docs/adapters.md", "adapters.switch"), values)
+    exec(page_code("docs/adapters.md", "model.set_adapter"), values)
     assert not hasattr(values["merged"], "peft_config")
 
 

@@ -354,7 +354,7 @@ def plan_and_run(
     execution = run_pipeline(planned, console(), RunOptions(options.engine, labels=labels))
     trained = {name: TrainingResult.of(artifact.result) for name, artifact in execution.artifacts.items()}
     passes = {name: one.by_rule["epochs"] for name, one in trained.items() if "epochs" in one.by_rule}
-    overfit = [name for name, one in trained.items() if summary.OVERFIT in one.guard_warnings]
+    overfit = [name for name, one in trained.items() if "overfit" in one.guard_warnings]
     Output(None, next_steps(execution.record.run, planned.settings, execution.artifacts, passes, overfit)).print()
 
 
