@@ -92,10 +92,11 @@ def score_each(
     enough = 512 if device.type == "cpu" else 8192  # for full speed: on a CPU they take as long each as of 2048
     batches = batch_slices([window.inputs for _, window in numbered_windows], most, enough)
     mine = batches if ranks is None else batches[ranks.rank :: ranks.world]
-    nats, losses = np.zeros(len(numbered_windows)), TokenLosses(model)
+    nats = np.zeros(len(numbered_windows))
     was_training = model.training
     model.eval()
     try:
+        losses = TokenLosses(model)
         for done, batch in enumerate(mine, start=1):
             inputs_BT, labels_BT = padded([(*arrays[number], window) for number, window in numbered_windows[batch]])
             each_N = losses(inputs_BT.to(device), labels_BT)
