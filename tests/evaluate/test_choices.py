@@ -218,7 +218,7 @@ def test_examples_of_another_file_and_its_bad_rows(tmp_path: Path) -> None:
 
 def test_last_words_are_those_that_the_model_would_say(tmp_path: Path, subject: LoadedModel) -> None:
     contexts = [line.rsplit(" ", 1)[0] for line in LINES[:3]]
-    said = [subject.generate([[*subject.begin_ids, *subject.encoder.encode([text])[0]]], 1)[0][0] for text in contexts]
+    said = [subject.generate([[*subject.begin_ids, *subject.encoder.encode([text])[0]]], 1)[0].ids for text in contexts]
     rows = [{"context": text, "target": subject.encoder.decode(ids)} for text, ids in zip(contexts, said, strict=True)]
     rows += [{"context": contexts[0], "target": "fox"}, {"context": "", "target": "fox"}, {"context": "a", "target": 5}]
     write(tmp_path / "a.jsonl", rows)

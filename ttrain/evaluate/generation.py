@@ -22,10 +22,6 @@ from ttrain.inference.loading import LoadedModel
 
 ROW_FORMAT = '{"question": text, "answer": text or number, "final" (optional): the result alone}'
 
-PIECE = 64  # tokens to generate before looking for a stop text
-
-AT_ONCE = 64  # prompts of like length per call of `generate`, so that progress can be reported
-
 MARK = "####"  # before the result of a worked answer, as in GSM8K
 
 # What may stand around an answer. Not before it: a full stop, since .5 is not 5.
@@ -134,25 +130,13 @@ def answers(
     progress: ProgressCallback,
     lead: str = "",
 ) -> list[Answer]:
-    """Generate a greedy answer to each prompt, up to the first of `stops`, without the `lead` that a chat template writes.
-
-    Prompts of like length go together. With `stops` answers are generated in pieces, so that an ended one costs no more.
-    """
-    answered = [Answer([], "", False)] * len(prompts)
-    order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
-    for start in range(0, len(order), AT_ONCE):
-        going_on, remaining = order[start : start + AT_ONCE], new_tokens
-        while going_on and remaining:
-            piece = min(remaining, PIECE) if stops else remaining
-            remaining -= piece
-            generated = subject.generate([[*prompts[number], *answered[number].ids] for number in going_on], piece)
-            for number, (new_ids, ended) in zip(going_on, generated, strict=True):
-                ids = [*answered[number].ids, *new_ids]
-                text = subject.encoder.decode(ids).removeprefix(lead)
-                ends = [text.find(stop) for stop in stops if stop and stop in text]
-                answered[number] = Answer(ids, text[: min(ends, default=len(text))], ended or bool(ends))
-            going_on = [number for number in going_on if not answered[number].ended]
-        progress(min(start + AT_ONCE, len(order)), len(order))
+    """Generate a greedy answer to each prompt, up to the first of `stops`, without the `lead` of a chat template."""
+    stop = re.compile("|".join(map(re.escape, filter(None, stops)))) if any(stops) else None
+    answered: list[Answer] = []
+    for completion in subject.generate(prompts, new_tokens, stop, progress):
+        text = subject.encoder.decode(completion.ids).removeprefix(lead)
+        found = stop.search(text) if stop else None
+        answered.append(Answer(completion.ids, text[: found.start()] if found else text, completion.ended or bool(found)))
     return answered
 
 

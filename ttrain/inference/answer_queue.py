@@ -64,10 +64,10 @@ class Answer:
     has_ended: bool = False
     _unsent: str = ""
 
-    def add(self, token: int) -> None:
-        """Take the next token."""
-        self.tokens += 1
-        self._unsent += self._decoder.add([token])
+    def add(self, ids: list[int]) -> None:
+        """Take the tokens so far."""
+        self.tokens = len(ids)
+        self._unsent += self._decoder.add(ids)
         self._send("length" if self.tokens == self.max_tokens else None)
 
     def end(self) -> None:
@@ -133,13 +133,13 @@ class AnswerQueue:
         self._thread.shutdown(cancel_futures=True)
 
     def _generate(self, order: Order, batch: list[Answer]) -> None:
-        def take(tokens: dict[int, int]) -> list[int]:
+        def take(answers: dict[int, list[int]]) -> list[int]:
             for row, answer in enumerate(batch):
-                if row in tokens:
-                    answer.add(tokens[row])
+                if row in answers:
+                    answer.add(answers[row])
                 elif not answer.has_ended:
                     answer.end()
-            return [row for row in tokens if batch[row].has_ended or order.has_ended]
+            return [row for row in answers if batch[row].has_ended or order.has_ended]
 
         if order.has_ended:
             return

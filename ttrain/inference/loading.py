@@ -1,6 +1,7 @@
 """Loads a chat model from a reference: weights, adapter, tokenizer."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -89,16 +90,29 @@ class LoadedModel:
             "scored; give its tokenizer a bos_token or an eos_token"
         )
 
-    def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[tuple[list[int], bool]]:
-        """Greedy answers: for each prompt (new ids without the stop id, whether a stop id ended them)."""
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        new_tokens: int,
+        stop: re.Pattern[str] | None = None,
+        progress: Callable[[int, int], object] = lambda done, total: None,
+    ) -> list[Completion]:
+        """Greedy answers to the prompts, in batches of like length. One in which `stop` is found ends, but is not cut there:
+        what follows it in the ids has no meaning."""
+
+        def stopped(answers: dict[int, list[int]]) -> list[int]:
+            return [row for row, ids in answers.items() if stop and stop.search(self.encoder.decode(ids))]
+
         order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))  # so that there is little padding
         completions: dict[int, Completion] = {}
+        sampling = Sampling(max_tokens=new_tokens)
         while order:
             rows = max(1, self.batch_tokens // (len(prompts[order[0]]) + new_tokens))
             batch, order = order[:rows], order[rows:]
-            answers = generate(self, [prompts[number] for number in batch], Sampling(max_tokens=new_tokens))
+            answers = generate(self, [prompts[number] for number in batch], sampling, on_tokens=stopped if stop else None)
             completions |= zip(batch, answers, strict=True)
-        return [(completions[number].ids, completions[number].ended) for number in range(len(prompts))]
+            progress(len(completions), len(prompts))
+        return [completions[number] for number in range(len(prompts))]
 
     def text_ids(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of texts that are to be continued."""
