@@ -178,11 +178,11 @@ def _models(job: StageContext) -> list[str]:
     return [name for name in ROWS if name in job.inputs]
 
 
-def _progress(job: StageContext, model: str, half: int) -> Callable[[str, float, int], None]:
+def _progress(job: StageContext, model: str, half: int) -> Callable[[float], None]:
     """A callback that reports the progress within one model's held-out records, or within its suites."""
     models = _models(job)
     done_before = 2 * models.index(model) + half
-    return lambda task, done, total: job.progress.update(done_before + done / max(1, total), 2 * len(models), "parts")
+    return lambda share: job.progress.update(done_before + share, 2 * len(models), "parts")
 
 
 def _load(name: str, job: StageContext, device: torch.device, ranks: Ranks | None = None) -> LoadedModel:

@@ -18,7 +18,7 @@ from ttrain.inference.loading import LoadedModel
 
 Records = Sequence[Mapping[str, Any]]
 
-ReportProgress = Callable[[str, float, int], None]  # (task, number of tasks done, with fractions, number of tasks)
+ReportProgress = Callable[[float], None]  # gets the share of the tasks that is done
 
 
 def read(suites: Sequence[LoadedSuite], heldout: Mapping[str, Records]) -> list[Items[Any]]:
@@ -40,11 +40,10 @@ def ask(items: Sequence[Items[Any]], subject: LoadedModel, report: ReportProgres
     outcomes = []
     for number, task_items in enumerate(items):
 
-        def progress(done: int, total: int, task_items: Items[Any] = task_items, number: int = number) -> None:
-            report(task_items.task, number + done / max(1, total), len(items))
+        def progress(done: int, total: int, number: int = number) -> None:
+            report((number + done / max(1, total)) / len(items))
 
         outcomes.append(functions_of(task_items.spec)[1](task_items, subject, progress))
-        report(task_items.task, number + 1, len(items))
     return outcomes
 
 
