@@ -37,10 +37,6 @@ class SuiteFiles:
     base: Path
     heldout: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
 
-    def file(self, name: str) -> Path:
-        """Path of a file that the suite names."""
-        return self.base / user_path(name)
-
 
 @dataclass(frozen=True, eq=False)
 class Items(Generic[T]):
@@ -88,7 +84,7 @@ def read_rows(
     Reads JSON Lines as the rest of ttrain does, .gz, .zst and parquet too. Raises UsageError, naming `setting`, if the file
     does not exist, and DataError if it has no usable row, is truncated, corrupt or in another encoding.
     """
-    path = files.file(file)
+    path = files.base / user_path(file)
     if not path.is_file():
         raise UsageError(f"{setting} is {path}, which is not a file; a suite's paths are relative to the suite's own file")
     left_out: list[LeftOut] = []
@@ -129,7 +125,8 @@ def read_texts(task: str, spec: RecordsTask, files: SuiteFiles, parsers: Parsers
         sizes = accumulate(len(str(text).encode("utf-8")) for text, _ in rows)
         rows = rows[: max(1, sum(size <= spec.max_bytes for size in sizes))]
     values, drawn = tuple(value for value, _ in rows), [row for _, row in rows]
-    return Items(task, spec, values, digests(map(parsers.identity, values)), drawn, left_out, groups(drawn, spec.by))
+    digests = tuple(record_name(parsers.identity(value)) for value in values)
+    return Items(task, spec, values, digests, drawn, left_out, groups(drawn, spec.by))
 
 
 def accepted(record: Any, kind: type[T]) -> T:
@@ -147,11 +144,6 @@ def heldout_part(task: Task) -> str | None:
 def comparable(records: Iterable[JsonDict]) -> list[JsonDict]:
     """Held-out records without single rated answers, which have no other one to be compared with."""
     return [record for record in records if "completion" not in record]
-
-
-def digests(values: Iterable[object]) -> tuple[str, ...]:
-    """Digest of each item, from JSON with everything that the model gets and is judged by."""
-    return tuple(map(record_name, values))
 
 
 def sampled(items: Sequence[T], limit: int | None, seed: int) -> list[T]:
@@ -240,7 +232,8 @@ def with_examples(
     left_out = [*left_out, *({**row, "reason": f"as an example: {row['reason']}"} for row in bad_examples)]
     items, identities = zip(*(item_of(row, shown) for (row, _), shown in zip(drawn, shots, strict=True)), strict=True)
     records_drawn = [record for _, record in drawn]
-    return Items(task, spec, items, digests(identities), records_drawn, left_out, groups(records_drawn, spec.by))
+    digests = tuple(map(record_name, identities))
+    return Items(task, spec, items, digests, records_drawn, left_out, groups(records_drawn, spec.by))
 
 
 def text_of(record: JsonDict, key: str) -> str:

@@ -23,10 +23,10 @@ from ttrain.core.text import first_line
 from ttrain.errors import DataError, UsageError
 from ttrain.evaluate import perplexity
 from ttrain.evaluate.generation import answers
-from ttrain.evaluate.items import Items, SuiteFiles, digests, groups, sampled
+from ttrain.evaluate.items import Items, SuiteFiles, groups, sampled
 from ttrain.evaluate.log_likelihood import log_likelihoods
 from ttrain.evaluate.perplexity import ProgressCallback
-from ttrain.evaluate.task_result import ANSWER_BITS, LN2, Metric, TaskResult
+from ttrain.evaluate.task_result import ANSWER_BITS, LN2, Metric, TaskResult, record_name
 from ttrain.inference.loading import LoadedModel
 
 EXAMPLES_SEED = 1234  # the harness's default, so that prompts equal those of published results
@@ -62,10 +62,8 @@ def read(task: str, spec: HarnessTask, files: SuiteFiles) -> Items[HarnessItem]:
         ) from error
     documents: list[HarnessItem] = []
     for harness_task in loaded:
-        default_shots = harness_task.get_config("num_fewshot")
-        if default_shots != 0:  # as in the harness, a task that says 0 takes no examples
-            shots = default_shots or 0 if spec.shots is None else spec.shots
-            harness_task.set_config(key="num_fewshot", value=shots)
+        if spec.shots is not None and harness_task.get_config("num_fewshot") != 0:  # a task that says 0 takes no examples
+            harness_task.set_config(key="num_fewshot", value=spec.shots)
         harness_task.set_fewshot_seed(seed=EXAMPLES_SEED)
         documents += [(harness_task, number) for number in range(len(harness_task.eval_docs))]
     drawn = sampled(documents, spec.limit, spec.seed)
@@ -92,12 +90,12 @@ def run(items: Items[HarnessItem], subject: LoadedModel, progress: ProgressCallb
     for name, of_task in judged["samples"].items():
         for sample in of_task:
             samples[tasks[name], sample["doc_id"]].append(sample)
-    rows, identities, count = list[JsonDict](), list[object](), len(items.items)
+    rows, digests, count = list[JsonDict](), list[str](), len(items.items)
     parts: dict[str, Parts] = defaultdict(lambda: ([0.0] * count, [0.0] * count))  # by metric: its sums and sizes
     fields: dict[str, JsonDict] = {}
     for place, item in enumerate(items.items):
         first, name = samples[item][0], item[0].task_name
-        identities.append([name, list(map(list, first["arguments"])), str(first["target"])])
+        digests.append(record_name([name, list(map(list, first["arguments"])), str(first["target"])]))
         prompt = str(first["arguments"][0][0])[-ROW_CHARACTERS:]
         responses = [str(response)[-ROW_CHARACTERS:] for response, *_ in first["resps"]]
         rows.append({"task": name, "prompt": prompt, "responses": responses})
@@ -109,7 +107,7 @@ def run(items: Items[HarnessItem], subject: LoadedModel, progress: ProgressCallb
     metrics = [Metric(label, tuple(sums), tuple(sizes), **fields[label]) for label, (sums, sizes) in parts.items()]
     if not metrics:
         raise DataError(f"tasks.{items.task}: {items.spec} has no metric that is a mean over items; choose another task")
-    return replace(items, digests=digests(identities)).result(subject.name, metrics, rows)
+    return replace(items, digests=tuple(digests)).result(subject.name, metrics, rows)
 
 
 def _values(task: Task, sample: JsonDict) -> Iterator[tuple[str, JsonDict, float, float]]:
