@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ttrain.config.evaluate import RecordsTask, TextTask
+from ttrain.config.evaluate import TextTask, Windows
 from ttrain.data import records as sources
 from ttrain.data.packing import IGNORE, Array, Flags
 from ttrain.evaluate import baselines
@@ -165,11 +165,8 @@ def run(items: Items[str], subject: LoadedModel, progress: ProgressCallback) -> 
     compared (https://arxiv.org/abs/2101.00027, section 3.1). A tokenizer that does not reproduce a text had less to
     predict, so its bits per byte are too low: such documents are counted in a warning and marked `lossy` in the rows.
     """
-    spec = items.spec
     ids = subject.encoder.encode(items.items)
-    begin_ids = subject.beginning()
-    sequences = [([*begin_ids, *text_ids], [False] * len(begin_ids) + [True] * len(text_ids)) for text_ids in ids]
-    scores = score_items(spec, subject, sequences, progress)
+    scores = score_items(items.spec, subject, [text_tokens(subject, text_ids) for text_ids in ids], progress)
     sizes = [len(text.encode("utf-8")) for text in items.items]
     lossy = [subject.encoder.decode(text_ids) != text for text, text_ids in zip(items.items, ids, strict=True)]
     if any(lossy):
@@ -188,8 +185,14 @@ def run(items: Items[str], subject: LoadedModel, progress: ProgressCallback) -> 
     )
 
 
+def text_tokens(subject: LoadedModel, ids: Sequence[int]) -> Tokens:
+    """The tokens of a text, all of which count, after those that begin a text."""
+    begin_ids = subject.beginning()
+    return [*begin_ids, *ids], [False] * len(begin_ids) + [True] * len(ids)
+
+
 def score_items(
-    spec: RecordsTask, subject: LoadedModel, sequences: Sequence[Tokens | str], progress: ProgressCallback
+    spec: Windows, subject: LoadedModel, sequences: Sequence[Tokens | str], progress: ProgressCallback
 ) -> list[Score]:
     """Score the live tokens of each item of a task, in windows that the model accepts; none of an item with an error message
     in place of its tokens."""

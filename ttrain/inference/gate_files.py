@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config import Expert, Gate, Section
-from ttrain.core.files import read_json, write_json
+from ttrain.core.files import read_json
 from ttrain.core.text import short_digest
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.store.model_files import ADAPTER, Reference, weights_digest
@@ -28,11 +28,6 @@ class GateFile(Section):
     settings: Gate
     figures: Mapping[str, Any]
     router_sha256: str
-
-
-def write(directory: Path, gate: GateFile) -> None:
-    """Write `gate.json`; call last, since it makes the directory a gate."""
-    write_json(directory / GATE, gate.model_dump(mode="json"))
 
 
 def read(directory: Path) -> GateFile:
