@@ -17,7 +17,7 @@ from lm_eval.api.task import Task
 from lm_eval.models.utils import Collator, normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
-from ttrain.config.evaluate import HarnessTask, TextTask
+from ttrain.config.evaluate import HarnessTask, Windows
 from ttrain.core.files import JsonDict
 from ttrain.core.text import first_line
 from ttrain.errors import DataError, UsageError
@@ -149,9 +149,8 @@ class HarnessModel(LM):  # type: ignore[misc]  # the harness has no types
         start_ids = [subject.beginning()[-1], *subject.begin_ids]
         encoded = subject.encoder.encode([request.args[0] for request in requests])
         sequences = [([*start_ids, *ids], [True] * (len(start_ids) + len(ids))) for ids in encoded]
-        scores = perplexity.score_items(
-            TextTask(limit=None, row_length=length, stride=length), subject, sequences, self._progress
-        )
+        windows = Windows(row_length=length, stride=length)
+        scores = perplexity.score_items(windows, subject, sequences, self._progress)
         return [-score.nats for score in scores]
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:

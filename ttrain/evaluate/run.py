@@ -26,10 +26,9 @@ def read(suites: Sequence[LoadedSuite], heldout: Mapping[str, Records]) -> list[
 
     Raises UsageError for a task whose held-out part or file is missing.
     """
-    for loaded in suites:
-        check_parts(loaded, heldout)
     items: list[Items[Any]] = []
     for loaded in suites:
+        check_parts(loaded, heldout)
         files = SuiteFiles(loaded.base, heldout)
         items += [functions_of(spec)[0](name, spec, files) for name, spec in loaded.suite.tasks.items()]
     return items

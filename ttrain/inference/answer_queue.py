@@ -25,7 +25,7 @@ class Order:
     """The answers that one request asks for, and the pieces of them that have come."""
 
     model: LoadedModel
-    sampling: Sampling  # without max_tokens, which each answer has
+    sampling: Sampling  # each answer has its own max_tokens
     stops: Sequence[str]
     answers: list[Answer] = field(default_factory=list)
     has_ended: bool = False

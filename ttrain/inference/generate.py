@@ -10,12 +10,14 @@ import operator
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -78,17 +80,14 @@ def generate(
     processors = logits_processors(sampling, numbers, longest)
     processors.insert(0, _FiniteScores(loaded_model.name))
     pad = int(loaded_model.model.generation_config.pad_token_id)
-    ids_BT = torch.full((len(prompts), longest), pad, dtype=torch.long)
-    mask_BT = torch.zeros_like(ids_BT)
-    for row, prompt in enumerate(prompts):  # left padding, so that all answers begin at the same position
-        ids_BT[row, longest - len(prompt) :] = torch.as_tensor(np.asarray(prompt, dtype=np.int64))
-        mask_BT[row, longest - len(prompt) :] = 1
+    rows = [torch.as_tensor(np.asarray(prompt, dtype=np.int64)) for prompt in prompts]
+    padded = partial(pad_sequence, batch_first=True, padding_side="left")  # so that all answers begin at the same position
     watches = [_TokenWatch(on_tokens, loaded_model.stop_ids, longest)] if on_tokens else []
     cache = kv_cache.take(prompts[0][:-1]) if kv_cache else None  # the last token predicts
     with torch.no_grad():  # not inference_mode: tables cached in the model would be unusable for further training
         found_BT = loaded_model.model.generate(
-            input_ids=ids_BT.to(loaded_model.device),
-            attention_mask=mask_BT.to(loaded_model.device),
+            input_ids=padded(rows, padding_value=pad).to(loaded_model.device),
+            attention_mask=padded([torch.ones_like(ids) for ids in rows]).to(loaded_model.device),
             generation_config=GenerationConfig(
                 max_new_tokens=min(sampling.max_tokens, room), eos_token_id=list(loaded_model.stop_ids)
             ),

@@ -70,12 +70,6 @@ class Body(Sampling):
         texts = {name: [values[name]] for name in ("stop", "prompt") if isinstance(values.get(name), str)}
         return values | texts
 
-    @property
-    def sampling(self) -> Sampling:
-        """How answers are drawn, whatever their length."""
-        names = Sampling.model_fields.keys() - {"max_tokens"}
-        return Sampling.model_validate(self.model_dump(include=names))
-
 
 class ChatBody(Body):
     messages: list[JsonDict] = Field(min_length=1)
@@ -213,7 +207,7 @@ def _event(value: JsonDict) -> str:
 
 def _order(model: LoadedModel, body: Body, prompts: list[list[int]]) -> Order:
     """The answers that a body asks for. Raises RefusedError where they exceed the context."""
-    order = Order(model, body.sampling, body.stop)
+    order = Order(model, body, body.stop)
     context = model.max_length or UNLIMITED
     lead = lead_text(model.encoder) if isinstance(body, ChatBody) else ""
     for prompt, number in itertools.product(prompts, range(body.n)):
