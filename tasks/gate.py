@@ -28,8 +28,6 @@ from ttrain.train.distributed import share_cores
 MAX_LINE_BYTES = 32 << 20
 
 Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
 
 log = logging.getLogger("ttrain")
 
@@ -113,7 +111,7 @@ def bytes_of(record: sources.Record) -> int:
     return sum(len(message.content.encode("utf-8")) for message in record.messages if message.role == "assistant")
 
 
-def heldout_flags(records: Sequence[sources.Record], settings: Gate) -> Flags:
+def heldout_flags(records: Sequence[sources.Record], settings: Gate) -> npt.NDArray[np.bool_]:
     """Whether each record is held out, by its content, of shape [R]. Raises DataError where all or none are."""
     is_heldout = np.array([sources.position(record) < settings.heldout_fraction for record in records])
     if is_heldout.all() or not is_heldout.any():
@@ -162,7 +160,7 @@ def _sequence(model: loading.LoadedModel, record: sources.Record) -> perplexity.
 # --- the figures --------------------------------------------------------------------------------------------------------
 
 
-def routing_metrics(nats_RE: Floats, heldout_bytes: int, chosen_R: Ints) -> Figures:
+def routing_metrics(nats_RE: Floats, heldout_bytes: int, chosen_R: npt.NDArray[np.int64]) -> Figures:
     """Compute the metrics of records routed to `chosen_R`; losses are in bits per byte, which no tokenizer changes.
 
     accuracy            share of records that went to the expert with the least loss

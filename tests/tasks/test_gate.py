@@ -145,7 +145,7 @@ def test_a_gate_knows_when_an_expert_or_its_router_was_changed(planted: Planted,
     (tmp_path / "expert").mkdir()
     (tmp_path / "expert" / "model.safetensors").write_bytes(b"other")
     changed = first.model_copy(update={"model": str(tmp_path / "expert")})
-    with pytest.raises(ArtifactError, match=f"not the one that the gate knows.*no longer {first.weights_sha256[:12]}"):
+    with pytest.raises(ArtifactError, match=r"not the one that the gate knows: the weights in .*expert have changed"):
         gate_files.check(changed)
     with pytest.raises(UsageError, match="holds no gate"):
         gate_files.read(tmp_path)

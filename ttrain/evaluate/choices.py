@@ -20,9 +20,6 @@ from ttrain.evaluate.perplexity import ProgressCallback
 from ttrain.evaluate.task_result import ANSWER_BITS, LN2, Metric, TaskResult, mean
 from ttrain.inference.loading import LoadedModel
 
-CHOICE_FORMAT = '{"question": text, "choices": [texts], "answer": number from 0, letter or text}'
-PASSAGE_FORMAT = '{"context": text, "target": text}'
-
 FIGURES = {"none": "accuracy", "characters": "accuracy_characters", "bytes": "accuracy_bytes", "tokens": "accuracy_tokens"}
 
 
@@ -62,7 +59,10 @@ def parse_passage(record: JsonDict) -> ChoiceQuestion:
     return ChoiceQuestion(context, (separator(context, target) + target,), 0)
 
 
-PARSERS = {"choices": (parse_choice, CHOICE_FORMAT), "last_word": (parse_passage, PASSAGE_FORMAT)}
+PARSERS = {  # and what a row needs
+    "choices": (parse_choice, '{"question": text, "choices": [texts], "answer": number from 0, letter or text}'),
+    "last_word": (parse_passage, '{"context": text, "target": text}'),
+}
 
 
 def read(task: str, spec: ChoicesTask | LastWordTask, files: SuiteFiles) -> Items[ChoicePrompt]:
@@ -148,19 +148,17 @@ def cut_figure(cuts: Sequence[int]) -> list[Metric]:
 
 def _answer(value: object, choices: Sequence[str]) -> int:
     """Number of the right choice, given as a number from 0 (1.0 is 1), as the choice's text or as its letter."""
-    if is_number(value) and math.isfinite(value) and value == int(value):
-        candidates = {int(value)}.intersection(range(len(choices)))
-    elif isinstance(value, str):
-        text = value.strip()
-        letters = ascii_uppercase[: len(choices)]
-        candidates = {number for number, choice in enumerate(choices) if choice.strip() == text}
-        if len(text) == 1:
-            candidates |= {letters.find(text.upper())} - {-1}
-    else:
-        raise BadRow("no answer" if value is None else "answer is neither a whole number, a letter nor a choice")
-    if len(candidates) != 1:
-        raise BadRow("answer is the letter of one choice and the text of another" if candidates else "answer is no choice")
-    return candidates.pop()
+    if is_number(value) and value in range(len(choices)):
+        return int(value)
+    text = value.strip() if isinstance(value, str) else None
+    matches = {number for number, choice in enumerate(choices) if choice.strip() == text}
+    if text and len(text) == 1:
+        matches |= {ascii_uppercase[: len(choices)].find(text.upper())} - {-1}
+    if not matches:
+        raise BadRow("no answer" if value is None else "answer is neither the number, the letter nor the text of a choice")
+    if len(matches) > 1:
+        raise BadRow("answer is the letter of one choice and the text of another")
+    return matches.pop()
 
 
 def _loss(nats: Sequence[float], answer: int) -> float:

@@ -201,4 +201,4 @@ def _prompt(spec: GenerationTask, problem: Problem, examples: Sequence[Problem],
         question = spec.template.replace("{question}", shot.question)
         text += question + separator(question, shot.answer) + shot.answer + spec.shots_separator
     text += spec.template.replace("{question}", problem.question)
-    return [*subject.begin_ids, *subject.encoder.encode([text])[0]]
+    return subject.text_ids([text])[0]

@@ -18,7 +18,6 @@ from ttrain.evaluate.task_result import Metric, TaskResult, record_name
 
 T = TypeVar("T")
 Groups = Mapping[str, tuple[int, ...]]  # "lang=zh" -> numbers of the items that belong to it
-LeftOut = JsonDict  # a row that is not a valid item: its file, line and reason
 
 MAX_LINE_BYTES = 32 << 20
 
@@ -47,7 +46,7 @@ class Items(Generic[T]):
     items     of the task's own type
     digests   of each item: two evaluations with equal digests used the same items
     rows      from which the items were made; none of the harness
-    left_out  rows that are not valid items
+    left_out  rows that are not valid items: file, line and reason of each
     groups    "lang=zh" -> numbers of the items that belong to it
     """
 
@@ -56,7 +55,7 @@ class Items(Generic[T]):
     items: tuple[T, ...]
     digests: tuple[str, ...]
     rows: Sequence[Mapping[str, Any]] = ()
-    left_out: Sequence[LeftOut] = ()
+    left_out: Sequence[JsonDict] = ()
     groups: Groups = field(default_factory=dict)
 
     @property
@@ -78,7 +77,7 @@ Rows = list[tuple[T, Mapping[str, Any]]]  # (what a row says, the row)
 
 def read_rows(
     setting: str, file: str, files: SuiteFiles, parse: Callable[[JsonDict], T], row_format: str
-) -> tuple[Rows[T], list[LeftOut]]:
+) -> tuple[Rows[T], list[JsonDict]]:
     """Read a file as (parsed rows, bad rows). `parse` raises BadRow with the reason.
 
     Reads JSON Lines as the rest of ttrain does, .gz, .zst and parquet too. Raises UsageError, naming `setting`, if the file
@@ -87,7 +86,7 @@ def read_rows(
     path = files.base / user_path(file)
     if not path.is_file():
         raise UsageError(f"{setting} is {path}, which is not a file; a suite's paths are relative to the suite's own file")
-    left_out: list[LeftOut] = []
+    left_out: list[JsonDict] = []
     tally = json_rows.Tally(quarantine=left_out.append)
     rows: Rows[T] = []
     for name, line, record in json_rows.read([str(path)], tally, MAX_LINE_BYTES):
@@ -115,7 +114,7 @@ def read_texts(task: str, spec: RecordsTask, files: SuiteFiles, parsers: Parsers
 
     `max_bytes` of texts applies after `limit`; the first one is used whatever its length.
     """
-    left_out, part = list[LeftOut](), heldout_part(spec)
+    left_out, part = list[JsonDict](), heldout_part(spec)
     if part:
         rows: Rows[T] = [(parsers.of_heldout(dict(record)), record) for record in files.heldout[part]]
     else:
@@ -173,7 +172,7 @@ def groups(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], most: int = M
 SHOWN_PLACES = 3  # of each reason
 
 
-def _place(row: LeftOut) -> str:
+def _place(row: JsonDict) -> str:
     return f"{row['file']}:{row['line']}"
 
 
@@ -205,7 +204,7 @@ def separator(text_before: str, text_after: str) -> str:
 def with_examples(
     task: str,
     spec: ChoicesTask | LastWordTask | GenerationTask,
-    read: tuple[Rows[T], list[LeftOut]],
+    read: tuple[Rows[T], list[JsonDict]],
     files: SuiteFiles,
     parse: Callable[[JsonDict], T],
     row_format: str,
@@ -218,7 +217,7 @@ def with_examples(
     """
     rows, left_out = read
     drawn = sampled(rows, spec.limit, spec.seed)
-    candidates, bad_examples = rows, list[LeftOut]()
+    candidates, bad_examples = rows, list[JsonDict]()
     if spec.shots_file is not None:
         candidates, bad_examples = read_rows(f"tasks.{task}.shots_file", spec.shots_file, files, parse, row_format)
     examples = [example for example, _ in candidates]

@@ -86,28 +86,26 @@ def run(items: Items[HarnessItem], subject: LoadedModel, progress: ProgressCallb
     tasks = {task.task_name: task for task, _ in items.items}
     numbers = {name: [number for task, number in items.items if task is tasks[name]] for name in tasks}
     judged = lm_eval.evaluate(HarnessModel(subject, progress), {"tasks": tasks}, samples=numbers, bootstrap_iters=0)
-    samples: dict[HarnessItem, list[JsonDict]] = defaultdict(list)  # several where a task filters answers in several ways
-    for name, of_task in judged["samples"].items():
-        for sample in of_task:
-            samples[tasks[name], sample["doc_id"]].append(sample)
-    rows, digests, count = list[JsonDict](), list[str](), len(items.items)
-    parts: dict[str, Parts] = defaultdict(lambda: ([0.0] * count, [0.0] * count))  # by metric: its sums and sizes
+    places = {(task.task_name, number): place for place, (task, number) in enumerate(items.items)}
+    rows, digests = [JsonDict() for _ in places], [""] * len(places)
+    parts: dict[str, Parts] = defaultdict(lambda: ([0.0] * len(places), [0.0] * len(places)))  # by metric: sums and sizes
     fields: dict[str, JsonDict] = {}
-    for place, item in enumerate(items.items):
-        first, name = samples[item][0], item[0].task_name
-        digests.append(record_name([name, list(map(list, first["arguments"])), str(first["target"])]))
-        prompt = str(first["arguments"][0][0])[-ROW_CHARACTERS:]
-        responses = [str(response)[-ROW_CHARACTERS:] for response, *_ in first["resps"]]
-        rows.append({"task": name, "prompt": prompt, "responses": responses})
-        for sample in samples[item]:
-            rows[place] |= {metric: str(sample[metric]) for metric in sample["metrics"]}
-            for label, fields[label], amount, size in _values(item[0], sample):
+    for name, samples in judged["samples"].items():
+        for sample in samples:  # several of an item where a task filters answers in several ways
+            place = places[name, sample["doc_id"]]
+            arguments = list(map(list, sample["arguments"]))
+            digests[place] = record_name([name, arguments, str(sample["target"])])
+            prompt = str(arguments[0][0])[-ROW_CHARACTERS:]
+            responses = [str(response)[-ROW_CHARACTERS:] for response, *_ in sample["resps"]]
+            metrics = {metric: str(sample[metric]) for metric in sample["metrics"]}
+            rows[place] |= {"task": name, "prompt": prompt, "responses": responses, **metrics}
+            for label, fields[label], amount, size in _values(tasks[name], sample):
                 sums, sizes = parts[label]
                 sums[place], sizes[place] = amount, size
-    metrics = [Metric(label, tuple(sums), tuple(sizes), **fields[label]) for label, (sums, sizes) in parts.items()]
-    if not metrics:
+    figures = [Metric(label, tuple(sums), tuple(sizes), **fields[label]) for label, (sums, sizes) in parts.items()]
+    if not figures:
         raise DataError(f"tasks.{items.task}: {items.spec} has no metric that is a mean over items; choose another task")
-    return replace(items, digests=tuple(digests)).result(subject.name, metrics, rows)
+    return replace(items, digests=tuple(digests)).result(subject.name, figures, rows)
 
 
 def _values(task: Task, sample: JsonDict) -> Iterator[tuple[str, JsonDict, float, float]]:
@@ -162,7 +160,6 @@ class HarnessModel(LM):  # type: ignore[misc]  # the harness has no types
             if options["do_sample"]:
                 raise UsageError("a task has do_sample: true, but ttrain evaluates greedily; remove it from the suite")
             room, longest = self._subject.room(options["max_gen_toks"])
-            encoded = self._subject.encoder.encode([prompt for prompt, _ in alike])
-            prompts = [[*self._subject.begin_ids, *ids][-(longest or 0) :] for ids in encoded]
+            prompts = [ids[-(longest or 0) :] for ids in self._subject.text_ids([prompt for prompt, _ in alike])]
             texts += [answer.text for answer in answers(self._subject, prompts, room, options["until"], self._progress)]
         return list(requests_of.get_original(texts))

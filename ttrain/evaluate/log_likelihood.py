@@ -141,7 +141,7 @@ def _batches(pairs: Sequence[Pair], *, shares: bool, most: int) -> Iterator[tupl
     A batch has the continuations of one context where that saves enough, if the model `shares`,
     else whole rows. The contexts come in order, so that neighbours have much in common.
     """
-    order = sorted(range(len(pairs)), key=lambda number: pairs[number])
+    order = sorted(range(len(pairs)), key=pairs.__getitem__)
     groups = [list(group) for _, group in groupby(order, key=lambda number: pairs[number][0])]
     starts = [pairs[group[0]][0][:-1] for group in groups]  # the last token predicts
     in_common = [0, *map(common, starts, starts[1:]), 0]

@@ -244,9 +244,8 @@ def judge(
     deciding = challenger.metric(rules.metric)
     texts, unknown = list[TextFigure](), ""
     metric = metric_of_texts(rules.metric)
-    if metric in challenger.metrics:
-        ours = challenger.metric(metric)
-        theirs = champion.metric(metric) if champion and metric in champion.metrics else None
+    if ours := challenger.metrics.get(metric):
+        theirs = champion.metrics.get(metric) if champion else None
         listed = forgetting.heldout_texts(ours.records, nights, challenger.sources(metric), new)
         texts += forgetting.figures(ours, theirs, listed, rules, best)
         has_earlier = any(name != new for name in nights) or any(not text.new for text in listed)
@@ -276,9 +275,9 @@ def _of_other_models(challenger: Evaluation, champion: Evaluation, rules: Promot
     for row in TRAINING_STAGES.values():
         if row.metric is None or (name := row.metric.of(row.model)) in OF_DOCUMENTS or name == rules.metric:
             continue
-        if name in challenger.metrics and name in champion.metrics:
-            figure = forgetting.figure_of_metric(challenger.metric(name), champion.metric(name), rules)
-            yield from [figure] if figure else []
+        ours, theirs = challenger.metrics.get(name), champion.metrics.get(name)
+        if ours and theirs and (figure := forgetting.figure_of_metric(ours, theirs, rules)):
+            yield figure
 
 
 def metric_of_texts(metric: str) -> str:

@@ -67,7 +67,10 @@ def answers(
     size = batch_size * WINDOW_BATCHES
     for start in range(0, len(prompts), size):
         window = prompts[start : start + size]
-        ids = [_ids(loaded_model, prompt) for prompt in window]
+        ids = [
+            prompt_ids(loaded_model.encoder, prompt.messages) if prompt.messages else loaded_model.text_ids([prompt.text])[0]
+            for prompt in window
+        ]
         answered: dict[int, JsonDict] = {}
         for batch in _batches(loaded_model, ids, sampling, batch_size):
             numbers = [window[at].number for at in batch]
@@ -125,12 +128,6 @@ def _complete_rows(partial: Path) -> int:
 def line_of(row: JsonDict) -> bytes:
     """A row as JSON; orjson would refuse whole numbers beyond 64 bits."""
     return json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode()
-
-
-def _ids(loaded_model: LoadedModel, prompt: Prompt) -> list[int]:
-    if prompt.messages:
-        return prompt_ids(loaded_model.encoder, prompt.messages)
-    return loaded_model.text_ids([prompt.text])[0]
 
 
 def _batches(
