@@ -101,7 +101,7 @@ def heldout_items(inputs: Inputs, settings: Evaluate) -> list[Items[Any]]:
         elif not heldout.read_nights(inputs[part]):  # of a set of several nights, each brought its share
             records = scored_documents(records, settings.max_bytes)
         if records:
-            windows = {"row_length": settings.row_length, "stride": settings.stride}
+            windows = settings.model_dump(include={"row_length", "stride"})
             spec = KINDS.get(row.rows, TextTask).model_validate({**windows, **own})
             tasks.append(running.functions_of(spec)[0](part, spec, SuiteFiles(Path(), {part: records})))
     return tasks

@@ -53,10 +53,8 @@ def parse_choice(record: JsonDict) -> ChoiceQuestion:
 
 
 def parse_passage(record: JsonDict) -> ChoiceQuestion:
-    """Parse a row of last words: a question with one choice, which begins with a space where the script has them. Raises
-    BadRow if its context or target is missing or empty."""
-    context, target = text_of(record, "context"), text_of(record, "target")
-    return ChoiceQuestion(context, (separator(context, target) + target,), 0)
+    """Parse a row of last words: a question with one choice. Raises BadRow if its context or target is missing or empty."""
+    return ChoiceQuestion(text_of(record, "context"), (text_of(record, "target"),), 0)
 
 
 PARSERS = {  # and what a row needs
@@ -67,7 +65,8 @@ PARSERS = {  # and what a row needs
 
 def read(task: str, spec: ChoicesTask | LastWordTask, files: SuiteFiles) -> Items[ChoicePrompt]:
     """Read the questions or passages of the file. Raises UsageError if it does not exist, DataError if it has none."""
-    parse, row_format = PARSERS[spec.kind]
+    parser = PARSERS[spec.kind]
+    template, delimiter = (spec.template, spec.delimiter) if isinstance(spec, ChoicesTask) else ("{question}", None)
 
     def prompt(item: ChoiceQuestion, examples: Sequence[ChoiceQuestion]) -> tuple[ChoicePrompt, object]:
         shots = ""
@@ -78,14 +77,12 @@ def read(task: str, spec: ChoicesTask | LastWordTask, files: SuiteFiles) -> Item
         return ChoicePrompt(item, shots + context, continuations), [shots + context, continuations, item.answer]
 
     def texts(row: ChoiceQuestion) -> tuple[str, tuple[str, ...]]:
-        if not isinstance(spec, ChoicesTask):
-            return row.question, row.choices
-        context, delimiter = spec.template.replace("{question}", row.question), spec.delimiter
+        context = template.replace("{question}", row.question)
         between = [separator(context, choice) if delimiter is None else delimiter for choice in row.choices]
         return context, tuple(map("".join, zip(between, row.choices, strict=True)))
 
-    rows = read_rows(f"tasks.{task}.file", spec.file, files, parse, row_format)
-    return with_examples(task, spec, rows, files, parse, row_format, prompt)
+    rows = read_rows(f"tasks.{task}.file", spec.file, files, parser)
+    return with_examples(task, spec, rows, files, parser, prompt)
 
 
 def score_choices(items: Items[ChoicePrompt], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:

@@ -73,12 +73,11 @@ class Items(Generic[T]):
 
 
 Rows = list[tuple[T, Mapping[str, Any]]]  # (what a row says, the row)
+RowParser = tuple[Callable[[JsonDict], T], str]  # parses a row, or raises BadRow with the reason; and what a row needs
 
 
-def read_rows(
-    setting: str, file: str, files: SuiteFiles, parse: Callable[[JsonDict], T], row_format: str
-) -> tuple[Rows[T], list[JsonDict]]:
-    """Read a file as (parsed rows, bad rows). `parse` raises BadRow with the reason.
+def read_rows(setting: str, file: str, files: SuiteFiles, parser: RowParser[T]) -> tuple[Rows[T], list[JsonDict]]:
+    """Read a file as (parsed rows, bad rows).
 
     Reads JSON Lines as the rest of ttrain does, .gz, .zst and parquet too. Raises UsageError, naming `setting`, if the file
     does not exist, and DataError if it has no usable row, is truncated, corrupt or in another encoding.
@@ -86,6 +85,7 @@ def read_rows(
     path = files.base / user_path(file)
     if not path.is_file():
         raise UsageError(f"{setting} is {path}, which is not a file; a suite's paths are relative to the suite's own file")
+    parse, row_format = parser
     left_out: list[JsonDict] = []
     tally = json_rows.Tally(quarantine=left_out.append)
     rows: Rows[T] = []
@@ -103,10 +103,9 @@ def read_rows(
 class Parsers(NamedTuple, Generic[T]):
     """How the records of a task become items: those of a file, those that a run held out, and what identifies an item."""
 
-    of_file: Callable[[JsonDict], T]
+    of_file: RowParser[T]
     of_heldout: Callable[[JsonDict], T]
     identity: Callable[[T], object]
-    row_format: str
 
 
 def read_texts(task: str, spec: RecordsTask, files: SuiteFiles, parsers: Parsers[T]) -> Items[T]:
@@ -118,7 +117,7 @@ def read_texts(task: str, spec: RecordsTask, files: SuiteFiles, parsers: Parsers
     if part:
         rows: Rows[T] = [(parsers.of_heldout(dict(record)), record) for record in files.heldout[part]]
     else:
-        rows, left_out = read_rows(f"tasks.{task}.file", spec.file, files, parsers.of_file, parsers.row_format)
+        rows, left_out = read_rows(f"tasks.{task}.file", spec.file, files, parsers.of_file)
     rows = sampled(rows, spec.limit, spec.seed)
     if isinstance(spec, TextTask) and spec.max_bytes is not None:
         sizes = accumulate(len(str(text).encode("utf-8")) for text, _ in rows)
@@ -206,8 +205,7 @@ def with_examples(
     spec: ChoicesTask | LastWordTask | GenerationTask,
     read: tuple[Rows[T], list[JsonDict]],
     files: SuiteFiles,
-    parse: Callable[[JsonDict], T],
-    row_format: str,
+    parser: RowParser[T],
     item_of: Callable[[T, tuple[T, ...]], tuple[Any, object]],
 ) -> Items[Any]:
     """Draw the items of a task: `item_of` a row and its worked examples is (the item, what identifies it).
@@ -219,7 +217,7 @@ def with_examples(
     drawn = sampled(rows, spec.limit, spec.seed)
     candidates, bad_examples = rows, list[JsonDict]()
     if spec.shots_file is not None:
-        candidates, bad_examples = read_rows(f"tasks.{task}.shots_file", spec.shots_file, files, parse, row_format)
+        candidates, bad_examples = read_rows(f"tasks.{task}.shots_file", spec.shots_file, files, parser)
     examples = [example for example, _ in candidates]
     shots = [tuple(islice((example for example in examples if example != row), spec.shots)) for row, _ in drawn]
     if (fewest := min(map(len, shots))) < spec.shots:

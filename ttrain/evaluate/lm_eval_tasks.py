@@ -161,5 +161,5 @@ class HarnessModel(LM):  # type: ignore[misc]  # the harness has no types
                 raise UsageError("a task has do_sample: true, but ttrain evaluates greedily; remove it from the suite")
             room, longest = self._subject.room(options["max_gen_toks"])
             prompts = [ids[-(longest or 0) :] for ids in self._subject.text_ids([prompt for prompt, _ in alike])]
-            texts += [answer.text for answer in answers(self._subject, prompts, room, options["until"], self._progress)]
+            texts += [text for _, text in answers(self._subject, prompts, room, options["until"], self._progress)]
         return list(requests_of.get_original(texts))

@@ -151,11 +151,9 @@ def read(task: str, spec: TextTask, files: SuiteFiles) -> Items[str]:
 
     Raises UsageError if the file does not exist, DataError if it has no document.
     """
-    parser, fields = sources.document_parser(spec.text_field), sources.document_fields(spec.text_field, f"tasks.{task}.")
-    parsers = Parsers(
-        lambda row: accepted(parser(row), sources.TextDocument).text, lambda row: str(row["text"]), str, fields
-    )
-    return read_texts(task, spec, files, parsers)
+    parse, fields = sources.document_parser(spec.text_field), sources.document_fields(spec.text_field, f"tasks.{task}.")
+    of_file = (lambda row: accepted(parse(row), sources.TextDocument).text), fields
+    return read_texts(task, spec, files, Parsers(of_file, lambda row: str(row["text"]), str))
 
 
 def run(items: Items[str], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:

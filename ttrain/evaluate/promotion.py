@@ -78,34 +78,28 @@ def check_metric(settings: Settings) -> None:
     """Raise UsageError if no evaluation under these settings has `promotion.metric`; called before training."""
     evaluated = (TRAININGS[0], *settings.trainings)  # there is a base, whichever stages train
     models = [row.model for name, row in TRAINING_STAGES.items() if name in evaluated]
-    bits = [BITS_PER_BYTE.of(name) for name in models]
-    losses = [
-        row.metric.of(name)
+    of_heldout = [
+        row.metric.of(model)
         for row in TRAINING_STAGES.values()
-        if row.metric and row.metric is not BITS_PER_BYTE and settings.reads(row.dataset)
-        for name in models
+        if row.metric and (row.metric is BITS_PER_BYTE or settings.reads(row.dataset))
+        for model in models
     ]
     of_suites = [
-        f"{task}/{figure}/{name}"
-        for name in models
-        for suite in settings.evaluate.suites.of(name)
+        f"{task}/{figure}/{model}"
+        for model in models
+        for suite in settings.evaluate.suites.of(model)
         for task, spec in suites.load(suite).suite.tasks.items()
         for figure in FIGURES.get(spec.kind, (ANY_FIGURE,))
     ]
     metric = settings.promotion.metric
-    figure = re.sub("/[^/:]*:.*", "", metric, flags=re.DOTALL)  # without a group such as lang:zh or source:a/b
-    task, _, figure_name = figure.partition("/")
-    if (
-        metric in losses
-        or figure in (*bits, *of_suites)
-        or f"{task}/{ANY_FIGURE}/{figure_name.rpartition('/')[2]}" in of_suites
-    ):
-        return
-    raise UsageError(
-        f"promotion.metric is {metric}, which no evaluation of these settings has; choose one of "
-        + ", ".join(bits + losses + of_suites)
-        + ("" if of_suites else ", and what `evaluate.suites` adds as TASK/FIGURE/MODEL")
-    )
+    name = re.sub("/[^/:]*:.*", "", metric, flags=re.DOTALL)  # without a group such as lang:zh or source:a/b
+    any_name = re.sub("/.*/", f"/{ANY_FIGURE}/", name)
+    if not {name, any_name}.intersection(of_heldout + of_suites):
+        raise UsageError(
+            f"promotion.metric is {metric}, which no evaluation of these settings has; choose one of "
+            + ", ".join(of_heldout + of_suites)
+            + ("" if of_suites else ", and what `evaluate.suites` adds as TASK/FIGURE/MODEL")
+        )
 
 
 First = tuple[bool, str]  # whether a challenger becomes champion where there is none, and why

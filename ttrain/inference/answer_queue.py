@@ -59,20 +59,18 @@ class Answer:
     prompt: Sequence[int]
     max_tokens: int
     number: int
-    _decoder: TextStream
-    tokens: int = 0
+    stream: TextStream
     has_ended: bool = False
     _unsent: str = ""
 
     def add(self, ids: list[int]) -> None:
         """Take the tokens so far."""
-        self.tokens = len(ids)
-        self._unsent += self._decoder.add(ids)
-        self._send("length" if self.tokens == self.max_tokens else None)
+        self._unsent += self.stream.add(ids)
+        self._send("length" if len(ids) == self.max_tokens else None)
 
     def end(self) -> None:
         """End at a stop token."""
-        self._unsent += self._decoder.end()
+        self._unsent += self.stream.end()
         self._send("stop")
 
     def _send(self, reason: str | None) -> None:

@@ -75,7 +75,7 @@ def generate(
             f"the prompt has {longest} tokens, but the model '{loaded_model.name}' takes {loaded_model.max_length} "
             "together with the answer; shorten it"
         )
-    numbers = range(len(prompts)) if numbers is None else numbers
+    numbers = numbers or range(len(prompts))
     began = time.monotonic()
     processors = logits_processors(sampling, numbers, longest)
     processors.insert(0, _FiniteScores(loaded_model.name))

@@ -179,7 +179,7 @@ class _Reply:
     def usage(self) -> JsonDict:
         answers = self._order.answers
         prompts = sum(len(answer.prompt) for answer in answers[:: self._body.n])
-        tokens = sum(answer.tokens for answer in answers)
+        tokens = sum(len(answer.stream.ids) for answer in answers)
         return {"prompt_tokens": prompts, "completion_tokens": tokens, "total_tokens": prompts + tokens}
 
     def choice(self, index: int, text: str, reason: str | None) -> JsonDict:
