@@ -142,7 +142,7 @@ BAD = {
     "choices is not a list of strings": question(0, choices="yes"),
     "choices are not two or more different texts": question(0, choices=["yes", "yes "]),
     "no answer": question(0, answer=None),
-    "answer is neither the number, the letter nor the text of a choice": question(0, answer=True),
+    "answer is no choice": question(0, answer=True),
     "answer is the letter of one choice and the text of another": question(0, choices=["B", "A"], answer="A"),
     "not a JSON object but a list": [1],
 }  # fmt: skip
@@ -162,7 +162,7 @@ def test_an_answer_is_a_whole_number_a_letter_or_a_text() -> None:
     for answer in (1, 1.0, "no", " no ", "B", "b"):
         assert choices.parse_choice(question(0, answer=answer)).answer == 1
     for wrong in (1.5, 3, -1, "z", float("inf"), float("nan"), [1]):
-        with pytest.raises(BadRow, match="answer is neither the number, the letter nor the text of a choice"):
+        with pytest.raises(BadRow, match="answer is no choice"):
             choices.parse_choice(question(0, answer=wrong))
 
 

@@ -152,7 +152,7 @@ def _answer(value: object, choices: Sequence[str]) -> int:
     if text and len(text) == 1:
         matches |= {ascii_uppercase[: len(choices)].find(text.upper())} - {-1}
     if not matches:
-        raise BadRow("no answer" if value is None else "answer is neither the number, the letter nor the text of a choice")
+        raise BadRow("no answer" if value is None else "answer is no choice")
     if len(matches) > 1:
         raise BadRow("answer is the letter of one choice and the text of another")
     return matches.pop()

@@ -101,8 +101,8 @@ class LoadedModel:
 
         order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))  # so that there is little padding
         completions: dict[int, Completion] = {}
-        sampling = Sampling(max_tokens=new_tokens)
         while order:
+            sampling = Sampling(max_tokens=new_tokens)
             rows = max(1, self.batch_tokens // (len(prompts[order[0]]) + new_tokens))
             batch, order = order[:rows], order[rows:]
             answers = generate(self, [prompts[number] for number in batch], sampling, on_tokens=stopped if stop else None)
