@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from ttrain.config.evaluate import HELDOUT_PARTS, ChoicesTask, GenerationTask, LastWordTask, RecordsTask, Task, TextTask
-from ttrain.core.files import JsonDict, user_path
+from ttrain.core.files import JsonDict, JsonObject, user_path
 from ttrain.core.text import counted, first_of
 from ttrain.data import json_rows
 from ttrain.errors import DataError, UsageError
@@ -34,7 +34,7 @@ class SuiteFiles:
     parts ("documents", "chats", "pairs", "domain"), which tasks name instead of a file."""
 
     base: Path
-    heldout: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    heldout: Mapping[str, Sequence[JsonObject]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,7 @@ class Items(Generic[T]):
     spec: Any
     items: tuple[T, ...]
     digests: tuple[str, ...]
-    rows: Sequence[Mapping[str, Any]] = ()
+    rows: Sequence[JsonObject] = ()
     left_out: Sequence[JsonDict] = ()
     groups: Groups = field(default_factory=dict)
 
@@ -72,7 +72,7 @@ class Items(Generic[T]):
         return TaskResult(self, subject, (primary, *groups, *others), rows, baselines or {})
 
 
-Rows = list[tuple[T, Mapping[str, Any]]]  # (what a row says, the row)
+Rows = list[tuple[T, JsonObject]]  # (what a row says, the row)
 RowParser = tuple[Callable[[JsonDict], T], str]  # parses a row, or raises BadRow with the reason; and what a row needs
 
 
@@ -151,7 +151,7 @@ def sampled(items: Sequence[T], limit: int | None, seed: int) -> list[T]:
     return [items[number] for number in sorted(random.Random(seed).sample(range(len(items)), limit))]
 
 
-def groups(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], most: int = MOST_GROUPS) -> Groups:
+def groups(rows: Sequence[JsonObject], keys: Sequence[str], most: int = MOST_GROUPS) -> Groups:
     """Group rows by the values of each key: {"lang=zh": row numbers}; rows without the key are in none of its groups.
 
     A key with more than `most` values, such as the address that each row came from, or with the same value on every

@@ -42,7 +42,6 @@ FORMS: dict[Any, dict[str, Any]] = {
     aggregations.bits_per_byte: {"factor": 1 / LN2, "unit": "bits per byte"},
 }
 
-Parts = tuple[list[float], list[float]]
 HarnessItem = tuple[Task, int]  # a document of a task, by its number there
 
 
@@ -88,7 +87,9 @@ def run(items: Items[HarnessItem], subject: LoadedModel, progress: ProgressCallb
     judged = lm_eval.evaluate(HarnessModel(subject, progress), {"tasks": tasks}, samples=numbers, bootstrap_iters=0)
     places = {(task.task_name, number): place for place, (task, number) in enumerate(items.items)}
     rows, digests = [JsonDict() for _ in places], [""] * len(places)
-    parts: dict[str, Parts] = defaultdict(lambda: ([0.0] * len(places), [0.0] * len(places)))  # by metric: sums and sizes
+    parts: dict[str, tuple[list[float], list[float]]] = defaultdict(
+        lambda: ([0.0] * len(places), [0.0] * len(places))
+    )  # by metric: sums and sizes
     fields: dict[str, JsonDict] = {}
     for name, samples in judged["samples"].items():
         for sample in samples:  # several of an item where a task filters answers in several ways

@@ -6,6 +6,7 @@ from itertools import compress
 from typing import Any
 
 from ttrain.config.evaluate import HarnessTask, Task
+from ttrain.core.files import JsonObject
 from ttrain.data import contamination
 from ttrain.data.contamination import digest_of_text
 from ttrain.data.plain_text import plain
@@ -16,12 +17,10 @@ from ttrain.evaluate.suites import LoadedSuite, check_parts
 from ttrain.evaluate.task_result import TaskResult
 from ttrain.inference.loading import LoadedModel
 
-Records = Sequence[Mapping[str, Any]]
-
 ReportProgress = Callable[[float], None]  # gets the share of the tasks that is done
 
 
-def read(suites: Sequence[LoadedSuite], heldout: Mapping[str, Records]) -> list[Items[Any]]:
+def read(suites: Sequence[LoadedSuite], heldout: Mapping[str, Sequence[JsonObject]]) -> list[Items[Any]]:
     """Read the items of every task. `heldout` has the records of each held-out part, such as "documents".
 
     Raises UsageError for a task whose held-out part or file is missing.

@@ -15,7 +15,6 @@ from ttrain.inference.loading import LoadedModel
 from ttrain.inference.sampling import Sampling
 
 ANSWER_SHARE = 4  # 1/4 of the context stays free for the answer, if it may be that long
-OnText = Callable[[str], object]
 Selected = tuple[LoadedModel, JsonDict]  # the model that answers a question, and details for the reply
 ModelSelector = Callable[[str], Selected]
 
@@ -60,7 +59,7 @@ class Chat:
         self._turns.clear()
         self._question_count = 0
 
-    def ask(self, question: str, on_text: OnText = lambda piece: None) -> Reply:
+    def ask(self, question: str, on_text: Callable[[str], object] = lambda piece: None) -> Reply:
         """Answer a question and append both to the history; `on_text` gets the answer in pieces, some of them empty.
 
         Ctrl-C ends the answer and keeps the text so far. Raises DataError for a question that is longer than the context.

@@ -102,10 +102,14 @@ class LoadedModel:
         order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))  # so that there is little padding
         completions: dict[int, Completion] = {}
         while order:
-            sampling = Sampling(max_tokens=new_tokens)
             rows = max(1, self.batch_tokens // (len(prompts[order[0]]) + new_tokens))
             batch, order = order[:rows], order[rows:]
-            answers = generate(self, [prompts[number] for number in batch], sampling, on_tokens=stopped if stop else None)
+            answers = generate(
+                self,
+                [prompts[number] for number in batch],
+                Sampling(max_tokens=new_tokens),
+                on_tokens=stopped if stop else None,
+            )
             completions |= zip(batch, answers, strict=True)
             progress(len(completions), len(prompts))
         return [completions[number] for number in range(len(prompts))]
