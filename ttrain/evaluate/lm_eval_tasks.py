@@ -87,9 +87,8 @@ def run(items: Items[HarnessItem], subject: LoadedModel, progress: ProgressCallb
     judged = lm_eval.evaluate(HarnessModel(subject, progress), {"tasks": tasks}, samples=numbers, bootstrap_iters=0)
     places = {(task.task_name, number): place for place, (task, number) in enumerate(items.items)}
     rows, digests = [JsonDict() for _ in places], [""] * len(places)
-    parts: dict[str, tuple[list[float], list[float]]] = defaultdict(
-        lambda: ([0.0] * len(places), [0.0] * len(places))
-    )  # by metric: sums and sizes
+    # By metric: sums and sizes
+    parts: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([0.0] * len(places), [0.0] * len(places)))
     fields: dict[str, JsonDict] = {}
     for name, samples in judged["samples"].items():
         for sample in samples:  # several of an item where a task filters answers in several ways
