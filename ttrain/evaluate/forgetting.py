@@ -20,18 +20,14 @@ Digests = Mapping[str, Collection[str]]  # of the records of each night or sourc
 class HeldoutText:
     """Held-out records that are judged together: those of a night, of a source, of several nights, of a metric.
 
-    `rows` are their numbers in the scores. `new`: the text of the night that is decided, which nothing can forget.
+    `name` is that of messages and tables, `rows` are their numbers in the scores. `new`: the text of the night that is
+    decided, which nothing can forget.
     """
 
     kind: str  # night, source, several or metric
     name: str
     rows: tuple[int, ...]
     new: bool = False
-
-    @property
-    def label(self) -> str:
-        """The text's name in messages and tables."""
-        return f"source {self.name}" if self.kind == "source" else self.name
 
 
 @dataclass(frozen=True)
@@ -100,7 +96,8 @@ def heldout_texts(
     """
     numbers = {record: number for number, record in enumerate(records)}
     texts: list[HeldoutText] = []
-    for kind, members in (("night", nights), ("source", sources)):
+    labelled_sources = {f"source {name}": digests for name, digests in sources.items()}
+    for kind, members in (("night", nights), ("source", labelled_sources)):
         rows = {
             name: sorted(numbers[digest] for digest in digests if digest in numbers) for name, digests in members.items()
         }
@@ -168,7 +165,7 @@ def _figure(
     judged: bool,
 ) -> TextFigure:
     ours = challenger.restricted(text.rows)
-    alone = TextFigure(text.kind, text.label, len(text.rows), ours.value)
+    alone = TextFigure(text.kind, text.name, len(text.rows), ours.value)
     if champion is None:
         return alone
     theirs = champion.restricted(text.rows)
@@ -179,7 +176,7 @@ def _figure(
     least_loss = -difference if interval is None else -interval[1]
     lost = judged and least_loss > bound * abs(theirs.value)
     figure = replace(alone, champion=theirs.value, difference=difference, interval=interval, judged=judged, lost=lost)
-    earlier = best.get(text.label)
+    earlier = best.get(text.name)
     drift = sign_of(challenger, settings) * (earlier.value - theirs.value) if earlier else 0.0
     if earlier is None or earlier.records != len(text.rows) or drift <= 0:
         return figure
