@@ -68,7 +68,7 @@ def of_record(night: NightRecord) -> JsonDict:
         "learnt": data.get("learnt", {}),
         "champion": frozen["champion"] and frozen["champion"]["version"],
         "version": data.get("version"),
-        "run": data.get("run") or tries[-1].get("run"),
+        "run": tries[-1].get("run"),
         "metric": decision.get("metric", ""),
         "figure": decision.get("challenger"),
         "champion_figure": decision.get("champion"),
