@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from ttrain.core.files import JsonDict
+from ttrain.core.files import JsonDict, JsonObject
 from ttrain.core.hashing import digest_of
 from ttrain.store.layout import Artifact, Artifacts
 from ttrain.store.results import ShardsResult, TokenizerResult
@@ -72,7 +72,7 @@ def entities(inputs: Iterable[DataInput]) -> list[Any]:
     return listed
 
 
-def _data(artifact: Artifact, name: str, context: str, totals: Mapping[str, Any], files: list[JsonDict]) -> DataInput:
+def _data(artifact: Artifact, name: str, context: str, totals: JsonObject, files: list[JsonDict]) -> DataInput:
     """`totals`: rows, bytes and, where they are known, tokens."""
     settings = artifact.manifest["ingredients"].get("settings", {})
     source = artifact.manifest["inputs"].get("source", {})
