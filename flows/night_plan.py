@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from ttrain.config import Settings
 from ttrain.config.training import TRAINING_STAGES
-from ttrain.engine.execution import REGISTERED
 from ttrain.engine.graph import Graph, Planned, Source
 from ttrain.engine.plan import Plan
 from ttrain.engine.planner import plan
@@ -82,7 +81,7 @@ def night_graph(inputs: NightInputs) -> Graph:
     graph, earlier, kept = Graph(), inputs.earlier_heldout, inputs.kept_base
     replaced: dict[str, Source | None] = {**inputs.replacements}
     if kept:
-        replaced |= {PRETRAIN.name: kept, EXISTING_MODEL.name: kept, SHARDS_PRETRAIN.name: None}
+        replaced |= {EXISTING_MODEL.name: kept, SHARDS_PRETRAIN.name: None}
     for node in full(inputs.settings).replacing(replaced).values():
         stage = node.stage
         sources: dict[str, Source | None] = {**node.sources}
@@ -93,9 +92,9 @@ def night_graph(inputs: NightInputs) -> Graph:
             sources |= {EARLIER_HELDOUT: earlier, **_learnt_before(near)}
         elif stage is PRETRAIN:
             sources |= {"plateau": inputs.plateau}
-            if inputs.replayed:
+            if inputs.learnt and inputs.settings.nightly.replay:
                 read: dict[str, Source | None] = {"documents": sources["shards"]}
-                read |= _learnt_before(inputs.replayed)
+                read |= _learnt_before(inputs.learnt)
                 if earlier:
                     read |= {"tokenizer": sources["tokenizer"], EARLIER_HELDOUT: earlier}
                 sources["replay"] = graph.add(REPLAY, **read)
@@ -206,4 +205,4 @@ def current_champion(settings: Settings, store: ArtifactStore) -> Champion | Non
     champion = take_over_champions(store.root).champion(settings.name)
     if champion is None:
         return None
-    return Champion(champion.version, {stage: key for stage, key in champion.keys.items() if stage in REGISTERED})
+    return Champion(champion.version, {stage: model.key for stage, model in champion.members.items()})

@@ -51,8 +51,8 @@ PROCESS_GONE = "its process is gone"
 FIRST_DELAY_SECONDS = 10.0  # each further one is twice as long
 
 
-def run_in_prefect(execution: PipelineRun, *, in_flow: bool = False, night: str = "") -> None:
-    """Run the plan as a flow, or `in_flow` as a part of the flow run of the caller.
+def run_in_prefect(execution: PipelineRun, *, in_flow: bool, night: str) -> None:
+    """Run the plan as a flow, or `in_flow` as a part of the flow run of the caller; named after its night, if it has one.
 
     Raises what the first failed stage raised, or Interrupted.
     """

@@ -67,7 +67,7 @@ def test_a_night_that_has_to_read_a_set_that_is_gone_stops(
     before = InputSnapshot({}, {}, champion, documents=("shards-pretrain/s",))
     night = completed(known, before, "promoted", "8", documents="shards-pretrain/own")
     listed = replace(list_of(settings, store, champion), documents=night.learnt_shards("pretrain"))
-    assert len(night_inputs.inputs_of(listed, settings, store).replayed) == 2
+    assert len(night_inputs.inputs_of(listed, settings, store).learnt) == 2
     shutil.rmtree(store.path("shards-pretrain", "own"))
     told = r"reads shards-pretrain own, which is not in .*store, or is damaged; restore it"
     with pytest.raises(ArtifactError, match=told):

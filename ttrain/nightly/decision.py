@@ -14,7 +14,7 @@ from ttrain.nightly.inputs import NightInputs, find_heldout
 from ttrain.nightly.records import COMPLETED, NightRecord, Nights
 from ttrain.store.layout import Artifact
 from ttrain.store.registry import Registry
-from ttrain.tasks import EVALUATE, EVALUATE_CHAMPION, SHARDS, SHARDS_PRETRAIN, Stage
+from ttrain.tasks import EVALUATE, EVALUATE_CHAMPION, SHARDS, SHARDS_PRETRAIN
 
 
 def decide(
@@ -60,15 +60,11 @@ def _judge(
     night: NightRecord, inputs: NightInputs, execution: PipelineRun, say: Callable[[str], object]
 ) -> tuple[promotion.Decision, list[TextFigure]]:
     """Compare the evaluations of challenger and champion."""
-    store = execution.store
-
-    def complete(stage: Stage) -> Artifact | None:  # the files of a cached one may be in MLflow
-        evaluation = execution.artifacts.get(stage.name)
-        return store.complete(evaluation, report=say) if evaluation else None
-
-    evaluation, of_champion = complete(EVALUATE), complete(EVALUATE_CHAMPION)
-    assert evaluation is not None, "a run that came to its end has evaluated"
-    champion = Evaluation.of(of_champion) if of_champion else None
+    store, made = execution.store, execution.artifacts
+    names = (stage.name for stage in (EVALUATE, EVALUATE_CHAMPION) if stage.name in made)
+    # The files of a cached one may be in MLflow
+    evaluations = [store.complete(made[name], report=say) for name in names]
+    evaluation, champion = evaluations[0], Evaluation.of(evaluations[1]) if evaluations[1:] else None
     rules, by_night = _rules(inputs, execution), dict[str, list[str]]()
     if reference := heldout_of(evaluation):
         from ttrain.tasks.heldout import read_nights  # loads what reads shards

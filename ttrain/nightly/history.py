@@ -63,7 +63,7 @@ def of_record(night: NightRecord) -> JsonDict:
         "night": night.name,
         "began": tries[0]["began"],
         "outcome": night.outcome,
-        "reason": data["reason"] or tries[-1].get("reason", ""),
+        "reason": data["reason"],
         "files": list(dict.fromkeys(files)),
         "learnt": data.get("learnt", {}),
         "champion": frozen["champion"] and frozen["champion"]["version"],

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ttrain.config import PYTHON_DOCS, Nightly, Settings
 from ttrain.config.data import NEAR_DUPLICATES_OF_NIGHTS
 from ttrain.config.rules import AUTO
-from ttrain.config.training import BASES, TRAINING_STAGES, TRAININGS
+from ttrain.config.training import TRAINING_STAGES, TRAININGS
 from ttrain.core import redact
 from ttrain.core.files import JsonDict, JsonObject
 from ttrain.core.hashing import digest_of
@@ -48,8 +48,8 @@ class NightInputs:
     `champion`: its artifacts by role in the evaluation (base, sft, lora), empty if there is none. `replacements`: artifacts
     that replace a stage of the pipeline, by its name. `earlier_heldout`: the held-out documents of earlier nights, which
     are not learnt.
-    `learnt`: documents of earlier nights, of which near-duplicates are left out; `replayed`: those of which a sample is
-    learnt again, and `replayed_chats`: the same of chats. `plateau`: the artifact that pretraining continues. `bases`: by
+    `learnt`: documents of earlier nights, of which near-duplicates are left out and a sample is learnt again;
+    `replayed_chats`: chats of which a sample is. `plateau`: the artifact that pretraining continues. `bases`: by
     stage, models that it starts from instead of tonight's. `adapter_base`: that of the champion's adapter, where it belongs
     to another model than the champion's own. `note`: what the user should know of these.
     """
@@ -59,7 +59,6 @@ class NightInputs:
     replacements: Artifacts = field(default_factory=dict)
     earlier_heldout: Artifact | None = None
     learnt: tuple[Artifact, ...] = ()
-    replayed: tuple[Artifact, ...] = ()
     replayed_chats: tuple[Artifact, ...] = ()
     plateau: Artifact | None = None
     bases: Artifacts = field(default_factory=dict)
@@ -69,7 +68,7 @@ class NightInputs:
     @property
     def kept_base(self) -> Artifact | None:
         """The champion's base model where it stays, since no document is new."""
-        return next((self.replacements[stage] for stage in reversed(BASES) if stage in self.replacements), None)
+        return self.replacements.get("pretrain")
 
 
 def watched_files(settings: Settings, store: ArtifactStore, *, may_be_gone: bool) -> FilesByDataset:
@@ -135,14 +134,11 @@ def smaller_snapshot(frozen: InputSnapshot, damaged: Collection[str], read: set[
     files = _without(frozen.files, left_out)
     if not damaged:
         files[DOCUMENTS] = []
-    if files == frozen.files:
-        return None  # what is damaged is not of the list, such as held-out files
     is_optional = {DOCUMENTS} if frozen.champion else set()
-    if any(not files[name] for name in frozen.files.keys() - is_optional if frozen.files[name]):
-        return None
-    if not any(_without(files, read).values()):
-        return None
-    return replace(frozen, files=files)
+    lacks = any(not files[name] for name in frozen.files.keys() - is_optional if frozen.files[name])
+    has_new = any(_without(files, read).values())
+    # Files that are as before: what is damaged is not of the list, such as held-out files
+    return None if files == frozen.files or lacks or not has_new else replace(frozen, files=files)
 
 
 def select_files(
@@ -224,27 +220,26 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
     artifacts = {stage: need_artifact(store, f"{stage}/{key}", use, advice) for stage, key in champion.keys.items()}
     replacements: dict[str, Artifact] = {}
     plateau, note = None, ""
-    base = next((artifacts[stage] for stage in reversed(BASES) if stage in artifacts), None)
+    base = artifacts.get("pretrain")
     if "pretrain" in user.trainings and "tokenizer" in artifacts and base:
         replacements["tokenizer"] = store.complete(artifacts["tokenizer"])
         tree["tokenizer"]["existing"] = str(replacements["tokenizer"].path)
         tree["data"]["tokenizer"] = ()
         if user.nightly.start_from == "champion":
-            base = store.complete(base, ("model",))
+            base = artifacts["pretrain"] = store.complete(base, ("model",))
             tree["pretrain"]["start_from"] = str(base.path / "model")
             if not frozen.files.get("pretrain"):
-                replacements |= {stage: artifacts[stage] for stage in BASES if stage in artifacts} | {base.stage: base}
+                replacements["pretrain"] = base
             else:
-                plateau, note = _continued_plateau(user, artifacts["pretrain"], champion.version)
+                plateau, note = _continued_plateau(user, base, champion.version)
                 tree["pretrain"] |= budget_and_schedule(user, has_plateau=plateau is not None)
     bases: dict[str, Artifact] = {}
     if user.nightly.sft_base == "champion" and "sft" in artifacts and user.sft.start_from == "pretrain":
-        bases["sft"] = artifacts["sft"]
+        used_as = bases if frozen.files.get("sft") else replacements
+        used_as["sft"] = artifacts["sft"]
     adapter_base = store.input_of(artifacts.get("lora"), "base")
     if user.nightly.lora_base == "champion" and adapter_base:
         bases["lora"] = adapter_base
-    if "sft" in bases and not frozen.files.get("sft"):
-        replacements["sft"] = bases.pop("sft")
     learnt = _recorded_artifacts(store, frozen.documents) if "pretrain" not in replacements else ()
     if user.reading.near_duplicates is None:
         tree["reading"]["near_duplicates"] = NEAR_DUPLICATES_OF_NIGHTS
@@ -252,21 +247,17 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
         # Nothing finds rows that the champion was trained on: the lowest share that `auto` ever has holds out none of them.
         tree["reading"]["heldout_fraction"] = LEAST_SHARE
     has_chats = user.nightly.replay > 0 and "sft" not in replacements
-    evaluated = {row.model: artifacts[name] for name, row in TRAINING_STAGES.items() if name in artifacts}
-    if base:
-        evaluated[TRAINING_STAGES[BASES[0]].model] = base
-    earlier, is_named = None, bool(user.data.pretrain_heldout)
-    if frozen.heldout:
+    earlier = None
+    if frozen.heldout and user.data.pretrain_heldout:
         earlier = store.find(*frozen.heldout.split("/"))  # None where it was removed
-        if not is_named:
-            earlier = find_heldout(store, frozen.heldout, "an unfinished night")
+    elif frozen.heldout:
+        earlier = find_heldout(store, frozen.heldout, "an unfinished night")
     return NightInputs(
         settings=Settings.model_validate(tree),
-        champion=evaluated,
+        champion={row.model: artifacts[name] for name, row in TRAINING_STAGES.items() if name in artifacts},
         replacements=replacements,
         earlier_heldout=earlier,
         learnt=learnt,
-        replayed=learnt if user.nightly.replay else (),
         replayed_chats=_recorded_artifacts(store, frozen.chats) if has_chats else (),
         plateau=plateau,
         bases=bases,

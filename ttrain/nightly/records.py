@@ -377,6 +377,6 @@ def stop_at(settings: Nightly, began: float) -> float | None:
     return when.timestamp()
 
 
-def shortened_names(files: Iterable[str], most: int = 5) -> str:
+def shortened_names(files: Iterable[str]) -> str:
     """The first names of files, and how many more, for a message."""
-    return first_of(map(locations.name, files), most)
+    return first_of(map(locations.name, files), 5)
