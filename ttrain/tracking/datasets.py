@@ -6,7 +6,7 @@ the tokenizer too, and is a tag of the link between run and data set.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -38,6 +38,12 @@ class DataInput:
         """By which MLflow tells data sets apart."""
         return self.name, self.digest
 
+    def entity(self) -> Any:
+        """The data set as MLflow's client takes it."""
+        mlflow = import_module("mlflow.entities")
+        dataset = mlflow.Dataset(self.name, self.digest, "ttrain", self.source, profile=self.profile)
+        return mlflow.DatasetInput(dataset, [mlflow.InputTag(*tag) for tag in self.tags.items()])
+
 
 def data_of(artifact: Artifact) -> list[DataInput]:
     """The data sets behind a set of shards (its training part, and what is held out), a tokenizer;
@@ -60,16 +66,6 @@ def read_by(inputs: Artifacts, *, trains: bool) -> list[DataInput]:
     shards = [artifact for artifact in inputs.values() if artifact.stage.startswith(SHARDS)]
     context = TRAINING if trains else VALIDATION
     return [data for artifact in shards for data in data_of(artifact) if data.tags[CONTEXT] == context]
-
-
-def entities(inputs: Iterable[DataInput]) -> list[Any]:
-    """Data sets as MLflow's client takes them."""
-    mlflow, listed = import_module("mlflow.entities"), []
-    for data in inputs:
-        dataset = mlflow.Dataset(data.name, data.digest, "ttrain", data.source, profile=data.profile)
-        tags = [mlflow.InputTag(*tag) for tag in data.tags.items()]
-        listed.append(mlflow.DatasetInput(dataset, tags))
-    return listed
 
 
 def _data(artifact: Artifact, name: str, context: str, totals: JsonObject, files: list[JsonDict]) -> DataInput:

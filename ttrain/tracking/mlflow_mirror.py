@@ -23,7 +23,6 @@ from ttrain.core.files import link_or_copy
 from ttrain.core.redact import masked
 from ttrain.core.text import is_number
 from ttrain.store.runs import MetricRow, parse_row, time_in_name
-from ttrain.tracking import datasets
 from ttrain.tracking.client import (
     artifacts_of,
     clean,
@@ -51,7 +50,6 @@ class TrackedRun:
     """All that MLflow shows of a pipeline's run, of one of its stages, or of a sweep."""
 
     id: str  # by which it is found again
-    owner: str  # the pipeline's run that it is, or is a stage of
     name: str
     experiment: str
     started: float  # seconds since 1970
@@ -119,7 +117,7 @@ class Mirror:
         """
         parent = parent or (self.find(run.experiment, run.parent) if run.parent else None)
         bound = self.find(run.experiment, run.id) or self._create(run)
-        later = time_in_name(bound.tags.get(RUN, run.owner)) > time_in_name(run.owner)
+        later = time_in_name(bound.tags.get(RUN, "")) > time_in_name(run.tags.get(RUN, ""))
         if bound.is_deleted or later:
             return None
         self._write(run, bound)
@@ -190,8 +188,7 @@ class Mirror:
         bound.values |= summary
         inputs = {data.identity: data for data in run.inputs}
         if lacking := inputs.keys() - bound.inputs:
-            entities = datasets.entities(inputs[identity] for identity in sorted(lacking))
-            self.client.log_inputs(bound.run_id, datasets=entities)
+            self.client.log_inputs(bound.run_id, datasets=[inputs[identity].entity() for identity in sorted(lacking)])
             bound.inputs |= lacking
         self.place_files(run.files, bound)
 

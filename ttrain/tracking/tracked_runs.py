@@ -127,7 +127,6 @@ class RunContent:
         decided = decision_metrics(record["decision"]) if record.get("decision") else {}
         run = TrackedRun(
             id_of(record),
-            record["run"],
             str(record.get("night") or record["run"]),
             str(record["settings"]["tracking"]["experiment"]),
             float(record["started_unix"]),
@@ -211,7 +210,6 @@ class RunContent:
         manifest: JsonObject = artifact.manifest if artifact else {}
         run = TrackedRun(
             id_of(record, name),
-            record["run"],
             f"{name} {record['run'].rpartition('-')[2]}",  # to differ in the legends of two runs
             str(record["settings"]["tracking"]["experiment"]),
             float(entry.get("started_unix") or record["started_unix"]),
