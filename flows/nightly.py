@@ -21,7 +21,7 @@ from ttrain.config import Settings
 from ttrain.core.terminal import print_plain
 from ttrain.engine.execution import PipelineRun
 from ttrain.engine.stop_request import AT_DEADLINE, SIGNALLED
-from ttrain.errors import Interrupted, NothingNew, StageFailed, TooFewRows, TTrainError
+from ttrain.errors import Interrupted, NothingNew, StageFailed, TooFewRows
 from ttrain.flows import night_plan
 from ttrain.flows.engine import RunOptions, run_pipeline
 from ttrain.nightly import inputs as night_inputs
@@ -161,14 +161,14 @@ class NightRun:
         too few rows, or with nothing new but damaged files, has trained nothing: it is given up at
         once, since the next one may have more files.
         """
-        too_few, outcome = isinstance(error, TooFewRows), records.FAILED
-        if too_few or (isinstance(error, TTrainError) and error.is_usage_error):
-            outcome, gives_up = records.REFUSED, too_few
+        if getattr(error, "is_usage_error", False):
+            outcome, gives_up = records.REFUSED, isinstance(error, TooFewRows)
             advice = "correct the settings, and the next night goes on"
-            if too_few:
+            if gives_up:
                 advice = "the next night takes these files and all new ones; bring more data, or correct the settings"
             advice = f"was refused, which does not count as a failed attempt; {advice}"
         else:
+            outcome = records.FAILED
             is_damage = isinstance(error, StageFailed) and bool(error.files)
             failures, attempts = (night.failures if night else 0) + 1, self.settings.nightly.attempts
             gives_up = is_damage or failures >= attempts

@@ -33,11 +33,6 @@ class DataInput:
     profile: str  # JSON: documents and bytes
     tags: Mapping[str, str]
 
-    @property
-    def identity(self) -> tuple[str, str]:
-        """By which MLflow tells data sets apart."""
-        return self.name, self.digest
-
     def entity(self) -> Any:
         """The data set as MLflow's client takes it."""
         mlflow = import_module("mlflow.entities")

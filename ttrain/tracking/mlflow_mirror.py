@@ -186,7 +186,7 @@ class Mirror:
         points += _new_points(rows, bound.steps)
         self._log(bound, "metrics", self._entities.Metric, points)
         bound.values |= summary
-        inputs = {data.identity: data for data in run.inputs}
+        inputs = {(data.name, data.digest): data for data in run.inputs}
         if lacking := inputs.keys() - bound.inputs:
             self.client.log_inputs(bound.run_id, datasets=[inputs[identity].entity() for identity in sorted(lacking)])
             bound.inputs |= lacking

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ttrain.core.files import PRIVATE_FILE, exclusive, write_json
@@ -135,27 +135,21 @@ def keep_sweep(home: Path, run: TrackedRun) -> None:
     write_json(sweep_file(home, run.id), asdict(run), PRIVATE_FILE)
 
 
-@dataclass
 class Pusher:
     """Pushes a run, or a sweep, every few seconds from a thread of its own, and once at the end.
 
     After its first push also what earlier runs left. `note(tracking=...)` is told where MLflow has it.
     """
 
-    home: Path
-    run: str
-    note: Callable[..., object] = lambda **values: None
-    error: str = ""
-    _stop: threading.Event = field(default_factory=threading.Event)
-    _bound: Bound | None = None
-    _warned: bool = False
-
-    def __post_init__(self) -> None:
-        self._mirror = Mirror(self.home)
+    def __init__(self, home: Path, run: str, note: Callable[..., object] = lambda **values: None) -> None:
+        self.home, self.run, self.note = home, run, note
+        self.error = ""
+        self._mirror, self._stop = Mirror(home), threading.Event()
+        self._is_noted = self._has_warned = False
+        self._thread = threading.Thread(target=self._loop, name="tracking", daemon=True)
 
     def start(self) -> None:
         """Begin to push."""
-        self._thread = threading.Thread(target=self._loop, name="tracking", daemon=True)
         self._thread.start()
 
     def finish(self) -> bool:
@@ -184,16 +178,17 @@ class Pusher:
     def push(self) -> None:
         """Push what the run has noted since the last time."""
         self.error = "".join(one.why for one in push(self.home, [self.run], mirror=self._mirror))
-        if self.error and not self._warned:
-            self._warned = True
+        if self.error and not self._has_warned:
+            self._has_warned = True
             log.warning(
                 "%s; the run goes on, and `ttrain track push` or the next run brings MLflow up to date",
                 self.error,
             )
         record = runs.read(self.home, self.run) or {"run": self.run}
         bound = self._mirror.bound.get(id_of(record))
-        if bound and not self._bound:
-            self._bound, server = bound, without_user(self._mirror.uri)
+        if bound and not self._is_noted:
+            self._is_noted = True
+            server = without_user(self._mirror.uri)
             url = f"{server.rstrip('/')}/{bound.page}" if server.startswith("http") else None
             self.note(tracking={"run_id": bound.run_id, "experiment_id": bound.experiment_id, "url": url})
 
