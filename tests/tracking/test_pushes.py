@@ -241,7 +241,7 @@ def keep(home: Path, status: str, process: Any) -> None:
     (home / "sweeps" / SWEEP).mkdir(parents=True)
     write_json(home / "sweeps" / SWEEP / "sweep.json", {"process": process})
     rows: Any = [{"step": 2, "metrics": {"loss": 1.5}}]
-    pusher.keep_sweep(home, TrackedRun(SWEEP, SWEEP, SWEEP, "ttrain", BEGAN, status, rows=rows))
+    pusher.keep_sweep(home, TrackedRun(SWEEP, SWEEP, "ttrain", BEGAN, status, rows=rows))
     make_run(home, TRIAL, [], sweep={"name": SWEEP, "trial": 0})
 
 

@@ -10,7 +10,7 @@ from ttrain.config import Promotion
 from ttrain.core.files import JsonDict, finite
 from ttrain.evaluate import statistics
 from ttrain.evaluate.statistics import Interval, PairedComparison, Rule
-from ttrain.evaluate.task_result import Metric, not_judged
+from ttrain.evaluate.task_result import Metric
 
 SHOWN = 3  # of the texts that a reason names
 Digests = Mapping[str, Collection[str]]  # of the records of each night or source
@@ -207,23 +207,3 @@ def reason_of(lost: Sequence[TextFigure], bound: float) -> str:
     rest_note = f", and {len(worst) - SHOWN} more" if len(worst) > SHOWN else ""
     texts = "; ".join(figure.describe() for figure in worst[:SHOWN])
     return f"it forgets {texts}{rest_note}; promotion.forgetting allows {bound:.1%}"
-
-
-HEADER = ("held-out text or metric", "records", "challenger", "champion", "better by", "interval", "best champion", "")
-
-
-def rows(listed: Sequence[TextFigure]) -> list[tuple[str, ...]]:
-    """A row for each text, below HEADER."""
-    return [
-        (
-            figure.name,
-            f"{figure.records:,}",
-            f"{figure.challenger:.5f}",
-            "" if figure.champion is None else f"{figure.champion:.5f}",
-            "" if figure.difference is None else f"{figure.difference:+.5f}",
-            "" if figure.interval is None else f"{figure.interval[0]:+.5f} to {figure.interval[1]:+.5f}",
-            "" if figure.best is None else f"{figure.best:.5f} of {figure.best_champion}",
-            "lost" if figure.lost else not_judged(figure.records),
-        )
-        for figure in listed
-    ]

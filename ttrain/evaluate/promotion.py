@@ -56,23 +56,6 @@ class Decision:
         """All fields as JSON; numbers that are not finite become null."""
         return finite(asdict(self))
 
-    def rows(self) -> list[tuple[str, str]]:
-        """(label, text) of each field, for a table."""
-        interval = "none" if self.interval is None else f"{self.interval[0]:+.5f} to {self.interval[1]:+.5f}"
-        return [
-            ("decision", self.word),
-            ("metric", self.metric),
-            ("challenger", f"{self.challenger:.5f}"),
-            ("champion", "none" if self.champion is None else f"{self.champion:.5f}"),
-            ("better by", "" if self.difference is None else f"{self.difference:+.5f}"),
-            (f"{self.confidence:.0%} interval", interval),
-            ("minimum detectable", "" if self.smallest_difference is None else f"{self.smallest_difference:.5f}"),
-            ("held-out records", f"{self.samples:,}"),
-            ("margin", f"{self.margin:g}"),
-            ("lost", ", ".join(self.lost)),
-            ("reason", self.reason),
-        ]
-
 
 def check_metric(settings: Settings) -> None:
     """Raise UsageError if no evaluation under these settings has `promotion.metric`; called before training."""
@@ -211,14 +194,6 @@ def _incomparable_reason(challenger: Metric, champion: Metric) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Judged:
-    """The decision about a challenger, with its figures on the text of each night and source, and in other metrics."""
-
-    decision: Decision
-    texts: tuple[TextFigure, ...] = ()
-
-
 def judge(
     challenger: Evaluation,
     champion: Evaluation | None,
@@ -226,8 +201,10 @@ def judge(
     nights: Digests,
     new: str = "",
     best: Mapping[str, BestFigure] = MappingProxyType({}),
-) -> Judged:
+) -> tuple[Decision, list[TextFigure]]:
     """Decide whether a challenger becomes champion, by its evaluation and the champion's.
+
+    Returns the decision, and the figures on the text of each night and source, and in other metrics.
 
     `nights`: names of the held-out records of each night; `new`: the one that is decided, whose text nothing can forget;
     `best`: the best figures of champions so far, by text.
@@ -250,7 +227,7 @@ def judge(
     first = first_champion(challenger.metrics, deciding, rules)
     of_champion = champion.metric(rules.metric) if champion else None
     decision = decide(deciding, of_champion, rules, first=first, texts=texts, unknown=unknown)
-    return Judged(_kept_if_too_few(decision, len(deciding.records), rules), tuple(texts))
+    return _kept_if_too_few(decision, len(deciding.records), rules), texts
 
 
 def _kept_if_too_few(decision: Decision, records: int, rules: Promotion) -> Decision:
@@ -277,9 +254,3 @@ def _of_other_models(challenger: Evaluation, champion: Evaluation, rules: Promot
 def metric_of_texts(metric: str) -> str:
     """The metric by which the gate judges what is forgotten, where it decides by this one."""
     return metric if metric in OF_DOCUMENTS else BITS_PER_BYTE.name
-
-
-def tables(judged: Judged) -> Sequence[tuple[Sequence[tuple[str, ...]], Sequence[str]]]:
-    """(rows, header) of the decision, and of the figures by text where there are some."""
-    of_texts = [(forgetting.rows(judged.texts), forgetting.HEADER)] if judged.texts else []
-    return [(judged.decision.rows(), ("name", "value")), *of_texts]

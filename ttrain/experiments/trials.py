@@ -181,7 +181,6 @@ class TrialRunner:
         return TrackedRun(
             self.sweep.name,
             self.sweep.name,
-            self.sweep.name,
             request.settings(request.first).tracking.experiment,
             datetime.fromisoformat(self.sweep["started"]).timestamp(),
             status_of(outcome),
