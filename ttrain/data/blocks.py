@@ -21,7 +21,7 @@ import orjson
 
 from ttrain.core.files import JsonDict, read_json
 from ttrain.core.hashing import digest_of
-from ttrain.data import json_rows, shards, streams
+from ttrain.data import json_rows, locations, shards, streams
 from ttrain.data import records as sources
 from ttrain.data.chat import encode_chats, encode_preferences, refusal
 from ttrain.data.chat_templates import Messages
@@ -47,11 +47,15 @@ BEYOND_LIMIT = "beyond reading.limit"
 
 @dataclass(frozen=True)
 class DataFile:
-    """An input file: its location, display name, and the number of its weighted source."""
+    """An input file: its location, and the number of its weighted source."""
 
     location: str
-    name: str
     group: int = 0
+
+    @property
+    def name(self) -> str:
+        """The name for reports."""
+        return locations.name(self.location)
 
 
 FilesByRole = Mapping[str, Sequence[DataFile]]  # "train" and, if the user names such files, "heldout"
@@ -208,7 +212,7 @@ def scan(block: Block, recipe: BlockRecipe) -> npt.NDArray[np.uint64]:
     return np.array([draw(sources.content_hash(record), recipe.seed) for _, record in rows], np.uint64)
 
 
-def make(block: Block, recipe: BlockRecipe, output: str) -> tuple[int, str, bool]:
+def make(block: Block, recipe: BlockRecipe, output: Path) -> tuple[int, Path, bool]:
     """Make the block under `output`, unless it exists there or in one of `recipe.reuse`.
 
     Returns (number of its file, its directory, whether it was encoded now).
@@ -219,10 +223,10 @@ def make(block: Block, recipe: BlockRecipe, output: str) -> tuple[int, str, bool
     for parent in (output, *recipe.reuse):
         directory = Path(parent) / BLOCKS / identity
         if is_built(directory):
-            return block.file, str(directory), False
-    directory = Path(output) / BLOCKS / identity
+            return block.file, directory, False
+    directory = output / BLOCKS / identity
     _make(data, block, recipe, directory, _digest(recipe.digest_of_data, content, size=8))
-    return block.file, str(directory), True
+    return block.file, directory, True
 
 
 def table_of(data: bytes, columns: int = 4) -> Table:

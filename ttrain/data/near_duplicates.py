@@ -11,7 +11,6 @@ shard are a file in `run/near`, named by the digests of shard, tokenizer and rul
 reads those of old documents, and of the documents themselves only the few that they propose.
 """
 
-import contextlib
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -66,20 +65,12 @@ class SimilarityRule:
         return VALUES // self.rows
 
 
-class EarlierSet(NamedTuple):
-    """A set of shards made before, by the name that the report has for it."""
-
-    name: str
-    directory: Path
-
-
 class SketchedShard(NamedTuple):
-    """A shard, its digest, the positions of its documents in the order of all, and the earlier set that it is of."""
+    """A shard, its digest, and the ascending positions of its documents in the order of all."""
 
     path: Path
     sha256: str
     positions: Places
-    earlier: str = ""
 
 
 class NearDuplicate(NamedTuple):
@@ -120,14 +111,14 @@ def sketches_of(texts: Sequence[bytes], rule: SimilarityRule) -> Values:
     return (keys.T >> np.uint64(32)).astype(np.uint32)
 
 
-def sketches_of_shard(shard: str, tokenizer: str, rule: SimilarityRule, files: Sequence[str]) -> Values:
+def sketches_of_shard(shard: Path, tokenizer: str, rule: SimilarityRule, files: Sequence[Path]) -> Values:
     """The sketches of a shard: from the first of these files that has them, else made and written to the first."""
-    column = shards.read_shard(Path(shard))
-    for file in map(Path, files):
+    column = shards.read_shard(shard)
+    for file in files:
         if file.is_file() and file.stat().st_size == 4 * rule.bands * len(column):
             return np.fromfile(file, "<u4").reshape(rule.bands, len(column))
     sketches = sketches_of([_plain(column, record, tokenizer) for record in range(len(column))], rule)
-    shards.write_files([(Path(files[0]), sketches.astype("<u4").tobytes())])
+    shards.write_files([(files[0], sketches.astype("<u4").tobytes())])
     return sketches
 
 
@@ -183,19 +174,18 @@ class NearDuplicateSearch:
         built_blocks: Sequence[BuiltBlock],
         recipe: BlockRecipe,
         rule: SimilarityRule,
-        earlier: Sequence[EarlierSet],
+        earlier: Sequence[Path],
         pool: Pool,
     ) -> None:
         """Make the sketches that are missing of all blocks and of the sets before, in any process; reuse the others."""
         self.output, self.built_blocks, self.recipe, self.rule = output, built_blocks, recipe, rule
         self.shards: list[SketchedShard] = []
         rows = 0
-        for origin in earlier:
-            for directory in (origin.directory / part_name for part_name in PARTS):
-                for entry in shards.ShardSet(directory, recipe.tokenizer_digest).index["shards"]:
-                    positions = np.arange(rows, rows + entry["rows"])
-                    self.shards.append(SketchedShard(directory / entry["file"], entry["sha256"], positions, origin.name))
-                    rows += entry["rows"]
+        for directory in (origin / part_name for origin in earlier for part_name in PARTS):
+            for entry in shards.ShardSet(directory, recipe.tokenizer_digest).entries:
+                positions = np.arange(rows, rows + entry["rows"])
+                self.shards.append(SketchedShard(directory / entry["file"], entry["sha256"], positions))
+                rows += entry["rows"]
         self.old_rows = rows
         self.starts = rows + shards.offsets_of([len(block.rows) for block in built_blocks])
         for block, start in zip(built_blocks, self.starts.tolist(), strict=False):
@@ -205,19 +195,18 @@ class NearDuplicateSearch:
                     self.shards.append(SketchedShard(block.shard(part_name), entry["sha256"], positions))
         self._column = lru_cache(maxsize=64)(shards.read_shard)  # each has a file descriptor
         self.sketches = np.zeros((rule.bands, self.starts[-1]), np.uint32)
-        self.places = np.zeros((self.starts[-1], 2), np.int64)  # of each document its shard, and its record there
-        folders = [output, *map(Path, recipe.reuse), *(origin.directory for origin in earlier)]
+        self.shard_of = np.zeros(self.starts[-1], np.int64)  # the number of each document's shard
+        folders = [output, *map(Path, recipe.reuse), *earlier]
         kind = [FORMAT, recipe.tokenizer_digest, rule.bands, rule.rows]
         names = [f"{digest_of([shard.sha256, *kind])[:24]}.near" for shard in self.shards]
         tasks = (
-            (str(shard.path), recipe.tokenizer, rule, [str(folder / FOLDER / name) for folder in folders])
+            (shard.path, recipe.tokenizer, rule, [folder / FOLDER / name for folder in folders])
             for shard, name in zip(self.shards, names, strict=True)
         )
-        with contextlib.closing(pool.map(sketches_of_shard, tasks)) as results:
-            for number, (shard, sketches) in enumerate(zip(self.shards, results, strict=True)):
-                self.sketches[:, shard.positions] = sketches
-                self.places[shard.positions, 0] = number
-                self.places[shard.positions, 1] = np.arange(len(shard.positions))
+        for number, sketches in enumerate(pool.map(sketches_of_shard, tasks)):
+            positions = self.shards[number].positions
+            self.sketches[:, positions] = sketches
+            self.shard_of[positions] = number
         for path in (output / FOLDER).glob("*"):
             if path.name not in names:
                 path.unlink()
@@ -246,17 +235,20 @@ class NearDuplicateSearch:
 
     def _shingles(self, position: int) -> Hashes:
         """Sorted distinct hashes of the shingles of a document."""
-        number, record = self.places[position].tolist()
-        column = self._column(self.shards[number].path)
-        return np.unique(_hashes(_plain(column, record, self.recipe.tokenizer)))
+        shard, record = self._stored(position)
+        return np.unique(_hashes(_plain(self._column(shard.path), record, self.recipe.tokenizer)))
+
+    def _stored(self, position: int) -> tuple[SketchedShard, int]:
+        """(the shard of a document, its record there)."""
+        shard = self.shards[self.shard_of[position]]
+        return shard, int(shard.positions.searchsorted(position))
 
     def _place(self, position: int) -> JsonDict:
         """Where a document stands: its set, shard and row, or its file and line."""
-        number, record = self.places[position].tolist()
-        shard = self.shards[number]
-        if shard.earlier:
-            name = f"{shard.path.parent.name}/{shard.path.name}"
-            return {"set": shard.earlier, "shard": name, "row": record}
+        if position < self.old_rows:
+            shard, record = self._stored(position)
+            *_, stage, key, part_name, file = shard.path.parts
+            return {"set": f"{stage}/{key}", "shard": f"{part_name}/{file}", "row": record}
         number = int(self.starts.searchsorted(position, "right")) - 1
         block = self.built_blocks[number]
         return {"file": block.source.name, "line": block.line_of(position - int(self.starts[number]))}

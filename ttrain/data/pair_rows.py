@@ -112,7 +112,8 @@ class PairRows(PieceRows):
 
     def fill_piece(self, piece: int, batch: Batch, line: int, position: int, segment: int) -> None:
         assert isinstance(batch, PairBatch)
-        ids, live, parts, number = self.shards.preference(int(self.records[piece]))
+        record = int(self.records[piece])
+        ids, live, parts = self.shards.row(record)
         prompt = ids[int(self.starts[piece]) : int((parts == PROMPT).sum())]
         context, last = prompt[:-1], prompt[-1:]
         places = np.arange(len(context))
@@ -123,7 +124,7 @@ class PairRows(PieceRows):
             targets = np.concatenate([np.zeros(len(last), bool), live[parts == part] != 0])[1:]
             labels = np.where(targets, tokens[1:], IGNORE)
             places = len(context) + np.arange(len(targets))
-            answers = np.where(targets, 2 * number + part - CHOSEN, -1)
+            answers = np.where(targets, 2 * self.shards.numbers[record] + part - CHOSEN, -1)
             columns.append((tokens[:-1], labels, places, np.full(len(targets), branch), answers))
         span = slice(position, position + int(self.sizes[piece]))
         batch.segments_BT[line, span] = segment

@@ -239,7 +239,6 @@ class ChatRows(PieceRows):
 
     def fill_piece(self, piece: int, batch: Batch, line: int, position: int, segment: int) -> None:
         ids, live = self.shards.row(int(self.records[piece]))
-        assert live is not None
         targets = live != 0
         if self.masks:
             targets &= ~self.masks.masked(ids, np.arange(len(ids)) == 0)

@@ -26,7 +26,6 @@ from ttrain.data.contamination import OverlapCheck, TextMatch
 from ttrain.data.json_rows import Tally
 from ttrain.data.near_duplicates import (
     NEAR_DUPLICATE,
-    EarlierSet,
     NearDuplicateSearch,
     SimilarityRule,
 )
@@ -86,7 +85,7 @@ def build(
     work: Work,
     weights: Sequence[float] = (),
     against: OverlapCheck | None = None,
-    earlier: Sequence[EarlierSet] = (),
+    earlier: Sequence[Path] = (),
     earlier_heldout: Table | None = None,
 ) -> ShardSetResult:
     """Make `train/` and `heldout/` under the output.
@@ -104,7 +103,7 @@ def build(
     duplicates = selection.select(work.reading)
     matches: list[tuple[int, str, TextMatch]] = []
     if against:  # the blocks are read again
-        tasks = ((block, recipe, against.texts, against.share) for block in work.cut("train"))
+        tasks = ((block, recipe, against.texts) for block in work.cut("train"))
         with contextlib.closing(work.pool.map(contamination.scan, tasks)) as results:
             matches = selection.matched_rows(results)
     removed = np.zeros_like(selection.selected)
@@ -194,10 +193,9 @@ def _make_role(
     built_blocks: list[BuiltBlock] = []
     rows, distinct = 0, set[bytes]()
     lines: Counter[int] = Counter()
-    tasks = ((block, recipe, str(work.output)) for block in work.cut(role))
+    tasks = ((block, recipe, work.output) for block in work.cut(role))
     with contextlib.closing(work.pool.map(blocks.make, tasks)) as results:
-        for number, name, encoded in results:
-            directory = Path(name)
+        for number, directory, encoded in results:
             manifest = read_object(directory / blocks.MANIFEST)
             table = blocks.table_of((directory / blocks.ROWS).read_bytes())
             source = work.files[role][number]
@@ -221,8 +219,7 @@ def _keys(table: Table) -> set[bytes]:
 def _draws(work: Work, held_out: Set[bytes]) -> npt.NDArray[np.uint64]:
     """Sorted draws of the good rows that are not held out; of equal rows one, if copies are dropped."""
     tasks = ((block, work.recipe) for block in work.cut("train"))
-    with contextlib.closing(work.pool.map(blocks.scan, tasks)) as results:
-        draws = np.concatenate([np.zeros(0, np.uint64), *results])
+    draws = np.concatenate([np.zeros(0, np.uint64), *work.pool.map(blocks.scan, tasks)])
     drawn = np.array([blocks.draw(key, work.recipe.seed) for key in held_out], np.uint64)
     draws = draws[~np.isin(draws, drawn)]
     return np.unique(draws) if work.reading.deduplicate else np.sort(draws)

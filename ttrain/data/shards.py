@@ -205,11 +205,8 @@ class ShardSet:
             )
         self.directory, self.index = directory, index
         self.weights: list[float] = index.get("weights", [])
-        firsts = offsets_of([shard["rows"] for shard in index["shards"]]).tolist()
-        numbered = zip(firsts, index["shards"], strict=False)
-        chosen = [(first, shard) for first, shard in numbered if group is None or shard["group"] == group]
-        self._first_of_all, self.entries = [first for first, _ in chosen], [shard for _, shard in chosen]
-        self._verified: set[str] = set()
+        self._group = group
+        self.entries = [shard for shard in index["shards"] if group in (None, shard["group"])]
         self._columns: dict[int, Column] = {}
         self._first_row = offsets_of([shard["rows"] for shard in self.entries])
         self._first_token = offsets_of([shard["tokens"] for shard in self.entries])
@@ -240,29 +237,34 @@ class ShardSet:
         """Position of each record's first token in the stream of all records, and the end of the last."""
         return offsets_of(self.lengths)
 
-    def row(self, number: int) -> tuple[Ids, Ids | None]:
-        """(ids, live) of one record, as views."""
-        column, span, _ = self._place(number)
-        return column.tokens[span], None if column.live is None else column.live[span]
+    @cached_property
+    def numbers(self) -> Offsets:
+        """Number of each record in the whole set, over all groups."""
+        shards = self.index["shards"]
+        is_of_group = [self._group in (None, shard["group"]) for shard in shards]
+        return np.flatnonzero(np.repeat(is_of_group, [shard["rows"] for shard in shards]))
 
-    def preference(self, number: int) -> tuple[Ids, Ids, Ids, int]:
-        """(ids, live, branches) of one record of pairs, as views, and its number in the whole set, over all groups."""
-        column, span, number_of_all = self._place(number)
-        assert column.live is not None and column.branches is not None, "shards of pairs have a loss mask and branches"
-        return column.tokens[span], column.live[span], column.branches[span], number_of_all
-
-    def _place(self, number: int) -> tuple[Column, slice, int]:
-        """(shard, tokens of the record in it, number of the record in the whole set)."""
+    def row(self, number: int) -> tuple[Ids, ...]:
+        """Views of one record: its ids, of chats and pairs its loss mask, of pairs the branches."""
         which = int(np.searchsorted(self._first_row, number, side="right")) - 1
-        column = self._column(which)
+        [column] = self.columns([which])
         local = number - int(self._first_row[which])
-        span = slice(int(column.offsets[local]), int(column.offsets[local + 1]))
-        return column, span, self._first_of_all[which] + local
+        start, end = column.offsets[local : local + 2].tolist()
+        return tuple(values[start:end] for values in column.lists.values())
 
-    def columns(self) -> list[Column]:
-        """Every shard's records, in order."""
-        self._verify(self.entries)
-        return [self._column(number) for number in range(len(self.entries))]
+    def columns(self, numbers: Sequence[int] | None = None) -> list[Column]:
+        """The records of these shards, or of all of them, in order.
+
+        The bytes of a shard are compared with the index, which was verified before, when it is first requested.
+        Raises DamagedFile.
+        """
+        numbers = range(len(self.entries)) if numbers is None else numbers
+        paths = {number: self.directory / self.entries[number]["file"] for number in numbers if number not in self._columns}
+        if paths:
+            digests = [(path, str(self.entries[number]["sha256"])) for number, path in paths.items()]
+            verify_files(digests, home_of(self.directory.parent))
+            self._columns.update({number: read_shard(path) for number, path in paths.items()})
+        return [self._columns[number] for number in numbers]
 
     def stream(self, start: int, end: int) -> Offsets:
         """Tokens `start` to `end` of all records, one after the other."""
@@ -287,7 +289,8 @@ class ShardSet:
 
     def _in_shard(self, shard: int, low: Offsets, high: Offsets) -> Ranges:
         """Ranges of the stream that all lie in this shard."""
-        column, first_token = self._column(shard), self._first_token[shard]
+        [column] = self.columns([shard])
+        first_token = self._first_token[shard]
         low, high = low - first_token, high - first_token
         ids = np.concatenate([column.tokens[start:end] for start, end in zip(low.tolist(), high.tolist(), strict=True)])
         first = column.offsets.searchsorted(low, "right") - 1
@@ -296,17 +299,3 @@ class ShardSet:
         firsts = column.offsets[records]
         counts = np.minimum(column.offsets[records + 1], high.repeat(pieces)) - np.maximum(firsts, low.repeat(pieces))
         return Ranges(ids.astype(np.int64), records + self._first_row[shard], firsts + first_token, counts)
-
-    def _verify(self, entries: Sequence[JsonDict]) -> None:
-        """Compare the bytes of these shards with the index, which was verified before. Raises DamagedFile."""
-        files = {entry["file"]: str(entry["sha256"]) for entry in entries if entry["file"] not in self._verified}
-        if files:
-            verify_files([(self.directory / name, digest) for name, digest in files.items()], home_of(self.directory.parent))
-            self._verified.update(files)
-
-    def _column(self, number: int) -> Column:
-        if number not in self._columns:
-            shard = self.entries[number]
-            self._verify([shard])
-            self._columns[number] = read_shard(self.directory / shard["file"])
-        return self._columns[number]
