@@ -16,10 +16,10 @@ from ttrain.config.rules import AUTO
 from ttrain.core.hashing import digest_of
 from ttrain.data.blocks import encode_records, encoder_of
 from ttrain.data.order import permute
-from ttrain.data.packing import counted_up
+from ttrain.data.packing import Array, counted_up
 from ttrain.data.record_rows import document_windows
 from ttrain.data.records import hash_of
-from ttrain.data.shards import Column, Offsets, ShardSet, offsets_of, write_index, write_shard
+from ttrain.data.shards import Column, ShardSet, offsets_of, write_index, write_shard
 from ttrain.tasks import EARLIER_HELDOUT, LEARNT_BEFORE, SHARE
 from ttrain.tasks.common.job import Figures, StageContext
 from ttrain.tasks.shards import heldout_documents
@@ -112,7 +112,7 @@ def sample(
     return Column(np.concatenate(tokens), offsets_of(np.concatenate(counts)), np.concatenate(live) if live else None)
 
 
-def _parts(source: ShardSet, row_length: int | None) -> tuple[Offsets, Offsets, Offsets]:
+def _parts(source: ShardSet, row_length: int | None) -> tuple[Array, Array, Array]:
     """(number of the record, its tokens before the part, tokens) of each part of a source, in order."""
     if row_length is None:
         return np.arange(len(source)), np.zeros(len(source), np.int64), source.lengths

@@ -13,10 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import orjson
 
 from ttrain.core.files import JsonDict, read_json
@@ -27,13 +25,13 @@ from ttrain.data.chat import encode_chats, encode_preferences, refusal
 from ttrain.data.chat_templates import Messages
 from ttrain.data.encoder import Encoder
 from ttrain.data.json_rows import Tally
+from ttrain.data.packing import Flags, Ids, Words
 from ttrain.data.preferences import Preference
 from ttrain.data.shards import Column
 from ttrain.errors import CannotRead
 from ttrain.store.integrity import home_of, is_intact
 
-Flags = npt.NDArray[np.bool_]
-Table = npt.NDArray[np.uint64]  # of rows: hash, hash, bytes of text, line of the block
+Table = Words  # of rows: hash, hash, bytes of text, line of the block
 
 PARTS = ("train", "heldout")
 BLOCKS = Path("run", "blocks")
@@ -206,7 +204,7 @@ def draw(content_hash: bytes, seed: int) -> int:
     return int.from_bytes(hashlib.blake2b(content_hash, digest_size=8, key=seed.to_bytes(8, "big")).digest(), "big")
 
 
-def scan(block: Block, recipe: BlockRecipe) -> npt.NDArray[np.uint64]:
+def scan(block: Block, recipe: BlockRecipe) -> Words:
     """The draws of all good rows of a block, without encoding or writing anything."""
     rows = records(read(block), block, recipe, Tally())
     return np.array([draw(sources.content_hash(record), recipe.seed) for _, record in rows], np.uint64)
@@ -334,7 +332,7 @@ def encode_records(encoder: Encoder, kind: str, records: Sequence[sources.Record
     return Column(tokens, offsets)
 
 
-def _column(encoded: Sequence[tuple[npt.NDArray[Any], ...]]) -> Column:
+def _column(encoded: Sequence[tuple[Ids, ...]]) -> Column:
     """The records, each as its ids, loss mask and, of pairs, branches."""
     offsets = shards.offsets_of([len(arrays[0]) for arrays in encoded])
     ids, live, *branches = (np.concatenate(arrays) for arrays in zip(*encoded, strict=True))

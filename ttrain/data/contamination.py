@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ttrain.core.files import JsonDict, read_object, write_json
 from ttrain.data import blocks, json_rows, locations, records
 from ttrain.data.blocks import Block, BlockRecipe
 from ttrain.data.chat_templates import Messages
+from ttrain.data.packing import Words
 from ttrain.data.plain_text import words_of
 from ttrain.data.preferences import Preference
 from ttrain.errors import DataError
@@ -77,7 +77,7 @@ class GramIndex:
 
 def grams_of(words: Sequence[str], sizes: Iterable[int]) -> set[int]:
     """Hashes of the n-grams of these sizes; they differ between processes, as `hash` does."""
-    hashes: npt.NDArray[np.uint64] = np.fromiter(map(hash, words), np.int64, len(words)).view(np.uint64)
+    hashes: Words = np.fromiter(map(hash, words), np.int64, len(words)).view(np.uint64)
     grams = set[int]()
     for size in sizes:
         count = max(0, len(words) - size + 1)

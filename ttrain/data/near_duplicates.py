@@ -26,7 +26,8 @@ import orjson
 from ttrain.core.files import JsonDict
 from ttrain.core.hashing import digest_of
 from ttrain.data import shards
-from ttrain.data.blocks import PARTS, BlockRecipe, BuiltBlock, Flags, encoder_of
+from ttrain.data.blocks import PARTS, BlockRecipe, BuiltBlock, encoder_of
+from ttrain.data.packing import Array, Flags, Words
 from ttrain.data.plain_text import plain
 from ttrain.data.pool import Pool
 
@@ -43,9 +44,7 @@ MOST_IN_BAND = 64  # kept documents of a band to compare with: ten thousand that
 MOST_COMPARED = 16  # documents that one is compared with exactly, those with most bands in common first
 SLICE = 1 << 9  # shingles hashed at a time: all their values stay in the cache
 
-Hashes = npt.NDArray[np.uint64]
 Values = npt.NDArray[np.uint32]
-Places = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class SketchedShard(NamedTuple):
 
     path: Path
     sha256: str
-    positions: Places
+    positions: Array
 
 
 class NearDuplicate(NamedTuple):
@@ -81,10 +80,10 @@ class NearDuplicate(NamedTuple):
     jaccard: float
 
 
-def _hashes(text: bytes) -> Hashes:
+def _hashes(text: bytes) -> Words:
     """The hash of the shingle at each byte of a plain text: a sum of three products."""
     padded = text and text.ljust(SHINGLE_BYTES, b"\0")
-    words: Hashes = np.ndarray(max(0, len(padded) - WORD_BYTES + 1), "<u8", padded, strides=(1,))
+    words: Words = np.ndarray(max(0, len(padded) - WORD_BYTES + 1), "<u8", padded, strides=(1,))
     hashes = words[: -2 * WORD_BYTES] * np.uint64(FACTORS[0])
     hashes += words[WORD_BYTES:-WORD_BYTES] * np.uint64(FACTORS[1])
     hashes += words[2 * WORD_BYTES :] * np.uint64(FACTORS[2])
@@ -107,7 +106,7 @@ def sketches_of(texts: Sequence[bytes], rule: SimilarityRule) -> Values:
             np.minimum(lowest[number], values.min(axis=1), out=lowest[number])
     bands = lowest[:, : rule.bands * rule.rows].reshape(len(texts), rule.bands, rule.rows)
     weights = np.uint64(FACTORS[0]) * (2 * np.arange(rule.rows, dtype=np.uint64) + np.uint64(1))
-    keys: Hashes = (bands * weights).sum(axis=2, dtype=np.uint64)
+    keys: Words = (bands * weights).sum(axis=2, dtype=np.uint64)
     return (keys.T >> np.uint64(32)).astype(np.uint32)
 
 
@@ -129,7 +128,7 @@ def _plain(column: shards.Column, record: int, tokenizer: str) -> bytes:
 
 
 def near_duplicates(
-    sketches: Values, present: Flags, droppable: Flags, shingles: Callable[[int], Hashes], threshold: float
+    sketches: Values, present: Flags, droppable: Flags, shingles: Callable[[int], Words], threshold: float
 ) -> list[NearDuplicate]:
     """Compare documents that share a band exactly with those kept before them, in order; return those that are dropped."""
     shared = _shared_bands(sketches, present, droppable)
@@ -233,7 +232,7 @@ class NearDuplicateSearch:
             "of_earlier_sets": sum(near.original < self.old_rows for near in dropped),
         }
 
-    def _shingles(self, position: int) -> Hashes:
+    def _shingles(self, position: int) -> Words:
         """Sorted distinct hashes of the shingles of a document."""
         shard, record = self._stored(position)
         return np.unique(_hashes(_plain(self._column(shard.path), record, self.recipe.tokenizer)))

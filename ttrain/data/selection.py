@@ -2,16 +2,15 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ttrain.config import Reading
 from ttrain.data import shards
-from ttrain.data.blocks import BEYOND_LIMIT, BuiltBlock, Flags, Table
+from ttrain.data.blocks import BEYOND_LIMIT, BuiltBlock, Table
 from ttrain.data.contamination import TextMatch
 from ttrain.data.json_rows import Tally
+from ttrain.data.packing import Flags, Ids
 
 HELD_OUT, DUPLICATE = "stands in the held-out part", "duplicate"
 
@@ -105,7 +104,7 @@ class Selection:
         return rows
 
 
-def _split_keys(table: Table, kind: str) -> npt.NDArray[Any]:
+def _split_keys(table: Table, kind: str) -> Ids:
     """What may not be in both parts: the content of a row, of a pair its prompt (`content_hash`)."""
     if kind == "pairs":
         return table[:, 0]

@@ -14,7 +14,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import orjson
 
 from ttrain.config import Reading
@@ -29,6 +28,7 @@ from ttrain.data.near_duplicates import (
     NearDuplicateSearch,
     SimilarityRule,
 )
+from ttrain.data.packing import Words
 from ttrain.data.pool import Pool
 from ttrain.data.selection import HELD_OUT, Selection, Tallies
 
@@ -216,7 +216,7 @@ def _keys(table: Table) -> set[bytes]:
     return {row.tobytes() for row in table[:, :2].astype(">u8")}
 
 
-def _draws(work: Work, held_out: Set[bytes]) -> npt.NDArray[np.uint64]:
+def _draws(work: Work, held_out: Set[bytes]) -> Words:
     """Sorted draws of the good rows that are not held out; of equal rows one, if copies are dropped."""
     tasks = ((block, work.recipe) for block in work.cut("train"))
     draws = np.concatenate([np.zeros(0, np.uint64), *work.pool.map(blocks.scan, tasks)])

@@ -24,15 +24,13 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ttrain.core.files import JsonDict, read_json, write_json
-from ttrain.data.packing import counted_up
+from ttrain.data.packing import Array, Flags, Ids, counted_up
 from ttrain.errors import ArtifactError
 from ttrain.store.integrity import home_of, verify_files
 
 INDEX = "index.json"
 FORMAT = 2
 COUNTED = ("rows", "tokens", "live_tokens", "bytes")
-Ids = npt.NDArray[Any]
-Offsets = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class Column:
     """
 
     tokens: Ids
-    offsets: Offsets
+    offsets: Array
     live: Ids | None = None
     branches: Ids | None = None
     weights: Ids | None = None  # of each record, where any differs from 1
@@ -57,7 +55,7 @@ class Column:
         named = {"tokens": self.tokens, "live": self.live, "branches": self.branches}
         return {name: values for name, values in named.items() if values is not None}
 
-    def select(self, selected: npt.NDArray[np.bool_]) -> Column:
+    def select(self, selected: Flags) -> Column:
         """The selected records alone; `selected` has one flag per record."""
         lengths = np.diff(self.offsets)
         flags = np.repeat(selected, lengths)
@@ -82,13 +80,13 @@ class Ranges(NamedTuple):
     stream, and tokens of the piece, which add up to N.
     """
 
-    ids: Offsets
-    numbers: Offsets
-    firsts: Offsets
-    counts: Offsets
+    ids: Array
+    numbers: Array
+    firsts: Array
+    counts: Array
 
 
-def offsets_of(lengths: npt.ArrayLike) -> Offsets:
+def offsets_of(lengths: npt.ArrayLike) -> Array:
     """Where pieces of these lengths begin, one after the other, and where the last one ends."""
     return np.append(np.int64(0), np.cumsum(lengths, dtype=np.int64))
 
@@ -228,17 +226,17 @@ class ShardSet:
         return np.concatenate([np.ones(len(c)) if c.weights is None else c.weights for c in columns])
 
     @cached_property
-    def lengths(self) -> Offsets:
+    def lengths(self) -> Array:
         """Tokens of each record; reads the offsets of every shard."""
         return np.concatenate([self._first_row[:0], *(np.diff(column.offsets) for column in self.columns())])
 
     @cached_property
-    def starts(self) -> Offsets:
+    def starts(self) -> Array:
         """Position of each record's first token in the stream of all records, and the end of the last."""
         return offsets_of(self.lengths)
 
     @cached_property
-    def numbers(self) -> Offsets:
+    def numbers(self) -> Array:
         """Number of each record in the whole set, over all groups."""
         shards = self.index["shards"]
         is_of_group = [self._group in (None, shard["group"]) for shard in shards]
@@ -266,11 +264,11 @@ class ShardSet:
             self._columns.update({number: read_shard(path) for number, path in paths.items()})
         return [self._columns[number] for number in numbers]
 
-    def stream(self, start: int, end: int) -> Offsets:
+    def stream(self, start: int, end: int) -> Array:
         """Tokens `start` to `end` of all records, one after the other."""
         return self.ranges(np.array([start]), np.array([end])).ids
 
-    def ranges(self, starts: Offsets, ends: Offsets) -> Ranges:
+    def ranges(self, starts: Array, ends: Array) -> Ranges:
         """Tokens `starts[i]` to `ends[i]` of the stream of all records, range by range."""
         bounds = self._first_token
         first_shard = bounds.searchsorted(starts, "right") - 1
@@ -287,7 +285,7 @@ class ShardSet:
         columns = zip(*parts, strict=True) if parts else [[np.zeros(0, np.int64)]] * len(Ranges._fields)
         return Ranges(*map(np.concatenate, columns))
 
-    def _in_shard(self, shard: int, low: Offsets, high: Offsets) -> Ranges:
+    def _in_shard(self, shard: int, low: Array, high: Array) -> Ranges:
         """Ranges of the stream that all lie in this shard."""
         [column] = self.columns([shard])
         first_token = self._first_token[shard]
