@@ -84,26 +84,17 @@ def task_options(runtime: Runtime) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class Objective:
-    """What a stage trains for: the task, by default next-token prediction, and the batches of `train` or `heldout`."""
-
-    task: Callable[[Training, nn.Module, Runtime], CausalTask] = task_of
-    batches: Callable[[str, Rows], BatchSource] = lambda part, rows: rows
-
-
-NEXT_TOKEN = Objective()
-
-
 def run(
     settings: Settings,
     config: Training,
     job: StageContext,
     prepare: Callable[[Settings, Inputs, Encoder], TrainableModel],
-    objective: Objective = NEXT_TOKEN,
+    task: Callable[[Training, nn.Module, Runtime], CausalTask] = task_of,
+    batches: Callable[[str, Rows], BatchSource] = lambda part, rows: rows,
 ) -> Figures:
     """Train what `prepare` makes of settings, inputs and tokenizer, write the model under the output.
 
+    `batches` gives those of `train` or `heldout`.
     Returns the figures of the manifest. Raises Interrupted after saving.
     """
     ranks = start(job.runtime)
@@ -119,18 +110,17 @@ def run(
     if by_rule:
         log.info("by the %d rows: %s", rows.epoch, by_rule)
     order, computed_in = order_of(config, rows), precision.resolve_precision(config.precision, ranks.device)
-    learner = objective.task(config, trained.model, job.runtime)
+    learner = task(config, trained.model, job.runtime)
     leakage_check.check(learner.build_model(), config, branches=TRAINING_STAGES[config.section].rows == "pairs")
     learner.check_rows(rows)
     learner.check_rows(heldout)
-    runtime = job.runtime
-    if isinstance(learner, LanguageModeling):  # what it measures are passes of next-token prediction
-        runtime = tuned(learner, rows, order, job, ranks, computed_in)
+    # What is measured are passes of next-token prediction.
+    runtime = tuned(learner, rows, order, job, ranks, computed_in) if isinstance(learner, LanguageModeling) else job.runtime
     chosen = {} if runtime is job.runtime else {"tuned": {"rows_per_device": runtime.rows_per_device}}
     job = replace(job, runtime=runtime)
-    batches, size = objective.batches("train", rows), runtime.rows_per_device
-    loader = Loader(batches, order, rows_per_device=size, rank=ranks.rank, world=ranks.world)
-    heldout_batches = objective.batches("heldout", heldout)
+    size = runtime.rows_per_device
+    loader = Loader(batches("train", rows), order, rows_per_device=size, rank=ranks.rank, world=ranks.world)
+    heldout_batches = batches("heldout", heldout)
     validation = Validation(validation_batches(heldout_batches, config.validation_rows, size))
     if not config.validates_while_training:  # then there are quick ones, over fewer rows
         fewer = min(config.validation_rows, quick_rows(order.total_rows, runtime.quick_validations + 1))
@@ -318,29 +308,21 @@ def _figures(trainer: Trainer, result: FitResult, runtime: Runtime, model: nn.Mo
 # --- the plateau ----------------------------------------------------------------------------------------------------------
 
 
-def write_plateau(output: Path, step: int) -> bool:
-    """Link the checkpoint of this step as `plateau/` of the output; False, with a warning, if there is none."""
+def write_plateau(output: Path, step: int) -> None:
+    """Link the checkpoint of this step as `plateau/` of the output; warn if there is none."""
     remove_tree(output / PLATEAU)
-    source = next(
-        (
-            path
-            for path in checkpoint_format.list_checkpoints(output / "checkpoints")
-            if checkpoint_format.step_of(path) == step
-        ),
-        None,
-    )
-    if source is None:
+    paths = checkpoint_format.list_checkpoints(output / "checkpoints")
+    checkpoints = {checkpoint_format.step_of(path): path for path in paths}
+    if step not in checkpoints:
         log.warning("there is no checkpoint of step %d, the end of the plateau; a night will warm this model up again", step)
-        return False
+        return
     (output / PLATEAU).mkdir()
-    for path in source.glob(f"*{checkpoint_format.SAFETENSORS}"):
+    for path in checkpoints[step].glob(f"*{checkpoint_format.SAFETENSORS}"):
         link_or_copy(path, output / PLATEAU / path.name)
-    return True
 
 
 def read_plateau(directory: Path, weights_file: str) -> checkpoint.Snapshot:
     """Read the plateau of an artifact, as a snapshot at step 0. Raises ArtifactError that names the damaged file."""
     path = directory / PLATEAU
-    return checkpoint.Snapshot(
-        0, *checkpoint_format.read_tensors(path, [file.name for file in sorted(path.iterdir())], weights_file), {}
-    )
+    names = [file.name for file in sorted(path.iterdir())]
+    return checkpoint.Snapshot(0, *checkpoint_format.read_tensors(path, names, weights_file), {})

@@ -36,7 +36,6 @@ Table = Words  # of rows: hash, hash, bytes of text, line of the block
 PARTS = ("train", "heldout")
 BLOCKS = Path("run", "blocks")
 MANIFEST, ROWS, BAD_ROWS, HELDOUT_RECORDS = "block.json", "rows", "rejected.jsonl", "heldout.jsonl"
-SHIPPED_BYTES = 1 << 20
 # Texts go to the encoder in groups of this size: a worker of 16 MiB blocks stays below 350 MB.
 ENCODED_BYTES = 4_000_000
 RECORD_BYTES = 200  # of a record, without its text: a million of one letter took 565 MB at once
@@ -218,8 +217,8 @@ def make(block: Block, recipe: BlockRecipe, output: Path) -> tuple[int, Path, bo
     data = read(block)
     content = sources.hash_of(data).hex()
     identity = _digest(recipe.digest, content, size=12)
-    for parent in (output, *recipe.reuse):
-        directory = Path(parent) / BLOCKS / identity
+    for parent in (output, *map(Path, recipe.reuse)):
+        directory = parent / BLOCKS / identity
         if is_built(directory):
             return block.file, directory, False
     directory = output / BLOCKS / identity
@@ -245,8 +244,7 @@ def is_built(directory: Path) -> bool:
 
 def records(data: bytes, block: Block, recipe: BlockRecipe, tally: Tally) -> Iterator[tuple[int, sources.Record]]:
     """(line in the block, record) of the good rows of a block's JSON lines; the tally counts the others."""
-    pieces = (data[at : at + SHIPPED_BYTES] for at in range(0, len(data), SHIPPED_BYTES))
-    lines = json_rows.lines(pieces, recipe.max_line_bytes)
+    lines = json_rows.lines([data], recipe.max_line_bytes)
     parsed = json_rows.parsed(lines, block.location, tally, recipe.max_line_bytes)
     return sources.accepted(parsed, recipe.parser, tally)
 
@@ -312,16 +310,11 @@ def encoder_of(directory: str) -> Encoder:
 def encode_records(encoder: Encoder, kind: str, records: Sequence[sources.Record]) -> Column:
     """Encode documents with their begin and end tokens, or chats and pairs with their loss mask."""
     if kind == "pairs":
-        pairs = [record for record in records if isinstance(record, Preference)]
-        sides = [(pair.prompt, pair.chosen, pair.rejected) for pair in pairs]
+        sides = [(pair.prompt, pair.chosen, pair.rejected) for pair in records if isinstance(pair, Preference)]
         return _column(encode_preferences(encoder, sides))
     if kind == "chats":
-        return _column(
-            encode_chats(
-                encoder,
-                [chat.messages for chat in records if isinstance(chat, sources.Conversation)],
-            )
-        )
+        conversations = [chat.messages for chat in records if isinstance(chat, sources.Conversation)]
+        return _column(encode_chats(encoder, conversations))
     ids, offsets = encoder.encode_flat(list(map(text_of, records)))
     offsets = offsets + 2 * np.arange(len(offsets))
     tokens = np.empty(offsets[-1], shards.token_dtype(len(encoder)))

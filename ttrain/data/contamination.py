@@ -185,7 +185,7 @@ def report(against: OverlapCheck, matches: Sequence[tuple[str, TextMatch]]) -> J
     lines: list[JsonDict] = []
     totals = _index_of(texts).totals
     too_short = {text for number, text in enumerate(texts) if number not in totals}
-    tasks: dict[str, Counter[str]] = defaultdict(Counter)
+    tasks = {task: Counter(left_out=rows) for task, rows in against.left_out.items()}
     for item in against.items:
         places = places_of[item.text]
         is_short = item.text in too_short
@@ -195,8 +195,6 @@ def report(against: OverlapCheck, matches: Sequence[tuple[str, TextMatch]]) -> J
                 "task": item.task, "where": item.location, "digest": item.digest, "text": item.text[:EXCERPT_LETTERS],
                 "share": places[0]["share"], "documents": len(places), "places": places[:MOST_PLACES],
             })  # fmt: skip
-    for task, counts in tasks.items():
-        counts["left_out"] = against.left_out.get(task, 0)
     lines.sort(key=lambda line: (-line["share"], line["where"]))
     documents = len({(file, match.line) for file, match in matches})
     return {

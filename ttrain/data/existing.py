@@ -101,10 +101,9 @@ def install(tokenizer_files: Sequence[Path], directory: Path, template: str) -> 
     except ArtifactError as error:
         raise UsageError(f"tokenizer.existing: {error}; {CONVERT}") from None
     config = _tokenizer_config(paths)
-    own = _chat_template(paths, config) if template in ("auto", "own") else None
+    jinja, needed = _chat_template(paths, config), tuple[str, ...]()
     if template == "auto":
-        template = "own" if own else "ttrain"
-    jinja, needed = own, tuple[str, ...]()
+        template = "own" if jinja else "ttrain"
     if template != "own":
         jinja, needed = jinja_templates.JINJA[template], jinja_templates.SPECIAL_TOKENS[template][4:]
     if jinja is None:
@@ -114,8 +113,7 @@ def install(tokenizer_files: Sequence[Path], directory: Path, template: str) -> 
     tokens = _tokens(tokenizer, config)
     added = _add(tokenizer, [*tokens.values(), *needed])
     source = tokenizer.to_str(pretty=True) if added else paths[JSON].read_bytes().decode("utf-8")
-    added_tokens = sorted(tokenizer.get_added_tokens_decoder().items())
-    special = [token.content for _, token in added_tokens if token.special]
+    special = [token.content for _, token in sorted(tokenizer.get_added_tokens_decoder().items()) if token.special]
     others = [token for token in special if token not in tokens.values()]
     length = config.get("model_max_length")
     max_length = int(length) if isinstance(length, int) and 0 < length < 10**9 else MODEL_MAX_LENGTH
@@ -201,10 +199,7 @@ def _add(tokenizer: Tokenizer, tokens: Sequence[str]) -> list[str]:
 def brings_template(directory: Path) -> bool:
     """Whether the tokenizer in the directory has a chat template of its own."""
     paths = {path.name: path for path in files_in(directory)}
-    try:
-        return _chat_template(paths, _tokenizer_config(paths)) is not None
-    except UsageError:
-        return False
+    return _chat_template(paths, _tokenizer_config(paths)) is not None
 
 
 def _chat_template(paths: dict[str, Path], config: JsonDict) -> str | None:

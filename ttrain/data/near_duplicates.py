@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from ttrain.core.files import JsonDict
+from ttrain.core.files import JsonDict, write_bytes
 from ttrain.core.hashing import digest_of
 from ttrain.data import shards
 from ttrain.data.blocks import PARTS, BlockRecipe, BuiltBlock, encoder_of
@@ -223,7 +223,7 @@ class NearDuplicateSearch:
         for near in dropped:
             original = {"original": self._place(near.original), "similarity": round(near.jaccard, 4)}
             lines.append(orjson.dumps(self._place(near.position) | original) + b"\n")
-        shards.write_files([(self.output / REPORT, b"".join(lines))])
+        write_bytes(self.output / REPORT, b"".join(lines))
         flags = np.zeros_like(present)
         flags[[near.position for near in dropped]] = True
         return flags[self.old_rows :], {

@@ -21,7 +21,7 @@ from ttrain.data.packing import (
     counted_up,
     masked,
 )  # fmt: skip
-from ttrain.data.shards import Column, ShardSet
+from ttrain.data.shards import Column, ShardSet, offsets_of
 
 ThreeArrays = tuple[Array, Array, Array]
 
@@ -323,8 +323,4 @@ def cut(live: Flags, borders: Array, row_length: int) -> list[tuple[int, int]]:
 
 def sums_by_record(flags: Flags, offsets: Array) -> Array:
     """How many flags are set in each record."""
-    sums = np.zeros(len(offsets) - 1, np.int64)
-    filled = np.diff(offsets) > 0
-    if filled.any():
-        sums[filled] = np.add.reduceat(flags, offsets[:-1][filled], dtype=np.int64)
-    return sums
+    return np.diff(offsets_of(flags)[offsets])

@@ -18,7 +18,7 @@ import orjson
 
 from ttrain.config import Reading
 from ttrain.core import redact
-from ttrain.core.files import JsonDict, link_or_copy, read_object, write_json
+from ttrain.core.files import JsonDict, link_or_copy, read_object, write_bytes, write_json
 from ttrain.data import blocks, contamination, records, shards
 from ttrain.data.blocks import BLOCKS, PARTS, Block, BlockRecipe, BuiltBlock, FilesByRole, Table
 from ttrain.data.contamination import OverlapCheck, TextMatch
@@ -230,14 +230,13 @@ def _quarantine(output: Path, files: FilesByRole, built_blocks: Sequence[BuiltBl
     tallies = {(role, n): Tally() for role in files for n in range(len(files[role]))}
     (output / REJECTED).parent.mkdir(parents=True, exist_ok=True)
     with (output / REJECTED).open("wb") as out:
-        for tally in tallies.values():
-            tally.quarantine = lambda row: out.write(orjson.dumps(row) + b"\n")
         for block in built_blocks:
             tally, location = tallies[block.role, block.file], block.source.location
             tally.add_counts(block.manifest["tally"])
             for row in map(orjson.loads, (block.directory / blocks.BAD_ROWS).read_bytes().splitlines()):
-                place = {"file": redact.url(location), "line": block.lines_before + row["line"]}
-                tally.list_rejected(location, row | place)
+                bad_row = row | {"file": redact.url(location), "line": block.lines_before + row["line"]}
+                tally.list_rejected(location, bad_row)
+                out.write(orjson.dumps(bad_row) + b"\n")
     return tallies
 
 
@@ -278,7 +277,7 @@ def _place_shards(
         if part_name == "heldout":
             entry["records"] = path.with_suffix(".jsonl").name
             lines = (block.directory / blocks.HELDOUT_RECORDS).read_bytes().splitlines(keepends=True)
-            shards.write_files([(directory / entry["records"], b"".join(itertools.compress(lines, selected)))])
+            write_bytes(directory / entry["records"], b"".join(itertools.compress(lines, selected)))
         sizes[block.role, block.file].update(tokens=entry["tokens"], bytes=entry["bytes"])
         entries.append({**entry, "group": block.source.group})
     return entries
@@ -294,7 +293,7 @@ def _write_lowest_row(output: Path, block: BuiltBlock, row: int, recipe: BlockRe
     path = output / "heldout" / f"{hashlib.blake2b(record.content(), digest_size=8).hexdigest()}-lowest.arrow"
     entry = shards.write_shard(path, column, recipe.vocab_size)
     text = path.with_suffix(".jsonl")
-    shards.write_files([(text, orjson.dumps(record.to_json()) + b"\n")])
+    write_bytes(text, orjson.dumps(record.to_json()) + b"\n")
     return {**entry, "records": text.name, "bytes": int(block.rows[row, 2]), "group": 0}
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ttrain.core.files import JsonDict, read_json, write_json
+from ttrain.core.files import JsonDict, read_json, temporary_path, write_bytes, write_json
 from ttrain.data.packing import Array, Flags, Ids, counted_up
 from ttrain.errors import ArtifactError
 from ttrain.store.integrity import home_of, verify_files
@@ -124,7 +124,7 @@ def shard_of(name: str, column: Column, vocab_size: int) -> tuple[JsonDict, pa.B
 def write_shard(path: Path, column: Column, vocab_size: int) -> JsonDict:
     """Write one shard; returns its counts and digest."""
     entry, data = shard_of(path.name, column, vocab_size)
-    write_files([(path, data)])
+    write_bytes(path, data)
     return entry
 
 
@@ -136,7 +136,7 @@ def write_files(files: Sequence[tuple[Path, Any]]) -> None:
     """
     for path, _ in files:
         path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = [path.with_name(f".{path.name}.{os.getpid()}.tmp") for path, _ in files]
+    temporary = [temporary_path(path) for path, _ in files]
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(path.open("wb")) for path in temporary]
         for file, (_, data) in zip(opened, files, strict=True):
