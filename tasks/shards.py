@@ -17,7 +17,7 @@ from ttrain.config import Reading, Settings
 from ttrain.core.files import JsonDict
 from ttrain.core.hashing import DigestCache, code_digests, digest_of
 from ttrain.data import blocks, contamination, records, sharding, shards
-from ttrain.data.blocks import BlockRecipe, DataFile, FilesByRole, Table, table_of
+from ttrain.data.blocks import BlockRecipe, DataFile, Table, table_of
 from ttrain.data.json_rows import TEXT
 from ttrain.data.pool import Pool, Processes
 from ttrain.data.sharding import ShardSetResult, Work
@@ -60,20 +60,7 @@ def build(settings: Settings, job: StageContext, pool: Pool) -> ShardSetResult:
 
 
 def _work(settings: Settings, job: StageContext, pool: Pool) -> Work:
-    files = files_of(job)
-    return Work(
-        job.output,
-        files,
-        _recipe(settings, job, files),
-        settings.reading,
-        settings.shards.block_bytes,
-        pool,
-        progress=lambda rows, blocks: job.progress.update(rows, 0, "records", blocks=blocks),
-    )
-
-
-def _recipe(settings: Settings, job: StageContext, files: FilesByRole) -> BlockRecipe:
-    kind, reading = job.arguments["kind"], settings.reading
+    files, kind, reading = files_of(job), job.arguments["kind"], settings.reading
     if not job.files.keys() - {AGAINST}:
         reading = reading.model_copy(update={"text_field": TEXT})  # the quickstart's
     if "heldout" in files:  # held-out files that are named leave nothing to choose
@@ -81,10 +68,19 @@ def _recipe(settings: Settings, job: StageContext, files: FilesByRole) -> BlockR
     else:
         parser = records.parser_of(kind, reading.text_field)
         reading = records.with_heldout_share(reading, [file.location for file in files["train"]], parser)
-    return replace(
+    recipe = replace(
         recipe_of(reading, job.inputs["tokenizer"], kind, job.home),
         learn_reasoning=kind == "documents" or settings.sft.learn_reasoning,
         reuse=job.reuse,
+    )
+    return Work(
+        job.output,
+        files,
+        recipe,
+        settings.reading,
+        settings.shards.block_bytes,
+        pool,
+        progress=lambda rows, blocks: job.progress.update(rows, 0, "records", blocks=blocks),
     )
 
 

@@ -24,7 +24,7 @@ from ttrain.data.packing import Rows
 from ttrain.errors import ArtifactError, Interrupted, TTrainError
 from ttrain.model import factory
 from ttrain.store.model_files import PLATEAU
-from ttrain.tasks.common.callbacks import GUARDS, METRICS, TrainingParts, is_without_effect, language_model_callbacks
+from ttrain.tasks.common.callbacks import GUARDS, METRICS, is_without_effect, language_model_callbacks
 from ttrain.tasks.common.job import Figures, Inputs, StageContext
 from ttrain.tasks.common.rows import open_rows, order_of, validation_batches, with_replay
 from ttrain.tasks.common.tuning import tuned
@@ -140,12 +140,12 @@ def run(
     earlier = read_plateau(job.inputs["plateau"], trained.weights_file) if "plateau" in job.inputs else None
     # --extend begins with checkpoints of a smaller budget, --continue names work of another rate; all else has another key
     origin = Origin(plateau=earlier, identity=identity, allow=BUDGET | RATES)
-    parts = TrainingParts(loader, ranks, computed_in, validation, origin)
+    options = TrainerOptions(trained, ranks, computed_in, validation=validation, origin=origin)
     callbacks = [
         *early_stopping(config, validation.batches),
-        *language_model_callbacks(config, job, parts, trained.model, encoder),
+        *language_model_callbacks(config, job, loader, options, trained.model, encoder),
     ]
-    figures = train(learner, trained, parts, job, callbacks)
+    figures = train(learner, trained, loader, options, job, callbacks)
     if ranks.first and is_without_effect(job.run_directory / METRICS):
         fix = f"{config.prefix}optim.lr is {config.optim.lr:g}: try a larger one, or train longer"
         log.warning("the loss on held-out rows hardly changed in all of this stage; %s", fix)
@@ -182,10 +182,18 @@ def compiles(runtime: Runtime, device: torch.device, rows: BatchSource, steps: i
 
 
 def train(
-    task: TrainingTask, trained: TrainableModel, parts: TrainingParts, job: StageContext, callbacks: Sequence[Callback]
+    task: TrainingTask,
+    trained: TrainableModel,
+    loader: Loader,
+    options: TrainerOptions,
+    job: StageContext,
+    callbacks: Sequence[Callback],
 ) -> Figures:
-    """Train, write the model under the output, return the figures. Raises Interrupted after saving."""
-    config, order, runtime = task.config, parts.loader.order, job.runtime
+    """Train, write the model under the output, return the figures. Raises Interrupted after saving.
+
+    `options`: without those of the runtime settings.
+    """
+    config, order, runtime = task.config, loader.order, job.runtime
     checkpoints = checkpoint.Checkpoints(
         job.output / "checkpoints",
         files=lambda: trained.files,
@@ -199,17 +207,14 @@ def train(
     if runtime.night:
         night = NightThrottle(
             runtime.night,
-            parts.ranks.device,
+            options.ranks.device,
             rows_per_device=runtime.rows_per_device,
             memory_limit=limit_bytes(runtime),
         )
-    options = TrainerOptions(
-        trained,
-        parts.ranks,
-        parts.precision,
-        checkpoints,
-        parts.validation,
-        Cadence(
+    options = replace(
+        options,
+        checkpoints=checkpoints,
+        cadence=Cadence(
             log=runtime.log_every_steps,
             checkpoint=runtime.checkpoint_every_steps,
             checkpoint_steps=order.epoch_ends(runtime.checkpoint_every_epochs),
@@ -217,12 +222,11 @@ def train(
             validate_steps=order.epoch_ends(config.validate_every_epochs),
             quick_validations=runtime.quick_validations,
         ),
-        parts.origin,
-        Speed(compiles(runtime, parts.ranks.device, parts.loader.rows, order.steps), runtime.parallel),
-        night,
-        job.stop_requested,
+        speed=Speed(compiles(runtime, options.ranks.device, loader.rows, order.steps), runtime.parallel),
+        night=night,
+        stop_requested=job.stop_requested,
     )
-    trainer = Trainer(task, parts.loader, options, callbacks)
+    trainer = Trainer(task, loader, options, callbacks)
     for group in trainer.optimizers.groups():
         log.info(
             "%s updates %s parameters in %d tensors (%s, ...): peak learning rate %g, weight decay %g",

@@ -15,13 +15,13 @@ from support.shard_sets import digests, opened, texts_in, write_lines
 from ttrain.config import Reading
 from ttrain.data import near_duplicates
 from ttrain.data.blocks import BlockRecipe
-from ttrain.data.near_duplicates import FOLDER, NEAR_DUPLICATE, REPORT, SimilarityRule
+from ttrain.data.near_duplicates import FOLDER, NEAR_DUPLICATE, REPORT
 from ttrain.data.plain_text import plain
 from ttrain.data.pool import Processes
 from ttrain.data.sharding import ShardSetResult
 from ttrain.data.shards import read_shard
 
-RULE = SimilarityRule(0.8)
+BAND_ROWS = near_duplicates.rows_of_bands(0.8)
 BLOCK = 16_384
 NEAR = Reading(heldout_fraction=0.0, near_duplicates=0.8)
 SPLIT = Reading(heldout_fraction=0.1, near_duplicates=0.8)
@@ -84,11 +84,11 @@ def rows(texts: list[str]) -> list[dict[str, str]]:
 
 def test_sketches_do_not_depend_on_what_stands_beside_a_text_nor_change_with_a_version() -> None:
     texts = [plain(text) for text in ("", "short", "x" * 24, "一二三四五六七八九十", *planted(20)[0], "y" * 100_000)]
-    together = near_duplicates.sketches_of(texts, RULE)
+    together = near_duplicates.sketches_of(texts, BAND_ROWS)
     for number, letters in enumerate(texts):
-        alone = near_duplicates.sketches_of([letters], RULE)
+        alone = near_duplicates.sketches_of([letters], BAND_ROWS)
         assert (alone[:, 0] == together[:, number]).all()
-    assert near_duplicates.sketches_of([b"thequickbrownfoxjumpsoverthelazydog"], RULE)[:3, 0].tolist() == PINNED, (
+    assert near_duplicates.sketches_of([b"thequickbrownfoxjumpsoverthelazydog"], BAND_ROWS)[:3, 0].tolist() == PINNED, (
         "raise near_duplicates.FORMAT, since sketches in files have the old values"
     )
 

@@ -12,9 +12,9 @@ reads those of old documents, and of the documents themselves only the few that 
 """
 
 import hashlib
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -47,23 +47,6 @@ SLICE = 1 << 9  # shingles hashed at a time: all their values stay in the cache
 Values = npt.NDArray[np.uint32]
 
 
-@dataclass(frozen=True)
-class SimilarityRule:
-    """The Jaccard similarity from which a document is a near-duplicate, and the bands of MinHash values that find it."""
-
-    threshold: float
-
-    @property
-    def rows(self) -> int:
-        """Values of a band: the most with which at most MOST_MISSED of the pairs at the threshold share no band."""
-        fitting = (rows for rows in range(16, 1, -1) if (1 - self.threshold**rows) ** (VALUES // rows) <= MOST_MISSED)
-        return next(fitting, 2)
-
-    @property
-    def bands(self) -> int:
-        return VALUES // self.rows
-
-
 class SketchedShard(NamedTuple):
     """A shard, its digest, and the ascending positions of its documents in the order of all."""
 
@@ -90,8 +73,14 @@ def _hashes(text: bytes) -> Words:
     return hashes
 
 
-def sketches_of(texts: Sequence[bytes], rule: SimilarityRule) -> Values:
-    """The key of each band of each plain text, of shape [bands, texts]."""
+def rows_of_bands(threshold: float) -> int:
+    """MinHash values of a band: the most with which at most MOST_MISSED of the pairs at the threshold share no band."""
+    fitting = (rows for rows in range(16, 1, -1) if (1 - threshold**rows) ** (VALUES // rows) <= MOST_MISSED)
+    return next(fitting, 2)
+
+
+def sketches_of(texts: Sequence[bytes], rows: int) -> Values:
+    """The key of each band, of so many rows, of each plain text, of shape [bands, texts]."""
     drawn = np.frombuffer(hashlib.shake_128(b"ttrain near-duplicates").digest(8 * VALUES), "<u4")
     columns = drawn.astype(np.uint32)[:, None]
     factors, summands = columns[:VALUES] | np.uint32(1), columns[VALUES:]  # factors are odd
@@ -104,19 +93,20 @@ def sketches_of(texts: Sequence[bytes], rule: SimilarityRule) -> Values:
         for start in range(0, len(bits), SLICE):
             values = factors * bits[None, start : start + SLICE] + summands
             np.minimum(lowest[number], values.min(axis=1), out=lowest[number])
-    bands = lowest[:, : rule.bands * rule.rows].reshape(len(texts), rule.bands, rule.rows)
-    weights = np.uint64(FACTORS[0]) * (2 * np.arange(rule.rows, dtype=np.uint64) + np.uint64(1))
+    bands = lowest[:, : VALUES // rows * rows].reshape(len(texts), VALUES // rows, rows)
+    weights = np.uint64(FACTORS[0]) * (2 * np.arange(rows, dtype=np.uint64) + np.uint64(1))
     keys: Words = (bands * weights).sum(axis=2, dtype=np.uint64)
     return (keys.T >> np.uint64(32)).astype(np.uint32)
 
 
-def sketches_of_shard(shard: Path, tokenizer: str, rule: SimilarityRule, files: Sequence[Path]) -> Values:
+def sketches_of_shard(shard: Path, tokenizer: str, rows: int, files: Sequence[Path]) -> Values:
     """The sketches of a shard: from the first of these files that has them, else made and written to the first."""
     column = shards.read_shard(shard)
+    shape = (VALUES // rows, len(column))
     for file in files:
-        if file.is_file() and file.stat().st_size == 4 * rule.bands * len(column):
-            return np.fromfile(file, "<u4").reshape(rule.bands, len(column))
-    sketches = sketches_of([_plain(column, record, tokenizer) for record in range(len(column))], rule)
+        if file.is_file() and file.stat().st_size == 4 * math.prod(shape):
+            return np.fromfile(file, "<u4").reshape(shape)
+    sketches = sketches_of([_plain(column, record, tokenizer) for record in range(len(column))], rows)
     shards.write_files([(files[0], sketches.astype("<u4").tobytes())])
     return sketches
 
@@ -172,12 +162,12 @@ class NearDuplicateSearch:
         output: Path,
         built_blocks: Sequence[BuiltBlock],
         recipe: BlockRecipe,
-        rule: SimilarityRule,
+        threshold: float,
         earlier: Sequence[Path],
         pool: Pool,
     ) -> None:
         """Make the sketches that are missing of all blocks and of the sets before, in any process; reuse the others."""
-        self.output, self.built_blocks, self.recipe, self.rule = output, built_blocks, recipe, rule
+        self.output, self.built_blocks, self.recipe, self.threshold = output, built_blocks, recipe, threshold
         self.shards: list[SketchedShard] = []
         rows = 0
         for directory in (origin / part_name for origin in earlier for part_name in PARTS):
@@ -193,13 +183,15 @@ class NearDuplicateSearch:
                     positions = start + np.flatnonzero(block.in_part(part_name))
                     self.shards.append(SketchedShard(block.shard(part_name), entry["sha256"], positions))
         self._column = lru_cache(maxsize=64)(shards.read_shard)  # each has a file descriptor
-        self.sketches = np.zeros((rule.bands, self.starts[-1]), np.uint32)
+        band_rows = rows_of_bands(threshold)
+        bands = VALUES // band_rows
+        self.sketches = np.zeros((bands, self.starts[-1]), np.uint32)
         self.shard_of = np.zeros(self.starts[-1], np.int64)  # the number of each document's shard
         folders = [output, *map(Path, recipe.reuse), *earlier]
-        kind = [FORMAT, recipe.tokenizer_digest, rule.bands, rule.rows]
+        kind = [FORMAT, recipe.tokenizer_digest, bands, band_rows]
         names = [f"{digest_of([shard.sha256, *kind])[:24]}.near" for shard in self.shards]
         tasks = (
-            (shard.path, recipe.tokenizer, rule, [folder / FOLDER / name for folder in folders])
+            (shard.path, recipe.tokenizer, band_rows, [folder / FOLDER / name for folder in folders])
             for shard, name in zip(self.shards, names, strict=True)
         )
         for number, sketches in enumerate(pool.map(sketches_of_shard, tasks)):
@@ -218,7 +210,7 @@ class NearDuplicateSearch:
         """
         old = np.ones(self.old_rows, np.bool_)
         present, droppable = np.append(old, present), np.append(~old, droppable)
-        dropped = near_duplicates(self.sketches, present, droppable, self._shingles, self.rule.threshold)
+        dropped = near_duplicates(self.sketches, present, droppable, self._shingles, self.threshold)
         lines: list[bytes] = []
         for near in dropped:
             original = {"original": self._place(near.original), "similarity": round(near.jaccard, 4)}
@@ -227,7 +219,7 @@ class NearDuplicateSearch:
         flags = np.zeros_like(present)
         flags[[near.position for near in dropped]] = True
         return flags[self.old_rows :], {
-            "threshold": self.rule.threshold,
+            "threshold": self.threshold,
             "dropped": len(dropped),
             "of_earlier_sets": sum(near.original < self.old_rows for near in dropped),
         }

@@ -105,7 +105,7 @@ class DocumentRows(WindowRows):
     """
 
     def __len__(self) -> int:
-        return 0 if self.shards.tokens < 2 else int(window_count(self.shards.tokens - 1, self.row_length, self.stride))
+        return int(window_count(self.shards.tokens, self.row_length, self.stride))
 
     def windows(self, rows: Array) -> ThreeArrays:
         starts = rows * self.stride
@@ -150,14 +150,15 @@ class SeparateDocumentRows(PackedRows, WindowRows):
         return self._starts[numbers], self._inputs[numbers], windows
 
 
-def window_count(targets: npt.ArrayLike, row_length: int, stride: int) -> Array:
-    """Number of windows that cover `targets` (>= 1) targets."""
-    return np.asarray(1 + -(-np.maximum(0, np.asarray(targets) - row_length) // stride))
+def window_count(tokens: npt.ArrayLike, row_length: int, stride: int) -> Array:
+    """Number of windows that cover the targets of so many tokens, which are all but the first."""
+    targets = np.asarray(tokens) - 1
+    return np.where(targets > 0, 1 + -(-np.maximum(0, targets - row_length) // stride), 0)
 
 
 def document_windows(lengths: Array, row_length: int, stride: int) -> ThreeArrays:
     """(windows of each document; of each window the number of its document, and the document's tokens before it)."""
-    counts = np.where(lengths > 1, window_count(lengths - 1, row_length, stride), 0)
+    counts = window_count(lengths, row_length, stride)
     documents = np.repeat(np.arange(len(lengths)), counts)
     firsts = np.cumsum(counts) - counts
     return counts, documents, (np.arange(len(documents)) - firsts[documents]) * stride

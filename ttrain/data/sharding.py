@@ -23,19 +23,12 @@ from ttrain.data import blocks, contamination, records, shards
 from ttrain.data.blocks import BLOCKS, PARTS, Block, BlockRecipe, BuiltBlock, FilesByRole, Table
 from ttrain.data.contamination import OverlapCheck, TextMatch
 from ttrain.data.json_rows import Tally
-from ttrain.data.near_duplicates import (
-    NEAR_DUPLICATE,
-    NearDuplicateSearch,
-    SimilarityRule,
-)
+from ttrain.data.near_duplicates import NEAR_DUPLICATE, NearDuplicateSearch
 from ttrain.data.packing import Words
 from ttrain.data.pool import Pool
 from ttrain.data.selection import HELD_OUT, Selection, Tallies
 
 REJECTED = Path("run", "rejected.jsonl")
-
-Entry = JsonDict  # of a shard, in the index of its part
-Progress = Callable[[int, int], None]  # gets the rows so far, and the blocks
 
 
 @dataclass
@@ -73,7 +66,7 @@ class Work:
     reading: Reading
     block_bytes: int
     pool: Pool
-    progress: Progress = lambda rows, block_count: None
+    progress: Callable[[int, int], None] = lambda rows, block_count: None  # gets their numbers so far
 
     def cut(self, role: str) -> Iterator[Block]:
         """The blocks of the role's files, before they are made."""
@@ -111,8 +104,8 @@ def build(
         removed[[row for row, _, _ in matches]] = True
     near_counts = None
     if recipe.kind == "documents" and work.reading.near_duplicates:
-        rule = SimilarityRule(work.reading.near_duplicates)
-        search = NearDuplicateSearch(output, built_blocks, recipe, rule, earlier, work.pool)
+        threshold = work.reading.near_duplicates
+        search = NearDuplicateSearch(output, built_blocks, recipe, threshold, earlier, work.pool)
         present = selection.selected & ~removed
         flags, near_counts = search.find(present, present & ~selection.from_heldout)
         selection.leave_out(NEAR_DUPLICATE, flags)
@@ -246,7 +239,7 @@ def _place_shards(
     built_blocks: Sequence[BuiltBlock],
     recipe: BlockRecipe,
     sizes: Mapping[tuple[str, int], Counter[str]],
-) -> list[Entry]:
+) -> list[JsonDict]:
     """Make a part of the selected rows of all blocks; returns its entries.
 
     Adds tokens and bytes of each file to `sizes`.
@@ -254,7 +247,7 @@ def _place_shards(
     directory = output / part_name
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    entries: list[Entry] = []
+    entries: list[JsonDict] = []
     for block in built_blocks:
         in_part = block.in_part(part_name)
         selected = block.selected[in_part]
@@ -283,7 +276,7 @@ def _place_shards(
     return entries
 
 
-def _write_lowest_row(output: Path, block: BuiltBlock, row: int, recipe: BlockRecipe) -> Entry:
+def _write_lowest_row(output: Path, block: BuiltBlock, row: int, recipe: BlockRecipe) -> JsonDict:
     """Read the record of this row again and write it as a held-out shard."""
     location = block.source.location
     (content_hash,) = _keys(block.rows[[row]])
