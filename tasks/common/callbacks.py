@@ -119,8 +119,7 @@ def language_model_callbacks(
             with generation_mode(model, encoder) as subject:
                 return samples.continuations(subject, prompts, new_tokens=SAMPLE_TOKENS)
 
-        directory = job.run_directory / "samples"
-        callbacks.append(PeriodicSamples(directory, model, write, every=runtime.sample_every_steps))
+        callbacks.append(PeriodicSamples(job.run_directory / "samples", model, write, every=runtime.sample_every_steps))
     if runtime.eval_every_steps:
         writers = [callback for callback in callbacks if callback.keeps_metrics]
         measure = measure_of(config, job, model, encoder, options.ranks)

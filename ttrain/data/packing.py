@@ -179,9 +179,8 @@ class MixedRows(Rows):
         """Sums over the groups; shares and multiplicities are weighted by what they are shares of."""
         parts = [group.counts() for group in self.groups]
         total: Counts = {name: sum(group_counts[name] for group_counts in parts) for name in parts[0]}
-        total["row_length"] = self.row_length
-        total["epoch"] = self.epoch
-        total["fill"] = sum(group_counts["fill"] * group_counts["rows"] for group_counts in parts) / max(1, total["rows"])
+        filled = sum(group_counts["fill"] * group_counts["rows"] for group_counts in parts)
+        total |= {"row_length": self.row_length, "epoch": self.epoch, "fill": filled / max(1, total["rows"])}
         if "target_multiplicity" in total:
             distinct = sum(group_counts["target_tokens"] / group_counts["target_multiplicity"] for group_counts in parts)
             total["target_multiplicity"] = total["target_tokens"] / distinct if distinct else 1.0

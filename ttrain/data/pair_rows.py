@@ -113,18 +113,17 @@ class PairRows(PieceRows):
         assert isinstance(batch, PairBatch)
         record = int(self.records[piece])
         ids, live, parts = self.shards.row(record)
-        prompt = ids[int(self.starts[piece]) : int((parts == PROMPT).sum())]
+        prompt = np.arange(int(self.starts[piece]), int((parts == PROMPT).sum()))
         context, last = prompt[:-1], prompt[-1:]
-        places = np.arange(len(context))
         none = np.full(len(context), -1)
-        columns = [(context, np.full(len(context), IGNORE), places, np.zeros_like(none), none)]
+        columns = [(ids[context], np.full(len(context), IGNORE), np.arange(len(context)), np.zeros_like(none), none)]
         for branch, part in enumerate((part for part in BRANCHES if (parts == part).any()), start=1):
-            tokens = np.concatenate([last, ids[parts == part]]).astype(np.int64)
-            targets = np.concatenate([np.zeros(len(last), bool), live[parts == part] != 0])[1:]
-            labels = np.where(targets, tokens[1:], IGNORE)
+            tokens = np.concatenate([last, np.flatnonzero(parts == part)])  # by their place in the record
+            targets, is_live = ids[tokens[1:]].astype(np.int64), live[tokens[1:]] != 0
             places = len(context) + np.arange(len(targets))
-            answers = np.where(targets, 2 * self.shards.numbers[record] + part - CHOSEN, -1)
-            columns.append((tokens[:-1], labels, places, np.full(len(targets), branch), answers))
+            answers = np.where(is_live, 2 * self.shards.numbers[record] + part - CHOSEN, -1)
+            labels = np.where(is_live, targets, IGNORE)
+            columns.append((ids[tokens[:-1]], labels, places, np.full(len(targets), branch), answers))
         span = slice(position, position + int(self.sizes[piece]))
         batch.segments_BT[line, span] = segment
         for name, column in zip(FILLED, zip(*columns, strict=True), strict=True):

@@ -100,12 +100,10 @@ def build(
         with contextlib.closing(work.pool.map(contamination.scan, tasks)) as results:
             matches = selection.matched_rows(results)
     removed = np.zeros_like(selection.selected)
-    if against and against.remove:
-        removed[[row for row, _, _ in matches]] = True
+    removed[[row for row, _, _ in matches]] = against is not None and against.remove
     near_counts = None
     if recipe.kind == "documents" and work.reading.near_duplicates:
-        threshold = work.reading.near_duplicates
-        search = NearDuplicateSearch(output, built_blocks, recipe, threshold, earlier, work.pool)
+        search = NearDuplicateSearch(output, built_blocks, recipe, work.reading.near_duplicates, earlier, work.pool)
         present = selection.selected & ~removed
         flags, near_counts = search.find(present, present & ~selection.from_heldout)
         selection.leave_out(NEAR_DUPLICATE, flags)

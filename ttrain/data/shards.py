@@ -222,8 +222,8 @@ class ShardSet:
         """Weight of each record, where any differs from 1; else no shard is read."""
         if not any(shard.get("weighted") for shard in self.entries):
             return None
-        columns = self.columns()
-        return np.concatenate([np.ones(len(c)) if c.weights is None else c.weights for c in columns])
+        weights = (np.ones(len(each)) if each.weights is None else each.weights for each in self.columns())
+        return np.concatenate([*weights])
 
     @cached_property
     def lengths(self) -> Array:

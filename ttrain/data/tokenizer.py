@@ -6,7 +6,7 @@ import hashlib
 import heapq
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,7 +124,9 @@ class TextSample:
     documents_seen: int
 
 
-def sample(texts: Iterable[str], config: TokenizerSettings) -> TextSample:
+def sample(
+    texts: Iterable[str], config: TokenizerSettings, progress: Callable[[int], None] = lambda done: None
+) -> TextSample:
     """`tokenizer.sample` of the texts, within `max_bytes` and `max_documents`.
 
     "head": the first ones. "reservoir": a uniform sample, those with the lowest hash keyed by the
@@ -141,6 +143,7 @@ def sample(texts: Iterable[str], config: TokenizerSettings) -> TextSample:
         digest = b"" if is_head else hashlib.blake2b(data, digest_size=8, key=key).digest()
         entry = (-int.from_bytes(digest, "big"), -documents_seen, len(data), text)
         documents_seen += 1
+        progress(documents_seen)
         if cutoff is None or entry[:2] >= cutoff:
             heapq.heappush(heap, entry)
             size += len(data)
