@@ -137,13 +137,8 @@ def check(built: ShardSetResult, reading: Reading, name: str, kind: str) -> None
         raise DataError(f"{name}: all {train.kept} rows {reason}; bring more rows")
 
 
-def heldout_records(directory: Path) -> list[JsonDict]:
-    """The held-out records of a set of shards, as text."""
-    return list(_heldout_records(directory))
-
-
-def _heldout_records(directory: Path) -> Iterator[JsonDict]:
-    """The same, one at a time: nights read a first set of any size."""
+def heldout_records(directory: Path) -> Iterator[JsonDict]:
+    """The held-out records of a set of shards, as text, one at a time: nights read a first set of any size."""
     heldout = directory / "heldout"
     for shard in shards.ShardSet(heldout).index["shards"]:
         with (heldout / shard["records"]).open("rb") as lines:
@@ -152,7 +147,7 @@ def _heldout_records(directory: Path) -> Iterator[JsonDict]:
 
 def heldout_documents(directory: Path) -> Iterator[records.TextDocument]:
     """The held-out documents of a set of shards, or of the stage `heldout`, one at a time."""
-    return (records.TextDocument(record["text"]) for record in _heldout_records(directory))
+    return (records.TextDocument(record["text"]) for record in heldout_records(directory))
 
 
 def heldout_hashes(directory: Path) -> Table:

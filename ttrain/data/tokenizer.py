@@ -7,7 +7,6 @@ import heapq
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,19 +114,10 @@ def measure(encoder: Encoder, texts: Sequence[str]) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class TextSample:
-    """The sampled texts in the order of the input, their UTF-8 bytes, and the number of documents sampled from."""
-
-    texts: list[str]
-    bytes: int
-    documents_seen: int
-
-
 def sample(
     texts: Iterable[str], config: TokenizerSettings, progress: Callable[[int], None] = lambda done: None
-) -> TextSample:
-    """`tokenizer.sample` of the texts, within `max_bytes` and `max_documents`.
+) -> tuple[list[str], dict[str, int]]:
+    """(`tokenizer.sample` of the texts, within `max_bytes` and `max_documents`, in the order of the input; its counts).
 
     "head": the first ones. "reservoir": a uniform sample, those with the lowest hash keyed by the
     seed; the order of the input does not matter. Only the sample is in memory. If the lowest text
@@ -153,5 +143,5 @@ def sample(
             cutoff = gone[:2]
         if is_head and (cutoff or len(heap) == max_documents):
             break
-    entries = sorted(heap, key=lambda entry: -entry[1])
-    return TextSample([text for *_, text in entries], size, documents_seen)
+    sampled = [text for *_, text in sorted(heap, key=lambda entry: -entry[1])]
+    return sampled, {"documents": len(sampled), "documents_seen": documents_seen, "bytes": size}
