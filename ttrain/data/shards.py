@@ -204,7 +204,7 @@ class ShardSet:
         self.directory, self.index = directory, index
         self.weights: list[float] = index.get("weights", [])
         self._group = group
-        self.entries = [shard for shard in index["shards"] if group in (None, shard["group"])]
+        self.entries = [shard for shard in index["shards"] if group is None or shard["group"] == group]
         self._columns: dict[int, Column] = {}
         self._first_row = offsets_of([shard["rows"] for shard in self.entries])
         self._first_token = offsets_of([shard["tokens"] for shard in self.entries])
@@ -239,7 +239,7 @@ class ShardSet:
     def numbers(self) -> Array:
         """Number of each record in the whole set, over all groups."""
         shards = self.index["shards"]
-        is_of_group = [self._group in (None, shard["group"]) for shard in shards]
+        is_of_group = [self._group is None or shard["group"] == self._group for shard in shards]
         return np.flatnonzero(np.repeat(is_of_group, [shard["rows"] for shard in shards]))
 
     def row(self, number: int) -> tuple[Ids, ...]:
