@@ -62,8 +62,7 @@ def run(settings: Settings, job: StageContext) -> Figures:
 
 def read_nights(directory: Path) -> list[list[str]]:
     """The names of the held-out records of each night, the oldest first; [] where a set is of one night alone."""
-    nights: list[list[str]] = read_json(directory / NIGHTS) or []
-    return nights
+    return list(read_json(directory / NIGHTS) or ())
 
 
 def _by_name(documents: Iterable[JsonDict]) -> dict[str, JsonDict]:

@@ -48,8 +48,7 @@ def build(settings: Settings, job: StageContext, pool: Pool) -> ShardSetResult:
     left_out = Counter[str]()
     files = job.files.get(AGAINST, ())
     items = [item for file in files for item in contamination.read_items(file, left_out)]
-    is_removed = settings.shards.overlapping == "remove"
-    against = contamination.OverlapCheck(items, is_removed, left_out)
+    against = contamination.OverlapCheck(items, settings.shards.overlapping == "remove", left_out)
     return sharding.build(
         _work(settings, job, pool),
         weights=job.weights,

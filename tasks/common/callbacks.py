@@ -89,13 +89,12 @@ def make_loggers(names: Iterable[str], directory: Path, description: Figures) ->
 def description(config: Training | TaskConfig, labels: Mapping[str, str]) -> Figures:
     """A training as loggers show it: project, group, kind and name, and its settings with secrets masked."""
     stage, run_name = labels.get("stage", "training"), labels.get("run", "")
-    settings = flatten(config.model_dump(mode="json"))
     return {
         "project": labels.get("experiment", "ttrain"),
         "group": run_name or None,
         "job_type": stage,
         "name": f"{stage} {run_name.rpartition('-')[2]}".strip(),
-        "config": masked({f"{config.prefix}{name}": value for name, value in settings}),
+        "config": masked({f"{config.prefix}{name}": value for name, value in flatten(config.model_dump(mode="json"))}),
     }
 
 

@@ -126,8 +126,11 @@ def run(
         fewer = min(config.validation_rows, quick_rows(order.total_rows, runtime.quick_validations + 1))
         validation = replace(validation, quick=validation_batches(heldout_batches, fewer, size))
     counts = rows.counts()
-    named = ("rows", "row_length", "records", "fill")
-    rest = [f"{name.replace('_', ' ')} {count:,.6g}" for name, count in counts.items() if name not in named]
+    rest = [
+        f"{name.replace('_', ' ')} {count:,.6g}"
+        for name, count in counts.items()
+        if name not in ("rows", "row_length", "records", "fill")
+    ]
     log.info(
         "trains on %s rows of %s tokens, %.1f %% full, from %s records; %s",
         f"{counts['rows']:,}",
@@ -203,14 +206,8 @@ def train(
         # A longer run continues the one where the decay begins.
         permanent=frozenset({decay_start(config.schedule, order.steps)}),
     )
-    night = None
-    if runtime.night:
-        night = NightThrottle(
-            runtime.night,
-            options.ranks.device,
-            rows_per_device=runtime.rows_per_device,
-            memory_limit=limit_bytes(runtime),
-        )
+    limit = limit_bytes(runtime)
+    device = options.ranks.device
     options = replace(
         options,
         checkpoints=checkpoints,
@@ -222,8 +219,10 @@ def train(
             validate_steps=order.epoch_ends(config.validate_every_epochs),
             quick_validations=runtime.quick_validations,
         ),
-        speed=Speed(compiles(runtime, options.ranks.device, loader.rows, order.steps), runtime.parallel),
-        night=night,
+        speed=Speed(compiles(runtime, device, loader.rows, order.steps), runtime.parallel),
+        night=NightThrottle(runtime.night, device, rows_per_device=runtime.rows_per_device, memory_limit=limit)
+        if runtime.night
+        else None,
         stop_requested=job.stop_requested,
     )
     trainer = Trainer(task, loader, options, callbacks)
@@ -238,7 +237,7 @@ def train(
             group["weight_decay"],
         )
     try:
-        with explain_out_of_memory(limit_bytes(runtime), runtime.rows_per_device):
+        with explain_out_of_memory(limit, runtime.rows_per_device):
             result = trainer.fit()
     finally:
         checkpoints.close()

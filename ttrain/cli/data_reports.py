@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import orjson
@@ -95,7 +96,7 @@ def show(shards: str, store: ArtifactStore, count: int, row_length: int) -> Outp
         "tokenizer": str(encoder.directory),
         "kind": shard_set.index["kind"],
         "counts": counts,
-        "rows": [row.to_json() for row in shown],
+        "rows": list(map(asdict, shown)),
     }
     heading = f"{len(shard_set):,} records in {shard_set.directory}; tokenizer {encoder.directory}"
     cells = [(name.replace("_", " "), _shown(each)) for name, each in counts.items()]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from ttrain.core.files import JsonDict
 from ttrain.core.terminal import escaped
 from ttrain.data.encoder import Encoder
 from ttrain.data.packing import IGNORE, Rows
@@ -34,9 +33,6 @@ class TokenView:
     segments: list[int]
     pieces: list[str]
     headings: list[str] = field(default_factory=list)
-
-    def to_json(self) -> JsonDict:
-        return asdict(self)
 
 
 class Span(NamedTuple):

@@ -119,11 +119,11 @@ class PairRows(PieceRows):
         columns = [(ids[context], np.full(len(context), IGNORE), np.arange(len(context)), np.zeros_like(none), none)]
         for branch, part in enumerate((part for part in BRANCHES if (parts == part).any()), start=1):
             tokens = np.concatenate([last, np.flatnonzero(parts == part)])  # by their place in the record
-            targets, is_live = ids[tokens[1:]].astype(np.int64), live[tokens[1:]] != 0
-            places = len(context) + np.arange(len(targets))
+            is_live = live[tokens[1:]] != 0
+            labels = np.where(is_live, ids[tokens[1:]].astype(np.int64), IGNORE)
+            places = len(context) + np.arange(len(labels))
             answers = np.where(is_live, 2 * self.shards.numbers[record] + part - CHOSEN, -1)
-            labels = np.where(is_live, targets, IGNORE)
-            columns.append((ids[tokens[:-1]], labels, places, np.full(len(targets), branch), answers))
+            columns.append((ids[tokens[:-1]], labels, places, np.full(len(labels), branch), answers))
         span = slice(position, position + int(self.sizes[piece]))
         batch.segments_BT[line, span] = segment
         for name, column in zip(FILLED, zip(*columns, strict=True), strict=True):

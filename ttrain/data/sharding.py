@@ -276,9 +276,8 @@ def _place_shards(
 
 def _write_lowest_row(output: Path, block: BuiltBlock, row: int, recipe: BlockRecipe) -> JsonDict:
     """Read the record of this row again and write it as a held-out shard."""
-    location = block.source.location
     (content_hash,) = _keys(block.rows[[row]])
-    rows = records.read([location], recipe.parser, Tally(), recipe.max_line_bytes, recipe.text_field)
+    rows = records.read([block.source.location], recipe.parser, Tally(), recipe.max_line_bytes, recipe.text_field)
     record = next(record for record in rows if records.content_hash(record) == content_hash)
     column = blocks.encode_records(blocks.encoder_of(recipe.tokenizer), recipe.kind, [record])
     path = output / "heldout" / f"{hashlib.blake2b(record.content(), digest_size=8).hexdigest()}-lowest.arrow"
