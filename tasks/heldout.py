@@ -53,8 +53,8 @@ def run(settings: Settings, job: StageContext) -> Figures:
     inputs = [contamination.read_item_shares(job.inputs[name]) for name in (EARLIER_HELDOUT, "documents")]
     # A model of many nights has learnt from all of them.
     contamination.write_item_shares(job.output, {**inputs[0], **inputs[1]})
-    none = dict.fromkeys(shards.COUNTED, 0)  # no tokens of any tokenizer
-    entry = {**none, "file": "", "records": RECORDS, "sha256": "", "group": 0}
+    # No tokens of any tokenizer.
+    entry = {**dict.fromkeys(shards.COUNTED, 0), "file": "", "records": RECORDS, "sha256": "", "group": 0}
     shards.write_index(directory, kind="documents", vocab_size=0, tokenizer="", shards=[entry])
     counts = {"records": len(lines), "new": len(nights[-1]), "unscored": len(brought) - len(nights[-1])}
     return {**counts, "nights": [len(night) for night in nights]}
