@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ttrain.train import native
 from ttrain.train.precision import autocast_dtype
-from ttrain.train.varlen import Spans, span_attention
+from ttrain.train.varlen import Spans, record_starts, span_attention
 
 NAME = "ttrain"  # among the attention implementations of transformers
 
@@ -100,11 +100,8 @@ class Records:
     def places(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """The number of each record's first token among the B * T, and how many it has, longest first; all tokens'
         branches."""
-        segments = self._segments.numpy()
-        begins = np.ones(segments.shape, bool)
-        np.not_equal(segments[:, 1:], segments[:, :-1], out=begins[:, 1:])
-        starts = np.flatnonzero(begins)
-        lengths = np.diff(starts, append=begins.size)
+        starts = record_starts(self._segments.numpy())
+        lengths = np.diff(starts, append=self._segments.numel())
         order = np.argsort(-lengths, kind="stable")
         branches = None if self._branches is None else self._branches.to(torch.int32).contiguous()
         return torch.from_numpy(starts[order]), torch.from_numpy(lengths[order]), branches
@@ -154,7 +151,7 @@ def record_attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it; returns [B, T, H, K]. `spans`: on CUDA."""
-    dtype = autocast_dtype(query_BHTK.device, query_BHTK.dtype)
+    dtype = autocast_dtype(query_BHTK)
     scale = query_BHTK.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (state.transpose(1, 2) for state in (query_BHTK, key_BGTK, value_BGTK))
     if spans is not None:

@@ -21,9 +21,8 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from pathlib import Path
-from typing import Any
 
-from ttrain.core.files import fsync, read_json, remove_tree, write_json
+from ttrain.core.files import fsync, read_json, read_object, remove_tree, write_json
 from ttrain.core.text import format_size
 from ttrain.errors import ArtifactError
 from ttrain.train.checkpoint_format import (
@@ -210,12 +209,9 @@ class Checkpoints:
     def _prune(self) -> None:
         """Remove checkpoints that are not retained, and damaged ones, once the newest is durable."""
         ranked = self._ranked()
-        steps = [step_of(path) for path in list_checkpoints(self.directory) if path not in self._damaged]
-        retained_steps = {
-            *sorted({*steps})[-self._keep :],
-            *(self._permanent & {*steps}),
-            *(step for _, step, _ in ranked[:1]),
-        }
+        steps = [step_of(path) for path in self._intact()]
+        retained_steps = {*sorted({*steps})[-self._keep :], *(self._permanent & {*steps})}
+        retained_steps |= {step for _, step, _ in ranked[:1]}
         if self._keep_every:
             retained_steps |= {step for step in steps if step % self._keep_every == 0}
         for path in list_checkpoints(self.directory):
@@ -225,20 +221,18 @@ class Checkpoints:
 
     # --- lookup ----------------------------------------------------------------------------------------------------------
 
+    def _intact(self) -> list[Path]:
+        """The checkpoints that are not known to be damaged."""
+        return [path for path in list_checkpoints(self.directory) if path not in self._damaged]
+
     def _newest_other(self, step: int) -> int | None:
         """Step of the newest intact checkpoint, other than the one being written unless that is durable already."""
-        steps = [
-            step_of(path) for path in list_checkpoints(self.directory) if path not in self._damaged and not is_unnamed(path)
-        ]
+        steps = [step_of(path) for path in self._intact() if not is_unnamed(path)]
         return max((candidate for candidate in steps if candidate != step or candidate == self._durable), default=None)
 
     def _ranked(self) -> list[tuple[float, int, Path]]:
         """(metric, step, path) of the checkpoints that have a metric, the best first."""
-        measured = [
-            (logged_metric(path), step_of(path), path)
-            for path in list_checkpoints(self.directory)
-            if path not in self._damaged
-        ]
+        measured = [(logged_metric(path), step_of(path), path) for path in self._intact()]
         return sorted((metric, step, path) for metric, step, path in measured if metric is not None)
 
     def _pointed_best(self) -> int | None:
@@ -246,8 +240,7 @@ class Checkpoints:
         path = self.directory / BEST
         if not path.exists():
             return None
-        pointer = read_json(path)
-        step: Any = pointer.get("step") if isinstance(pointer, dict) else None
+        step = read_object(path).get("step")
         if type(step) is not int:
             log.warning("the file %s is damaged; searching the checkpoints for the best", path)
             return None

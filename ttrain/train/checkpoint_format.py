@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ttrain.core.hashing import sha256_file
 from ttrain.errors import ArtifactError
-from ttrain.train.snapshots import Snapshot, Tensors, copy_tensors
+from ttrain.train.distributed import Tensors
+from ttrain.train.snapshots import Snapshot, copy_tensors
 
 STATE = "state.json"
 
@@ -35,9 +36,7 @@ def read(path: Path, weights_file: str = WEIGHTS) -> Snapshot:
     return Snapshot(int(state["step"]), *read_tensors(path, state["files"], weights_file), state)
 
 
-def read_tensors(
-    path: Path, names: Iterable[str], weights_file: str = WEIGHTS
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def read_tensors(path: Path, names: Iterable[str], weights_file: str = WEIGHTS) -> tuple[Tensors, Tensors]:
     """Read weights and optimizer state from those of the named files of a checkpoint that hold tensors."""
     weights = dict(load_tensors(path / weights_file))
     for name in names:
@@ -152,7 +151,7 @@ def by_file(tensors: Tensors, default: str) -> dict[str, dict[str, Tensor]]:
     grouped: dict[str, dict[str, Tensor]] = {default: {}}
     for name, tensor in tensors.items():
         file, _, tensor_name = name.rpartition("/")
-        has_own_file = file.endswith(".safetensors")
+        has_own_file = file.endswith(SAFETENSORS)
         grouped.setdefault(file if has_own_file else default, {})[tensor_name if has_own_file else name] = tensor
     return grouped
 
@@ -160,20 +159,16 @@ def by_file(tensors: Tensors, default: str) -> dict[str, dict[str, Tensor]]:
 def write(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, Any]:
     """Write a new file and fsync it; returns {"bytes", "sha256"}. An OSError carries the path."""
     digest, size = hashlib.sha256(), 0
-    with name_file_in_errors(path):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
-        try:
-            for piece in parts:
-                view = memoryview(piece)
-                for begin in range(0, len(view), CHUNK_BYTES):
-                    chunk = view[begin : begin + CHUNK_BYTES]
-                    digest.update(chunk)  # this, `write` and `fsync` let other threads run
-                    while chunk:
-                        chunk = chunk[os.write(descriptor, chunk) :]
-                size += len(view)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    with name_file_in_errors(path), path.open("xb", buffering=0) as file:
+        for piece in parts:
+            view = memoryview(piece)
+            for begin in range(0, len(view), CHUNK_BYTES):
+                chunk = view[begin : begin + CHUNK_BYTES]
+                digest.update(chunk)  # this, `write` and `fsync` let other threads run
+                while chunk:
+                    chunk = chunk[os.write(file.fileno(), chunk) :]
+            size += len(view)
+        os.fsync(file.fileno())
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 

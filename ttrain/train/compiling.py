@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ttrain.core.text import first_line
 from ttrain.errors import UsageError
 from ttrain.train.distributed import Ranks
 
@@ -101,6 +102,4 @@ def _call_or_fall_back(
 
 def _described(failure: Exception | None) -> str:
     """The first line of an error of this rank, if it has one."""
-    if failure is None:
-        return "on another rank"
-    return f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
+    return f"{type(failure).__name__}: {first_line(failure)}" if failure else "on another rank"

@@ -1,21 +1,21 @@
 """Data parallelism over ranks: replicated or sharded models, and how gradients are summed."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ttrain.train.compiling import CompiledLayers, layers_of
-from ttrain.train.distributed import Ranks, full_tensor, shard_like
+from ttrain.train.distributed import Ranks, Tensors, full_tensor, shard_like
 
 
 class Parallel:
     """The module that training calls, and what happens around its backward passes."""
 
-    module: nn.Module
+    module: Any
     loss_factor = 1.0  # the loss is multiplied by it, so that gradients end as sums over ranks where the method averages
 
     def before_backward(self, *, last: bool) -> None:
@@ -24,11 +24,11 @@ class Parallel:
     def finish(self) -> None:
         """Called after the last micro-batch; afterwards the parameters hold the gradients of the whole step."""
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def whole(self, tensors: Tensors) -> Tensors:
         """The full tensors, as a single rank would have them; all ranks must call this."""
         return dict(tensors)
 
-    def load(self, own_tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    def load(self, own_tensors: Tensors, weights: Tensors) -> None:
         """Load full weights into the model's own tensors."""
         with torch.no_grad():
             for name, tensor in own_tensors.items():
@@ -106,14 +106,13 @@ class Sharded(Parallel):
         mesh = init_device_mesh(ranks.device.type, (ranks.world,))
         for layer in layers_of(module):
             fully_shard(layer, mesh=mesh)
-        self._sharded = fully_shard(module, mesh=mesh)
-        self.module = module
+        self.module = fully_shard(module, mesh=mesh)
         self.loss_factor = float(ranks.world)  # gradients are averaged over ranks; gloo knows no other way
 
     def before_backward(self, *, last: bool) -> None:
-        self._sharded.set_requires_gradient_sync(last)
+        self.module.set_requires_gradient_sync(last)
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def whole(self, tensors: Tensors) -> Tensors:
         """Gather the full tensors one at a time into rank 0's CPU memory; other ranks return {}."""
         full_tensors = {}
         for name, tensor in tensors.items():

@@ -84,16 +84,13 @@ def _as_text(sample: Mapping[str, str]) -> str:
 def preserve_rng_and_modes(model: nn.Module) -> Iterator[None]:
     """Disable gradients inside; afterwards restore the random state and each module's training mode."""
     modes = [(module, module.training) for module in model.modules()]
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch's
-    states = (torch.get_rng_state(), np.random.get_state(), random.getstate())
+    of_numpy, of_python = np.random.get_state(), random.getstate()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]  # torch's
     try:
-        with torch.no_grad():
+        with torch.random.fork_rng(devices), torch.no_grad():
             yield
     finally:
         for module, training in modes:
             module.training = training
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda)
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)

@@ -17,7 +17,7 @@ from ttrain.train.distributed import Ranks
 from ttrain.train.parallel import place
 from ttrain.train.precision import Precision
 from ttrain.train.step_figures import MicroBatchSums, measure
-from ttrain.train.task import TrainingTask
+from ttrain.train.task import Metrics, TrainingTask
 from ttrain.train.training_options import Speed
 
 
@@ -52,7 +52,7 @@ class PlacedModel:
         """Whether training passes are compiled."""
         return self._compiled_layers is not None
 
-    def measure(self, batches: Sequence[Any]) -> tuple[float, dict[str, float]]:
+    def measure(self, batches: Sequence[Any]) -> tuple[float, Metrics]:
         """Mean loss per target over the batches, split over the ranks, NaN if there are none; the figures of the task."""
         with self.average.as_weights():
             return measure(self.task, self.bare, batches, self.ranks, self.precision)

@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from ttrain.config import Night, Runtime
+from ttrain.core.text import first_line
 from ttrain.errors import TTrainError, UsageError
 
 GB = 1e9
@@ -91,9 +92,7 @@ def explain_out_of_memory(limit: float | None, rows_per_device: int) -> Iterator
             raise
         smaller = f"lower runtime.rows_per_device (it is {rows_per_device}; the weights stay the same)"
         fix = f"{smaller}, or raise runtime.memory_limit_gb (it is {limit / GB:g})" if limit else smaller
-        raise TTrainError(
-            f"out of memory: {fix}. {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        ) from error
+        raise TTrainError(f"out of memory: {fix}. {type(error).__name__}: {first_line(error)}") from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ttrain.train.distributed import Tensors
+
 HEADERS_BYTES = 1 << 20  # headers and JSON files; every checkpoint so far had less than half of it
 
-Tensors = Mapping[str, Tensor]
 Memory = tuple[dict[str, Tensor], dict[str, Tensor]]  # held for weights, and for the optimizer's state
 
 
