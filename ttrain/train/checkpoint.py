@@ -33,7 +33,6 @@ from ttrain.train.checkpoint_format import (
     is_unnamed,
     list_checkpoints,
     logged_metric,
-    name_file_in_errors,
     read,
     step_of,
     tensor_parts,
@@ -162,8 +161,7 @@ class Checkpoints:
             newest = list_checkpoints(self.directory)[-1]
             self._update_pointers(step_of(newest), logged_metric(newest))
             self._prune()
-        with name_file_in_errors(self.directory / FINAL):
-            write_json(self.directory / FINAL, {"step": step})
+        write_json(self.directory / FINAL, {"step": step})
 
     def keep(self, step: int) -> None:
         """Never prune the checkpoint of this step during this run, whether it is written yet or not."""
@@ -199,12 +197,10 @@ class Checkpoints:
             snapshot.release()
 
     def _update_pointers(self, step: int, metric: float | None) -> None:
-        with name_file_in_errors(self.directory / LATEST):
-            write_json(self.directory / LATEST, {"step": step, "metric": metric})
+        write_json(self.directory / LATEST, {"step": step, "metric": metric})
         ranked = self._ranked()
         if ranked and read_json(self.directory / BEST) != (best := {"step": ranked[0][1], "metric": ranked[0][0]}):
-            with name_file_in_errors(self.directory / BEST):
-                write_json(self.directory / BEST, best)
+            write_json(self.directory / BEST, best)
 
     def _prune(self) -> None:
         """Remove checkpoints that are not retained, and damaged ones, once the newest is durable."""
@@ -268,10 +264,8 @@ def write_checkpoint(
         for name, tensors in by_file(snapshot.weights, weights_file).items():
             written[name] = write(temporary / name, tensor_parts(tensors, {"format": "pt"}))
         written[OPTIMIZER] = write(temporary / OPTIMIZER, tensor_parts(snapshot.optimizer))
-        with name_file_in_errors(temporary / STATE):
-            write_json(
-                temporary / STATE, with_digest({**snapshot.state, "step": snapshot.step, "metric": metric, "files": written})
-            )
+        state = {**snapshot.state, "step": snapshot.step, "metric": metric, "files": written}
+        write_json(temporary / STATE, with_digest(state))
         _publish(temporary)
     except BaseException:
         if not (temporary / STATE).exists():  # else it is complete, and is listed
@@ -333,5 +327,4 @@ def _publish(temporary: Path) -> None:
     if final.exists():
         final.rename(final.with_name(f".trash-{final.name}-{time.time_ns()}"))
     temporary.rename(final)
-    with name_file_in_errors(final.parent):
-        fsync(final.parent)
+    fsync(final.parent)

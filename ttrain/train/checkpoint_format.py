@@ -1,6 +1,5 @@
 """Checkpoint directories on disk: listed, read, verified byte by byte. Nothing in them can run code."""
 
-import contextlib
 import hashlib
 import json
 import os
@@ -158,18 +157,21 @@ def by_file(tensors: Tensors, default: str) -> dict[str, dict[str, Tensor]]:
 
 def write(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, Any]:
     """Write a new file and fsync it; returns {"bytes", "sha256"}. An OSError carries the path."""
-    digest, size = hashlib.sha256(), 0
-    with name_file_in_errors(path), path.open("xb", buffering=0) as file:
-        for piece in parts:
-            view = memoryview(piece)
-            for begin in range(0, len(view), CHUNK_BYTES):
-                chunk = view[begin : begin + CHUNK_BYTES]
-                digest.update(chunk)  # this, `write` and `fsync` let other threads run
-                while chunk:
-                    chunk = chunk[os.write(file.fileno(), chunk) :]
-            size += len(view)
-        os.fsync(file.fileno())
-    return {"bytes": size, "sha256": digest.hexdigest()}
+    digest = hashlib.sha256()
+    try:
+        with path.open("xb", buffering=0) as file:
+            for piece in parts:
+                view = memoryview(piece)
+                for begin in range(0, len(view), CHUNK_BYTES):
+                    chunk = view[begin : begin + CHUNK_BYTES]
+                    digest.update(chunk)  # this, `write` and `fsync` let other threads run
+                    while chunk:
+                        chunk = chunk[os.write(file.fileno(), chunk) :]
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = str(path)
+        raise
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
 def write_model(
@@ -199,14 +201,3 @@ def write_weights(path: Path, tensors: Tensors) -> None:
     temporary.unlink(missing_ok=True)
     write(temporary, tensor_parts(tensors, {"format": "pt"}))
     temporary.replace(path)
-
-
-@contextlib.contextmanager
-def name_file_in_errors(path: Path) -> Iterator[None]:
-    """Add the file name to an OSError raised for a file descriptor."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = str(path)
-        raise

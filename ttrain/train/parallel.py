@@ -13,10 +13,12 @@ from ttrain.train.distributed import Ranks, Tensors, full_tensor, shard_like
 
 
 class Parallel:
-    """The module that training calls, and what happens around its backward passes."""
+    """The module that training calls, and what happens around its backward passes; here those of a single rank."""
 
-    module: Any
     loss_factor = 1.0  # the loss is multiplied by it, so that gradients end as sums over ranks where the method averages
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
 
     def before_backward(self, *, last: bool) -> None:
         """Called before the forward pass of each micro-batch; `last`: the step's last one on this rank."""
@@ -40,18 +42,16 @@ class Replicated(Parallel):
     """Every rank has the whole model; DDP sums gradients over ranks while the last backward pass still runs."""
 
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
-        self._ddp: nn.parallel.DistributedDataParallel | None = None
-        self._bare, self._saved_buffers = module, list[str]()
-        if ranks.world > 1:
-            # No device_ids: with them DDP moves all tensors to the GPU, also those that are read on the CPU.
-            self._ddp = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True, forward_sync_buffers=False)
-            self._saved_buffers = sorted({name for name, _ in module.named_buffers()} & {*module.state_dict()})
-            self.loss_factor = float(ranks.world)
-        self.module = self._ddp or module
+        # No device_ids: with them DDP moves all tensors to the GPU, also those that are read on the CPU.
+        super().__init__(
+            nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True, forward_sync_buffers=False)
+        )
+        self._bare = module
+        self._saved_buffers = sorted({name for name, _ in module.named_buffers()} & {*module.state_dict()})
+        self.loss_factor = float(ranks.world)
 
     def before_backward(self, *, last: bool) -> None:
-        if self._ddp is not None:
-            self._ddp.require_backward_grad_sync = last
+        self.module.require_backward_grad_sync = last
 
     def finish(self) -> None:
         # Running statistics are those of rank 0, which are saved in checkpoints. A module may replace its buffers.
@@ -60,28 +60,22 @@ class Replicated(Parallel):
 
 def place(
     module: nn.Module, ranks: Ranks, parallel: str, attempt: Callable[[nn.Module], None] | None
-) -> tuple[Parallel, CompiledLayers | None]:
+) -> tuple[Parallel, CompiledLayers]:
     """Distribute a module over the ranks; and its compiled layers, which `attempt` asks for by a pass to try.
 
     It is tried before the module is replicated: a pass that ends within DDP leaves it in the middle of a reduction. Sharded
     layers can be tried only where they are.
     """
-    layers = None if attempt is None else CompiledLayers(module)
-    sharded = parallel == "fsdp" and ranks.world > 1
-    if layers and attempt and not sharded and not layers.keep(partial(attempt, module), ranks, sharded=False):
-        layers = None
-    placed = parallelize(module, ranks, parallel)
-    if layers and attempt and sharded and not layers.keep(partial(attempt, placed.module), ranks, sharded=True):
-        layers = None
-    return placed, layers
-
-
-def parallelize(module: nn.Module, ranks: Ranks, parallel: str) -> Parallel:
-    """Distribute a module over the ranks as the settings say."""
+    layers = CompiledLayers(module if attempt else None)
     if parallel == "fsdp" and ranks.world > 1:
-        return Sharded(module, ranks)
+        placed: Parallel = Sharded(module, ranks)
+        if attempt:
+            layers.keep(partial(attempt, placed.module), ranks, sharded=True)
+        return placed, layers
+    if attempt:
+        layers.keep(partial(attempt, module), ranks, sharded=False)
     with ranks.exchanging():
-        return Replicated(module, ranks)
+        return Replicated(module, ranks) if ranks.world > 1 else Parallel(module), layers
 
 
 @torch.no_grad()
@@ -102,11 +96,11 @@ class Sharded(Parallel):
         from torch.distributed.device_mesh import init_device_mesh  # 0.5 s of imports that other runs need not pay
         from torch.distributed.fsdp import fully_shard
 
-        self._first = ranks.first
+        self._is_first = ranks.first
         mesh = init_device_mesh(ranks.device.type, (ranks.world,))
         for layer in layers_of(module):
             fully_shard(layer, mesh=mesh)
-        self.module = fully_shard(module, mesh=mesh)
+        super().__init__(fully_shard(module, mesh=mesh))
         self.loss_factor = float(ranks.world)  # gradients are averaged over ranks; gloo knows no other way
 
     def before_backward(self, *, last: bool) -> None:
@@ -117,6 +111,6 @@ class Sharded(Parallel):
         full_tensors = {}
         for name, tensor in tensors.items():
             gathered = full_tensor(tensor)
-            if self._first:
+            if self._is_first:
                 full_tensors[name] = gathered.detach().to("cpu")
         return full_tensors

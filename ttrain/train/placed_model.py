@@ -4,7 +4,6 @@ The gradient is the sum over all targets of the step, divided once by their numb
 is a function of (seed, step, micro-batch), so that a run continues bit for bit from any checkpoint.
 """
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,7 +49,7 @@ class PlacedModel:
     @property
     def compiled(self) -> bool:
         """Whether training passes are compiled."""
-        return self._compiled_layers is not None
+        return self._compiled_layers.any
 
     def measure(self, batches: Sequence[Any]) -> tuple[float, Metrics]:
         """Mean loss per target over the batches, split over the ranks, NaN if there are none; the figures of the task."""
@@ -67,7 +66,7 @@ class PlacedModel:
             # torch.manual_seed takes 0.9 ms: it notes a traceback for each kind of device that is not in use.
             (torch.default_generator if self.ranks.device.type == "cpu" else torch).manual_seed(seed % (1 << 63))
             self.parallel.before_backward(last=micro is micro_batches[-1])
-            with self._compiled_layers.used() if self._compiled_layers else contextlib.nullcontext():
+            with self._compiled_layers.used():
                 with self.precision.autocast():
                     loss = self.task.train_step(self.parallel.module, micro.batch, self.ranks.device)
                 factor = self._scale * self.loss_scale.scale * self.parallel.loss_factor

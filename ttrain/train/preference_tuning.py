@@ -23,6 +23,7 @@ CHOSEN, REJECTED, LEADS, RATIOS = "chosen", "rejected", "leads", "ratios"  # sum
 
 
 Count = TypeVar("Count", int, Array)
+Scores = tuple[Tensor, Tensor]  # log-probability and number of the tokens of each answer, both [A]
 
 
 @dataclass(frozen=True)
@@ -103,17 +104,15 @@ def kto(config: Dpo, answers: Answers, reference_point: float) -> Tensor:
 # --- the task -----------------------------------------------------------------------------------------------------------
 
 
-def score_answers(model: nn.Module, batch: PairBatch, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Log-probability and number of the tokens of each answer, both [A], in one forward pass. `model`: NextTokenLoss.
+def score_answers(model: nn.Module, batch: PairBatch, device: torch.device) -> Scores:
+    """The scores of the answers, in one forward pass. `model`: NextTokenLoss.
 
     In fp64 where the device has it: the sums of two passes then differ by the rounding of their terms alone.
     """
     return _scored(model, batch, device, next_only=True)[0]
 
 
-def _scored(
-    model: nn.Module, batch: PairBatch, device: torch.device, **options: Any
-) -> tuple[tuple[Tensor, Tensor], Tensors, Tensors]:
+def _scored(model: nn.Module, batch: PairBatch, device: torch.device, **options: Any) -> tuple[Scores, Tensors, Tensors]:
     """The scores of the answers, the balance terms of routers, and sums over their choices; options of NextTokenLoss."""
     arrays = (batch.input_ids_BT, batch.positions_BT, batch.segments_BT, batch.labels_BT, batch.branches_BT)
     *inputs, branches_BT = on_device(arrays, device)
@@ -200,7 +199,7 @@ class PreferenceTuning(CausalTask):
             means["reference_point"] = self._reference_point
         return means
 
-    def _loss(self, scores: tuple[Tensor, Tensor], batch: PairBatch, device: torch.device) -> LossSum:
+    def _loss(self, scores: Scores, batch: PairBatch, device: torch.device) -> LossSum:
         log_probs_A, tokens_A = scores
         [ratings_A] = on_device([batch.ratings_A], device)
         reference_A = torch.zeros_like(log_probs_A)
