@@ -73,25 +73,17 @@ class TrainableModel:
 task_of = LanguageModeling.of  # of most stages
 
 
-@dataclass(frozen=True)
-class Objective:
-    """What a stage trains for: the task, by default next-token prediction, and the batches of `train` or `heldout`."""
-
-    task: Callable[[Training, nn.Module, Runtime], CausalTask] = task_of
-    batches: Callable[[str, Rows], BatchSource] = lambda part, rows: rows
-
-
-NEXT_TOKEN = Objective()
-
-
 def run(
     settings: Settings,
     config: Training,
     job: StageContext,
     prepare: Callable[[Settings, Inputs, Encoder], TrainableModel],
-    objective: Objective = NEXT_TOKEN,
+    task: Callable[[Training, nn.Module, Runtime], CausalTask] = task_of,
+    batches: Callable[[str, Rows], BatchSource] = lambda part, rows: rows,
 ) -> Figures:
     """Train what `prepare` makes of settings, inputs and tokenizer, write the model under the output.
+
+    `batches` makes those of a part, `train` or `heldout`, of its rows.
 
     Returns the figures of the manifest. Raises Interrupted after saving.
     """
@@ -108,7 +100,7 @@ def run(
     if by_rule:
         log.info("by the %d rows: %s", rows.epoch, by_rule)
     order, computed_in = order_of(config, rows), precision.resolve_precision(config.precision, ranks.device)
-    learner = objective.task(config, trained.model, job.runtime)
+    learner = task(config, trained.model, job.runtime)
     leakage_check.check(learner.build_model(), config, branches=TRAINING_STAGES[config.section].rows == "pairs")
     learner.check_rows(rows)
     learner.check_rows(heldout)
@@ -117,9 +109,9 @@ def run(
         runtime = tuned(learner, rows, order, job, ranks, computed_in)
     chosen = {} if runtime is job.runtime else {"tuned": {"rows_per_device": runtime.rows_per_device}}
     job = replace(job, runtime=runtime)
-    batches, size = objective.batches("train", rows), runtime.rows_per_device
-    loader = Loader(batches, order, rows_per_device=size, rank=ranks.rank, world=ranks.world)
-    heldout_batches = objective.batches("heldout", heldout)
+    size = runtime.rows_per_device
+    loader = Loader(batches("train", rows), order, rows_per_device=size, rank=ranks.rank, world=ranks.world)
+    heldout_batches = batches("heldout", heldout)
     validation = Validation(validation_batches(heldout_batches, config.validation_rows, size))
     if not config.validates_while_training:  # then there are quick ones, over fewer rows
         fewer = min(config.validation_rows, quick_rows(order.total_rows, runtime.quick_validations + 1))

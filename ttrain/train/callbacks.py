@@ -1,7 +1,5 @@
 """Callbacks: observers that get frozen records of each event and cannot change the training."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -12,12 +10,10 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-import numpy.typing as npt
-
-from ttrain.core.files import ProgressWriter, fsync, write_bytes
+from ttrain.core.files import JsonDict, ProgressWriter, fsync, write_bytes
 from ttrain.core.text import format_duration
 from ttrain.data.order import Order
+from ttrain.data.packing import Array
 from ttrain.errors import TTrainError
 
 LOGGED_PREFIXES = (
@@ -46,7 +42,7 @@ class StepRecord:
     skipped: bool  # its gradient was not finite, and the weights were not updated
     seconds: float
     data_seconds: float  # of them, waiting for the loader
-    rows: Callable[[], npt.NDArray[np.int64]]  # row numbers
+    rows: Callable[[], Array]  # row numbers
     tokens: int  # of its rows
     tokens_read: int  # of the rows of all steps so far
 
@@ -115,7 +111,7 @@ class Callback:
         """
         return None
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonDict:
         """State of this callback for the checkpoint, as JSON."""
         return {name: getattr(self, f"_{name}") for name in self.saved_attributes}
 
@@ -285,7 +281,7 @@ class CallbackList:
             except Exception as second:
                 log.warning("the callback %s.failed raised %r", type(callback).__name__, second)
 
-    def state(self) -> list[dict[str, Any]]:
+    def state(self) -> list[JsonDict]:
         """Callback states for the checkpoint; callbacks with an empty state are left out."""
         entries = [{"name": type(callback).__name__, "state": _call(callback, "state")} for callback in self.callbacks]
         return [entry for entry in entries if entry["state"]]

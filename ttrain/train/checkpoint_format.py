@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ttrain.core.files import JsonDict
 from ttrain.core.hashing import sha256_file
 from ttrain.errors import ArtifactError
 from ttrain.train.distributed import Tensors
@@ -73,15 +74,15 @@ def logged_metric(path: Path) -> float | None:
     return None if metric is None else float(metric)
 
 
-def with_digest(state: Mapping[str, Any]) -> dict[str, Any]:
+def with_digest(state: Mapping[str, Any]) -> JsonDict:
     """A state with its own digest, as `state.json` holds it."""
     return {**state, "sha256": _digest(state)}
 
 
-def _read_state(path: Path) -> dict[str, Any]:
+def _read_state(path: Path) -> JsonDict:
     file = path / STATE
     try:
-        state: dict[str, Any] = json.loads(file.read_bytes())
+        state: JsonDict = json.loads(file.read_bytes())
         name_matches = path.name in (f"step-{state['step']:08d}", f".writing-{state['step']:08d}")
         whole = state.pop("sha256") == _digest(state) and name_matches and isinstance(state["files"], dict)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -101,10 +102,10 @@ def _verify(file: Path, entry: Any) -> None:
         raise ArtifactError(f"the checkpoint file {file} is damaged: {STATE} does not list it") from None
 
 
-def load_tensors(file: Path) -> dict[str, Any]:
+def load_tensors(file: Path) -> JsonDict:
     """Load tensors into memory of their own: memory-mapped pages could change or vanish after they were verified."""
     try:
-        tensors: dict[str, Any] = load_file(file, backend="pread")
+        tensors: JsonDict = load_file(file, backend="pread")
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ArtifactError(f"the checkpoint file {file} is damaged: {type(error).__name__}: {error}") from None
     return tensors
@@ -131,12 +132,12 @@ def _type_name(dtype: torch.dtype) -> str:
 def tensor_parts(tensors: Tensors, metadata: Mapping[str, str] | None = None) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a safetensors file in pieces. The tensors are on the CPU and must not change meanwhile."""
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that all are aligned
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: JsonDict = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name in names:
         tensor = tensors[name]
         assert tensor.device.type == "cpu", f"{name} is on {tensor.device}"
-        begin, end = end, end + tensor.numel() * tensor.element_size()
+        begin, end = end, end + tensor.nbytes
         header[name] = {"dtype": _type_name(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % ALIGNMENT)
@@ -155,7 +156,7 @@ def by_file(tensors: Tensors, default: str) -> dict[str, dict[str, Tensor]]:
     return grouped
 
 
-def write(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, Any]:
+def write(path: Path, parts: Iterable[bytes | memoryview]) -> JsonDict:
     """Write a new file and fsync it; returns {"bytes", "sha256"}. An OSError carries the path."""
     digest = hashlib.sha256()
     try:

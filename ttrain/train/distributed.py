@@ -1,13 +1,11 @@
 """The processes that train together (ranks), and their collectives."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import numpy.typing as npt
 import torch
@@ -32,7 +30,7 @@ class Ranks:
     device: torch.device
 
     @classmethod
-    def join(cls, device: torch.device, timeout_seconds: float) -> Ranks:
+    def join(cls, device: torch.device, timeout_seconds: float) -> Self:
         """Join the process group with the rank from the environment, by torchrun's variables: gloo, and NCCL on CUDA.
 
         A rank that waits for another one for longer than `timeout_seconds` fails.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
 from typing import Any, NamedTuple, Self, final
 
 import torch
@@ -17,7 +16,7 @@ from ttrain.config import Runtime, Training
 from ttrain.data.packing import IGNORE, Batch
 from ttrain.errors import UsageError
 from ttrain.train import attention, moe, varlen
-from ttrain.train.attention import segment_mask
+from ttrain.train.attention import Inputs, segment_mask
 from ttrain.train.distributed import Tensors, on_device
 from ttrain.train.kernels import fuse
 from ttrain.train.losses import (
@@ -264,11 +263,11 @@ class NextTokenLoss(nn.Module):
             return hidden_BTD, linear_token_losses(hidden_BTD, weight_VD, rows.labels_BT, self._chunk_tokens)
         return hidden_BTD, self._loss_in_chunks(hidden_BTD, weight_VD, rows.labels_BT, hits)
 
-    def _inputs(self, rows: PackedTensors) -> dict[str, Any]:
+    def _inputs(self, rows: PackedTensors) -> Inputs:
         """What the model of transformers is called with, so that records and branches do not see each other."""
         model = self.causal
-        inputs: dict[str, Any] = {"input_ids": rows.input_ids_BT, "position_ids": rows.positions_BT}
-        arguments: dict[str, Any] = {} if rows.spans is None else {"spans": rows.spans}
+        inputs: Inputs = {"input_ids": rows.input_ids_BT, "position_ids": rows.positions_BT}
+        arguments: Inputs = {} if rows.spans is None else {"spans": rows.spans}
         if self._chunked and rows.spans is None and self._by_records and not count(self.model):  # which cover no prefix
             arguments = attention.record_arguments(model, rows.segments_BT, rows.branches_BT)
         if arguments:  # transformers takes a mask of four dimensions as it is, and would make one where there is none
@@ -276,7 +275,7 @@ class NextTokenLoss(nn.Module):
         inputs = prepend(self.model, {**inputs, "attention_mask": segment_mask(rows.segments_BT, rows.branches_BT)})
         return attention.with_attention_mask(model, inputs)
 
-    def _head_as_it_is(self, inputs: dict[str, Any], rows: PackedTensors, hits: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _head_as_it_is(self, inputs: Inputs, rows: PackedTensors, hits: Tensor | None) -> tuple[Tensor, Tensor]:
         """Hidden states, and the loss by logits of the whole micro-batch, whatever the output head makes of the states."""
         model = self.causal
         hidden_states: list[Tensor] = []
@@ -320,7 +319,7 @@ def count(model: nn.Module) -> int:
     return int(settings.num_virtual_tokens) if settings is not None and settings.is_prompt_learning else 0
 
 
-def prepend(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+def prepend(model: Any, inputs: Inputs) -> Inputs:
     """Add the prefix of a PEFT model, if it has one, to the causal model's inputs, as if each record stood alone.
 
     The keys and values of P virtual tokens stand once before the row. The mask, [B, 1, T, T], is widened to [B, 1, T, P + T]

@@ -7,8 +7,6 @@ bf16, 400 in fp32.
 Letters in names: N tokens, k experts for each, S = N*k choices sorted by expert, E experts, D width, F inner width.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import math
@@ -16,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -183,7 +181,7 @@ class Balancing:
     bias_rate: float = 0.0
 
     @classmethod
-    def of(cls, model: nn.Module, routers: Routers) -> Balancing:
+    def of(cls, model: nn.Module, routers: Routers) -> Self:
         """The settings in the config; all zero if routers are frozen. Raises UsageError if that is impossible."""
         config: Any = getattr(model, "config", None)
         balancing = cls(**{setting: float(getattr(config, name, None) or 0.0) for name, setting in Moe.IN_CONFIG.items()})

@@ -1,12 +1,12 @@
 """Data parallelism over ranks: replicated or sharded models, and how gradients are summed."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ttrain.train.compiling import CompiledLayers, layers_of
 from ttrain.train.distributed import Ranks, Tensors, full_tensor, shard_like
@@ -53,9 +53,13 @@ class Replicated(Parallel):
     def before_backward(self, *, last: bool) -> None:
         self.module.require_backward_grad_sync = last
 
+    @torch.no_grad()
     def finish(self) -> None:
         # Running statistics are those of rank 0, which are saved in checkpoints. A module may replace its buffers.
-        broadcast([self._bare.get_buffer(name) for name in self._saved_buffers])
+        for buffer in map(self._bare.get_buffer, self._saved_buffers):
+            contiguous = buffer.detach().contiguous()  # gloo takes a tensor with gaps in memory for one without
+            dist.broadcast(contiguous, 0)
+            buffer.copy_(contiguous)
 
 
 def place(
@@ -76,16 +80,6 @@ def place(
         layers.keep(partial(attempt, module), ranks, sharded=False)
     with ranks.exchanging():
         return Replicated(module, ranks) if ranks.world > 1 else Parallel(module), layers
-
-
-@torch.no_grad()
-def broadcast(tensors: Iterable[Tensor]) -> None:
-    """Give all ranks the numbers that rank 0 has. gloo takes a tensor with gaps in memory for one without."""
-    for tensor in tensors:
-        contiguous = tensor.detach().contiguous()
-        dist.broadcast(contiguous, 0)
-        if contiguous.data_ptr() != tensor.data_ptr():
-            tensor.copy_(contiguous)
 
 
 @final

@@ -29,23 +29,21 @@ class PeriodicEvaluation(Callback):
     """
 
     def __init__(
-        self, model: nn.Module, measure: Callable[[int], Mapping[str, float]], writers: Sequence[Callback], *, every: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
-        self._model, self._measure, self._writers = model, measure, writers
-        self._every, self._clock = every, clock
+        self, model: nn.Module, measure: Callable[[int], Mapping[str, float]], writers: Sequence[Callback], *, every: int
+    ) -> None:
+        self._model, self._measure, self._writers, self._every = model, measure, writers, every
         self._began = self._spent = 0.0
 
     def start(self, step: int, steps: int) -> None:
-        self._began = self._clock()
+        self._began = time.monotonic()
 
     def step_end(self, record: StepRecord) -> None:
         if record.step % self._every and record.step != record.steps:
             return
-        began = self._clock()
+        began = time.monotonic()
         with preserve_rng_and_modes(self._model):
             figures = {PREFIX + name: value for name, value in self._measure(record.step).items()}
-        now = self._clock()
+        now = time.monotonic()
         self._spent += now - began
         share = self._spent / max(now - self._began, 1e-9)
         figures |= dict(zip(TIMED, (now - began, share), strict=True))

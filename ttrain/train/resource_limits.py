@@ -61,19 +61,13 @@ def limit_memory(limit: float | None, device: torch.device) -> None:
         log.warning("runtime.memory_limit_gb is %g, which nothing enforces on %s here", limit / GB, device.type)
 
 
-def _container_limit() -> float:
-    """Bytes that the container may use; infinite without a limit, or without cgroups of version 2."""
-    file = CGROUP / "memory.max"
-    text = file.read_text().strip() if file.exists() else "max"
-    return math.inf if text == "max" else int(text)
-
-
 def available_bytes(device: torch.device) -> float:
     """Memory that a training could have: free on the GPU, else on the machine, within what the container may use."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
-    free, limit = float(psutil.virtual_memory().available), _container_limit()
-    return min(free, limit - int((CGROUP / "memory.current").read_text())) if limit < math.inf else free
+    free, file = float(psutil.virtual_memory().available), CGROUP / "memory.max"  # of cgroups of version 2
+    limit = file.read_text().strip() if file.exists() else "max"
+    return free if limit == "max" else min(free, int(limit) - int((CGROUP / "memory.current").read_text()))
 
 
 def data_bytes() -> int:

@@ -59,7 +59,7 @@ def copy_tensors(tensors: Tensors) -> dict[str, Tensor]:
 def needed_bytes(snapshot: Snapshot) -> int:
     """Disk space of one checkpoint in bytes, slightly overestimated."""
     tensors = [*snapshot.weights.values(), *snapshot.optimizer.values()]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors) + HEADERS_BYTES
+    return sum(tensor.nbytes for tensor in tensors) + HEADERS_BYTES
 
 
 def _copy_into(buffers: dict[str, Tensor], tensors: Tensors) -> dict[str, Tensor]:

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from ttrain.config import Loop
 from ttrain.core.text import first_of
+from ttrain.data.packing import Array
 from ttrain.errors import TTrainError
 from ttrain.train.distributed import Ranks
 from ttrain.train.precision import Precision
@@ -193,7 +192,7 @@ class NonFinite(TTrainError):
         )
 
 
-def rows_to_blame(parts: Sequence[npt.NDArray[np.int64]], losses: Mapping[int, Tensor], ranks: Ranks) -> list[int]:
+def rows_to_blame(parts: Sequence[Array], losses: Mapping[int, Tensor], ranks: Ranks) -> list[int]:
     """Rows of the micro-batches with a non-finite loss, on any rank; all rows of the step if only the gradient is."""
     bad = [float(number in losses and not math.isfinite(float(losses[number]))) for number in range(len(parts))]
     blamed = [micro_batch_rows for micro_batch_rows, is_bad in zip(parts, ranks.sum(bad), strict=True) if is_bad]
