@@ -24,13 +24,7 @@ class PlacedModel:
     """The task's model, distributed over the ranks and perhaps compiled, its optimizers and the average of its weights."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        task: TrainingTask,
-        loader: Loader,
-        ranks: Ranks,
-        precision: Precision,
-        speed: Speed,
+        self, module: nn.Module, task: TrainingTask, loader: Loader, ranks: Ranks, precision: Precision, speed: Speed
     ) -> None:
         self.task, self.loader, self.ranks, self.precision = task, loader, ranks, precision
         is_whole = speed.parallel != "fsdp" or ranks.world == 1

@@ -51,17 +51,13 @@ class Trainer:
     """Trains the task's model on the loader's rows."""
 
     def __init__(
-        self,
-        task: TrainingTask,
-        loader: Loader,
-        options: TrainerOptions,
-        callbacks: Sequence[Callback] = (),
+        self, task: TrainingTask, loader: Loader, options: TrainerOptions, callbacks: Sequence[Callback] = ()
     ) -> None:
         """Build the model, and restore the newest checkpoint. Raises UsageError if that was made under other settings."""
         self.task, self.loader = task, loader
         self.ranks, self.precision, self.weights = options.ranks, options.precision, options.weights
         self.checkpoints, self.validation, self.cadence = options.checkpoints, options.validation, options.cadence
-        self.night, self.stop_requested, self.identity = options.night, options.stop_requested, dict(options.origin.identity)
+        self.night, self.stop_requested, self.identity = options.night, options.stop_requested, options.origin.identity
         self.callback_list = CallbackList(callbacks if self.ranks.first else (), loader.order)
         self.steps = loader.order.steps
         self._quick_steps = spread_steps(self.steps, self.cadence.quick_validations if self.validation.quick else 0)
@@ -71,7 +67,7 @@ class Trainer:
         bare = task.build_model()
         self.first = self.step = self._resume_step(snapshot, origin.allow) if snapshot else 0
         if tensors := snapshot or origin.plateau:
-            self.weights.load(dict(tensors.weights))
+            self.weights.load(tensors.weights)
         self._wants_compiled = speed.compile
         self.model = PlacedModel(bare, task, loader, self.ranks, self.precision, speed)
         self.bare, self.parallel, self.loss_scale = self.model.bare, self.model.parallel, self.model.loss_scale
@@ -220,16 +216,17 @@ class Trainer:
 
     def _account(self, finished: FinishedStep) -> None:
         """Count a step that is done, or was skipped, and pass it to the callbacks."""
-        self.counters.skipped_in_a_row = 0 if finished.finite else self.counters.skipped_in_a_row + 1
-        if not finished.finite:
-            self.counters.skipped += 1
-            if not self.loss_scale.enabled:  # fp16 overflows now and then, which a smaller scale fixes
-                self._not_finite(finished)
-        self.loss_scale.update(finished.finite)
         if finished.finite:
             parts, sums = self._totals.named(finished.others)
             self.task.after_step(sums)
+            self.counters.skipped_in_a_row = 0
             self.counters.add(finished.total, finished.live, finished.norm, parts, sums)
+        else:
+            self.counters.skipped += 1
+            self.counters.skipped_in_a_row += 1
+            if not self.loss_scale.enabled:  # fp16 overflows now and then, which a smaller scale fixes
+                self._not_finite(finished)
+        self.loss_scale.update(finished.finite)
         tokens = self.loader.order.step_tokens(finished.step)
         self.counters.live_tokens += int(finished.live)
         self.counters.tokens += tokens
@@ -404,12 +401,10 @@ class Trainer:
 
     def _restore_best(self) -> tuple[int, Counters]:
         """Load the checkpoint with the lowest validation loss on all ranks; its step, and its losses among its counters."""
-        if self.checkpoints is None:
-            return self.step, self.counters
-        if self.ranks.first:
+        if self.checkpoints and self.ranks.first:
             self.checkpoints.wait()
         self.ranks.barrier()
-        best = self.checkpoints.best()
+        best = self.checkpoints.best() if self.checkpoints else None
         if best is None:
             return self.step, self.counters
         log.info("keeping the weights of step %d, which had the lowest validation loss", best.step)
