@@ -16,7 +16,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,12 +24,12 @@ from uuid import UUID
 
 from rich.console import Console
 
+from ttrain.core.files import JsonObject
 from ttrain.core.terminal import print_plain, table
 from ttrain.core.text import format_duration
 from ttrain.engine.display import StageDisplay
 from ttrain.engine.execution import PipelineRun, screen
-from ttrain.engine.labels import NO_LABELS, Labels
-from ttrain.engine.plan import Plan
+from ttrain.engine.graph import Plan
 from ttrain.errors import Interrupted, NothingNew, TTrainError, UsageError
 from ttrain.flows import servers
 from ttrain.nightly import notify
@@ -61,7 +61,7 @@ class RunOptions:
     in_flow: bool = False
     night: str = ""
     stop_at: float | None = None
-    labels: Labels = NO_LABELS
+    labels: JsonObject = field(default_factory=dict)
     display: StageDisplay | None = None
 
 
@@ -89,14 +89,11 @@ def run_pipeline(
     with screen(console, settings.runtime.log_level, options.display) as shown_on:
         if engine == "prefect" and not options.in_flow:
             begin(store.root)
-        part_of = {"night": options.night} if options.night else {}
-        execution = PipelineRun(plan, shown_on, part_of=part_of, labels=options.labels)
+        night = {"night": options.night} if options.night else {}
+        execution = PipelineRun(plan, shown_on, facts={**options.labels, **night})
         track(execution)
         try:
             with execution.recorded():
-                for planned in plan.stages:
-                    if planned.reused:
-                        execution.note_reused(planned)
                 on_begin(execution)
                 execution.raise_if_signalled()
                 with execution.stopping_at(options.stop_at):
@@ -220,8 +217,8 @@ def link_to_page(execution: PipelineRun, stage: str | None = None) -> None:
 
 def tags_of(execution: PipelineRun) -> list[str]:
     """The tags of the flow run: ttrain's own, the setting `name`, and the user's."""
-    own = {"name": execution.settings.name, **execution.labels.tags}
-    return [TAG, *(f"{key}={value}" for key, value in own.items())]
+    tags = {"name": execution.settings.name, **execution.record.snapshot().get("tags", {})}
+    return [TAG, *(f"{key}={value}" for key, value in tags.items())]
 
 
 def _run_stages(execution: PipelineRun) -> list[Any]:
@@ -236,7 +233,7 @@ def _run_stages(execution: PipelineRun) -> list[Any]:
 
     futures: dict[str, PrefectFuture[Any]] = {}
     graph = execution.plan.graph
-    stages = {row.stage.name: row for row in execution.plan.stages if not row.reused}
+    stages = {planned.name: planned for planned in execution.plan.stages}
     shards = {name for name, planned in stages.items() if planned.stage.reuses_parts}
     url = None if servers.is_own() else url_for("flow-run", obj_id=flow_run.id)
     execution.record.note(prefect={"flow_run_id": str(flow_run.id), "url": url})

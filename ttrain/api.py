@@ -23,8 +23,7 @@ from typing import Any
 from ttrain.config import Settings
 from ttrain.core.html_table import html_table
 from ttrain.engine.display import StageDisplay
-from ttrain.engine.graph import Planned, Rerun, Selection
-from ttrain.engine.plan import Plan, record_cached
+from ttrain.engine.graph import Plan, Planned, Rerun, Selection
 from ttrain.errors import Interrupted, TTrainError, UsageError
 from ttrain.store import layout
 from ttrain.store import runs as run_records
@@ -229,6 +228,7 @@ def run(
     from ttrain.core.terminal import console
     from ttrain.engine.labels import labels_of
     from ttrain.engine.notebook_display import notebook_display
+    from ttrain.engine.planner import record_cached
 
     if engine not in ENGINES:
         raise UsageError(f"engine is {engine!r} but must be prefect or none")

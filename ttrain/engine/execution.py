@@ -4,11 +4,11 @@ import contextlib
 import getpass
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Protocol
 
 from rich.console import Console
 
@@ -18,9 +18,7 @@ from ttrain.core.signals import handling_signals
 from ttrain.core.terminal import showing_logs
 from ttrain.engine import launch, processes, row_counts
 from ttrain.engine.display import Display, StageDisplay
-from ttrain.engine.graph import Planned
-from ttrain.engine.labels import NO_LABELS, Labels
-from ttrain.engine.plan import Plan
+from ttrain.engine.graph import Plan, Planned
 from ttrain.engine.planner import plan_stage
 from ttrain.engine.provenance import commit, with_absolute_paths
 from ttrain.engine.stop_request import SIGNALLED, StopRequest
@@ -66,12 +64,11 @@ class PipelineRun(StopRequest):
         plan: Plan,
         display: StageDisplay,
         *,
-        part_of: Mapping[str, Any] = MappingProxyType({}),
-        labels: Labels = NO_LABELS,
+        facts: JsonObject = MappingProxyType({}),
         registers: bool = True,
     ) -> None:
-        """`part_of`: what is noted in its record of the night or the sweep that it is a part of, and as `continues` the
-        interrupted run with which trackers show it as one."""
+        """`facts`: what its record has besides: its labels, the night or the sweep that it is a part of, and as `continues`
+        the interrupted run with which trackers show it as one."""
         super().__init__(lambda text: display("", "message", {"text": text}))
         settings, store = plan.settings, plan.store
         self.plan, self.settings, self.store, self.display = plan, settings, store, display
@@ -79,25 +76,23 @@ class PipelineRun(StopRequest):
         if self.registers:
             Registry(store.root).check_names(settings.name, sorted(registered_name(settings.name, of) for of in REGISTERED))
         self.outcome = "running"  # then completed, failed, interrupted or nothing-new
-        self.labels = labels
         self.record = RunRecord(
             store.root,
             plan.pipeline,
             [planned.stage.name for planned in plan.stages],
             with_absolute_paths(settings).model_dump(mode="json"),
-            labels=labels.to_json(),
+            {"commit": commit(), "user": user_name(), **facts},
         )
         self.log = RunLog(self.record.path.with_suffix(".log"))
         self.artifacts: dict[str, Artifact] = {}
-        self.versions: dict[str, str] = {}  # of the registry, by name
         self.model_set: str | None = None  # version of the registered set of models, once the run is complete
         self.failures: dict[str, BaseException] = {}  # by stage, of those without a result
         self.make_parts_elsewhere: Callable[[Stage, Path], None] | None = None  # before a stage that reuses parts starts
-        self.to_start = {planned.stage.name: planned.stage for planned in plan.stages if planned.state == "run"}
-        self._to_check = [each for each in plan.stages if each.state == "run" and each.name in TRAINING_STAGES]
+        to_run = [planned for planned in plan.stages if planned.state == "run"]
+        self._loads_torch = any(planned.stage.loads_torch for planned in to_run)
+        self._to_check = [planned for planned in to_run if planned.name in TRAINING_STAGES]
         self._began = time.monotonic()
         self._noted: dict[str, float] = {}  # when the progress of a stage was noted last
-        self.record.note(commit=commit(), user=user_name(), **part_of)
         self.tracker: Tracker | None = None  # shows the run elsewhere while it goes on
 
     def __reduce__(self) -> tuple[type[object], tuple[()]]:
@@ -109,8 +104,6 @@ class PipelineRun(StopRequest):
     def run_stages(self) -> None:
         """Build the stages of the plan one after the other, in this thread."""
         for planned in self.plan.stages:
-            if planned.reused:
-                continue
             self.run_stage(planned)
             if self.signum:
                 raise Interrupted(f"stopped after stage {planned.stage.name}", self.signum)
@@ -125,7 +118,7 @@ class PipelineRun(StopRequest):
         if stage.uses_ranks:
             self.check_rows()
         try:
-            if not planned.has_inputs(inputs):
+            if planned.key is None or planned.inputs != inputs:
                 planned = plan_stage(stage, self.settings, self.store, inputs, self.plan.rerun, forced=planned.forced)
             outcome = launch.build(planned, self.settings, self.store, partial(self._report, stage, logged), self)
         except BaseException as error:
@@ -167,19 +160,6 @@ class PipelineRun(StopRequest):
 
     # --- events ---------------------------------------------------------------------------------------------------------
 
-    def note_reused(self, planned: Planned) -> None:
-        """Record a stage that is not run: the selection leaves it out and its artifact is in the store."""
-        assert planned.artifact is not None, "a reused artifact is in the store"
-        self.artifacts[planned.stage.name] = planned.artifact
-        self.record.stage(
-            planned.stage.name,
-            outcome="cached",
-            key=planned.key,
-            path=str(planned.artifact.path),
-            metric=summary.key_figures(planned.stage.name, planned.artifact.result, planned.artifact.path),
-            why=list(planned.why),
-        )
-
     def _report(self, stage: Stage, logged: Callable[[str], object], event: str, data: JsonObject) -> None:
         """Record what a stage at work reports, and show it."""
         if event == "started":
@@ -203,9 +183,8 @@ class PipelineRun(StopRequest):
         self.log.add(stage.name, text)
 
     def _started(self, stage: Stage, planned: Planned, work: Path) -> None:
-        if not stage.loads_torch:  # then its own process is there before the libraries are
-            self.to_start.pop(stage.name, None)
-        processes.warm_up(self.settings, [*self.to_start.values()])
+        if self._loads_torch:
+            processes.warm_up(self.settings)
         self.display(stage.name, "started", {"why": summary.shortened(planned.why)})
         self.log.add(stage.name, f"started: {'; '.join(planned.why)}")
         # the id by which trackers know it: that of the run which began its training, if it continues one
@@ -318,14 +297,12 @@ class PipelineRun(StopRequest):
         keys = {name: artifact.key for name, artifact in self.artifacts.items()}
         metrics = dict(EvaluationResult.of(self.artifacts["evaluate"].result).metrics)
         model_set = Registry(self.store.root).register_set(self.settings.name, self.record.run, members, keys, metrics)
-        self.versions[model_set.name] = self.model_set = model_set.version
-        self.record.note(model_set=f"{self.settings.name}/{self.model_set}")
+        self.model_set = model_set.version
+        self.record.note(model_set=str(model_set))
 
     def _register(self, artifact: Artifact) -> Version:
         name = registered_name(self.settings.name, artifact.stage)
-        version = Registry(self.store.root).register_model(name, artifact, self.record.run)
-        self.versions[name] = version.version
-        return version
+        return Registry(self.store.root).register_model(name, artifact, self.record.run)
 
 
 def user_name() -> str | None:

@@ -142,9 +142,9 @@ def environment_of(settings: Settings) -> dict[str, str]:
     return environment
 
 
-def warm_up(settings: Settings, stages: Sequence[Stage]) -> None:
-    """Load the libraries of these stages, which are still to run, in the background while another stage runs."""
-    if sys.platform == "linux" and any(stage.loads_torch for stage in stages):
+def warm_up(settings: Settings) -> None:
+    """Load the libraries of stages that are still to run in the background, while another stage runs."""
+    if sys.platform == "linux":
         fork_server_for(environment_of(settings))
 
 

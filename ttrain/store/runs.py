@@ -32,7 +32,6 @@ from ttrain.core.files import (
     write_json,
 )
 from ttrain.core.terminal import escaped
-from ttrain.store.artifacts import ArtifactStore
 
 log = logging.getLogger("ttrain")
 
@@ -69,15 +68,15 @@ class RunRecord:
         pipeline: str,
         stages: list[str],
         settings: JsonObject,
-        *,
-        labels: JsonObject = MappingProxyType({}),
+        facts: JsonObject = MappingProxyType({}),
     ) -> None:
+        """`facts`: what else the record has from the beginning, such as the user's labels."""
         self._lock, self._warned = threading.Lock(), False
         self._began = time.monotonic()
         pending = [{"name": name, "outcome": "pending"} for name in stages]
         private_directory(home / "runs")
         with exclusive(home / CLEANING, mode=PRIVATE_FILE):
-            self._data = _create(home, {**_new(pipeline, pending, settings), **labels})
+            self._data = _create(home, {**_new(pipeline, pending, settings), **facts})
         self.run = str(self._data["run"])
         self.path = home / "runs" / f"{self.run}.json"
 
@@ -313,12 +312,6 @@ def record_cached(
         return _create(home, record)
     except OSError:
         return {"run": "", **record}
-
-
-def builder(store: ArtifactStore, stage: str, key: str) -> str:
-    """The process that holds the lock of a key, for those who wait."""
-    holder = store.holder(stage, key)  # who has just taken the lock writes its file in the next moment
-    return f"process {holder[0]} on {holder[1]}" if holder else "another run"
 
 
 def this_process() -> JsonDict:
