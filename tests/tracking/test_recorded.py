@@ -30,7 +30,7 @@ def run(home: Home, settings: Settings, **options: Any) -> tuple[Any, Any, Path]
     execution.finish(outcome)
     name = execution.record.run
     [parent], [child] = tracked(home.store.root, name), tracked(home.store.root, f"{name}/pretrain")
-    return parent, child, execution.log.path
+    return parent, child, execution.record.path.with_suffix(".log")
 
 
 def test_a_stage_has_the_machine_its_texts_and_the_run_one_log(stage_home: Home) -> None:

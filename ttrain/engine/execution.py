@@ -27,7 +27,7 @@ from ttrain.reports import summary
 from ttrain.store.layout import TRACKED, Artifact
 from ttrain.store.registry import Registry, Version
 from ttrain.store.results import EvaluationResult, TrainingResult
-from ttrain.store.runs import BUILT, NOTHING_NEW, RunLog, RunRecord
+from ttrain.store.runs import BUILT, NOTHING_NEW, RunRecord
 from ttrain.tasks import Stage
 
 log = logging.getLogger("ttrain")
@@ -83,7 +83,6 @@ class PipelineRun(StopRequest):
             with_absolute_paths(settings).model_dump(mode="json"),
             {"commit": commit(), "user": user_name(), **facts},
         )
-        self.log = RunLog(self.record.path.with_suffix(".log"))
         self.artifacts: dict[str, Artifact] = {}
         self.model_set: str | None = None  # version of the registered set of models, once the run is complete
         self.failures: dict[str, BaseException] = {}  # by stage, of those without a result
@@ -168,25 +167,25 @@ class PipelineRun(StopRequest):
             self.display(stage.name, event, data)
             if time.monotonic() - self._noted.get(stage.name, 0.0) > NOTE_SECONDS:
                 self._noted[stage.name] = time.monotonic()
-                self.record.progressed(stage.name, **data)
+                self.record.stage(stage.name, progress=data)
         elif event == "message":
             self._message(stage, data["text"])
             logged(data["text"])
         else:
-            self.log.add(stage.name, data["line"])
+            self.record.log(stage.name, data["line"])
             logged(data["line"])
             if self.settings.runtime.log_level == "debug":
                 self.display(stage.name, "message", {"text": data["line"]})
 
     def _message(self, stage: Stage, text: str) -> None:
         self.display(stage.name, "message", {"text": text})
-        self.log.add(stage.name, text)
+        self.record.log(stage.name, text)
 
     def _started(self, stage: Stage, planned: Planned, work: Path) -> None:
         if self._loads_torch:
             processes.warm_up(self.settings)
         self.display(stage.name, "started", {"why": summary.shortened(planned.why)})
-        self.log.add(stage.name, f"started: {'; '.join(planned.why)}")
+        self.record.log(stage.name, f"started: {'; '.join(planned.why)}")
         # the id by which trackers know it: that of the run which began its training, if it continues one
         tracked = read_object(work / TRACKED).get("id") or f"{self.record.run}/{stage.name}"
         ids = {"run": self.record.run, "id": tracked, "experiment": self.settings.tracking.experiment}
@@ -208,7 +207,7 @@ class PipelineRun(StopRequest):
         self.artifacts[name] = artifact
         figures = summary.key_figures(name, artifact.result, artifact.path)
         self.display(name, "ended", {"state": outcome.state, "seconds": seconds, "figures": figures})
-        self.log.add(name, f"{outcome.state} after {seconds:.1f} s: {figures}")
+        self.record.log(name, f"{outcome.state} after {seconds:.1f} s: {figures}")
         self.record.stage(
             name,
             outcome=outcome.state,
@@ -229,14 +228,14 @@ class PipelineRun(StopRequest):
             self.failures[name] = error
         message = str(error) if isinstance(error, TTrainError) else f"{type(error).__name__}: {with_fix(error)}"
         if isinstance(error, NothingNew):
-            self.log.add(name, f"{NOTHING_NEW}: {message}")
+            self.record.log(name, f"{NOTHING_NEW}: {message}")
             self.record.stage(name, outcome=NOTHING_NEW, metric=message)
             self.display(name, "ended", {"state": NOTHING_NEW, "seconds": 0.0, "figures": ""})
             return
         outcome = "interrupted" if is_stopped else "failed"
         if is_stopped and self.signum:  # the stage's process knows only of the signal
             message = message.replace(SIGNALLED, self.stop_reason)
-        self.log.add(name, f"{outcome}: {message}")
+        self.record.log(name, f"{outcome}: {message}")
         self.record.stage(name, outcome=outcome, error=message)
         self.display(name, "failed", {"error": message})
         if isinstance(error, TTrainError | OSError):
