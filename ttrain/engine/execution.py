@@ -147,12 +147,11 @@ class PipelineRun(StopRequest):
                     self.store.complete(artifact, report=partial(self._message, stage))
                 with launch.verified(stage, self.store, inputs):  # damage is no fault of settings or data
                     row_counts.check(getattr(self.settings, stage.name), shards.path, tokenizer.path)
-            except TooFewRows as error:
-                self._failed(stage, error)
-                errors.append(error)
             except TTrainError as error:
                 self._failed(stage, error)
-                raise
+                if not isinstance(error, TooFewRows):
+                    raise
+                errors.append(error)
         if errors:
             fixes = [fix for error in errors for fix in error.fixes]
             raise errors[0] if len(errors) == 1 else TooFewRows("\n".join(map(str, errors)), fixes)

@@ -37,10 +37,6 @@ class Node:
         found = {name: artifacts.get(of) if isinstance(of, str) else of for name, of in self.sources.items()}
         return {name: artifact for name, artifact in found.items() if artifact}
 
-    def __str__(self) -> str:
-        sources = (of if isinstance(of, str) else f"{of.stage} {of.key[:12]}" for of in self.sources.values())
-        return f"{self.stage.name} <- {', '.join(sources)}" if self.sources else self.stage.name
-
 
 class Graph(dict[str, Node]):
     """The stages of a pipeline by name, each after those that it reads."""
@@ -50,10 +46,6 @@ class Graph(dict[str, Node]):
         present = {name: source for name, source in sources.items() if source is not None}
         self[stage.name] = Node(stage, present)
         return stage.name
-
-    def __str__(self) -> str:
-        """A line for each stage: its name, and what it reads."""
-        return "\n".join(map(str, self.values()))
 
     def replacing(self, replaced: Mapping[str, Source | None]) -> Graph:
         """The graph without these stages: what reads one of them reads the source instead, or nothing where it is None."""
