@@ -11,9 +11,8 @@ from ttrain.config import SHAPE_NO_RESULT, Runtime, Settings
 from ttrain.config.loading import Override, settings_of
 from ttrain.core.files import JsonDict
 from ttrain.core.hashing import code_digests, digest_of
-from ttrain.engine.graph import Graph, Pipeline
+from ttrain.engine.graph import Graph, Pipeline, Plan
 from ttrain.engine.input_files import check_first_rows, file_digests
-from ttrain.engine.plan import Plan
 from ttrain.engine.planner import no_stage, plan
 from ttrain.engine.provenance import with_absolute_paths
 from ttrain.errors import UsageError

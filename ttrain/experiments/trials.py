@@ -270,7 +270,7 @@ class RunningTrial:
             plan,
             _TrialDisplay(runner.display, self.trial.number, runner.shared),
             registers=False,
-            part_of={"sweep": sweep, **({"continues": id_of(earlier)} if earlier else {})},  # an interrupted one goes on
+            facts={"sweep": sweep, **({"continues": id_of(earlier)} if earlier else {})},  # an interrupted one goes on
         )
         # Before its stages begin, so that a trial which is killed in one continues this run.
         self.trial = runner.sweep.put(replace(self.trial, run=execution.record.run))
