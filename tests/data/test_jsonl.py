@@ -91,6 +91,7 @@ def test_parquet_gives_the_chats_of_the_same_rows_as_json_lines(tmp_path: Path) 
         (pa.map_(pa.string(), pa.int64()), [("a", 1), ("b", None)], '{"a": 1}'),
         (pa.struct([("n", pa.decimal128(38, 1))]), {"n": Decimal("1e20")}, '{"n": 1e+20}'),
         (pa.struct([("n", pa.timestamp("us"))]), {"n": datetime.datetime(2026, 1, 1)}, '{"n": "2026-01-01T00:00:00"}'),
+        (pa.struct([("n", pa.timestamp("ns"))]), {"n": 1_000_000_001}, '{"n": "1970-01-01T00:00:01.000000001"}'),
     ],
 )  # fmt: skip
 def test_arguments_of_parquet_are_what_json_has_for_them(
