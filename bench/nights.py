@@ -246,15 +246,13 @@ class Learner:
     def job(self, output: Path, inputs: Mapping[str, Path], files: Mapping[str, list[str]] = {}, **arguments: str) -> Any:
         """What a stage gets."""
         from ttrain.core.files import ProgressWriter
-        from ttrain.core.hashing import sha256_file
         from ttrain.tasks.common.job import StageContext
 
         output.mkdir(parents=True, exist_ok=True)
-        versions = {role: [sha256_file(Path(path)) for path in paths] for role, paths in files.items()}
         groups = {role: [0] * len(paths) for role, paths in files.items()}
         return StageContext(
             inputs, files, arguments, output, self.settings.runtime, ProgressWriter(None), lambda: False,
-            versions=versions, groups=groups,
+            groups=groups,
         )  # fmt: skip
 
     def shards(self, domains: Sequence[str]) -> Path:

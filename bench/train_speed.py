@@ -20,6 +20,7 @@ import argparse
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,15 +130,16 @@ def search_sizes(name: str, rounds: str) -> dict[str, Any]:
     rows, ranks = RandomRows(size), Ranks(0, 1, device)
     task = LanguageModeling(Pretrain(), train_common.random_model(size))
     order = ShuffledOrder(len(rows), size.rows_per_step, len(rows), 1)
-    timer = tuning.StepTimer(task, rows, order, resolve_precision("auto", device), ranks)
-    sizes = tuning.sizes(order, ranks)
+    measure = partial(tuning.step_seconds, task, rows, order, resolve_precision("auto", device), ranks)
     began = time.monotonic()
-    chosen = tuning.fastest(timer.seconds, sizes, ranks, lambda: time.monotonic() > began + tuning.BUDGET_SECONDS)
+    chosen = tuning.fastest(measure, order, ranks)
     seconds = time.monotonic() - began
+    most = order.rows_per_step
+    sizes = sorted({most, *(1 << power for power in range(most.bit_length()))})
     turns: dict[int, list[float]] = {each: [] for each in sizes}
     for _ in range(int(rounds)):
         for each, times in turns.items():
-            times.append(timer.seconds(each))
+            times.append(measure(each))
     least = {each: min(times) for each, times in turns.items()}
     best = min(least, key=least.__getitem__)
     return {"size": chosen, "best": best, "tuned": least[chosen], "fastest": least[best], "seconds": seconds}

@@ -169,13 +169,14 @@ def _new_inputs(settings: Settings, store: ArtifactStore, nights: Nights) -> tup
     all_read = f"all {sum(map(len, watched.values()))} files have been read by a night before"
     nothing = NothingNew("; ".join(filter(None, (all_read, left_out))))
     read = nights.read()
-    new = [file["location"] for files in watched.values() for file in files if file["sha256"] not in read]
-    if read and not new:
+    present = [file for files in watched.values() for file in files]
+    if read and read.issuperset(file["sha256"] for file in present):
         raise nothing  # most nights
     champion = current_champion(settings, store)
     if champion is None:
         night_inputs.watched_files(settings, store, may_be_gone=False)  # which raises where there are none
     learnt, in_nights = night_inputs.learnt_by(champion, store), nights.learnt(champion)
+    new = [file["location"] for file in present if file["sha256"] not in read | learnt]
     if not new:
         raise nothing
     files, has_new_chats_alone = night_inputs.select_files(

@@ -101,7 +101,8 @@ def test_a_training_whose_shards_are_taken_and_too_few_is_refused_before_it_begi
     home = Home.make(tmp_path)
     settings = stage_settings(pretrain={"tokens_per_step": 256_000, "tokens": 512_000})
     settings = settings.model_copy(update={"tracking": Tracking(enabled=False)})
-    tokenizer = Planned(TOKENIZER, "cached", (), home.tokenizer.key, home.tokenizer)
+    why = "taken from the store: left out by --only"
+    tokenizer = Planned(TOKENIZER, "cached", (why,), home.tokenizer.key, home.tokenizer)
     inputs = {"tokenizer": home.tokenizer}
     counts = {"rows": 60, "tokens": 900}
     result = {"train": counts, "heldout": counts, "rows": {}, "blocks": 1, "encoded_blocks": 1}
@@ -113,7 +114,8 @@ def test_a_training_whose_shards_are_taken_and_too_few_is_refused_before_it_begi
         run_pipeline(Plan("full", settings, home.store, Graph(), stages), Console(quiet=True), RunOptions("none"))
     assert not list(home.store.root.glob("work/pretrain/*")), "no process was started for it"
     [record] = runs.history(home.store.root)
-    assert {stage["name"]: stage["outcome"] for stage in record["stages"]}["pretrain"] == "failed"
+    stages_by_name = {stage["name"]: stage for stage in record["stages"]}
+    assert stages_by_name["pretrain"]["outcome"] == "failed" and stages_by_name["tokenizer"]["why"] == [why]
 
 
 def test_plan_shows_the_part_and_what_it_leaves_out(built: House, monkeypatch: pytest.MonkeyPatch) -> None:

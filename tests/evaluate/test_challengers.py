@@ -11,7 +11,7 @@ from ttrain.config import Promotion
 from ttrain.config.evaluate import TextTask
 from ttrain.evaluate import promotion
 from ttrain.evaluate.items import Items
-from ttrain.evaluate.promotion import Judged
+from ttrain.evaluate.promotion import Decision
 from ttrain.evaluate.task_result import LN2, Evaluation, Metric
 
 COUNT = 40  # records of each night, and of each other part
@@ -47,10 +47,10 @@ def evaluated(
     return evaluation(*metrics)
 
 
-def compared(challenger: dict[str, Any], champion: dict[str, Any] | None = None, **rules: Any) -> Judged:
+def compared(challenger: dict[str, Any], champion: dict[str, Any] | None = None, **rules: Any) -> Decision:
     nights = {name: [f"{name} {number}" for number in range(COUNT)] for name in NIGHTS}
     theirs = evaluated(**(champion or {}))
-    return promotion.judge(evaluated(**challenger), theirs, Promotion(**rules), nights, "new")
+    return promotion.judge(evaluated(**challenger), theirs, Promotion(**rules), nights, "new")[0]
 
 
 GAIN = {"bits": (1.95, 1.8)}  # that would be promoted by itself
@@ -65,11 +65,11 @@ GAIN = {"bits": (1.95, 1.8)}  # that would be promoted by itself
     ],
 )
 def test_a_better_base_model_does_not_pay_for_the_loss_of_another_model(changes: dict[str, float], lost: str) -> None:
-    assert compared(GAIN).decision.promote
-    judged = compared({**GAIN, **changes})
-    assert not judged.decision.promote and judged.decision.lost == (lost,)
-    assert f"it forgets {lost}: " in judged.decision.reason and "promotion.forgetting allows 3.0%" in judged.decision.reason
-    assert compared({**GAIN, **changes}, forgetting=None).decision.promote
+    assert compared(GAIN).promote
+    decision = compared({**GAIN, **changes})
+    assert not decision.promote and decision.lost == (lost,)
+    assert f"it forgets {lost}: " in decision.reason and "promotion.forgetting allows 3.0%" in decision.reason
+    assert compared({**GAIN, **changes}, forgetting=None).promote
 
 
 @pytest.mark.parametrize(
@@ -84,13 +84,13 @@ def test_nothing_is_promoted_where_what_is_forgotten_cannot_be_determined(
     challenger: dict[str, Any], champion: dict[str, Any], why: str
 ) -> None:
     rules = {"metric": ACCURACY}
-    decision = compared({"quiz": 0.9, **challenger}, champion, **rules).decision
+    decision = compared({"quiz": 0.9, **challenger}, champion, **rules)
     assert not decision.promote and decision.lost == () and decision.champion == 0.5
     assert decision.reason.startswith("what it forgets cannot be determined: ") and why in decision.reason, decision.reason
     assert "else it would be promoted: better by 0.40000" in decision.reason
-    assert compared({"quiz": 0.9, **challenger}, champion, forgetting=None, **rules).decision.promote
+    assert compared({"quiz": 0.9, **challenger}, champion, forgetting=None, **rules).promote
     for metric in ({}, rules):  # a champion without a finite figure has nothing to lose
-        assert compared({"quiz": 0.9}, {"bits": (math.nan, 2.0)}, **metric).decision.promote
+        assert compared({"quiz": 0.9}, {"bits": (math.nan, 2.0)}, **metric).promote
 
 
 STRANGE = ("r&d", "r#d", "r?d", "r_d", "R_D", "a/b", "caf\u00e9", "cafe\u0301")  # some of them MLflow refuses
@@ -106,9 +106,9 @@ def test_each_source_has_a_metric_and_a_bound_under_its_own_name() -> None:
         recorded = result.recorded({"bits_per_byte": "bits_per_byte"})
         assert list(recorded) == ["bits_per_byte", *(f"bits_per_byte/source:{name}" for name in STRANGE)]
         sides.append(evaluation(*recorded.values()))
-    judged = promotion.judge(*sides, Promotion(), {})
-    assert {figure.name for figure in judged.texts if figure.kind == "source"} == {f"source {name}" for name in STRANGE}
-    assert judged.decision.lost == ("source r?d",)
+    decision, texts = promotion.judge(*sides, Promotion(), {})
+    assert {figure.name for figure in texts if figure.kind == "source"} == {f"source {name}" for name in STRANGE}
+    assert decision.lost == ("source r?d",)
 
 
 @pytest.mark.parametrize(
@@ -123,5 +123,5 @@ def test_a_night_of_too_few_held_out_records_keeps_the_champion(
     count: int, rules: dict[str, Any], word: str, reason: str
 ) -> None:
     better = {"sft": 1.0, "lora": 0.5, "count": count}
-    decision = compared(better, {"count": count}, **{"metric": "chat_loss_sft", **rules}).decision
+    decision = compared(better, {"count": count}, **{"metric": "chat_loss_sft", **rules})
     assert decision.word == word and reason in decision.reason, decision.reason

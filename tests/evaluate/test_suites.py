@@ -40,12 +40,13 @@ CHOICES = {"kind": "choices", "file": "x"}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({}, "tasks is missing"),
     ({"task": {}}, "task is not a setting there"),
-    ({"tasks": {"a b": {"kind": "text"}}}, "tasks.a b.[key] is 'a b' but must be text that matches ^[A-Za-z0-9]"),
+    ({"tasks": {"a b": {"kind": "text"}}}, 'a task is called "a b"; take letters, digits, _, - and ., such as poems-2'),
     ({"tasks": {"a": {"file": "x"}}}, "tasks.a is without a kind, which must be one of text, chats, pairs, choices"),
     ({"tasks": {"a": {"kind": "chooses"}}}, "tasks.a is of kind chooses, but must be of one of 'text', 'chats'"),
     ({"tasks": {"a": {"kind": "choices"}}}, "tasks.a.choices.file is missing"),
     ({"tasks": {"a": {**CHOICES, "shot": 1}}}, "tasks.a.choices.shot is not a setting there"),
     ({"tasks": {"a": {**CHOICES, "shots": -1}}}, "tasks.a.choices.shots is -1 but must be at least 0"),
+    ({"tasks": {"a": {**CHOICES, "template": "x"}}}, "tasks.a.choices.template is 'x' but must be text that matches"),
     ({"tasks": {"a": {"kind": "text", "stride": 300}}}, "stride is 300 but must not exceed row_length 256"),
 ]
 

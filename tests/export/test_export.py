@@ -73,6 +73,13 @@ def test_what_the_type_cannot_hold_is_an_error_that_names_the_tensor(
         export(resolve(str(model)), tmp_path / "out", Request(dtype="bf16"))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_tensor_of_an_adapter_that_is_not_finite_is_not_called_too_large(tmp_path: Path, value: float) -> None:
+    save_file({"lora_A": torch.tensor([1.0, value])}, tmp_path / ADAPTER)
+    with pytest.raises(ArtifactError, match="the tensor lora_A holds a value that is NaN or infinite"):
+        exporting.write_tensors(tmp_path / ADAPTER, tmp_path / "out", dtype="bf16")
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3"], ids=["a parameter", "a buffer"])
 def test_experts_get_the_names_that_other_programs_know_and_the_routers_bias_stays_fp32(tmp_path: Path, kind: str) -> None:
     model = fresh(tmp_path, kind=kind, moe={"experts": 4, "shared_experts": 1, "bias_rate": 0.01})

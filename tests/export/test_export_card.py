@@ -56,6 +56,20 @@ def test_the_card_of_an_adapter_says_what_it_belongs_to_and_how_it_is_loaded() -
         assert part in text
 
 
+@pytest.mark.parametrize(
+    ("stage", "sentence"),
+    [
+        ("pretrain", "A language model trained on documents"),
+        ("sft", "A language model fine-tuned on chats"),
+        ("dpo", "A language model tuned on pairs of answers, of which one is preferred"),
+        ("base-model", "A causal language model"),
+    ],
+)
+def test_the_card_says_in_a_sentence_what_the_model_learnt_from(stage: str, sentence: str) -> None:
+    text = card(EXPORTED, History((artifact(stage),)))
+    assert f"# mine\n\n{sentence}, with 1 parameters. Its numbers are bf16. Made with ttrain.\n" in text
+
+
 @pytest.mark.parametrize(("start", "base"), [("owner/name@main", "owner/name"), ("here", None)])
 def test_where_a_pipeline_started_and_read_is_told_of_public_places_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: str, base: str | None

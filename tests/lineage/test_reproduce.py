@@ -139,8 +139,9 @@ def test_an_interrupted_reproduction_goes_on_in_its_home(root: Path, tmp_path: P
     assert again(root, place, "tokenizer")["equal"]
     assert ArtifactStore(place).artifacts("tokenizer")[0].path.stat().st_ino == first
     (place / "runs").mkdir()
-    with pytest.raises(UsageError, match="which holds other files; name a directory that is new or empty"):
-        again(root, place)
+    for used in (place, root / "data"):
+        with pytest.raises(UsageError, match="which holds other files; name a directory that is new or empty"):
+            again(root, used)
 
 
 def test_the_command_makes_the_same_bytes_or_ends_with_1_and_tells_other_code_libraries_and_machine(

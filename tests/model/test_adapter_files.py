@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from ttrain.errors import ArtifactError
 from ttrain.model import adapters, factory
-from ttrain.store.model_files import ADAPTER, weights_digest
+from ttrain.store.model_files import ADAPTER, BASE, weights_digest
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +100,7 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(saved: Any, tmp_path: P
         adapters.load(factory.load(case["base"]), spoilt, weights_digest(case["base"]))
     for said in (f"missing: {gone} [", "unexpected: odd", f"mis-shaped: {cut} "):
         assert said in str(refused.value)
-    (spoilt / "adapter_config.json").write_text("{")
-    with pytest.raises(ArtifactError, match=r"cannot read .*adapter_config"):
-        adapters.load(factory.load(case["base"]), spoilt, weights_digest(case["base"]))
+    for name, message in (("adapter_config.json", r"cannot read .*adapter_config"), (BASE, r"base\.json.* is damaged")):
+        (spoilt / name).write_text("{")
+        with pytest.raises(ArtifactError, match=message):
+            adapters.load(factory.load(case["base"]), spoilt, weights_digest(case["base"]))

@@ -219,8 +219,27 @@ def test_what_a_first_champion_has_learnt_is_read_from_its_artifacts_and_remembe
     assert after.learnt == (), "the night before has it"
 
 
+def test_what_a_champion_that_no_night_made_was_trained_on_is_not_new(
+    tmp_path: Path, store: ArtifactStore, known: Nights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = inbox(tmp_path, old="1")
+    for stage, key in (("pretrain", "p"), ("sft", "q")):
+        read = {"files": {"train": [dict(file) for file in list_of(settings, store).files[stage]]}}
+        artifact(store, f"shards-{stage}", key, {"train/index.json": "{}"}, ingredients=read)
+        shards = {"shards": {"stage": f"shards-{stage}", "key": key, "content": ""}}
+        artifact(store, stage, key, {"model/config.json": "{}"}, inputs=shards)
+    champion = Champion("7", {"pretrain": "p", "sft": "q"})
+    monkeypatch.setattr(night_plan, "current_champion", lambda settings, store: champion)
+    with pytest.raises(NothingNew, match="all 3 files have been read"):
+        night_plan.choose_inputs(settings, store, known, None)
+    inbox(tmp_path, new="2")
+    frozen, reason = night_plan.choose_inputs(settings, store, known, None)
+    assert [Path(file["location"]).name for file in frozen.files["pretrain"]] == ["new.jsonl"]
+    assert reason == "1 new: new.jsonl; the champion, version 7"
+
+
 def test_the_documents_that_a_champion_has_learnt_are_those_of_its_nights_and_in_the_store(
-    store: ArtifactStore, champion: Champion, known: Nights
+    store: ArtifactStore, champion: Champion, known: Nights, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of a champion that no night made, those of its base model; a night that keeps the base adds none."""
     assert night_inputs.learnt_shards("pretrain", None, known.newest_first(), store) == ()
@@ -239,6 +258,10 @@ def test_the_documents_that_a_champion_has_learnt_are_those_of_its_nights_and_in
     assert learnt["1"] == ("shards-pretrain/s",)
     assert learnt["2"] == learnt["3"] == ("shards-pretrain/s", "shards-pretrain/b")
     assert learnt["5"] == ("shards-pretrain/s", "shards-pretrain/b", "shards-pretrain/c")
+    caplog.clear()
+    shutil.rmtree(store.path("shards-pretrain", "s"))
+    assert night_inputs.learnt_shards("pretrain", champion, (), store) == ()
+    assert "1 of 1 sets that version 7 has learnt are not in the store" in caplog.text
 
 
 def test_what_nights_will_read_is_named_for_those_who_clean(known: Nights, tmp_path: Path) -> None:

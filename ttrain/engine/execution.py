@@ -114,7 +114,7 @@ class PipelineRun(StopRequest):
             self._failed(stage, error)
             raise
         self.failures.pop(stage.name, None)  # a retry succeeded
-        self._ended(stage, outcome)
+        self._ended(planned, outcome)
         return outcome.artifact, outcome.state
 
     def _inputs_of(self, planned: Planned) -> dict[str, Artifact]:
@@ -191,8 +191,8 @@ class PipelineRun(StopRequest):
         if self.make_parts_elsewhere and stage.reuses_parts:
             self.make_parts_elsewhere(stage, work)
 
-    def _ended(self, stage: Stage, outcome: launch.StageOutcome) -> None:
-        name, artifact, seconds = stage.name, outcome.artifact, outcome.seconds
+    def _ended(self, planned: Planned, outcome: launch.StageOutcome) -> None:
+        name, artifact, seconds = planned.name, outcome.artifact, outcome.seconds
         self.artifacts[name] = artifact
         figures = summary.key_figures(name, artifact.result, artifact.path)
         self.display(name, "ended", {"state": outcome.state, "seconds": seconds, "figures": figures})
@@ -205,6 +205,7 @@ class PipelineRun(StopRequest):
             path=str(artifact.path),
             log=str(artifact.path / "run" / "log.txt"),
             metric=figures,
+            why=list(planned.why),
             resumed_from_step=TrainingResult.of(artifact.result).resumed_from_step,
         )
         if outcome.state in BUILT and self.registers and name in REGISTERED:

@@ -24,6 +24,7 @@ SENTENCES = {
     "union_tag_not_found": f"without a kind, which must be one of {', '.join(KINDS)}",
     "union_tag_invalid": "of kind {tag}, but must be of one of {expected_tags}",
     "value_error": "wrong: {error}",
+    "[key]": 'wrong: a task is called "{input}"; take letters, digits, _, - and ., such as poems-2',
 }
 
 ENDINGS = (".yaml", ".yml")
@@ -105,9 +106,10 @@ def checked(tree: Mapping[str, Any], origin: str) -> Suite:
     except ValidationError as error:
         lines: list[str] = []
         for wrong in error.errors():  # the place of a task's setting is tasks, name, kind, setting
-            sentence = SENTENCES.get(wrong["type"], "").format(**wrong.get("ctx", {}))
+            kind = str(wrong["loc"][-1]) if wrong["type"] == "string_pattern_mismatch" else wrong["type"]
+            sentence = SENTENCES.get(kind, "").format(input=wrong["input"], **wrong.get("ctx", {}))
             rule = sentence or rule_of(wrong)
-            value = "" if wrong["type"] in SENTENCES else f"{wrong['input']!r} but "
+            value = "" if sentence else f"{wrong['input']!r} but "
             lines.append(one_line(f"{'.'.join(map(str, wrong['loc']))} is {value}{rule}"))
         raise UsageError(f"{origin}: {'; '.join(lines)}") from None
 

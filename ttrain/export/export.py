@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ttrain.core.files import fsync, read_json, read_object, remove_tree, temporary_path, user_path
 from ttrain.core.machine import VERSION
 from ttrain.core.text import first_line, first_of
-from ttrain.errors import TTrainError, UsageError
+from ttrain.errors import ArtifactError, TTrainError, UsageError
 from ttrain.export import gguf_convert
 from ttrain.reports.model_card import Exported, History, card
 from ttrain.store.artifacts import ArtifactStore
@@ -303,7 +303,10 @@ def write_tensors(source: Path, target: Path, *, dtype: str) -> int:
 
 
 def cast(name: str, tensor: Tensor, dtype: str) -> Tensor:
-    """Cast a tensor to another type; integers stay. Raises UsageError if a value is too large for the type."""
+    """Cast a tensor to another type; integers stay.
+
+    Raises ArtifactError if a value is not finite, UsageError if it is too large for the type.
+    """
     import torch
 
     if not tensor.is_floating_point():
@@ -311,6 +314,8 @@ def cast(name: str, tensor: Tensor, dtype: str) -> Tensor:
     kind = getattr(torch, DTYPES[dtype])
     cast_tensor = tensor.to(kind)
     if not cast_tensor.isfinite().all():
+        if not tensor.isfinite().all():
+            raise ArtifactError(f"the tensor {name} holds a value that is NaN or infinite; such a model cannot be used")
         raise UsageError(
             f"--dtype is {dtype}, which holds numbers up to {torch.finfo(kind).max:g}, but the tensor {name} reaches "
             f"{float(tensor.abs().max()):g}; use --dtype {'fp32' if dtype == 'bf16' else 'bf16'}"

@@ -89,9 +89,12 @@ def reproduce(
 
 
 def _usable(directory: Path) -> Path:
-    """The home to build in. Raises UsageError for a file, and for a home with runs, whose artifacts would be taken."""
+    """The home to build in. Raises UsageError for a file, a directory of other files, and a home with runs, whose artifacts
+    would be taken."""
     home = user_path(directory).absolute()
-    if home.is_file() or (home / "runs").exists():
+    names = {path.name for path in home.iterdir()} if home.is_dir() else set()
+    is_other = bool(names) and names.isdisjoint({"store", "work"})
+    if home.is_file() or is_other or "runs" in names:
         raise UsageError(f"--home is {home}, which holds other files; name a directory that is new or empty")
     return home
 

@@ -279,9 +279,9 @@ def learnt_shards(
         return ()
     its_night = next((night for night in nights if night.made(champion)), None)
     references = its_night.learnt_shards(stage) if its_night else ()
-    shards = None if references else shards_of(champion, stage, store)
-    if shards:
-        references = (f"{shards.stage}/{shards.key}",)
+    model = store.find(stage, champion.keys[stage]) if stage in champion.keys else None
+    if not references and model and (shards := model.manifest["inputs"].get("shards")):
+        references = (f"{shards['stage']}/{shards['key']}",)
     listed = dict.fromkeys(references)
     present = tuple(reference for reference in listed if store.find(*reference.split("/")))
     if len(present) < len(listed):

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ttrain.core.files import read_object
 from ttrain.core.hashing import digest_of, sha256_file
 from ttrain.errors import ArtifactError, DamagedFile
 from ttrain.store import integrity
@@ -120,6 +119,14 @@ class Reference:
 
 
 def base_digest_of(adapter: Path) -> str | None:
-    """Recorded digest of the weights that an adapter was trained on; None if not recorded (made by PEFT alone)."""
-    digest = read_object(adapter / BASE).get("base_weights_sha256")
-    return digest and str(digest)
+    """Recorded digest of the weights that an adapter was trained on; None if not recorded (made by PEFT alone).
+
+    Raises ArtifactError where the record is damaged.
+    """
+    path = adapter / BASE
+    if not path.is_file():
+        return None
+    try:
+        return str(json.loads(path.read_bytes())["base_weights_sha256"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ArtifactError(f"{path}, which names the adapter's base, is damaged: {error!r}") from None

@@ -14,7 +14,7 @@ from ttrain.core.files import JsonDict, ProgressWriter, fsync, write_bytes
 from ttrain.core.text import format_duration
 from ttrain.data.order import Order
 from ttrain.data.packing import Array
-from ttrain.errors import TTrainError
+from ttrain.errors import TTrainError, UsageError
 
 LOGGED_PREFIXES = (
     "loss",
@@ -131,10 +131,23 @@ GROUP = "ttrain.callbacks"
 
 
 def installed_callbacks(*, may_stop: bool) -> list[Callback]:
-    """New callbacks of the installed packages, in the order of their names: each entry point is called without arguments."""
-    callbacks = [point.load()() for point in sorted(entry_points(group=GROUP))]
-    for callback in callbacks:
+    """New callbacks of the installed packages, in the order of their names: each entry point is called without arguments.
+
+    Raises UsageError for one that cannot be imported or made, or makes something else.
+    """
+    callbacks = []
+    for point in sorted(entry_points(group=GROUP)):
+        try:
+            callback = point.load()()
+            if not isinstance(callback, Callback):
+                raise TypeError(f"{type(callback).__name__} is not derived from ttrain.train.callbacks.Callback")
+        except Exception as error:
+            raise UsageError(
+                f"the callback {point.name} ({point.value}, of the entry points {GROUP}) raised {error!r}; fix or "
+                f"uninstall its package"
+            ) from error
         callback.may_stop = may_stop
+        callbacks.append(callback)
     return callbacks
 
 
