@@ -241,16 +241,18 @@ def keep(home: Path, status: str, process: Any) -> None:
     (home / "sweeps" / SWEEP).mkdir(parents=True)
     write_json(home / "sweeps" / SWEEP / "sweep.json", {"process": process})
     rows: Any = [{"step": 2, "metrics": {"loss": 1.5}}]
-    pusher.keep_sweep(home, TrackedRun(SWEEP, SWEEP, SWEEP, "ttrain", BEGAN, status, rows=rows))
-    make_run(home, TRIAL, [], sweep={"name": SWEEP, "trial": 0})
+    setting = TrackedRun(f"{SWEEP}/0", SWEEP, "baseline", "ttrain", BEGAN, status)
+    pusher.keep_sweep(home, TrackedRun(SWEEP, SWEEP, SWEEP, "ttrain", BEGAN, status, rows=rows, stages=[setting]))
+    make_run(home, TRIAL, [], sweep={"name": SWEEP, "change": 0})
 
 
-def test_a_sweep_is_there_again_with_its_trials_below_it(tracked_home: Path) -> None:
+def test_a_sweep_is_there_again_with_its_settings_and_their_trials_below_it(tracked_home: Path) -> None:
     keep(tracked_home, "FINISHED", alive())
     for _ in range(2):
         parent, child = pushed(tracked_home)
         client_now = Mirror(tracked_home).client  # of the file that is there now
-        assert client_now.get_run(child).data.tags["mlflow.parentRunId"] == parent
+        setting = client_now.get_run(client_now.get_run(child).data.tags["mlflow.parentRunId"])
+        assert setting.data.tags["ttrain.id"] == f"{SWEEP}/0" and setting.data.tags["mlflow.parentRunId"] == parent
         assert [point.step for point in client_now.get_metric_history(parent, "loss")] == [2]
         assert pushed(tracked_home) == []
         database_of(tracked_home).unlink()

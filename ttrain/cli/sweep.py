@@ -1,8 +1,10 @@
-"""The `ttrain sweep` commands: run a pipeline with several values of some settings and find the best."""
+"""The `ttrain sweep` commands: compare settings over several seeds."""
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ttrain.cli.options import (
@@ -21,52 +23,56 @@ from ttrain.core.terminal import console, outlast_output
 from ttrain.store.layout import home, usable_home
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ttrain.experiments.records import Sweep
+    from ttrain.experiments.records import Experiment
+    from ttrain.experiments.request import Request
+    from ttrain.store.artifacts import ArtifactStore
 
 
 class _WithoutPipeline(CommandGroup):
-    """`ttrain sweep KEY=RANGE` means the pipeline `full`, the only one that sweeps."""
+    """`ttrain sweep KEY=VALUES` means the pipeline `full`, the only one that sweeps."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, ["full", *args] if args and "=" in args[0] else args)
+        is_full = bool(args) and ("=" in args[0] or args[0].endswith((".yaml", ".yml")))
+        return super().parse_args(ctx, ["full", *args] if is_full else args)
 
 
 sweep_app = command_group(
     "sweep",
     "Train",
     cls=_WithoutPipeline,
-    help="Try a pipeline with several values of some settings, and see which are best.",
-    epilog="Example:  ttrain sweep full 'pretrain.optim.lr=log(1e-4,3e-3)' --trials 8",
+    help="Compare settings over several seeds, and say which is better.",
+    epilog="Example:  ttrain sweep sft.optim.lr=1e-3,2e-3,4e-3 --seeds 5",
 )
 
 EPILOG = (
-    "Examples:  ttrain sweep full 'pretrain.optim.lr=log(1e-4,3e-3)' --trials 8\n\n"
-    "ttrain sweep full 'sft.optim.lr=log(1e-4,1e-2,5)' 'sft.epochs=choice(1,2)' --sampler grid\n\n"
-    "ttrain sweep full 'tokenizer.vocab_size=choice(1024,2048,4096)' --dry-run"
+    "Examples:  ttrain sweep sft.optim.lr=1e-3,2e-3,4e-3 --seeds 5\n\n"
+    "ttrain sweep 'pretrain.optim.lr=log(1e-4,3e-3)' -n 8 --plan\n\n"
+    "ttrain sweep changes.yaml -c my.yaml"
 )
 Name = Annotated[str, argument("its name, or a part of it", metavar="SWEEP", show_default="the latest")]
 
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """What is tried, how, and by what the trials are compared."""
+    """What is compared, how, and by which metric."""
 
     trials: Annotated[
         int | None,
-        option("number of trials, including earlier ones", "--trials", "-n", min=1, show_default="8; of a grid: all"),
+        option("settings that are drawn of ranges", "--trials", "-n", min=1, show_default="all that are listed, else 8"),
     ] = None
-    sampler: Annotated[Literal["tpe", "random", "grid"], option("tpe: learns from the trials so far")] = "tpe"
-    metric: Annotated[
-        str, option("the metric to compare by", show_default="the validation loss of what the settings train")
-    ] = ""
+    seeds: Annotated[int, option("seeds of each setting, the same for all", min=1)] = 5
+    rounds: Annotated[
+        bool, option("stop what is clearly worse, and decide the best on fresh seeds", "--rounds/--no-rounds")
+    ] = True
+    sampler: Annotated[Literal["spread", "tpe"], option("of ranges; tpe learns from the settings so far")] = "spread"
+    metric: Annotated[str, option("the metric to compare by", show_default="that of the model which the settings train")] = (
+        ""
+    )
     maximize: Annotated[
         bool | None,
         option("whether more is better", "--maximize/--minimize", show_default="by the metric's name"),
     ] = None
     parallel: Annotated[int | None, option("trials side by side", min=1, show_default="one a GPU, else 1")] = None
-    seed: Annotated[int, option("of the sampler", min=0)] = 1
 
 
 @command(sweep_app, EPILOG)
@@ -74,7 +80,8 @@ def sweep_full(
     overrides: Annotated[
         list[str] | None,
         argument(
-            "settings as key=value; those that vary as key=log(low,high), uniform(low,high), int(low,high) or choice(a,b)",
+            "settings as key=value; those that vary as key=a,b, log(low,high), uniform(low,high), int(low,high) or "
+            "choice(a,b); FILE.yaml names changes, {name: {key: value}}",
             metavar="KEY=VALUE",
         ),
     ] = None,
@@ -82,39 +89,58 @@ def sweep_full(
     profile: Profiles = None,
     *,
     options: SweepOptions,
-    dry_run: Annotated[bool, option("show what would be tried and run; run nothing", "--dry-run")] = False,
+    plan: Annotated[bool, option("show what would run, and what the noise allows; run nothing", "--plan")] = False,
     as_json: AsJson = False,
 ) -> Output:
-    """Run the pipeline `full` with several values of the settings that are given as ranges; its name may be left out.
+    """Compare the present settings, the baseline, with others over common seeds; its pipeline, `full`, may be left out.
 
-    Stages that the trials share are built once. The same command continues after a kill, and with more --trials.
+    The same command continues after a kill, with more --seeds, and beside itself on another machine with the same home.
     """
     import os
 
     from ttrain.config.loading import layers
-    from ttrain.experiments import request as requests
-    from ttrain.experiments import trials
+    from ttrain.experiments import preview, request
     from ttrain.flows.full import full
     from ttrain.tracking.artifact_source import store_of
 
-    settings_layers = layers(overrides or (), config or (), profile or (), os.environ)
-    request = requests.sweep_request(full, settings_layers, **asdict(options))
-    request.check_data()
-    if dry_run:
-        return _plan(requests.preview(request, store_of(home(), request.settings(request.first))))
+    words = overrides or []
+    files = [Path(word) for word in words if "=" not in word]
+    settings = [word for word in words if "=" in word]
+    wanted = request.request_of(
+        full, layers(settings, config or (), profile or (), os.environ), request.Options(**asdict(options)), files
+    )
+    request.check_data(wanted)
+    if plan:
+        planned = preview.plan(wanted, store_of(home(), wanted.baseline))
+        rows = [(change["name"],) for change in planned["settings"]]
+        return Output(planned, [Table(("setting",), rows), *preview.lines_of(planned)])
     outlast_output()
+    varied = wanted.space.dimensions
     arguments = [*(f"--profile={name}" for name in profile or ()), *(f"--config={path}" for path in config or ())]
-    arguments += [word for word in overrides or () if word.partition("=")[0].strip() not in request.space.dimensions]
-    store = store_of(usable_home(), request.settings(request.first))
-    screen = console(stderr=as_json)  # standard output is for the JSON
-    sweep = requests.find_or_begin(request, store)
-    with sweep.lock():
+    arguments += [word for word in settings if word.partition("=")[0].strip() not in varied]
+    return _run(wanted, store_of(usable_home(), wanted.baseline), arguments, as_json=as_json)
+
+
+def _run(request: Request, store: ArtifactStore, arguments: list[str], *, as_json: bool) -> Output:
+    """Run the trials that are left, and show what they say."""
+    import contextlib
+
+    from ttrain.engine.display import Display
+    from ttrain.experiments import preview
+    from ttrain.experiments.trials import Runner
+
+    experiment = preview.find_or_begin(request, store)
+    experiment.note(arguments=arguments, seeds=request.options.seeds)
+    with contextlib.closing(Display(console(stderr=as_json))) as display:  # standard output is for the JSON
+        for line in preview.opening(request, experiment):
+            display.say(line)
         try:
-            trials.run(request, sweep, arguments, store, screen)
+            Runner(request, experiment, store, display).run()
         except BaseException:
-            _shown(sweep).print(as_json=as_json)
+            display.close()
+            _shown(experiment).print(as_json=as_json)
             raise
-        return _shown(sweep)
+    return _shown(experiment)
 
 
 @command(
@@ -122,36 +148,27 @@ def sweep_full(
     "Examples:  ttrain sweep show\n\nttrain sweep show sweep-20261121-160222-1a2b --json",
 )
 def sweep_show(name: Name = "latest") -> Output:
-    """Show the trials of a sweep, the best first, and the command that runs the pipeline with the best settings."""
-    from ttrain.experiments import records
+    """Show the settings of a sweep, what is known of each, and the command that runs the better one."""
+    from ttrain.experiments.records import find_experiment
 
-    return _shown(records.find_sweep(home(), name))
+    return _shown(find_experiment(home(), name))
 
 
-def _shown(sweep: Sweep) -> Output:
-    """The trials, the best first."""
-    from ttrain.experiments.records import FAILED, RUNNING
+def _shown(experiment: Experiment) -> Output:
+    """The verdicts, and what to do next."""
+    from ttrain.experiments.space import assignment
+    from ttrain.experiments.verdict import HEADER, Judgement
+    from ttrain.store.artifacts import ArtifactStore
 
-    lines = [f"{sweep.name}: {sweep.verdict()}"]
-    if any(trial.outcome in (RUNNING, FAILED) for trial in sweep.trials):
+    judgement = Judgement(experiment, ArtifactStore(home()))
+    lines = [f"{experiment.name}: {judgement.sentence}"]
+    if judgement.standing.wanted:
         lines.append("the same command continues unfinished trials and retries failed ones")
-    if best := sweep.best:
-        lines.append(f"to run the best one in full: {sweep.command(best)}")
-    return Output(sweep.to_json(), [Table(*sweep.table()), *lines])
-
-
-def _plan(plan: Mapping[str, Any]) -> Output:
-    """The planned trials; of a sampler that learns, only those drawn before it learns."""
-    from ttrain.experiments.space import format_value
-
-    rows = [
-        (trial["trial"], *map(format_value, trial["values"].values()), ", ".join(trial["run"]) or "nothing: cached")
-        for trial in plan["trials"]
-    ]
-    later = f"and {plan['chosen_later']} more, which {plan['sampler']} chooses by the results of these"
-    lines = [
-        *([later] if plan["chosen_later"] else []),
-        f"once: {', '.join(plan['once']) or 'nothing'}; in each trial: {', '.join(plan['each'])}",
-        f"compared by: {plan['metric']} ({plan['direction']})",
-    ]
-    return Output(plan, [Table(("trial", *plan["space"], "will run"), rows), *lines])
+    run = None
+    if best := judgement.best:
+        values = next(change.values for change in experiment.changes if change.name == best.setting)
+        words = [*(experiment["arguments"] or []), *(assignment(key, value) for key, value in values.items())]
+        run = shlex.join(["ttrain", "pipeline", "run", "full", *words])
+        lines.append(f"to run it in full: {run}")
+    rows = [row.row for row in judgement.verdicts]
+    return Output({**judgement.to_json(), "command": run}, [Table(HEADER, rows), *lines])

@@ -1,197 +1,152 @@
-"""Sweeps on disk: `sweeps/<sweep>/sweep.json` under the home has the request and the trials."""
+"""Experiments on disk: `sweeps/<name>/sweep.json` under the home has the request, the changes and a line for each trial."""
 
 import contextlib
 import platform
-import shlex
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from itertools import starmap
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.files import exclusive, read_object, write_json
-from ttrain.core.text import format_duration, truncated
-from ttrain.errors import UsageError
+from ttrain.core.files import JsonDict, JsonObject, Taken, exclusive, read_object, refuse, write_json
+from ttrain.core.text import truncated
+from ttrain.experiments.changes import Change
 from ttrain.experiments.measure import Measure
-from ttrain.experiments.space import Space, Values, assignment, format_value, parse
 from ttrain.store import name_syntax, runs
 
 DIRECTORY, FILE = "sweeps", "sweep.json"
-BEGIN = "begin with `ttrain sweep full 'pretrain.optim.lr=log(1e-4,3e-3)'`"
+BEGIN = "begin with `ttrain sweep sft.optim.lr=1e-3,2e-3,4e-3 --seeds 5`"
 SHORT = 100  # characters of an error in a table
 COMPLETED, DIVERGED, FAILED, RUNNING = "completed", "diverged", "failed", "running"
+Place = tuple[int, int]  # of a trial: the number of its change, and its seed
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One choice of settings, and its outcome."""
+    """One change with one seed, and its outcome."""
 
-    number: int  # from 1
-    values: Values
+    change: int  # its number among the changes; 0: the baseline
+    seed: int
     outcome: str = RUNNING  # also of one that was interrupted, and will continue
-    value: float | None = None
-    seconds: float | None = None
+    value: float | None = None  # of the metric, on all held-out records
+    halves: Sequence[float] = ()  # of the metric, on one and on the other half of them; empty where they are few
+    seconds: float = 0.0
     run: str | None = None  # its newest pipeline run
+    evaluation: str | None = None  # key of the evaluation whose records the metric is of
     error: str | None = None
 
     @property
-    def description(self) -> str:
-        """How the trial ended, and why it failed."""
-        if self.outcome == RUNNING:
-            return "to go on" if self.run else "begun"
-        short = truncated((self.error or "").partition("\n")[0], SHORT)
-        return f"{self.outcome}: {short}" if short else self.outcome
+    def place(self) -> Place:
+        """(change, seed), by which it is told from others."""
+        return self.change, self.seed
+
+    @property
+    def reason(self) -> str:
+        """Why it failed, in one line."""
+        return truncated((self.error or "").partition("\n")[0], SHORT)
 
 
-class Sweep:
-    """One sweep's record. The request does not change; trials and progress are noted beside it, also by threads."""
+class Experiment:
+    """One experiment's record. Several processes, on one machine or on several with one home, may work on it: each change
+    is made under its lock, and a trial belongs to whoever holds the trial's own lock."""
 
-    def __init__(self, path: Path, data: dict[str, Any]) -> None:
+    def __init__(self, path: Path, data: JsonDict) -> None:
         self.path, self._data = path, data
         self.name: str = data["sweep"]
-        self._noting = threading.RLock()
 
     def __getitem__(self, name: str) -> Any:
         return self._data.get(name)
 
     @property
     def trials(self) -> list[Trial]:
-        """All trials, by their numbers."""
-        return [Trial(**entry) for entry in self._data["trials"]]
+        """All trials, in the order in which they began."""
+        return [Trial(**entry) for entry in self["trials"]]
 
     @property
-    def space(self) -> Space:
-        """The settings that vary."""
-        texts: Mapping[str, str] = self._data["request"]["space"]
-        return Space({key: parse(key, text) for key, text in texts.items()}, texts)
+    def changes(self) -> list[Change]:
+        """The baseline and the changes."""
+        return [Change(**entry) for entry in self["changes"]]
 
     @property
     def measure(self) -> Measure:
-        """The metric by which its trials are compared."""
-        return Measure(**self._data["request"]["measure"])
+        """The metric by which the changes are compared."""
+        return Measure(**self["measure"])
 
     @property
     def outcome(self) -> str:
         """running, completed, interrupted or failed; crashed where it is recorded as running, but its process is gone."""
-        word, process = str(self._data["outcome"]), self._data["process"]
+        word, process = str(self["outcome"]), self["process"]
         is_local = process["host"] == platform.node()
         return "crashed" if word == "running" and is_local and not runs.is_alive(process) else word
 
-    @property
-    def ranked(self) -> list[Trial]:
-        """The trials with a metric, the best first, the earlier of equals."""
-        sign = -1 if self.measure.maximize else 1
-        done = [trial for trial in self.trials if trial.outcome == COMPLETED and trial.value is not None]
-        return sorted(done, key=lambda trial: (sign * (trial.value or 0.0), trial.number))
-
-    @property
-    def best(self) -> Trial | None:
-        """The trial with the best metric; None if there is none with one."""
-        return next(iter(self.ranked), None)
-
-    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """(header, rows): the best trial first, with its settings, its metric, how it ended and its run."""
-        done, dimensions = self.ranked, self.space.dimensions
-        rows = [
-            (
-                f"{trial.number}{' *' if trial in done[:1] else ''}",
-                *(format_value(trial.values[key]) for key in dimensions),
-                "" if trial.value is None else f"{trial.value:.4f}",
-                trial.description,
-                format_duration(trial.seconds),
-                trial.run or "",
-            )
-            for trial in [*done, *(trial for trial in self.trials if trial not in done)]
-        ]
-        return ("trial", *dimensions, self.measure.metric, "outcome", "time", "run"), rows
-
-    def verdict(self) -> str:
-        """One sentence: which trial is best, and how far the others are from it."""
-        done = self.ranked
-        if not done:
-            return "no trial has completed"
-        best, worst = done[0], done[-1]
-        settings = ", ".join(starmap(assignment, best.values.items()))
-        spread = f"; the worst has {worst.value:.4f}" if len(done) > 1 else ""
-        return f"trial {best.number} is best: {self.measure.metric} {best.value:.4f} with {settings}{spread}"
-
-    def command(self, trial: Trial) -> str:
-        """The command that runs the whole pipeline with a trial's settings; what the trial made comes from the store."""
-        arguments = ["ttrain", "pipeline", "run", "full", *(self["arguments"] or [])]
-        return shlex.join([*arguments, *starmap(assignment, trial.values.items())])
-
-    def to_json(self) -> dict[str, Any]:
-        """The object that `show --json` prints."""
-        best = self.best
-        return {
-            "sweep": self.name,
-            "outcome": self.outcome,
-            "started": self["started"],
-            "space": dict(self.space.texts),
-            "metric": self.measure.metric,
-            "direction": self.measure.direction,
-            "sampler": self["request"]["sampler"],
-            "best": asdict(best) if best else None,
-            "command": self.command(best) if best else None,
-            "trials": [asdict(trial) for trial in self.trials],
-            "tracking": self["tracking"],
-        }
-
     def note(self, **values: Any) -> None:
-        """Record values about the sweep."""
-        with self._noting:
+        """Record values about the experiment."""
+        with self._changing():
             self._data.update(values)
-            write_json(self.path / FILE, self._data)
 
     def put(self, trial: Trial) -> Trial:
-        """Record a trial in place of the one of its number, and return it."""
-        with self._noting:
-            trials = {each.number: each for each in self.trials} | {trial.number: trial}
-            self.note(trials=[asdict(each) for _, each in sorted(trials.items())])
+        """Record a trial in place of the one with its change and seed, and return it."""
+        with self._changing():
+            trials = {each.place: each for each in self.trials} | {trial.place: trial}
+            self._data["trials"] = [asdict(each) for each in trials.values()]
         return trial
 
+    def add(self, draw: Callable[[], Change], number: int) -> None:
+        """Add the change that `draw` returns, unless another process has added the one of this number."""
+        with self._changing():
+            if len(self["changes"]) == number:
+                self["changes"].append(asdict(draw()))
+
+    def claim(self, place: Place, until: contextlib.ExitStack) -> Trial | None:
+        """Take a trial, as it is recorded, until the stack is closed; None where it has ended, or another has it."""
+        change, seed = place
+        try:
+            until.enter_context(exclusive(self.path / "locks" / f"{change}-{seed}", refuse))
+        except Taken:
+            return None
+        self.reload()
+        trial = next((each for each in self.trials if each.place == place), None) or Trial(change, seed)
+        return trial if trial.outcome == RUNNING else None
+
+    def reload(self) -> None:
+        """Read what other processes have recorded."""
+        self._data = read_object(self.path / FILE) or self._data
+
     @contextlib.contextmanager
-    def lock(self) -> Iterator[None]:
-        """Lock of the one process that works on a sweep. Raises UsageError where another holds it."""
-
-        def taken() -> None:
-            process = (read_object(self.path / FILE) or self._data)["process"]
-            raise UsageError(f"the sweep {self.name} is running in process {process['pid']} on {process['host']}")
-
-        with exclusive(self.path / "lock", waiting=taken):
-            self._data = read_object(self.path / FILE) or self._data  # as the holder before has left it
+    def _changing(self) -> Iterator[None]:
+        with exclusive(self.path / "lock"):
+            self.reload()
             yield
+            write_json(self.path / FILE, self._data)
 
 
-def begin(home: Path, request: Mapping[str, Any]) -> Sweep:
-    """Create a sweep. `request`: what identifies it, as JSON."""
+def begin(home: Path, request: JsonObject) -> Experiment:
+    """Create an experiment. `request`: its identity, metric, changes and what else is known of it, as JSON."""
     name = runs.new_name("sweep")
     path = home / DIRECTORY / name
     path.mkdir(parents=True)
-    sweep = Sweep(path, {"sweep": name, "request": request, "trials": []})
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    sweep.note(started=started, outcome="running", process=runs.this_process())
-    return sweep
+    experiment = Experiment(path, {"sweep": name, "trials": [], "started": started, **request})
+    experiment.note(outcome="running", process=runs.this_process())
+    return experiment
 
 
-def list_sweeps(home: Path) -> list[Sweep]:
-    """All sweeps, the newest first."""
+def list_experiments(home: Path) -> list[Experiment]:
+    """All experiments, the newest first."""
     records = ((path.parent, read_object(path)) for path in (home / DIRECTORY).glob(f"*/{FILE}"))
-    sweeps = [Sweep(path, data) for path, data in records if "trials" in data]
-    return sorted(sweeps, key=lambda sweep: sweep.name, reverse=True)
+    experiments = [Experiment(path, data) for path, data in records if "changes" in data]
+    return sorted(experiments, key=lambda each: each.name, reverse=True)
 
 
-def find_same(home: Path, request: Mapping[str, Any]) -> Sweep | None:
-    """The newest sweep of an equal request."""
-    return next((sweep for sweep in list_sweeps(home) if sweep["request"] == request), None)
+def find_same(home: Path, identity: str) -> Experiment | None:
+    """The newest experiment of an equal request."""
+    return next((each for each in list_experiments(home) if each["identity"] == identity), None)
 
 
-def find_sweep(home: Path, name: str = name_syntax.LATEST) -> Sweep:
-    """The sweep of this name, or the only one whose name begins or ends so, or the latest. Raises UsageError."""
-    sweeps = {sweep.name: sweep for sweep in list_sweeps(home)}
-    match = name_syntax.matching(name, list(sweeps), "sweep")
+def find_experiment(home: Path, name: str = name_syntax.LATEST) -> Experiment:
+    """The experiment of this name, or the only one whose name begins or ends so, or the latest. Raises UsageError."""
+    experiments = {each.name: each for each in list_experiments(home)}
+    match = name_syntax.matching(name, list(experiments), "sweep")
     if match is None:
-        raise name_syntax.unknown("sweep", name, sweeps, begin=BEGIN)
-    return sweeps[match]
+        raise name_syntax.unknown("sweep", name, experiments, begin=BEGIN)
+    return experiments[match]

@@ -1,13 +1,18 @@
-"""Which settings a sweep varies, and over which values: `log(1e-4,3e-3)`, `uniform(0,0.2)`, `int(2,8)`, `choice(a,b,c)`."""
+"""Which settings a sweep varies, and over which values: `1e-3,2e-3`, `log(1e-4,3e-3)`, `uniform(0,0.2)`, `int(2,8)`,
+`choice(a,b,c)`."""
 
+import itertools
 import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_origin
+
+import numpy as np
 
 from ttrain.config import Settings
+from ttrain.config.base import takes_numbers, types_of
 from ttrain.config.loading import Override, type_of
 from ttrain.config.yaml_text import InvalidYaml, read_list
 from ttrain.core import redact
@@ -17,12 +22,13 @@ from ttrain.errors import UsageError
 DIGITS = 4  # of a drawn number: enough for any setting, and short enough to be typed again
 Values = Mapping[str, Any]  # of the settings that vary, by name
 FORMS = {
+    "list": "a,b,...",
     "log": "log(low,high) or log(low,high,count)",
     "uniform": "uniform(low,high) or uniform(low,high,count)",
     "int": "int(low,high) or int(low,high,step)",
     "choice": "choice(a,b,...)",
 }
-_RANGE = re.compile(rf"\s*({'|'.join(FORMS)})\s*\(")
+RANGE = re.compile(rf"\s*({'|'.join(FORMS)})\s*\(")
 
 
 @dataclass(frozen=True)
@@ -82,14 +88,20 @@ class Space:
         counts = [None if d.values is None else len(d.values) for d in self.dimensions.values()]
         return None if None in counts else math.prod(count for count in counts if count is not None)
 
-    def combination(self, number: int) -> Values:
-        """Combination `number` of `size`; the last setting varies fastest, as in nested loops."""
-        chosen: dict[str, Any] = {}
-        for key, dimension in reversed(list(self.dimensions.items())):
-            assert dimension.values is not None, "only what can be counted has combinations"
-            number, index = divmod(number, len(dimension.values))
-            chosen[key] = dimension.values[index]
-        return {key: chosen[key] for key in self.dimensions}
+    def combinations(self, count: int) -> list[Values]:
+        """All combinations, the last setting varying fastest, or `count` that are spread where there are more."""
+        if self.size is None or self.size > count:
+            return self.spread(count)
+        values = (dimension.values or () for dimension in self.dimensions.values())
+        return [dict(zip(self.dimensions, chosen, strict=True)) for chosen in itertools.product(*values)]
+
+    def spread(self, count: int) -> list[Values]:
+        """`count` combinations that together reach all parts of each setting's range: the middles of a Latin hypercube
+        (McKay, Beckman and Conover 1979, doi.org/10.1080/00401706.1979.10489755)."""
+        random = np.random.default_rng(1)
+        parts = {key: random.permutation(count) for key in self.dimensions}
+        shares = ({key: float(parts[key][row] + 0.5) / count for key in parts} for row in range(count))
+        return [{key: self.dimensions[key].at(share) for key, share in row.items()} for row in shares]
 
     def probes(self) -> Iterator[dict[str, Any]]:
         """Settings that show whether all values are taken: each value of each setting beside the first of the others."""
@@ -100,26 +112,18 @@ class Space:
 
 
 def parse_space(overrides: Sequence[Override]) -> Space:
-    """The settings that vary among the overrides. A plain value in a stronger layer removes a weaker layer's range. Raises
-    UsageError where a range cannot be read, or there is none."""
+    """The settings that vary among the overrides; empty where none does. A plain value in a stronger layer removes a weaker
+    layer's range. Raises UsageError where a range cannot be read."""
     last = {item.key: item.value for item in overrides}
-    texts = {key: value.strip() for key, value in last.items() if isinstance(value, str) and _RANGE.match(value)}
-    if not texts:
-        raise UsageError(
-            f"a sweep needs a setting that varies; write one as {', '.join(FORMS.values())}, "
-            f"for example 'pretrain.optim.lr=log(1e-4,3e-3)'"
-        )
+    texts = {key: value.strip() for key, value in last.items() if isinstance(value, str) and _varies(key, value)}
     return Space({key: parse(key, text) for key, text in texts.items()}, texts)
 
 
-def with_values(overrides: Sequence[Override], space: Space, values: Values) -> list[Override]:
-    """The overrides, with one value for each setting that varies, in place of its range."""
-    last = {item.key: position for position, item in enumerate(overrides)}
-    return [
-        item._replace(value=values[item.key]) if item.key in space.dimensions else item
-        for position, item in enumerate(overrides)
-        if item.key not in space.dimensions or position == last[item.key]
-    ]
+def _varies(key: str, text: str) -> bool:
+    """Whether a text has several values: a range, or a comma where the setting takes one number or word."""
+    kind = type_of(Settings, key)
+    takes_one = takes_numbers(kind) or not {bool, Literal}.isdisjoint({*types_of(kind), *map(get_origin, types_of(kind))})
+    return bool(RANGE.match(text)) or ("," in text and takes_one)
 
 
 def assignment(key: str, value: Any) -> str:
@@ -142,16 +146,18 @@ def parse(key: str, text: str) -> Dimension:
             f"{key} is '{masked}', but the values of a sweep are on record, and secrets of URLs must not be; "
             f"put them where the library that opens the URL finds them, such as its environment variables"
         )
-    kind, _, inside = text.strip().removesuffix(")").partition("(")
+    is_range = bool(RANGE.match(text))
+    kind, _, inside = text.strip().removesuffix(")").partition("(") if is_range else ("list", "", text)
     kind = kind.strip()
+    lists = kind in ("list", "choice")
     try:
-        arguments = read_list(f"[{inside}]", type_of(Settings, key) if kind == "choice" else float)
+        arguments = read_list(f"[{inside}]", type_of(Settings, key) if lists else float)
     except InvalidYaml:
         raise UsageError(f"{key} is '{text}', whose values cannot be read; quote what has commas or brackets") from None
     try:
-        if kind != "choice":
+        if not lists:
             return _range(kind, _numbers(arguments))
-        if len(arguments) < 2:
+        if len(arguments) < 2 and kind == "choice":
             raise ValueError("a choice needs two values or more")
         return ValueList(tuple(arguments))
     except ValueError as wrong:

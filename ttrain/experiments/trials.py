@@ -1,79 +1,59 @@
-"""Run the trials of a sweep: each is a pipeline run in a thread of its own, with its stages in processes, as always.
+"""Run the trials of an experiment: each is a pipeline run in a thread of its own, with its stages in processes, as always.
 
 What trials share is built once, since all of them find it in the store or wait for its lock. A process can be killed
-anywhere: ended trials are in the sweep's record, and an unfinished trial continues where its stage saved its state.
+anywhere: ended trials are in the record, and an unfinished one continues where its stage saved its state.
 """
-
-from __future__ import annotations
 
 import contextlib
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from datetime import datetime
 from typing import Any
 
-from rich.console import Console
-
-from ttrain.core.terminal import print_plain
 from ttrain.core.text import format_duration
 from ttrain.engine.display import Display
 from ttrain.engine.execution import PipelineRun
 from ttrain.engine.stop_request import StopRequest
 from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
-from ttrain.experiments.measure import changes_heldout
-from ttrain.experiments.records import COMPLETED, DIVERGED, FAILED, RUNNING, Sweep, Trial
-from ttrain.experiments.request import SweepRequest
-from ttrain.experiments.sampler import TrialSampler
-from ttrain.experiments.space import format_value
-from ttrain.reports import summary as report
+from ttrain.experiments.records import COMPLETED, DIVERGED, FAILED, RUNNING, Experiment, Trial
+from ttrain.experiments.request import Request
+from ttrain.experiments.tracked import keep
+from ttrain.experiments.verdict import Judgement, halves_of, scores_of, value_of
 from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.runs import MetricRow
-from ttrain.tracking.mlflow_mirror import TrackedRun
-from ttrain.tracking.pusher import Pusher, keep_sweep, track
-from ttrain.tracking.tracked_runs import NOTE, id_of, status_of
+from ttrain.tasks import EVALUATE
+from ttrain.tracking.pusher import Pusher, track
+from ttrain.tracking.tracked_runs import id_of
 
 POLL_SECONDS = 0.1
 NOT_FINITE = "NonFinite"  # the error of a stage whose loss is not finite
 
 
-def run(request: SweepRequest, sweep: Sweep, arguments: Sequence[str], store: ArtifactStore, screen: Console) -> None:
-    """Run the trials that are left; the sweep's lock must be held. `arguments`: of the command line, but for the ranges.
+class Runner:
+    """Runs trials of one experiment, as other processes may too, until nothing is left to decide."""
 
-    Raises Interrupted, or an error that every trial would have.
-    """
-    sweep.note(arguments=list(arguments))
-    for line in _opening(request, sweep):
-        print_plain(screen, line)
-    if _done(sweep.trials) < request.trials:
-        with contextlib.closing(Display(screen)) as display:
-            TrialRunner(request, sweep, store, display).run()
-
-
-class TrialRunner:
-    """Runs the trials of one sweep; this process holds its lock."""
-
-    def __init__(self, request: SweepRequest, sweep: Sweep, store: ArtifactStore, display: Display) -> None:
-        self.request, self.sweep, self.store, self.display = request, sweep, store, display
+    def __init__(self, request: Request, experiment: Experiment, store: ArtifactStore, display: Display) -> None:
+        self.request, self.experiment, self.store, self.display = request, experiment, store, display
         self.stop_request = StopRequest(display.say, "the running trials save their state")
         self.planning = threading.Lock()  # a plan parses code, which two threads at once cannot (`core/hashing.py`)
-        self.shared, _ = request.stages()
-        self._sampler = TrialSampler(request.space, request.sampler, request.seed, request.measure.maximize)
+        once, by_seed, _ = request.stages()
+        self.shared = [*once, *by_seed]  # stages that several trials share
         self._running: dict[int, RunningTrial] = {}  # by slot
         self._error: BaseException | None = None  # that every other trial would have, too
-        sweep.note(outcome="running", process=runs.this_process())
-        self._pusher: Pusher | None = None
-        if request.settings(request.first).tracking.enabled:
-            self._pusher = Pusher(store.root, sweep.name, sweep.note)
-            keep_sweep(store.root, self._tracked())
-            self._pusher.start()
+        self._tracks = request.baseline.tracking.enabled
 
     def run(self) -> None:
         """Run all trials to their ends. Raises Interrupted once they are saved, or an error that every trial would have."""
-        outcome = "failed"
+        self.experiment.note(outcome="running", process=runs.this_process())
+        for trial in self.experiment.trials:
+            if trial.outcome == FAILED:
+                self.experiment.put(Trial(trial.change, trial.seed))
+        outcome, pusher = "failed", Pusher(self.store.root, self.experiment.name, self._note)
+        self._keep()
+        if self._tracks:
+            pusher.start()
         try:
             with self.stop_request.catching_signals():
                 self._loop()
@@ -82,25 +62,18 @@ class TrialRunner:
             outcome = "interrupted"
             raise
         finally:
-            self._finish(outcome)
+            self._finish()
+            self.experiment.note(outcome=outcome)
+            self._keep()
+            if self._tracks:
+                pusher.finish()
 
     def _loop(self) -> None:
-        unfinished = [
-            Trial(trial.number, trial.values) if trial.outcome == FAILED else trial
-            for trial in self.sweep.trials
-            if trial.outcome in (RUNNING, FAILED)
-        ]
         while True:
-            for slot in range(self.request.parallel):
-                if slot in self._running or self._stop_signal():
-                    continue
-                if unfinished:
-                    self._begin(slot, unfinished.pop(0))
-                elif len(self.sweep.trials) < self.request.trials:
-                    self._begin(slot, self._sampler.draw(self.sweep.trials))
-            if not self._running:
+            is_open = not self._signum and self._fill()
+            if not self._running and not is_open:
                 break
-            self._stop_trials(self._stop_signal())
+            self._stop_trials(self._signum)
             for slot, running in [*self._running.items()]:
                 if not running.thread.is_alive():
                     del self._running[slot]
@@ -111,7 +84,37 @@ class TrialRunner:
         if signum := self.stop_request.signum:
             raise Interrupted("the sweep was stopped; the same command continues", signum)
 
-    def _stop_signal(self) -> int:
+    def _fill(self) -> bool:
+        """Give every free slot a trial that nobody has; returns whether the experiment needs further trials."""
+        free = [slot for slot in range(self.request.parallel) if slot not in self._running]
+        wanted = self._wanted() if free else []
+        for place in wanted:
+            ends = contextlib.ExitStack()
+            trial = self.experiment.claim(place, ends) if free else None
+            if trial is None:
+                ends.close()
+            else:
+                self._begin(free.pop(0), trial, ends)
+        return bool(wanted or self._running)
+
+    def _wanted(self) -> list[tuple[int, int]]:
+        """The trials that the next decision needs; one of a change that is drawn by the results so far."""
+        self.experiment.reload()
+        number, judgement = len(self.experiment.changes), Judgement(self.experiment, self.store)
+        if number > self.request.draws or not self.request.draws:
+            return judgement.standing.wanted
+        done = {change: judgement.sign * value_of(trial) for (change, seed), trial in judgement.trials.items()}
+        ended = {trial.change for trial in self.experiment.trials if trial.outcome != RUNNING}
+        if waiting := sorted({*range(number)} - ended):
+            return [(change, 1) for change in waiting]
+        from ttrain.experiments import sampler
+
+        changes = self.experiment.changes
+        self.experiment.add(lambda: sampler.draw(self.request.space, changes, done), number)
+        return [(number, 1)]
+
+    @property
+    def _signum(self) -> int:
         """The signal that ends the running trials, also where every other trial would fail; 0 while there is none."""
         return self.stop_request.signum or (signal.SIGTERM if self._error else 0)
 
@@ -122,135 +125,84 @@ class TrialRunner:
                 running.execution.ask_to_stop(signum)
                 running.execution.at_once = self.stop_request.at_once
 
-    def _begin(self, slot: int, trial: Trial) -> None:
-        values = "  ".join(f"{key}={format_value(value)}" for key, value in trial.values.items())
-        goes_on = " goes on" if trial.run else ""
-        self.display.say(f"trial {trial.number} of {self.request.trials}{goes_on}: {values}")
-        self._running[slot] = RunningTrial(self, self.sweep.put(trial), slot)
-        self._running[slot].thread.start()
+    def _begin(self, slot: int, trial: Trial, ends: contextlib.ExitStack) -> None:
+        running = RunningTrial(self, self.experiment.put(trial), slot, ends)
+        self.display.say(f"{running.name}{' goes on' if trial.run else ''}")
+        self._running[slot] = running
+        running.thread.start()
 
-    def _ended(self, running: RunningTrial) -> None:
+    def _ended(self, running: "RunningTrial") -> None:
         """Record the trial; it stays unfinished where it was stopped, or where every other one would fail like it."""
-        outcome, value, error = running.outcome()
-        seconds = round((running.trial.seconds or 0.0) + running.seconds, 2)
+        trial = running.outcome()
         failure: BaseException | None = None
-        if outcome == COMPLETED and value is None:
-            metric_names = ", ".join(running.execution.metrics() if running.execution else ()) or "none"
+        if trial.outcome == COMPLETED and trial.value is None:
+            names = ", ".join(running.execution.metrics() if running.execution else ()) or "none"
             failure = TTrainError(
-                f"trial {running.trial.number} has no {self.request.measure.metric}; its metrics are: {metric_names}; "
+                f"{running.name} has no {self.experiment.measure.metric}; its metrics are: {names}; "
                 f"name one of them with --metric, or hold out more records"
             )
-        elif outcome == FAILED and running.would_fail_again:
+        elif trial.outcome == FAILED and running.would_fail_again:
             failure = running.error
         if failure:
             self._error = failure
-            outcome = RUNNING
-        trial = self.sweep.put(replace(running.trial, outcome=outcome, value=value, seconds=seconds, error=error))
+            trial = replace(trial, outcome=RUNNING)
+        self.experiment.put(trial)
+        running.ends.close()
         self._keep()
-        if outcome != RUNNING:
-            result = trial.description if value is None else f"{value:.4f}"
-            self.display.say(f"trial {trial.number}: {result} in {format_duration(seconds)}; {self.sweep.verdict()}")
+        if trial.outcome != RUNNING:
+            result = f"{trial.outcome} {trial.reason}" if trial.value is None else f"{trial.value:.4f}"
+            sentence = Judgement(self.experiment, self.store).sentence
+            self.display.say(f"{running.name}: {result} in {format_duration(trial.seconds)}; {sentence}")
 
-    def _finish(self, outcome: str) -> None:
+    def _finish(self) -> None:
         while any(running.thread.is_alive() for running in self._running.values()):  # after an error in the loop
-            self._stop_trials(self._stop_signal() or signal.SIGTERM)
+            self._stop_trials(self._signum or signal.SIGTERM)
             time.sleep(POLL_SECONDS)
-        self.sweep.note(outcome=outcome)
-        self._keep()
-        if self._pusher:
-            self._pusher.finish()
 
     def _keep(self) -> None:
-        """Keep what trackers show of the sweep, for the next push."""
-        if self._pusher:
-            keep_sweep(self.store.root, self._tracked())
+        """Keep what trackers show of the experiment, for the next push."""
+        if self._tracks:
+            keep(Judgement(self.experiment, self.store), self.request.baseline.tracking.experiment)
 
-    def _tracked(self) -> TrackedRun:
-        """The sweep as trackers show it: the table of its trials, and the metrics of the best, so that it stands beside
-        other runs. The step is the number of trials that ended, so that the newest metrics count."""
-        request, outcome = self.request, self.sweep.outcome
-        header, table = self.sweep.table()
-        text = f"{self.sweep.verdict()}\n\n{report.markdown(table, header)}"
-        best, rows = self.sweep.best, list[MetricRow]()
-        if best and best.value is not None:
-            record = (runs.read(self.store.root, best.run) if best.run else None) or {}
-            metrics = {request.measure.metric: best.value, **record.get("metrics", {}), "sweep/best_trial": best.number}
-            # of one time, by whichever process the row is pushed: then MLflow has it once
-            ended = float(record.get("started_unix") or 1.0) + float(record.get("seconds") or 0.0)
-            rows = [{"step": _done(self.sweep.trials), "time": ended, "metrics": metrics}]
-        return TrackedRun(
-            self.sweep.name,
-            self.sweep.name,
-            self.sweep.name,
-            request.settings(request.first).tracking.experiment,
-            datetime.fromisoformat(self.sweep["started"]).timestamp(),
-            status_of(outcome),
-            tags={
-                "ttrain.pipeline": "sweep",
-                "ttrain.sweep": self.sweep.name,
-                "ttrain.outcome": outcome,
-                "ttrain.best": (best and best.run) or "",
-                NOTE: text,
-            },
-            params={
-                **request.space.texts,
-                "metric": request.measure.metric,
-                "sampler": request.sampler,
-                "seed": request.seed,
-            },
-            rows=rows,
-        )
-
-
-def _opening(request: SweepRequest, sweep: Sweep) -> list[str]:
-    """The lines that announce the sweep."""
-    shared, per_trial = request.stages()
-    head = f"{sweep.name}: {request.trials} trials, {_done(sweep.trials)} of them done, {request.parallel} side by side"
-    lines = [
-        f"{head}, sampler {request.sampler}, to {request.measure.direction} {request.measure.metric}",
-        *(f"  {key}={text}" for key, text in request.space.texts.items()),
-        f"  once: {', '.join(shared) or 'nothing'}; in each trial: {', '.join(per_trial)}",
-    ]
-    if heldout := changes_heldout(list(request.space.dimensions), request.graph()):
-        lines.append(
-            f"  warning: {', '.join(heldout)} may change which records are held out, and losses are then of other text"
-        )
-    return lines
-
-
-def _done(trials: Sequence[Trial]) -> int:
-    """How many trials need not run any more."""
-    return sum(trial.outcome not in (RUNNING, FAILED) for trial in trials)
+    def _note(self, **values: Any) -> None:
+        self.experiment.note(**values)
 
 
 class RunningTrial:
-    """A trial in its thread."""
+    """A trial in its thread; whoever holds `ends` has it."""
 
-    def __init__(self, runner: TrialRunner, trial: Trial, slot: int) -> None:
+    def __init__(self, runner: Runner, trial: Trial, slot: int, ends: contextlib.ExitStack) -> None:
         """`slot`: its number among parallel trials."""
-        self._runner, self.request, self.trial, self.slot = runner, runner.request, trial, slot
+        self._runner, self.trial, self.slot, self.ends = runner, trial, slot, ends
+        self.change = runner.experiment.changes[trial.change]
+        self.name = f"{self.change.name}, seed {trial.seed}"
         self.execution: PipelineRun | None = None
         self.error: BaseException | None = None
-        self.seconds = 0.0
-        self.thread = threading.Thread(target=self._run, name=f"trial-{trial.number}", daemon=True)
         self._began = time.monotonic()
+        self.thread = threading.Thread(target=self._run, name=self.name, daemon=True)
 
-    def outcome(self) -> tuple[str, float | None, str | None]:
-        """(outcome, metric, error) once the thread has ended; the outcome is "running" for a trial that continues later."""
+    def outcome(self) -> Trial:
+        """The trial once the thread has ended; its outcome is "running" where it continues later."""
         artifacts = self.execution.artifacts if self.execution else {}
-        measure = self.request.measure
+        trial = replace(self.trial, seconds=round(self.trial.seconds + time.monotonic() - self._began, 2))
+        measure = self._runner.experiment.measure
         if measure.stage in artifacts:  # also where the stop came after its end
-            return COMPLETED, measure.of({name: a.result for name, a in artifacts.items()}), None
+            value = measure.of({name: artifact.result for name, artifact in artifacts.items()})
+            evaluation = artifacts.get(EVALUATE.name)
+            if evaluation:
+                halves = halves_of(scores_of(evaluation.path, measure.metric))
+                trial = replace(trial, evaluation=evaluation.key, halves=halves)
+            return replace(trial, outcome=COMPLETED, value=value)
         # a BaseException also ends the trial: rich exits where nobody reads its output any more
         if isinstance(self.error, Interrupted) or not isinstance(self.error, Exception):
-            return RUNNING, None, None
+            return trial
         diverged = isinstance(self.error, StageFailed) and self.error.kind == NOT_FINITE
-        return (DIVERGED if diverged else FAILED), None, str(self.error)
+        return replace(trial, outcome=DIVERGED if diverged else FAILED, error=str(self.error))
 
     @property
     def would_fail_again(self) -> bool:
-        """Whether all trials would fail: a stage failed that all share, or none had begun. Settings that cannot be combined
-        are this trial's own."""
+        """Whether all trials would fail: a stage failed that several share, or none had begun. Settings that cannot be
+        combined are this trial's own."""
         failed = self.execution.failures if self.execution else {}
         return not failed.keys().isdisjoint(self._runner.shared) if failed else not isinstance(self.error, UsageError)
 
@@ -259,22 +211,21 @@ class RunningTrial:
             self._pipeline()
         except BaseException as error:  # the thread that waits for this one reports it
             self.error = error
-        self.seconds = time.monotonic() - self._began
 
     def _pipeline(self) -> None:
-        values, runner = self.trial.values, self._runner
+        runner, trial = self._runner, self.trial
         with runner.planning:
-            plan = self.request.plan(values, runner.store, self.slot)
-        earlier = runs.read(runner.store.root, self.trial.run) if self.trial.run else None
-        sweep = {"name": runner.sweep.name, "trial": self.trial.number}
+            plan = runner.request.plan(self.change, trial.seed, runner.store, self.slot)
+        earlier = runs.read(runner.store.root, trial.run) if trial.run else None
+        sweep = {"name": runner.experiment.name, "change": trial.change, "setting": self.change.name, "seed": trial.seed}
         execution = PipelineRun(
             plan,
-            _TrialDisplay(runner.display, self.trial.number, runner.shared),
+            _TrialDisplay(runner.display, self.name, runner.shared),
             registers=False,
             part_of={"sweep": sweep, **({"continues": id_of(earlier)} if earlier else {})},  # an interrupted one goes on
         )
         # Before its stages begin, so that a trial which is killed in one continues this run.
-        self.trial = runner.sweep.put(replace(self.trial, run=execution.record.run))
+        self.trial = runner.experiment.put(replace(trial, run=execution.record.run))
         self.execution = execution
         track(execution)
         with execution.recorded():
@@ -284,16 +235,16 @@ class RunningTrial:
 
 @dataclass
 class _TrialDisplay:
-    """The display of one trial within that of the sweep; cached stages are not shown."""
+    """The display of one trial within that of the experiment; cached stages are not shown."""
 
     _display: Display
-    _number: int
-    _shared: list[str]  # stages of all trials
+    _name: str
+    _shared: list[str]  # stages of several trials
 
     def __call__(self, stage: str, event: str, data: Mapping[str, Any]) -> None:
         if event == "message":
-            self._display.say(f"  trial {self._number}: {data['text'].strip()}")
+            self._display.say(f"  {self._name}: {data['text'].strip()}")
         elif stage in self._shared and data.get("state") != "cached":
             self._display(stage, event, data)
         elif event != "started" and data.get("state") != "cached":
-            self._display(f"trial {self._number} {stage}", event, data)
+            self._display(f"{self._name} {stage}", event, data)

@@ -67,13 +67,21 @@ def sweep_file(home: Path, name: str) -> Path:
     return home / "sweeps" / name / SWEEP
 
 
+def setting_id(sweep: str, change: int) -> str:
+    """The id in trackers of a setting of a sweep, by the number of its change."""
+    return f"{sweep}/{change}"
+
+
 def tracked_sweep(path: Path) -> TrackedRun:
-    """A sweep as its process kept it; killed if that process is gone."""
-    run = TrackedRun(**read_json(path))
+    """A sweep with its settings as its process kept them; killed if that process is gone."""
+    tree = read_json(path)
+    settings = [TrackedRun(**setting) for setting in tree.pop("stages")]
+    whole = TrackedRun(**tree, stages=settings)
     process = read_object(path.with_name("sweep.json")).get("process")
-    if run.status == RUNNING and process and not runs.is_alive(process):
-        run.status = KILLED
-    return run
+    if whole.status == RUNNING and process and not runs.is_alive(process):
+        for run in (whole, *settings):
+            run.status = KILLED
+    return whole
 
 
 @dataclass
@@ -124,6 +132,7 @@ class RunContent:
     def tracked(self) -> TrackedRun:
         """The run, with the stages that it began itself."""
         record, settings = self.record, dict(flatten(self.record["settings"]))
+        sweep = record.get("sweep")
         decided = decision_metrics(record["decision"]) if record.get("decision") else {}
         run = TrackedRun(
             id_of(record),
@@ -136,7 +145,7 @@ class RunContent:
             params=facts.parameters(settings),  # nothing that differs in every run
             summary={**record["metrics"], **decided},
             inputs=[data for artifact in self.artifacts.values() for data in datasets.data_of(artifact)],
-            parent=str((record.get("sweep") or {}).get("name", "")),
+            parent=setting_id(sweep["name"], sweep["change"]) if sweep else "",
         )
         if run.status != RUNNING:
             run.ended = run.started + (record.get("seconds") or 0.0)
@@ -168,7 +177,8 @@ class RunContent:
             "ttrain.host": record["process"].get("host"),
             NAME: record["settings"].get("name", ""),
             "ttrain.sweep": sweep.get("name"),
-            "ttrain.trial": sweep.get("trial"),
+            "ttrain.setting": sweep.get("setting"),
+            "ttrain.seed": sweep.get("seed"),
             "mlflow.source.name": f"ttrain pipeline run {record['pipeline']}",  # MLflow's columns
             "mlflow.source.type": "LOCAL",
             "mlflow.user": record.get("user"),
