@@ -1,5 +1,4 @@
-"""What experiments decide, on made-up metrics: the error rates of the rule, what is stopped, what a seed that changes nothing
-means. The trials are not run."""
+"""What experiments decide on made-up metrics, without running trials: error rates, what stops, seeds that change nothing."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ttrain.experiments.noise import Noise
+from ttrain.evaluate.noise import Noise
 from ttrain.experiments.records import COMPLETED, DIVERGED, Experiment, Trial
 from ttrain.experiments.verdict import Judgement, Verdict
 from ttrain.store.artifacts import ArtifactStore

@@ -5,9 +5,10 @@ from dataclasses import asdict
 from ttrain.core.files import JsonDict
 from ttrain.core.text import counted, format_duration
 from ttrain.engine.provenance import with_absolute_paths
-from ttrain.experiments import noise, records
+from ttrain.evaluate import noise
+from ttrain.evaluate.noise import Noise
+from ttrain.experiments import records
 from ttrain.experiments.measure import changes_heldout
-from ttrain.experiments.noise import Noise
 from ttrain.experiments.records import Experiment
 from ttrain.experiments.request import Request
 from ttrain.store.artifacts import ArtifactStore

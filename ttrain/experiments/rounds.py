@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ttrain.evaluate.noise import Noise
 from ttrain.evaluate.statistics import student_quantile
-from ttrain.experiments.noise import Noise
 from ttrain.experiments.records import Place
 
 STOP_LEVEL = 0.01  # of the test that stops a change: each is tested once a round

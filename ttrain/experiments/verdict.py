@@ -11,11 +11,12 @@ from ttrain.config.training import EVALUATED
 from ttrain.core.files import JsonDict
 from ttrain.core.text import counted
 from ttrain.evaluate import statistics
+from ttrain.evaluate.noise import Noise
 from ttrain.evaluate.statistics import Interval, Rule
 from ttrain.evaluate.task_result import SCORES, Metric, read_scores
-from ttrain.experiments.noise import Noise
 from ttrain.experiments.records import COMPLETED, DIVERGED, FAILED, Experiment, Place, Trial
 from ttrain.experiments.rounds import FRESH, Rounds, Standing
+from ttrain.reports.report import sweep_page
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.tasks import EVALUATE
 
@@ -66,12 +67,12 @@ class Verdict:
     @property
     def differences(self) -> list[float]:
         """The difference from the baseline with each seed."""
-        return [value - base for value, base in zip(self.values, self.baseline, strict=True)]
+        return [value - base for value, base in zip(self.values, self.baseline, strict=False)]
 
     @property
     def difference(self) -> float | None:
         """The mean difference from the baseline."""
-        return math.fsum(self.differences) / len(self.seeds) if self.seeds else None
+        return math.fsum(self.differences) / len(self.baseline) if self.baseline else None
 
     @property
     def over_seeds(self) -> Interval | None:
@@ -81,7 +82,7 @@ class Verdict:
     @property
     def repeats(self) -> bool:
         """Whether the seeds change nothing: all of them give one value."""
-        return len(self.seeds) > 1 and len({*self.values}) == len({*self.baseline}) == 1
+        return len(self.seeds) > 1 and len({*self.values}) == 1 and len({*self.baseline}) < 2
 
     @property
     def row(self) -> tuple[str, ...]:
@@ -93,7 +94,8 @@ class Verdict:
 
     def to_json(self) -> JsonDict:
         """With what follows from the values."""
-        return {**asdict(self), "mean": self.mean, "difference": self.difference, "over_seeds": self.over_seeds}
+        derived = ("mean", "differences", "difference", "over_seeds")
+        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 
 
 def _shown(interval: Interval | None) -> str:
@@ -160,6 +162,12 @@ class Judgement:
             return f"{row.setting} is better than the baseline: {evidence}"
         return f"{row.setting} was the best of the rounds, but is not better on fresh seeds: {evidence}"
 
+    def page(self) -> str:
+        """The page of the experiment as HTML."""
+        experiment, measure = self.experiment, self.experiment.measure
+        about = {"metric": measure.metric, "seeds": experiment["seeds"], "began": experiment["started"]}
+        return sweep_page(experiment.name, self.sentence, about, [row.to_json() for row in self.verdicts])
+
     def to_json(self) -> JsonDict:
         """The object that `sweep show --json` prints."""
         experiment = self.experiment
@@ -187,7 +195,7 @@ class Judgement:
         if number in self.lost:
             return replace(row, verdict=self.lost[number].outcome, why=self.lost[number].reason)
         if number == 0:
-            return replace(row, verdict="baseline")
+            return replace(row, verdict="baseline", baseline=())
         if row.difference is None:
             return row
         direction = BETTER if self.sign * row.difference < 0 else WORSE

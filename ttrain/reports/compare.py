@@ -1,15 +1,25 @@
 """How runs differ: settings, data, code, metrics, samples. Computed once, for terminal, page and JSON."""
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from ttrain.config import SHAPE_NO_RESULT, Promotion, flatten
-from ttrain.config.training import EVALUATED, PRIMARY_METRICS, TRAINING_STAGES, VALIDATION_LOSS, model_order
+from ttrain.config.training import (
+    EVALUATED,
+    PRIMARY_METRICS,
+    TRAINING_STAGES,
+    TRAININGS,
+    VALIDATION_LOSS,
+    model_order,
+    seeds_of,
+)
 from ttrain.core.files import JsonDict
 from ttrain.core.text import ABSENT, format_duration, format_number, format_time, is_number
 from ttrain.evaluate.forgetting import advantage
+from ttrain.evaluate.noise import noise_of
 from ttrain.evaluate.task_result import SCORES, Metric, not_judged, read_scores
 from ttrain.reports import facts
 from ttrain.reports.summary import rounded
@@ -42,10 +52,8 @@ WARNINGS = {
     OTHER_RECORDS: "the held-out data differ: the evaluations are of different texts and cannot be compared; `ttrain eval` "
     "measures models on one text",
 }
-ABOUT_MODELS = (
-    "the runs have other settings, but one run of each shows which model is better, not which setting: another seed may "
-    "turn it around"
-)
+SEEDS = 5  # of a sweep that decides between two settings, as it is advised
+ONLY_SEEDS = "the runs differ in their seeds alone: what differs is the noise of this setting"
 
 ABOUT_CACHE = "encoded_blocks"  # counts of a stage's own work, not of its data
 
@@ -115,7 +123,7 @@ def compare(views: Sequence[RunView]) -> RunComparison:
     scores = [_scores(view) for view in views]
     names = {name for view in views for name in view.metrics if not name.startswith(CURVES)}
     metrics = [_metric(name, views, scores) for name in sorted(names, key=facts.rank)]
-    verdict, is_certain = _verdict(metrics, scores)
+    metric, verdict, is_certain = _verdict(metrics, scores)
     reasons = {metric.not_judged for metric in metrics}
     remarks = [text for reason, text in WARNINGS.items() if reason in reasons]
     unfinished = [
@@ -126,7 +134,7 @@ def compare(views: Sequence[RunView]) -> RunComparison:
     if unfinished:
         remarks.append(f"not all runs are complete: {', '.join(unfinished)}")
     if shaping:
-        remarks.append(ABOUT_MODELS)
+        remarks.append(_about_setting(views, shaping, metric))
     code = _differences([_code(view) for view in views])
     return RunComparison(
         runs=[view.name for view in views],
@@ -226,36 +234,55 @@ def _not_judged_on_rows(stage: str, views: Sequence[RunView]) -> str:
     return not_judged(min(counts)) if counts else ""
 
 
-def _verdict(metrics: Sequence[Difference], scores: Sequence[Scores]) -> tuple[str, bool]:
-    """(the best run by the first deciding metric that differs, and by how much it beats the next best; whether certain)."""
+def _about_setting(views: Sequence[RunView], shaping: Sequence[Difference], metric: str) -> str:
+    """That one run of each setting decides between two models, not between two settings; and what would."""
+    if {row.name for row in shaping} <= seeds_of(1).keys():
+        return ONLY_SEEDS
+    home = views[0].store.root
+    noises = filter(None, (noise_of(home, metric, view.record["settings"]) for view in views))
+    noise = next(noises, None)
+    spread = f"by ± {noise.spread:.2g} in this home" if noise else "by how much is not known in this home yet"
+    changes = shlex.join(f"{row.name}={row.values[-1]}" for row in shaping)
+    trained = [stage.seconds or 0.0 for name, stage in views[-1].stages.items() if name in (*TRAININGS, EVALUATION)]
+    time = f", about {format_duration(2 * SEEDS * sum(trained))}" if sum(trained) else ""
+    return (
+        f"which setting is better is not decided: seeds of one setting differ, too, {spread}; with the other settings of "
+        f"{facts.letter(0)}, `ttrain sweep {changes} --seeds {SEEDS}` decides it{time}"
+    )
+
+
+def _verdict(metrics: Sequence[Difference], scores: Sequence[Scores]) -> tuple[str, str, bool]:
+    """(the deciding metric; the best run by the first one that differs, and by how much it beats the next best; whether that
+    is certain)."""
     by_name = {metric.name: metric for metric in metrics}
-    verdict = "the runs share no metric that decides which is better"
+    name, verdict = "", "the runs share no metric that decides which is better"
     for metric in filter(None, map(by_name.get, DECIDING_METRICS)):
         values, order = metric.values, facts.ranked(metric.values, metric.better)
         if len(order) < 2:
             continue
+        name = metric.name
         best = values[order[0]]
         if best == values[order[-1]]:
-            verdict = f"equal by {metric.name}: {format_number(best)}"
+            verdict = f"equal by {name}: {format_number(best)}"
             continue
         if metric.not_judged:
-            return f"no model is better by {metric.name}: {metric.not_judged}", False
+            return name, f"no model is better by {name}: {metric.not_judged}", False
         winners = [run for run in order if values[run] == best]
         second = order[len(winners)]
         letters = " and ".join(map(facts.letter, winners))
         subject = f"models of {letters} are" if winners[1:] else f"model of {letters} is"
         change = facts.change(best, values[second])
         versus = f"{format_number(best)} against {format_number(values[second])} of {facts.letter(second)} ({change})"
-        verdict = f"the {subject} better on these records by {metric.name}: {versus}"
-        name = metric.name.removeprefix(EVALUATED)
-        better, worse = scores[order[0]].get(name), scores[second].get(name)
+        verdict = f"the {subject} better on these records by {name}: {versus}"
+        scored = name.removeprefix(EVALUATED)
+        better, worse = scores[order[0]].get(scored), scores[second].get(scored)
         compared = advantage(better, worse, Promotion()) if better and worse else None
         if compared is None or compared.interval is None:
-            return verdict, False
+            return name, verdict, False
         low, high = compared.interval
         verdict += f"; over {compared.items:,} held-out records, the {Promotion().confidence:.0%} interval of the difference"
-        return f"{verdict} is {low:.4f} to {high:.4f}{'' if low > 0 else ', so this may be chance'}", low > 0
-    return verdict, False
+        return name, f"{verdict} is {low:.4f} to {high:.4f}{'' if low > 0 else ', so this may be chance'}", low > 0
+    return name, verdict, False
 
 
 def _samples(views: Sequence[RunView]) -> Iterator[JsonDict]:

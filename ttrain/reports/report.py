@@ -16,6 +16,7 @@ from markupsafe import Markup
 
 from ttrain.config.training import EVALUATED, PRIMARY_METRICS, TRAININGS, VALIDATION_LOSS
 from ttrain.core import text
+from ttrain.core.files import JsonObject
 from ttrain.core.machine import VERSION
 from ttrain.core.terminal import escape_control_characters
 from ttrain.reports import charts, compare, facts, summary
@@ -74,6 +75,14 @@ def comparison_page(views: Sequence[RunView], compared: compare.RunComparison | 
         compared=compared or compare.compare(views),
         runs=compare.run_rows(views),
         curves={stage: charts.comparison_charts(views, stage) for stage in TRAININGS},
+    )
+
+
+def sweep_page(title: str, sentence: str, facts_of: JsonObject, settings: Sequence[JsonObject]) -> str:
+    """The page of a sweep as HTML. `settings`: the verdicts, the baseline first, as `sweep show --json` has them."""
+    rows = [(row["setting"], row["differences"], row["over_seeds"]) for row in settings[1:]]
+    return _rendered(
+        "sweep.html", title=title, sentence=sentence, about=facts_of, settings=settings, chart=charts.draw_rows(rows)
     )
 
 
