@@ -20,6 +20,7 @@ from ttrain.cli.options import (
     option,
 )
 from ttrain.core.terminal import console, outlast_output
+from ttrain.core.text import counted, format_duration
 from ttrain.store.layout import home, usable_home
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ EPILOG = (
     "ttrain sweep 'pretrain.optim.lr=log(1e-4,3e-3)' -n 8 --plan\n\n"
     "ttrain sweep changes.yaml -c my.yaml"
 )
+DIFFERENCES = (0.1, 0.03, 0.01)  # of which the plan says how many seeds they need
 Name = Annotated[str, argument("its name, or a part of it", metavar="SWEEP", show_default="the latest")]
 
 
@@ -72,7 +74,6 @@ class SweepOptions:
         bool | None,
         option("whether more is better", "--maximize/--minimize", show_default="by the metric's name"),
     ] = None
-    parallel: Annotated[int | None, option("trials side by side", min=1, show_default="one a GPU, else 1")] = None
 
 
 @command(sweep_app, EPILOG)
@@ -99,48 +100,78 @@ def sweep_full(
     import os
 
     from ttrain.config.loading import layers
-    from ttrain.experiments import preview, request
+    from ttrain.engine.execution import screen
+    from ttrain.engine.input_files import check_first_rows
+    from ttrain.experiments import request, trials
     from ttrain.flows.full import full
     from ttrain.tracking.artifact_source import store_of
 
-    words = overrides or []
-    files = [Path(word) for word in words if "=" not in word]
-    settings = [word for word in words if "=" in word]
-    wanted = request.request_of(
-        full, layers(settings, config or (), profile or (), os.environ), request.Options(**asdict(options)), files
-    )
-    request.check_data(wanted)
+    files = [Path(word) for word in overrides or () if "=" not in word]
+    settings = [word for word in overrides or () if "=" in word]
+    given = layers(settings, config or (), profile or (), os.environ)
+    wanted = request.request_of(full, given, request.Options(**asdict(options)), files)
+    check_first_rows(wanted.baseline)
     if plan:
-        planned = preview.plan(wanted, store_of(home(), wanted.baseline))
-        rows = [(change["name"],) for change in planned["settings"]]
-        return Output(planned, [Table(("setting",), rows), *preview.lines_of(planned)])
+        return _plan(wanted, store_of(home(), wanted.baseline))
     outlast_output()
-    varied = wanted.space.dimensions
+    store = store_of(usable_home(), wanted.baseline)
+    experiment = wanted.experiment(store)
     arguments = [*(f"--profile={name}" for name in profile or ()), *(f"--config={path}" for path in config or ())]
-    arguments += [word for word in settings if word.partition("=")[0].strip() not in varied]
-    return _run(wanted, store_of(usable_home(), wanted.baseline), arguments, as_json=as_json)
-
-
-def _run(request: Request, store: ArtifactStore, arguments: list[str], *, as_json: bool) -> Output:
-    """Run the trials that are left, and show what they say."""
-    import contextlib
-
-    from ttrain.engine.display import Display
-    from ttrain.experiments import preview
-    from ttrain.experiments.trials import Runner
-
-    experiment = preview.find_or_begin(request, store)
-    experiment.note(arguments=arguments, seeds=request.options.seeds)
-    with contextlib.closing(Display(console(stderr=as_json))) as display:  # standard output is for the JSON
-        for line in preview.opening(request, experiment):
-            display.say(line)
-        try:
-            Runner(request, experiment, store, display).run()
-        except BaseException:
-            display.close()
-            _shown(experiment).print(as_json=as_json)
-            raise
+    arguments += [word for word in settings if word.partition("=")[0].strip() not in wanted.space.dimensions]
+    experiment.note(arguments=arguments, seeds=options.seeds)
+    try:
+        # standard output is for the JSON
+        with screen(console(stderr=as_json), wanted.baseline.runtime.log_level) as display:
+            display("", "message", {"text": _opening(wanted, experiment.name)})
+            trials.run(wanted, experiment, store, display)
+    except BaseException:
+        _shown(experiment).print(as_json=as_json)
+        raise
     return _shown(experiment)
+
+
+def _opening(wanted: Request, name: str) -> str:
+    """The lines that announce a sweep."""
+    from ttrain.experiments.measure import changes_heldout
+
+    settings = counted(wanted.draws or len(wanted.changes) - 1, "setting")
+    seeds, measure = counted(wanted.options.seeds, "seed"), wanted.measure
+    lines = [f"{name}: {settings} against the baseline, {seeds}, to {measure.direction} {measure.metric}", _stages(wanted)]
+    if heldout := changes_heldout(sorted(wanted.varied), wanted.graph()):
+        lines.append(f"warning: {', '.join(heldout)} may change which records are held out: losses are then of other text")
+    return "\n  ".join(lines)
+
+
+def _stages(wanted: Request) -> str:
+    once, by_seed, own = (", ".join(names) or "nothing" for names in wanted.stages())
+    return f"once: {once}; for each seed: {by_seed}; in each trial: {own}"
+
+
+def _plan(wanted: Request, store: ArtifactStore) -> Output:
+    """What would run, and how many seeds a difference needs."""
+    noise, names = wanted.noise(store), ("once", "for_each_seed", "in_each_trial")
+    seconds = wanted.plan(wanted.changes[-1], 1, store).estimate.seconds
+    needs = {size: noise.seeds_for(size) for size in DIFFERENCES} if noise else {}
+    value = {
+        "metric": wanted.measure.metric,
+        "direction": wanted.measure.direction,
+        "settings": [asdict(change) for change in wanted.changes],
+        "drawn_later": wanted.draws,
+        "seeds": wanted.options.seeds,
+        **dict(zip(names, wanted.stages(), strict=True)),
+        "seconds_of_a_trial": seconds,
+        "noise": noise and asdict(noise),
+        "seeds_for_difference": needs,
+    }
+    lines = [_stages(wanted), f"compared by: {wanted.measure.metric} ({wanted.measure.direction})"]
+    if seconds:
+        lines.append(f"a trial takes about {format_duration(seconds)} here")
+    known = f"differ by ± {noise.spread:.3g} (one standard deviation)" if noise else "were not compared yet"
+    lines.append(f"seeds of the baseline {known} in this home")
+    for size, seeds in needs.items():
+        time = f", about {format_duration(2 * seeds * seconds)}" if seeds and seconds else ""
+        lines.append(f"  a difference of {size} takes {seeds or 'more than 1,000'} seeds{time}")
+    return Output(value, [Table(("setting",), [(change.name,) for change in wanted.changes]), *lines])
 
 
 @command(

@@ -1,11 +1,10 @@
 """The settings that an experiment compares: the present ones, its baseline, and named changes of them."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ttrain.config import flatten
-from ttrain.config.loading import Override, read_yaml
+from ttrain.config.loading import read_yaml
 from ttrain.config.yaml_text import shown
 from ttrain.errors import UsageError
 from ttrain.experiments.space import Values, assignment
@@ -37,9 +36,3 @@ def read_changes(path: Path) -> list[Change]:
             )
         changes.append(Change(name, dict(flatten(tree))))
     return changes
-
-
-def changed(overrides: Sequence[Override], change: Change, varied: frozenset[str]) -> list[Override]:
-    """The overrides with the values of a change, in place of the ranges of the settings `varied`."""
-    plain = [item for item in overrides if item.key not in varied]
-    return plain + [Override(f"change {change.name}", key, value) for key, value in change.values.items()]

@@ -97,16 +97,19 @@ class Experiment:
             if len(self["changes"]) == number:
                 self["changes"].append(asdict(draw()))
 
-    def claim(self, place: Place, until: contextlib.ExitStack) -> Trial | None:
-        """Take a trial, as it is recorded, until the stack is closed; None where it has ended, or another has it."""
+    @contextlib.contextmanager
+    def claimed(self, place: Place) -> Iterator[Trial | None]:
+        """Hold a trial, as it is recorded; None where it has ended, or another process holds it."""
         change, seed = place
-        try:
-            until.enter_context(exclusive(self.path / "locks" / f"{change}-{seed}", refuse))
-        except Taken:
-            return None
-        self.reload()
-        trial = next((each for each in self.trials if each.place == place), None) or Trial(change, seed)
-        return trial if trial.outcome == RUNNING else None
+        with contextlib.ExitStack() as held:
+            try:
+                held.enter_context(exclusive(self.path / "locks" / f"{change}-{seed}", refuse))
+            except Taken:
+                yield None
+                return
+            self.reload()
+            trial = next((each for each in self.trials if each.place == place), Trial(change, seed))
+            yield trial if trial.outcome == RUNNING else None
 
     def reload(self) -> None:
         """Read what other processes have recorded."""

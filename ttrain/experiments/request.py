@@ -1,25 +1,25 @@
 """An experiment before its first trial: the request, its checks, and the plan of each trial."""
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from ttrain.config import SHAPE_NO_RESULT, Runtime, Settings
+from ttrain.config import SHAPE_NO_RESULT, Settings
 from ttrain.config.loading import Override, settings_of
 from ttrain.config.training import seeds_of
 from ttrain.core.hashing import code_digests, digest_of
 from ttrain.engine.graph import Graph, Pipeline
-from ttrain.engine.input_files import check_first_rows, file_digests
+from ttrain.engine.input_files import file_digests
 from ttrain.engine.plan import Plan
 from ttrain.engine.planner import no_stage, plan
 from ttrain.engine.provenance import with_absolute_paths
 from ttrain.errors import UsageError
-from ttrain.experiments import measure, space
-from ttrain.experiments.changes import BASELINE, Change, changed, read_changes
+from ttrain.evaluate.noise import Noise, noise_of
+from ttrain.experiments import measure, records, space
+from ttrain.experiments.changes import BASELINE, Change, read_changes
 from ttrain.experiments.measure import Measure
+from ttrain.experiments.records import Experiment
 from ttrain.experiments.space import Space
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.tasks import STAGES
@@ -37,7 +37,6 @@ class Options:
     sampler: str = "spread"
     metric: str = ""
     maximize: bool | None = None
-    parallel: int | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,6 @@ class Request:
     changes: Sequence[Change]
     measure: Measure
     options: Options
-    gpus: Sequence[int]
 
     @property
     def draws(self) -> int:
@@ -68,23 +66,16 @@ class Request:
         """The present settings."""
         return self.settings(self.changes[0])
 
-    @property
-    def parallel(self) -> int:
-        """How many trials run side by side: by default one for each group of GPUs that a trial needs, else one."""
-        return self.options.parallel or max(1, len(self.gpus) // self.baseline.runtime.devices)
+    def settings(self, change: Change, seed: int = 1) -> Settings:
+        """The settings of a trial."""
+        plain = [item for item in self.overrides if item.key not in self.space.dimensions]
+        own = [Override(f"change {change.name}", key, value) for key, value in change.values.items()]
+        seeds = [Override("seed of the trial", key, value) for key, value in seeds_of(seed).items()]
+        return settings_of([*plain, *own, *seeds]).settings
 
-    def settings(self, change: Change, seed: int = 1, slot: int = 0) -> Settings:
-        """The settings of a trial, in one of the slots of parallel trials."""
-        overrides = changed(self.overrides, change, frozenset(self.space.dimensions))
-        overrides += [Override("seed of the trial", key, value) for key, value in seeds_of(seed).items()]
-        settings = settings_of(overrides).settings
-        share = trial_device(settings.runtime, self.gpus, slot, self.options.parallel or 1)
-        overrides += [Override("place of the trial", key, value) for key, value in share.items()]
-        return settings_of(overrides).settings if share else settings
-
-    def plan(self, change: Change, seed: int, store: ArtifactStore, slot: int = 0) -> Plan:
+    def plan(self, change: Change, seed: int, store: ArtifactStore) -> Plan:
         """The plan of a trial."""
-        settings = self.settings(change, seed, slot)
+        settings = self.settings(change, seed)
         graph = self.graph(settings)
         return Plan("full", settings, store, graph, plan(graph, settings, store))
 
@@ -127,6 +118,23 @@ class Request:
             }
         )
 
+    def noise(self, store: ArtifactStore) -> Noise | None:
+        """The noise of the baseline, as earlier runs of the home show it."""
+        recorded = with_absolute_paths(self.baseline).model_dump(mode="json")
+        return noise_of(store.root, self.measure.metric, recorded)
+
+    def experiment(self, store: ArtifactStore) -> Experiment:
+        """The requested experiment: one to continue, or a new one."""
+        identity, noise = self.identity(store), self.noise(store)
+        facts = {
+            "identity": identity,
+            "measure": asdict(self.measure),
+            "changes": [asdict(change) for change in self.changes],
+            "rounds": self.options.rounds,
+            "noise": noise and asdict(noise),  # as it was: the same trials give the same verdict
+        }
+        return records.find_same(store.root, identity) or records.begin(store.root, facts)
+
 
 def request_of(pipeline: Pipeline, overrides: Sequence[Override], options: Options, files: Sequence[Path] = ()) -> Request:
     """Check and complete a request; `files` name changes. Raises UsageError where a value or the metric is invalid."""
@@ -141,7 +149,7 @@ def request_of(pipeline: Pipeline, overrides: Sequence[Override], options: Optio
         raise UsageError("--sampler is tpe, which draws from ranges, but no setting has one; remove --sampler")
     drawn = [] if options.sampler == "tpe" else varying.combinations(options.trials or varying.size or MANY)
     listed = [Change(BASELINE), *named, *map(Change.of, drawn)]
-    request = Request(pipeline, overrides, varying, listed, Measure("", ""), options, gpus=())
+    request = Request(pipeline, overrides, varying, listed, Measure("", ""), options)
     request = replace(request, changes=_different(request))
     if len(request.changes) < 2 and not request.draws:
         raise UsageError("the changes are the present settings, so there is nothing to compare; give other values")
@@ -157,8 +165,7 @@ def request_of(pipeline: Pipeline, overrides: Sequence[Override], options: Optio
         raise UsageError(f"{seeds[0]} varies, but all changes get the same seeds; remove it, and set --seeds")
     graph = pipeline(request.baseline)
     chosen = measure.choose(request.baseline, sorted(varied), graph, metric=options.metric, maximize=options.maximize)
-    gpus = assigned_gpus(runtime, chosen=os.environ.get("CUDA_VISIBLE_DEVICES"))
-    return replace(request, measure=chosen, gpus=gpus)
+    return replace(request, measure=chosen)
 
 
 def _different(request: Request) -> list[Change]:
@@ -174,37 +181,3 @@ def _different(request: Request) -> list[Change]:
         if is_listed and all(settings != earlier for earlier, _ in distinct):
             distinct.append((settings, change))
     return [change for _, change in distinct]
-
-
-def check_data(request: Request) -> None:
-    """Raise UsageError for data that the trials cannot read, before the first of them."""
-    check_first_rows(request.baseline)
-
-
-def assigned_gpus(runtime: Runtime, *, devices: Path = Path("/dev"), chosen: str | None = None) -> list[int]:
-    """Numbers of the NVIDIA GPUs that trials may use; none where they compute on something else.
-
-    `chosen`: as CUDA_VISIBLE_DEVICES; with UUIDs there, trials take turns unless `runtime.gpus` names numbers. The driver
-    makes one file for each GPU, so that no library has to be loaded.
-    """
-    if runtime.device not in ("auto", "cuda"):
-        return []
-    if runtime.gpus:
-        return list(runtime.gpus)
-    numbers = [str(number) for number in range(len(list(devices.glob("nvidia[0-9]*"))))]
-    # A batch system may name them by UUID: their numbers are not known, and other GPUs may belong to other jobs
-    visible = numbers if chosen is None else [word.strip() for word in chosen.split(",")]
-    return [int(number) for number in numbers if number in visible]
-
-
-def trial_device(runtime: Runtime, gpu_numbers: Sequence[int], slot: int, slots: int) -> Mapping[str, Any]:
-    """Settings of `runtime` for the trial in one of `slots` slots: its GPUs, or its part of the cores.
-
-    Where there are more slots than groups of GPUs, trials share them.
-    """
-    if gpu_numbers and len(gpu_numbers) >= runtime.devices:
-        group = slot % max(1, len(gpu_numbers) // runtime.devices)
-        return {"runtime.gpus": [*gpu_numbers[group * runtime.devices : (group + 1) * runtime.devices]]}
-    if slots == 1 or runtime.threads:
-        return {}
-    return {"runtime.threads": max(1, (os.cpu_count() or 1) // (slots * runtime.devices))}

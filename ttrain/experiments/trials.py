@@ -1,23 +1,21 @@
-"""Run the trials of an experiment: each is a pipeline run in a thread of its own, with its stages in processes, as always.
+"""Run the trials of an experiment one after the other: each is a pipeline run, with its stages in processes, as always.
 
-What trials share is built once, since all of them find it in the store or wait for its lock. A process can be killed
-anywhere: ended trials are in the record, and an unfinished one continues where its stage saved its state.
+What trials share is built once, since all of them find it in the store or wait for its lock. Several processes may work on
+one experiment: each takes the next trial that no other has. A process can be killed anywhere: ended trials are in the
+record, and an unfinished one continues where its stage saved its state.
 """
 
 import contextlib
-import signal
-import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ttrain.core.text import format_duration
-from ttrain.engine.display import Display
+from ttrain.engine.display import StageDisplay
 from ttrain.engine.execution import PipelineRun
-from ttrain.engine.stop_request import StopRequest
 from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
-from ttrain.experiments.records import COMPLETED, DIVERGED, FAILED, RUNNING, Experiment, Trial
+from ttrain.experiments.records import COMPLETED, DIVERGED, FAILED, RUNNING, Experiment, Place, Trial
 from ttrain.experiments.request import Request
 from ttrain.experiments.tracked import keep
 from ttrain.experiments.verdict import Judgement, halves_of, scores_of, value_of
@@ -27,224 +25,157 @@ from ttrain.tasks import EVALUATE
 from ttrain.tracking.pusher import Pusher, track
 from ttrain.tracking.tracked_runs import id_of
 
-POLL_SECONDS = 0.1
+POLL_SECONDS = 1.0  # while other processes run all trials that are needed
 NOT_FINITE = "NonFinite"  # the error of a stage whose loss is not finite
 
 
-class Runner:
-    """Runs trials of one experiment, as other processes may too, until nothing is left to decide."""
-
-    def __init__(self, request: Request, experiment: Experiment, store: ArtifactStore, display: Display) -> None:
-        self.request, self.experiment, self.store, self.display = request, experiment, store, display
-        self.stop_request = StopRequest(display.say, "the running trials save their state")
-        self.planning = threading.Lock()  # a plan parses code, which two threads at once cannot (`core/hashing.py`)
-        once, by_seed, _ = request.stages()
-        self.shared = [*once, *by_seed]  # stages that several trials share
-        self._running: dict[int, RunningTrial] = {}  # by slot
-        self._error: BaseException | None = None  # that every other trial would have, too
-        self._tracks = request.baseline.tracking.enabled
-
-    def run(self) -> None:
-        """Run all trials to their ends. Raises Interrupted once they are saved, or an error that every trial would have."""
-        self.experiment.note(outcome="running", process=runs.this_process())
-        for trial in self.experiment.trials:
-            if trial.outcome == FAILED:
-                self.experiment.put(Trial(trial.change, trial.seed))
-        outcome, pusher = "failed", Pusher(self.store.root, self.experiment.name, self._note)
-        self._keep()
-        if self._tracks:
-            pusher.start()
+def run(request: Request, experiment: Experiment, store: ArtifactStore, display: StageDisplay) -> None:
+    """Run trials until nothing is left to decide. Raises Interrupted, or an error that every trial would have."""
+    experiment.note(outcome="running", process=runs.this_process())
+    for trial in experiment.trials:
+        if trial.outcome == FAILED:
+            experiment.put(Trial(trial.change, trial.seed))
+    worker = Worker(request, experiment, store, display)
+    with worker.tracked():
+        outcome = "failed"
         try:
-            with self.stop_request.catching_signals():
-                self._loop()
+            while worker.takes_next():
+                pass
             outcome = "completed"
-        except Interrupted:
+        except (Interrupted, KeyboardInterrupt):
             outcome = "interrupted"
             raise
         finally:
-            self._finish()
-            self.experiment.note(outcome=outcome)
+            experiment.note(outcome=outcome)
+
+
+class Worker:
+    """Runs trials of one experiment, as other processes may too."""
+
+    def __init__(self, request: Request, experiment: Experiment, store: ArtifactStore, display: StageDisplay) -> None:
+        self.request, self.experiment, self.store, self.display = request, experiment, store, display
+        once, by_seed, _ = request.stages()
+        self.shared = [*once, *by_seed]  # stages of several trials
+        self._tracking = request.baseline.tracking
+
+    @contextlib.contextmanager
+    def tracked(self) -> Iterator[None]:
+        """Show the experiment in trackers meanwhile, if the settings say so."""
+        if not self._tracking.enabled:
+            yield
+            return
+        pusher = Pusher(self.store.root, self.experiment.name, self.experiment.note)
+        self._keep()
+        pusher.start()
+        try:
+            yield
+        finally:
             self._keep()
-            if self._tracks:
-                pusher.finish()
+            pusher.finish()
 
-    def _loop(self) -> None:
-        while True:
-            is_open = not self._signum and self._fill()
-            if not self._running and not is_open:
-                break
-            self._stop_trials(self._signum)
-            for slot, running in [*self._running.items()]:
-                if not running.thread.is_alive():
-                    del self._running[slot]
-                    self._ended(running)
-            time.sleep(POLL_SECONDS)
-        if self._error:
-            raise self._error
-        if signum := self.stop_request.signum:
-            raise Interrupted("the sweep was stopped; the same command continues", signum)
-
-    def _fill(self) -> bool:
-        """Give every free slot a trial that nobody has; returns whether the experiment needs further trials."""
-        free = [slot for slot in range(self.request.parallel) if slot not in self._running]
-        wanted = self._wanted() if free else []
+    def takes_next(self) -> bool:
+        """Run the next trial that no other process has; False once nothing is left to decide."""
+        wanted = self._wanted()
         for place in wanted:
-            ends = contextlib.ExitStack()
-            trial = self.experiment.claim(place, ends) if free else None
-            if trial is None:
-                ends.close()
-            else:
-                self._begin(free.pop(0), trial, ends)
-        return bool(wanted or self._running)
+            with self.experiment.claimed(place) as trial:
+                if trial:
+                    self._run(trial)
+                    return True
+        if wanted:
+            time.sleep(POLL_SECONDS)
+        return bool(wanted)
 
-    def _wanted(self) -> list[tuple[int, int]]:
-        """The trials that the next decision needs; one of a change that is drawn by the results so far."""
+    def _wanted(self) -> list[Place]:
+        """The trials that the next decision needs; of a sampler that learns, one after the other, those that it draws."""
         self.experiment.reload()
-        number, judgement = len(self.experiment.changes), Judgement(self.experiment, self.store)
-        if number > self.request.draws or not self.request.draws:
+        changes, judgement = self.experiment.changes, Judgement(self.experiment, self.store)
+        if len(changes) > self.request.draws:
             return judgement.standing.wanted
-        done = {change: judgement.sign * value_of(trial) for (change, seed), trial in judgement.trials.items()}
         ended = {trial.change for trial in self.experiment.trials if trial.outcome != RUNNING}
-        if waiting := sorted({*range(number)} - ended):
+        if waiting := sorted({*range(len(changes))} - ended):
             return [(change, 1) for change in waiting]
         from ttrain.experiments import sampler
 
-        changes = self.experiment.changes
-        self.experiment.add(lambda: sampler.draw(self.request.space, changes, done), number)
-        return [(number, 1)]
+        values = {change: judgement.sign * value_of(trial) for (change, _), trial in judgement.trials.items()}
+        self.experiment.add(lambda: sampler.draw(self.request.space, changes, values), len(changes))
+        return [(len(changes), 1)]
 
-    @property
-    def _signum(self) -> int:
-        """The signal that ends the running trials, also where every other trial would fail; 0 while there is none."""
-        return self.stop_request.signum or (signal.SIGTERM if self._error else 0)
+    def _run(self, trial: Trial) -> None:
+        """Run a trial, from where it was stopped, and record how it ended."""
+        change, began = self.experiment.changes[trial.change], time.monotonic()
+        name = f"{change.name}, seed {trial.seed}"
+        self._say(f"{name}{' goes on' if trial.run else ''}")
+        execution: PipelineRun | None = None
+        try:
+            plan = self.request.plan(change, trial.seed, self.store)
+            earlier = runs.read(self.store.root, trial.run) if trial.run else None
+            part = {"name": self.experiment.name, "change": trial.change, "setting": change.name, "seed": trial.seed}
+            part_of = {"sweep": part, **({"continues": id_of(earlier)} if earlier else {})}  # an interrupted one
+            execution = PipelineRun(plan, _TrialDisplay(self.display, name, self.shared), part_of=part_of, registers=False)
+            # before its stages begin, so that a trial which is killed in one continues this run
+            trial = self.experiment.put(replace(trial, run=execution.record.run))
+            track(execution)
+            with execution.catching_signals(), execution.recorded():
+                execution.run_stages()
+            ended = trial
+        except Interrupted:
+            self.experiment.put(self._measured(trial, execution, began))
+            raise
+        except Exception as error:
+            ended = self._failed(trial, execution, error)
+        ended = self._measured(ended, execution, began)
+        self.experiment.put(ended)
+        self._keep()
+        result = f"{ended.outcome} {ended.reason}" if ended.value is None else f"{ended.value:.4f}"
+        sentence = Judgement(self.experiment, self.store).sentence
+        self._say(f"{name}: {result} in {format_duration(ended.seconds)}; {sentence}")
 
-    def _stop_trials(self, signum: int) -> None:
-        """Ask the running trials to save their state, or, after a second signal, end them; 0 asks for nothing."""
-        for running in self._running.values():
-            if signum and running.execution:
-                running.execution.ask_to_stop(signum)
-                running.execution.at_once = self.stop_request.at_once
-
-    def _begin(self, slot: int, trial: Trial, ends: contextlib.ExitStack) -> None:
-        running = RunningTrial(self, self.experiment.put(trial), slot, ends)
-        self.display.say(f"{running.name}{' goes on' if trial.run else ''}")
-        self._running[slot] = running
-        running.thread.start()
-
-    def _ended(self, running: "RunningTrial") -> None:
-        """Record the trial; it stays unfinished where it was stopped, or where every other one would fail like it."""
-        trial = running.outcome()
-        failure: BaseException | None = None
-        if trial.outcome == COMPLETED and trial.value is None:
-            names = ", ".join(running.execution.metrics() if running.execution else ()) or "none"
-            failure = TTrainError(
-                f"{running.name} has no {self.experiment.measure.metric}; its metrics are: {names}; "
+    def _measured(self, trial: Trial, execution: PipelineRun | None, began: float) -> Trial:
+        """The trial with its time and, where the metric's stage has ended, its metric. Raises TTrainError without one."""
+        trial = replace(trial, seconds=round(trial.seconds + time.monotonic() - began, 2))
+        artifacts, measure = execution.artifacts if execution else {}, self.experiment.measure
+        if measure.stage not in artifacts or execution is None:
+            return trial
+        value = measure.of({name: artifact.result for name, artifact in artifacts.items()})
+        if value is None:
+            raise TTrainError(
+                f"the trials have no {measure.metric}; their metrics are: {', '.join(execution.metrics()) or 'none'}; "
                 f"name one of them with --metric, or hold out more records"
             )
-        elif trial.outcome == FAILED and running.would_fail_again:
-            failure = running.error
-        if failure:
-            self._error = failure
-            trial = replace(trial, outcome=RUNNING)
-        self.experiment.put(trial)
-        running.ends.close()
-        self._keep()
-        if trial.outcome != RUNNING:
-            result = f"{trial.outcome} {trial.reason}" if trial.value is None else f"{trial.value:.4f}"
-            sentence = Judgement(self.experiment, self.store).sentence
-            self.display.say(f"{running.name}: {result} in {format_duration(trial.seconds)}; {sentence}")
+        if evaluation := artifacts.get(EVALUATE.name):
+            halves = halves_of(scores_of(evaluation.path, measure.metric))
+            trial = replace(trial, evaluation=evaluation.key, halves=halves)
+        return replace(trial, outcome=COMPLETED, value=value)
 
-    def _finish(self) -> None:
-        while any(running.thread.is_alive() for running in self._running.values()):  # after an error in the loop
-            self._stop_trials(self._signum or signal.SIGTERM)
-            time.sleep(POLL_SECONDS)
+    def _failed(self, trial: Trial, execution: PipelineRun | None, error: Exception) -> Trial:
+        """The trial that ended by an error. Raises it where every other trial would have it: a stage failed that several
+        share, or none had begun. Settings that cannot be combined are this trial's own."""
+        failed = execution.failures if execution else {}
+        is_of_all = not failed.keys().isdisjoint(self.shared) if failed else not isinstance(error, UsageError)
+        if is_of_all:
+            raise error
+        diverged = isinstance(error, StageFailed) and error.kind == NOT_FINITE
+        return replace(trial, outcome=DIVERGED if diverged else FAILED, error=str(error))
 
     def _keep(self) -> None:
         """Keep what trackers show of the experiment, for the next push."""
-        if self._tracks:
-            keep(Judgement(self.experiment, self.store), self.request.baseline.tracking.experiment)
+        if self._tracking.enabled:
+            keep(Judgement(self.experiment, self.store), self._tracking.experiment)
 
-    def _note(self, **values: Any) -> None:
-        self.experiment.note(**values)
-
-
-class RunningTrial:
-    """A trial in its thread; whoever holds `ends` has it."""
-
-    def __init__(self, runner: Runner, trial: Trial, slot: int, ends: contextlib.ExitStack) -> None:
-        """`slot`: its number among parallel trials."""
-        self._runner, self.trial, self.slot, self.ends = runner, trial, slot, ends
-        self.change = runner.experiment.changes[trial.change]
-        self.name = f"{self.change.name}, seed {trial.seed}"
-        self.execution: PipelineRun | None = None
-        self.error: BaseException | None = None
-        self._began = time.monotonic()
-        self.thread = threading.Thread(target=self._run, name=self.name, daemon=True)
-
-    def outcome(self) -> Trial:
-        """The trial once the thread has ended; its outcome is "running" where it continues later."""
-        artifacts = self.execution.artifacts if self.execution else {}
-        trial = replace(self.trial, seconds=round(self.trial.seconds + time.monotonic() - self._began, 2))
-        measure = self._runner.experiment.measure
-        if measure.stage in artifacts:  # also where the stop came after its end
-            value = measure.of({name: artifact.result for name, artifact in artifacts.items()})
-            evaluation = artifacts.get(EVALUATE.name)
-            if evaluation:
-                halves = halves_of(scores_of(evaluation.path, measure.metric))
-                trial = replace(trial, evaluation=evaluation.key, halves=halves)
-            return replace(trial, outcome=COMPLETED, value=value)
-        # a BaseException also ends the trial: rich exits where nobody reads its output any more
-        if isinstance(self.error, Interrupted) or not isinstance(self.error, Exception):
-            return trial
-        diverged = isinstance(self.error, StageFailed) and self.error.kind == NOT_FINITE
-        return replace(trial, outcome=DIVERGED if diverged else FAILED, error=str(self.error))
-
-    @property
-    def would_fail_again(self) -> bool:
-        """Whether all trials would fail: a stage failed that several share, or none had begun. Settings that cannot be
-        combined are this trial's own."""
-        failed = self.execution.failures if self.execution else {}
-        return not failed.keys().isdisjoint(self._runner.shared) if failed else not isinstance(self.error, UsageError)
-
-    def _run(self) -> None:
-        try:
-            self._pipeline()
-        except BaseException as error:  # the thread that waits for this one reports it
-            self.error = error
-
-    def _pipeline(self) -> None:
-        runner, trial = self._runner, self.trial
-        with runner.planning:
-            plan = runner.request.plan(self.change, trial.seed, runner.store, self.slot)
-        earlier = runs.read(runner.store.root, trial.run) if trial.run else None
-        sweep = {"name": runner.experiment.name, "change": trial.change, "setting": self.change.name, "seed": trial.seed}
-        execution = PipelineRun(
-            plan,
-            _TrialDisplay(runner.display, self.name, runner.shared),
-            registers=False,
-            part_of={"sweep": sweep, **({"continues": id_of(earlier)} if earlier else {})},  # an interrupted one goes on
-        )
-        # Before its stages begin, so that a trial which is killed in one continues this run.
-        self.trial = runner.experiment.put(replace(trial, run=execution.record.run))
-        self.execution = execution
-        track(execution)
-        with execution.recorded():
-            execution.raise_if_signalled()
-            execution.run_stages()
+    def _say(self, text: str) -> None:
+        self.display("", "message", {"text": text})
 
 
 @dataclass
 class _TrialDisplay:
     """The display of one trial within that of the experiment; cached stages are not shown."""
 
-    _display: Display
+    _display: StageDisplay
     _name: str
     _shared: list[str]  # stages of several trials
 
     def __call__(self, stage: str, event: str, data: Mapping[str, Any]) -> None:
         if event == "message":
-            self._display.say(f"  {self._name}: {data['text'].strip()}")
-        elif stage in self._shared and data.get("state") != "cached":
-            self._display(stage, event, data)
-        elif event != "started" and data.get("state") != "cached":
-            self._display(f"{self._name} {stage}", event, data)
+            self._display("", "message", {"text": f"  {self._name}: {data['text'].strip()}"})
+        elif data.get("state") != "cached" and (stage in self._shared or event != "started"):
+            self._display(stage if stage in self._shared else f"{self._name} {stage}", event, data)
