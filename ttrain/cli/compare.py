@@ -65,13 +65,13 @@ def report(
     """
     from ttrain.experiments.records import find_experiment
     from ttrain.experiments.verdict import Judgement
-    from ttrain.reports.report import report_of
+    from ttrain.reports.report import report_of, sweep_page
     from ttrain.store.artifacts import ArtifactStore
     from ttrain.store.run_views import read_run
 
     if run.startswith("sweep"):
         experiment, notes = find_experiment(home(), run), list[str]()
-        name, page = experiment.name, Judgement(experiment, ArtifactStore(home())).page()
+        name, page = experiment.name, sweep_page(Judgement(experiment, ArtifactStore(home())).to_json())
     else:
         view = read_run(home(), run)
         name, page, notes = view.name, report_of(view), list(view.notes)

@@ -1,7 +1,6 @@
 """Experiments on disk: `sweeps/<name>/sweep.json` under the home has the request, the changes and a line for each trial."""
 
 import contextlib
-import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -75,9 +74,8 @@ class Experiment:
     @property
     def outcome(self) -> str:
         """running, completed, interrupted or failed; crashed where it is recorded as running, but its process is gone."""
-        word, process = str(self["outcome"]), self["process"]
-        is_local = process["host"] == platform.node()
-        return "crashed" if word == "running" and is_local and not runs.is_alive(process) else word
+        word = str(self["outcome"])
+        return "crashed" if word == "running" and runs.is_gone(self["process"]) else word
 
     def note(self, **values: Any) -> None:
         """Record values about the experiment."""

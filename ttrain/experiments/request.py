@@ -24,6 +24,7 @@ from ttrain.experiments.space import Space
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.tasks import STAGES
 
+STARTUP = 4  # changes that are spread before TPE learns; Optuna's own 10 would leave nothing to learn of eight
 MANY = 8  # changes that are drawn of a space that cannot be listed
 
 
@@ -69,7 +70,8 @@ class Request:
     def settings(self, change: Change, seed: int = 1) -> Settings:
         """The settings of a trial."""
         plain = [item for item in self.overrides if item.key not in self.space.dimensions]
-        own = [Override(f"change {change.name}", key, value) for key, value in change.values.items()]
+        origins = {item.key: item.origin for item in self.overrides}
+        own = [Override(origins.get(key, f"change {change.name}"), key, value) for key, value in change.values.items()]
         seeds = [Override("seed of the trial", key, value) for key, value in seeds_of(seed).items()]
         return settings_of([*plain, *own, *seeds]).settings
 
@@ -109,7 +111,7 @@ class Request:
         return digest_of(
             {
                 "settings": {name: value for name, value in tree.items() if name not in SHAPE_NO_RESULT},
-                "space": dict(self.space.texts) if self.draws else {},
+                "space": repr(self.space) if self.draws else "",
                 "changes": [[change.name, dict(change.values)] for change in self.changes],
                 "measure": asdict(self.measure),
                 "rounds": self.options.rounds,
@@ -147,11 +149,12 @@ def request_of(pipeline: Pipeline, overrides: Sequence[Override], options: Optio
         )
     if options.sampler == "tpe" and not varying.dimensions:
         raise UsageError("--sampler is tpe, which draws from ranges, but no setting has one; remove --sampler")
-    drawn = [] if options.sampler == "tpe" else varying.combinations(options.trials or varying.size or MANY)
+    count = options.trials or varying.size or MANY
+    drawn = varying.spread(min(STARTUP, count)) if options.sampler == "tpe" else varying.combinations(count)
     listed = [Change(BASELINE), *named, *map(Change.of, drawn)]
     request = Request(pipeline, overrides, varying, listed, Measure("", ""), options)
     request = replace(request, changes=_different(request))
-    if len(request.changes) < 2 and not request.draws:
+    if len(request.changes) < 2:
         raise UsageError("the changes are the present settings, so there is nothing to compare; give other values")
     runtime, varied = request.baseline.runtime, request.varied
     if runtime.nodes > 1:
@@ -171,13 +174,11 @@ def request_of(pipeline: Pipeline, overrides: Sequence[Override], options: Optio
 def _different(request: Request) -> list[Change]:
     """The changes whose settings are not those of an earlier one. Raises UsageError for a value that is refused."""
     distinct = list[tuple[Settings, Change]]()
-    probes = request.space.probes() if request.draws else ()
-    for change in [*request.changes, *map(Change.of, probes)]:
+    for change in request.changes:
         try:
             settings = request.settings(change)
         except UsageError as error:
             raise UsageError(f"the sweep cannot try {change.name}: {error}") from None
-        is_listed = change in request.changes
-        if is_listed and all(settings != earlier for earlier, _ in distinct):
+        if all(settings != earlier for earlier, _ in distinct):
             distinct.append((settings, change))
     return [change for _, change in distinct]

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
 
 from ttrain.errors import UsageError
 from ttrain.experiments.changes import Change
+from ttrain.experiments.request import STARTUP
 from ttrain.experiments.space import Interval, Space
 
-STARTUP = 4  # changes that are spread before TPE learns; Optuna's own 10 would leave nothing to learn of eight
 DRAWS = 20  # of one change, where what is drawn was tried before
 
 
@@ -23,9 +23,7 @@ def draw(space: Space, changes: Sequence[Change], values: Mapping[int, float]) -
 
     Raises UsageError where none is left.
     """
-    number = len(changes)  # the baseline is 0
-    if number <= STARTUP:
-        return Change.of(space.spread(STARTUP)[number - 1])
+    number = len(changes)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     distributions = {key: _distribution(dimension) for key, dimension in space.dimensions.items()}
     earlier = [
@@ -50,8 +48,7 @@ def draw(space: Space, changes: Sequence[Change], values: Mapping[int, float]) -
 def _distribution(dimension: Any) -> BaseDistribution:
     if isinstance(dimension, Interval):
         return FloatDistribution(dimension.low, dimension.high, log=dimension.log)
-    last = len(dimension.values) - 1
-    return IntDistribution(0, last) if dimension.ordered else CategoricalDistribution(range(last + 1))
+    return CategoricalDistribution(range(len(dimension.values)))
 
 
 def _value(space: Space, key: str, drawn: Any) -> Any:

@@ -7,18 +7,18 @@ record, and an unfinished one continues where its stage saved its state.
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 
+from ttrain.core.files import JsonDict, JsonObject
 from ttrain.core.text import format_duration
 from ttrain.engine.display import StageDisplay
 from ttrain.engine.execution import PipelineRun
 from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
 from ttrain.experiments.records import COMPLETED, DIVERGED, FAILED, RUNNING, Experiment, Place, Trial
 from ttrain.experiments.request import Request
-from ttrain.experiments.tracked import keep
-from ttrain.experiments.verdict import Judgement, halves_of, scores_of, value_of
+from ttrain.experiments.verdict import Judgement, scores_of, value_of
 from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.tasks import EVALUATE
@@ -26,6 +26,7 @@ from ttrain.tracking.pusher import Pusher, track
 from ttrain.tracking.tracked_runs import id_of
 
 POLL_SECONDS = 1.0  # while other processes run all trials that are needed
+ENOUGH_RECORDS = 200  # of which one half chooses and the other decides; of fewer, both take all
 NOT_FINITE = "NonFinite"  # the error of a stage whose loss is not finite
 
 
@@ -65,12 +66,11 @@ class Worker:
             yield
             return
         pusher = Pusher(self.store.root, self.experiment.name, self.experiment.note)
-        self._keep()
+        self.experiment.note(experiment=self._tracking.experiment, **self._judged())
         pusher.start()
         try:
             yield
         finally:
-            self._keep()
             pusher.finish()
 
     def takes_next(self) -> bool:
@@ -111,7 +111,7 @@ class Worker:
             earlier = runs.read(self.store.root, trial.run) if trial.run else None
             part = {"name": self.experiment.name, "change": trial.change, "setting": change.name, "seed": trial.seed}
             part_of = {"sweep": part, **({"continues": id_of(earlier)} if earlier else {})}  # an interrupted one
-            execution = PipelineRun(plan, _TrialDisplay(self.display, name, self.shared), part_of=part_of, registers=False)
+            execution = PipelineRun(plan, partial(self._show, name), part_of=part_of, registers=False)
             # before its stages begin, so that a trial which is killed in one continues this run
             trial = self.experiment.put(replace(trial, run=execution.record.run))
             track(execution)
@@ -125,10 +125,10 @@ class Worker:
             ended = self._failed(trial, execution, error)
         ended = self._measured(ended, execution, began)
         self.experiment.put(ended)
-        self._keep()
+        judged = self._judged()
+        self.experiment.note(**judged)
         result = f"{ended.outcome} {ended.reason}" if ended.value is None else f"{ended.value:.4f}"
-        sentence = Judgement(self.experiment, self.store).sentence
-        self._say(f"{name}: {result} in {format_duration(ended.seconds)}; {sentence}")
+        self._say(f"{name}: {result} in {format_duration(ended.seconds)}; {judged['verdict']}")
 
     def _measured(self, trial: Trial, execution: PipelineRun | None, began: float) -> Trial:
         """The trial with its time and, where the metric's stage has ended, its metric. Raises TTrainError without one."""
@@ -143,7 +143,9 @@ class Worker:
                 f"name one of them with --metric, or hold out more records"
             )
         if evaluation := artifacts.get(EVALUATE.name):
-            halves = halves_of(scores_of(evaluation.path, measure.metric))
+            metric = scores_of(evaluation.path, measure.metric)
+            has_enough = metric is not None and metric.items >= ENOUGH_RECORDS
+            halves = [metric.half(which).value for which in (False, True)] if metric and has_enough else []
             trial = replace(trial, evaluation=evaluation.key, halves=halves)
         return replace(trial, outcome=COMPLETED, value=value)
 
@@ -157,25 +159,17 @@ class Worker:
         diverged = isinstance(error, StageFailed) and error.kind == NOT_FINITE
         return replace(trial, outcome=DIVERGED if diverged else FAILED, error=str(error))
 
-    def _keep(self) -> None:
-        """Keep what trackers show of the experiment, for the next push."""
-        if self._tracking.enabled:
-            keep(Judgement(self.experiment, self.store), self._tracking.experiment)
+    def _judged(self) -> JsonDict:
+        """The verdicts, as the record keeps them for trackers."""
+        found = Judgement(self.experiment, self.store).to_json()
+        return {name: found[name] for name in ("settings", "verdict")}
+
+    def _show(self, name: str, stage: str, event: str, data: JsonObject) -> None:
+        """Show an event of a trial within the display of all; cached stages are not shown."""
+        if event == "message":
+            self._say(f"  {name}: {data['text'].strip()}")
+        elif data.get("state") != "cached" and (stage in self.shared or event != "started"):
+            self.display(stage if stage in self.shared else f"{name} {stage}", event, data)
 
     def _say(self, text: str) -> None:
         self.display("", "message", {"text": text})
-
-
-@dataclass
-class _TrialDisplay:
-    """The display of one trial within that of the experiment; cached stages are not shown."""
-
-    _display: StageDisplay
-    _name: str
-    _shared: list[str]  # stages of several trials
-
-    def __call__(self, stage: str, event: str, data: Mapping[str, Any]) -> None:
-        if event == "message":
-            self._display("", "message", {"text": f"  {self._name}: {data['text'].strip()}"})
-        elif data.get("state") != "cached" and (stage in self._shared or event != "started"):
-            self._display(stage if stage in self._shared else f"{self._name} {stage}", event, data)

@@ -16,12 +16,10 @@ from ttrain.evaluate.statistics import Interval, Rule
 from ttrain.evaluate.task_result import SCORES, Metric, read_scores
 from ttrain.experiments.records import COMPLETED, DIVERGED, FAILED, Experiment, Place, Trial
 from ttrain.experiments.rounds import FRESH, Rounds, Standing
-from ttrain.reports.report import sweep_page
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.tasks import EVALUATE
 
 LEVEL = 0.05
-ENOUGH_RECORDS = 200  # of which one half chooses and the other decides; of fewer, both take all
 BETTER, WORSE, EQUAL, UNDECIDED, STOPPED = "better", "worse", "equal", "not decided", "stopped"
 HEADER = ("setting", "seeds", "mean", "difference", "over seeds", "over records", "verdict")
 
@@ -31,16 +29,6 @@ def scores_of(evaluation: Path, metric: str) -> Metric | None:
     file = evaluation / SCORES
     found = read_scores(file).get(metric.removeprefix(EVALUATED)) if file.is_file() else None
     return found if found and found.records else None
-
-
-def half_of(metric: Metric, which: int) -> Metric:
-    """The metric on one of two halves of its records, by their digests."""
-    return metric.restricted([number for number, name in enumerate(metric.records) if int(name[-1], 16) % 2 == which])
-
-
-def halves_of(metric: Metric | None) -> list[float]:
-    """The metric on each half of its records; empty where they are few."""
-    return [half_of(metric, which).value for which in (0, 1)] if metric and metric.items >= ENOUGH_RECORDS else []
 
 
 @dataclass(frozen=True)
@@ -162,12 +150,6 @@ class Judgement:
             return f"{row.setting} is better than the baseline: {evidence}"
         return f"{row.setting} was the best of the rounds, but is not better on fresh seeds: {evidence}"
 
-    def page(self) -> str:
-        """The page of the experiment as HTML."""
-        experiment, measure = self.experiment, self.experiment.measure
-        about = {"metric": measure.metric, "seeds": experiment["seeds"], "began": experiment["started"]}
-        return sweep_page(experiment.name, self.sentence, about, [row.to_json() for row in self.verdicts])
-
     def to_json(self) -> JsonDict:
         """The object that `sweep show --json` prints."""
         experiment = self.experiment
@@ -231,7 +213,7 @@ class Judgement:
             return None
         sums = zip(*(metric.sums for metric in metrics), strict=True)
         average = replace(metrics[0], sums=tuple(math.fsum(each) / len(metrics) for each in sums))
-        return half_of(average, trials[0].seed > FRESH) if trials[0].halves else average
+        return average.half(trials[0].seed > FRESH) if trials[0].halves else average
 
 
 def value_of(trial: Trial) -> float:

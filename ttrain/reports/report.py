@@ -78,12 +78,10 @@ def comparison_page(views: Sequence[RunView], compared: compare.RunComparison | 
     )
 
 
-def sweep_page(title: str, sentence: str, facts_of: JsonObject, settings: Sequence[JsonObject]) -> str:
-    """The page of a sweep as HTML. `settings`: the verdicts, the baseline first, as `sweep show --json` has them."""
-    rows = [(row["setting"], row["differences"], row["over_seeds"]) for row in settings[1:]]
-    return _rendered(
-        "sweep.html", title=title, sentence=sentence, about=facts_of, settings=settings, chart=charts.draw_rows(rows)
-    )
+def sweep_page(sweep: JsonObject) -> str:
+    """The page of a sweep as HTML, of what `sweep show --json` prints: its settings, the baseline first."""
+    rows = [(row["setting"], row["differences"], row["over_seeds"]) for row in sweep["settings"][1:]]
+    return _rendered("sweep.html", sweep=sweep, chart=charts.draw_rows(rows))
 
 
 def _rendered(template: str, **context: object) -> str:

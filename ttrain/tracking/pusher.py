@@ -8,18 +8,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from ttrain.core.files import PRIVATE_FILE, exclusive, write_json
+from ttrain.core.files import exclusive
 from ttrain.core.redact import without_user
 from ttrain.core.sqlite_files import is_damage
 from ttrain.engine.execution import PipelineRun
 from ttrain.store import runs, server_records
 from ttrain.tracking.client import cannot_be_asked, rename_aside
-from ttrain.tracking.mlflow_mirror import ID, NAME, RUNNING, Bound, Mirror, TrackedRun
+from ttrain.tracking.mlflow_mirror import ID, NAME, RUNNING, Bound, Mirror
 from ttrain.tracking.registered import register, seen_file
-from ttrain.tracking.tracked_runs import RunContent, id_of, is_tracked, sweep_file, tracked_sweep
+from ttrain.tracking.sweeps import sweep_file, tracked_names, tracked_sweep
+from ttrain.tracking.tracked_runs import RunContent, id_of, is_tracked
 from ttrain.tracking.views import refresh_view
 
 log = logging.getLogger("ttrain")
@@ -95,8 +96,7 @@ def waiting(mirror: Mirror) -> list[str]:
     experiments = [one.experiment_id for one in mirror.client.search_experiments()]
     found = mirror.search(experiments, f"tags.`{PUSHED}` != ''")
     pushed = {run.data.tags[ID]: run.data.tags[PUSHED] for run in found}
-    sweeps = sorted(path.parent.name for path in home.glob("sweeps/*/tracked.json"))
-    lacking = [name for name in sweeps if pushed.get(name) != state_of(home, name)]
+    lacking = [name for name in tracked_names(home) if pushed.get(name) != state_of(home, name)]
     server = without_user(mirror.uri) if mirror.uri.startswith("http") else ""
     for name in reversed(runs.names(home)):
         state = state_of(home, name)
@@ -130,7 +130,7 @@ def push_run(mirror: Mirror, name: str) -> Bound | None:
     content, record = None, runs.read(home, name)
     if record:
         content = RunContent(home, record, mirror.is_local)
-    run = content.tracked() if content else tracked_sweep(sweep_file(home, name))
+    run = content.tracked() if content else tracked_sweep(home, name)
     bound = mirror.push(run)
     if bound and run.status != RUNNING:
         if content:
@@ -139,11 +139,6 @@ def push_run(mirror: Mirror, name: str) -> Bound | None:
         mirror.tag(bound, {PUSHED: state})
         seen_file(home).touch()
     return bound
-
-
-def keep_sweep(home: Path, run: TrackedRun) -> None:
-    """Keep what trackers show of a sweep, for the pushes."""
-    write_json(sweep_file(home, run.id), asdict(run), PRIVATE_FILE)
 
 
 @dataclass

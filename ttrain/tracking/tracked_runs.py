@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from ttrain.config import flatten
-from ttrain.core.files import JsonDict, JsonObject, read_json, read_object
+from ttrain.core.files import JsonDict, JsonObject, read_object
 from ttrain.core.hashing import digest_of
 from ttrain.core.redact import HIDDEN, masked
 from ttrain.engine import resume, system_metrics
@@ -32,7 +32,6 @@ from ttrain.tracking.mlflow_mirror import FAILED, FINISHED, KILLED, NAME, RUN, R
 MODEL, ADAPTER, BASE = "model", "adapter", "base"  # directories: of a model, an adapter, its base
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 TEXT = json.dumps([{"type": "string", "required": True}])
-SWEEP = "tracked.json"  # in the folder of a sweep: what trackers show of it
 STATUS = {"running": RUNNING, "failed": FAILED, **dict.fromkeys((*runs.BUILT, runs.NOTHING_NEW), FINISHED)}
 BEGUN = ("running", "crashed", "failed", "interrupted", runs.NOTHING_NEW, *runs.BUILT)
 FIT = ("bytes_per_token", "unk_rate")  # metrics by which tokenizers are compared
@@ -62,26 +61,9 @@ def is_tracked(record: JsonObject | None) -> bool:
     return bool(record and record["outcome"] != "cached" and tracking.get("enabled", True))
 
 
-def sweep_file(home: Path, name: str) -> Path:
-    """What trackers show of a sweep."""
-    return home / "sweeps" / name / SWEEP
-
-
 def setting_id(sweep: str, change: int) -> str:
     """The id in trackers of a setting of a sweep, by the number of its change."""
     return f"{sweep}/{change}"
-
-
-def tracked_sweep(path: Path) -> TrackedRun:
-    """A sweep with its settings as its process kept them; killed if that process is gone."""
-    tree = read_json(path)
-    settings = [TrackedRun(**setting) for setting in tree.pop("stages")]
-    whole = TrackedRun(**tree, stages=settings)
-    process = read_object(path.with_name("sweep.json")).get("process")
-    if whole.status == RUNNING and process and not runs.is_alive(process):
-        for run in (whole, *settings):
-            run.status = KILLED
-    return whole
 
 
 @dataclass
