@@ -33,8 +33,8 @@ class _WithoutPipeline(CommandGroup):
     """`ttrain sweep KEY=VALUES` means the pipeline `full`, the only one that sweeps."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        is_full = bool(args) and ("=" in args[0] or args[0].endswith((".yaml", ".yml")))
-        return super().parse_args(ctx, ["full", *args] if is_full else args)
+        is_command = not args or args[0] in (*self.commands, "--help", "-h")
+        return super().parse_args(ctx, args if is_command else ["full", *args])
 
 
 sweep_app = command_group(

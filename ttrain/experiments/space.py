@@ -16,6 +16,7 @@ from ttrain.config.base import takes_numbers, types_of
 from ttrain.config.loading import Override, type_of
 from ttrain.config.yaml_text import InvalidYaml, read_list
 from ttrain.core import redact
+from ttrain.core.text import is_number
 from ttrain.errors import UsageError
 
 DIGITS = 4  # of a drawn number: enough for any setting, and short enough to be typed again
@@ -129,7 +130,7 @@ def parse(key: str, text: str) -> Dimension:
         raise UsageError(f"{key} is '{text}', whose values cannot be read; quote what has commas or brackets") from None
     if not has_ends:
         return ValueList(tuple(values))
-    are_numbers = len(values) == 2 and all(isinstance(value, float) and math.isfinite(value) for value in values)
+    are_numbers = len(values) == 2 and all(is_number(value) and math.isfinite(value) for value in values)
     if not are_numbers or values[0] >= values[1] or (kind == "log" and values[0] <= 0):
         rule = "two numbers, the lower first" + (" and above 0" if kind == "log" else "")
         raise UsageError(f"{key} is '{text}' but must have {rule}; write {FORMS[kind]}")
