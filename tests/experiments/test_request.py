@@ -69,6 +69,12 @@ def test_the_present_settings_are_the_baseline_and_no_change_of_their_own() -> N
     assert len(asked("pretrain.optim.lr=log(1e-4,1e-2)", trials=5).changes) == 6
 
 
+def test_what_the_command_line_sets_is_one_change_where_nothing_varies() -> None:
+    found = asked("sft.epochs=3", "sft.optim.lr=2e-3", "data.sft=chats.jsonl")
+    assert names(found) == ["baseline", "sft.epochs=3 sft.optim.lr=0.002"]
+    assert found.baseline.sft.epochs != 3 and found.baseline.data.sft == ("chats.jsonl",)
+
+
 def test_changes_are_named_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "changes.yaml"
     file.write_text("no-decay: {pretrain.optim.weight_decay: 0}\nwide: {model: {hidden_size: 192}}\n", encoding="utf-8")
@@ -102,7 +108,8 @@ def test_what_is_given_beside_a_preset_wins_over_it() -> None:
         ([LR, "sft.seed=1,2"], {}, "sft.seed varies"),
         (["lr=log(1e-5,1e-3)"], {}, "did you mean 'pretrain.optim.lr' or 'sft.optim.lr' or 'dpo.optim.lr' or"),
         (["lora.rank=uniform(4,9)"], {}, r"the sweep cannot try lora.rank=\d"),
-        (["sft.epochs=1"], {"sampler": "tpe"}, "a sweep needs"),
+        (["sft.epochs=3"], {"sampler": "tpe"}, "--sampler tpe needs ranges"),
+        (["data.pretrain=docs.jsonl"], {}, "a sweep needs settings to compare"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_runs(overrides: list[str], options: dict[str, Any], said: str) -> None:

@@ -117,7 +117,7 @@ def sweep_full(
     store = store_of(usable_home(), wanted.baseline)
     experiment = wanted.experiment(store)
     arguments = [*(f"--profile={name}" for name in profile or ()), *(f"--config={path}" for path in config or ())]
-    arguments += [word for word in settings if word.partition("=")[0].strip() not in wanted.space.dimensions]
+    arguments += [word for word in settings if word.partition("=")[0].strip() not in wanted.varied]
     experiment.note(arguments=arguments, seeds=options.seeds)
     try:
         # standard output is for the JSON
@@ -150,7 +150,7 @@ def _stages(wanted: Request) -> str:
 def _plan(wanted: Request, store: ArtifactStore) -> Output:
     """What would run, and how many seeds a difference needs."""
     noise, names = wanted.noise(store), ("once", "for_each_seed", "in_each_trial")
-    seconds = wanted.plan(wanted.changes[-1], 1, store).estimate.seconds
+    seconds = wanted.plan(wanted.changes[-1], 0, store).estimate.seconds  # no trial has seed 0, so nothing is cached
     needs = {size: noise.seeds_for(size) for size in DIFFERENCES} if noise else {}
     value = {
         "metric": wanted.measure.metric,

@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ttrain.config import SHAPE_NO_RESULT, Settings
-from ttrain.config.loading import Override, settings_of
+from ttrain.config.loading import COMMAND_LINE, Override, settings_of
 from ttrain.config.training import seeds_of
 from ttrain.core.hashing import code_digests, digest_of
 from ttrain.engine.graph import Graph, Pipeline
@@ -142,13 +142,16 @@ def request_of(pipeline: Pipeline, overrides: Sequence[Override], options: Optio
     """Check and complete a request; `files` name changes. Raises UsageError where a value or the metric is invalid."""
     varying = space.parse_space(overrides)
     named = [change for path in files for change in read_changes(path)]
-    if not varying.dimensions and not named:
+    if not varying.dimensions and not named:  # what the command line sets, but for the data, is the change
+        given = {item.key: item.value for item in overrides if item.origin == COMMAND_LINE}
+        change = Change.of({key: value for key, value in given.items() if not key.startswith("data.")})
+        named = [change] if change.values else []
+        overrides = [item for item in overrides if item.key not in change.values]
+    if not varying.dimensions and (not named or options.sampler == "tpe"):
         raise UsageError(
             f"a sweep needs settings to compare; give one several values, as {', '.join(space.FORMS.values())}, for example "
-            f"sft.optim.lr=1e-3,2e-3, or a file of named changes"
+            f"sft.optim.lr=1e-3,2e-3, or a file of named changes; --sampler tpe needs ranges"
         )
-    if options.sampler == "tpe" and not varying.dimensions:
-        raise UsageError("--sampler is tpe, which draws from ranges, but no setting has one; remove --sampler")
     count = options.trials or varying.size or MANY
     drawn = varying.spread(min(STARTUP, count)) if options.sampler == "tpe" else varying.combinations(count)
     listed = [Change(BASELINE), *named, *map(Change.of, drawn)]
@@ -157,12 +160,10 @@ def request_of(pipeline: Pipeline, overrides: Sequence[Override], options: Optio
     if len(request.changes) < 2:
         raise UsageError("the changes are the present settings, so there is nothing to compare; give other values")
     runtime, varied = request.baseline.runtime, request.varied
-    if runtime.nodes > 1:
-        raise UsageError(f"runtime.nodes is {runtime.nodes}, but a sweep runs on one machine; set runtime.nodes=1")
-    if runtime.sharding == "dask":
+    if runtime.nodes > 1 or runtime.sharding == "dask":
         raise UsageError(
-            "runtime.sharding is dask, which goes through Prefect, as the trials of a sweep do not; set it to processes, or "
-            "run the pipeline once before: what trials share is then in the store"
+            f"runtime.nodes is {runtime.nodes} and runtime.sharding is {runtime.sharding}, but a trial runs on one machine; "
+            f"set runtime.nodes=1 runtime.sharding=processes"
         )
     if seeds := sorted(varied & seeds_of(1).keys()):
         raise UsageError(f"{seeds[0]} varies, but all changes get the same seeds; remove it, and set --seeds")
