@@ -38,10 +38,10 @@ def full(settings: Settings) -> Graph:
     for name in settings.trainings:
         training, row = TRAINING_STAGES[name], config.TRAINING_STAGES[name]
         inputs: dict[str, str | None] = {"tokenizer": tokenizer} if "tokenizer" in training.inputs else {}
-        inputs |= {"base": models.get(settings.starts[name], base), "shards": shards[row.dataset]}
-        if getattr(settings, name).has_reference:
+        inputs |= {"base": models.get(settings.starts[name], base), "shards": shards[name]}
+        if name == "dpo" and settings.dpo.has_reference:
             inputs[REFERENCE.name] = graph.add(REFERENCE, base=inputs["base"], shards=inputs["shards"])
         models[name] = graph.add(training, **inputs)
-        evaluated |= {row.model: models[name], **({row.part: shards[row.dataset]} if row.part else {})}
+        evaluated |= {row.model: models[name], row.part: shards[name]}
     graph.add(EVALUATE, **evaluated)
     return graph

@@ -36,7 +36,7 @@ from ttrain.tasks import (
 from ttrain.tracking.registered import take_over_champions
 
 # Inputs of the evaluation: what is held out for each training stage.
-HELDOUT_PARTS = frozenset(row.part for row in TRAINING_STAGES.values() if row.part)
+HELDOUT_PARTS = frozenset(row.part for row in TRAINING_STAGES.values())
 
 
 @dataclass(frozen=True)

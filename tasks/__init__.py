@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ttrain import config
-from ttrain.config.training import PrimaryMetric
 from ttrain.core.files import JsonDict
 from ttrain.store.model_files import PLATEAU
 
@@ -23,8 +22,7 @@ class Stage:
     `dataset` names the entry of `data` whose files it reads itself. `uses_ranks` marks the stages that train,
     `uses_model` one that loads what they made, `reads_model` one whose files are those of the existing model,
     `reads_suites` one whose files are the suites of the evaluation, and what these read. `spreads` marks one that does not
-    train and has a process on each of `runtime.devices` all the same. `primary_metric` is what the model of a training is
-    judged by.
+    train and has a process on each of `runtime.devices` all the same.
     """
 
     name: str
@@ -42,7 +40,6 @@ class Stage:
     memory: tuple[str, ...] = ()  # settings that lower the memory of its processes, for a message
     about: str = ""  # what it does, in a line for people
     reuses_parts: bool = False  # what unfinished work and earlier artifacts hold is taken where it fits
-    primary_metric: PrimaryMetric | None = None
     job: type[config.Section] = config.Settings  # what its process gets
 
     def part_of(self, settings: config.Settings) -> JsonDict:
@@ -96,7 +93,7 @@ TOKENIZER = Stage(
     about="Train a byte-level BPE with a chat template, or take an existing tokenizer",
 )
 ROWS = config.TRAINING_STAGES.values()  # of the table in `ttrain/config/training.py`
-SHARDS: Mapping[str, Stage] = {row.dataset: _shards(row.dataset, row.rows) for row in ROWS}
+SHARDS: Mapping[str, Stage] = {row.name: _shards(row.name, row.rows) for row in ROWS}
 SHARDS_PRETRAIN = SHARDS["pretrain"]
 EXISTING_MODEL = Stage(
     "base-model",
@@ -139,8 +136,7 @@ def _training(row: config.TrainingStage) -> Stage:
         {**OF_ROLE.get(row.role, {}), **OF_ROWS.get(row.rows, {}), **dict.fromkeys(("replay", "base", "shards"), ())},
         uses_ranks=True,
         memory=("runtime.rows_per_device",),
-        primary_metric=row.metric,
-        about=(row.help or f"Train {row.label}.").split(". ")[0].rstrip("."),
+        about=row.about,
     )
 
 
@@ -156,7 +152,7 @@ EVALUATE = Stage(
     ("evaluate",),
     inputs={
         **{row.model: () for row in ROWS},
-        **{row.part: ("heldout",) for row in ROWS if row.part},
+        **{row.part: ("heldout",) for row in ROWS},
         **{f"{BASE_OF}{row.model}": ("model",) for row in ROWS if row.role == "adapter"},
     },
     uses_model=True,

@@ -28,7 +28,7 @@ from ttrain.evaluate.samples import SamplePrompt
 from ttrain.evaluate.task_result import Metric, TaskResult, write_scores
 from ttrain.inference.loading import LoadedModel, with_tokenizer
 from ttrain.model import adapters, factory
-from ttrain.store.model_files import weights_digest
+from ttrain.store.model_files import base_digest_of, weights_digest
 from ttrain.tasks import BASE_OF, heldout
 from ttrain.tasks.common.job import Figures, Inputs, StageContext
 from ttrain.tasks.shards import heldout_records, scored_documents
@@ -36,8 +36,8 @@ from ttrain.train import precision
 from ttrain.train.distributed import Ranks, share_cores
 
 ROWS = {row.model: row for row in TRAINING_STAGES.values()}
-PARTS = {row.part: row for row in ROWS.values() if row.metric}  # held-out records, and the stage whose metric is over them
-METRICS = {row.part: row.metric for row in ROWS.values() if row.metric}
+PARTS = {row.part: row for row in ROWS.values()}  # held-out records, and the stage whose metric is over them
+METRICS = {row.part: row.metric for row in ROWS.values()}
 SPECS: dict[str, type[RecordsTask]] = {"documents": TextTask, "chats": ChatsTask, "pairs": PairsTask}
 log = logging.getLogger("ttrain")
 
@@ -191,7 +191,7 @@ def _load(name: str, job: StageContext, device: torch.device, ranks: Ranks | Non
         directory = job.inputs[name] / "adapter"
         bases = [job.inputs[model] / "model" for model in _models(job) if ROWS[model].role != "adapter"]
         bases += [job.inputs[own] / "model" for own in (f"{BASE_OF}{name}",) if own in job.inputs]
-        digest = adapters.base_digest_of(directory)
+        digest = base_digest_of(directory)
         base = next((path for path in reversed(bases) if weights_digest(path) == digest), bases[-1])
         model = adapters.load(factory.load(base), directory, weights_digest(base))
     else:

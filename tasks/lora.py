@@ -9,7 +9,7 @@ from ttrain.config import Lora, Settings
 from ttrain.config.training import NONE, TRAININGS
 from ttrain.data.encoder import Encoder
 from ttrain.model import adapters
-from ttrain.store.model_files import weights_digest
+from ttrain.store.model_files import ADAPTER, weights_digest
 from ttrain.tasks import new_model
 from ttrain.tasks.common import training
 from ttrain.tasks.common.job import Figures, Inputs, StageContext
@@ -37,5 +37,5 @@ def with_adapter(base: Path, config: Lora) -> training.TrainableModel:
         state=lambda: adapters.state(model),
         files={**own_files, **new_model.tokenizer_files(base)},
         directory="adapter",
-        weights_file=adapters.WEIGHTS,
+        weights_file=ADAPTER,
     )

@@ -138,7 +138,7 @@ def check(built: ShardSetResult, reading: Reading, name: str, kind: str) -> None
     """Raise DataError where too many rows are bad, or none is left; NothingNew where earlier nights have the others."""
     expected_fields, near = records.expected_fields(kind, reading.text_field), built.near_duplicates or {}
     train, is_empty = built.tallies["train"], not built.parts["train"]["rows"]
-    train.check_bad(name, reading.rejected_fraction, expected_fields)
+    train.check(name, reading.rejected_fraction, expected_fields, may_be_empty=True)
     if is_empty and (near.get("of_earlier_sets") or built.of_earlier_heldout):
         raise NothingNew(
             f"{name}: of {train.rows} rows {near.get('dropped', 0)} are near-duplicates, most of documents that were "

@@ -15,7 +15,7 @@ import yaml
 from torch import Tensor, nn
 
 from ttrain.config import TaskConfig, TaskJob, flatten
-from ttrain.config.loading import Override, merge, settable_keys, with_types, without_pipeline_settings
+from ttrain.config.loading import Override, settings_of_task, types_by_name
 from ttrain.data.loader import Loader
 from ttrain.data.order import ShuffledOrder
 from ttrain.errors import DataError, TTrainError, UsageError
@@ -34,8 +34,7 @@ SETTINGS = "settings.yaml"
 def run(config: TaskJob, job: StageContext) -> Figures:
     """Train the task; leaves `model.safetensors`, `checkpoints/`, `settings.yaml` and the curves. Returns the figures."""
     kind = task_class(config.task)
-    given = without_pipeline_settings([Override(*override) for override in config.given], kind.Config)
-    settings, _ = merge(kind.Config, with_types(kind.Config, given))
+    settings = settings_of_task(kind.Config, [Override(*override) for override in config.given])
     allow = allowed(config.allow, kind.Config)
     ranks = training.start(job.runtime)
     task = kind(settings)
@@ -100,7 +99,7 @@ def task_class(name: str) -> type[UserTask]:
 
 def allowed(names: Sequence[str], root: type[TaskConfig]) -> frozenset[str]:
     """The settings that --allow names; `optim` stands for all below it. Raises UsageError for an unknown name."""
-    setting_names = [*settable_keys(root), "task"]
+    setting_names = [*types_by_name(root), "task"]
     allowed_names: set[str] = set()
     for name in names:
         meant = [key for key in setting_names if key == name or key.startswith(f"{name}.")]

@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from ttrain.config import Settings
-from ttrain.config.loading import load, settable_keys
+from ttrain.config.loading import load, types_by_name
 from ttrain.data import contamination
 from ttrain.data.preferences import is_preference, preference_of
 from ttrain.evaluate import suites
@@ -122,7 +122,7 @@ def prose(page: str) -> str:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_settings_and_commands_within_sentences_exist(page: str) -> None:
-    known = settable_keys(Settings)
+    known = [*types_by_name(Settings)]
     commands_known = {name for name, _ in reference.leaf_commands()}
     groups = {name.rpartition(" ")[0] for name in commands_known}
     for span in SPAN.findall(prose(page)):
@@ -191,7 +191,7 @@ def test_the_adapters_of_the_page_switch_and_merge(tmp_path: Path) -> None:
         model = disturb(adapters.attach(factory.load(base), settings(kind="lora")), seed=number)
         places.append(save_adapter(model, tmp_path / str(number), base))
     values: dict[str, Any] = {"base": base, "directory": places[0], "another": places[1]}
-    exec(page_code("docs/adapters.md", "adapters.switch"), values)
+    exec(page_code("docs/adapters.md", "model.set_adapter"), values)
     assert not hasattr(values["merged"], "peft_config")
 
 

@@ -105,7 +105,7 @@ def order_of(config: Training, rows: Rows) -> Order:
     if not len(rows):
         stage = TRAINING_STAGES.get(config.section)
         # The others start from the base model, which cannot be left out.
-        fixes = [f"data.{stage.dataset}=none"] if stage and stage.role != "base" else []
+        fixes = [f"data.{stage.name}=none"] if stage and stage.role != "base" else []
         leave_out = f", or leave the stage out with {fixes[0]}" if fixes else ""
         raise TooFewRows(f"{config.section}: the training data gives no row to learn from; add rows{leave_out}", fixes)
     if len(rows) < config.rows_per_step:

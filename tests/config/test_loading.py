@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from ttrain.cli.main import app, main
 from ttrain.config import TRAININGS, Settings, flatten, loading, rules
-from ttrain.config.data import LEARNT
 from ttrain.config.loading import LoadedSettings, known_keys, load
 from ttrain.errors import UsageError
 from ttrain.tasks import STAGES
@@ -133,7 +132,7 @@ def test_a_wrong_value_says_setting_value_origin_and_rule(tmp_path: Path) -> Non
         (["SFT.EPOCHS=2"], ["did you mean 'sft.epochs'?"]),
         (["data.pretrain=[python-docs, a.jsonl]"], ["data.pretrain mixes python-docs with files"]),
         (["data.sft_heldout=held.jsonl"], ["data.sft_heldout"]),
-        ([f"data.{name}=none" for name in LEARNT], ["data.lora are none, but", "set one, such as data.pretrain=FILE"]),
+        ([f"data.{name}=none" for name in TRAININGS], ["data.lora are none, but", "set one, such as data.pretrain=FILE"]),
         (["nightly.rate=fast"], ["nightly.rate is 'fast' (from command line) but must be 'auto' or a number"]),
         (["nightly.rate=0"], ["must be 'auto' or greater than 0"]),
         (["pretrain.optim.betas=[a, 0.9]"], ["pretrain.optim.betas.0 is 'a'"]),  # a place in a list is no form
@@ -355,7 +354,7 @@ def test_the_settings_of_a_training_stage_reach_a_rank_that_is_started_anew(stag
 def chosen(*overrides: str) -> tuple[dict[str, tuple[Any, ...]], tuple[str, ...]]:
     """The data sets that are not none, and the stages that train."""
     settings = load(overrides, environment={}).settings
-    return {name: found for name in LEARNT if (found := settings.data.paths(name))}, settings.trainings
+    return {name: found for name in TRAININGS if (found := settings.data.paths(name))}, settings.trainings
 
 
 @pytest.mark.parametrize("own", [("pretrain",), ("pretrain", "sft"), ("pretrain", "lora"), ("pretrain", "sft", "dpo")])

@@ -6,13 +6,13 @@ import pytest
 from support.refusals import refused
 
 from ttrain.config import Settings
-from ttrain.config.loading import settable_keys
+from ttrain.config.loading import types_by_name
 from ttrain.config.other_names import STAGE, names
 from ttrain.config.training import TRAININGS
 
 
 def test_every_name_of_another_library_means_settings_that_exist() -> None:
-    keys = set(settable_keys(Settings))
+    keys = set(types_by_name(Settings))
     for setting in " ".join(names()["names"].values()).split():
         stages = {f"{stage}.{setting.removeprefix(STAGE)}" for stage in TRAININGS}
         assert (stages if setting.startswith(STAGE) else {setting}) <= keys

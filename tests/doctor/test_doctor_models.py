@@ -22,6 +22,7 @@ from ttrain.data.order import ShuffledOrder
 from ttrain.doctor import model
 from ttrain.doctor.parts import Finding, Learner, select_rows, trainer_of, unevenly_masked
 from ttrain.model import adapters, factory, multi_token
+from ttrain.store.model_files import ADAPTER
 from ttrain.train.checkpoint import Checkpoints
 from ttrain.train.checkpoint_format import list_checkpoints
 from ttrain.train.distributed import Ranks
@@ -67,7 +68,7 @@ TRAINED: list[tuple[str, str]] = [
 
 class Subject(test_doctor.Subject):
     def state(self) -> dict[str, Tensor]:
-        return adapters.state(self.model) if self.weights_file == adapters.WEIGHTS else multi_token.state(self.model)
+        return adapters.state(self.model) if self.weights_file == ADAPTER else multi_token.state(self.model)
 
 
 def build(name: str, adapter: str) -> Subject:
@@ -81,7 +82,7 @@ def build(name: str, adapter: str) -> Subject:
     if not adapter:
         return Subject(made)
     config = Lora(rank=3, row_length=16, tokens_per_step=96, **ADAPTERS[adapter])
-    return Subject(adapters.attach(made, config), weights_file=adapters.WEIGHTS)
+    return Subject(adapters.attach(made, config), weights_file=ADAPTER)
 
 
 def case_id(case: tuple[str, str]) -> str:

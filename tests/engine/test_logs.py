@@ -51,7 +51,7 @@ def test_figures_have_three_digits_or_none_and_one_of_a_thing_is_not_called_seve
     result = {"validation_loss": 3.1882, "tokens": 512, "tokens_per_second": 919.878}
     assert summary.key_figures("pretrain", result) == "validation_loss 3.188, tokens 512, tokens_per_second 920"
     metrics = {"eval/chat_loss_base": 4.1, "eval/chats": 1, "eval/chat_tokens": 11}
-    assert [row[2] for row in summary.rows(metrics)] == ["1 chat, 11 scored tokens"]
+    assert [row[2] for row in summary.rows(metrics, {})] == ["1 chat, 11 scored tokens"]
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

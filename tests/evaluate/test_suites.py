@@ -40,7 +40,7 @@ CHOICES = {"kind": "choices", "file": "x"}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({}, "tasks is missing"),
     ({"task": {}}, "task is not a setting there"),
-    ({"tasks": {"a b": {"kind": "text"}}}, "a task is called 'a b'; take letters, digits"),
+    ({"tasks": {"a b": {"kind": "text"}}}, "tasks.a b.[key] is 'a b' but must be text that matches ^[A-Za-z0-9]"),
     ({"tasks": {"a": {"file": "x"}}}, "tasks.a is without a kind, which must be one of text, chats, pairs, choices"),
     ({"tasks": {"a": {"kind": "chooses"}}}, "tasks.a is of kind chooses, but must be of one of 'text', 'chats'"),
     ({"tasks": {"a": {"kind": "choices"}}}, "tasks.a.choices.file is missing"),

@@ -11,8 +11,7 @@ from support import night_files
 from ttrain.errors import UsageError
 from ttrain.export.export import Request, export
 from ttrain.lineage.lookup import resolve
-from ttrain.reports.history import History
-from ttrain.reports.model_card import Exported, card
+from ttrain.reports.model_card import Exported, History, card
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 

@@ -1,4 +1,4 @@
-"""The files of adapters: what they hold, who opens them, and how adapters are shown, switched and merged."""
+"""The files of adapters: what they hold, who opens them, and how adapters are shown and merged."""
 
 import json
 import shutil
@@ -13,9 +13,9 @@ from support.tiny_adapters import CASE_IDS, CASES, KINDS, SHAPES, disturb, logit
 from support.tiny_trainers import tiny_model
 from transformers import AutoModelForCausalLM
 
-from ttrain.errors import ArtifactError, UsageError
+from ttrain.errors import ArtifactError
 from ttrain.model import adapters, factory
-from ttrain.store.model_files import weights_digest
+from ttrain.store.model_files import ADAPTER, weights_digest
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_an_adapter_file_holds_the_adapter_only_and_what_a_reader_must_know(tmp_
     weights = load_file(adapter / "adapter_model.safetensors")
     parts = {"lora": ("lora_A", "lora_B"), "dora": ("lora_A", "lora_B", "lora_magnitude"), "prefix": ("prompt_embeddings",)}
     assert all(any(part in name for part in parts[kind]) for name in weights)
-    size = (adapter / adapters.WEIGHTS).stat().st_size
+    size = (adapter / ADAPTER).stat().st_size
     assert size < (0.01 if kind == "prefix" else 0.05) * (directory / "model.safetensors").stat().st_size
     told = json.loads((adapter / "adapter_config.json").read_text())
     if kind == "prefix":
@@ -91,11 +91,11 @@ def test_a_base_in_shards_has_a_digest_too_and_a_changed_shard_is_refused(tmp_pa
 def test_an_adapter_that_does_not_fit_is_refused_by_name(saved: Any, tmp_path: Path) -> None:
     case = saved["lora on llama"]
     spoilt = shutil.copytree(case["adapter"], tmp_path / "spoilt")
-    weights = load_file(spoilt / adapters.WEIGHTS)
+    weights = load_file(spoilt / ADAPTER)
     gone, cut, *_ = sorted(weights)
     del weights[gone]
     weights |= {"odd": torch.zeros(1), cut: weights[cut][:1].clone()}
-    save_file(weights, spoilt / adapters.WEIGHTS)
+    save_file(weights, spoilt / ADAPTER)
     with pytest.raises(ArtifactError) as refused:
         adapters.load(factory.load(case["base"]), spoilt, weights_digest(case["base"]))
     for said in (f"missing: {gone} [", "unexpected: odd", f"mis-shaped: {cut} "):
@@ -103,20 +103,3 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(saved: Any, tmp_path: P
     (spoilt / "adapter_config.json").write_text("{")
     with pytest.raises(ArtifactError, match=r"cannot read .*adapter_config"):
         adapters.load(factory.load(case["base"]), spoilt, weights_digest(case["base"]))
-
-
-@pytest.mark.parametrize("name", ["lora on experts", "prefix on llama"])
-def test_switching_restores_the_logits_of_each_adapter_and_of_the_base(saved: Any, tmp_path: Path, name: str) -> None:
-    case = saved[name]
-    digest = weights_digest(case["base"])
-    model = adapters.load(factory.load(case["base"]), case["adapter"], digest, "first")
-    other = disturb(adapters.load(factory.load(case["base"]), case["adapter"], digest), seed=2)
-    adapters.add(model, save_adapter(other, tmp_path / "other", case["base"]), digest, "second")
-    for wanted, expected in (("second", logits(other)), ("first", case["logits"]), ("second", logits(other))):
-        adapters.switch(model, wanted)
-        torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-6)
-        assert not any(p.requires_grad for p in model.parameters())
-        with model.disable_adapter():
-            torch.testing.assert_close(logits(model), case["before"], rtol=0, atol=1e-6)
-    with pytest.raises(UsageError, match=r"'third'.*first, second"):
-        adapters.switch(model, "third")

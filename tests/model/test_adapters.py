@@ -19,7 +19,7 @@ from torch import Tensor
 from ttrain.data.encoder import Encoder
 from ttrain.errors import UsageError
 from ttrain.model import adapters, factory
-from ttrain.store.model_files import weights_digest
+from ttrain.store.model_files import ADAPTER, weights_digest
 from ttrain.tasks import lora
 from ttrain.tasks.new_model import TOKENIZER_FILES
 from ttrain.train.distributed import Ranks
@@ -192,9 +192,9 @@ def test_the_stage_leaves_an_adapter_and_continues_to_the_same_bytes(stage_home:
     again = run_here(lora, config, tmp_path / "again", inputs, settings.runtime)
     assert 0 < again["resumed_from_step"] < again["steps"] == found["steps"]
     adapter = tmp_path / "whole" / "adapter"
-    assert (adapter / adapters.WEIGHTS).read_bytes() == (tmp_path / "again" / "adapter" / adapters.WEIGHTS).read_bytes()
+    assert (adapter / ADAPTER).read_bytes() == (tmp_path / "again" / "adapter" / ADAPTER).read_bytes()
     assert weights_digest(base) == before == json.loads((adapter / "base.json").read_text())["base_weights_sha256"]
-    assert found["trainable_parameters"] == sum(tensor.numel() for tensor in load_file(adapter / adapters.WEIGHTS).values())
+    assert found["trainable_parameters"] == sum(tensor.numel() for tensor in load_file(adapter / ADAPTER).values())
     assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == "ttrain-pretrain"
     model = adapters.load(factory.load(base), adapter, before)
     assert not torch.allclose(logits(model), logits(factory.load(base)), atol=1e-4)

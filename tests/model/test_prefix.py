@@ -14,11 +14,15 @@ from ttrain.config import Settings
 from ttrain.data.packing import IGNORE, Batch
 from ttrain.errors import UsageError
 from ttrain.model import adapters
-from ttrain.model.adapter_layers import PrefixModel, weight
+from ttrain.model.adapter_layers import PrefixModel
 from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.losses import token_loss_sum
 
 T = 30
+
+
+def weight(model: Any) -> Tensor:
+    return adapters.state(model)["prompt_embeddings"]
 
 
 def packed(lengths: tuple[int, ...]) -> Batch:

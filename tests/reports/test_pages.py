@@ -74,12 +74,12 @@ def test_lines_are_where_the_numbers_are_with_a_gap_where_there_is_none(pages_ho
     """The points of the paths, a stretch before the gap and one after it, are the tokens and losses but for scale."""
     views = read_runs(pages_home, [A, B])
     page = comparison_page(views)
-    figures = page.split("<figure>")[1:]
-    assert "<figcaption>validation_loss " in figures[0] and "nats per target" in figures[0]
+    training, validation, *_ = page.split("<figure>")[1:]
+    assert "<figcaption>validation_loss " in validation and "nats per target" in validation
     last = [view.curve("pretrain", "validation_loss")[-1].value for view in views]
     for name, value in zip("AB", last, strict=True):
-        assert f"</i>{name} <b>{value:.5g}</b>" in figures[0]
-    paths = re.findall(r'<g class="line run\d"><path d="([^"]*)"', figures[1])
+        assert f"</i>{name} <b>{value:.5g}</b>" in validation
+    paths = re.findall(r'<g class="line run\d"><path d="([^"]*)"', training)
     known = [(point.tokens, point.value) for view in views for point in view.curve("pretrain", "loss") if point.step != GAP]
     pixels = [tuple(map(float, pair)) for path in paths for pair in re.findall(r"([\d.]+),([\d.]+)", path)]
     assert [path.count("M") for path in paths] == [2, 2] and len(pixels) == len(known)
@@ -167,7 +167,7 @@ def test_kills_failures_and_warnings_are_told(tmp_path: Path) -> None:
     failed = Made("pretrain", outcome="completed", result=warned, noted=noted)
     sft = Made("sft", outcome="failed", noted={"error": "no memory"})
     make_run(tmp_path, B, [failed, sft], number=1, outcome="failed", error="no memory")
-    assert find_problems(read_run(tmp_path, B)) == [
+    assert [*find_problems(read_run(tmp_path, B))] == [
         ("pretrain", "failed and was retried: the disk was full", True),
         ("pretrain", "the guard loss spike warned 3 times", False),
         ("sft", "failed: no memory", False),
@@ -175,7 +175,7 @@ def test_kills_failures_and_warnings_are_told(tmp_path: Path) -> None:
     assert ("", "the run's process was killed, or the machine went down", False) in find_problems(read_run(tmp_path, A))
     stop = {"stopped": "stopped by a signal", "error": "stopped by a signal; the same command continues"}
     make_run(tmp_path, A, [Made("pretrain")], outcome="interrupted", **stop)
-    assert find_problems(read_run(tmp_path, A)) == [("", stop["error"], False)], "once"
+    assert [*find_problems(read_run(tmp_path, A))] == [("", stop["error"], False)], "once"
 
 
 def test_a_night_s_page_shows_its_decision_with_the_reason(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_night_s_page_shows_its_decision_with_the_reason(tmp_path: Path) -> No
 def test_quick_validations_are_a_curve_and_the_one_on_all_rows_a_point_of_its_own() -> None:
     curves = {"validation_loss_quick": points([4.0, 3.0, 2.75]), "validation_loss": points([1.0, 1.0, 2.75])[2:]}
     view: Any = SimpleNamespace(curves=lambda stage: [*curves], curve=lambda stage, name: curves[name])
-    (main,), _ = charts.charts_of(view, "sft")
+    (main,), _ = charts.charts_of([view], "sft")
     assert [(line["label"], line["last"], len(line["points"])) for line in main["lines"]] == [
         ("validation_loss_quick", "3", 2),
         ("validation_loss", "2.75", 1),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ttrain.config import Lora, Optim, Schedule
 from ttrain.model import adapters, factory
-from ttrain.store.model_files import weights_digest
+from ttrain.store.model_files import ADAPTER, weights_digest
 from ttrain.train.snapshots import copy_tensors
 
 CPU = torch.device("cpu")
@@ -64,7 +64,7 @@ def save_adapter(model: Any, directory: Path, base: Path) -> Path:
     directory.mkdir(parents=True)
     for name, data in adapters.files(model, base="a-base", base_digest=weights_digest(base)).items():
         (directory / name).write_bytes(data)
-    save_file(copy_tensors(adapters.state(model)), directory / adapters.WEIGHTS, metadata={"format": "pt"})
+    save_file(copy_tensors(adapters.state(model)), directory / ADAPTER, metadata={"format": "pt"})
     return directory
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import shlex
 import signal
@@ -158,9 +160,8 @@ def generate(
 
     before_torch()
     from ttrain.inference import batch
-    from ttrain.inference.batch import read
 
-    rows = read(prompts, raw=raw, system=system)
+    rows = batch.read(prompts, raw=raw, system=system)
     [loaded_model] = _load([reference], loading_options)
     tally = batch.AnswerCounts()
     with bar("answering", "prompts", len(rows)) as progress:
@@ -169,19 +170,14 @@ def generate(
             return batch.answers(loaded_model, rows[start:], settings, batch_size=batch_size, tally=tally, progress=progress)
 
         if out is None:
-            done = 0
-            for window in make(0):
-                for row in window:
-                    print_json_text(batch.line_of(row).decode(), flush=True)
-        else:
-            header = {"prompts": sha256_file(prompts), "model": batch.identity(reference), "raw": raw, "system": system,
-                      "dtype": loading_options.dtype, **settings.model_dump()}  # fmt: skip
-            done = batch.write_answers(out, header, make)
-    if out is None:
-        return None
+            for row in itertools.chain.from_iterable(make(0)):
+                print_json_text(batch.line_of(row).decode(), flush=True)
+            return None
+        header = {"prompts": sha256_file(prompts), "model": batch.identity(reference), "raw": raw, "system": system,
+                  "dtype": loading_options.dtype, **settings.model_dump()}  # fmt: skip
+        done = batch.write_answers(out, header, make)
     summary = {"out": str(out), "prompts": len(rows), "answered before": done, **tally.summary()}
-    shown = {"model": reference.text, **summary}.items()
-    cells = [(name, value) for name, value in shown if value is not None]
+    cells = [("model", reference.text), *((name, value) for name, value in summary.items() if value is not None)]
     return Output({**_identity(reference), **summary}, [Table(("property", "value"), cells)])
 
 
@@ -203,7 +199,7 @@ def serve(
     outlast_output()
     [reference] = _resolved([model], loading_options)
     root = usable_home()
-    server_records.make_token(root)
+    token = server_records.make_token(root)
     key = server_records.token_file(root)
     try:
         listener = socket.create_server((server_records.HOST, port))
@@ -221,33 +217,25 @@ def serve(
 
     def load(name: str) -> LoadedModel:
         run = loading_options.run if name in STAGES else None
-        models = [reference]
-        if name != reference.text:
-            models = resolved_models([name], run=run)
+        models = [reference] if name == reference.text else resolved_models([name], run=run)
         return _load(models, loading_options)[0]
 
     queue = AnswerQueue(load, max_requests)
     endpoint = Endpoint(queue, lambda: [*dict.fromkeys([reference.text, *lookup.with_models(root)])], root / PAIRS)
-    token = key.read_text(encoding="ascii").strip()
     app = Guard(endpoint.application(), port, token)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
     queue.open(reference.text)
     address = f"http://{host}:{port}"
-    try:
-        with handling_signals(_end):
-            shown = [
-                f"{reference.text} is served at {address}/v1; Ctrl-C ends it",
-                f"talk to it, or compare two models: {address}/?token={token}",
-                f"clients need a key: export OPENAI_API_KEY=$(cat {shlex.quote(str(key))})",
-            ]
-            value = {"url": f"{address}/v1", "model": reference.text, "api_key_file": str(key)}
-            Output({**_identity(reference), **value}, shown).print(as_json=as_json)
-            sys.stdout.flush()
-            server.run(sockets=[listener])
-    except KeyboardInterrupt:
-        pass
-    finally:
-        queue.close()
+    shown = [
+        f"{reference.text} is served at {address}/v1; Ctrl-C ends it",
+        f"talk to it, or compare two models: {address}/?token={token}",
+        f"clients need a key: export OPENAI_API_KEY=$(cat {shlex.quote(str(key))})",
+    ]
+    value = {"url": f"{address}/v1", "model": reference.text, "api_key_file": str(key)}
+    with contextlib.closing(queue), contextlib.suppress(KeyboardInterrupt), handling_signals(_end):
+        Output({**_identity(reference), **value}, shown).print(as_json=as_json)
+        sys.stdout.flush()
+        server.run(sockets=[listener])
 
 
 def _end(signum: int) -> None:

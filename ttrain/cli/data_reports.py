@@ -1,9 +1,10 @@
 """What `ttrain data` prints: counts of the rows of files, and packed rows token by token."""
 
-import contextlib
 import itertools
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import orjson
@@ -15,6 +16,7 @@ from ttrain.core.terminal import bar, escaped
 from ttrain.core.text import format_value
 from ttrain.data import inspect, locations
 from ttrain.data.check import check
+from ttrain.data.encoder import open_tokenizer
 from ttrain.data.inspect import TokenView
 from ttrain.data.shards import ShardSet
 from ttrain.engine.artifact_commands import find_artifact
@@ -33,15 +35,15 @@ def report_on(patterns: Sequence[str], settings: Settings, kind: str, rejected: 
     sources = locations.expand(patterns, "FILE")
     if rejected and rejected.resolve() in [Path(source).resolve() for source in sources]:
         raise UsageError(f"--rejected is {rejected}, an input file; name another file")
-    names_a_field = settings.reading.text_field != Reading().text_field  # as only documents have
-    with contextlib.ExitStack() as stack:
-        file = stack.enter_context(rejected.open("wb")) if rejected else None
+    if kind == "auto" and settings.reading.text_field != Reading().text_field:  # as only documents have
+        kind = "documents"
+    with (rejected or Path(os.devnull)).open("wb") as file, bar("reading", "rows") as progress:
         reports = check(
             sources,
             settings.reading,
-            kind=kind if kind != "auto" else "documents" if names_a_field else None,
-            progress=stack.enter_context(bar("reading", "rows")),
-            quarantine=(lambda row: file.write(orjson.dumps(row) + b"\n")) if file else None,
+            kind=None if kind == "auto" else kind,
+            quarantine=lambda row: file.write(orjson.dumps(row) + b"\n"),
+            progress=progress,
         )
     errors = [report.error for report in reports if report.error]
     for message in errors:
@@ -86,20 +88,20 @@ def show(shards: str, store: ArtifactStore, count: int, row_length: int) -> Outp
     path = find_artifact(store, shards, "").path if shards in STAGES else Path(shards)
     shard_set = ShardSet(inspect.shards_at(path))
     encoder = inspect.encoder_of(shard_set, store)
-    pieces = inspect.TokenDecoder(encoder)
+    tokenizer = open_tokenizer(encoder.directory / "tokenizer.json")
     packed = inspect.rows_of(shard_set, encoder, row_length)
     counts = packed.counts()
-    shown = [inspect.show_row(packed, number, pieces) for number in range(min(count, len(packed)))]
+    shown = [inspect.show_row(packed, number, tokenizer) for number in range(min(count, len(packed)))]
     value = {
         "shards": str(shard_set.directory),
         "tokenizer": str(encoder.directory),
         "kind": shard_set.index["kind"],
         "counts": counts,
-        "rows": [row.to_json() for row in shown],
+        "rows": list(map(asdict, shown)),
     }
     heading = f"{len(shard_set):,} records in {shard_set.directory}; tokenizer {encoder.directory}"
     cells = [(name.replace("_", " "), _shown(each)) for name, each in counts.items()]
-    rows = itertools.chain.from_iterable(_row_parts(row, pieces.special) for row in shown)
+    rows = itertools.chain.from_iterable(_row_parts(row, encoder.special_ids()) for row in shown)
     return Output(value, [heading, Table(("property", "value"), cells), *rows])
 
 

@@ -17,20 +17,20 @@ MODELS_HELP = (
 )
 
 
-def _file(name: str, shape: str) -> Any:
-    return option(f"JSON Lines, {shape}; repeatable", name, metavar="FILE")
+def _file(shape: str) -> Any:
+    return option(f"JSON Lines, {shape}; repeatable", metavar="FILE")
 
 
 @dataclass(frozen=True)
 class TaskFiles:
     """The options that name files of items, one for each kind of task."""
 
-    text: Annotated[list[Path] | None, _file("--text", "{text}: bits per byte")] = None
-    chats: Annotated[list[Path] | None, _file("--chats", "{messages}: loss on the answers, and what they look like")] = None
-    pairs: Annotated[list[Path] | None, _file("--pairs", "{prompt, chosen, rejected}: which answer is likelier")] = None
-    choices: Annotated[list[Path] | None, _file("--choices", "{question, choices, answer}: multiple choice")] = None
-    last_word: Annotated[list[Path] | None, _file("--last-word", "{context, target}")] = None
-    generation: Annotated[list[Path] | None, _file("--generation", "{question, answer}: answers in its own words")] = None
+    text: Annotated[list[Path] | None, _file("{text}: bits per byte")] = None
+    chats: Annotated[list[Path] | None, _file("{messages}: loss on the answers, and what they look like")] = None
+    pairs: Annotated[list[Path] | None, _file("{prompt, chosen, rejected}: which answer is likelier")] = None
+    choices: Annotated[list[Path] | None, _file("{question, choices, answer}: multiple choice")] = None
+    last_word: Annotated[list[Path] | None, _file("{context, target}")] = None
+    generation: Annotated[list[Path] | None, _file("{question, answer}: answers in its own words")] = None
 
 
 @command(

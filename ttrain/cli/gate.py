@@ -100,7 +100,7 @@ def train(
     Raises UsageError where an expert or a file is missing, before anything is read, scored or written.
     """
     from ttrain.config import Gate, GateJob
-    from ttrain.config.loading import merge, with_types, without_pipeline_settings
+    from ttrain.config.loading import settings_of_task
     from ttrain.data import existing, locations
     from ttrain.engine.alone import run_alone, split_runtime
     from ttrain.inference import gate_files
@@ -113,14 +113,14 @@ def train(
     runtime, gate_overrides = split_runtime(overrides)
     if runtime.devices > 1:
         raise UsageError(f"runtime.devices is {runtime.devices}, but a gate trains in one process; set runtime.devices=1")
-    settings, _ = merge(Gate, with_types(Gate, without_pipeline_settings(gate_overrides, Gate)))
+    settings = settings_of_task(Gate, gate_overrides)
     out = out.absolute()
     check_output(out)
     references = resolve_all(names)
     texts = locations.expand(data, "--data") if data else heldout_files(references)
     chosen = tuple(map(gate_files.expert_of, references))
     for expert in chosen:
-        longest = existing.max_length({"config": [Path(expert.model) / existing.CONFIG]})
+        longest = existing.max_length(Path(expert.model) / existing.CONFIG)
         if longest is not None and settings.row_length > longest:
             raise UsageError(
                 f"row_length is {settings.row_length} but the expert {expert.reference} takes {longest} positions; "

@@ -46,7 +46,6 @@ from ttrain.core.files import JsonDict
 from ttrain.core.terminal import (
     console,
     escaped,
-    escaped_lines,
     guard_streams,
     outlast_output,
     show_warnings,
@@ -252,7 +251,8 @@ def main(arguments: list[str] | None = None) -> None:
         elif not getattr(error, "shown", False):
             _print_error(with_settings_file(with_fix(error), arguments))
         if isinstance(error, TooFewRows) and error.fixes:
-            print(f"with that set: {escaped_lines(pipeline.with_settings(arguments, *error.fixes))}", file=sys.stderr)
+            command_line = pipeline.with_settings(arguments, *error.fixes)
+            print("with that set:", escaped(command_line, kept="\n"), file=sys.stderr)
         sys.exit(exit_code_of(error))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -272,12 +272,12 @@ def _problem(error: ClickException) -> str:
 def _option_as_setting(error: ClickException, arguments: Sequence[str]) -> str:
     """How a setting is written that was given as an option; "" where the error is about something else."""
     from ttrain.config import Settings
-    from ttrain.config.loading import settable_keys
+    from ttrain.config.loading import types_by_name
     from ttrain.config.other_names import similar_settings
 
     if not isinstance(error, NoSuchOption) or error.ctx is None:
         return ""
-    near = similar_settings(error.option_name.lstrip("-"), settable_keys(Settings))
+    near = similar_settings(error.option_name.lstrip("-"), [*types_by_name(Settings)])
     if not near or not any(parameter.metavar == "KEY=VALUE" for parameter in error.ctx.command.params):
         return ""
     typed = re.search(f"{re.escape(error.option_name)}[= ]([^- ][^ ]*)", " ".join(arguments))
@@ -286,4 +286,4 @@ def _option_as_setting(error: ClickException, arguments: Sequence[str]) -> str:
 
 
 def _print_error(message: str) -> None:
-    print(f"error: {escaped_lines(message[:MESSAGE_CHARACTERS])}", file=sys.stderr)
+    print("error:", escaped(message[:MESSAGE_CHARACTERS], kept="\n"), file=sys.stderr)

@@ -238,7 +238,7 @@ def with_option_groups(function: Callable[..., Output | None]) -> Callable[..., 
     A command that returns an `Output` has the option --json, and its output is printed here.
     """
     hints = get_type_hints(function, include_extras=True)
-    has_output = hints.pop("return") in (Output, Output | None)
+    result = hints.pop("return")
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     options: list[tuple[str, Any, Any]] = []
     for name, parameter in inspect.signature(function).parameters.items():
@@ -247,18 +247,16 @@ def with_option_groups(function: Callable[..., Output | None]) -> Callable[..., 
             options += [(field.name, types[field.name], field.default) for field in fields(groups[name])]
         else:
             options.append((name, hints[name], parameter.default))
-    takes_json = "as_json" in hints
-    if has_output and not takes_json:
+    if result in (Output, Output | None) and "as_json" not in hints:
         options.append(("as_json", AsJson, False))
 
     @functools.wraps(function)
     def call(**values: Any) -> None:
-        as_json = values.get("as_json", False) if takes_json else values.pop("as_json", False)
         for name, group in groups.items():
-            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
-        output = function(**values)
+            values[name] = group(**{field.name: values[field.name] for field in fields(group)})
+        output = function(**{name: values[name] for name in hints})
         if output is not None:
-            output.print(as_json=as_json)
+            output.print(as_json=values["as_json"])
 
     untyped: Any = call
     untyped.__doc__ = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(function) or "")  # Typer keeps line breaks
@@ -367,7 +365,7 @@ class RestartOptions:
     fresh: Annotated[bool, option("train from the start; unfinished work is set aside", "--fresh")] = False
     from_step: Annotated[
         int | None,
-        option("continue at this older checkpoint, with its optimizer; newer work is set aside", "--from-step", min=1),
+        option("continue at this older checkpoint, with its optimizer; newer work is set aside", min=1),
     ] = None
 
     def __post_init__(self) -> None:
@@ -408,7 +406,7 @@ class PipelineOptions:
     ] = None
     run_name: Annotated[
         str | None,
-        option("a short name of this run, for all commands that take a run", "--run-name", metavar="NAME"),
+        option("a short name of this run, for all commands that take a run", metavar="NAME"),
     ] = None
     yes: Annotated[
         bool, option("without asking: what takes over a day or forty passes, or long for code alone", "--yes", "-y")
@@ -434,8 +432,8 @@ def resolved_models(
 
 
 def task_settings(overrides: list[str] | None, config: list[Path] | None) -> list[Override]:
-    """The overrides of a task's settings, the weakest first. Those from the environment may be meant for a pipeline
-    (`loading.without_pipeline_settings`); what texts mean is known with the task (`loading.with_types`)."""
+    """The overrides of a task's settings, the weakest first. Those from the environment may be meant for a pipeline,
+    and what texts mean is known with the task: see `loading.settings_of_task`."""
     from ttrain.config.loading import layers
 
     return layers(overrides or (), config or (), environment=os.environ, root=None)

@@ -152,10 +152,6 @@ def pipeline_plan(
         _refuse_for_nights(options != SelectionOptions())
         return _plan_night(loaded)
     planned = api.plan(pipeline, loaded.settings, **asdict(options))
-    if loaded.settings.runtime.device not in ("auto", "cpu"):
-        from ttrain.train.precision import resolve_device  # loads torch, so only where a device is named
-
-        resolve_device(loaded.settings.runtime.device)
     automatic = _rules(loaded, planned, packs=show_rules)
     value = {
         **planned.to_json(),
@@ -276,7 +272,7 @@ def _run_night(loaded: LoadedSettings, engine: str, labels: Labels) -> None:
 
 def _plan_night(loaded: LoadedSettings) -> Output:
     """What a night would do now."""
-    from ttrain.config import LEARNT
+    from ttrain.config import TRAININGS
     from ttrain.engine.provenance import with_absolute_paths
     from ttrain.flows.night_plan import plan_night
     from ttrain.tracking.artifact_source import store_of
@@ -294,7 +290,7 @@ def _plan_night(loaded: LoadedSettings) -> Output:
         "near_duplicates": {"similarity": planned.near_duplicates, "earlier_sets": planned.earlier_sets},
         "stages": [stage.to_json() for stage in planned.stages],
     }
-    lines = [f"  data.{dataset}: {location}" for dataset in LEARNT for location in files.get(dataset, ())]
+    lines = [f"  data.{dataset}: {location}" for dataset in TRAININGS for location in files.get(dataset, ())]
     stages = [Table(STAGE_COLUMNS, [stage.row for stage in planned.stages])] if frozen else []
     return Output(value, [planned.reason, *lines, *stages])
 
@@ -358,7 +354,7 @@ def plan_and_run(
     execution = run_pipeline(planned, console(), RunOptions(options.engine, labels=labels))
     trained = {name: TrainingResult.of(artifact.result) for name, artifact in execution.artifacts.items()}
     passes = {name: one.by_rule["epochs"] for name, one in trained.items() if "epochs" in one.by_rule}
-    overfit = [name for name, one in trained.items() if summary.OVERFIT in one.guard_warnings]
+    overfit = [name for name, one in trained.items() if "overfit" in one.guard_warnings]
     Output(None, next_steps(execution.record.run, planned.settings, execution.artifacts, passes, overfit)).print()
 
 

@@ -12,7 +12,7 @@ from typer import Typer
 from ttrain.cli.options import CommandGroup, Output, SettingsOptions, Table, argument, command, option
 from ttrain.cli.pipeline import pipeline_app
 from ttrain.core.files import JsonDict, read_object
-from ttrain.core.terminal import escaped_lines, outlast_output
+from ttrain.core.terminal import escaped, outlast_output
 from ttrain.core.text import timed_lines
 from ttrain.store.layout import home, usable_home
 
@@ -123,7 +123,7 @@ def serve(
         print(deploy.unit(usable_home()), end="")
         return
     outlast_output()
-    serve.serve(usable_home(), lambda text: print(timed_lines(escaped_lines(text)), flush=True))
+    serve.serve(usable_home(), lambda text: print(timed_lines(escaped(text, kept="\n")), flush=True))
 
 
 def _schedule(kind: str, settings_options: SettingsOptions, options: SlotOptions, cron: str | None) -> Output:

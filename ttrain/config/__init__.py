@@ -6,7 +6,7 @@ Defaults are the quickstart: a model of 1 M parameters that learns in 80 to 120 
 """
 
 from ttrain.config.base import Section, Weighted, as_tuple, flatten, part_of
-from ttrain.config.data import DATASETS, LEARNT, PYTHON_DOCS, PythonDocs, Reading, Shards, Tokenizer
+from ttrain.config.data import DATASETS, PYTHON_DOCS, PythonDocs, Reading, Shards, Tokenizer
 from ttrain.config.evaluate import Evaluate, Expert, Gate, GateJob
 from ttrain.config.loop import Loop, Optim, Schedule
 from ttrain.config.model import Model, Moe, MultiToken
@@ -33,7 +33,6 @@ from ttrain.config.training import (
 
 __all__ = [
     "DATASETS",
-    "LEARNT",
     "NAMES_CODE",
     "PYTHON_DOCS",
     "SHAPE_NO_RESULT",

@@ -85,6 +85,11 @@ def types_of(kind: Any) -> list[Any]:
     return [kind]
 
 
+def sections_of(kind: Any) -> list[type[Section]]:
+    """The sections among the types that a setting's type is a union of."""
+    return [form for form in types_of(kind) if inspect.isclass(form) and issubclass(form, Section)]
+
+
 def takes_numbers(kind: Any) -> bool:
     """Whether a setting's type has numbers, which pydantic would also read from a truth value."""
     forms = types_of(kind)
@@ -179,7 +184,7 @@ def _rebuilt(kind: Any, value: Any) -> Any:
         return tuple(_rebuilt(kind, entry) for entry in value)
     if not isinstance(value, dict):
         return value
-    sections = [each for each in (kind, *get_args(kind)) if inspect.isclass(each) and issubclass(each, Section)]
+    sections = sections_of(kind)
     return sections[0].rebuilt(value) if sections else value
 
 

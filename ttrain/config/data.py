@@ -6,13 +6,13 @@ from pydantic import BeforeValidator
 
 from ttrain.config.base import Count, Location, Paths, Section, Seed, Share, Weighted, as_tuple, need, setting
 from ttrain.config.rules import AUTO
-from ttrain.config.training import TRAINING_STAGES
+from ttrain.config.training import TRAININGS
 
 PYTHON_DOCS = "python-docs"
 LEAST_SIMILAR = 0.5  # of near-duplicates: below it, most pairs that share a band are not similar enough
 NEAR_DUPLICATES_OF_NIGHTS = 0.8  # where reading.near_duplicates is empty
-LEARNT = tuple(dict.fromkeys(row.dataset for row in TRAINING_STAGES.values()))  # data sets that the training stages read
-DATASETS = (*(name for dataset in LEARNT for name in (dataset, f"{dataset}_heldout")), "tokenizer")
+# Those that the training stages read are named as their stages.
+DATASETS = (*(name for dataset in TRAININGS for name in (dataset, f"{dataset}_heldout")), "tokenizer")
 HELDOUT_ROWS = "held-out rows; empty: taken by content hash"
 
 
@@ -51,7 +51,7 @@ class Data(Section):
         return tuple(entry.weight if isinstance(entry, Weighted) else 1.0 for entry in entries)
 
     def _check(self) -> None:
-        for name in (*LEARNT, "tokenizer"):
+        for name in (*TRAININGS, "tokenizer"):
             paths = self.paths(name)
             ours = PYTHON_DOCS in paths
             need(not ours or len(paths) == 1, f"data.{name} mixes {PYTHON_DOCS} with files; choose one of them")

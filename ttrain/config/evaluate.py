@@ -1,8 +1,7 @@
 """Settings of the evaluation."""
 
-import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -107,7 +106,7 @@ class GateJob(Section):
     data: tuple[str, ...]  # files of documents or chats
 
 
-TASK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")  # a part of names of metrics
+TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]  # a part of names of metrics
 
 HELDOUT = "heldout"  # instead of a file: the held-out documents of the model's own run
 
@@ -117,13 +116,11 @@ for _row in TRAINING_STAGES.values():
     if _row.rows != "documents":
         HELDOUT_PARTS[_row.rows][_row.part] = _row.part
 
-Limit = Annotated[int | None, setting(None, "items that are scored, drawn by the seed; empty: all", ge=1)]
-
 
 class TaskBase(Section):
     """What every task has."""
 
-    limit: Limit
+    limit: int | None = setting(None, "items that are scored, drawn by the seed; empty: all", ge=1)
     seed: Seed = setting(1, "of the items that `limit` draws")
     by: Annotated[tuple[str, ...], Listed] = setting(
         (), "keys of the rows, such as source: figures of each of their values too"
@@ -222,18 +219,10 @@ class HarnessTask(TaskBase):
 RecordsTask = TextTask | ChatsTask | PairsTask  # the tokens of records are scored, of a file or of a held-out part
 Task = RecordsTask | ChoicesTask | LastWordTask | GenerationTask | HarnessTask
 
-KINDS: dict[str, type[Task]] = {
-    "text": TextTask, "chats": ChatsTask, "pairs": PairsTask, "choices": ChoicesTask, "last_word": LastWordTask,
-    "generation": GenerationTask, "harness": HarnessTask,
-}  # fmt: skip
+KINDS = [task.model_fields["kind"].default for task in get_args(Task)]
 
 
 class Suite(Section):
     """Tasks by name, in the order in which a table shows them."""
 
-    tasks: dict[str, Annotated[Task, Field(discriminator="kind")]] = Field(min_length=1)
-
-    def _check(self) -> None:
-        for name in self.tasks:
-            fits = TASK_NAME.fullmatch(name) is not None
-            need(fits, f"a task is called {name!r}; take letters, digits, '_', '-' and '.', such as poems-2")
+    tasks: dict[TaskName, Annotated[Task, Field(discriminator="kind")]] = Field(min_length=1)

@@ -1,22 +1,21 @@
 """Settings from defaults, profiles, YAML files, the environment and the command line, with the source of every value."""
 
 import functools
-import inspect
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar, get_args, get_origin
+from typing import Any, NamedTuple, TypeVar, get_origin
 
 from pydantic import ValidationError
 
 from ttrain.config import Section, Settings, flatten, other_names, rules, yaml_text
-from ttrain.config.base import NONE, assign, takes_numbers
-from ttrain.config.data import LEARNT, PYTHON_DOCS, Data
+from ttrain.config.base import NONE, assign, sections_of, takes_numbers
+from ttrain.config.data import PYTHON_DOCS, Data
 from ttrain.config.model import sizes_of
 from ttrain.config.settings import first_start
-from ttrain.config.training import TRAINING_STAGES
+from ttrain.config.training import TRAINING_STAGES, TRAININGS
 from ttrain.config.yaml_text import InvalidYaml, configs_directory, one_line, shown
 from ttrain.core.files import JsonDict, JsonObject
 from ttrain.core.text import rule_of
@@ -76,8 +75,8 @@ def layers(
 ) -> list[Override]:
     """Every value that is set, the weakest first. Raises UsageError where one cannot be read.
 
-    `root`: the tree whose types say what texts mean; None: they stay texts, for `with_types`. With `Settings` a file may be
-    TinySeek's `model_config.json`, some of whose names are also settings of tasks.
+    `root`: the tree whose types say what texts mean; None: they stay texts, for `settings_of_task`. With `Settings` a file
+    may be TinySeek's `model_config.json`, some of whose names are also settings of tasks.
     """
     if unknown := [name for name in profiles if name not in profile_names()]:
         raise UsageError(f"there is no profile '{one_line(unknown[0])}'; there are {', '.join(profile_names())}")
@@ -141,6 +140,21 @@ def profile_names() -> list[str]:
     return sorted(path.stem for path in (configs_directory() / "profiles").glob("*.yaml"))
 
 
+def settings_of_task(root: type[S], overrides: Iterable[Override]) -> S:
+    """The settings of a task, whose texts get their types here. Raises UsageError.
+
+    Variables that set what only a pipeline has are for other commands.
+    """
+    own = [
+        item
+        for item in overrides
+        if not item.origin.startswith(ENVIRONMENT_PREFIX)
+        or type_of(root, item.key) is not None
+        or type_of(Settings, item.key) is None
+    ]
+    return merge(root, with_types(root, own))[0]
+
+
 def with_types(root: type[Section], overrides: Iterable[Override]) -> list[Override]:
     """The overrides, with the values that the texts which somebody typed have in this tree.
 
@@ -169,17 +183,6 @@ def type_of(root: type[Section], key: str) -> Any:
     if any(get_origin(kind) is dict and key.startswith(f"{name}.") for name, kind in kinds.items()):
         return Any  # what an architecture alone knows
     return Section | None if any(name.startswith(f"{key}.") for name in kinds) else None
-
-
-def without_pipeline_settings(overrides: Iterable[Override], root: type[Section]) -> list[Override]:
-    """The overrides without the variables that set what only a pipeline has: they are for other commands."""
-    return [
-        item
-        for item in overrides
-        if not item.origin.startswith(ENVIRONMENT_PREFIX)
-        or type_of(root, item.key) is not None
-        or type_of(Settings, item.key) is None
-    ]
 
 
 # --- values that follow from others
@@ -223,14 +226,14 @@ def _following(base: Sequence[Override], overrides: list[Override]) -> Iterator[
     has data. An existing model brings its tokenizer.
     """
     values = {item.key: item.value for item in (*base, *overrides)}
-    sources = {name: _sources(values.get(f"data.{name}", Data.model_fields[name].default)) for name in LEARNT}
-    named = [name for name in LEARNT if f"data.{name}" in values]
+    sources = {name: _sources(values.get(f"data.{name}", Data.model_fields[name].default)) for name in TRAININGS}
+    named = [name for name in TRAININGS if f"data.{name}" in values]
     own = next((name for name in named if sources[name] not in ([], [PYTHON_DOCS])), None)
-    for name in LEARNT:
+    for name in TRAININGS:
         if own and name not in named and sources[name]:
             sources[name] = []
             yield Override(f"data.{own}{IS_SET}", f"data.{name}", ())
-    present = [name for name, row in TRAINING_STAGES.items() if sources[row.dataset]]
+    present = [name for name in TRAINING_STAGES if sources[name]]
     starts = {}
     for name, row in TRAINING_STAGES.items():
         key, usual = f"{name}.start_from", row.settings.model_fields["start_from"].default
@@ -325,7 +328,7 @@ def _wrong_settings(
 ) -> dict[str, str]:
     """A line by the name of each wrong setting. Each form that it may have gives an error of its own."""
     lines: dict[str, str] = {}
-    names = settable_keys(root)
+    names = [*types_by_name(root)]
     few = len(names) <= SHOWN_KEYS
     known = f"there are {', '.join(names)}" if few else "`ttrain config show` lists them all"
     for item in error.errors(include_url=False):
@@ -367,7 +370,7 @@ def _defaults(root: type[Section]) -> JsonDict:
 
 
 @functools.cache
-def flatten_defaults(root: type[Section] = Settings) -> JsonDict:
+def flatten_defaults(root: type[Section]) -> JsonDict:
     """`_defaults` by dotted names."""
     return dict(flatten(_defaults(root)))
 
@@ -378,19 +381,12 @@ def known_keys(root: type[Section] = Settings) -> list[str]:
 
 
 @functools.cache
-def settable_keys(root: type[Section]) -> list[str]:
-    """`known_keys` and the settings without a default, also those of sections that are absent unless one of them is set."""
-    return list(dict.fromkeys([*known_keys(root), *types_by_name(root)]))
-
-
-@functools.cache
 def types_by_name(root: type[Section]) -> dict[str, Any]:
-    """Types of all fields of a tree that are not sections, by their dotted names."""
+    """Types of all settings of a tree by their dotted names, also of sections that are absent by default."""
     kinds = {}
     for name, field in root.model_fields.items():
-        forms = (field.annotation, *get_args(field.annotation))
-        sections = [form for form in forms if inspect.isclass(form) and issubclass(form, Section)]
-        if not sections:
+        sections = sections_of(field.annotation)
+        if not sections or field.default is None:
             kinds[name] = field.annotation
         for section in sections:
             kinds |= {f"{name}.{inner}": kind for inner, kind in types_by_name(section).items()}

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 
 from ttrain.config.base import Section, need, setting
-from ttrain.config.data import LEARNT, Data, PythonDocs, Reading, Shards, Tokenizer
+from ttrain.config.data import Data, PythonDocs, Reading, Shards, Tokenizer
 from ttrain.config.evaluate import Evaluate
 from ttrain.config.model import Model
 from ttrain.config.nightly import Nightly, Notify, Promotion
@@ -30,7 +30,7 @@ def first_start(starts: Mapping[str, str], present: Collection[str]) -> tuple[st
 
 
 # Stages without data of their own by default, which are trained wherever they have some.
-OPTIONAL = tuple(name for name, row in TRAINING_STAGES.items() if row.optional)
+OPTIONAL = tuple(name for name in TRAININGS if not Data.model_fields[name].default)
 
 # Sections that shape no result, and so are part of no key.
 SHAPE_NO_RESULT = ("runtime", "tracking", "nightly", "promotion", "notify")
@@ -96,7 +96,7 @@ class Settings(Section):
 
     def exists(self, name: str) -> bool:
         """Whether a stage that trains can be in the pipeline: it has data."""
-        return bool(getattr(self.data, TRAINING_STAGES[name].dataset))
+        return bool(getattr(self.data, name))
 
     @property
     def present(self) -> list[str]:
@@ -112,7 +112,7 @@ class Settings(Section):
         """Whether the data set is used. A tokenizer that exists is measured on documents only where there are any."""
         if dataset == "tokenizer":
             return self.tokenizer.existing is None or bool(self.data.tokenizer) or "pretrain" in self.trainings
-        return any(TRAINING_STAGES[name].dataset == dataset for name in self.trainings)
+        return dataset in self.trainings
 
     def reads_python_docs(self, dataset: str) -> bool:
         """Whether the data set is used, and made from the Python documentation that ships with ttrain."""
@@ -120,21 +120,21 @@ class Settings(Section):
 
     def virtual_tokens(self, stage: str) -> int:
         """Positions that an adapter takes before every record of the stage's rows."""
-        stages = self.trainings if stage == "evaluate" else (stage,) if stage in TRAININGS else ()
-        return max((getattr(self, name).positions_before for name in stages), default=0)
+        stages = self.trainings if stage == "evaluate" else (stage,)
+        return self.lora.virtual_tokens if self.lora.kind == "prefix" and "lora" in stages else 0
 
     def _check(self) -> None:
-        names = ", ".join(f"data.{TRAINING_STAGES[name].dataset}" for name in TRAININGS)
+        names = ", ".join(f"data.{name}" for name in TRAININGS)
         need(
             bool(self.present),
-            f"{names} are none, but a pipeline trains on one of them; set one, such as data.{LEARNT[0]}=FILE",
+            f"{names} are none, but a pipeline trains on one of them; set one, such as data.{TRAININGS[0]}=FILE",
         )
         for name in self.trainings:
-            row, later = TRAINING_STAGES[name], next((key for key in self.trainings if self.starts[key] == name), name)
+            later = next((key for key in self.trainings if self.starts[key] == name), name)
             need(
-                self.exists(name) or not row.starts,  # of the first one the plan says it
-                f"{later}.start_from is {name} but data.{row.dataset} names no files, without which there is no stage "
-                f"{name}; set data.{row.dataset}, or {later}.start_from={self.starts[name]}",
+                self.exists(name) or not TRAINING_STAGES[name].starts,  # of the first one the plan says it
+                f"{later}.start_from is {name} but data.{name} names no files, without which there is no stage {name}; "
+                f"set data.{name}, or {later}.start_from={self.starts[name]}",
             )
         roots = {root_of(name, self.starts) for name in self.trainings}
         existing = {start for start in self.starts.values() if start not in (NONE, *TRAININGS)}

@@ -42,16 +42,6 @@ class Training(Loop):
     )
     dropped_fraction: float = setting(0.01, "a larger share of chats without a token to learn ends the stage", ge=0, le=1)
 
-    @property
-    def has_reference(self) -> bool:
-        """Whether the loss compares the model with the one that it starts from, by the stage `reference`."""
-        return False
-
-    @property
-    def positions_before(self) -> int:
-        """Positions that an adapter takes before every record."""
-        return 0
-
     def resolved(self, rows: int) -> Self:
         """The settings with numbers for what is `auto`, for a training whose pass has this many rows."""
         batch = self.by_rows.batch(rows, self.row_length)
@@ -208,6 +198,9 @@ class Adapted(FineTune):
         "of the adapter: last parts of layers' names, `attention`, or `all-linear` (all but the output head)",
         min_length=1,
     )
+    start_from: Location = setting(
+        "sft", "sft, pretrain, none, a Hugging Face directory, or owner/name[@revision]", min_length=1
+    )
 
 
 class Dpo(Adapted):
@@ -217,9 +210,6 @@ class Dpo(Adapted):
     orpo: arXiv:2403.07691. kto: arXiv:2402.01306.
     """
 
-    start_from: Location = setting(
-        "sft", "sft, pretrain, none, a Hugging Face directory, or owner/name[@revision]", min_length=1
-    )
     loss: Literal["dpo", "ipo", "cdpo", "simpo", "orpo", "kto"] = setting(
         "dpo", "simpo and orpo need no reference model; kto reads single rated answers, too"
     )
@@ -239,6 +229,7 @@ class Dpo(Adapted):
 
     @property
     def has_reference(self) -> bool:
+        """Whether the loss compares the model with the one that it starts from, by the stage `reference`."""
         return self.loss not in ("simpo", "orpo")
 
     def _check(self) -> None:
@@ -255,9 +246,6 @@ class Lora(Adapted):
     lora: arXiv:2106.09685. dora: arXiv:2402.09353. prefix: arXiv:2101.00190.
     """
 
-    start_from: Location = setting(
-        "sft", "sft, pretrain, none, a Hugging Face directory, or owner/name[@revision]", min_length=1
-    )
     kind: Literal["lora", "dora", "prefix"] = setting("lora", "what is trained: see docs/adapters.md")
     by_rows: ClassVar[rules.FineTuning] = rules.FineTuning(tokens_per_step=2048, epochs=2.0)
     optim: Optim = Optim(lr=5e-3, weight_decay=0.0)
@@ -265,10 +253,6 @@ class Lora(Adapted):
     quantize: Literal["none", "nf4", "int8"] = setting(
         "none", "how the frozen base is held (QLoRA, arXiv:2305.14314); needs bitsandbytes"
     )
-
-    @property
-    def positions_before(self) -> int:
-        return self.virtual_tokens if self.kind == "prefix" else 0
 
     def _check(self) -> None:
         super()._check()
@@ -325,40 +309,28 @@ PREFERENCE_ACCURACY = PrimaryMetric(
 DOMAIN_LOSS = PrimaryMetric("domain_loss_lora", "lora", "domain loss", "domain")
 
 
-Role = Literal["base", "chat", "adapter"]
-
-
 @dataclass(frozen=True)
 class TrainingStage:
     """A training stage: what all parts of ttrain that list such stages need to know of one.
 
-    It is named after its settings. `starts` are the stages whose model it may go on from.
+    It is named after its settings, and its data set after it. `starts` are the stages whose model it may go on from.
     """
 
     settings: type[Training]
     label: str  # on pages and charts
-    title: str  # of its registered models
-    role: Role  # a base model, one that chats, or an adapter on a model
+    role: Literal["base", "chat", "adapter"]  # a base model, one that chats, or an adapter on a model
     rows: Literal["documents", "chats", "pairs"]  # what it learns from
     metric: PrimaryMetric  # by which its model is judged
-    suffix: str = ""  # of its registered model, and its model's name in the evaluation; empty: its own name
-    summary: str = ""  # of its model, in a sentence
-    help: str = ""  # what it does, and needs
-    optional: bool = False  # whether its data set has no files by default; it is trained wherever there are some
+    about: str  # what it does
 
     @property
     def name(self) -> str:
         return self.settings.__name__.lower()
 
     @property
-    def dataset(self) -> str:
-        """Its data set."""
-        return self.name
-
-    @property
     def model(self) -> str:
         """Name of its model in the evaluation, and the end of its registered model's name."""
-        return self.suffix or self.name
+        return self.metric.model
 
     @property
     def part(self) -> str:
@@ -371,11 +343,6 @@ class TrainingStage:
         return self.metric.family if self.rows == "chats" else ""
 
     @property
-    def directory(self) -> str:
-        """Directory of the model in the artifact."""
-        return "adapter" if self.role == "adapter" else "model"
-
-    @property
     def starts(self) -> list[str]:
         """The stages that it may start from, the nearest first."""
         earlier = TRAININGS[: TRAININGS.index(self.name)]
@@ -385,26 +352,20 @@ class TrainingStage:
 # In the order in which one goes on from another.
 ROWS = (
     TrainingStage(
-        Pretrain, "pretraining", "Base models", "base", "documents", suffix="base", metric=BITS_PER_BYTE,
-        summary="A language model trained on documents",
-        help="Train a new model, or that of pretrain.start_from, on documents. Needs tokenizer and shards of the documents.",
+        Pretrain, "pretraining", "base", "documents", BITS_PER_BYTE,
+        "Train a new model, or that of pretrain.start_from, on documents",
     ),
     TrainingStage(
-        Sft, "SFT", "Models fine-tuned on chats", "chat", "chats", metric=CHAT_LOSS,
-        summary="A language model fine-tuned on chats",
-        help="Fine-tune the pretrained model, or that of sft.start_from, on chats. Needs that model and the shards of the "
-        "chats.",
+        Sft, "SFT", "chat", "chats", CHAT_LOSS,
+        "Fine-tune the pretrained model, or that of sft.start_from, on chats",
     ),
     TrainingStage(
-        Dpo, "DPO", "Models tuned on preferences", "chat", "pairs", metric=PREFERENCE_ACCURACY, optional=True,
-        summary="A language model tuned on pairs of answers, of which one is preferred",
-        help="Tune the fine-tuned model, or that of dpo.start_from, on pairs of answers. Needs that model, the shards of "
-        "the pairs and, unless dpo.loss is simpo or orpo, the stage reference.",
+        Dpo, "DPO", "chat", "pairs", PREFERENCE_ACCURACY,
+        "Tune the fine-tuned model, or that of dpo.start_from, on pairs of answers",
     ),
     TrainingStage(
-        Lora, "LoRA", "Adapters", "adapter", "chats", metric=DOMAIN_LOSS,
-        help="Train an adapter for the fine-tuned model, or for that of lora.start_from, on chats of a domain. Needs that "
-        "model and the shards of the domain.",
+        Lora, "LoRA", "adapter", "chats", DOMAIN_LOSS,
+        "Train an adapter for the fine-tuned model, or for that of lora.start_from, on chats of a domain",
     ),
 )  # fmt: skip
 TRAINING_STAGES = {row.name: row for row in ROWS}

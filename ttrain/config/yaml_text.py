@@ -21,7 +21,7 @@ from ttrain.core.text import truncated
 MESSAGE_CHARACTERS = 300
 VALUE_CHARACTERS = 80
 SAFE: Any = yaml.CSafeLoader
-INTEGER, FLOAT, BOOLEAN = (f"tag:yaml.org,2002:{name}" for name in ("int", "float", "bool"))
+INTEGER, FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 QUOTED = re.compile(r"""'(?:[^']|'')*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
 NOTHING = ("", "~", "null", "none")
 
@@ -33,10 +33,9 @@ class InvalidYaml(ValueError):
 class Loader(SAFE):  # type: ignore[misc]
     """PyYAML's safe loader with the differences of this module."""
 
-    # Of the booleans those that begin with an o.
+    # Without `on` and `off`, the only ones that begin with an o
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
-        first: [each for each in resolvers if first not in "oO" or each[0] != BOOLEAN]
-        for first, resolvers in SAFE.yaml_implicit_resolvers.items()
+        first: resolvers for first, resolvers in SAFE.yaml_implicit_resolvers.items() if first not in ("o", "O")
     }
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:

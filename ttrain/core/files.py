@@ -48,13 +48,6 @@ def need_object(text: str | bytes) -> JsonDict:
     return value
 
 
-def parse_object(text: str | bytes) -> JsonDict:
-    """The JSON object of a text; empty for anything else."""
-    with contextlib.suppress(ValueError, RecursionError):  # whoever may reach a server sends it any nesting
-        return need_object(text)
-    return {}
-
-
 def read_object(path: Path) -> JsonDict:
     """The JSON object of a file; empty where the file is missing, or holds anything else."""
     value = read_json(path)
@@ -82,15 +75,12 @@ def refuse() -> NoReturn:
 
 
 @contextlib.contextmanager
-def exclusive(path: Path, waiting: Callable[[], object] | None = None, mode: int = 0o644) -> Iterator[None]:
-    """One holder at a time; released by the system when its process dies. `waiting()` is called if it is taken.
-
-    `mode` is that of a new file.
-    """
+def exclusive(path: Path, waiting: Callable[[], object] | None = None) -> Iterator[None]:
+    """One holder at a time; released by the system when its process dies. `waiting()` is called if it is taken."""
     import filelock
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(path, mode=mode)
+    lock = filelock.FileLock(path, mode=PRIVATE_FILE)
     try:
         lock.acquire(timeout=0)
     except filelock.Timeout:

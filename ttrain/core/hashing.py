@@ -48,7 +48,8 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# A file that changed within the clock's granularity may change again under the same times: do not remember it yet.
+# A file that changed within the clock's granularity may change again under the same times: do not remember it yet. With a
+# boot a change whose mtime was put back counts, too.
 RACY_SECONDS = 2.0
 MOST_ENTRIES = 100_000  # 15 MB; the oldest are forgotten
 
@@ -112,7 +113,8 @@ class DigestCache:
         return value
 
     def _learn(self, name: str, stat: os.stat_result, value: Any) -> None:
-        if not _is_racy(stat, with_ctime=bool(self._boot)):
+        times = (stat.st_mtime, stat.st_ctime) if self._boot else (stat.st_mtime,)
+        if all(abs(time.time() - at) > RACY_SECONDS for at in times):
             self._entries[name] = self._learnt[name] = [*self._stamp_of(stat), value]
 
     def _name(self, kind: str, path: Path) -> str:
@@ -121,12 +123,6 @@ class DigestCache:
     def _stamp_of(self, stat: os.stat_result) -> list[int]:
         stamp = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
         return [*stamp, stat.st_dev] if self._boot else stamp
-
-
-def _is_racy(stat: os.stat_result, *, with_ctime: bool = False) -> bool:
-    """Whether the file changed a moment ago. `with_ctime`: a change whose mtime was put back counts, too."""
-    times = (stat.st_mtime, stat.st_ctime) if with_ctime else (stat.st_mtime,)
-    return any(abs(time.time() - at) <= RACY_SECONDS for at in times)
 
 
 def code_digests(module: str, cache: DigestCache) -> dict[str, str]:

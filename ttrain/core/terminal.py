@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 PIPE_WIDTH = 180
 # What json.dumps leaves as it is, and a terminal may obey: DEL and the C1 controls, line separators, directions, surrogates.
 _TERMINAL_CONTROLS = re.compile("[\x7f-\x9f\u061c\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-_SURROGATES = re.compile("[\ud800-\udfff]")
-
 _CONTROLS = re.compile(f"[\x00-\x08\x0b-\x1f]|{_TERMINAL_CONTROLS.pattern}")
 
 
@@ -33,16 +31,11 @@ def escape_control_characters(text: str) -> str:
     return _CONTROLS.sub(lambda match: match.group().encode("unicode_escape").decode(), text)
 
 
-def escaped(text: str) -> str:
-    """The text with each character that does not print, other than the space, escaped as Python does: `\\n`, `\\x1b`."""
-    if text.isprintable():
-        return text
-    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
-
-
-def escaped_lines(text: str) -> str:
-    """The text with each character that does not print escaped, but for its line ends."""
-    return "\n".join(map(escaped, text.split("\n")))
+def escaped(text: str, kept: str = "") -> str:
+    """The text with each character that does not print, other than those `kept`, escaped as Python does: `\\n`, `\\x1b`."""
+    return "".join(
+        letter if letter.isprintable() or letter in kept else letter.encode("unicode_escape").decode() for letter in text
+    )
 
 
 def print_escaped(text: str, *, stderr: bool = False) -> None:
@@ -53,7 +46,7 @@ def print_escaped(text: str, *, stderr: bool = False) -> None:
 def encodable(text: str) -> str:
     """Typed text with U+FFFD for each byte that was not UTF-8: Python makes it a surrogate, which no tokenizer and no file
     takes."""
-    return _SURROGATES.sub("\ufffd", text)
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def show_warnings() -> None:

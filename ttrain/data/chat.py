@@ -18,11 +18,10 @@ import numpy.typing as npt
 from ttrain.data import preferences
 from ttrain.data.chat_templates import Message, Messages, is_live
 from ttrain.data.custom_template import JinjaTemplate, TemplateRefused
-from ttrain.data.encoder import Encoder, Ids
+from ttrain.data.encoder import Encoder, Flags, Ids
 from ttrain.data.jinja_templates import END, ROLE_TOKENS, ROLES
 from ttrain.errors import DataError
 
-Flags = npt.NDArray[np.bool_]
 Encoded = tuple[Ids, Flags]
 
 
@@ -95,7 +94,9 @@ def _role_tokens(encoder: Encoder) -> dict[str, Ids] | None:
     return {role: np.array([encoder.special(f"<|{role}|>")], np.uint32) for role in ROLES}
 
 
-_template_of = lru_cache(maxsize=4)(JinjaTemplate)
+@lru_cache(maxsize=4)
+def _template_of(encoder: Encoder) -> JinjaTemplate:
+    return JinjaTemplate(encoder.jinja, encoder.tokens, map(encoder.spelling, encoder.special_ids()))
 
 
 def encode_preferences(

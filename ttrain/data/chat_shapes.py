@@ -49,7 +49,6 @@ UNREAD_KEYS = (
 Row = Mapping[str, Any]
 RawTurns = list[Any]  # as they are in the row
 A_TURN = '{"role": "user", "content": "..."}'
-A_PART = '{"type": "text", "text": "..."}'
 NOT_PAIRS = '\'history\' is not a list of pairs of texts; write a list of pairs ["question", "answer"], or leave it out'
 # A visible character: neither white space nor one of zero width (soft hyphen, joiners, direction marks, BOM).
 VISIBLE = re.compile(r"[^\s\u00ad\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufeff]")
@@ -159,8 +158,7 @@ def _optional_text(row: Row, key: str) -> str:
 def visible_text(row: Row, key: str, other_key: str) -> str:
     """The text under a key; `other_key` is the key of the row that calls for it."""
     require(key in row, f"no key '{key}' beside '{other_key}'")
-    text: str = row[key]
-    require(isinstance(text, str), f"'{key}' is {kind_of(text)}, not text")
+    text = _optional_text(row, key)
     require(not is_blank(text), f"'{key}' is empty; write a text, or leave the row out")
     return text
 
@@ -305,18 +303,16 @@ def _turn(turn: Any) -> tuple[Message, list[JsonDict]]:
 
 def _content(turn: Row, key: str, role: str, *, is_optional: bool) -> str:
     """The text under `key`, joined if it is a list of parts; `is_optional`: null is empty."""
-    content = turn.get(key)
+    content: Any = turn.get(key)
     if isinstance(content, str) or (content is None and is_optional):
         return content or ""
     actual = kind_of(content) if key in turn else "missing"
     require(isinstance(content, list), f"the '{key}' of a turn of role '{role}' is {actual}, not text")
-    texts: list[str] = []
-    for part in content or ():
-        kind = part.get("type") if isinstance(part, dict) else kind_of(part)
-        text = part.get("text") if isinstance(part, dict) and kind == "text" else None
+    parts = [part if isinstance(part, dict) else {"type": kind_of(part)} for part in content]
+    for part in parts:
         require(
-            isinstance(text, str),
-            f"a content part is not an object with a text (its type: {str(kind)[:40]}); only text is read: write {A_PART}",
+            part.get("type") == "text" and isinstance(part.get("text"), str),
+            f"a content part is not an object with a text (its type: {str(part.get('type'))[:40]}); only text is read: "
+            'write {"type": "text", "text": "..."}',
         )
-        texts.append(str(text))
-    return "".join(texts)
+    return "".join(part["text"] for part in parts)

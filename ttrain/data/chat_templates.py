@@ -1,10 +1,8 @@
 """The turns of a chat."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 # Around the reasoning, as Qwen3 and DeepSeek-R1 write it.
 THINK, END_OF_THINK = "<think>\n", "\n</think>\n\n"
@@ -49,7 +47,7 @@ class Message:
         return turn
 
     @classmethod
-    def from_json(cls, turn: Mapping[str, Any]) -> Message:
+    def from_json(cls, turn: Mapping[str, Any]) -> Self:
         """The turn that `to_json` wrote."""
         is_learnt = turn.get("weight") != 0
         return cls(turn["role"], turn["content"], is_learnt, turn.get("thought", 0), turn.get("thought_in_loss", True))

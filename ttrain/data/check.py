@@ -8,7 +8,7 @@ import re
 import unicodedata
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,7 +18,8 @@ from ttrain.core import redact
 from ttrain.core.files import JsonDict
 from ttrain.data import blocks, first_rows, records
 from ttrain.data.json_rows import Tally
-from ttrain.data.selection import DUPLICATE, is_first
+from ttrain.data.records import Record
+from ttrain.data.selection import DUPLICATE
 from ttrain.errors import DataError
 
 BATCH_ROWS = 64  # measured together; a row has up to 32 MiB
@@ -35,7 +36,6 @@ class Report:
     """Counts of the rows of a file, with lengths and letters of the good rows.
 
     error       why the file cannot be used; the counts are then those up to the error
-    hashes      16 bytes of each good row
     sizes       bytes of each good row's text
     """
 
@@ -44,13 +44,15 @@ class Report:
     kind: str = "documents"
     error: str | None = None
     duplicates: int = 0
-    hashes: bytearray = field(default_factory=bytearray)
     sizes: array[int] = field(default_factory=lambda: array("q"))
     letters: Counter[str] = field(default_factory=Counter)
 
     def to_json(self) -> JsonDict:
         """file, rows, kept, skipped, rejected, with rows = kept + skipped + rejected; and more."""
-        scripts = scripts_of(self.letters)
+        scripts: Counter[str] = Counter()
+        for letter, count in self.letters.items():
+            if letter.isalpha():  # neither a digit nor punctuation nor white space
+                scripts[script_of(letter)] += count
         counts: JsonDict = {
             "file": redact.url(self.file),
             **self.tally.to_json(),
@@ -61,15 +63,16 @@ class Report:
             "bytes": sum(self.sizes),
             "letters": scripts.total(),
             "scripts": {name: count / scripts.total() for name, count in scripts.most_common()},
-            "error": self.error,
         }
+        if self.error:
+            counts["error"] = self.error
         if self.sizes:
             sizes = np.percentile(self.sizes, [*PERCENTILES.values()], method="inverted_cdf")
             counts["lengths"] = {
                 "mean": float(np.mean(self.sizes)),
                 **dict(zip(PERCENTILES, sizes.astype(int).tolist(), strict=True)),
             }
-        return {name: value for name, value in counts.items() if value is not None}
+        return counts
 
 
 def check(
@@ -83,51 +86,41 @@ def check(
     """A report on each file; a row that equals an earlier one in any file is skipped as "duplicate".
 
     `kind` None: by the keys of each file's rows. `quarantine` receives the bad rows, `progress` the
-    rows read so far. 55 MB of text a second; memory use is some rows, and 24 bytes a row.
+    rows read so far. 55 MB of text a second; memory use is some rows, and 100 bytes a row.
     """
     reports: list[Report] = []
+    hashes: set[bytes] = set()
+    text_field = reading.text_field
     for location in locations:
         report = Report(location, Tally(quarantine=quarantine))
         reports.append(report)
         try:
             report.kind = kind or first_rows.kind_of_file(location, reading) or "documents"
-            for _ in _measured(report, reading):
+            parse = records.parser_of(report.kind, text_field)
+            rows = records.read([location], parse, report.tally, reading.max_line_bytes, text_field)
+            while batch := list(itertools.islice(rows, BATCH_ROWS)):
+                _measure(report, batch, hashes)
                 progress(sum(each.tally.rows for each in reports))
-            expected_fields = records.expected_fields(report.kind, reading.text_field)
-            report.tally.check(redact.url(location), reading.rejected_fraction, expected_fields)
+            expected_fields = records.expected_fields(report.kind, text_field)
+            report.tally.check(location, reading.rejected_fraction, expected_fields)
         except DataError as error:  # of this file only
             report.error = str(error)
-    hashes = np.frombuffer(b"".join(report.hashes for report in reports), ">u8")
-    is_repeated = iter(~is_first(hashes.astype(np.uint64).reshape(-1, 2)))
-    for report in reports:
-        report.duplicates = sum(map(int, itertools.islice(is_repeated, len(report.sizes))))
         if reading.deduplicate:
             report.tally.leave_out(DUPLICATE, report.duplicates)
     return reports
 
 
-def _measured(report: Report, reading: Reading) -> Iterator[None]:
-    """Read the rows of a file into its report, some at a time."""
-    parse = records.parser_of(report.kind, reading.text_field)
-    limit, text_field = reading.max_line_bytes, reading.text_field
-    rows = records.read([report.file], parse, report.tally, limit, text_field)
-    while batch := list(itertools.islice(rows, BATCH_ROWS)):
-        texts = [blocks.text_of(record) for record in batch]
-        report.hashes += b"".join(map(records.content_hash, batch))
-        report.sizes.extend(len(text.encode("utf-8")) for text in texts)
-        # numpy counts 100 MB of text a second, `Counter` 30
-        counts = np.bincount(np.frombuffer("".join(texts).encode("utf-32-le"), "<u4"))
-        report.letters.update({chr(code): int(counts[code]) for code in np.flatnonzero(counts)})
-        yield
-
-
-def scripts_of(letters: Counter[str]) -> Counter[str]:
-    """Number of letters per script; digits, punctuation and white space do not count."""
-    scripts: Counter[str] = Counter()
-    for letter, count in letters.items():
-        if letter.isalpha():
-            scripts[script_of(letter)] += count
-    return scripts
+def _measure(report: Report, batch: Sequence[Record], hashes: set[bytes]) -> None:
+    """Add good rows to their report; `hashes` are those of all rows before."""
+    for record in batch:
+        content_hash = records.content_hash(record)
+        report.duplicates += content_hash in hashes
+        hashes.add(content_hash)
+    texts = list(map(blocks.text_of, batch))
+    report.sizes.extend(len(text.encode("utf-8")) for text in texts)
+    # numpy counts 100 MB of text a second, `Counter` 30
+    counts = np.bincount(np.frombuffer("".join(texts).encode("utf-32-le"), "<u4"))
+    report.letters.update({chr(code): int(counts[code]) for code in np.flatnonzero(counts)})
 
 
 def script_of(letter: str) -> str:

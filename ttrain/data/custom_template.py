@@ -12,12 +12,12 @@ import bisect
 import math
 import re
 import secrets
-from collections import defaultdict
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ttrain.core.files import JsonDict
 from ttrain.data.chat_templates import Message, Messages, is_live
-from ttrain.data.encoder import Encoder
 from ttrain.errors import DataError
 
 # The texts of a turn, in the order in which a template writes them.
@@ -37,7 +37,6 @@ FIXED_DATE_MACRO = (
 NO_END = "no special token ends the answers that are learnt, so that a model would not learn to stop"
 DEPENDS_ON_CONTENTS = "what it writes around the turns depends on their contents"
 REFUSED = "the tokenizer's own chat template cannot be used"
-FIX = "set tokenizer.template=ttrain for the template of ttrain"
 ERROR_CHARACTERS = 200
 Span = tuple[int, int]
 
@@ -49,7 +48,10 @@ class TemplateRefused(DataError):
     """
 
     def __init__(self, reason: str, shown: str = "") -> None:
-        super().__init__(f"tokenizer.template is 'own', but {REFUSED}: {shown or reason}; {FIX}")
+        super().__init__(
+            f"tokenizer.template is 'own', but {REFUSED}: {shown or reason}; "
+            "set tokenizer.template=ttrain for the template of ttrain"
+        )
         self.reason = f"{REFUSED}: {reason}"
 
 
@@ -77,23 +79,26 @@ class Piece(NamedTuple):
 class JinjaTemplate:
     """Renders conversations by the template of a tokenizer.
 
-    end_id      the special token that ends an answer
+    end         the special token that ends an answer
     lead        what the template writes between a generation prompt and an answer
     """
 
-    def __init__(self, encoder: Encoder) -> None:
-        """Raises DataError if the template cannot render a question with its answer and end."""
-        self._tokens = encoder.tokens
-        self._jinja = FIXED_DATE_MACRO + encoder.jinja
-        self._reads_reasoning = KEYS[0] in encoder.jinja
-        self._has_generation = GENERATION.search(encoder.jinja) is not None
+    def __init__(self, jinja: str, tokens: Mapping[str, str], special_tokens: Iterable[str]) -> None:
+        """`tokens`: by the names of transformers.
+
+        Raises DataError if the template cannot render a question with its answer and end.
+        """
+        self._tokens = tokens
+        self._jinja = FIXED_DATE_MACRO + jinja
+        self._reads_reasoning = KEYS[0] in jinja
+        self._has_generation = GENERATION.search(jinja) is not None
         self._mark = f"\ue000{secrets.randbits(64)}:"  # so that no text holds a mark
-        self._marks = re.compile(rf"{self._mark}\d*[\ue001\ue002]")
         self._marked = re.compile(rf"{self._mark}(\d+)\ue001(.*?){self._mark}\ue002", re.DOTALL)
         # Of special tokens that begin alike the longest is found.
-        specials = sorted(map(encoder.spelling, encoder.special_ids()), key=len, reverse=True)
+        specials = sorted(special_tokens, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, specials)))
-        self._prompt_end = self.lead = self._end = ""
+        self._prompt_end = self.lead = ""
+        self.end = self._mark  # until it is known
         question, answer = Message("user", "q"), Message("assistant", "a")
         rendering = self.render((question, answer))
         answer_start, answer_end = rendering.contents[-1]
@@ -101,8 +106,7 @@ class JinjaTemplate:
         token = self._special.search(rendering.text, answer_end, end)
         if token is None:
             raise TemplateRefused(NO_END)
-        self._end = token.group()
-        self.end_id = encoder.special(self._end)
+        self.end = token.group()
         prompt = self.render((question,), prompt=True)
         self._prompt_end = prompt.text[prompt.contents[0][1] :]
         before = rendering.text[rendering.contents[0][1] : answer_start]
@@ -124,14 +128,12 @@ class JinjaTemplate:
         pieces = self._pieces(turns, text, prompt=prompt)
         live: list[Span] = []
         begin = 0
-        around = zip(pieces, pieces[1:], pieces[2:], strict=False)
-        for earlier, piece, later in around:
+        for earlier, piece, later in zip(pieces, pieces[1:], pieces[2:], strict=False):
             message = messages[piece.turn]
             if piece.turn != earlier.turn:
                 lead = self._lead_in(text[earlier.end : piece.start])
-                if any(turn.role == "assistant" for turn in messages[earlier.turn + 1 : piece.turn]):
-                    lead = lead.rpartition(self._end)[2]  # behind a blank answer, which has no piece
-                begin = piece.start - len(lead)
+                # A blank answer, which has no piece, may stand before it.
+                begin = piece.start - len(lead.rpartition(self.end)[2])
             if prompt or piece.turn == later.turn or not is_live(message):
                 continue
             if message.masked and piece.key != KEYS[1]:  # nothing but blanks behind the reasoning
@@ -151,50 +153,46 @@ class JinjaTemplate:
         return Rendering(text, contents, live)
 
     def _pieces(self, turns: list[JsonDict], text: str, *, prompt: bool) -> list[Piece]:
-        """Where the text has the contents, in order, between an empty piece at each of its ends."""
-        marked, bare, contents = list[JsonDict](), list[JsonDict](), dict[int, str]()
-        for number, turn in enumerate(turns):
-            marked.append(turn.copy())
-            bare.append(turn.copy())
+        """Where the text has the contents, in order, between an empty piece at each of its ends.
+
+        Rendered with marks around the contents, the turns show what the template writes between them.
+        """
+        marked = [turn.copy() for turn in turns]
+        contents: dict[int, str] = {}
+        for number, turn in enumerate(marked):
             for place, key in enumerate(KEYS, start=2 * number):
-                # Some templates leave out the white space around a content.
-                if content := turn.get(key, "").strip():
-                    contents[place] = content
-                    wrapped = f"{self._mark}{place}\ue001{content}{self._mark}\ue002"
-                    marked[-1][key] = turn[key].replace(content, wrapped, 1)
-                    bare[-1][key] = wrapped
+                if turn.get(key, "").strip():
+                    contents[place] = turn[key]
+                    turn[key] = f"{self._mark}{place}\ue001{turn[key]}{self._mark}\ue002"
         rendered, _ = self._render(marked, prompt=prompt)
-        if self._marks.sub("", rendered) != text:
-            raise TemplateRefused(DEPENDS_ON_CONTENTS)
-        # Around each content: what is written there, and what is without its white space.
-        around = without = self._marked.split(rendered)[::3]
-        if bare != marked:
-            without = self._marked.split(self._render(bare, prompt=prompt)[0])[::3]
-        sides = [*zip(around, without, strict=False)]
-        pieces = [Piece(-1, "", 0, 0)]
-        copies = defaultdict[int, list[str]](list)
-        removed = 0
-        found = self._marked.finditer(rendered)
-        for match, before, behind in zip(found, sides, sides[1:], strict=False):
-            place, content = int(match[1]), match[2]
-            start = match.start() - removed
-            end = start + len(content)
-            number, key = place // 2, KEYS[place % 2]
-            first_space, _, last_space = turns[number][key].partition(contents[place])
-            if before[0].endswith(before[1] + first_space):
-                start -= len(first_space)
-            if behind[0].startswith(last_space + behind[1]):
-                end += len(last_space)
-            pieces.append(Piece(number, key, start, end))
-            copies[place].append(content)
-            removed += len(match[0]) - len(content)
+        # An empty content, and then the place and the text of each, with what follows it.
+        parts = ["-2", "", *self._marked.split(rendered)]
+        found = [*zip(map(int, parts[::3]), parts[1::3], parts[2::3], strict=True)]
+        copies = Counter(place for place, _, _ in found)
+        unchanged = Counter((place, content) for place, content, _ in found)
         for place, content in contents.items():
             # A template may leave out the reasoning of earlier answers.
-            if copies[place] != [content] and (copies[place] or KEYS[place % 2] == KEYS[1]):
+            is_left_out = KEYS[place % 2] == KEYS[0] and not copies[place]
+            times = unchanged[place, content]
+            if not is_left_out and (times != 1 or copies[place] != 1):
                 role = f"role '{turns[place // 2]['role']}'"
-                count = f"{copies[place].count(content)} times"
-                shown = f"it changes the content {content[:60]!r} or repeats it ({role} {count})"
-                raise TemplateRefused(f"it changes or repeats a content ({role} {count})", shown)
+                shown = f"it changes the content {content[:60]!r} or repeats it ({role} {times} times)"
+                raise TemplateRefused(f"it changes or repeats a content ({role} {times} times)", shown)
+        pieces: list[Piece] = []
+        start = 0
+        for place, content, following in found:
+            # Some templates leave out white space at the ends of a content.
+            least = text.find(content.strip(), start) + len(content.strip())
+            most = least + len(content) - len(content.rstrip())
+            ends = (end for end in range(most, least - 1, -1) if text.startswith(following, end))
+            end = next(ends, len(text))
+            written = text[start:end]
+            if written not in content or written.strip() != content.strip():
+                raise TemplateRefused(DEPENDS_ON_CONTENTS)
+            pieces.append(Piece(place // 2, KEYS[place % 2], start, end))
+            start = end + len(following)
+        if start != len(text):
+            raise TemplateRefused(DEPENDS_ON_CONTENTS)
         if [piece.turn for piece in pieces] != sorted(piece.turn for piece in pieces):
             raise TemplateRefused("it does not write each content behind that of the previous turn")
         return [*pieces, Piece(len(turns), "", len(text), len(text))]

@@ -4,28 +4,25 @@
 `fastokens` is missing, rejects the file or differs, `tokenizers` is used.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from tokenizers import Tokenizer
 
 from ttrain.core.files import need_object
 from ttrain.core.hashing import digest_of, sha256_file
 from ttrain.data import jinja_templates
 from ttrain.errors import ArtifactError
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
 Ids = npt.NDArray[np.uint32]
 Offsets = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 log = logging.getLogger("ttrain")
 
 END_OF_TURN = "end_of_turn_token"  # in tokenizer_config.json, beside Hugging Face's own names
@@ -51,7 +48,7 @@ class Encoding(NamedTuple):
     starts: Offsets
     ends: Offsets
 
-    def within(self, spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.bool_]:
+    def within(self, spans: Sequence[tuple[int, int]]) -> Flags:
         """Whether each token has a part in one of the spans; one without characters, whether it begins there."""
         inside = np.zeros(len(self.ids), np.bool_)
         ends = np.maximum(self.ends, self.starts + 1)
@@ -89,9 +86,8 @@ class Encoder:
         templates = {text: name for name, text in jinja_templates.JINJA.items()}
         self.template = templates.get(self.jinja, "own")
         vocabulary = self._reference.get_vocab(with_added_tokens=True)
-        names = (*REQUIRED[:-1], "unk_token", END_OF_TURN)
         self.tokens: dict[str, str] = {}
-        for name in names:
+        for name in (*REQUIRED, "unk_token"):
             value = config.get(name)
             token = value.get("content") if isinstance(value, dict) else value
             if isinstance(token, str) and token in vocabulary:
@@ -171,7 +167,7 @@ class Encoder:
             at = end
         return _encoding(ids[:-1], offsets[:-1])
 
-    def _with_exact_specials(self, text: str) -> tuple[Encoding, npt.NDArray[np.bool_]]:
+    def _with_exact_specials(self, text: str) -> tuple[Encoding, Flags]:
         """The encoding, and which of its tokens are special tokens that the text spells."""
         self._reference.encode_special_tokens = False
         try:
@@ -246,8 +242,6 @@ def _encoding(ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> Encodin
 
 def open_tokenizer(path: Path) -> Tokenizer:
     """Open a tokenizer.json with `tokenizers`. Raises ArtifactError for whatever is wrong with the file."""
-    from tokenizers import Tokenizer
-
     try:
         return Tokenizer.from_file(str(path))
     except (KeyboardInterrupt, SystemExit):

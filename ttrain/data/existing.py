@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +19,8 @@ from ttrain.config.training import NONE, TRAININGS
 from ttrain.core.files import JsonDict, need_object, user_path
 from ttrain.core.text import first_line
 from ttrain.data import jinja_templates
+from ttrain.data.chat_templates import Message
+from ttrain.data.custom_template import JinjaTemplate
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.store.model_files import INDEX_SUFFIX, MODEL, SECOND_HEAD, weight_files
 
@@ -92,7 +94,7 @@ def install(tokenizer_files: Sequence[Path], directory: Path, template: str) -> 
 
     Raises UsageError, with a fix, if it cannot be used.
     """
-    from ttrain.data.encoder import END_OF_TURN, Encoder, open_tokenizer
+    from ttrain.data.encoder import END_OF_TURN, open_tokenizer
     from ttrain.data.tokenizer import MODEL_MAX_LENGTH, write
 
     paths = {path.name: path for path in tokenizer_files}
@@ -114,25 +116,19 @@ def install(tokenizer_files: Sequence[Path], directory: Path, template: str) -> 
     tokens = _tokens(tokenizer, config)
     added = _add(tokenizer, [*tokens.values(), *needed])
     source = tokenizer.to_str(pretty=True) if added else paths[JSON].read_bytes().decode("utf-8")
-    added_tokens = sorted(tokenizer.get_added_tokens_decoder().items())
-    special = [token.content for _, token in added_tokens if token.special]
+    special = [token.content for _, token in sorted(tokenizer.get_added_tokens_decoder().items()) if token.special]
     others = [token for token in special if token not in tokens.values()]
     length = config.get("model_max_length")
     max_length = int(length) if isinstance(length, int) and 0 < length < 10**9 else MODEL_MAX_LENGTH
     tokens[END_OF_TURN] = jinja_templates.END_TOKENS.get(template, tokens["eos_token"])
-    write(directory, source, tokens, others, jinja, max_length)
     if template == "own":
-        from ttrain.data.chat_templates import Message
-        from ttrain.data.custom_template import JinjaTemplate
-
-        encoder = Encoder(directory)
-        own_template = JinjaTemplate(encoder)
-        tokens[END_OF_TURN] = encoder.spelling(own_template.end_id)
-        write(directory, source, tokens, others, jinja, max_length)
+        own_template = JinjaTemplate(jinja, tokens, special)
+        tokens[END_OF_TURN] = own_template.end
         question, answer = Message("user", "Q"), Message("assistant", "A")
         prompt = own_template.render((question,), prompt=True)
         if not own_template.render((question, answer)).text.startswith(prompt.text):
             log.warning("the chat template's generation prompt differs from the text before the answers in training")
+    write(directory, source, tokens, others, jinja, max_length)
     if added:
         log.info("added to the tokenizer: %s", ", ".join(added))
 
@@ -201,10 +197,7 @@ def _add(tokenizer: Tokenizer, tokens: Sequence[str]) -> list[str]:
 def brings_template(directory: Path) -> bool:
     """Whether the tokenizer in the directory has a chat template of its own."""
     paths = {path.name: path for path in files_in(directory)}
-    try:
-        return _chat_template(paths, _tokenizer_config(paths)) is not None
-    except UsageError:
-        return False
+    return _chat_template(paths, _tokenizer_config(paths)) is not None
 
 
 def _chat_template(paths: dict[str, Path], config: JsonDict) -> str | None:
@@ -223,7 +216,6 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 MODEL_DIRECTORY = "model"  # of an artifact
 
 MODEL_FILES = (CONFIG, GENERATION, "model*.safetensors", MODEL + INDEX_SUFFIX, SECOND_HEAD, *FILES)
-NO_PICKLES = "pickles may run code and are not opened; load them elsewhere and name what save_pretrained writes"
 # Config keys of architectures for the number of positions that they accept.
 LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_length")
 
@@ -242,7 +234,10 @@ def model_files(start_from: str, setting: str) -> dict[str, list[Path]]:
     try:
         weights = weight_files(directory)
     except ArtifactError as error:
-        raise UsageError(f"{setting} is '{start_from}': {error}; {NO_PICKLES}") from None
+        raise UsageError(
+            f"{setting} is '{start_from}': {error}; pickles may run code and are not opened; load them elsewhere and name "
+            "what save_pretrained writes"
+        ) from None
     names = [CONFIG, GENERATION]
     if weights != [directory / MODEL]:  # else an index of shards in the same folder is not read
         names.append(MODEL + INDEX_SUFFIX)
@@ -255,12 +250,11 @@ def model_files(start_from: str, setting: str) -> dict[str, list[Path]]:
     return {role: paths for role, paths in files_by_role.items() if paths[0].is_file()}
 
 
-def max_length(files_by_role: Mapping[str, Sequence[Path]]) -> int | None:
-    """Positions that the model accepts, in tokens, by its config; None if the config has no such key.
+def max_length(path: Path) -> int | None:
+    """Positions that the model with this config accepts, in tokens; None if the config has no such key.
 
-    Raises UsageError if the config is not a JSON object.
+    Raises UsageError if it is not a JSON object.
     """
-    path = files_by_role["config"][0]
     try:
         config = need_object(path.read_bytes())
     except ValueError as error:

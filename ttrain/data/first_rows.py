@@ -69,8 +69,7 @@ def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> N
         found = "which has no rows"
         if bad:
             found = f"{bad} of {tally.rows} rows are bad, such as {tally.first_rejected[0]}"
-        fix = "correct it, or name a file with good rows"
-        raise UsageError(f"{setting} is {', '.join(local)}, {found}; {fix}")
+        raise UsageError(f"{setting} is {', '.join(local)}, {found}; correct it, or name a file with good rows")
 
 
 def _may_be(row: JsonDict, kind: Kind, text_field: str) -> bool:

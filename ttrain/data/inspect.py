@@ -1,14 +1,14 @@
 """Show shards and tokenizers in readable form: ids as pieces of text, with whether the loss counts each."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from ttrain.core.files import JsonDict
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
 from ttrain.core.terminal import escaped
 from ttrain.data.encoder import Encoder
 from ttrain.data.packing import IGNORE, Rows
@@ -19,7 +19,7 @@ from ttrain.errors import ArtifactError, UsageError
 from ttrain.store.artifacts import ArtifactStore
 
 
-@dataclass(frozen=True)
+@dataclass
 class TokenView:
     """A row or a record, token by token; all lists have the same length.
 
@@ -34,9 +34,6 @@ class TokenView:
     segments: list[int]
     pieces: list[str]
     headings: list[str] = field(default_factory=list)
-
-    def to_json(self) -> JsonDict:
-        return asdict(self)
 
 
 class Span(NamedTuple):
@@ -73,45 +70,37 @@ def rows_of(shards: ShardSet, encoder: Encoder, row_length: int) -> Rows:
     return answer_rows(shards, row_length, encoder)
 
 
-def show_row(rows: Rows, number: int, pieces: TokenDecoder) -> TokenView:
+def show_row(rows: Rows, number: int, tokenizer: Tokenizer) -> TokenView:
     """The tokens of a packed row, and the target after the last one. Padding is left out."""
     batch = rows.batch([number])
     shown = TokenView(number, [], [], [], [])
     for segment, (start, end) in enumerate(batch.spans(0)):
         ids, targets = batch.input_ids_BT[0, start:end].tolist(), batch.labels_BT[0, start:end].tolist()
-        live = [False, *(target != IGNORE for target in targets[:-1])]
-        if targets[-1] != IGNORE:  # an input in no position of this record: the end of a chat, or the next row's first
-            ids, live = [*ids, targets[-1]], [*live, True]
-        shown.ids.extend(ids)
-        shown.live.extend(live)
-        shown.segments.extend([segment] * len(ids))
+        live = [False, *(target != IGNORE for target in targets)]
+        if live[-1]:  # an input in no position of this record: the end of a chat, or the next row's first
+            ids.append(targets[-1])
+        shown.ids += ids
+        shown.live += live[: len(ids)]
+        shown.segments += [segment] * len(ids)
+        shown.pieces += pieces_of(tokenizer, ids)
         if isinstance(batch, PairBatch):
             answer = int(batch.answers_BT[0, start:end].max())
             name = "prompt" if answer < 0 else "chosen" if batch.ratings_A[answer] > 0 else "rejected"
             shown.headings.append(f"{name} of pair {batch.segments_BT[0, start]} of the row")
-        shown.pieces.extend(pieces(ids))
     return shown
 
 
-class TokenDecoder:
-    """Decodes ids to pieces of text, also if the tokenizer's decoder depends on the preceding tokens."""
+def pieces_of(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """One piece of text per id, also if the tokenizer's decoder depends on the preceding tokens.
 
-    def __init__(self, encoder: Encoder) -> None:
-        from tokenizers import Tokenizer
-
-        self._tokenizer = Tokenizer.from_file(str(encoder.directory / "tokenizer.json"))
-        self.special = encoder.special_ids()
-
-    def __call__(self, ids: Sequence[int]) -> list[str]:
-        """One piece per id; joined, they are the decoded text with its special tokens."""
-        from tokenizers.decoders import DecodeStream
-
-        stream = DecodeStream(skip_special_tokens=False)
-        pieces = [stream.step(self._tokenizer, number) or "" for number in ids]
-        if pieces and not pieces[-1]:  # the ids end within a character
-            whole = self._tokenizer.decode(list(ids), skip_special_tokens=False)
-            pieces[-1] = whole[len("".join(pieces)) :]
-        return pieces
+    Joined, they are the decoded text with its special tokens.
+    """
+    stream = DecodeStream(skip_special_tokens=False)
+    pieces = [stream.step(tokenizer, number) or "" for number in ids]
+    if pieces and not pieces[-1]:  # the ids end within a character
+        whole = tokenizer.decode(list(ids), skip_special_tokens=False)
+        pieces[-1] = whole[len("".join(pieces)) :]
+    return pieces
 
 
 def lines(shown: TokenView, segment: int, special: frozenset[int]) -> Iterator[list[Span]]:

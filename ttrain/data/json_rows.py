@@ -1,13 +1,10 @@
 """Read the rows of files, which are JSON objects, and count them by what becomes of them."""
 
-from __future__ import annotations
-
 import contextlib
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 import orjson
 
@@ -20,7 +17,7 @@ from ttrain.errors import DataError
 TEXT = "text"  # the default of reading.text_field, with which the other keys are tried too
 TURN_KEYS = frozenset({"messages", "conversations", "prompt", "chosen"})
 TOO_DEEP = "the functions or the arguments of a call are nested too deeply"
-KEYS_LOOKED_AT, KEYS_OF_A_ROW, KEY_CHARACTERS = 1000, 100, 40
+KEYS_LOOKED_AT = 1000  # rows
 MOST_NAMES, OTHERS = (
     100,
     "others",
@@ -91,7 +88,7 @@ class Tally:
             self.kept -= rows
             self.skipped[rule] += rows
 
-    def add(self, tally: Tally) -> None:
+    def add(self, tally: "Tally") -> None:
         """Add the counts of another tally, and its bad rows."""
         self.add_counts(tally.counts())
         self.bad_rows.update(tally.bad_rows)
@@ -111,29 +108,19 @@ class Tally:
 
     def to_json(self) -> JsonDict:
         """Counts for the manifest and the summary."""
-        counts = {
+        more = {name: getattr(self, name) for name in ("first_rejected", "unread_keys", "with_reasoning")}
+        return {
             "rows": self.rows,
             "kept": self.kept,
             "skipped": dict(self.skipped),
             "rejected": dict(self.rejected),
+            **{name: value for name, value in more.items() if value},
         }
-        more = {name: getattr(self, name) for name in ("first_rejected", "unread_keys", "with_reasoning")}
-        return counts | {name: value for name, value in more.items() if value}
 
     def check(
-        self, setting: str, limit: float, expected_fields: str, prefix: str = "reading.",
+        self, setting: str, limit: float, expected_fields: str, prefix: str = "reading.", *, may_be_empty: bool = False,
     ) -> None:  # fmt: skip
-        """Raise DataError if more than the share `limit` of the rows is bad, or no row was kept."""
-        self.check_bad(setting, limit, expected_fields, prefix)
-        if not self.kept:
-            skipped = "".join(f"; {rows} skipped: {rule}" for rule, rows in self.skipped.items())
-            advice = f". {self._looked_for(expected_fields)}" if self.rejected or not self.rows else ""
-            raise DataError(f"{setting}: no rows are left of {self.rows}{skipped}{advice}")
-
-    def check_bad(
-        self, setting: str, limit: float, expected_fields: str, prefix: str = "reading.",
-    ) -> None:  # fmt: skip
-        """Raise DataError if more than the share `limit` of the rows is bad.
+        """Raise DataError if more than the share `limit` of the rows is bad, or no row was kept.
 
         `prefix` comes before the name of the setting of `limit`. Files whose own bad rows are too
         many are at fault.
@@ -145,6 +132,10 @@ class Tally:
                 f"the first is {self.first_rejected[0]}. {self._looked_for(expected_fields)}",
                 [location for location, rows in self.bad_rows.items() if rows > limit * self.rows],
             )
+        if not (self.kept or may_be_empty):
+            skipped = "".join(f"; {rows} skipped: {rule}" for rule, rows in self.skipped.items())
+            advice = f". {self._looked_for(expected_fields)}" if self.rejected or not self.rows else ""
+            raise DataError(f"{setting}: no rows are left of {self.rows}{skipped}{advice}")
 
     def _looked_for(self, expected_fields: str) -> str:
         keys_seen = ", ".join(key for key, _ in self.keys_seen.most_common(8)) or "none"
@@ -186,20 +177,18 @@ def parsed(
     """(path, line number, JSON object) of the good lines."""
     loads, number = orjson.loads, 0
     for number, line in numbered:
-        if len(line) > max_line_bytes:
-            tally.rows += 1
-            tally.reject(path, number, TOO_LONG.format(max_line_bytes), line[:1000])
-            continue
         # Seen before an error of the parser, which takes six times as long as the rest.
         if not line or line.isspace():
+            continue
+        tally.rows += 1
+        if len(line) > max_line_bytes:
+            tally.reject(path, number, TOO_LONG.format(max_line_bytes), line[:1000])
             continue
         try:
             value = loads(line)
         except orjson.JSONDecodeError as error:
-            tally.rows += 1
             tally.reject(path, number, _reason(line, str(error)), line)
             continue
-        tally.rows += 1
         if not isinstance(value, dict):
             tally.reject(path, number, f"not a JSON object but {kind_of(value)}", line)
             continue
@@ -212,7 +201,7 @@ def parsed(
                 tally.reject(path, number, TOO_DEEP, line)
                 continue
         if tally.rows <= KEYS_LOOKED_AT:
-            tally.keys_seen.update(key[:KEY_CHARACTERS] for key in islice(value, KEYS_OF_A_ROW))
+            count(tally.keys_seen, dict.fromkeys(value, 1))
         yield path, number, value
     tally.lines += number
 

@@ -87,15 +87,14 @@ def version(location: str) -> str | None:
         files.invalidate_cache()
         details = files.info(path)
     except Exception as error:  # every file system has errors of its own
-        raise UsageError(f"cannot read {redact.url(location)}: {reason(error)}") from None
+        raise UsageError(f"cannot read {location}: {reason(error)}") from None
     # One mark: an object that is only touched has the ETag that it had, with a new date.
     names = {name.lower(): name for name, value in details.items() if value}
     marks = (names[name] for mark in MARKS for name in names if re.search(mark, name))
     mark = next(marks, None)
     if mark is None:
         raise UsageError(
-            f"cannot detect changes of {redact.url(location)}: its server gives no ETag, checksum or date; "
-            "download it and name the file"
+            f"cannot detect changes of {location}: its server gives no ETag, checksum or date; download it and name the file"
         )
     place = redact.without_signature(location)
     return digest_of([place, mark, str(details[mark]), details.get("size")])
@@ -111,10 +110,9 @@ def expand(patterns: Sequence[str], setting: str) -> list[str]:
     """
     paths: dict[str, None] = {}
     for pattern in patterns:
-        shown = redact.url(pattern)
         if redact.is_hidden(pattern):
             raise UsageError(
-                f"{setting} is '{shown}', a URL as runs record it, without its secrets; give it in full, with "
+                f"{setting} is '{pattern}', a URL as runs record it, without its secrets; give it in full, with "
                 f"{setting}=URL, or TTRAIN__{setting.upper().replace('.', '__')} in the environment"
             )
         try:
@@ -124,13 +122,13 @@ def expand(patterns: Sequence[str], setting: str) -> list[str]:
                 matches = _hub_files(pattern)
             else:
                 matches = _remote_files(pattern)
+            if not matches:
+                raise UsageError(
+                    f"{_missing(pattern)}; name a .jsonl, .parquet or .txt file, a glob or a folder "
+                    "(commas separate several)"
+                )
         except UsageError as error:
-            raise UsageError(f"{setting} is '{shown}' but {error}") from None
-        if not matches:
-            raise UsageError(
-                f"{setting} is '{shown}' but {_missing(pattern)}; name a .jsonl, .parquet or .txt file, a glob or a "
-                "folder (commas separate several)"
-            )
+            raise UsageError(f"{setting} is '{pattern}' but {error}") from None
         paths.update(dict.fromkeys(matches))
     return list(paths)
 
@@ -193,7 +191,7 @@ def filesystem(location: str) -> tuple[Any, str]:
     try:
         files, path = url_to_fs(location, **options)
     except Exception as error:  # also missing credentials of that package
-        raise UsageError(f"cannot open {redact.url(location)}: {reason(error)}") from None
+        raise UsageError(f"cannot open {location}: {reason(error)}") from None
     return files, path
 
 
@@ -217,14 +215,13 @@ def _remote_files(pattern: str) -> list[str]:
 
 
 def reason(error: BaseException) -> str:
-    """A one-line message for the error, without secrets of URLs.
+    """A one-line message for the error.
 
     fsspec reports any error of an HTTP server as a missing file, with the true one as its cause.
     """
-    cause = error.__cause__ if isinstance(error, FileNotFoundError) else None
-    if isinstance(error, FileNotFoundError) and cause is None:
-        return "there is no such file"
-    return redact.text(first_line(cause or error))
+    if isinstance(error, FileNotFoundError):
+        return first_line(error.__cause__) if error.__cause__ else "there is no such file"
+    return first_line(error)
 
 
 # --- data sets on the Hub

@@ -3,8 +3,6 @@
 Every rejection reason says what is wrong with the value and what to write instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -68,7 +66,7 @@ class Preference:
         return turns | rating | dict(self.labels)
 
     @classmethod
-    def from_json(cls, row: Row) -> Preference:
+    def from_json(cls, row: Row) -> "Preference":
         """The record that `to_json` wrote, without its labels."""
         if "completion" in row:
             row = {"prompt": row["prompt"], ANSWER_KEYS[not row["label"]]: row["completion"]}

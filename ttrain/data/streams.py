@@ -17,21 +17,18 @@ import orjson
 from ttrain.core.files import JsonDict
 from ttrain.core.text import first_line
 from ttrain.data import locations
-from ttrain.data.tools import PARQUET_TYPE
 from ttrain.errors import CannotRead, DataError, TTrainError
 
 CHUNK_BYTES = 1 << 20
 HEAD_BYTES = 1 << 16  # of a text, from which its format is told
 WHOLE_BYTES = 1 << 30  # an array and a `.txt` file are read whole
 UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-# Of damaged bytes, beside Arrow's.
+# Of damaged bytes; Arrow's are OSError or ValueError.
 READ_ERRORS = (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error)
 _VALUE_LINE = re.compile(rb"^[ \t]*[{\[]", re.MULTILINE)
 
-BATCH_ROWS = 1024
-BATCH_BYTES = 8 << 20
+BATCH_ROWS = 64  # read together; a row may have megabytes
 BUFFER_BYTES = 1 << 20  # a column is read by pages: 19 MB instead of 209 for a group of 200 MB
-OPTIONS = orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_NON_STR_KEYS  # a map may have numbers as keys
 
 
 @contextmanager
@@ -39,34 +36,27 @@ def noting_faults(location: str) -> Iterator[None]:
     """Raise a library's error as DataError with the location; CannotRead if the bytes may be good."""
     try:
         yield
-    except TTrainError as error:
-        if isinstance(error, DataError) and not isinstance(error, CannotRead):
-            error.files = (location,)
+    except TTrainError:
         raise
     except Exception as error:  # every file system has errors of its own
         # Of the network or the disk.
         if locations.is_remote(location) or getattr(error, "errno", None):
             raise CannotRead(f"cannot read {location}: {locations.reason(error)}") from None
-        import pyarrow as pa
-
-        if isinstance(error, MemoryError) or not isinstance(error, (*READ_ERRORS, pa.ArrowException)):
+        if not isinstance(error, READ_ERRORS):
             raise
         fault = f"{location} is truncated or corrupt: {first_line(error)}; fetch or write it again"
         raise DataError(fault, [location]) from error
 
 
-@contextmanager
-def stored(location: str) -> Iterator[BinaryIO]:
-    """The bytes of a file as it lies there; one of the Hub is fetched first."""
+def stored(location: str) -> BinaryIO:
+    """The opened file, as it lies there; one of the Hub is fetched first."""
     if location.startswith(locations.HUB):
-        location = str(locations.fetch(location))
+        return locations.fetch(location).open("rb")
     if locations.is_remote(location):
         files, path = locations.filesystem(location)
-        opened = files.open(path, "rb")
-    else:
-        opened = locations.local_path(location).open("rb")
-    with opened:
-        yield opened
+        opened: BinaryIO = files.open(path, "rb")
+        return opened
+    return locations.local_path(location).open("rb")
 
 
 def _unpacked(packed: BinaryIO, name: str) -> Any:
@@ -132,11 +122,11 @@ def json_lines(location: str, text_field: str) -> Iterator[bytes]:
     for piece in pieces:
         data += piece
         if len(data) > WHOLE_BYTES:
-            raise DataError(f"{location} is one value of more than 1 GiB; split it, an array with `jq -c '.[]'`")
+            raise DataError(f"{location} is one value of more than 1 GiB; split it, an array with `jq -c '.[]'`", [location])
     if form == "array":
         yield from (orjson.dumps(element) + b"\n" for element in orjson.loads(data))
     elif b"\0" in data:
-        raise DataError(f"{location} has NUL bytes, as a binary file or UTF-16 has; convert it with iconv")
+        raise DataError(f"{location} has NUL bytes, as a binary file or UTF-16 has; convert it with iconv", [location])
     else:
         row = {text_field: data.decode("utf-8", "surrogateescape")}
         yield json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogateescape") + b"\n"
@@ -155,10 +145,11 @@ def format_of(head: bytes, location: str) -> str:
         is_row = first.rstrip().endswith(b"]") and others.strip()
         return "lines" if is_row else "array"
     if first.rstrip() == b"{" and others.lstrip().startswith(b'"'):
-        raise DataError(f"{location} is pretty-printed, not JSON Lines; `jq -c '.' FILE` writes one row a line")
+        raise DataError(f"{location} is pretty-printed, not JSON Lines; `jq -c '.' FILE` writes one row a line", [location])
     if start and b"\0" not in head and not _VALUE_LINE.search(head):
         raise DataError(
-            f"{location} is CSV or plain text, not JSON Lines; write rows as JSON objects, one a line, or name a text .txt"
+            f"{location} is CSV or plain text, not JSON Lines; write rows as JSON objects, one a line, or name a text .txt",
+            [location],
         )
     return "lines"
 
@@ -175,18 +166,15 @@ def row_groups(location: str) -> list[tuple[int, int]]:
 
 def parquet_lines(location: str, first_group: int, last_group: int | None = None) -> Iterator[tuple[int, bytes]]:
     """(number from 1, JSON) of the rows of the groups `first_group` to `last_group`, without the last."""
-    sizes = row_groups(location)
-    number = sum(rows for rows, _ in sizes[:first_group])
     with _parquet(location) as file:
-        for group, (rows, group_bytes) in list(enumerate(sizes))[first_group:last_group]:
-            row_bytes = max(1, group_bytes // max(1, rows))
-            batch_rows = max(1, min(BATCH_ROWS, BATCH_BYTES // row_bytes))
-            for batch in file.iter_batches(batch_rows, row_groups=[group], use_threads=False):
-                # Asked for maps as objects, Arrow takes five times as long.
-                maps = "lossy" if "map<" in str(batch.schema) else None
-                for row in batch.to_pylist(maps_as_pydicts=maps):
-                    number += 1
-                    yield number, _as_line(row)
+        groups = range(file.num_row_groups)
+        number = sum(file.metadata.row_group(group).num_rows for group in groups[:first_group])
+        # Asked for maps as objects, Arrow takes five times as long.
+        maps = "lossy" if "map<" in str(file.schema_arrow) else None
+        for batch in file.iter_batches(BATCH_ROWS, row_groups=groups[first_group:last_group], use_threads=False):
+            for row in batch.to_pylist(maps_as_pydicts=maps):
+                number += 1
+                yield number, _as_line(row)
 
 
 @contextmanager
@@ -205,14 +193,14 @@ def _as_line(values: JsonDict) -> bytes:
     row = values
     if None in values.values():
         row = {name: value for name, value in values.items() if value is not None} or values
-    return orjson.dumps(row, default=_as_json, option=OPTIONS)
+    return orjson.dumps(row, default=_as_json, option=orjson.OPT_NON_STR_KEYS)  # a map may have numbers as keys
 
 
 def _as_json(value: object) -> object:
-    """A parquet value that JSON lacks: bytes in UTF-8 as text, a decimal as a number, others as their type."""
+    """A parquet value that JSON lacks: bytes in UTF-8 as text, a decimal as a number, others as null."""
     if isinstance(value, bytes):
         with contextlib.suppress(UnicodeDecodeError):
             return value.decode("utf-8")
     if isinstance(value, decimal.Decimal):
         return orjson.Fragment(format(value, "f"))
-    return {PARQUET_TYPE: type(value).__name__}
+    return None

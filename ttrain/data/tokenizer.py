@@ -1,7 +1,5 @@
 """Train a byte-level BPE tokenizer, and save it as a Hugging Face directory."""
 
-from __future__ import annotations
-
 import hashlib
 import heapq
 import math
@@ -9,16 +7,14 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from ttrain.config import Tokenizer as TokenizerSettings
 from ttrain.core.files import write_json
 from ttrain.data import jinja_templates
 from ttrain.data.encoder import END_OF_TURN, Encoder
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
 
 MODEL_MAX_LENGTH = 32768
 
@@ -37,8 +33,6 @@ def train(texts: Sequence[str], vocab_size: int, template: str = "ttrain") -> To
 
     The same texts give the same tokenizer with any number of threads. The special tokens of the template have the first ids.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-
     tokenizer = Tokenizer(models.BPE(unk_token=jinja_templates.UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()

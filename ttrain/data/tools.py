@@ -19,13 +19,10 @@ TOOLS_SENTENCE = "You may call these functions; put each call as JSON between <t
 TOOLS_BEGIN, TOOLS_END = "<tools>", "</tools>"
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 A_TOOL, A_CALL = '{"name": "f", "parameters": {}}', '{"name": "f", "arguments": {}}'
-A_PLACE = '{"city": "Rome"}'
 JSON_TYPES = {
     type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list",
     dict: "an object",
 }  # fmt: skip
-# The only key of what replaces a value that JSON lacks, such as a date.
-PARQUET_TYPE = "type of parquet"
 
 
 class Malformed(ValueError):
@@ -39,10 +36,8 @@ def require(condition: object, reason: str) -> None:
 
 
 def kind_of(value: object) -> str:
-    """What JSON calls the value: "null", "a number", ...; a name for types only parquet has."""
-    if isinstance(value, dict) and PARQUET_TYPE in value:
-        return str(value[PARQUET_TYPE])
-    return JSON_TYPES.get(type(value), type(value).__name__)
+    """What JSON calls the value: "null", "a number", ..."""
+    return JSON_TYPES[type(value)]
 
 
 def tools_text(tools: object) -> str:
@@ -78,7 +73,7 @@ def calls_of(value: object, key: str) -> list[JsonDict]:
         arguments = _parsed(_function(call).get("arguments"), "the arguments of a tool call")
         require(
             isinstance(arguments, dict),
-            f"the arguments of a tool call are {kind_of(arguments)}, not an object such as {A_PLACE}",
+            f'the arguments of a tool call are {kind_of(arguments)}, not an object such as {{"city": "Rome"}}',
         )
     return list(calls)
 
@@ -86,15 +81,11 @@ def calls_of(value: object, key: str) -> list[JsonDict]:
 def calls_of_turn(turn: JsonDict, role: str) -> list[JsonDict]:
     """The calls under `tool_calls`, or the one under `function_call`, as OpenAI wrote it before."""
     keys = [key for key in ("tool_calls", "function_call") if not _is_nothing(turn.get(key), f"'{key}'")]
-    require(len(keys) < 2, "both 'tool_calls' and 'function_call' on a turn; keep one of them")
-    calls: list[JsonDict] = []
-    for key in keys:
-        calls = calls_of(turn[key], key)
-        require(
-            role == "assistant",
-            f"'{key}' on a turn of role '{role}'; only an assistant's turn may call functions",
-        )
-    return calls
+    if not keys:
+        return []
+    require(len(keys) == 1, "both 'tool_calls' and 'function_call' on a turn; keep one of them")
+    require(role == "assistant", f"'{keys[0]}' on a turn of role '{role}'; only an assistant's turn may call functions")
+    return calls_of(turn[keys[0]], keys[0])
 
 
 def with_calls(content: str, calls: list[JsonDict]) -> str:
@@ -149,8 +140,5 @@ def without_null_keys(data: str | bytes) -> Any:
 
 
 def dumps(value: object) -> str:
-    """The JSON of a function or of arguments. Raises Malformed for what JSON lacks."""
-    written = json.dumps(value, ensure_ascii=False)
-    if f'"{PARQUET_TYPE}"' in written:
-        raise Malformed("a value of a function or a call has a type of parquet which JSON lacks; write it as text")
-    return written
+    """The JSON of a function or of arguments."""
+    return json.dumps(value, ensure_ascii=False)

@@ -83,15 +83,19 @@ def round_trip(data: Data) -> Finding:
     if lost:
         characters = itertools.zip_longest(*lost[0], fillvalue="")
         first = next(sent or got for sent, got in characters if sent != got)
-        measured = f"{len(lost)} of {len(texts)} texts come back changed, first U+{ord(first):04X}"
-        fix = "train the tokenizer with ttrain, or take one with all bytes (tokenizer.existing)"
-        return Finding(False, measured, fix)
+        return Finding(
+            False,
+            f"{len(lost)} of {len(texts)} texts come back changed, first U+{ord(first):04X}",
+            "train the tokenizer with ttrain, or take one with all bytes (tokenizer.existing)",
+        )
     for name in sorted({*encoder.tokens.values(), "<|im_start|>", "<|endoftext|>", "<s>"}):
         if not encoder.special_ids().isdisjoint(encoder.encode([f"a{name}b {name}\n"])[0]):
-            fix = "do not train on such text, or a user can forge turns of a chat"
-            return Finding(False, f"text that spells {name} becomes the special token", fix)
-    count = len(data.records[:TEXTS])
-    return Finding(True, f"all of Unicode and {count} records of the data come back")
+            return Finding(
+                False,
+                f"text that spells {name} becomes the special token",
+                "do not train on such text, or a user can forge turns of a chat",
+            )
+    return Finding(True, f"all of Unicode and {len(data.records[:TEXTS])} records of the data come back")
 
 
 def template(data: Data) -> Finding | None:
@@ -111,8 +115,9 @@ def template(data: Data) -> Finding | None:
             begins = "".join(map(data.encoder.spelling, prompt[-SHOWN_TOKENS:]))
             return Finding(False, f"an answer is asked for by {begins!r}, but not trained behind it")
         compared += 1
-    measured = f"{compared} conversations have their answers right behind the generation prompt"
-    return Finding(True, measured) if compared else None
+    if not compared:
+        return None
+    return Finding(True, f"{compared} conversations have their answers right behind the generation prompt")
 
 
 Fault = Callable[[Array, Array], str]  # (ids, labels) of a record: what is wrong with its labels
@@ -133,8 +138,7 @@ def labels(data: Data) -> Finding:
         return finding
     turns = itertools.chain.from_iterable(map(_turns, data.records))
     answers = {turn["content"] for turn in turns if turn["role"] == "assistant"}
-    encoded = data.encoder.encode(sorted(answers))
-    said = {data.encoder.decode(ids).strip() for ids in encoded}
+    said = {data.encoder.decode(ids).strip() for ids in data.encoder.encode(sorted(answers))}
     heldout = _check_rows(data.heldout, partial(_answer_fault, data, data.heldout, said))
     return replace(heldout, measured=f"{finding.measured}; held out: {heldout.measured}")
 
@@ -153,8 +157,7 @@ def _check_rows(rows: Rows, fault: Fault) -> Finding:
                 return Finding(False, f"row {number}, record at {start}: {wrong}")
             positions += end - start
             targets += int((labels != IGNORE).sum())
-    in_rows = f"{targets} of {positions} tokens in {shown} rows"
-    return Finding(targets > 0, f"{in_rows} are trained on, each the next one")
+    return Finding(targets > 0, f"{targets} of {positions} tokens in {shown} rows are trained on, each the next one")
 
 
 def _document_fault(encoder: Encoder, ids: Array, labels: Array) -> str:

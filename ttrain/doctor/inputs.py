@@ -25,7 +25,7 @@ def missing_data(stage: str, plan: Plan) -> list[Planned]:
     if stage not in plan.settings.trainings:
         raise no_stage(stage, plan.settings.trainings, plan.settings)
     base = [EXISTING_MODEL.name] if plan.settings.existing_model else []
-    read = {TOKENIZER.name, SHARDS[TRAINING_STAGES[stage].dataset].name, *base}
+    read = {TOKENIZER.name, SHARDS[stage].name, *base}
     waiting = [each for each in plan.stages if each.state == "run"]
     missing = [each.stage.name for each in waiting if each.stage.name in read]
     needed = frozenset().union(*map(plan.graph.needed_by, missing))
@@ -37,11 +37,10 @@ def paths_of(stage: str, plan: Plan, directory: Path) -> tuple[Mapping[str, Path
 
     A base that no run has trained is made under `directory`.
     """
-    cached = [each for each in plan.stages if each.state == "cached"]
-    artifacts = {each.stage.name: each.artifact.path for each in cached if each.artifact}
+    artifacts = {each.stage.name: each.artifact.path for each in plan.stages if each.state == "cached" and each.artifact}
     settings, row = plan.settings, TRAINING_STAGES[stage]
     start = settings.starts[stage]
-    paths = {"tokenizer": artifacts[TOKENIZER.name], "shards": artifacts[SHARDS[row.dataset].name]}
+    paths = {"tokenizer": artifacts[TOKENIZER.name], "shards": artifacts[SHARDS[stage].name]}
     base = artifacts.get(start) or artifacts.get(EXISTING_MODEL.name)
     if base:
         return {**paths, "base": base}, True

@@ -79,13 +79,12 @@ def memory(learner: Learner) -> Finding:
     needed = sum(footprint.values()) * ranks
     parts = ", ".join(f"{name} {format_size(size)}" for name, size in footprint.items())
     where = f"on {device}" if ranks == 1 else f"for {ranks} ranks"
-    sizes = f"{format_size(needed)} of {format_size(available)} {where}"
-    measured = f"{sizes}, in {learner.precision.word}: {parts}"
-    fix = (
+    return Finding(
+        needed <= available,
+        f"{format_size(needed)} of {format_size(available)} {where}, in {learner.precision.word}: {parts}",
         f"set runtime.rows_per_device={max(1, runtime.rows_per_device // 2)} or "
-        "runtime.gradient_checkpointing=true (the weights stay the same), or take a smaller model"
+        "runtime.gradient_checkpointing=true (the weights stay the same), or take a smaller model",
     )
-    return Finding(needed <= available, measured, fix)
 
 
 def disk(learner: Learner) -> Finding:
@@ -98,15 +97,13 @@ def disk(learner: Learner) -> Finding:
     needed = most * checkpoint + footprint["weights"]
     existing = next(path for path in (learner.home, *learner.home.parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    measured = (
-        f"{format_size(needed)} of {format_size(free)} free: "
-        f"{most} checkpoints of {format_size(checkpoint)}, "
-        f"the model {format_size(footprint['weights'])}"
+    return Finding(
+        needed <= free,
+        f"{format_size(needed)} of {format_size(free)} free: {most} checkpoints of {format_size(checkpoint)}, "
+        f"the model {format_size(footprint['weights'])}",
     )
-    return Finding(needed <= free, measured)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of all tensors; one that occurs twice counts once."""
-    sizes = {tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}
-    return sum(sizes.values())
+    return sum({tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}.values())

@@ -75,8 +75,11 @@ def documents(learner: Learner) -> Finding:
         for changed, place in np.argwhere(moved_BT)
         if record_T[place] != changed
     ]
-    measured = "3 records in a row, each replaced in turn: the logits of the others are the same"
-    return Finding(not leaks, "; ".join(dict.fromkeys(leaks)) or measured)
+    return Finding(
+        not leaks,
+        "; ".join(dict.fromkeys(leaks))
+        or "3 records in a row, each replaced in turn: the logits of the others are the same",
+    )
 
 
 def first_loss(learner: Learner) -> Finding:
@@ -89,8 +92,7 @@ def first_loss(learner: Learner) -> Finding:
     uniform = math.log(model.get_output_embeddings().weight.shape[0])
     measured = f"{loss:.3f} nats a token, ln(vocabulary) = {uniform:.3f}"
     if learner.is_trained:
-        fix = "train the base for longer, or on text more like this"
-        return Finding(loss < uniform, measured, fix)
+        return Finding(loss < uniform, measured, "train the base for longer, or on text more like this")
     fix = "set model.init_std nearer to 0.02: a new model should find all tokens equally likely"
     return Finding(abs(loss - uniform) <= max(0.5, SLACK * uniform), measured, fix)
 
@@ -131,11 +133,9 @@ def accumulation(learner: Learner) -> Finding:
     In fp32, with uneven masks.
     """
     sample = unevenly_masked(select_rows(learner.rows, ROWS))
-    ranks = Ranks(0, 1, learner.precision.device)
-    step = partial(first_step, learner, sample, ranks)
+    step = partial(first_step, learner, sample, Ranks(0, 1, learner.precision.device))
     others = [step(rows_per_device=size) for size in (1, ODD)]
-    how = f"{ROWS} rows at once, one by one, and {ODD} at a time"
-    return _agreement(step(rows_per_device=ROWS), others, how)
+    return _agreement(step(rows_per_device=ROWS), others, f"{ROWS} rows at once, one by one, and {ODD} at a time")
 
 
 def _agreement(expected: Step, steps: Iterable[Step], how: str) -> Finding:
@@ -145,8 +145,8 @@ def _agreement(expected: Step, steps: Iterable[Step], how: str) -> Finding:
         gradient = max(gradient, distance(expected[1], gradients))
         if not math.isnan(step_loss):  # as on other ranks: the trainer refuses such a loss
             loss = max(loss, abs(expected[0] - step_loss) / max(1.0, abs(expected[0])))
-    measured = f"gradients {gradient:.1e}, losses {loss:.1e} apart: {how}"
-    return Finding(gradient <= GRADIENTS and loss <= LOSSES, measured)
+    is_same = gradient <= GRADIENTS and loss <= LOSSES
+    return Finding(is_same, f"gradients {gradient:.1e}, losses {loss:.1e} apart: {how}")
 
 
 def resume(learner: Learner) -> Finding:
@@ -176,10 +176,9 @@ def resume(learner: Learner) -> Finding:
         "optimizer state": _same(first.optimizers.state(), second.optimizers.state()),
         "losses": straight.losses[half:] == continued.losses,
     }
-    steps = f"{STEPS} steps, and of {half}, a checkpoint and {half}"
     differing = [name for name, is_same in same.items() if not is_same]
-    verdict = "differ" if differing else "are the same"
-    return Finding(not differing, f"{', '.join(differing or same)} of {steps} {verdict}")
+    verdict = f"{half}, a checkpoint and {half} {'differ' if differing else 'are the same'}"
+    return Finding(not differing, f"{', '.join(differing or same)} of {STEPS} steps, and of {verdict}")
 
 
 def learns(learner: Learner) -> Finding:
@@ -207,7 +206,6 @@ def learns(learner: Learner) -> Finding:
             reached.add(name)
 
     names = _watch_gradients(trainer, note)
-    rate = f"{learner.config.section}.optim.lr"
     try:
         trainer.fit()
     except NonFinite:
@@ -217,14 +215,12 @@ def learns(learner: Learner) -> Finding:
     least = LEARNT if rows.whole.divisible else 0.0
     is_lower = last < first - least * abs(first)
     unreached = [name for name in names if name not in reached]
-    fix = f"lower {rate}: the steps are too long"
-    if last <= first:
-        fix = f"raise {rate}: the steps are too short"
+    change, length = ("raise", "short") if last <= first else ("lower", "long")
+    fix = f"{change} {learner.config.section}.optim.lr: the steps are too {length}"
     if unreached and is_lower:
         fix = "find out why the loss does not depend on these weights"
     losses = f"loss {first:.4g} to {last:.4g} in {len(recorder.losses)} steps on it"
-    without = first_of(unreached, 3) or "none"
-    measured = f"{losses}; weights without a gradient: {without}"
+    measured = f"{losses}; weights without a gradient: {first_of(unreached, 3) or 'none'}"
     return Finding(is_lower and not unreached, measured, fix)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import transformers
 
@@ -104,8 +104,7 @@ def prepare(stage: str, plan: Plan, directory: Path) -> tuple[Learner, Data]:
     config = config.resolved(rows.epoch)
     order = order_of(config, rows)
     heldout = open_rows(shards / "heldout", encoder, config, heldout=True)
-    records = heldout_records(shards)
-    read = Data(row.rows, encoder, rows, heldout, records, bool(config.mask_intervals))
+    read = Data(row.rows, encoder, rows, heldout, heldout_records(shards), bool(config.mask_intervals))
     learner = Learner(
         config,
         settings.runtime,
@@ -126,8 +125,8 @@ def prepare(stage: str, plan: Plan, directory: Path) -> tuple[Learner, Data]:
 def subject(stage: str, settings: Settings, paths: Mapping[str, Path]) -> training.TrainableModel:
     """The stage's model before its first step; the same weights every time."""
     encoder = Encoder(paths["tokenizer"], fast=False)
-    prepare_model = import_module(STAGES[stage].module).prepare
-    return cast("training.TrainableModel", prepare_model(settings, paths, encoder))
+    model: training.TrainableModel = import_module(STAGES[stage].module).prepare(settings, paths, encoder)
+    return model
 
 
 def run_checks(checks: Checks[Subject], examined: Subject) -> Iterator[tuple[str, Finding]]:
@@ -141,7 +140,10 @@ def run_checks(checks: Checks[Subject], examined: Subject) -> Iterator[tuple[str
         except UsageError:
             raise
         except Exception as error:
-            measured = f"{type(error).__name__}: {first_line(error)}"
-            finding = Finding(False, measured, "training would fail with it too: do what it says")
+            finding = Finding(
+                False,
+                f"{type(error).__name__}: {first_line(error)}",
+                "training would fail with it too: do what it says",
+            )
         if finding is not None:
             yield name, replace(finding, fix=finding.fix or fix)

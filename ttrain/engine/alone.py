@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ttrain.config import Runtime, Settings
-from ttrain.config.loading import Override, merge, with_types
+from ttrain.config.loading import Override, settings_of_task
 from ttrain.config.runtime import TaskRuntime
 from ttrain.core.files import PRIVATE_FILE, JsonDict, JsonObject, exclusive, write_json
 from ttrain.engine import launch, processes
@@ -21,7 +21,7 @@ WORK, LOCK, LOG = Path("run", "work"), Path("run", "lock"), Path("run", "log.txt
 def split_runtime(overrides: Sequence[Override]) -> tuple[Runtime, list[Override]]:
     """Split the overrides into (runtime settings, other overrides). Raises UsageError for several machines."""
     own = [override for override in overrides if override.key.partition(".")[0] == "runtime"]
-    runtime = merge(TaskRuntime, with_types(TaskRuntime, own))[0].runtime
+    runtime = settings_of_task(TaskRuntime, own).runtime
     if runtime.nodes > 1:
         raise UsageError(f"runtime.nodes is {runtime.nodes}, but a task trains on one machine; set runtime.nodes=1")
     return runtime, [override for override in overrides if override not in own]

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
-from ttrain.core.terminal import escaped_lines
+from ttrain.core.terminal import escaped
 from ttrain.core.text import format_duration
 from ttrain.engine.progress import StageProgress
 
@@ -79,7 +79,7 @@ class Display:
 
     def say(self, text: str, mark: Mark | None = None) -> None:
         """Print a line above the bars, after a mark: as it is, since it may name files, keys and values of data."""
-        line = escaped_lines(text)
+        line = escaped(text, kept="\n")
         with self._lock:
             self.console.print(Text.assemble(mark, f" {line}") if mark else Text(line), soft_wrap=True)
             sys.stdout.flush()

@@ -150,7 +150,7 @@ class _Estimator:
 
     def _training(self, planned: Planned) -> StageEstimate:
         section: Training = getattr(self.settings, planned.name)
-        data = self._tokens(TRAINING_STAGES[planned.name].dataset)
+        data = self._tokens(planned.name)
         if data is None and section.epochs == rules.AUTO:  # by the number of rows
             return StageEstimate(planned.name)
         data = data and max(data, section.row_length)  # a row counts in full

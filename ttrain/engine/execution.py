@@ -16,6 +16,7 @@ from ttrain.config.training import TRAINING_STAGES, TRAININGS
 from ttrain.core.files import JsonObject, read_object, write_json
 from ttrain.core.signals import handling_signals
 from ttrain.core.terminal import showing_logs
+from ttrain.core.text import first_of
 from ttrain.engine import launch, processes, row_counts
 from ttrain.engine.display import Display, StageDisplay
 from ttrain.engine.graph import Planned
@@ -39,7 +40,7 @@ NOTE_SECONDS = 2.0  # between two events of a stage's progress
 # Which artifacts become registered models: stage, suffix of the name, directory in the artifact.
 REGISTERED = {
     "tokenizer": ("tokenizer", ""),
-    **{name: (row.model, row.directory) for name, row in TRAINING_STAGES.items()},
+    **{name: (row.model, "adapter" if row.role == "adapter" else "model") for name, row in TRAINING_STAGES.items()},
 }
 
 
@@ -206,7 +207,7 @@ class PipelineRun(StopRequest):
         if not stage.loads_torch:  # then its own process is there before the libraries are
             self.to_start.pop(stage.name, None)
         processes.warm_up(self.settings, [*self.to_start.values()])
-        self.display(stage.name, "started", {"why": summary.shortened(planned.why)})
+        self.display(stage.name, "started", {"why": first_of(planned.why, 3, "; ")})
         self.log.add(stage.name, f"started: {'; '.join(planned.why)}")
         # the id by which trackers know it: that of the run which began its training, if it continues one
         tracked = read_object(work / TRACKED).get("id") or f"{self.record.run}/{stage.name}"

@@ -9,8 +9,8 @@ from typing import Any
 
 from ttrain.config import Settings
 from ttrain.core import machine
+from ttrain.core.text import first_of
 from ttrain.errors import UsageError
-from ttrain.reports.summary import shortened
 from ttrain.store.artifacts import SHOWN_KEY
 from ttrain.store.differences import Ingredients, library_changes
 from ttrain.store.layout import Artifact, Artifacts
@@ -142,8 +142,7 @@ class Planned:
     @property
     def row(self) -> tuple[str, str, str, str]:
         """(stage, state, key, why) for a table."""
-        why = shortened([*self.why, *self.notes])
-        return (self.name, self.state, (self.key or "")[:SHOWN_KEY], why)
+        return self.name, self.state, (self.key or "")[:SHOWN_KEY], first_of([*self.why, *self.notes], 3, "; ")
 
     def has_inputs(self, inputs: Artifacts) -> bool:
         """Whether the plan is of these inputs, and knows its key."""

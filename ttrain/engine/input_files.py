@@ -137,7 +137,7 @@ def _suite_files(settings: Settings) -> dict[str, list[Path]]:
     any model is trained. Held-out documents are checked later: a night has earlier ones."""
     files_by_role: dict[str, list[Path]] = {}
     rows = TRAINING_STAGES.items()
-    heldout_parts = [row.part for _, row in rows if row.loss and settings.reads(row.dataset)]
+    heldout_parts = [row.part for _, row in rows if row.loss and settings.reads(row.name)]
     for name, row in rows:
         if row.role != "base" and not settings.exists(name):
             continue
@@ -155,7 +155,7 @@ def _model_files(settings: Settings) -> dict[str, list[Path]]:
     assert settings.existing_model, "the stage is in the recipe only where there is such a model"
     setting = f"{settings.trainings[0]}.start_from"
     files = existing.model_files(settings.existing_model, setting)
-    limit = existing.max_length(files)
+    limit = existing.max_length(files["config"][0])
     for name in (*settings.trainings, "evaluate"):
         length, virtual = getattr(settings, name).row_length, settings.virtual_tokens(name)
         if limit is not None and length + virtual > limit:

@@ -130,7 +130,7 @@ def settings_of_selection(
     cached = {each.name for each in plan(graph, settings, store, rerun) if each.state == "cached"}
     if left_out <= cached:
         return settings
-    none = {TRAINING_STAGES[name].dataset: () for name in left_out}
+    none = dict.fromkeys(left_out, ())
     return settings.model_copy(update={"data": settings.data.model_copy(update=none)})
 
 
@@ -283,14 +283,13 @@ def trained_on(settings: Settings, stages: Iterable[Planned]) -> dict[str, str]:
     artifacts = {each.name: each.artifact for each in stages}
     lines: dict[str, str] = {}
     for name in filter(artifacts.__contains__, settings.trainings):
-        row = TRAINING_STAGES[name]
-        paths = settings.data.paths(row.dataset)
+        paths = settings.data.paths(name)
         sources = counted(len(paths), "source") if len(paths) > SHOWN_SOURCES else ", ".join(map(redact.url, paths))
-        if settings.data.uses_python_docs(row.dataset):
+        if settings.data.uses_python_docs(name):
             sources = f"{PYTHON_DOCS}, which ships with ttrain"
-        shards = artifacts.get(SHARDS[row.dataset].name)
+        shards = artifacts.get(SHARDS[name].name)
         records = ShardsResult.of(shards.result).train.rows if shards else 0
-        lines[name] = f"{sources}: {records:,} {row.rows}" if records else sources
+        lines[name] = f"{sources}: {records:,} {TRAINING_STAGES[name].rows}" if records else sources
     return lines
 
 
@@ -299,5 +298,5 @@ def without_data(settings: Settings) -> str:
     names = [name for name in TRAINING_STAGES if not settings.exists(name) and name not in OPTIONAL]
     if not names:
         return ""
-    data = ", ".join(f"data.{TRAINING_STAGES[name].dataset}" for name in names)
+    data = ", ".join(f"data.{name}" for name in names)
     return f"no {', '.join(names)}: {data} {'is' if len(names) == 1 else 'are'} none"

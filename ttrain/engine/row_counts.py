@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ttrain.config import TRAINING_STAGES, Settings, Training, rules
+from ttrain.config import Settings, Training, rules
 from ttrain.core.files import read_object
 from ttrain.engine.graph import Planned
 from ttrain.store.results import TrainingResult
@@ -42,7 +42,7 @@ def rules_of_rows(settings: Settings, stages: Iterable[Planned], *, packs: bool 
         config: Training = getattr(settings, name)
         trained = artifacts.get(name)
         values = config.replaced(TrainingResult.of(trained.result).by_rule) if trained else config
-        shards = artifacts.get(SHARDS[TRAINING_STAGES[name].dataset].name)
+        shards = artifacts.get(SHARDS[name].name)
         tokenizer = artifacts.get(TOKENIZER.name)
         if packs and values.automatic and shards and tokenizer and not (shards.absent or tokenizer.absent):
             values = values.resolved(_open_rows(values, shards.path, tokenizer.path).epoch)

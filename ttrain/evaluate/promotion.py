@@ -82,7 +82,7 @@ def check_metric(settings: Settings) -> None:
     losses = [
         row.metric.of(name)
         for row in TRAINING_STAGES.values()
-        if row.metric and row.metric is not BITS_PER_BYTE and settings.reads(row.dataset)
+        if row.metric is not BITS_PER_BYTE and settings.reads(row.name)
         for name in models
     ]
     of_suites = [
@@ -273,8 +273,8 @@ def _kept_if_too_few(decision: Decision, records: int, rules: Promotion) -> Deci
 
 def _of_other_models(challenger: Evaluation, champion: Evaluation, rules: Promotion) -> Iterator[TextFigure]:
     """The figures in the metric of each model that does not decide and has one that is not over documents."""
-    for row in TRAINING_STAGES.values():
-        if row.metric is None or (name := row.metric.of(row.model)) in OF_DOCUMENTS or name == rules.metric:
+    for name in (row.metric.name for row in TRAINING_STAGES.values()):
+        if name in OF_DOCUMENTS or name == rules.metric:
             continue
         if name in challenger.metrics and name in champion.metrics:
             figure = forgetting.figure_of_metric(challenger.metric(name), champion.metric(name), rules)

@@ -14,9 +14,8 @@ from ttrain.reports import facts, summary
 from ttrain.tasks import EVALUATE, SHARDS, SOURCE, STAGES, TOKENIZER, Stage
 
 PREFIXES = {"eval": EVALUATE.name, "tok": TOKENIZER.name}  # of metrics that do not begin with their stage's name
-MODEL_OF = {
-    row.metric.of_run: name for name, row in TRAINING_STAGES.items()
-}  # the training stage, by the metric of its model
+# the training stage, by the metric of its model
+MODEL_OF = {row.metric.of_run: name for name, row in TRAINING_STAGES.items()}
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def without_later_models(graph: Graph, measured: Measure) -> Graph:
     if model not in graph:
         return graph
     needed = graph.needed_by(model)
-    stages = (name for row in TRAINING_STAGES.values() for name in (row.name, SHARDS[row.dataset].name))
+    stages = (name for row in TRAINING_STAGES.values() for name in (row.name, SHARDS[row.name].name))
     return graph.replacing({name: None for name in stages if name in graph and name not in needed})
 
 

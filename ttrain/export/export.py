@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from ttrain.core.files import fsync, read_json, read_object, remove_tree, temporary_path, user_path
 from ttrain.core.machine import VERSION
-from ttrain.core.text import first_line
-from ttrain.errors import ArtifactError, TTrainError, UsageError
+from ttrain.core.text import first_line, first_of
+from ttrain.errors import TTrainError, UsageError
 from ttrain.export import gguf_convert
-from ttrain.reports.history import History
-from ttrain.reports.model_card import Exported, card
+from ttrain.reports.model_card import Exported, History, card
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import home
 from ttrain.store.model_files import ADAPTER, ADAPTER_CONFIG, BASE, SECOND_HEAD, Reference, base_digest_of, weights_digest
@@ -47,11 +46,7 @@ LICENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")  # what the Hub knows licenc
 
 SHARD_SIZE = re.compile(r"(?!0+(\.0+)?[KMG])\d+(\.\d+)?[KMG]B", re.IGNORECASE)  # as transformers takes it
 
-SHOWN = 3  # names in a message
-
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
-
-UNMERGEABLE = ("PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING")  # they add positions, not weights
 
 
 @dataclass(frozen=True)
@@ -99,13 +94,10 @@ def export(
         if request.gguf:
             say("converting to GGUF")
             convert(work, converter(request.gguf), dtype=request.dtype, name=target.name)
-        umask = os.umask(0)
-        os.umask(umask)
-        written = {}
-        for path in sorted(work.iterdir()):
-            path.chmod(0o666 & ~umask)  # libraries leave some files readable by their owner only
+        for path in work.iterdir():
+            path.chmod(0o644)  # libraries leave some files readable by their owner only
             fsync(path)
-            written[path.name] = path.stat().st_size
+        sizes = {path.name: path.stat().st_size for path in sorted(work.iterdir())}
         if target.exists():
             target.rename(replaced)
         work.rename(target)
@@ -113,7 +105,7 @@ def export(
         remove_tree(replaced)
     finally:
         remove_tree(work)
-    return Export(target, exported.files, exported.dtype, exported.parameters, written, tuple(remarks))
+    return Export(target, exported.files, exported.dtype, exported.parameters, sizes, tuple(remarks))
 
 
 def _check_request(reference: Reference, request: Request) -> None:
@@ -127,31 +119,24 @@ def _check_request(reference: Reference, request: Request) -> None:
             raise UsageError(f"--gguf is given, but '{reference.text}' is an adapter; make it part of its base with --merge")
     if request.merge and reference.adapter is None:
         raise UsageError(f"--merge is given, but '{reference.text}' is a full model, not an adapter; leave --merge out")
-    config = read_object(reference.adapter / ADAPTER_CONFIG) if request.merge and reference.adapter else {}
-    if config.get("peft_type") in UNMERGEABLE:
-        raise UsageError(
-            f"--merge is given, but '{reference.text}' is a prefix, which adds positions and no weights; "
-            f"leave --merge out, and load it with PEFT"
-        )
 
 
 def _check_target(reference: Reference, target: Path, request: Request) -> None:
     for source in {reference.model.resolve(), reference.directory.resolve(), (home() / "store").resolve()}:
         if target == source or source in target.parents:
             raise UsageError(f"--to is {target}, which lies in {source}; choose a directory of its own")
-    if target.exists() and not target.is_dir():
+    if target.is_file():
         raise UsageError(f"--to is {target}, which is a file; choose a directory")
-    if target.exists() and any(target.iterdir()):
-        if not request.force:
-            raise UsageError(f"--to is {target}, which is not empty; choose another directory, or replace it with --force")
-        if not any((target / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
-            raise UsageError(f"--to is {target}, which is not empty and holds no model; --force replaces models only")
-        others = sorted(entry.name for entry in target.iterdir() if entry.is_dir() or not WRITTEN.fullmatch(entry.name))
-        if others:
-            raise UsageError(
-                f"--to is {target}, which holds more than a model: {', '.join(others[:SHOWN])}; --force replaces what an "
-                f"export writes and nothing else: move the rest away, or choose another directory"
-            )
+    names = sorted(path.name + "/" * path.is_dir() for path in target.iterdir()) if target.is_dir() else []
+    if names and not request.force:
+        raise UsageError(f"--to is {target}, which is not empty; choose another directory, or replace it with --force")
+    if names and {"config.json", ADAPTER_CONFIG}.isdisjoint(names):
+        raise UsageError(f"--to is {target}, which is not empty and holds no model; --force replaces models only")
+    if others := [name for name in names if not WRITTEN.fullmatch(name)]:
+        raise UsageError(
+            f"--to is {target}, which holds more than a model: {first_of(others, 3)}; --force replaces what an "
+            f"export writes and nothing else: move the rest away, or choose another directory"
+        )
 
 
 def _fill(
@@ -192,8 +177,8 @@ def _fill(
         licence=request.licence,
         has_code=has_code,
     )
-    text = card(exported, History.of(reference.artifact, ArtifactStore(home())))
-    (work / CARD).write_text(text, encoding="utf-8")
+    history = History.of(reference.artifact, ArtifactStore(home()))
+    (work / CARD).write_text(card(exported, history), encoding="utf-8")
     return exported, remarks
 
 
@@ -220,8 +205,8 @@ def _copy_code(source: Path, work: Path) -> bool:
     if not auto_map:
         return False
     _copy(source, work, tuple(path.name for path in sorted(source.glob("*.py"))))
-    config = read_json(work / "config.json")
-    (work / "config.json").write_text(json.dumps({**config, "auto_map": auto_map}, indent=2) + "\n", encoding="utf-8")
+    config = {**read_object(work / "config.json"), "auto_map": auto_map}
+    (work / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return True
 
 
@@ -286,7 +271,7 @@ def write(model: PreTrainedModel, target: Path, *, dtype: str, shard_size: str) 
     """Write config, generation config and shards of at most `shard_size`, as `save_pretrained` does.
 
     transformers casts the parameters, except those that it keeps in fp32, such as the bias of a router; buffers are not
-    cast. Returns the number of parameters. Raises ArtifactError if a weight is not finite, UsageError if it is too large.
+    cast. Returns the number of parameters. Raises UsageError if a weight is too large for the type.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -318,19 +303,16 @@ def write_tensors(source: Path, target: Path, *, dtype: str) -> int:
 
 
 def cast(name: str, tensor: Tensor, dtype: str) -> Tensor:
-    """Cast a tensor to another type; integers stay. Raises if a value is not finite, or too large for the type."""
+    """Cast a tensor to another type; integers stay. Raises UsageError if a value is too large for the type."""
     import torch
 
     if not tensor.is_floating_point():
         return tensor
     kind = getattr(torch, DTYPES[dtype])
     cast_tensor = tensor.to(kind)
-    if not bool(torch.isfinite(cast_tensor).all()):
-        if not bool(torch.isfinite(tensor).all()):
-            raise ArtifactError(f"the tensor {name} holds a value that is NaN or infinite; such a model cannot be used")
-        limit = torch.finfo(kind).max
+    if not cast_tensor.isfinite().all():
         raise UsageError(
-            f"--dtype is {dtype}, which holds numbers up to {limit:g}, but the tensor {name} reaches "
+            f"--dtype is {dtype}, which holds numbers up to {torch.finfo(kind).max:g}, but the tensor {name} reaches "
             f"{float(tensor.abs().max()):g}; use --dtype {'fp32' if dtype == 'bf16' else 'bf16'}"
         )
     return cast_tensor

@@ -17,11 +17,7 @@ def main(pre_tokenizer: str, script: Path, arguments: list[str]) -> None:
     """Run the converter, which ends the process itself where it fails."""
     sys.path[:0] = [str(script.parent), str(script.parent / "gguf-py")]
     converter: Any = importlib.import_module(script.stem)
-    try:
-        models: Any = importlib.import_module("conversion.base")
-    except ModuleNotFoundError:
-        models = converter  # before 2026, all was in one file
-    kind = getattr(models, "TextModel", None) or models.Model
+    kind: Any = importlib.import_module("conversion.base").TextModel
     recognise = kind.get_vocab_base_pre
 
     def get_pre_tokenizer(self: Any, tokenizer: Any) -> str:

@@ -12,7 +12,7 @@ from ttrain.core.hashing import digest_of
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.lineage.lookup import Named, find
 from ttrain.reports.facts import changed_settings
-from ttrain.reports.history import inputs_first
+from ttrain.reports.history import inputs_first, inputs_of
 from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.results import ShardsResult
@@ -68,8 +68,7 @@ def lineage_of(home: Path, text: str) -> Lineage:
 def facts_of(artifact: Artifact) -> JsonDict:
     """How an artifact was made. What is not recorded is None."""
     manifest, provenance = artifact.manifest, artifact.provenance
-    ingredients = manifest["ingredients"]
-    settings = ingredients.get("settings", {})
+    settings = manifest["ingredients"].get("settings", {})
     changed = sorted(changed_settings(settings).items())
     versions = {name: provenance[name] for name in ("ttrain", "python") if provenance.get(name)}
     section = "pretrain" if artifact.stage == "new-model" else artifact.stage
@@ -80,11 +79,11 @@ def facts_of(artifact: Artifact) -> JsonDict:
         "made_unix": manifest.get("published"),
         "run": provenance.get("run"),  # name of the pipeline's run
         "run_id": provenance.get("run_id"),  # MLflow's, of the stage
-        "code": digest_of(ingredients.get("code", {})),  # that shaped it
+        "code": digest_of(manifest["ingredients"].get("code", {})),  # that shaped it
         "commit": provenance.get("commit"),
         "seed": settings.get(f"{section}.seed", settings.get("reading.seed")),
         "settings": {name: value for name, (value, _) in changed},
-        "inputs": {name: {"stage": used["stage"], "key": used["key"]} for name, used in manifest["inputs"].items()},
+        "inputs": {name: {"stage": stage, "key": key} for name, (stage, key) in inputs_of(artifact).items()},
         "data": _data_of(artifact),
         "libraries": {**versions, **provenance.get("libraries", {})},
         "runtime": provenance.get("runtime"),
@@ -101,9 +100,8 @@ def _data_of(artifact: Artifact) -> list[dict[str, Any]]:
         for file in datasets.files_of(artifact, role):
             counts = counted.get((role, file["name"]), {})
             entry = {name: file.get(name) for name in ("name", "sha256", "location")}
-            amounts = {name: counts.get(name) for name in ("documents", "tokens", "bytes")}
-            documents = counts.get("kept", amounts["documents"])
-            entries.append({"part": role, **entry, **amounts, "documents": documents})
+            entry |= {name: counts.get(name) for name in ("tokens", "bytes")}
+            entries.append({"part": role, **entry, "documents": counts.get("kept", counts.get("documents"))})
     return entries
 
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config import flatten
-from ttrain.config.data import LEARNT
 from ttrain.config.loading import Override, load
+from ttrain.config.training import TRAININGS
 from ttrain.core import redact
 from ttrain.core.files import JsonDict, read_object
 from ttrain.data import existing
@@ -97,17 +97,14 @@ def find(
     if record := find_run(home, run_name):
         return _of_run(record, stage)
     if from_hub and not is_path and existing.HUB_REFERENCE.fullmatch(text):
-        config = existing.model_files(text, "MODEL")["config"][0]
-        return Named("directory", text, directory=config.parent)
+        return Named("directory", text, directory=existing.model_files(text, "MODEL")["config"][0].parent)
     hint = _models_in(store)
-    also = f"; {hint}" if names else ""
-    raise name_syntax.unknown("model", text, names, begin=hint, also=also)
+    raise name_syntax.unknown("model", text, names, begin=hint, also=f"; {hint}" if names else "")
 
 
 def _models_in(store: ArtifactStore) -> str:
     """The stages that could be named instead, or what is damaged."""
-    artifacts = store.artifacts()
-    stages = sorted({made.stage for made in artifacts if model_directory(made.path)})
+    stages = sorted({made.stage for made in store.artifacts() if model_directory(made.path)})
     if store.damaged() or not stages:
         return store.advice()
     return f"stages with a model: {', '.join(stages)}"
@@ -119,8 +116,7 @@ def _of_run(record: runs.RecordedRun, stage: str) -> Named:
     if stage:
         name_syntax.need_stage(stage, (entry["name"] for entry in entries), f"the run {name}")
         entries = [entry for entry in entries if entry["name"] == stage]
-    done = (entry for entry in entries if entry.get("key") and entry["outcome"] in DONE)
-    artifacts = tuple((entry["name"], entry["key"]) for entry in done)
+    artifacts = tuple((entry["name"], entry["key"]) for entry in entries if entry.get("key") and entry["outcome"] in DONE)
     return Named("run", f"{name}:{stage}" if stage else name, artifacts, record)
 
 
@@ -137,12 +133,11 @@ def _registered(home: Path, model: name_syntax.Registered) -> Named:
 
 def _of_directory(store: ArtifactStore, directory: Path) -> Named:
     """A directory, and the artifact that it is, or is a part of."""
-    places = (directory.resolve(), *directory.resolve().parents)
-    artifact = next(filter(None, map(store.at, places)), None)
-    if artifact is None:
-        return Named("directory", str(directory), directory=directory)
-    name = (artifact.stage, artifact.key)
-    return Named("key", "/".join(name), (name,), directory=directory)
+    for place in (directory.resolve(), *directory.resolve().parents):
+        if artifact := store.at(place):
+            name = (artifact.stage, artifact.key)
+            return Named("key", "/".join(name), (name,), directory=directory)
+    return Named("directory", str(directory), directory=directory)
 
 
 def _of_key(store: ArtifactStore, text: str) -> Named | None:
@@ -150,11 +145,10 @@ def _of_key(store: ArtifactStore, text: str) -> Named | None:
     stage, slash, prefix = text.rpartition("/")
     if len(prefix) < SHORTEST_KEY or not HEX.issuperset(prefix) or (slash and stage not in STAGES):
         return None
-    paths = (store.root / "store").glob(f"{stage or '*'}/{prefix}*")
-    matches = sorted((path.parent.name, path.name) for path in paths if store.at(path))
+    artifacts = filter(None, map(store.at, (store.root / "store").glob(f"{stage or '*'}/{prefix}*")))
+    matches = sorted((artifact.stage, artifact.key) for artifact in artifacts)
     if len(matches) > 1:
-        keys = [f"{name}/{key[:SHOWN_KEY]}" for name, key in matches]
-        raise name_syntax.ambiguous(text, "keys", keys)
+        raise name_syntax.ambiguous(text, "keys", [f"{name}/{key[:SHOWN_KEY]}" for name, key in matches])
     return Named("key", "/".join(matches[0]), tuple(matches)) if matches else None
 
 
@@ -174,10 +168,9 @@ def run_of(
     """
     root = layout.home() if home is None else home
     stages = sorted({text for text in texts if text in STAGES})
+    if run_name is not None and not stages:
+        raise UsageError(f"--run is {run_name}, but {texts[0]} names no stage to look for in a run; leave --run out")
     if run_name is not None:
-        if not stages:
-            problem = f"{texts[0]} names no stage to look for in a run; leave --run out"
-            raise UsageError(f"--run is {run_name}, but {problem}")
         return need_run(root, run_name)
     store = ArtifactStore(root)
     suitable = [run for run in runs.newest_first(root) if runs.is_own(run) or runs.is_finished(run)]
@@ -185,8 +178,9 @@ def run_of(
         if stages and _has_all(store, run, stages):
             return run
     if len(stages) > 1 and all(store.artifacts(stage) for stage in stages):
-        fix = "name each as RUN:STAGE, `ttrain pipeline status` lists runs"
-        raise UsageError(f"no run has all of {', '.join(stages)}; {fix}")
+        raise UsageError(
+            f"no run has all of {', '.join(stages)}; name each as RUN:STAGE, `ttrain pipeline status` lists runs"
+        )
     return None
 
 
@@ -198,8 +192,7 @@ def _has_all(store: ArtifactStore, run: runs.RecordedRun, stages: Sequence[str])
     lacking = [stage for stage in stages if not store.find(stage, keys[stage])]
     for stage in lacking:
         if store.at(store.path(stage, keys[stage])):  # it is there, but not as it was published
-            problem = f"{stage} of the run {run['run']} is damaged and not taken"
-            log.warning("%s; see `ttrain artifacts verify`", problem)
+            log.warning("%s of the run %s is damaged and not taken; see `ttrain artifacts verify`", stage, run["run"])
     return not lacking
 
 
@@ -286,19 +279,17 @@ def _model_of(store: ArtifactStore, named: Named) -> tuple[Artifact | None, Path
 
 def _base_of(store: ArtifactStore, adapter: Path) -> Path:
     """An adapter's base: `base/` beside it, else by digest, else by its config."""
-    digest = base_digest_of(adapter)
-    candidates = [adapter / "base"]
-    for artifact in store.artifacts() if digest else ():
-        if digest == _stored_digest(artifact) and not store.damage(artifact):
-            candidates.append(artifact.path / MODEL_DIRECTORY)
+    digest, beside = base_digest_of(adapter), adapter / "base"
     named_base = str(read_object(adapter / ADAPTER_CONFIG).get("base_model_name_or_path"))
-    for directory in (*candidates, Path(named_base).absolute()):
+    artifacts = store.artifacts() if digest else ()
+    same = (made for made in artifacts if digest == _stored_digest(made) and not store.damage(made))
+    for directory in (beside, *(made.path / MODEL_DIRECTORY for made in same), Path(named_base).absolute()):
         if (directory / "config.json").is_file():
             return directory
     wanted = f"with the weights {digest[:SHOWN_KEY]}" if digest else f"({named_base})"
     raise UsageError(
         f"{adapter} is an adapter, and its base {wanted} is not in {store.root}; name it with "
-        f"--base, or put it into {candidates[0]}"
+        f"--base, or put it into {beside}"
     )
 
 
@@ -323,16 +314,14 @@ def _stored_digest(artifact: Artifact) -> str | None:
 
 def with_models(home: Path) -> list[str]:
     """Names of the home's models, for a list: stages, aliases, stages of the newest runs."""
-    store, stages, of_runs = ArtifactStore(home), list[str](), list[str]()
+    store, made = ArtifactStore(home), list[tuple[str, str]]()
     for run in itertools.islice(runs.newest_first(home), name_syntax.LISTED):
         for stage, key in runs.keys_of(run).items():
             artifact = store.find(stage, key) if key else None
             if artifact and model_directory(artifact.path):
-                stages.append(stage)
-                of_runs.append(f"{run['run']}:{stage}")
-    sets = Registry(home).sets()
-    aliases = [f"{models.name}@{alias}" for models in sets for alias in models.aliases]
-    return [*dict.fromkeys(stages), *aliases, *of_runs]
+                made.append((stage, f"{run['run']}:{stage}"))
+    aliases = [f"{models.name}@{alias}" for models in Registry(home).sets() for alias in models.aliases]
+    return [*dict.fromkeys(stage for stage, _ in made), *aliases, *(of_run for _, of_run in made)]
 
 
 def newest_with(home: Path, stage: str) -> JsonDict:
@@ -346,8 +335,7 @@ def newest_with(home: Path, stage: str) -> JsonDict:
         if runs.is_own(run) and stage in runs.keys_of(run):
             return run
     pipeline = runs.NIGHTLY if stage in OF_NIGHTS else "full"
-    fix = f"try `ttrain pipeline run {pipeline}`"
-    raise UsageError(f"no run has a stage {stage} yet whose settings could be taken; {fix}")
+    raise UsageError(f"no run has a stage {stage} yet whose settings could be taken; try `ttrain pipeline run {pipeline}`")
 
 
 def with_secrets(run: runs.RecordedRun) -> runs.RecordedRun:
@@ -359,14 +347,16 @@ def with_secrets(run: runs.RecordedRun) -> runs.RecordedRun:
 
 def settings_of(run: runs.RecordedRun) -> list[Override]:
     """The run's settings that differ from today's defaults."""
-    changed = changed_settings(dict(flatten(run["settings"])))
-    return [Override(f"run {run['run']}", key, value) for key, (value, _) in changed.items()]
+    return [
+        Override(f"run {run['run']}", key, value)
+        for key, (value, _) in changed_settings(dict(flatten(run["settings"]))).items()
+    ]
 
 
 def base_of(run: runs.RecordedRun) -> list[Override]:
     """The same, to load other settings over them: with all data, so that none is left unnamed."""
     data, source = run["settings"].get("data", {}), f"run {run['run']}"
-    named = [Override(source, f"data.{name}", data[name]) for name in LEARNT if name in data]
+    named = [Override(source, f"data.{name}", data[name]) for name in TRAININGS if name in data]
     return [*named, *settings_of(run)]
 
 

@@ -58,13 +58,12 @@ def reproduce(
     home to keep, where an interrupted reproduction continues; None: a temporary one. Raises the
     error of a failed stage, or Interrupted once its state is saved.
     """
-    with contextlib.ExitStack() as stack:
-        made = temporary_directory("reproduce") if directory is None else _usable(directory)
-        store, built = ArtifactStore(stack.enter_context(made)), dict[str, Artifact]()
-        effect = "the stage saves its state" if directory else "without --home, nothing is kept"
-        stop = StopRequest(lambda text: screen("", "message", {"text": text}), effect)
-        stack.enter_context(stop.catching_signals())
-        stages: list[JsonDict] = []
+    place = contextlib.nullcontext(_usable(directory)) if directory else temporary_directory("reproduce")
+    effect = "the stage saves its state" if directory else "without --home, nothing is kept"
+    stop = StopRequest(lambda text: screen("", "message", {"text": text}), effect)
+    built, stages = dict[str, Artifact](), list[JsonDict]()
+    with place as home, stop.catching_signals():
+        store = ArtifactStore(home)
         for recorded, settings in recipes:
             stop.raise_if_signalled()
             inputs = {name: built[key] for name, (_, key) in inputs_of(recorded).items()}
@@ -76,26 +75,25 @@ def reproduce(
             stages.append({**compared, "seconds": round(outcome.seconds, 2)})
             state = "equal" if compared["equal"] else "different"
             screen(recorded.stage, "ended", {"state": state, "seconds": outcome.seconds, "figures": ""})
-            if state == "different":
+            if not compared["equal"]:
                 break
         store.cache.save()
     return {
         "requested": lineage.text,
         "name": lineage.named.name,
-        "equal": state == "equal",
+        "equal": compared["equal"],
         "home": str(store.root),
         "stages": stages,
         "left": [recorded.stage for recorded, _ in recipes[len(stages) :]],
     }
 
 
-def _usable(directory: Path) -> contextlib.AbstractContextManager[Path]:
-    """The home to build in. Raises UsageError for one with runs, whose artifacts would be taken."""
+def _usable(directory: Path) -> Path:
+    """The home to build in. Raises UsageError for a file, and for a home with runs, whose artifacts would be taken."""
     home = user_path(directory).absolute()
-    names = {path.name for path in home.iterdir()} if home.is_dir() else {*filter(None, [home.is_file() and home.name])}
-    if "runs" in names or (names and not names & {"store", "work"}):
+    if home.is_file() or (home / "runs").exists():
         raise UsageError(f"--home is {home}, which holds other files; name a directory that is new or empty")
-    return contextlib.nullcontext(home)
+    return home
 
 
 def _compared(recorded: Artifact, rebuilt: Artifact) -> JsonDict:
@@ -119,8 +117,7 @@ def _compared(recorded: Artifact, rebuilt: Artifact) -> JsonDict:
 
 
 def _show(screen: StageDisplay, stage: str, event: str, data: JsonObject) -> None:
-    if event != "logged":
-        screen(stage, event, {"why": "is made again"} if event == "started" else data)
+    screen(stage, event, {"why": "is made again"} if event == "started" else data)
 
 
 def recipes_of(lineage: Lineage, home: Path) -> list[Recipe]:
@@ -134,8 +131,7 @@ def recipes_of(lineage: Lineage, home: Path) -> list[Recipe]:
     problems = [problem for recipe in recipes for problem in _data_problems(*recipe, store)]
     store.cache.save()
     if problems:
-        listed = "; ".join(dict.fromkeys(problems))
-        raise ArtifactError(f"{lineage.named.name} cannot be made again: {listed}")
+        raise ArtifactError(f"{lineage.named.name} cannot be made again: {'; '.join(dict.fromkeys(problems))}")
     return recipes
 
 
@@ -178,23 +174,25 @@ def _pinned(data: Mapping[str, Any], artifact: Artifact) -> dict[str, list[str]]
 def _runtime(artifact: Artifact) -> Runtime:
     """The recorded runtime; ranks of several machines become ranks of this one."""
     recorded, training = artifact.provenance.get("runtime", {}), TrainingResult.of(artifact.result)
-    names = (Runtime.model_fields.keys() - UNNEEDED) & recorded.keys()
-    kept = {name: recorded[name] for name in names}
+    kept = {name: recorded[name] for name in Runtime.model_fields if name in recorded.keys() - UNNEEDED}
     # By default a stage uses all cores, and this machine may have another number of them.
     cores = (artifact.provenance.get("machine") or {}).get("cores")
-    of_training = {
-        "devices": training.ranks or kept.get("devices", 1),
-        "threads": training.threads or kept.get("threads") or cores,
-        "device": training.device or kept.get("device", "auto"),
-    }
-    return Runtime.model_validate({**kept, **ONE_MACHINE, **of_training})
+    return Runtime.model_validate(
+        {
+            **kept,
+            **ONE_MACHINE,
+            "devices": training.ranks or kept.get("devices", 1),
+            "threads": training.threads or kept.get("threads") or cores,
+            "device": training.device or kept.get("device", "auto"),
+        }
+    )
 
 
 def _data_problems(artifact: Artifact, settings: Settings, store: ArtifactStore) -> list[str]:
     """Problems with the raw data of a stage: missing, unreadable, or changed."""
-    recorded = artifact.manifest["ingredients"].get("files", {})
+    recorded = {"files": artifact.manifest["ingredients"].get("files", {})}
     try:
-        digests = file_digests(STAGES[artifact.stage], settings, store)
+        lines = differences(recorded, {"files": file_digests(STAGES[artifact.stage], settings, store)})
     except TTrainError as error:
-        return [f"{artifact.stage}: {error}"]
-    return [f"{artifact.stage}: {line}" for line in differences({"files": recorded}, {"files": digests})]
+        lines = [str(error)]
+    return [f"{artifact.stage}: {line}" for line in lines]

@@ -1,19 +1,15 @@
 """A linear layer with a low-rank adapter as one node of the autograd graph: PEFT's layer, names and files, fewer passes."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from peft import PeftModelForCausalLM
+from peft import PeftModelForCausalLM, PrefixTuningConfig, TaskType
 from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ttrain.config import Lora
 from ttrain.errors import UsageError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class FusedLinear(Linear):  # type: ignore[misc]  # PEFT has no types
@@ -92,9 +88,6 @@ class LowRank(torch.autograd.Function):
         return grad_x, None, None, grad_down, grad_up, None
 
 
-NAME = "default"
-
-
 class PrefixModel(PeftModelForCausalLM):  # type: ignore[misc]  # PEFT has no types
     """PEFT's model that can also be called token by token with its cache: PEFT alone would start over.
 
@@ -118,8 +111,6 @@ def attach(model: PreTrainedModel, config: Lora) -> PrefixModel:
 
     Raises UsageError if there are too few positions, or if the architecture caches other things than keys and values.
     """
-    from peft import PrefixTuningConfig, TaskType
-
     _check_positions(model, config)
     was_training = model.training
     probe_11 = torch.ones((1, 1), dtype=torch.long, device=model.device)
@@ -145,12 +136,6 @@ def attach(model: PreTrainedModel, config: Lora) -> PrefixModel:
     adapted = PrefixModel(model, settings)
     adapted.train(was_training)
     return adapted
-
-
-def weight(model: PrefixModel, name: str = NAME) -> Tensor:
-    """The prefix, [P, L*2*G*K], as PEFT's file holds it."""
-    prefix_weight: Tensor = model.prompt_encoder[name].embedding.weight
-    return prefix_weight
 
 
 def _check_positions(model: PreTrainedModel, config: Lora) -> None:

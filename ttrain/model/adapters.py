@@ -13,30 +13,24 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from peft import LoraConfig, PeftConfig, PeftModel, PeftModelForCausalLM, TaskType, get_peft_model, get_peft_model_state_dict
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
+from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from ttrain.config import Lora
 from ttrain.errors import ArtifactError, UsageError
-from ttrain.model import factory
-from ttrain.model.factory import overwrite
+from ttrain.model import adapter_layers, factory
 from ttrain.model.kinds import PRESETS
-from ttrain.store.model_files import ADAPTER
+from ttrain.store.model_files import ADAPTER, ADAPTER_CONFIG, BASE, base_digest_of
 
-if TYPE_CHECKING:
-    from peft import PeftConfig, PeftModel
-    from transformers import PreTrainedModel
-
-
-WEIGHTS = ADAPTER
-
-CONFIG, BASE = "adapter_config.json", "base.json"
-
-NAME = "default"
+NAME = "default"  # PEFT's, of the only adapter
 
 log = logging.getLogger("ttrain")
 
@@ -47,10 +41,6 @@ def attach(model: PreTrainedModel, config: Lora) -> PeftModel:
     LoRA and DoRA begin with A random under the seed and B zero, so that nothing changes yet; a prefix begins with random
     keys and values. Raises UsageError for targets that the model does not have, or that cannot be adapted in this way.
     """
-    from peft import LoraConfig, TaskType, get_peft_model
-
-    from ttrain.model import adapter_layers
-
     torch.manual_seed(config.seed)
     if config.kind == "prefix":
         with without_warnings_of_peft():
@@ -95,15 +85,11 @@ def _check_parameters(targets: AdapterTargets, config: Lora) -> None:
             )
 
 
-def state(model: PeftModel, name: str = NAME) -> dict[str, torch.Tensor]:
-    """The weights of the adapter called `name`, under the names that PEFT saves."""
-    from peft import get_peft_model_state_dict
-
-    if model.peft_config[name].is_prompt_learning:
-        from ttrain.model import adapter_layers
-
-        return {"prompt_embeddings": adapter_layers.weight(model, name)}  # PEFT would return a copy
-    weights: dict[str, torch.Tensor] = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+def state(model: PeftModel) -> dict[str, torch.Tensor]:
+    """The weights of the adapter, under the names that PEFT saves."""
+    if model.peft_config[NAME].is_prompt_learning:  # PEFT would return a copy
+        return {"prompt_embeddings": model.prompt_encoder[NAME].embedding.weight}
+    weights: dict[str, torch.Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
     return weights
 
 
@@ -112,63 +98,40 @@ def files(model: PeftModel, *, base: str, base_digest: str, held_in: str | None 
 
     `held_in`: the base's quantization during training; None: not quantized.
     """
-    settings: dict[str, Any] = model.peft_config[NAME].to_dict()
-    settings = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
-    settings["base_model_name_or_path"] = base
-    settings["inference_mode"] = True
+    settings = {
+        key: sorted(value) if isinstance(value, set) else value for key, value in model.peft_config[NAME].to_dict().items()
+    }
+    settings |= {"base_model_name_or_path": base, "inference_mode": True}
     ours = {"base_weights_sha256": base_digest, **({"base_held_in": held_in} if held_in else {})}
     return {
-        CONFIG: json.dumps(settings, indent=2, sort_keys=True, default=str).encode(),
+        ADAPTER_CONFIG: json.dumps(settings, indent=2, sort_keys=True, default=str).encode(),
         BASE: json.dumps(ours, indent=2).encode(),
     }
 
 
 # --- existing adapters ------------------------------------------------------------------------------------------------
-def load(base: PreTrainedModel, directory: Path, base_digest: str, name: str = NAME) -> PeftModel:
+def load(base: PreTrainedModel, directory: Path, base_digest: str) -> PeftModel:
     """The base with the adapter of `directory`, frozen. `base_digest`: `store.model_files.weights_digest` of the base.
 
     Raises ArtifactError if it was trained on another base, or if its weights do not fit.
     """
-    from peft import PeftModelForCausalLM
-
-    check_base(directory, base_digest)
-    settings = _settings(directory)
-    kind: Any = PeftModelForCausalLM
-    if settings.is_prompt_learning:
-        from ttrain.model.adapter_layers import PrefixModel
-
-        kind = PrefixModel
+    _check_base(directory, base_digest)
+    try:
+        settings = PeftConfig.from_pretrained(str(directory))
+        weights = load_file(directory / ADAPTER)
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
+        raise ArtifactError(f"cannot read {ADAPTER_CONFIG} and {ADAPTER} of {directory}: {error}") from None
+    settings.inference_mode = True
+    kind: Any = adapter_layers.PrefixModel if settings.is_prompt_learning else PeftModelForCausalLM
     try:
         with without_warnings_of_peft():
-            model: PeftModel = kind(base, settings, adapter_name=name)
+            model: PeftModel = kind(base, settings)
     except (ValueError, RuntimeError) as error:
         raise ArtifactError(f"the adapter {directory} does not fit the model: {error}") from None
-    _fill(model, directory, name)
+    factory.need_finite(weights, str(directory / ADAPTER))
+    factory.overwrite(state(model), weights)
+    model.requires_grad_(False)
     return model
-
-
-def add(model: PeftModel, directory: Path, base_digest: str, name: str) -> None:
-    """Load another adapter of the same base under its own name; `switch` activates it.
-
-    Raises ArtifactError as `load`, UsageError if it is of another kind than the loaded ones.
-    """
-    check_base(directory, base_digest)
-    if name in model.peft_config:
-        raise UsageError(f"there is an adapter '{name}' already; give the adapter {directory} another name")
-    try:
-        model.add_adapter(name, _settings(directory))
-    except ValueError as error:
-        raise UsageError(
-            f"the adapter {directory} cannot be loaded together with {', '.join(model.peft_config)}: {error}"
-        ) from None
-    _fill(model, directory, name)
-
-
-def switch(model: PeftModel, name: str) -> None:
-    """Activate the adapter called `name` only; `with model.disable_adapter():` deactivates all."""
-    if name not in model.peft_config:
-        raise UsageError(f"there is no adapter '{name}'; there are {', '.join(model.peft_config)}")
-    model.set_adapter(name, inference_mode=True)
 
 
 def merge(model: PeftModel) -> PreTrainedModel:
@@ -185,7 +148,7 @@ def merge(model: PeftModel) -> PreTrainedModel:
     return merged
 
 
-def check_base(directory: Path, base_digest: str) -> None:
+def _check_base(directory: Path, base_digest: str) -> None:
     """Raise ArtifactError if the adapter was trained on other weights. One that does not name its base is accepted."""
     if (expected_digest := base_digest_of(directory)) is None:
         log.warning("the adapter %s does not say on which base it was trained; only names and shapes are checked", directory)
@@ -193,38 +156,6 @@ def check_base(directory: Path, base_digest: str) -> None:
         raise ArtifactError(
             f"the adapter {directory} was trained on the base {expected_digest[:12]}, not on {base_digest[:12]}"
         )
-
-
-def base_digest_of(directory: Path) -> str | None:
-    """Digest of the weights that the adapter was trained on; None where it does not say. Raises ArtifactError."""
-    path = directory / BASE
-    if not path.is_file():
-        return None
-    try:
-        return str(json.loads(path.read_bytes())["base_weights_sha256"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ArtifactError(f"{path}, which names the adapter's base, is damaged: {error}") from None
-
-
-def _settings(directory: Path) -> PeftConfig:
-    from peft import PeftConfig
-
-    try:
-        settings = PeftConfig.from_pretrained(str(directory))
-    except (OSError, ValueError, TypeError) as error:
-        raise ArtifactError(f"cannot read {directory / CONFIG}: {error}") from None
-    settings.inference_mode = True
-    return settings
-
-
-def _fill(model: PeftModel, directory: Path, name: str) -> None:
-    try:
-        weights = load_file(directory / WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise ArtifactError(f"cannot read {directory / WEIGHTS}: {error}") from None
-    factory.need_finite(weights, str(directory / WEIGHTS))
-    overwrite(state(model, name), weights)
-    model.requires_grad_(False)
 
 
 ALL_LINEAR, ATTENTION = PRESETS
@@ -250,20 +181,13 @@ def find_targets(model: PreTrainedModel, names: Sequence[str]) -> AdapterTargets
     `all-linear`: every linear layer and every stack of experts but the output head (arXiv:2305.14314, section 4);
     `attention`: the linear layers within attention; else the last parts of a name, such as q_proj or mlp.down_proj.
     """
-    linear, head, stacked = linear_layers(model), output_head(model), expert_stacks(model)
+    linear, stacked, head_layer = linear_layers(model), expert_stacks(model), model.get_output_embeddings()
+    head = next((name for name, layer in linear.items() if layer is head_layer), None)
     body = [name for name in linear if name != head]
-    targets: set[str] = set()
-    unknown = []
-    for name in names:
-        matches = (
-            [*body, *stacked] if name == ALL_LINEAR
-            else _within_attention(model, body) if name == ATTENTION
-            else [full for full in (*linear, *stacked) if _ends_with(full, name)]
-        )  # fmt: skip
-        targets |= {*matches}
-        if not matches:
-            unknown.append(name)
-    if unknown:
+    presets = {ALL_LINEAR: [*body, *stacked], ATTENTION: _within_attention(model, body)}
+    matches = {name: presets[name] if name in presets else _matching([*linear, *stacked], name) for name in names}
+    targets = set().union(*matches.values())
+    if unknown := [name for name in names if not matches[name]]:
         choices = sorted({full.rpartition(".")[2] for full in (*linear, *stacked)})
         raise UsageError(
             f"lora.targets names {', '.join(unknown)}, but the model's linear layers are {', '.join(choices)}; "
@@ -282,13 +206,13 @@ def find_targets(model: PreTrainedModel, names: Sequence[str]) -> AdapterTargets
         frozenset(parameters),
         _shortest_suffixes(layers, [name for name, _ in model.named_modules()]),
         _shortest_suffixes(parameters, [name for name, _ in model.named_parameters()]),
-        any(_is_conv1d(linear[name]) for name in layers),
+        not all(isinstance(linear[name], nn.Linear) for name in layers),
     )
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Every linear layer by its full name, the output head among them."""
-    return {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear) or _is_conv1d(layer)}
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D)}
 
 
 def expert_stacks(model: nn.Module) -> list[str]:
@@ -299,21 +223,12 @@ def expert_stacks(model: nn.Module) -> list[str]:
     ]  # fmt: skip
 
 
-def output_head(model: PreTrainedModel) -> str | None:
-    """Full name of the layer that computes the logits."""
-    head: Any = model.get_output_embeddings()
-    return next((name for name, module in model.named_modules() if module is head), None)
-
-
 def _renamed_by_peft(model: PreTrainedModel, names: set[str]) -> set[str]:
     """Names that PEFT takes for the experts' names of transformers 4.
 
     It adapts the stacked experts instead, at twice the rank, so that shared experts and dense layers of a mixture of
     experts would get no adapter. Given the parameter instead of the layer, it adapts them.
     """
-    from peft import LoraConfig
-    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-
     probe = LoraConfig(target_modules=sorted(names))
     convert_peft_config_for_transformers(probe, model, None)
     return names - {*(probe.target_modules or ())}
@@ -332,17 +247,13 @@ def _shortest_suffixes(targets: set[str], everything: Iterable[str]) -> tuple[st
     for name in targets:
         parts = name.split(".")
         ends = (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
-        suffixes.add(next(end for end in ends if not any(_ends_with(other_name, end) for other_name in others)))
+        suffixes.add(next(end for end in ends if not _matching(others, end)))
     return tuple(sorted(suffixes))
 
 
-def _ends_with(name: str, suffix: str) -> bool:
-    """Whether a name matches as in PEFT: the whole name, or its last parts."""
-    return name == suffix or name.endswith(f".{suffix}")
-
-
-def _is_conv1d(module: nn.Module) -> bool:
-    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+def _matching(names: Iterable[str], suffix: str) -> list[str]:
+    """The names that match as in PEFT: as a whole, or by their last parts."""
+    return [name for name in names if name == suffix or name.endswith(f".{suffix}")]
 
 
 COMPUTED_IN = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16}  # else bf16
@@ -361,18 +272,14 @@ def load_quantized(directory: Path, config: Lora) -> PreTrainedModel:
             f"lora.quantize is {config.quantize}, which needs bitsandbytes; install it with: pip install bitsandbytes, "
             f"or set lora.quantize=none"
         )
-    from transformers import BitsAndBytesConfig
-
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)  # a line per layer and pass on a CPU
-    settings = (
-        BitsAndBytesConfig(load_in_8bit=True) if config.quantize == "int8"
-        else BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=COMPUTED_IN.get(config.precision, torch.bfloat16),
-        )
-    )  # fmt: skip
+    settings = BitsAndBytesConfig(
+        load_in_8bit=config.quantize == "int8",
+        load_in_4bit=config.quantize == "nf4",
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=COMPUTED_IN.get(config.precision, torch.bfloat16),
+    )
     model = factory.load(directory, quantization_config=settings)
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):

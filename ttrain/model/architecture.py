@@ -4,14 +4,15 @@ transformers uses the same names for most sizes in all its configs (`attribute_m
 setting that the architecture does not have is refused, never ignored.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
 import difflib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from ttrain.config import Model
 from ttrain.config.model import Moe
@@ -19,9 +20,6 @@ from ttrain.config.rules import usual_intermediate_size
 from ttrain.config.yaml_text import one_line
 from ttrain.errors import UsageError
 from ttrain.model import kinds
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 Fields = dict[str, Any]  # of a config of transformers
 
@@ -53,14 +51,17 @@ OURS = frozenset({"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"})
 
 def build_config(config: Model, *, vocab_size: int, ids: Mapping[str, int]) -> PretrainedConfig:
     """The architecture's config. `ids`: bos_token_id, eos_token_id, pad_token_id. Raises UsageError naming a setting."""
-    from huggingface_hub.errors import StrictDataclassError
-
-    names, moe_fields = FieldNames(config.kind), Fields()
-    if config.moe is not None:
-        kind, moe_fields = moe_config(config)
-        names = FieldNames(kind)
-    values = {**_sizes(config, names), **moe_fields, **_fields(config, names), "vocab_size": vocab_size, **ids}
-    values = {**names.decoder(), **values}
+    names, mixture = FieldNames(config.kind), Fields()
+    if config.moe:
+        names, mixture = _mixture(config, config.moe)
+    values = {
+        **names.decoder(),
+        **_sizes(config, names),
+        **mixture,
+        **_fields(config, names),
+        "vocab_size": vocab_size,
+        **ids,
+    }
     try:
         hf_config = names.make(**values)
         _set_rope(config, hf_config, names)
@@ -75,8 +76,6 @@ class FieldNames:
     """Field names of an architecture's config. Raises UsageError for an unknown kind, or one that is not a plain decoder."""
 
     def __init__(self, kind: str) -> None:
-        from transformers import CONFIG_MAPPING, PretrainedConfig
-
         kinds.check_kind(kind)
         if kind in kinds.OWN_KINDS:
             kinds.register_own()
@@ -88,8 +87,7 @@ class FieldNames:
         self.aliases: dict[str, str] = dict(config_class.attribute_map)
         if why := _unsuitable(config_class, kind):
             decoder = f"{kind}_text"
-            known = decoder in kinds.names()
-            hint = f"set model.kind={decoder}" if known else "choose a decoder: llama, qwen3, gpt2, ..."
+            hint = f"set model.kind={decoder}" if decoder in kinds.names() else "choose a decoder: llama, qwen3, gpt2, ..."
             raise UsageError(f"model.kind is '{kind}', which {why}; {hint}")
 
     def of(self, setting: str) -> str | None:
@@ -213,15 +211,13 @@ DENSE = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
 AS_QWEN3 = {"norm_topk_prob": True, "use_qk_norm": True, "num_mtp_layers": 0, "partial_rotary_factor": 1.0}
 
 
-def moe_config(model: Model) -> tuple[str, Fields]:
-    """(model_type, fields of its config) that `model.kind` with `model.moe` stands for; `model.moe` must be set.
+def _mixture(model: Model, moe: Moe) -> tuple[FieldNames, Fields]:
+    """(architecture, fields of its config) that `model.kind` with `model.moe` stands for.
 
     The fields go over those that `_sizes` gives. They hold the weights of the balance as well, by the names in
     `Moe.IN_CONFIG`, so that a stage which starts from these weights balances them in the same way.
     Raises UsageError if no architecture has the requested features.
     """
-    moe = model.moe
-    assert moe is not None, "model.moe is not set"
     if moe.dense_layers >= model.layers:
         raise UsageError(
             f"model.moe.dense_layers is {moe.dense_layers} but model.layers is {model.layers}, which leaves no layer with "
@@ -240,49 +236,44 @@ def moe_config(model: Model) -> tuple[str, Fields]:
                 f"model.kind=llama"
             )
         kind, added = "qwen3_moe", {"norm_topk_prob": True}
+    names = FieldNames(kind)
     balance = {name: getattr(moe, setting) for name, setting in Moe.IN_CONFIG.items()}
-    return kind, {**_expert_fields(kind, model.layers, moe, _dense_size(model)), **added, **balance}
+    return names, {**_expert_fields(names, model, moe), **added, **balance}
 
 
-def expert_size(moe: Moe, dense: int) -> int:
-    """Inner width of an expert; by default, a token's experts together are as wide as a dense layer."""
-    visited = moe.top_k + moe.shared_experts
-    return moe.expert_size or -(-dense // (visited * SIZE_MULTIPLE)) * SIZE_MULTIPLE
-
-
-def _expert_fields(kind: str, layers: int, moe: Moe, dense: int) -> Fields:
+def _expert_fields(names: FieldNames, model: Model, moe: Moe) -> Fields:
     """The settings as fields of an architecture with its own experts. Raises UsageError if it has none."""
-    from transformers import AutoConfig
-
-    config_fields = AutoConfig.for_model(kind).to_dict()
-    experts = _name(EXPERTS, config_fields)
+    experts = _name(EXPERTS, names)
     if experts is None:
         raise UsageError(
-            f"model.moe is set but model.kind is {kind}, which has no experts; set model.kind=llama or qwen3, or one "
+            f"model.moe is set but model.kind is {names.kind}, which has no experts; set model.kind=llama or qwen3, or one "
             f"that has them, such as mixtral, qwen3_moe, olmoe, deepseek_v3; or leave model.moe empty"
         )
     fields: Fields = {experts: moe.experts}
-    for setting, names, value in (("top_k", TOP_K, moe.top_k), ("shared_experts", SHARED, moe.shared_experts)):
-        name = _name(names, config_fields)
-        if name is not None:
+    for setting, candidates, value in (("top_k", TOP_K, moe.top_k), ("shared_experts", SHARED, moe.shared_experts)):
+        if name := _name(candidates, names):
             fields[name] = value
-        elif value or setting == "top_k":
-            raise UsageError(f"model.moe.{setting} is {value} but model.kind {kind} has no such size; leave it out")
-    if "moe_intermediate_size" in config_fields:
-        fields |= {"moe_intermediate_size": expert_size(moe, dense), "intermediate_size": dense}
-    else:
-        fields["intermediate_size"] = expert_size(moe, dense)
-    fields |= {name: 1 for name in ("n_group", "topk_group") if name in config_fields}  # all experts form one group
-    if (name := _name(DENSE, config_fields)) is not None:
+        elif value:
+            raise UsageError(f"model.moe.{setting} is {value} but model.kind {names.kind} has no such size; leave it out")
+    dense, visited = _dense_size(model), moe.top_k + moe.shared_experts
+    # By default, a token's experts together are as wide as a dense layer
+    width = moe.expert_size or -(-dense // (visited * SIZE_MULTIPLE)) * SIZE_MULTIPLE
+    fields["intermediate_size"] = width
+    if "moe_intermediate_size" in names.fields:
+        fields |= {"moe_intermediate_size": width, "intermediate_size": dense}
+    fields |= {name: 1 for name in ("n_group", "topk_group") if name in names.fields}  # all experts form one group
+    if name := _name(DENSE, names):
         fields[name] = moe.dense_layers
-    elif "mlp_only_layers" in config_fields:
+    elif "mlp_only_layers" in names.fields:
         fields["mlp_only_layers"] = list(range(moe.dense_layers))
-    elif "mlp_layer_types" in config_fields:
-        fields["mlp_layer_types"] = ["dense"] * moe.dense_layers + ["sparse"] * (layers - moe.dense_layers)
+    elif "mlp_layer_types" in names.fields:
+        fields["mlp_layer_types"] = ["dense"] * moe.dense_layers + ["sparse"] * (model.layers - moe.dense_layers)
     elif moe.dense_layers:
-        raise UsageError(f"model.moe.dense_layers is {moe.dense_layers} but all layers of {kind} have experts; set it to 0")
+        raise UsageError(
+            f"model.moe.dense_layers is {moe.dense_layers} but all layers of {names.kind} have experts; set it to 0"
+        )
     return fields
 
 
-def _name(candidates: tuple[str, ...], config_fields: Fields) -> str | None:
-    return next((name for name in candidates if name in config_fields), None)
+def _name(candidates: tuple[str, ...], names: FieldNames) -> str | None:
+    return next((name for name in candidates if name in names.fields), None)

@@ -1,15 +1,14 @@
 """Models from settings: architectures of transformers and our own, initialised under a seed, loaded strictly."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ttrain.config import Model
 from ttrain.core.files import read_object
@@ -19,11 +18,8 @@ from ttrain.model import kinds
 from ttrain.model.architecture import build_config
 from ttrain.store.model_files import INDEX_SUFFIX, MODEL, shard_names
 
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
-
 Tensors = Mapping[str, torch.Tensor]
+Shape = Sequence[int]
 # What architectures raise where their config contradicts itself; transformers checks it by such dataclasses.
 BUILD_ERRORS = (
     *(ValueError, TypeError, RuntimeError, AssertionError, ArithmeticError, AttributeError),
@@ -36,18 +32,8 @@ def build(config: Model, *, vocab_size: int, ids: dict[str, int], stop_ids: list
 
     Raises UsageError, naming the setting, if the architecture cannot have these sizes.
     """
-    torch.manual_seed(seed)
-    model = construct(config, vocab_size=vocab_size, ids=ids)
-    scale_residuals(model, config)
-    model.generation_config.eos_token_id = stop_ids
-    return model
-
-
-def construct(config: Model, *, vocab_size: int, ids: dict[str, int]) -> PreTrainedModel:
-    """The architecture with its own initialisation; on torch's meta device, within a `torch.device`, it takes no memory."""
-    from transformers import AutoModelForCausalLM
-
     hf = build_config(config, vocab_size=vocab_size, ids=ids)
+    torch.manual_seed(seed)
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(hf, dtype=torch.float32)
     except BUILD_ERRORS as error:
@@ -55,6 +41,8 @@ def construct(config: Model, *, vocab_size: int, ids: dict[str, int]) -> PreTrai
             f"model.kind is {hf.model_type}, which cannot be built in these sizes: {_reason(error)}; set other sizes of it "
             f"with model.fields.NAME=value"
         ) from error
+    scale_residuals(model, config)
+    model.generation_config.eos_token_id = stop_ids
     return model
 
 
@@ -69,8 +57,6 @@ def load(directory: Path, **options: Any) -> PreTrainedModel:
 
     `options` go to `from_pretrained`. Raises ArtifactError that lists every missing, unexpected and mis-shaped tensor.
     """
-    from transformers import AutoModelForCausalLM
-
     if not (directory / MODEL).is_file() and (index := directory / (MODEL + INDEX_SUFFIX)).is_file():
         shard_names(index)  # which transformers opens wherever they lead
     if (directory / "adapter_config.json").exists():  # which transformers loads too, also from a pickle
@@ -86,18 +72,12 @@ def load(directory: Path, **options: Any) -> PreTrainedModel:
             **options,
         )  # fmt: skip
     except (OSError, SafetensorError, *BUILD_ERRORS) as error:
-        needs_code = "trust_remote_code" in str(error)
-        reason = "it needs the code beside its weights, which ttrain never runs" if needs_code else _reason(error)
+        never = "it needs the code beside its weights, which ttrain never runs"
+        reason = never if "trust_remote_code" in str(error) else _reason(error)
         raise ArtifactError(f"cannot load a model from {directory}: {reason}") from None
-    wrong = [
-        *(f"missing: {name} {_shape(model, name)}" for name in sorted(report["missing_keys"])),
-        *(f"unexpected: {name}" for name in sorted(report["unexpected_keys"])),
-        *(
-            f"mis-shaped: {name} is {[*has]} but must be {[*wants]}"
-            for name, has, wants in sorted(report["mismatched_keys"])
-        ),
-        *map(str, report["error_msgs"]),
-    ]
+    shapes = _shapes(model.state_dict())
+    missing = {name: shapes.get(name, []) for name in report["missing_keys"]}
+    wrong = [*_misfits(missing, report["unexpected_keys"], report["mismatched_keys"]), *map(str, report["error_msgs"])]
     if wrong:
         raise ArtifactError(f"the weights in {directory} do not fit their config:\n  " + "\n  ".join(wrong))
     need_finite(dict(model.named_parameters()), str(directory))
@@ -106,7 +86,7 @@ def load(directory: Path, **options: Any) -> PreTrainedModel:
 
 def need_finite(weights: Tensors, place: str) -> None:
     """Raise ArtifactError where weights hold NaN or infinite numbers: all that a model computes with them is NaN, too."""
-    wrong = [name for name, tensor in weights.items() if tensor.is_floating_point() and not _is_finite(tensor)]
+    wrong = [name for name, tensor in weights.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
     if wrong:
         raise ArtifactError(
             f"{len(wrong)} of the {len(weights)} weights in {place} hold numbers that are not finite "
@@ -114,27 +94,14 @@ def need_finite(weights: Tensors, place: str) -> None:
         )
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
-    if not tensor.numel():
-        return True
-    smallest, largest = torch.aminmax(tensor.detach())  # which a NaN becomes; without a copy of the tensor
-    return bool(torch.isfinite(smallest) & torch.isfinite(largest))
-
-
-def _shape(model: PreTrainedModel, name: str) -> list[int]:
-    tensor = model.state_dict().get(name)
-    return [] if tensor is None else [*tensor.shape]
-
-
 def files(model: PreTrainedModel) -> dict[str, bytes]:
     """The JSON files beside the weights that make a directory open with `from_pretrained`."""
     config = model.config.to_dict()
     config["architectures"] = [type(model).__name__]
     config.pop("_name_or_path", None)  # the base's local path: not content, and private
-    generation = model.generation_config.to_dict()
     return {
         "config.json": json.dumps(config, indent=2, sort_keys=True).encode(),
-        "generation_config.json": json.dumps(generation, indent=2, sort_keys=True).encode(),
+        "generation_config.json": json.dumps(model.generation_config.to_dict(), indent=2, sort_keys=True).encode(),
         **kinds.own_files(model.config),
     }
 
@@ -147,21 +114,29 @@ def state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 def overwrite(own_tensors: Tensors, weights: Tensors) -> None:
     """Overwrite a model's own tensors, name by name. Raises ArtifactError if names or shapes differ."""
-    both = [name for name in own_tensors if name in weights]
-    wrong = [
-        *(f"missing: {name} {[*own_tensors[name].shape]}" for name in sorted({*own_tensors} - {*weights})),
-        *(f"unexpected: {name} {[*weights[name].shape]}" for name in sorted({*weights} - {*own_tensors})),
-        *(
-            f"mis-shaped: {name} is {[*weights[name].shape]} but must be {[*own_tensors[name].shape]}"
-            for name in both
-            if own_tensors[name].shape != weights[name].shape
-        ),
-    ]
-    if wrong:
+    own, given = _shapes(own_tensors), _shapes(weights)
+    missing = {name: own[name] for name in own.keys() - given}
+    reshaped = [(name, given[name], own[name]) for name in own.keys() & given if own[name] != given[name]]
+    if wrong := _misfits(missing, given.keys() - own, reshaped):
         raise ArtifactError("the checkpoint's weights do not fit the model:\n  " + "\n  ".join(wrong))
     with torch.no_grad():
         for name, tensor in own_tensors.items():
             tensor.copy_(weights[name])
+
+
+def _shapes(tensors: Tensors) -> dict[str, Shape]:
+    return {name: [*tensor.shape] for name, tensor in tensors.items()}
+
+
+def _misfits(
+    missing: Mapping[str, Shape], unexpected: Iterable[str], reshaped: Iterable[tuple[str, Shape, Shape]]
+) -> list[str]:
+    """A line for each weight that does not fit. `reshaped`: (name, its shape, the model's shape)."""
+    return [
+        *(f"missing: {name} {missing[name]}" for name in sorted(missing)),
+        *(f"unexpected: {name}" for name in sorted(unexpected)),
+        *(f"mis-shaped: {name} is {[*shape]} but must be {[*wanted]}" for name, shape, wanted in sorted(reshaped)),
+    ]
 
 
 # Last name parts of weights that write into the residual stream: outputs of attention and of the feed-forward layer.
@@ -191,12 +166,11 @@ def scale_residuals(model: PreTrainedModel, config: Model) -> None:
             f"model.scaled_residuals is set, but it is not known which weights of {model.config.model_type} write into the "
             f"residual stream; remove the setting"
         )
-    std = config.init_std / (2 * config.layers) ** 0.5
     for weight in weights.values():
-        torch.nn.init.normal_(weight, std=std)
+        torch.nn.init.normal_(weight, std=config.init_std / (2 * config.layers) ** 0.5)
 
 
-def residual_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+def residual_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Weights that write into the residual stream, by name; those of experts stacked, with three dimensions."""
     return {
         name: parameter

@@ -85,15 +85,16 @@ class MoyunAttention(nn.Module):
 
     def forward(
         self, x_BTD: Tensor, attention_mask: Tensor | None, past_key_values: Cache | None = None, **others: Any
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Tensor:
         heads = (*x_BTD.shape[:2], -1, self.head_dim)
         q, k, v = (each(x_BTD).view(heads).transpose(1, 2) for each in (self.q_proj, self.k_proj, self.v_proj))
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         dropout = self.attention_dropout if self.training else 0.0
-        mixed, weights = attend(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **others)
-        return self.o_proj(mixed.reshape(x_BTD.shape)), weights
+        mixed, _ = attend(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **others)
+        output: Tensor = self.o_proj(mixed.reshape(x_BTD.shape))
+        return output
 
 
 class MoyunLayer(PostNormLayer):
@@ -110,7 +111,6 @@ class MoyunPreTrainedModel(OwnPreTrainedModel):
     config: MoyunConfig
     config_class = MoyunConfig
     _no_split_modules: ClassVar[list[str]] = ["MoyunLayer"]
-    _can_record_outputs: ClassVar[dict[str, Any]] = {"hidden_states": MoyunLayer, "attentions": MoyunAttention}
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""What ttrain's own architectures share: their config, post-norm layers, attention with its weights, and the passes.
+"""What ttrain's own architectures share: their config, post-norm layers, plain attention, and the passes.
 
 This file needs only transformers and its dependencies. It is saved with `modeling_moyun.py` or `modeling_tinyseek.py` beside
 the weights of such a model.
@@ -18,14 +18,12 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
 
 
 @strict
 class OwnConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers has no types
     """Sizes that both architectures have."""
 
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     class_name: ClassVar[str]  # of the classes, before Config and ForCausalLM
 
     vocab_size: int = 32_000
@@ -58,7 +56,7 @@ def eager_attention(
     module: nn.Module, q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, mask: Tensor | None, scaling: float,
     dropout: float = 0.0, **others: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention that also returns its weights, [B, T, H, K]: transformers uses it unless `sdpa` is requested."""
+    """Attention, [B, T, H, K], and its weights: transformers uses it unless `sdpa` is requested."""
     scores_BHTS = q_BHTK @ k_BHSK.transpose(2, 3) * scaling
     if mask is not None:
         scores_BHTS = scores_BHTS.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores_BHTS + mask
@@ -91,8 +89,7 @@ class PostNormLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BTD: Tensor, *arguments: Any, **others: Any) -> Tensor:
-        mixed, _ = self.self_attn(x_BTD, *arguments, **others)
-        x_BTD = self.post_attention_layernorm(x_BTD + self.dropout(mixed))
+        x_BTD = self.post_attention_layernorm(x_BTD + self.dropout(self.self_attn(x_BTD, *arguments, **others)))
         output: Tensor = self.post_mlp_layernorm(x_BTD + self.dropout(self.mlp(x_BTD)))
         return output
 
@@ -102,7 +99,6 @@ class OwnPreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # transformers
 
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
     _supports_sdpa = True
     _supports_attention_backend = True
 
@@ -122,21 +118,17 @@ class OwnModel:
         raise NotImplementedError
 
     @merge_with_config_defaults  # type: ignore[untyped-decorator]
-    @capture_outputs  # type: ignore[untyped-decorator]
     def forward(
         self,
-        input_ids: Tensor | None = None,
+        input_ids: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         **others: Any,
     ) -> BaseModelOutputWithPast:
         """`attention_mask`: [B, S], True where not padding, or [B, 1, T, S], True where a position may see."""
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give either input_ids or inputs_embeds")
-        x_BTD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        x_BTD = self.embed_tokens(input_ids)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
@@ -168,11 +160,10 @@ class OwnForCausalLM:
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
-        input_ids: Tensor | None = None,
+        input_ids: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
@@ -181,14 +172,11 @@ class OwnForCausalLM:
         """As `OwnModel.forward`; labels are shifted here, as in all models of transformers."""
         outputs = self.model(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds, use_cache=use_cache, **others,
+            use_cache=use_cache, **others,
         )  # fmt: skip
         kept_positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits_BTV = self.lm_head(outputs.last_hidden_state[:, kept_positions])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits_BTV, labels=labels, vocab_size=self.config.vocab_size)
-        return CausalLMOutputWithPast(
-            loss=loss, logits=logits_BTV, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )  # fmt: skip
+        return CausalLMOutputWithPast(loss=loss, logits=logits_BTV, past_key_values=outputs.past_key_values)

@@ -19,7 +19,6 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.integrations import use_experts_implementation
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils.output_capturing import OutputRecorder
 
 from .modeling_shared import (
     OwnConfig,
@@ -121,7 +120,7 @@ class TinySeekAttention(nn.Module):
         attention_mask: Tensor | None,
         past_key_values: Cache | None = None,
         **others: Any,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Tensor:
         """`number`: number of the pass through the layers, the index of its keys and values in the cache."""
         heads = (*x_BTD.shape[:2], -1, self.head_dim)
         q_BTC, kv_BTC = self.q_a_proj(x_BTD), self.kv_a_proj(x_BTD)
@@ -133,8 +132,9 @@ class TinySeekAttention(nn.Module):
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, number)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
-        mixed, weights = attend(self, q, k, v, attention_mask, dropout=0.0, scaling=self.scaling, **others)
-        return self.o_proj(mixed.reshape(x_BTD.shape)), weights
+        mixed, _ = attend(self, q, k, v, attention_mask, dropout=0.0, scaling=self.scaling, **others)
+        output: Tensor = self.o_proj(mixed.reshape(x_BTD.shape))
+        return output
 
 
 @use_experts_implementation(has_bias=True, has_gate=False)
@@ -231,11 +231,6 @@ class TinySeekPreTrainedModel(OwnPreTrainedModel):
     config: TinySeekConfig
     config_class = TinySeekConfig
     _no_split_modules: ClassVar[list[str]] = ["TinySeekLayer"]
-    _can_record_outputs: ClassVar[dict[str, Any]] = {
-        "router_logits": OutputRecorder(TinySeekTopKRouter, index=0),
-        "hidden_states": TinySeekLayer,
-        "attentions": TinySeekAttention,
-    }
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

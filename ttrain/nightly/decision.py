@@ -115,7 +115,7 @@ def _rules(settings: Settings, inputs: NightInputs, execution: PipelineRun) -> P
     metric = DOMAIN_LOSS
     for name, row in TRAINING_STAGES.items():
         old, new = inputs.champion.get(row.model), execution.artifacts.get(name)
-        if row.role != "base" and row.metric and old and new and old.content != new.content:
+        if row.role != "base" and old and new and old.content != new.content:
             metric = row.metric
             break
     return rules.model_copy(update={"metric": metric.name, "higher_is_better": metric.higher_is_better})

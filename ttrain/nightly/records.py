@@ -228,7 +228,7 @@ class Nights:
     def lock(self) -> contextlib.AbstractContextManager[None]:
         """Lock for one night at a time; the system releases it when the process dies. Raises StillRunning if it is taken."""
         self._make_directory()
-        return exclusive(self.directory / "lock", self._refuse, PRIVATE_FILE)
+        return exclusive(self.directory / "lock", self._refuse)
 
     def _make_directory(self) -> None:
         private_directory(self.directory.parent)

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ttrain.config.training import TRAINING_STAGES
 from ttrain.core.files import JsonDict
@@ -45,57 +45,41 @@ GROUPS = (
     ("temperature", "°C", r"system/.*_temperature_celsius"),
 )
 MAIN = 7
-# What a comparison shows at once, in this order.
-COMPARED = ("validation_loss", "validation_loss_quick", "loss", "grad_norm", "tokens_per_second")
 # Curves that are straight lines, and the rate of the first optimizer, which has its own name too.
 HIDDEN = re.compile(r"eta_seconds|tokens|epoch|epoch_time|lr")
 
 Curve = tuple[str, int, Sequence[Point]]  # label, number of the colour, points
-Scale = Callable[[float], float]  # from a value to its pixel
-
-
 # As the template `figure` reads it: title, unit, axis; `lines`, each with its label, colour, last value and points in
 # pixels, without a height in a gap; `columns` and `rows`, the lines of the grid as (pixel, label)
 Chart = JsonDict
 
 
-def charts_of(view: RunView, stage: str) -> tuple[list[Chart], list[Chart]]:
-    """(main charts, other charts) of a stage of one run: metrics of one group share a chart."""
+def charts_of(views: Sequence[RunView], stage: str) -> tuple[list[Chart], list[Chart]]:
+    """(charts that a page shows at once, charts that it folds) of a stage.
+
+    Of one run, metrics of one group share a chart; of several, a chart shows a metric, with a line for each run. A group
+    without a curve of two points has none: single values are in tables.
+    """
     groups: dict[tuple[int, str, str], list[Curve]] = {}
-    for name, points in _curves(view, stage).items():
-        curves = groups.setdefault(_group(name, stage), [])
-        curves.append((name, len(curves), points))
-    charts = {group: draw(*group[1:], groups[group]) for group in sorted(groups)}
-    main = [chart for group, chart in charts.items() if chart and group[0] < MAIN]
-    return main, [chart for group, chart in charts.items() if chart and group[0] >= MAIN]
-
-
-def comparison_charts(views: Sequence[RunView], stage: str) -> tuple[list[Chart], list[Chart]]:
-    """(main charts, other charts) that compare runs in a stage: a chart per metric, a line per run."""
-    curves: dict[str, list[Curve]] = {}
+    is_alone = len(views) == 1
     for number, view in enumerate(views):
         for name, points in _curves(view, stage).items():
-            curves.setdefault(name, []).append((facts.letter(number), number, points))
-    charts = {name: draw(name, _group(name, stage)[2], curves[name]) for name in sorted(curves)}
-    main = [chart for name in COMPARED if (chart := charts.pop(name, None))]
-    return main, [chart for chart in charts.values() if chart]
+            position, title, unit = _group(name, stage)
+            curves = groups.setdefault((position, title if is_alone else name, unit), [])
+            label, colour = (name, len(curves)) if is_alone else (facts.letter(number), number)
+            curves.append((label, colour, points))
+    drawn = [group for group in sorted(groups) if max(len(points) for _, _, points in groups[group]) > 1]
+    main = [draw(*group[1:], groups[group]) for group in drawn if group[0] < MAIN]
+    return main, [draw(*group[1:], groups[group]) for group in drawn if group[0] >= MAIN]
 
 
-def draw(title: str, unit: str, curves: Sequence[Curve]) -> Chart | None:
-    """Draw curves over tokens, or over time where nothing is trained on.
-
-    None where no curve has two points: single values are in tables. A value that is not finite is a gap.
-    """
-    if max(len(points) for _, _, points in curves) < 2:
-        return None
+def draw(title: str, unit: str, curves: Sequence[Curve]) -> Chart:
+    """Draw curves over tokens, or over time where nothing is trained on. A value that is not finite is a gap."""
     has_tokens = any(point.tokens is not None for _, _, points in curves for point in points)
     places = [_places(thinned(points), has_tokens=has_tokens) for _, _, points in curves]
-    every = [place for line in places for place in line]
-    low, high = _extent([x for x, _ in every])
-    columns = [value for value in ticks(low, high, MOST_COLUMNS) if low <= value <= high]
-    across = _scale(low, high, LEFT, RIGHT)
-    rows = ticks(*_extent([y for _, y in every if math.isfinite(y)]), MOST_ROWS)
-    up = _scale(rows[0], rows[-1], BOTTOM, TOP)
+    low, high = _extent(x for line in places for x, _ in line)
+    rows = ticks(*_extent(y for line in places for _, y in line), MOST_ROWS)
+    across, up = _scale(low, high, LEFT, RIGHT), _scale(rows[0], rows[-1], BOTTOM, TOP)
     lines = list[JsonDict]()
     for (label, colour, _), line in zip(curves, places, strict=True):
         path = [(across(x), up(y) if math.isfinite(y) else None) for x, y in line]
@@ -106,8 +90,8 @@ def draw(title: str, unit: str, curves: Sequence[Curve]) -> Chart | None:
         "unit": unit,
         "axis": "tokens" if has_tokens else "minutes",
         "lines": lines,
-        "columns": [(across(value), _number(value)) for value in columns],
-        "rows": [(up(value), _number(value)) for value in rows],
+        "columns": [(across(x), _number(x)) for x in ticks(low, high, MOST_COLUMNS) if low <= x <= high],
+        "rows": [(up(y), _number(y)) for y in rows],
     }
 
 
@@ -179,14 +163,15 @@ def _places(points: Sequence[Point], *, has_tokens: bool) -> list[tuple[float, f
     return [((point.time - points[0].time) / MINUTE, point.value) for point in points]
 
 
-def _extent(values: Sequence[float]) -> tuple[float, float]:
-    """The lowest and highest value, apart also where they are equal."""
-    low, high = min(values, default=1.0), max(values, default=1.0)
+def _extent(values: Iterable[float]) -> tuple[float, float]:
+    """The lowest and highest finite value, apart also where they are equal."""
+    finite = [value for value in values if math.isfinite(value)] or [1.0]
+    low, high = min(finite), max(finite)
     apart = 0.0 if low < high else abs(low) / 10 or 1.0
     return low - apart, high + apart
 
 
-def _scale(low: float, high: float, start: float, end: float) -> Scale:
+def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
     return lambda value: round(start + (end - start) * (value - low) / (high - low), 2)
 
 

@@ -7,15 +7,7 @@ from itertools import chain
 from typing import Any
 
 from ttrain.config import SHAPE_NO_RESULT, Promotion, flatten
-from ttrain.config.training import (
-    EVALUATED,
-    PRIMARY_METRICS,
-    TRAINING_STAGES,
-    TRAININGS,
-    VALIDATION_LOSS,
-    model_order,
-    seeds_of,
-)
+from ttrain.config.training import EVALUATED, PRIMARY_METRICS, TRAININGS, VALIDATION_LOSS, model_order, seeds_of
 from ttrain.core.files import JsonDict
 from ttrain.core.text import ABSENT, format_duration, format_number, format_time, is_number
 from ttrain.evaluate.forgetting import advantage
@@ -30,23 +22,14 @@ Scores = Mapping[str, Metric]
 
 # Settings that change no weight and no metric of a model: where and how fast a run goes, and who is notified.
 SECTIONS_WITHOUT_RESULT = frozenset({*SHAPE_NO_RESULT, "name", "run"})
-# Curves of the pipeline's run: their last values are not metrics of the result.
-CURVES = ("Curves/", "system/")
-
 # Where runs share a model, the metric of the next model decides.
 DECIDING_METRICS = (
     *(metric.of_run for metric in PRIMARY_METRICS.values()),
     *(f"{stage}/{VALIDATION_LOSS}" for stage in PRIMARY_METRICS),
 )
 
-VALIDATION = "validation_"  # how the names of a training's metrics on held-out rows begin
 EVALUATION = "evaluate"
-
-# Why no run is the best by a metric.
-UNKNOWN_RECORDS = "unknown held-out records"
-OTHER_RECORDS = "other held-out records"
-OTHER_SHARDS = "other shards"
-OTHER_TOKENIZERS = "other tokenizers"
+OTHER_RECORDS, OTHER_TOKENIZERS = "other held-out records", "other tokenizers"  # why no run is the best by a metric
 WARNINGS = {
     OTHER_TOKENIZERS: "the tokenizers differ: losses are of different tokens and cannot be compared, bits per byte can",
     OTHER_RECORDS: "the held-out data differ: the evaluations are of different texts and cannot be compared; `ttrain eval` "
@@ -54,8 +37,6 @@ WARNINGS = {
 }
 SEEDS = 5  # of a sweep that decides between two settings, as it is advised
 ONLY_SEEDS = "the runs differ in their seeds alone: what differs is the noise of this setting"
-
-ABOUT_CACHE = "encoded_blocks"  # counts of a stage's own work, not of its data
 
 
 @dataclass(frozen=True)
@@ -121,7 +102,7 @@ def compare(views: Sequence[RunView]) -> RunComparison:
     aside = [row for row in settings if row.name.partition(".")[0] in SECTIONS_WITHOUT_RESULT]
     shaping = [row for row in settings if row not in aside]
     scores = [_scores(view) for view in views]
-    names = {name for view in views for name in view.metrics if not name.startswith(CURVES)}
+    names = {name for view in views for name in view.metrics}
     metrics = [_metric(name, views, scores) for name in sorted(names, key=facts.rank)]
     metric, verdict, is_certain = _verdict(metrics, scores)
     reasons = {metric.not_judged for metric in metrics}
@@ -171,13 +152,11 @@ def _data(view: RunView) -> dict[str, str]:
     table: dict[str, str] = {}
     for name, stage in view.stages.items():
         if name in ("tokenizer", "heldout", "source") or name.startswith("shards-"):
-            files = facts.files_of(stage.manifest)
-            table |= {f"{name}: {file} ({role})": digest for role, file, digest in files}
-            counts = dict(flatten(stage.manifest.get("result", {})))
+            table |= {f"{name}: {file} ({role})": digest for role, file, digest in facts.files_of(stage.manifest)}
             table |= {
                 f"{name}: {count.replace('.', ' ').replace('_', ' ')}": format_number(value)
-                for count, value in counts.items()
-                if is_number(value) and count != ABOUT_CACHE
+                for count, value in flatten(stage.manifest.get("result", {}))
+                if is_number(value) and count != "encoded_blocks"
             }
     return table
 
@@ -185,10 +164,9 @@ def _data(view: RunView) -> dict[str, str]:
 def _code(view: RunView) -> dict[str, str]:
     """The digest of each stage's code, libraries and machines, as the artifacts record them."""
     made = {name: stage.manifest for name, stage in view.stages.items() if stage.manifest}
-    versions = facts.versions_of(made.values())
     return {
         **{f"code of {name}": facts.code_of(manifest) for name, manifest in made.items()},
-        **{name: ", ".join(values) for name, values in versions.items() if name != "ttrain"},
+        **{name: ", ".join(values) for name, values in facts.versions_of(made.values()).items() if name != "ttrain"},
     }
 
 
@@ -197,14 +175,13 @@ def _metric(name: str, views: Sequence[RunView], scores: Sequence[Scores]) -> Di
     # Values that differ only in the eighth digit are equal
     values = [None if value is None else rounded(value) for value in recorded]
     better = facts.better(name)
-    is_held_out = name.startswith(EVALUATED) or name.partition("/")[2].startswith(VALIDATION)
+    is_held_out = name.startswith(EVALUATED) or name.partition("/")[2].startswith("validation_")
     if not is_held_out or not better or len({*values}) < 2:
         return Difference(name, values, better=better)
-    if reason := _not_judged(name, views, scores):
-        return Difference(name, values, better=better, not_judged=reason)
-    order = facts.ranked(values, better)
+    reason = _not_judged(name, views, scores)
+    order = [] if reason else facts.ranked(values, better)
     best = order[0] if order and values[order[0]] != values[order[-1]] else None
-    return Difference(name, values, best, better)
+    return Difference(name, values, best, better, reason)
 
 
 def _not_judged(name: str, views: Sequence[RunView], scores: Sequence[Scores]) -> str:
@@ -215,7 +192,7 @@ def _not_judged(name: str, views: Sequence[RunView], scores: Sequence[Scores]) -
     scored = [of_run.get(metric) for of_run, view in zip(scores, views, strict=True) if name in view.metrics]
     known = [each for each in scored if each]
     if len(known) < len(scored):
-        return UNKNOWN_RECORDS
+        return "unknown held-out records"
     if len({each.records for each in known}) > 1:
         return OTHER_RECORDS
     if len({each.sizes for each in known}) > 1:
@@ -227,9 +204,8 @@ def _not_judged_on_rows(stage: str, views: Sequence[RunView]) -> str:
     """As `_not_judged`, of a training's validation on the held-out rows of its shards."""
     shards = {view.manifest(stage).get("inputs", {}).get("shards", {}).get("content") for view in views}
     if len(shards) > 1:
-        return OTHER_SHARDS
-    dataset = TRAINING_STAGES[stage].dataset
-    results = [view.manifest(f"shards-{dataset}").get("result") for view in views]
+        return "other shards"
+    results = [view.manifest(f"shards-{stage}").get("result") for view in views]
     counts = [ShardsResult.of(result).heldout.rows for result in results if result]
     return not_judged(min(counts)) if counts else ""
 
@@ -257,32 +233,35 @@ def _verdict(metrics: Sequence[Difference], scores: Sequence[Scores]) -> tuple[s
     by_name = {metric.name: metric for metric in metrics}
     name, verdict = "", "the runs share no metric that decides which is better"
     for metric in filter(None, map(by_name.get, DECIDING_METRICS)):
-        values, order = metric.values, facts.ranked(metric.values, metric.better)
+        order = facts.ranked(metric.values, metric.better)
         if len(order) < 2:
             continue
-        name = metric.name
-        best = values[order[0]]
-        if best == values[order[-1]]:
-            verdict = f"equal by {name}: {format_number(best)}"
-            continue
-        if metric.not_judged:
-            return name, f"no model is better by {name}: {metric.not_judged}", False
-        winners = [run for run in order if values[run] == best]
-        second = order[len(winners)]
-        letters = " and ".join(map(facts.letter, winners))
-        subject = f"models of {letters} are" if winners[1:] else f"model of {letters} is"
-        change = facts.change(best, values[second])
-        versus = f"{format_number(best)} against {format_number(values[second])} of {facts.letter(second)} ({change})"
-        verdict = f"the {subject} better on these records by {name}: {versus}"
-        scored = name.removeprefix(EVALUATED)
-        better, worse = scores[order[0]].get(scored), scores[second].get(scored)
-        compared = advantage(better, worse, Promotion()) if better and worse else None
-        if compared is None or compared.interval is None:
-            return name, verdict, False
-        low, high = compared.interval
-        verdict += f"; over {compared.items:,} held-out records, the {Promotion().confidence:.0%} interval of the difference"
-        return name, f"{verdict} is {low:.4f} to {high:.4f}{'' if low > 0 else ', so this may be chance'}", low > 0
+        name, best = metric.name, metric.values[order[0]]
+        if best != metric.values[order[-1]]:
+            return name, *_difference_of_models(metric, order, scores)
+        verdict = f"equal by {name}: {format_number(best)}"
     return name, verdict, False
+
+
+def _difference_of_models(metric: Difference, order: Sequence[int], scores: Sequence[Scores]) -> tuple[str, bool]:
+    """As `_verdict`, by a metric in which runs differ. `order`: the runs that have it, the best first."""
+    if metric.not_judged:
+        return f"no model is better by {metric.name}: {metric.not_judged}", False
+    best = metric.values[order[0]]
+    winners = [run for run in order if metric.values[run] == best]
+    second = order[len(winners)]
+    letters, next_best = " and ".join(map(facts.letter, winners)), metric.values[second]
+    subject = f"models of {letters} are" if winners[1:] else f"model of {letters} is"
+    versus = f"{format_number(next_best)} of {facts.letter(second)} ({facts.change(best, next_best)})"
+    verdict = f"the {subject} better on these records by {metric.name}: {format_number(best)} against {versus}"
+    name = metric.name.removeprefix(EVALUATED)
+    better, worse = scores[order[0]].get(name), scores[second].get(name)
+    compared = advantage(better, worse, Promotion()) if better and worse else None
+    if compared is None or compared.interval is None:
+        return verdict, False
+    low, high = compared.interval
+    verdict += f"; over {compared.items:,} held-out records, the {Promotion().confidence:.0%} interval of the difference"
+    return f"{verdict} is {low:.4f} to {high:.4f}{'' if low > 0 else ', so this may be chance'}", low > 0
 
 
 def _samples(views: Sequence[RunView]) -> Iterator[JsonDict]:

@@ -36,8 +36,7 @@ def changed_settings(settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
 
 def _automatic(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The values that rules give to settings, as a record has them."""
-    automatic = rules.automatic(settings)
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in automatic.items()}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in rules.automatic(settings).items()}
 
 
 def as_yaml(value: Any) -> str:
@@ -102,13 +101,13 @@ LOWER = re.compile(
 )
 # The order of metrics in tables: those that decide come first.
 FIRST = (
-    re.compile(rf"^{BITS_PER_BYTE.of_run}$"),
-    re.compile(rf"^{BITS_PER_BYTE.of_run}_(sft|lora)$"),
-    re.compile(r"^eval/.*loss"),
-    re.compile(r"validation_loss$"),
-    re.compile(r"/loss$"),
-    re.compile(r"tokens_per_second|^total/"),
-    re.compile(r"^tok/"),
+    rf"^{BITS_PER_BYTE.of_run}$",
+    rf"^{BITS_PER_BYTE.of_run}_(sft|lora)$",
+    r"^eval/.*loss",
+    r"validation_loss$",
+    r"/loss$",
+    r"tokens_per_second|^total/",
+    r"^tok/",
 )
 
 
@@ -121,7 +120,7 @@ def better(name: str) -> int:
 
 def rank(name: str) -> tuple[int, str]:
     """A sort key for names of metrics: those that decide first, then by name."""
-    return next((position for position, pattern in enumerate(FIRST) if pattern.search(name)), len(FIRST)), name
+    return next((position for position, pattern in enumerate(FIRST) if re.search(pattern, name)), len(FIRST)), name
 
 
 def ranked(values: Sequence[float | None], sign: int) -> list[int]:

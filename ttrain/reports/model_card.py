@@ -5,19 +5,21 @@ The Hugging Face Hub reads the block at the top: https://huggingface.co/docs/hub
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from ttrain.config.training import TRAINING_STAGES
+from ttrain.config.training import TRAINING_STAGES, TRAININGS
 from ttrain.core.terminal import escaped
 from ttrain.core.text import format_value, short_digest
-from ttrain.reports import facts
-from ttrain.reports import summary as report
-from ttrain.reports.history import History
+from ttrain.data.existing import HUB_REFERENCE
+from ttrain.reports import facts, summary
+from ttrain.reports.history import inputs_first
+from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 
 TEMPLATE = Path(__file__).with_name("templates") / "model_card.md"
+BASE_MODEL = "base-model"  # the stage that imports an existing model
 SHOWN_ARTIFACTS = 40  # the newest; a year of nights has some 2,000 behind its model
 
 
@@ -35,30 +37,61 @@ class Exported:
     licence: str | None = None
     has_code: bool = False  # the directory brings Python files of its own
 
-    @property
-    def is_adapter(self) -> bool:
-        return self.files == "adapter"
+
+@dataclass(frozen=True)
+class History:
+    """The artifacts behind a model, inputs first and itself last, and its evaluation."""
+
+    artifacts: tuple[Artifact, ...] = ()
+    evaluation: Artifact | None = None
+    locations: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # public sources (URLs, the Hub) of each data set
+    base: str | None = None  # the Hub's name of the model that it started from
+
+    @classmethod
+    def of(cls, model: Artifact | None, store: ArtifactStore) -> Self:
+        """Collect it from the manifests in a store; an input that no longer exists is left out.
+
+        Paths on the user's disk stay private.
+        """
+        if model is None:
+            return cls()
+        root = (model.stage, model.key)
+        artifacts = inputs_first([root], lambda *name: model if name == root else store.read(store.path(*name)))
+        locations, starts = dict[str, tuple[str, ...]](), list[str]()
+        for made in artifacts:
+            settings = made.provenance.get("settings", {})
+            if dataset := made.stage.partition("shards-")[2]:
+                sources = settings.get("data", {}).get(dataset) or ()
+                paths = (entry["path"] if isinstance(entry, dict) else entry for entry in sources)
+                locations[dataset] = tuple(path for path in paths if "://" in path and not path.startswith("file:"))
+            elif made.stage == BASE_MODEL:
+                starts += filter(None, (settings.get(training, {}).get("start_from") for training in TRAININGS))
+        on_hub = (HUB_REFERENCE.fullmatch(start) for start in starts if not Path(start).is_dir())
+        base = next((match[1] for match in on_hub if match), None)
+        return cls(tuple(artifacts), next(iter(store.made_from(model, "evaluate")), None), locations, base)
 
 
 def card(exported: Exported, history: History) -> str:
     """The model card in Markdown."""
     from huggingface_hub import ModelCard, ModelCardData
 
+    is_adapter = exported.files == "adapter"
     row = TRAINING_STAGES.get(history.artifacts[-1].stage) if history.artifacts else None
     settings: dict[str, Any] = {}
     for artifact in history.artifacts:
         settings |= artifact.manifest["ingredients"].get("settings", {})
     metadata = ModelCardData(
-        library_name="peft" if exported.is_adapter else "transformers",
+        library_name="peft" if is_adapter else "transformers",
         pipeline_tag="text-generation",
         license=exported.licence,
         base_model=history.base,
-        tags=["ttrain", "adapter"] if exported.is_adapter else ["ttrain"],
+        tags=["ttrain", "adapter"] if is_adapter else ["ttrain"],
     )
     filled = ModelCard.from_template(
         metadata,
         template_path=str(TEMPLATE),
         exported=exported,
+        is_adapter=is_adapter,
         history=history,
         row=row,
         recent=history.artifacts[-SHOWN_ARTIFACTS:],
@@ -82,7 +115,7 @@ def _digests(history: History, shards: Artifact) -> dict[Any, str]:
     return {**read, **{name: short_digest(entry["sha256"]) for name, entry in written.items()}}
 
 
-def _evaluation_rows(history: History) -> list[report.EvaluationRow]:
+def _evaluation_rows(history: History) -> list[summary.EvaluationRow]:
     """(metric, value, remark) of the model and of those below it; [] if it was not evaluated."""
     if history.evaluation is None:
         return []
@@ -90,5 +123,5 @@ def _evaluation_rows(history: History) -> list[report.EvaluationRow]:
     later = [row.model for name, row in TRAINING_STAGES.items() if row.role != "base" and name not in stages]
     results = {"evaluate": history.evaluation.result}
     suffixes = tuple(f"{mark}{name}" for name in later for mark in "_/")  # of models that were trained on top of it
-    shown = {name: value for name, value in report.metrics_of(results).items() if not name.endswith(suffixes)}
-    return report.rows(shown, results)
+    shown = {name: value for name, value in summary.metrics_of(results).items() if not name.endswith(suffixes)}
+    return summary.rows(shown, results)

@@ -8,8 +8,8 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import resources
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
@@ -24,6 +24,7 @@ from ttrain.store.layout import Manifest
 from ttrain.store.results import TrainingResult
 from ttrain.store.run_views import RunView
 
+STYLE = Path(__file__).with_name("templates") / "page.css"
 SAMPLE_FILES = re.compile(r"run/samples/step-0*(\d+)\.(txt|md)")
 SAMPLES_SHOWN = 12  # of the texts that a model wrote during training, evenly spread
 UNFINISHED: Mapping[str, str] = {"crashed": "was killed", "failed": "failed", "interrupted": "was stopped"}
@@ -58,8 +59,8 @@ def report_of(view: RunView) -> str:
         "run.html",
         view=view,
         results={name: stage.manifest["result"] for name, stage in view.stages.items() if stage.manifest},
-        problems=find_problems(view),
-        curves={stage: charts.charts_of(view, stage) for stage in view.stages},
+        problems=[*find_problems(view)],
+        curves={stage: charts.charts_of([view], stage) for stage in view.stages},
         evaluation=summary.rows(view.metrics, results),
         samples=samples,
         training_samples={stage: texts for stage in TRAININGS if (texts := _training_samples(view, stage))},
@@ -74,7 +75,7 @@ def comparison_page(views: Sequence[RunView], compared: compare.RunComparison | 
         "comparison.html",
         compared=compared or compare.compare(views),
         runs=compare.run_rows(views),
-        curves={stage: charts.comparison_charts(views, stage) for stage in TRAININGS},
+        curves={stage: charts.charts_of(views, stage) for stage in TRAININGS},
     )
 
 
@@ -95,11 +96,17 @@ def _rendered(template: str, **context: object) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= FILTERS
-    style = resources.files("ttrain.reports").joinpath("templates/page.css").read_text(encoding="utf-8")
+    style = STYLE.read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    modules = {"charts": charts, "facts": facts, "summary": summary, "tiles": TILES}
     return environment.get_template(template).render(
-        style=Markup(style), style_digest=Markup(digest), version=VERSION, **modules, **context
+        style=Markup(style),
+        style_digest=Markup(digest),
+        version=VERSION,
+        charts=charts,
+        facts=facts,
+        summary=summary,
+        tiles=TILES,
+        **context,
     )
 
 
@@ -116,35 +123,28 @@ def _training_samples(view: RunView, stage: str) -> list[tuple[str, str]]:
     return [(f"step {step:,}", (view.text(stage, samples[step]) or "").strip("\n")) for step in steps]
 
 
-class Problem(NamedTuple):
-    """A problem: its stage ("" for the run), its description, and whether it is resolved."""
-
-    stage: str
-    description: str
-    is_resolved: bool = True
+Problem = tuple[str, str, bool]  # its stage ("" for the run), its description, whether it is resolved
 
 
-def find_problems(view: RunView) -> list[Problem]:
+def find_problems(view: RunView) -> Iterator[Problem]:
     """All recorded problems of a run."""
-    problems = list[Problem]()
     error = view.record.get("error") or view.record.get("stopped")
     if error and not any(stage.record.get("error") == error for stage in view.stages.values()):
-        problems.append(Problem("", str(error), is_resolved=False))
+        yield "", str(error), False
     if view.status == "crashed":
-        problems.append(Problem("", "the run's process was killed, or the machine went down", is_resolved=False))
+        yield "", "the run's process was killed, or the machine went down", False
     for name, stage in view.stages.items():
         record, is_done = stage.record, stage.status not in UNFINISHED
         if record.get("error") or not is_done:
             outcome = "failed and was retried" if is_done else UNFINISHED[stage.status]
             error = str(record.get("error") or "").removeprefix(f"stage {name} ").removeprefix("failed: ")
-            problems.append(Problem(name, ": ".join(filter(None, (outcome, error))), is_done))
+            yield name, ": ".join(filter(None, (outcome, error))), is_done
         if step := record.get("resumed_from_step"):
-            problems.append(Problem(name, f"resumed at step {step:,}"))
-        problems += (Problem(name, *problem) for problem in _of_artifact(stage.manifest))
+            yield name, f"resumed at step {step:,}", True
+        yield from ((name, *problem) for problem in _of_artifact(stage.manifest))
         steps = [f"{point.step:,}" for point in view.curve(name, "loss") if not math.isfinite(point.value)]
         if steps:
-            problems.append(Problem(name, f"the loss was not finite at step {text.first_of(steps, 5)}"))
-    return problems
+            yield name, f"the loss was not finite at step {text.first_of(steps, 5)}", True
 
 
 def _of_artifact(manifest: Manifest) -> Iterator[tuple[str, bool]]:

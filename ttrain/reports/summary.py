@@ -3,11 +3,10 @@
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from ttrain.core.terminal import escaped
-from ttrain.core.text import counted, format_duration, short_digest
+from ttrain.core.text import counted, format_duration, is_number, short_digest
 from ttrain.store.results import (
     EvaluationResult,
     HeldoutResult,
@@ -19,23 +18,16 @@ from ttrain.store.results import (
 )
 from ttrain.store.runs import NOTHING_NEW, RecordedRun
 
-SHOWN_REASONS = 3
 LOST = ("skipped", "rejected")  # groups of rows that are left out, with a count for each reason
 EvaluationRow = tuple[str, str, str]  # metric, value, remark
 Result = Mapping[str, Any]  # of a stage, as its manifest has it, or a part of one
 
-# The metrics of a stage in its line of `status`.
-KEY_METRICS: Mapping[str, tuple[str, ...]] = {
-    "tokenizer": ("vocab_size", "bytes_per_token"),
-    "base-model": ("parameters", "vocab_size"),
-    "new-model": ("parameters",),
-    "heldout": ("records", "new", "unscored"),
-    "reference": ("answers", "log_probability"),
-}
+# The values of a stage in its line of `status`, where its result has them.
+KEY_METRICS = ("parameters", "vocab_size", "bytes_per_token", "answers", "log_probability")
+TRAINING_METRICS = ("validation_loss", "tokens", "tokens_per_second")
 
-OVERFIT = "overfit"  # the guard of a held-out loss that rises while that of the training falls
 GUARD_FIXES = {
-    OVERFIT: "try fewer passes by a smaller {budget}, more data, or keep the best step: "
+    "overfit": "try fewer passes by a smaller {budget}, more data, or keep the best step: "
     "{stage}.early_stopping.patience=3 {stage}.validate_every_steps=50",
     "no_effect": "try a larger {stage}.optim.lr, or more passes",
     "loss-spike": "try a smaller {stage}.optim.lr",
@@ -44,10 +36,10 @@ GUARD_FIXES = {
 
 def metrics_of(results: Mapping[str, Result]) -> dict[str, float]:
     """The metrics of a pipeline run under their stable names, from the stages' results: the same whether cached or not."""
-    from ttrain.config.training import TRAININGS, VALIDATION_LOSS
+    from ttrain.config.training import TRAININGS
 
     trainings = {name: TrainingResult.of(results[name]) for name in TRAININGS if name in results}
-    figures = (VALIDATION_LOSS, "loss", "tokens", "tokens_per_second")
+    figures = (*TRAINING_METRICS, "loss")
     metrics = {f"{name}/{figure}": getattr(result, figure) for name, result in trainings.items() for figure in figures}
     metrics |= _total(trainings.values())
     tokenizer = TokenizerResult.of(results.get("tokenizer", {}))
@@ -95,11 +87,10 @@ def lost_rows(tally: Result, *groups: str) -> str:
 
 def key_figures(stage: str, result: Result, directory: Path = Path()) -> str:
     """One line about a stage's result. `directory`: of its artifact."""
-    from ttrain.config.data import LEARNT
-    from ttrain.config.training import BITS_PER_BYTE, TRAININGS, VALIDATION_LOSS
+    from ttrain.config.training import BITS_PER_BYTE, TRAININGS
 
     if stage == "source":
-        return ", ".join(f"{name} {PartCounts.of(result[name]).rows:,} rows" for name in LEARNT if name in result)
+        return ", ".join(f"{name} {PartCounts.of(result[name]).rows:,} rows" for name in TRAININGS if name in result)
     if stage.startswith("shards-"):
         return "; ".join(_about_shards(result))
     if stage == "heldout":
@@ -107,13 +98,14 @@ def key_figures(stage: str, result: Result, directory: Path = Path()) -> str:
         unscored = f"; {held_out.unscored:,} of this night are beyond its share" if held_out.unscored else ""
         return f"{held_out.records:,} held-out documents of all nights, {held_out.new:,} of them new{unscored}"
     if stage in ("replay", "replay-sft"):
-        kind, sample = "windows of documents" if stage == "replay" else "chats", ReplayResult.of(result)
+        kind = "windows of documents" if stage == "replay" else "chats"
+        sample = ReplayResult.of(result)
         return f"{sample.records:,} {kind}, {sample.tokens:,} tokens, of {counted(sample.nights, 'earlier set')}"
     if stage.startswith("evaluate"):
         bits = EvaluationResult.of(result).metrics.get(BITS_PER_BYTE.name)
         return f"{bits:.3f} {BITS_PER_BYTE.label}" if bits is not None else "no held-out documents"
-    names = (VALIDATION_LOSS, "tokens", "tokens_per_second") if stage in TRAININGS else KEY_METRICS.get(stage, ())
-    figures = [f"{name} {_figure(result[name])}" for name in names if result.get(name) is not None]
+    names = TRAINING_METRICS if stage in TRAININGS else KEY_METRICS
+    figures = [f"{name} {_figure(result[name])}" for name in names if is_number(result.get(name))]
     training = TrainingResult.of(result)
     if training.resumed_from_step:
         figures.append(f"continued at step {training.resumed_from_step} of {training.steps}")
@@ -121,29 +113,26 @@ def key_figures(stage: str, result: Result, directory: Path = Path()) -> str:
         budget = f"{stage}.{'tokens' if stage == 'pretrain' else 'epochs'}"
         fixes = [GUARD_FIXES[name].format(stage=stage, budget=budget) for name in warned if name in GUARD_FIXES]
         guards = ", ".join(name.replace("_", " ") for name in warned)
-        where = directory / "run" / "guards.jsonl"
-        figures.append(f"the guards warned of {'; '.join([guards, *fixes, str(where)])}")
+        figures.append(f"the guards warned of {'; '.join([guards, *fixes, f'{directory}/run/guards.jsonl'])}")
     return ", ".join(figures)
 
 
 def _about_shards(result: Result) -> Iterator[str]:
     """What shards hold, what was left out and not read, and what is not new."""
     made = ShardsResult.of(result)
-    held_out = counted(made.heldout.rows, "row")
-    yield f"{counted(made.train.rows, 'row')}, {made.train.tokens:,} tokens; held out {held_out}"
+    yield f"{counted(made.train.rows, 'row')}, {made.train.tokens:,} tokens; held out {counted(made.heldout.rows, 'row')}"
     for role, tally in row_tallies(result).items():
         if lost := lost_rows(tally):
             yield f"left out of {role}: {lost}"
-        unread = tally.get("unread_keys", {})
-        yield from (f"not read: '{escaped(key)}' in {counted(rows, 'row')}" for key, rows in unread.items())
+        for key, rows in tally.get("unread_keys", {}).items():
+            yield f"not read: '{escaped(key)}' in {counted(rows, 'row')}"
     if reused := made.blocks - made.encoded_blocks:
         yield f"{reused:,} of {made.blocks:,} shards were reused"
     contamination = made.contamination
     if contamination and not contamination["removed"]:
         tasks = contamination["tasks"].values()
         overlapping, items = (sum(task[name] for task in tasks) for name in ("overlapping", "items"))
-        documents = contamination["documents"]
-        yield f"{overlapping:,} of {items:,} evaluation items are in {documents:,} training rows"
+        yield f"{overlapping:,} of {items:,} evaluation items are in {contamination['documents']:,} training rows"
 
 
 def markdown(rows: Iterable[Sequence[object]], header: Sequence[object]) -> str:
@@ -152,18 +141,10 @@ def markdown(rows: Iterable[Sequence[object]], header: Sequence[object]) -> str:
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
-def shortened(reasons: Sequence[str]) -> str:
-    """One line for a terminal: the first reasons, and how many more there are."""
-    hidden_count = len(reasons) - SHOWN_REASONS
-    hidden = [f"and {hidden_count} more, which `plan --json` has"] if hidden_count > 0 else []
-    return "; ".join([*reasons[:SHOWN_REASONS], *hidden])
-
-
 def run_json(run: RecordedRun) -> dict[str, Any]:
     """The object that `status --json` prints for one run."""
-    names = ("run", "pipeline", "outcome", "note", "tags", "started", "seconds", "stages", "metrics", "error", "equals",
-             "tracking")  # fmt: skip
-    return {name: run[name] for name in names if name in run}
+    names = "run pipeline outcome note tags started seconds stages metrics error equals tracking"
+    return {name: run[name] for name in names.split() if name in run}
 
 
 def labels(run: RecordedRun) -> list[str]:
@@ -207,7 +188,7 @@ SCORED = {
 Shown = tuple[str, str, int, str]
 
 
-def rows(metrics: Mapping[str, float], results: Mapping[str, Result] = MappingProxyType({})) -> list[EvaluationRow]:
+def rows(metrics: Mapping[str, float], results: Mapping[str, Result]) -> list[EvaluationRow]:
     """(metric, value, remark) of each evaluated metric of the run and of a night's champion; with the results of its
     stages, also the metrics' intervals and the tasks of its suites."""
     from ttrain.evaluate.task_result import not_judged
@@ -257,8 +238,7 @@ def _heldout(metrics: Mapping[str, float], evaluation: EvaluationResult) -> Iter
 
 def _suites(evaluation: EvaluationResult) -> Iterator[Shown]:
     """The main metric of each task for each model, and its comparison with the first model."""
-    comparisons = evaluation.suites["comparisons"]
-    verdicts = {(comparison["task"], comparison["second"]): comparison for comparison in comparisons}
+    verdicts = {(versus["task"], versus["second"]): versus for versus in evaluation.suites["comparisons"]}
     for task in evaluation.suites["tasks"]:
         for model in (name for name in evaluation.suites["models"] if name in task["models"]):
             remark = f"{task['items']:,} items"

@@ -216,7 +216,7 @@ class ArtifactStore:
         from ttrain.config import TRAINING_STAGES  # 0.2 s, which commands that read the store alone need not take
 
         row = TRAINING_STAGES.get(stage)
-        data = f", with files in data.{row.dataset}" if row and row.role != "base" else ""
+        data = f", with files in data.{stage}" if row and row.role != "base" else ""
         return f"run `ttrain pipeline run full` first{data}"
 
     @contextlib.contextmanager

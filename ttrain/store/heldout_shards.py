@@ -8,7 +8,7 @@ from ttrain.store.layout import Artifact
 
 def heldout_shards(artifact: Artifact | None, store: ArtifactStore) -> dict[str, Artifact]:
     """The shards that a model and its base models were trained on, by part."""
-    parts = {f"shards-{row.dataset}": row.part for row in TRAINING_STAGES.values()}
+    parts = {f"shards-{row.name}": row.part for row in TRAINING_STAGES.values()}
     shard_artifacts: dict[str, Artifact] = {}
     visited: set[tuple[str, str]] = set()  # the paths through the inputs of nights double every night
     waiting = [artifact] if artifact else []

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ttrain.config.data import LEARNT
 from ttrain.config.training import TRAININGS
 from ttrain.core.files import PRIVATE_FILE, JsonDict, JsonObject, exclusive, need_object, write_json
 from ttrain.errors import UsageError
@@ -28,7 +27,7 @@ LISTED = 50  # names in the message about a name of nothing
 INPUTS = ("base", "tokenizer")  # a model is useless without them, but not without its training data
 WITH_A_SET = ("evaluate",)  # its metrics are compared with those of the next set
 # The files that the champion was trained on, and the held-out rows: the next night needs both.
-WITH_A_CHAMPION = (*WITH_A_SET, *(f"shards-{dataset}" for dataset in LEARNT))
+WITH_A_CHAMPION = (*WITH_A_SET, *(f"shards-{dataset}" for dataset in TRAININGS))
 
 
 @dataclass(frozen=True)
@@ -304,7 +303,7 @@ class Registry:
     @contextlib.contextmanager
     def _changing(self) -> Iterator[JsonDict]:
         """The state, to change under the lock; written at the end of the block if it differs."""
-        with exclusive(self._path.with_suffix(".lock"), mode=PRIVATE_FILE):
+        with exclusive(self._path.with_suffix(".lock")):
             before = self.read()
             yield (state := copy.deepcopy(before))
             if state != before:

@@ -26,9 +26,9 @@ from ttrain.core.files import (
     JsonDict,
     JsonObject,
     exclusive,
-    parse_object,
     private_directory,
     private_opener,
+    read_object,
     write_json,
 )
 from ttrain.core.terminal import escaped
@@ -76,7 +76,7 @@ class RunRecord:
         self._began = time.monotonic()
         pending = [{"name": name, "outcome": "pending"} for name in stages]
         private_directory(home / "runs")
-        with exclusive(home / CLEANING, mode=PRIVATE_FILE):
+        with exclusive(home / CLEANING):
             self._data = _create(home, {**_new(pipeline, pending, settings), **labels})
         self.run = str(self._data["run"])
         self.path = home / "runs" / f"{self.run}.json"
@@ -199,7 +199,7 @@ def read(home: Path, name: str) -> JsonDict | None:
     """The record of the run with this name, as `history` lists it; None where there is none."""
     path = home / "runs" / f"{name}.json"
     with contextlib.suppress(OSError):
-        run = parse_object(path.read_bytes())
+        run = read_object(path)
         if run.keys() >= REQUIRED:  # else it is one of another version
             if run["outcome"] == "running":
                 _fold(run, events_of(path))
